@@ -1,0 +1,78 @@
+# Two commands matter: `make demo` and `make test`. Both need only Python 3.11 or newer with venv, and pip.
+#
+# Everything is installed into .venv in stages, each behind a stamp file, so a second run installs nothing:
+#   .torch -> torch alone, first, so that pip takes the build this machine offers
+#   .demo  -> the package with what `transaxle demo` needs
+#   .all   -> the tools, the docs, and the frameworks that the tests compare with
+
+VENV   ?= .venv
+JOBS   ?= 2
+PYTHON ?= $(firstword $(foreach p,python3 python3.12 python3.11 python3.13,\
+            $(shell $(p) -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
+
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
+PINNED := $(PIP) install --quiet --constraint constraints.txt
+TITAN  := torchtitan nemo-automodel
+
+export PYTHONUTF8 = 1
+
+.PHONY: help demo test bench docs lint format clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo 'make demo    make, convert, verify and run a tiny mixture-of-experts checkpoint'
+	@echo 'make test    lint, types, tests and docs: what CI runs'
+	@echo 'make bench   the speed figures, one script a promise'
+	@echo 'make docs    the documentation, in build/docs/index.html'
+	@echo 'make format  let ruff fix what it can'
+	@echo 'make clean   remove everything these commands made'
+
+demo: $(VENV)/.demo
+	$(BIN)/transaxle demo
+
+test: lint
+	$(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist worksteal
+
+lint: $(VENV)/.all
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/.all
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.all
+	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+
+docs: $(VENV)/.all
+	$(BIN)/python -m sphinx -q -W --keep-going -b doctest docs build/doctest
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+	@echo 'build/docs/index.html'
+
+clean:
+	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build
+	find src tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(BIN)/python:
+	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer (with venv) is needed; name it: make PYTHON=/path/to/python3 $(MAKECMDGOALS)' >&2; exit 1; }
+	@echo 'creating $(VENV) with $(PYTHON)'
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.torch: constraints.txt | $(BIN)/python
+	@echo 'installing torch'
+	@$(PINNED) torch
+	@touch $@
+
+$(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.torch
+	@echo 'installing transaxle and what the demo needs'
+	@$(PINNED) hatchling editables setuptools wheel
+	@$(PINNED) --no-build-isolation --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.all: $(VENV)/.demo
+	@echo 'installing the tools and the frameworks to compare with'
+	@$(PINNED) --no-build-isolation --editable '.[dev,peers]'
+	@$(PINNED) --no-deps $(TITAN)
+	@touch $@

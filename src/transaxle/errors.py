@@ -1,0 +1,158 @@
+"""The one exception tree of Transaxle and its closed set of refusal codes.
+
+TransaxleError
+├── Refused     exit 3   one or more refusals: the input is unsafe, corrupt, unsupported or would be lossy
+├── UsageError  exit 2   the call itself is off: unknown option or axis, the target exists, the dialect is ambiguous
+└── StorageError exit 4  the machine said no: missing or unreadable source, no space
+
+Every error carries a `code` of `CODES`, a `where` (file, tensor) and a `hint` (what to do). Problems are gathered and
+raised together: `.refusals` holds all of them, most important first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+Code = Literal[
+    "UNSAFE_PICKLE",
+    "PATH_ESCAPE",
+    "CORRUPT",
+    "INCOMPLETE",
+    "OVERLAP",
+    "NAME_COLLISION",
+    "AMBIGUOUS",
+    "UNKNOWN_FAMILY",
+    "UNKNOWN_AXIS",
+    "SHAPE_MISMATCH",
+    "DTYPE_MISMATCH",
+    "DTYPE_MIXED",
+    "UNEQUAL_COPIES",
+    "BLOCK_MISALIGNED",
+    "UNSUPPORTED",
+    "LOSSY",
+    "MISSING_TENSOR",
+    "UNEXPECTED_TENSOR",
+    "EXISTS",
+    "IO",
+    "NO_SPACE",
+]
+CODES: tuple[Code, ...] = get_args(Code)
+
+_USAGE: frozenset[Code] = frozenset({"AMBIGUOUS", "UNKNOWN_FAMILY", "UNKNOWN_AXIS", "EXISTS"})
+_STORAGE: frozenset[Code] = frozenset({"IO", "NO_SPACE"})
+
+
+@dataclass(frozen=True, slots=True)
+class Where:
+    """The place a refusal speaks of."""
+
+    file: str | None = None
+    """Path of the file as the user typed it, or its name inside the checkpoint."""
+    tensor: str | None = None
+    """Stored tensor name."""
+
+    def __str__(self) -> str:
+        return " · ".join(part for part in (self.file, self.tensor) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One reason why something is refused."""
+
+    code: Code
+    """Member of the closed set `CODES`."""
+    message: str
+    """What is wrong, with the rule's text, what was expected and what was found."""
+    where: Where = field(default_factory=Where)
+    """File and tensor."""
+    hint: str = ""
+    """What the user can do."""
+
+    def __str__(self) -> str:
+        place = str(self.where)
+        head = f"{self.code}  {place}" if place else self.code
+        lines = [head, *(f"    {line}" for line in self.message.splitlines())]
+        if self.hint:
+            lines.append(f"    {self.hint}")
+        return "\n".join(lines)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the refusal as plain JSON data."""
+        return {
+            "code": self.code,
+            "message": self.message,
+            "file": self.where.file,
+            "tensor": self.where.tensor,
+            "hint": self.hint,
+        }
+
+
+class TransaxleError(Exception):
+    """Base of all errors of this package.
+
+    Attributes:
+        refusals: every problem found, most important first; never empty.
+        code, where, hint: those of the first refusal.
+        exit_code: what the command line exits with (2, 3 or 4).
+    """
+
+    exit_code = 3
+
+    def __init__(self, refusals: Sequence[Refusal]) -> None:
+        super().__init__("\n".join(str(refusal) for refusal in refusals))
+        self.refusals: tuple[Refusal, ...] = tuple(refusals)
+
+    def __reduce__(self) -> tuple[type[TransaxleError], tuple[tuple[Refusal, ...]]]:
+        return type(self), (self.refusals,)
+
+    @property
+    def code(self) -> Code:
+        """Code of the first refusal."""
+        return self.refusals[0].code
+
+    @property
+    def where(self) -> Where:
+        """Place of the first refusal."""
+        return self.refusals[0].where
+
+    @property
+    def hint(self) -> str:
+        """Hint of the first refusal."""
+        return self.refusals[0].hint
+
+
+class Refused(TransaxleError):
+    """The input is unsafe, corrupt, unsupported or would be lossy (exit code 3)."""
+
+
+class UsageError(TransaxleError):
+    """The call is off: target exists, unknown axis or family, ambiguous dialect (exit code 2)."""
+
+    exit_code = 2
+
+
+class StorageError(TransaxleError):
+    """A missing or unreadable source, an unwritable target, no space (exit code 4)."""
+
+    exit_code = 4
+
+
+def refuse(
+    code: Code, message: str, *, file: str | None = None, tensor: str | None = None, hint: str = ""
+) -> TransaxleError:
+    """Build (not raise) the error for one refusal; its class follows from the code."""
+    return gathered([Refusal(code, message, Where(file, tensor), hint)])
+
+
+def gathered(refusals: Iterable[Refusal]) -> TransaxleError:
+    """Build the error for several refusals.
+
+    Its class, and with it the exit code, is that of the first one in the order
+    storage, refused, usage: a broken source explains more than a missing option.
+    """
+    items = sorted(refusals, key=lambda r: (r.code not in _STORAGE, r.code in _USAGE))
+    first = items[0].code
+    kind = StorageError if first in _STORAGE else UsageError if first in _USAGE else Refused
+    return kind(items)
