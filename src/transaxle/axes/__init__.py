@@ -1,0 +1,21 @@
+"""The algebra of layouts: how the axes of a weight lie in names, in shapes and on a mesh, and how boxes move between.
+
+Numpy at most, no torch, no files. One noun a module, from the small to the large:
+
+    strided      nested loops: the place of a box in one dim, and how an interval cuts it
+    expression   the right-hand side of a dialect's line: which axes lie in which dim
+    name         the left-hand side: which axes live in the stored name
+    formula      the arithmetic over config keys in which a table gives sizes and conditions
+    family       families, dialects and sizes as values; `tables` reads them from text
+    unify        axes that a conversion never separates are one
+    solve        sizes that shapes imply
+    piece        a layout, whole or cut, as boxes with their places; two of them meet in a copy
+    chunk        which positions of a dim a rank of a mesh holds
+    bind         the names of a checkpoint read through a dialect
+    relayout     target tensors as box copies from stored tensors
+    holdings     what a bound checkpoint has of each logical tensor
+    complete     what it lacks
+    agree        what must prove equal in it
+    translate    a checkpoint in another dialect: all of the above
+    tile         block scales, which follow the codes wherever every tile stays whole
+"""

@@ -1,0 +1,350 @@
+"""Expressions: how the axes of logical tensors lie in the dims of one stored tensor.
+
+    gate[f d]                      two dims of one logical tensor
+    q[(g r c) d]                   a merged dim, outermost axis first
+    [e d [gate:f | up:f]]          a direct sum: two logical tensors one after the other along a dim
+    (f [gate: | up:])              interleaved: empty segments of size 1 inside a merged dim
+    [[embed:v | 0:p] d]            padding: the segment `0` belongs to no logical tensor
+    conv[x 1 k]                    a dim of size 1; every other size is an axis, so that nothing is left out
+
+`parse` reads the text; `Expression.layout` fills in sizes and yields, per logical tensor and stored dim, one offset
+and one stride per axis. That is all a conversion needs to know about a layout.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from transaxle.errors import TransaxleError, refuse
+
+PADDING = "0"
+"""Component name of padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A named axis."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Parts merged into one dim, outermost first; without parts it has size 1."""
+
+    parts: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Segments one after the other along a dim; each belongs to one logical tensor."""
+
+    segments: tuple[tuple[str, Node], ...]
+
+
+Node = Axis | Merge | Sum
+Sizes = Mapping[str, int]
+Change = Callable[[Merge, tuple[str, ...]], Merge]
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The part of one stored dim that belongs to one logical tensor."""
+
+    offset: int
+    """First position in the dim."""
+    axes: tuple[tuple[str, int, int], ...]
+    """`(axis, size, stride)` with strides in positions of the dim, outermost first; nested."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An expression with sizes filled in."""
+
+    shape: tuple[int, ...]
+    """Shape of the stored tensor."""
+    shares: Mapping[str, tuple[Share, ...]]
+    """Logical tensor -> its share of each dim."""
+
+
+@dataclass(frozen=True)
+class Expression:
+    """The parsed right-hand side of a dialect line."""
+
+    text: str
+    """As written in the table; it appears in every error."""
+    component: str | None
+    """The one logical tensor, or None where sums name them."""
+    dims: tuple[Node, ...]
+    """One node per stored dim."""
+
+    @cached_property
+    def components(self) -> tuple[str, ...]:
+        """Names of the logical tensors in it, in stored order, without padding."""
+        if self.component is not None:
+            return (self.component,)
+        return tuple(name for name, _ in self.segments if name != PADDING)
+
+    @cached_property
+    def segments(self) -> tuple[tuple[str, Node], ...]:
+        """Every segment of every sum in it, in stored order."""
+        nodes = [node for dim in self.dims for node in walk(dim)]
+        return tuple(segment for node in nodes if isinstance(node, Sum) for segment in node.segments)
+
+    @cached_property
+    def axes(self) -> frozenset[str]:
+        """Names of all axes in it."""
+        return frozenset(node.name for dim in self.dims for node in walk(dim) if isinstance(node, Axis))
+
+    @cached_property
+    def padding(self) -> frozenset[str]:
+        """Names of the axes that only size padding."""
+        inside = {n.name for name, part in self.segments if name == PADDING for n in walk(part) if isinstance(n, Axis)}
+        return frozenset(inside.difference(*(self.axes_of(component) for component in self.components)))
+
+    def axes_of(self, component: str) -> tuple[str, ...]:
+        """Return the axes that one logical tensor has in the dims, in stored order."""
+        return tuple(axis for dim in self.dims for axis in _axes_of(dim, component))
+
+    def layout(self, sizes: Sizes) -> Layout:
+        """Fill in sizes.
+
+        Args:
+            sizes: axis -> size, for every axis of the expression.
+
+        Raises:
+            KeyError: an axis has no size; callers find sizes first.
+        """
+        measured = [_measure(dim, sizes) for dim in self.dims]
+        return Layout(
+            shape=tuple(size for size, _ in measured),
+            shares={name: tuple(_share(parts, name) for _, parts in measured) for name in self.components},
+        )
+
+    def rewrite(self, change: Change) -> Expression:
+        """Return the expression with every merge replaced by `change(merge, the components it belongs to)`."""
+        return Expression(self.text, self.component, tuple(_rewrite(dim, change, self.components) for dim in self.dims))
+
+
+def walk(node: Node) -> Iterator[Node]:
+    """Yield the node and everything in it, in stored order."""
+    yield node
+    if isinstance(node, Merge):
+        for part in node.parts:
+            yield from walk(part)
+    elif isinstance(node, Sum):
+        for _, part in node.segments:
+            yield from walk(part)
+
+
+def size(node: Node, sizes: Sizes) -> int:
+    """Return the number of positions a node takes."""
+    return _measure(node, sizes)[0]
+
+
+_Parts = dict[str | None, Share]
+_WHOLE = Share(0, ())
+
+
+def _share(parts: _Parts, component: str) -> Share:
+    return parts.get(component) or parts.get(None) or _WHOLE
+
+
+def _measure(node: Node, sizes: Sizes) -> tuple[int, _Parts]:
+    """Return the size of a node and the share of each component in it (None: every component)."""
+    match node:
+        case Axis(name):
+            return sizes[name], {None: Share(0, ((name, sizes[name], 1),))}
+        case Merge(parts):
+            return _measure_merge(parts, sizes)
+        case Sum(segments):
+            shares: _Parts = {}
+            start = 0
+            for name, part in segments:
+                count, inside = _measure(part, sizes)
+                shares[name] = Share(start, _share(inside, name).axes)  # no sum inside: its own offset is 0
+                start += count
+            return start, shares
+
+
+def _measure_merge(parts: tuple[Node, ...], sizes: Sizes) -> tuple[int, _Parts]:
+    """Right to left: the stride of a part is the size of everything after it."""
+    measured = [_measure(part, sizes) for part in parts]
+    named = dict.fromkeys(name for _, inside in measured for name in inside if name is not None)
+    shares: _Parts = dict.fromkeys(named or [None], _WHOLE)
+    stride = 1
+    for count, inside in reversed(measured):
+        for name, share in shares.items():
+            own = inside.get(name) or inside.get(None) or _WHOLE
+            axes = tuple((axis, length, step * stride) for axis, length, step in own.axes)
+            shares[name] = Share(share.offset + own.offset * stride, axes + share.axes)
+        stride *= count
+    return stride, shares
+
+
+def _rewrite(node: Node, change: Change, owners: tuple[str, ...]) -> Node:
+    match node:
+        case Axis():
+            return node
+        case Merge(parts):
+            return change(Merge(tuple(_rewrite(part, change, owners) for part in parts)), owners)
+        case Sum(segments):
+            return Sum(tuple((name, _rewrite(part, change, (name,))) for name, part in segments))
+
+
+def _axes_of(node: Node, component: str) -> Iterator[str]:
+    match node:
+        case Axis(name):
+            yield name
+        case Merge(parts):
+            for part in parts:
+                yield from _axes_of(part, component)
+        case Sum(segments):
+            for name, part in segments:
+                if name == component:
+                    yield from _axes_of(part, component)
+
+
+_TOKEN = re.compile(r"\s*(?:([A-Za-z_][A-Za-z0-9_]*)|([0-9]+)|(.))")
+_NAME, _NUMBER, _MARK, _END = "name", "number", "mark", "end"
+_KINDS = (_END, _NAME, _NUMBER, _MARK)
+_ONE = "1"
+_DEEPEST = 16
+"""Brackets inside brackets that are read; tables need three."""
+
+
+class _Parser:
+    """Recursive descent: one method per rule of the grammar, which the reference gives in EBNF."""
+
+    def __init__(self, text: str, start: int) -> None:
+        self.text = text.rstrip()
+        self.start = start
+        self.tokens: list[tuple[str, str, int]] = []
+        for match in _TOKEN.finditer(self.text):
+            group = match.lastindex or 0
+            self.tokens.append((_KINDS[group], match.group(group), match.start(group)))
+        self.tokens.append((_END, "the end", len(self.text)))
+        self.at = 0
+        self.depth = 0
+
+    def fail(self, expected: str) -> TransaxleError:
+        """Build the refusal at the current token."""
+        kind, found, position = self.tokens[self.at]
+        found = found if kind == _END else repr(found)
+        where = f"{' ' * position}^\ncolumn {self.start + position + 1}"
+        return refuse("CORRUPT", f"{self.text}\n{where}: expected {expected}, found {found}", hint=HINT)
+
+    def peek(self, *marks: str) -> bool:
+        return self.tokens[self.at][0] == _MARK and self.tokens[self.at][1] in marks
+
+    def take(self, mark: str) -> None:
+        if not self.peek(mark):
+            raise self.fail(repr(mark))
+        self.at += 1
+
+    def word(self) -> str | None:
+        kind, text, _ = self.tokens[self.at]
+        if kind != _NAME:
+            return None
+        self.at += 1
+        return text
+
+    def expression(self) -> Expression:
+        component = self.word()
+        dims = self.items("[", "]")
+        if self.tokens[self.at][0] != _END:
+            raise self.fail("the end of the expression")
+        expression = Expression(self.text.strip(), component, dims)
+        self.check(expression)
+        return expression
+
+    def items(self, opening: str, closing: str) -> tuple[Node, ...]:
+        self.take(opening)
+        found: list[Node] = []
+        while not self.peek(closing):
+            found.append(self.item(closing))
+        self.take(closing)
+        return tuple(found)
+
+    def item(self, closing: str) -> Node:
+        kind, text, _ = self.tokens[self.at]
+        if kind == _NAME:
+            self.at += 1
+            return Axis(text)
+        if kind == _NUMBER and text == _ONE:
+            self.at += 1
+            return Merge(())
+        if kind == _NUMBER:
+            raise self.fail("'1' or an axis: other sizes, even fixed ones, have a name ('axes two=2')")
+        if not self.peek("(", "["):
+            raise self.fail(f"an axis, '1', '(', '[' or {closing!r}")
+        if self.depth == _DEEPEST:
+            raise self.fail(f"at most {_DEEPEST} brackets inside brackets")
+        self.depth += 1
+        node = Merge(self.items("(", ")")) if self.peek("(") else self.sum()
+        self.depth -= 1
+        return node
+
+    def sum(self) -> Sum:
+        self.take("[")
+        segments = [self.segment()]
+        while self.peek("|"):
+            self.at += 1
+            segments.append(self.segment())
+        self.take("]")
+        return Sum(tuple(segments))
+
+    def segment(self) -> tuple[str, Node]:
+        kind, name, _ = self.tokens[self.at]
+        if kind != _NAME and (kind, name) != (_NUMBER, PADDING):
+            raise self.fail("'tensor:' naming the logical tensor of this segment, or '0:' for padding")
+        self.at += 1
+        self.take(":")
+        node = Merge(()) if self.peek("|", "]") else self.item("]")
+        if not self.peek("|", "]"):
+            raise self.fail("'|' or ']': a segment is one item, several are merged in '( )'")
+        return name, node
+
+    def check(self, expression: Expression) -> None:
+        """Refuse what has no meaning: no component or two places for one, an axis twice, sums inside sums."""
+        for problem in _problems(expression):
+            raise refuse("CORRUPT", f"{self.text}\ncolumn {self.start + 1}: expected {problem}", hint=HINT)
+
+
+def _problems(expression: Expression) -> Iterator[str]:
+    names = expression.components
+    sums = [node for dim in expression.dims for node in walk(dim) if isinstance(node, Sum)]
+    if expression.component is not None and sums:
+        yield "no sum inside the dims of one tensor: a sum names its tensors itself"
+    if any(isinstance(inner, Sum) for _, part in expression.segments for inner in walk(part)):
+        yield "no sum inside a sum"
+    if expression.component is None and len(sums) != 1:
+        yield "exactly one sum '[a:… | b:…]' where no tensor is named before '['"
+    if not names:
+        yield "a logical tensor beside the padding"
+    for name in names:
+        if names.count(name) > 1:
+            yield f"each logical tensor once; {name!r} stands in it twice"
+        axes = expression.axes_of(name)
+        for axis in axes:
+            if axes.count(axis) > 1:
+                yield f"each axis of {name!r} once; {axis!r} stands in it twice"
+
+
+HINT = "the grammar is in the reference, page Notation"
+
+
+def parse(text: str, start: int = 0) -> Expression:
+    """Read an expression.
+
+    Args:
+        text: the right-hand side of a dialect's line.
+        start: where in that line it begins, so that errors show the column of the line.
+
+    Raises:
+        Refused: CORRUPT, showing the text, the column and what was expected.
+    """
+    return _Parser(text, start).expression()

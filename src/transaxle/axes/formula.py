@@ -1,0 +1,172 @@
+"""Formulas: the small arithmetic in which a table says how big an axis is and when a line holds.
+
+    num_attention_heads/num_key_value_heads        exact division, or the size is refused
+    head_dim|hidden_size/num_attention_heads       the first of these that is known
+    layer_types[l] == "full_attention"             `l` is the index of the tensor at hand
+    other_setting.num_heads if sliding else 8
+    l in moe_layers                                a list, or the text "3,4,5"
+
+The syntax is Python's, read with `ast` and evaluated over config keys by a closed list of operations; nothing is ever
+executed. A key that is missing makes the formula unknown (None), which is different from false.
+"""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from transaxle.errors import TransaxleError, refuse
+
+_ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+
+
+def _members(items: Any) -> Any:
+    """Return what `in` looks into: some configs write a list of numbers as the text "3,4,5"."""
+    if isinstance(items, str):
+        return [int(item) if item.strip().isdecimal() else item.strip() for item in items.split(",")]
+    return items
+
+
+_COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda a, b: a in _members(b),
+    ast.NotIn: lambda a, b: a not in _members(b),
+}
+_PARTS: tuple[type[ast.AST], ...] = (
+    ast.Constant, ast.Name, ast.Attribute, ast.Subscript, ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare,
+    ast.IfExp, ast.Tuple, ast.List, ast.Load, ast.And, ast.Or, ast.Not, ast.USub, ast.Div, ast.BitOr,
+    *_ARITHMETIC, *_COMPARE,
+)  # fmt: skip
+"""The syntax there is; anything else is refused when the table is read."""
+
+
+class _Inline(ast.NodeTransformer):
+    """Replaces the names of named formulas by what they stand for."""
+
+    def __init__(self, named: Mapping[str, Formula]) -> None:
+        self.named = named
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.named[node.id]._tree if node.id in self.named else node
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A formula over config keys and name indices."""
+
+    text: str
+    """As written in the table."""
+    named: Mapping[str, Formula] = field(default_factory=dict, compare=False, repr=False)
+    """Formulas that the text may call by name (`let`)."""
+
+    @cached_property
+    def _tree(self) -> ast.expr:
+        try:
+            tree = ast.parse(self.text.strip(), mode="eval").body
+            for node in ast.walk(tree):
+                if not isinstance(node, _PARTS):
+                    raise self._fail(f"{type(node).__name__} is not part of formulas")
+            return _Inline(self.named).visit(tree)  # type: ignore[no-any-return]
+        except SyntaxError as error:
+            raise self._fail(error.msg) from None
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise self._fail(str(error) or "too deep") from None
+
+    def _fail(self, why: str) -> TransaxleError:
+        return refuse("CORRUPT", f"formula {self.text!r}: {why}")
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names it reads."""
+        return frozenset(node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name))
+
+    def __call__(self, values: Mapping[str, Any]) -> Any:
+        """Evaluate over `values`; None where a needed value is unknown.
+
+        Raises:
+            Refused: SHAPE_MISMATCH where a division is not exact, CORRUPT where the types do not fit.
+        """
+        try:
+            return self._value(self._tree, values)
+        except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
+            raise self._fail(str(error)) from None
+
+    def _value(self, node: ast.expr, values: Mapping[str, Any]) -> Any:
+        match node:
+            case ast.Constant(value):
+                return value
+            case ast.Name(id=name):
+                return values.get(name)
+            case ast.Attribute(value=base, attr=key):
+                inner = self._value(base, values)
+                return inner.get(key) if isinstance(inner, Mapping) else None
+            case ast.Subscript(value=base, slice=index):
+                return _item(self._value(base, values), self._value(index, values))
+            case ast.UnaryOp(op=op, operand=operand):
+                inner = self._value(operand, values)
+                return None if inner is None else (not inner if isinstance(op, ast.Not) else -inner)
+            case ast.BoolOp(op=op, values=parts):
+                return _boolean(isinstance(op, ast.And), (self._value(part, values) for part in parts))
+            case ast.IfExp(test=test, body=body, orelse=orelse):
+                chosen = self._value(test, values)
+                return None if chosen is None else self._value(body if chosen else orelse, values)
+            case ast.Tuple(elts=items) | ast.List(elts=items):
+                return [self._value(item, values) for item in items]
+            case ast.Compare(left=left, ops=ops, comparators=rest):
+                operands = [self._value(item, values) for item in (left, *rest)]
+                if any(item is None for item in operands):
+                    return None
+                pairs = zip(ops, operands, operands[1:], strict=False)
+                return all(_COMPARE[type(op)](a, b) for op, a, b in pairs)
+            case ast.BinOp(left=left, op=op, right=right):
+                return self._binary(op, self._value(left, values), right, values)
+        raise self._fail(f"{type(node).__name__} is not part of formulas")
+
+    def _binary(self, op: ast.operator, first: Any, right: ast.expr, values: Mapping[str, Any]) -> Any:
+        if isinstance(op, ast.BitOr):
+            return first if first is not None else self._value(right, values)
+        second = self._value(right, values)
+        if first is None or second is None:
+            return None
+        for operand in (first, second):
+            if not isinstance(operand, int | float):  # `%` and `*` mean other things for text and lists
+                raise self._fail(f"{operand!r} is not a number")
+        if isinstance(op, ast.Div):
+            if first % second:
+                raise refuse("SHAPE_MISMATCH", f"{self.text}: {first} is not divisible by {second}")
+            return first // second
+        return _ARITHMETIC[type(op)](first, second)
+
+
+def _item(base: Any, index: Any) -> Any:
+    if isinstance(base, Mapping):
+        return base.get(index)
+    if isinstance(base, list | tuple) and isinstance(index, int) and -len(base) <= index < len(base):
+        return base[index]
+    return None
+
+
+def _boolean(conjunction: bool, values: Iterable[Any]) -> bool | None:
+    """Three-valued `and` / `or`; what stands after the part that decides is not looked at."""
+    unknown = False
+    for value in values:
+        if value is None:
+            unknown = True
+        elif bool(value) is not conjunction:
+            return not conjunction
+    return None if unknown else conjunction

@@ -1,0 +1,123 @@
+"""Name patterns: the axes that live in a stored tensor's name.
+
+    model.layers.{l}.mlp.experts.{e}.down_proj.weight      {l} is the index of axis l
+    model.layers.{m+L}.eh_proj.weight                      index arithmetic: layer number m + L, L an axis size
+    decoder.layers.{l}.mlp.experts.linear_fc1.weight{e@ep} the index counts from the first one of a rank of mesh axis ep
+
+A hole matches a canonical decimal (no sign, no leading zeros, at most ten digits), and literals match exactly: whole
+names, never substrings. `skeleton` maps names that differ in digits only to one key, so a table is searched in constant
+time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from transaxle.errors import TransaxleError, refuse
+
+_HOLE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(?:\+([A-Za-z_][A-Za-z0-9_]*|[0-9]+))?(?:@([A-Za-z_][A-Za-z0-9_]*))?\}")
+_DIGITS = re.compile(r"[0-9]+")
+_DECIMAL = "(0|[1-9][0-9]{0,9})"
+
+
+def skeleton(name: str) -> str:
+    """Return the name with every run of digits replaced by one `0`."""
+    return _DIGITS.sub("0", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Hole:
+    """One index in a name."""
+
+    axis: str
+    """Axis whose index stands here."""
+    shift: str | None
+    """Number, or axis whose size, is added to the index."""
+    mesh: str | None
+    """Mesh axis whose rank's first index is subtracted."""
+
+    def added(self, sizes: Mapping[str, int]) -> int:
+        """Return the number added to the index.
+
+        Raises:
+            UsageError: UNKNOWN_AXIS where it is the size of an axis that is not known.
+        """
+        if self.shift is None:
+            return 0
+        if self.shift.isdigit():
+            return int(self.shift)
+        if self.shift not in sizes:
+            raise refuse(
+                "UNKNOWN_AXIS",
+                f"the size of axis {self.shift} is needed to number {{{self.axis}+{self.shift}}}",
+                hint=f"give it with --axis {self.shift}=N, or the model's config.json with --config FILE",
+            )
+        return sizes[self.shift]
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name pattern: literals and holes in turn."""
+
+    text: str
+    """As written in the table."""
+    start: int = field(default=0, compare=False, repr=False)
+    """Where in its line it begins, for errors."""
+
+    @cached_property
+    def _parts(self) -> tuple[tuple[str, ...], tuple[Hole, ...]]:
+        parts = _HOLE.split(self.text)
+        literals, holes = tuple(parts[::4]), tuple(Hole(*parts[at : at + 3]) for at in range(1, len(parts), 4))
+        blank = _HOLE.sub(lambda hole: "." * len(hole[0]), self.text)
+        for at, character in enumerate(blank):
+            if character in "{}":
+                raise self._fail("a hole such as {l}, {m+L} or {e@ep}", at)
+        if not all(literals[1:-1]):
+            raise self._fail(
+                "text between two holes, or nothing tells where one number ends", self.text.index("}{") + 1
+            )
+        axes = [hole.axis for hole in holes]
+        for axis in axes:
+            if axes.count(axis) > 1:
+                raise self._fail(f"each axis once; {axis!r} stands in it twice", self.text.rindex("{" + axis))
+        return literals, holes
+
+    def _fail(self, expected: str, at: int) -> TransaxleError:
+        return refuse("CORRUPT", f"{self.text}\n{' ' * at}^\ncolumn {self.start + at + 1}: expected {expected}")
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        """Text before, between and after the holes."""
+        return self._parts[0]
+
+    @property
+    def holes(self) -> tuple[Hole, ...]:
+        """The indices, in order."""
+        return self._parts[1]
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        """Axes in the name, in order."""
+        return tuple(hole.axis for hole in self.holes)
+
+    @cached_property
+    def skeleton(self) -> str:
+        """Key under which a name that may match is found."""
+        return skeleton("0".join(self.literals))
+
+    @cached_property
+    def _regex(self) -> re.Pattern[str]:
+        return re.compile(_DECIMAL.join(re.escape(literal) for literal in self.literals))
+
+    def match(self, name: str) -> tuple[int, ...] | None:
+        """Return the numbers in the holes, in order, or None; shifts are not yet taken off."""
+        found = self._regex.fullmatch(name)
+        return None if found is None else tuple(map(int, found.groups()))
+
+    def format(self, numbers: tuple[int, ...]) -> str:
+        """Put numbers into the holes, in order.  Inverse: `match`."""
+        first, *rest = self.literals
+        return first + "".join(f"{number}{literal}" for number, literal in zip(numbers, rest, strict=True))

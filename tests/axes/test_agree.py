@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from tests.axes.apply import Store, arange, carried, fill, only, same, translated
+from tests.axes.toy import CONFIG, TOY, equal, model, only_refusal, packed
+
+TIED = {**CONFIG, "tied": True}
+
+
+def test_a_tie_is_stored_once_and_written_where_the_target_wants_both() -> None:
+    hf = model(head=None)
+    store = Store(hf)
+    view = translated(TOY, "hf", "both", store, TIED)
+    assert view.refusals == ()
+    assert view.checks == ()
+    assert view.aliases == {"head": "embed"}
+    assert fill(store, view.targets["head"]).tolist() == hf["embed"].tolist()
+    assert "head" not in translated(TOY, "hf", "hf", store, TIED).targets
+    assert "output" not in translated(TOY, "hf", "packed", store, TIED).targets
+
+
+@pytest.mark.parametrize("target", ["hf", "both", "packed", "stacked"])
+def test_a_tie_that_is_stored_twice_is_checked_wherever_it_goes(target: str) -> None:
+    hf = model()
+    store = Store(hf)
+    view = translated(TOY, "hf", target, store, TIED)
+    assert view.refusals == ()
+    assert view.kept == ()
+    assert equal(view, store) == [False]
+    assert "hold the same tensor" in view.checks[0].why
+    store.put("head", hf["embed"])
+    assert equal(view, store) == [True]
+
+
+def test_without_the_tie_nothing_is_compared() -> None:
+    assert translated(TOY, "hf", "both", Store(model()), CONFIG).checks == ()
+    untold = {key: value for key, value in CONFIG.items() if key != "tied"}
+    assert translated(TOY, "hf", "both", Store(model()), untold).checks == ()
+
+
+def test_a_tie_of_different_sizes_is_refused() -> None:
+    config = {key: value for key, value in TIED.items() if key != "words"}
+    view = translated(TOY, "both", "hf", Store(model(head=arange(9, 4))), config)
+    refusal = only_refusal(view, "SHAPE_MISMATCH")
+    assert "[9, 4]" in refusal.message
+    assert "[7, 4]" in refusal.message
+
+
+def test_a_tie_of_different_dtypes_cannot_pass() -> None:
+    store = Store(model())
+    store.put("head", store.chunks["embed", 0].reshape(7, 4), dtype="F64")
+    view = translated(TOY, "both", "hf", store, TIED)
+    (check,) = view.checks
+    assert {check.first.dtype, check.second.dtype} == {"I64", "F64"}
+
+
+def test_aliases_of_states_are_those_of_states() -> None:
+    hf = model(head=None)
+    store = Store(hf)
+    store.put("optim/embed/exp_avg", hf["embed"] + 1)
+    view = translated(TOY, "hf", "both", store, TIED)
+    assert view.aliases == {"head": "embed", "optim/head/exp_avg": "optim/embed/exp_avg"}
+
+
+TWICE = only("""
+family twice
+  axes l=layers e=experts d=width f r=ranks
+  norm : l d
+  up : l e f d
+dialect sparse
+  {l}.attention.norm = norm[d] when up
+  {l}.mlp.norm       = norm[d] when not up
+  {l}.up             = up[e f d]
+dialect plain
+  {l}.norm    = norm[d]
+  {l}.up.{e}  = up[f d]
+dialect all
+  norm        = norm[l d]
+  {l}.up      = up[e f d]
+dialect named
+  {l}.norm.{r} = norm[d]
+  {l}.up      = up[e f d]
+dialect wide
+  {l}.norm    = norm[(r d)]
+  {l}.up      = up[e f d]
+dialect redundant
+  {l}.up      = up[e f d]
+  {l}.up.{e}  = up[f d]
+  {l}.norm    = norm[d]
+""")
+TWO = {"layers": 3, "experts": 2, "width": 4, "ranks": 2}
+
+
+def test_two_lines_may_complete_each_other() -> None:
+    """A tensor that is stored under other names in other layers, brought together and taken apart again."""
+    norms, ups = arange(3, 4), arange(3, 2, 5, 4, start=100)
+    source = {
+        "0.mlp.norm": norms[0],
+        **{f"{layer}.attention.norm": norms[layer] for layer in (1, 2)},
+        **{f"{layer}.up": ups[layer] for layer in (1, 2)},
+    }
+    config = {**TWO, "experts": 2}
+    store = Store(source)
+    view = translated(TWICE, "sparse", "all", store, config)
+    assert [r.code for r in view.refusals] == ["MISSING_TENSOR"]
+    assert view.refusals[0].message.splitlines()[1:] == ["0.up"]
+    assert fill(store, view.targets["norm"]).tolist() == norms.tolist()
+    same({n: fill(store, t) for n, t in translated(TWICE, "sparse", "sparse", store, config).targets.items()}, source)
+
+
+def redundant() -> dict[str, torch.Tensor]:
+    ups = arange(3, 2, 5, 4, start=100)
+    return {
+        **{f"{layer}.norm": arange(4, start=4 * layer) for layer in range(3)},
+        **{f"{layer}.up": ups[layer] for layer in range(3)},
+        **{f"{layer}.up.{e}": ups[layer, e] for layer in range(3) for e in range(2)},
+    }
+
+
+def test_what_two_lines_hold_is_taken_once_and_checked() -> None:
+    held = redundant()
+    store = Store(held)
+    view = translated(TWICE, "redundant", "plain", store, TWO)
+    assert view.refusals == ()
+    assert view.kept == ()
+    assert equal(view, store) == [True] * 3
+    wanted = {name: tensor for name, tensor in held.items() if name.count(".") != 1 or name.endswith("norm")}
+    same({name: fill(store, target) for name, target in view.targets.items()}, wanted)
+    store.put("1.up.1", held["1.up.1"] + 1)
+    assert equal(view, store).count(False) == 1
+    backwards = translated(TWICE, "redundant", "all", store, TWO)
+    assert equal(backwards, store).count(False) == 1
+
+
+def test_two_lines_that_hold_a_tensor_twice_in_other_layers() -> None:
+    norms = arange(3, 4)
+    source = {f"{layer}.{place}.norm": norms[layer] for layer in range(3) for place in ("attention", "mlp")}
+    source |= {f"{layer}.up": arange(2, 5, 4) for layer in range(3)}
+    store = Store(source)
+    view = translated(TWICE, "sparse", "all", store, TWO)
+    assert equal(view, store) == [True] * 3
+    assert fill(store, view.targets["norm"]).tolist() == norms.tolist()
+    store.put("2.mlp.norm", norms[0])
+    assert equal(view, store) == [True, True, False]
+
+
+def plain() -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in redundant().items() if not name.endswith("up")}
+
+
+def test_copies_under_further_names_are_written_and_checked() -> None:
+    single = plain()
+    found = carried(TWICE, "plain", "named", Store(single), TWO)
+    assert {name: array.tolist() for name, array in found.items() if "norm" in name} == {
+        f"{layer}.norm.{r}": single[f"{layer}.norm"].tolist() for layer in range(3) for r in range(2)
+    }
+    store = Store(found)
+    back = translated(TWICE, "named", "plain", store, TWO)
+    same({name: fill(store, target) for name, target in back.targets.items()}, single)
+    assert equal(back, store) == [True] * 3
+    store.put("2.norm.1", np.zeros(4, np.int64))
+    assert equal(back, store).count(False) == 1
+    same(carried(TWICE, "named", "named", Store(found), TWO), {n: torch.from_numpy(a) for n, a in found.items()})
+
+
+def test_copies_along_a_dim_are_written_and_checked() -> None:
+    single = plain()
+    found = carried(TWICE, "plain", "wide", Store(single), TWO)
+    for layer in range(3):
+        assert found[f"{layer}.norm"].tolist() == single[f"{layer}.norm"].repeat(2).tolist()
+    for cut in (None, [((0, 3),), ((3, 8),)]):
+        store = Store(found)
+        if cut is not None:
+            store.put("2.norm", found["2.norm"], cut)
+        back = translated(TWICE, "wide", "plain", store, TWO)
+        same({name: fill(store, target) for name, target in back.targets.items()}, single)
+        assert equal(back, store) == [True] * 3
+        wrong = found["2.norm"].copy()
+        wrong[6] += 1
+        store.put("2.norm", wrong, cut)
+        assert equal(back, store).count(False) == 1
+
+
+def test_moments_follow_their_parameter_and_steps_become_one() -> None:
+    hf = model()
+    store = Store(hf)
+    for name, tensor in hf.items():
+        for state in ("exp_avg", "exp_avg_sq"):
+            store.put(f"optim/{name}/{state}", tensor + 1000 * len(state))
+        store.put(f"optim/{name}/step", np.array(5))
+    view = translated(TOY, "hf", "packed", store, CONFIG)
+    assert view.refusals == ()
+    wanted = packed(hf)
+    for name, tensor in wanted.items():
+        for state in ("exp_avg", "exp_avg_sq"):
+            assert fill(store, view.targets[f"optim/{name}/{state}"]).tolist() == (tensor + 1000 * len(state)).tolist()
+        step = view.targets[f"optim/{name}/step"]
+        assert step.shape == ()
+        assert fill(store, step).item() == 5
+    assert len(view.targets) == 4 * len(wanted)
+    assert len(view.checks) == 2 * 5  # six matrices become one, twice
+    assert equal(view, store) == [True] * 10
+    store.put("optim/layers.1.experts.2.up/step", np.array(6))
+    assert equal(view, store).count(False) == 1
+    assert all("one number stands for all of them" in check.why for check in view.checks)
+
+
+def test_one_step_goes_to_many() -> None:
+    hf = model()
+    store = Store(packed(hf))
+    store.put("optim/blocks.1.w/step", np.array([3]))
+    view = translated(TOY, "packed", "hf", store, CONFIG)
+    assert view.refusals == ()
+    assert view.checks == ()
+    for e, name in product(range(3), ("gate", "up")):
+        target = view.targets[f"optim/layers.1.experts.{e}.{name}/step"]
+        assert target.shape == (1,)
+        assert fill(store, target).tolist() == [3]
+
+
+def test_a_state_of_one_element_is_no_step() -> None:
+    """The parameter itself has one element: its moment has the parameter's shape, in both dialects."""
+    family = only("family one\n  axes d=d\n  x : d\ndialect a\n  x = x[d]\ndialect b\n  x = x[1 d]\n")
+    store = Store({"x": arange(1), "optim/x/exp_avg": arange(1, start=4), "optim/x/step": np.array(9)})
+    found = carried(family, "a", "b", store, {"d": 1})
+    assert {name: array.shape for name, array in found.items()} == {
+        "x": (1, 1),
+        "optim/x/exp_avg": (1, 1),
+        "optim/x/step": (),
+    }
+
+
+def test_states_of_neither_shape_are_refused() -> None:
+    store = Store(model())
+    store.put("optim/embed/row", arange(7))
+    refusal = only_refusal(translated(TOY, "hf", "packed", store, CONFIG), "SHAPE_MISMATCH")
+    assert refusal.where.tensor == "optim/embed/row"
+
+
+def test_steps_and_moments_do_not_mix() -> None:
+    store = Store(model())
+    for layer, e in product(range(2), range(3)):
+        store.put(f"optim/layers.{layer}.experts.{e}.gate/odd", np.array(1))
+        store.put(f"optim/layers.{layer}.experts.{e}.up/odd", arange(5, 4))
+    found = translated(TOY, "hf", "packed", store, CONFIG).refusals
+    assert [(r.code, r.where.tensor) for r in found] == [
+        ("SHAPE_MISMATCH", f"optim/blocks.{layer}.w/odd") for layer in range(2)
+    ]

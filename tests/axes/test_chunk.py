@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Placement, Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as TorchShard
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.axes import walking
+from tests.axes.apply import arange, law, take
+from transaxle.axes.chunk import (
+    Cut,
+    Even,
+    Intervals,
+    InUnits,
+    Replicated,
+    Rule,
+    Shard,
+    StridedShard,
+    Widths,
+    bucket,
+    flatten,
+    length,
+    per_component,
+    place,
+    whole,
+)
+from transaxle.axes.chunk import take as taken
+from transaxle.axes.expression import Expression, Layout, parse
+from transaxle.axes.piece import pieces
+from transaxle.errors import Refused
+
+
+def rows(held: Intervals) -> list[int]:
+    return [i for start, stop in held for i in range(start, stop)]
+
+
+@st.composite
+def held(draw: st.DrawFn) -> Intervals:
+    """Some positions, as the ranks before may have left them: ascending, with gaps."""
+    points = sorted(draw(st.lists(st.integers(0, 30), max_size=8, unique=True)))
+    return tuple(zip(points[::2], points[1::2], strict=False))
+
+
+@law
+@given(held(), st.integers(0, 40), st.integers(0, 40))
+def test_take_is_a_slice_of_the_local_tensor(some: Intervals, start: int, stop: int) -> None:
+    found = taken(some, start, stop)
+    assert rows(found) == rows(some)[start:stop]
+    assert all(a < b for a, b in found)
+    assert length(found) == len(rows(found))
+
+
+@law
+@given(held(), st.integers(1, 9))
+def test_shard_is_torch_chunk(some: Intervals, parts: int) -> None:
+    chunks = torch.tensor(rows(some), dtype=torch.int64).chunk(parts)
+    for rank in range(parts):
+        wanted = chunks[rank].tolist() if rank < len(chunks) else []
+        assert rows(Shard()(some, parts, rank)) == wanted
+
+
+@law
+@given(held(), st.integers(1, 4), st.integers(1, 4))
+def test_strided_shard_is_what_torch_splits(some: Intervals, split: int, parts: int) -> None:
+    local = torch.tensor(rows(some), dtype=torch.int64)
+    wanted, _ = _StridedShard(0, split_factor=split)._split_tensor(local, parts, with_padding=False)
+    for rank in range(parts):
+        found = StridedShard(split)(some, parts, rank)
+        assert rows(found) == wanted[rank].tolist()
+        assert all(a < b for a, b in found)
+
+
+@contextmanager
+def mesh(shape: Sequence[int], rank: int) -> Iterator[DeviceMesh]:
+    """The mesh as one of its ranks sees it; nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=prod(shape))
+    try:
+        yield init_device_mesh("cpu", tuple(shape))
+    finally:
+        dist.destroy_process_group()
+
+
+def cuts(placements: Sequence[Placement], shape: Sequence[int], coordinate: Sequence[int]) -> list[Cut]:
+    """The same placements in our words."""
+    found = []
+    for placement, parts, rank in zip(placements, shape, coordinate, strict=True):
+        if isinstance(placement, _StridedShard):
+            found.append(Cut(placement.dim, parts, rank, StridedShard(int(placement.split_factor))))
+        elif isinstance(placement, TorchShard):
+            found.append(Cut(placement.dim, parts, rank))
+        else:
+            assert isinstance(placement, Replicate)
+            found.append(Cut(None, parts, rank))
+    return found
+
+
+S, R = TorchShard, Replicate()
+
+
+def strided(dim: int, split: int) -> Placement:
+    return _StridedShard(dim, split_factor=split)
+
+
+MESHES: list[tuple[tuple[int, ...], list[tuple[Placement, ...]]]] = [
+    ((3,), [(S(0),), (S(1),), (S(-1),), (S(-2),), (R,), (strided(0, 2),), (strided(1, 3),)]),
+    (
+        (2, 3),
+        [
+            (S(0), S(1)),
+            (S(1), S(0)),
+            (S(0), S(0)),
+            (S(-1), S(1)),
+            (R, S(0)),
+            (S(1), R),
+            (strided(0, 3), S(0)),
+            (strided(1, 3), S(1)),
+            (strided(1, 2), S(0)),
+            (S(0), strided(1, 2)),
+            (strided(0, 2), strided(1, 2)),
+        ],
+    ),
+    (
+        (2, 2, 2),
+        [(S(0), S(1), S(0)), (strided(0, 2), S(1), S(0)), (strided(0, 4), strided(0, 2), S(0)), (R, S(1), S(1))],
+    ),
+]
+SHAPES = [(12, 12), (7, 10), (10, 7), (5, 3), (1, 9), (2, 0)]
+
+
+@pytest.mark.parametrize(("shape", "placements"), MESHES, ids=["1d", "2d", "3d"])
+def test_place_is_what_distribute_tensor_does(shape: tuple[int, ...], placements: list[tuple[Placement, ...]]) -> None:
+    """Even and uneven, every rank, every placement: torch decides."""
+    for rank, coordinate in enumerate(product(*map(range, shape))):
+        with mesh(shape, rank) as devices:
+            assert tuple(devices.get_coordinate() or ()) == coordinate
+            for size, placement in product(SHAPES, placements):
+                tensor = arange(*size)
+                local = distribute_tensor(tensor, devices, placement, src_data_rank=None).to_local()
+                found = take(tensor, place(size, cuts(placement, shape, coordinate)))
+                assert found.tolist() == local.tolist(), (size, placement, coordinate)
+
+
+def test_the_numbers_that_peers_get_wrong() -> None:
+    """E=10 experts over 4 ranks are 3, 3, 3, 1; 288 over (2, 32) with the inner dim first are 9 a rank."""
+    assert [length(Shard()(whole(10), 4, rank)) for rank in range(4)] == [3, 3, 3, 1]
+    assert [rows(Shard()(whole(5), 4, rank)) for rank in range(4)] == [[0, 1], [2, 3], [4], []]
+    held = place((288, 1280, 4096), [Cut(1, 2, 1), Cut(0, 32, 31)])
+    assert held == (((279, 288),), ((640, 1280),), ((0, 4096),))
+
+
+def test_place_refuses_a_dim_that_is_not_there() -> None:
+    for dim in (2, -3):
+        with pytest.raises(Refused, match=rf"dim {dim} is cut, but the shape is \[4, 5\]") as caught:
+            place((4, 5), [Cut(dim, 2, 0)])
+        assert caught.value.code == "SHAPE_MISMATCH"
+
+
+def test_even_divides_or_refuses() -> None:
+    assert [rows(Even()(((2, 5), (9, 12)), 3, rank)) for rank in range(3)] == [[2, 3], [4, 9], [10, 11]]
+    with pytest.raises(Refused, match="10 rows do not divide evenly over 4 ranks") as caught:
+        Even()(whole(10), 4, 0)
+    assert caught.value.code == "SHAPE_MISMATCH"
+
+
+def test_widths_are_taken_as_given() -> None:
+    rule = Widths((126, 0, 125))
+    assert [rule(whole(251), 3, rank) for rank in range(3)] == [((0, 126),), (), ((126, 251),)]
+    assert rows(Widths((1, 3))(((2, 4), (8, 10)), 2, 1)) == [3, 8, 9]
+    for parts, total in ((3, 250), (2, 251)):
+        with pytest.raises(Refused, match=rf"\[126, 0, 125\] over {parts} ranks do not sum to {total} rows") as caught:
+            rule(whole(total), parts, 0)
+        assert caught.value.code == "SHAPE_MISMATCH"
+
+
+def test_heads_are_cut_not_rows() -> None:
+    """6 query heads and 2 key heads over 4 ranks: 2, 2, 1, 1 and 1, 1, 0, 0 heads of 5 rows."""
+    queries = InUnits(Widths((2, 2, 1, 1)), 5)
+    keys = InUnits(Shard(), 5)
+    assert [length(queries(whole(30), 4, rank)) for rank in range(4)] == [10, 10, 5, 5]
+    assert [rows(queries(whole(30), 4, rank)) for rank in range(4)] == [
+        list(range(*span)) for span in ((0, 10), (10, 20), (20, 25), (25, 30))
+    ]
+    assert [keys(whole(10), 4, rank) for rank in range(4)] == [((0, 5),), ((5, 10),), (), ()]
+    assert InUnits(StridedShard(2), 2)(whole(12), 2, 1) == ((4, 6), (10, 12))
+    with pytest.raises(Refused, match="31 rows are not whole units of 5") as caught:
+        queries(whole(31), 4, 0)
+    assert caught.value.code == "SHAPE_MISMATCH"
+
+
+def test_replicated_rows_are_everywhere() -> None:
+    some = ((2, 5), (9, 12))
+    assert all(Replicated()(some, 3, rank) == some for rank in range(3))
+
+
+SIZES = {"g": 2, "r": 3, "c": 5, "d": 4, "f": 6}
+HEADS: Mapping[str, Rule] = {"q": InUnits(Widths((2, 2, 1, 1)), 5), "k": InUnits(Shard(), 5), "v": InUnits(Shard(), 5)}
+
+
+def shards(tensor: torch.Tensor, parts: int, widths: Sequence[int] | None = None) -> list[torch.Tensor]:
+    """The shards of one component, empty ones included."""
+    pieces = list(tensor.split(list(widths)) if widths else tensor.chunk(parts))
+    return pieces + [tensor[:0]] * (parts - len(pieces))
+
+
+def test_each_component_of_gate_and_up_is_cut_by_itself() -> None:
+    """A fused matrix cut in two holds half of each, not all of the gate."""
+    gate, up = arange(6, 4), arange(6, 4, start=100)
+    fused = torch.cat([gate, up])
+    rule = per_component(parse("[[gate:f | up:f] d]").dims[0], SIZES, {"gate": Shard(), "up": Shard()})
+    for rank in range(4):
+        wanted = torch.cat([shards(gate, 4)[rank], shards(up, 4)[rank]])
+        assert take(fused, place((12, 4), [Cut(0, 4, rank, rule)])).tolist() == wanted.tolist()
+
+
+def test_each_component_of_qkv_is_cut_by_its_own_rule() -> None:
+    q, k, v = arange(30, 4), arange(10, 4, start=1000), arange(10, 4, start=2000)
+    fused = torch.cat([q, k, v])
+    dim = parse("[[q:(g r c) | k:(g c) | v:(g c)] d]").dims[0]
+    rule = per_component(dim, SIZES, HEADS)
+    kept = per_component(dim, SIZES, {"q": HEADS["q"]})
+    for rank in range(4):
+        heads = shards(q, 4, (10, 10, 5, 5))[rank]
+        wanted = torch.cat(
+            [heads, shards(k, 2)[rank] if rank < 2 else k[:0], shards(v, 2)[rank] if rank < 2 else v[:0]]
+        )
+        assert take(fused, place((50, 4), [Cut(0, 4, rank, rule)])).tolist() == wanted.tolist()
+        assert take(fused, place((50, 4), [Cut(0, 4, rank, kept)])).tolist() == torch.cat([heads, k, v]).tolist()
+
+
+def test_components_are_cut_again_by_the_next_mesh_dim() -> None:
+    gate, up = arange(6), arange(6, start=100)
+    rule = per_component(parse("[[gate:f | up:f]]").dims[0], SIZES, {"gate": Shard(), "up": Shard()})
+    for first, second in product(range(2), range(3)):
+        local = torch.cat([gate.chunk(2)[first], up.chunk(2)[first]]).chunk(3)[second]
+        held = place((12,), [Cut(0, 2, first, rule), Cut(0, 3, second)])
+        assert rows(held[0]) == [i % 100 + (6 if i >= 100 else 0) for i in local.tolist()]
+
+
+def test_only_a_sum_is_cut_per_component() -> None:
+    with pytest.raises(Refused, match="direct sum") as caught:
+        per_component(parse("[(g [q:(r c) | k:c]) d]").dims[0], SIZES, HEADS)
+    assert caught.value.code == "UNSUPPORTED"
+    rule = per_component(parse("[[gate:f | up:f] d]").dims[0], SIZES, {})
+    with pytest.raises(Refused, match=r"components \[6, 6\] do not sum to 11 rows") as caught:
+        rule(whole(11), 2, 0)
+    assert caught.value.code == "SHAPE_MISMATCH"
+
+
+def read(layout: Layout, component: str, held: Sequence[Intervals], chunk: np.ndarray) -> dict[walking.Index, int]:
+    """Every element of a component in a chunk, with the number found there."""
+    found = {}
+    for piece in pieces(layout, component, held):
+        axes = sorted(piece.box)
+        for index in product(*(range(*piece.box[axis]) for axis in axes)):
+            steps = ((i - piece.box[a][0]) * piece.strides[a] for a, i in zip(axes, index, strict=True))
+            found[tuple(zip(axes, index, strict=True))] = int(chunk[piece.offset + sum(steps)])
+    return found
+
+
+@law
+@given(walking.expressions(["x", "y"]), walking.sizes(least=0), st.integers(1, 5))
+def test_flat_cuts_of_a_tensor(expression: Expression, sizes: dict[str, int], parts: int) -> None:
+    """As ZeRO and FSDP1 cut: by position in the flattened tensor, wherever that falls in the axes."""
+    layout = flatten(expression.layout(sizes))
+    (total,) = layout.shape
+    wanted = {name: walking.places(expression, sizes, name) for name in expression.components}
+    found: dict[str, dict[walking.Index, int]] = {name: {} for name in wanted}
+    for rank, chunk in enumerate(shards(torch.arange(total), parts)):
+        held = place((total,), [Cut(0, parts, rank)])
+        for name in wanted:
+            some = read(layout, name, held, chunk.numpy())
+            assert found[name].keys().isdisjoint(some)
+            found[name] |= some
+    assert found == wanted
+
+
+def test_flat_cuts_of_a_bucket_with_padding() -> None:
+    """Parameters one after the other, each padded to a multiple of 4, cut over 3 ranks without regard to them."""
+    sizes = {"f": 3, "d": 5, "n": 7}
+    expressions = {"w": parse("[[x:f | y:f] d]"), "b": parse("b[n]"), "t": parse("x[d f]")}
+    layouts: dict[str, Layout] = {}
+    buffer: list[torch.Tensor] = []
+    wanted: dict[str, dict[walking.Index, int]] = {}
+    start = 0
+    for name, expression in expressions.items():
+        layouts[name] = expression.layout(sizes)
+        count = prod(layouts[name].shape)
+        for component in expression.components:
+            at = walking.places(expression, sizes, component)
+            wanted[f"{name}/{component}"] = {index: start + place for index, place in at.items()}
+        padding = -count % 4
+        layouts[f"{name} padding"] = Layout((padding,), {})
+        buffer += [torch.arange(start, start + count), torch.full((padding,), -1)]
+        start += count + padding
+    whole_bucket = bucket(layouts)
+    flat = torch.cat(buffer)
+    assert whole_bucket.shape == (len(flat),) == (32 + 8 + 16,)
+    assert set(whole_bucket.shares) == set(wanted)
+    found: dict[str, dict[walking.Index, int]] = {name: {} for name in wanted}
+    for rank, chunk in enumerate(flat.chunk(3)):
+        held = place(whole_bucket.shape, [Cut(0, 3, rank)])
+        for name in wanted:
+            found[name] |= read(whole_bucket, name, held, chunk.numpy())
+    assert found == wanted

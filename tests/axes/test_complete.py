@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+
+from tests.axes.apply import Store, arange, translated
+from tests.axes.toy import CONFIG, TOY, model
+
+
+def test_missing_tensors_are_listed() -> None:
+    lost = {f"layers__{layer}__experts__{e}__up": None for layer, e in ((0, 2), (1, 0))}
+    view = translated(TOY, "hf", "packed", Store(model(**lost, end=None)), CONFIG)
+    assert {r.code for r in view.refusals} == {"MISSING_TENSOR"}
+    (listed,) = [r for r in view.refusals if "lacks" in r.message]
+    assert listed.message.splitlines()[1:] == [
+        "layers.0.experts.2.up",
+        "layers.1.experts.0.up",
+        "end (in no layer)",
+    ]
+    assert "identity" in listed.hint
+
+
+def test_missing_tensors_are_named_with_their_prefix_and_counted() -> None:
+    config = {**CONFIG, "layers": 300, "first": 300}
+    store = Store({f"module.{name}": tensor for name, tensor in model().items()})
+    view = translated(TOY, "hf", "hf", store, config)
+    (listed,) = [r for r in view.refusals if "lacks" in r.message]
+    lines = listed.message.splitlines()
+    assert lines[1:3] == ["module.layers.2.norm", "module.layers.3.norm"]
+    assert lines[-1] == f"… and {298 * 7 - 20} more"
+    assert len(lines) == 22
+
+
+def test_a_config_that_claims_a_billion_layers_is_refused_in_no_time() -> None:
+    view = translated(TOY, "hf", "hf", Store(model()), {**CONFIG, "layers": 10**12})
+    (listed,) = [r for r in view.refusals if "lacks" in r.message]
+    assert listed.message.endswith("or more")
+
+
+def test_a_name_that_claims_a_billion_layers_is_refused_in_no_time() -> None:
+    config = {key: value for key, value in CONFIG.items() if key != "layers"}
+    view = translated(TOY, "hf", "hf", Store(model(layers__999999999__norm=arange(4))), config)
+    assert any("lacks" in r.message for r in view.refusals)
+
+
+@pytest.mark.parametrize(
+    ("config", "there", "missing"),
+    [
+        ({"biased": False}, [], []),
+        ({"biased": True}, [0, 1], []),
+        ({"biased": True}, [1], ["layers.0.bias"]),
+        ({"biased": True}, [], ["bias (in no layer)"]),
+        ({"biased": None}, [], []),
+        ({"biased": None}, [0], ["layers.1.bias"]),
+        ({"first": 1}, [], ["fine (in no layer)"]),
+    ],
+)
+def test_conditional_tensors(config: dict[str, object], there: list[int], missing: list[str]) -> None:
+    """They must exist where the condition holds, and be whole where it is not known."""
+    store = Store(model(**{f"layers__{layer}__bias": arange(5) for layer in there}))
+    view = translated(TOY, "hf", "packed", store, {**CONFIG, **config})
+    lines = [line for r in view.refusals if "lacks" in r.message for line in r.message.splitlines()[1:]]
+    assert lines == missing
+
+
+@pytest.mark.parametrize(("layers", "missing"), [([], []), ([0, 1], []), ([1], ["layers.0.extra"])])
+def test_optional_tensors_are_whole_or_absent(layers: list[int], missing: list[str]) -> None:
+    store = Store(model(**{f"layers__{layer}__extra": arange(4) for layer in layers}))
+    view = translated(TOY, "hf", "both", store, CONFIG)
+    assert [line for r in view.refusals for line in r.message.splitlines()[1:]] == missing
+
+
+def test_a_condition_on_the_layer_holds_where_it_holds() -> None:
+    store = Store(model(layers__1__fine=arange(5, 4)))
+    assert translated(TOY, "hf", "packed", store, {**CONFIG, "first": 1}).refusals == ()
+    view = translated(TOY, "hf", "packed", store, {**CONFIG, "first": 0})
+    assert [r.message.splitlines()[1:] for r in view.refusals] == [["layers.0.fine"]]

@@ -1,0 +1,192 @@
+from __future__ import annotations
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.axes import walking
+from tests.axes.apply import HOLE, Entry, Extent, Intervals, Store, arange, fill, law, move, take
+from transaxle.axes.chunk import Cut, StridedShard, place
+from transaxle.axes.expression import parse
+from transaxle.axes.piece import Interval
+from transaxle.axes.relayout import Copier, Origin, Part, Target, unchanged
+from transaxle.errors import Refused
+
+SIZES = {"e": 6, "f": 4, "d": 5}
+STACKED, SINGLE, FLIPPED = (parse(text).layout(SIZES) for text in ("x[e f d]", "x[f d]", "x[e d f]"))
+
+
+def target(layout: object, *origins: Origin, **index: int) -> Target:
+    from transaxle.axes.expression import Layout
+
+    assert isinstance(layout, Layout)
+    return Target("out", "I64", layout, index, (Part("x", origins),), "out = x[…]")
+
+
+def experts(*numbers: int) -> tuple[Origin, ...]:
+    return tuple(Origin(f"x.{e}", "x", SINGLE, {"e": e}) for e in numbers)
+
+
+def tilings(shape: tuple[int, ...]) -> st.SearchStrategy[list[tuple[Interval, ...]]]:
+    """Boxes of a grid that tiles a shape, in any order; some have no elements."""
+
+    def grid(points: list[list[int]]) -> list[tuple[Interval, ...]]:
+        edges = [[0, *sorted(inner), size] for inner, size in zip(points, shape, strict=True)]
+        return list(product(*(list(pairwise(along)) for along in edges)))
+
+    inner = [st.lists(st.integers(0, size), max_size=3) for size in shape]
+    return st.tuples(*inner).map(list).map(grid).flatmap(st.permutations).map(list)
+
+
+@law
+@given(st.data(), walking.sizes())
+def test_sources_may_be_in_chunks(data: st.DataObject, sizes: dict[str, int]) -> None:
+    """Whatever chunks hold the source, and whatever chunk of the target is asked for."""
+    source, wanted = (data.draw(walking.expressions(["x"])) for _ in range(2))
+    here, there = source.layout(sizes), wanted.layout(sizes)
+    full = np.full(here.shape, HOLE)
+    for index, at in walking.places(source, sizes, "x").items():
+        full.reshape(-1)[at] = walking.ravel(index, sizes)
+    expected = np.full(there.shape, HOLE)
+    for index, at in walking.places(wanted, sizes, "x").items():
+        expected.reshape(-1)[at] = walking.ravel(index, sizes)
+    store = Store()
+    store.put("in", full, data.draw(tilings(here.shape)))
+    copier = Copier(store.entries)
+    one = target(there, Origin("in", "x", here, {}))
+    np.testing.assert_array_equal(fill(store, one, copier=copier), expected)
+    for parts, rank in ((2, 0), (2, 1)):
+        for dim in range(len(there.shape)):
+            held = place(there.shape, [Cut(dim, parts, rank, StridedShard(2))])
+            np.testing.assert_array_equal(fill(store, one, held, copier), take(expected, held))
+
+
+def test_stacking_and_unstacking() -> None:
+    stack = arange(6, 4, 5)
+    singles = Store({f"x.{e}": stack[e] for e in range(6)})
+    together = target(STACKED, *experts(*range(6)))
+    np.testing.assert_array_equal(fill(singles, together), stack)
+    np.testing.assert_array_equal(fill(singles, target(FLIPPED, *experts(*range(6)))), stack.transpose(1, 2))
+    for start, stop in ((0, 2), (2, 5), (5, 6), (3, 3)):
+        held: Intervals = [[(start, stop)], [(1, 3)], [(0, 5)]]
+        np.testing.assert_array_equal(fill(singles, together, held), stack[start:stop, 1:3])
+    whole = Store({"x": stack})
+    for e in range(6):
+        one = target(SINGLE, Origin("x", "x", STACKED, {}), e=e)
+        np.testing.assert_array_equal(fill(whole, one), stack[e])
+
+
+def test_a_rank_reads_only_the_experts_it_holds() -> None:
+    """The slice of the sources is taken by number, so that no rank looks at all experts."""
+    singles = Store({f"x.{e}": arange(4, 5) for e in range(6)})
+    asked: list[str] = []
+
+    class Asked(dict[str, Entry]):
+        def __getitem__(self, name: str) -> Entry:
+            asked.append(name)
+            return super().__getitem__(name)
+
+    copier = Copier(Asked(singles.entries))
+    list(copier.copies(target(STACKED, *experts(*range(6))), [[(2, 4)], [(0, 4)], [(0, 5)]]))
+    assert set(asked) == {"x.2", "x.3"}
+
+
+def test_chunks_that_do_not_touch_the_target_are_not_looked_at() -> None:
+    store = Store()
+    store.put("x", arange(6, 4, 5), [((e, e + 1), (f, f + 2), (0, 5)) for e in range(6) for f in (0, 2)])
+    seen: list[int] = []
+
+    class Seen(tuple[Extent, ...]):
+        __slots__ = ()
+
+        def __getitem__(self, number: object) -> Extent:  # type: ignore[override]
+            assert isinstance(number, int)
+            seen.append(number)
+            return super().__getitem__(number)
+
+    entry = store.entries["x"]
+    store.entries["x"] = Entry(entry.dtype, entry.shape, Seen(entry.extents))
+    copier = Copier(store.entries)
+    one = target(SINGLE, Origin("x", "x", STACKED, {}), e=4)
+    list(copier.copies(one))
+    seen.clear()
+    copies = list(copier.copies(one))
+    assert [copy.chunk for copy in copies] == [8, 9]
+    assert set(seen) <= {8, 9}
+
+
+def test_chunks_of_a_source_may_have_strides_of_their_own() -> None:
+    stack = arange(4, 6)
+    store = Store()
+    store.entries["x"] = Entry("I64", (4, 6), (Extent((0, 0), (4, 3), (1, 4)), Extent((0, 3), (4, 3))))
+    store.chunks["x", 0] = np.ascontiguousarray(stack[:, :3].T.numpy()).reshape(-1)
+    store.chunks["x", 1] = np.ascontiguousarray(stack[:, 3:].numpy()).reshape(-1)
+    layout = parse("x[f d]").layout({"f": 4, "d": 6})
+    np.testing.assert_array_equal(fill(store, target(layout, Origin("x", "x", layout, {}))), stack)
+    store.entries["y"] = Entry("I64", (4, 6), (Extent((0, 0), (4, 6), (1, 4)),))
+    store.chunks["y", 0] = np.ascontiguousarray(stack.T.numpy()).reshape(-1)
+    np.testing.assert_array_equal(fill(store, target(layout, Origin("y", "x", layout, {}))), stack)
+
+
+def test_the_target_may_have_strides_of_its_own() -> None:
+    stack = arange(4, 5)
+    store = Store({"x": stack})
+    out = np.full(40, HOLE)
+    one = target(SINGLE, Origin("x", "x", SINGLE, {}))
+    for copy in Copier(store.entries).copies(one, strides=(2, 8)):
+        move(store.chunks[copy.source, copy.chunk], out, copy.move)
+    np.testing.assert_array_equal(out[::2].reshape(5, 4).T, stack)
+    assert (out[1::2] == HOLE).all()
+
+
+@pytest.mark.parametrize("missing", [0, 3, 5])
+def test_a_hole_is_refused(missing: int) -> None:
+    singles = Store({f"x.{e}": arange(4, 5) for e in range(6)})
+    some = target(STACKED, *experts(*(e for e in range(6) if e != missing)))
+    with pytest.raises(Refused) as caught:
+        fill(singles, some)
+    assert caught.value.code == "INCOMPLETE"
+    assert caught.value.where.tensor == "out"
+    assert "x needs 120 elements here, the source holds 100" in caught.value.refusals[0].message
+    others: Intervals = [[(e, e + 1) for e in range(6) if e != missing], [(0, 4)], [(0, 5)]]
+    assert fill(singles, some, others).shape == (5, 4, 5)
+
+
+def test_a_chunk_that_is_missing_is_refused() -> None:
+    store = Store()
+    store.put("x", arange(6, 4, 5), [((0, 3), (0, 4), (0, 5))])
+    with pytest.raises(Refused, match="the source holds 60") as caught:
+        fill(store, target(STACKED, Origin("x", "x", STACKED, {})))
+    assert caught.value.code == "INCOMPLETE"
+
+
+def test_two_axes_in_the_names_of_the_sources() -> None:
+    layout = parse("x[e f d]").layout({"e": 3, "f": 2, "d": 5})
+    single = parse("x[d]").layout({"d": 5})
+    stack = arange(3, 2, 5)
+    pairs = list(product(range(3), range(2)))
+    store = Store({f"x.{e}.{f}": stack[e, f] for e, f in pairs})
+    origins = [Origin(f"x.{e}.{f}", "x", single, {"e": e, "f": f}) for e, f in pairs]
+    np.testing.assert_array_equal(fill(store, target(layout, *origins)), stack)
+    held: Intervals = [[(0, 1)], [(0, 2)], [(0, 5)]]
+    some = [origin for origin in origins if origin.name in ("x.0.0", "x.0.1", "x.2.0")]
+    np.testing.assert_array_equal(fill(store, target(layout, *some), held), stack[:1])
+
+
+def test_a_number_alone_may_have_strides() -> None:
+    store = Store({"x": np.array(7)})
+    store.entries["x"] = Entry("I64", (), (Extent((), (), ()),))
+    assert fill(store, unchanged("x", store.entries["x"])).item() == 7
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 0, 4), (2, 3)])
+def test_unchanged(shape: tuple[int, ...]) -> None:
+    store = Store({"any name": arange(*shape)})
+    same = unchanged("any name", store.entries["any name"])
+    assert (same.name, same.dtype, same.shape, same.component) == ("any name", "I64", shape, "")
+    np.testing.assert_array_equal(fill(store, same), arange(*shape))
+    if shape == (2, 3):
+        np.testing.assert_array_equal(fill(store, same, [[(1, 2)], [(0, 1), (2, 3)]]), arange(2, 3)[1:, ::2])

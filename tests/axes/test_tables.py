@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.axes.apply import Store, arange, carried, only, same, translated
+from transaxle.axes import tables
+from transaxle.axes.family import Sizes
+from transaxle.errors import Refused, TransaxleError
+from transaxle.families import builtin
+
+TOY = """
+family toy                            # a comment
+  model_type toy toy_text
+  axes  l=layers d=hidden f=inner
+  axis  r = heads[l] // kv if uneven else heads / kv
+  axes  k=kv n p
+  let even = l % 2 == 0
+  up    : l f d
+  down  : l d f           when even
+  q     : l k r d
+  norm  : d
+  bias  : l f             when biased
+  extra : l f             optional
+  embed : n d
+  head  : n d
+  tie head = embed        when tied
+
+dialect hf
+  layers.{l}.up = up[f d]
+  layers.{l}.down = down[d f] when even
+  layers.{l}.q = q[(k r) d]
+  layers.{l}.bias = bias[f] when biased
+  layers.{l}.extra = extra[f]
+  norm = norm[d] lossy: norm - 1
+  embed = embed[n d]
+  head = head[n d] when not tied
+  ignore layers.{l}.inv_freq
+
+dialect packed 0.10
+  up_down.{l} = [d [up:f | down:f]]
+  q.{l} = q[k r d]
+  embed = [[embed:n | 0:p] d]
+
+dialect packed 0.9 like packed
+  q_.{l} = q[k r d]
+
+dialect other like hf
+  n = norm[d] lossy: 2 * norm + 0.5
+"""
+
+
+def test_a_table() -> None:
+    toy = only(TOY)
+    assert toy.name == "toy"
+    assert toy.model_types == ("toy", "toy_text")
+    assert list(toy.axes) == ["l", "d", "f", "r", "k", "n", "p"]
+    assert toy.axes["p"] is None
+    assert toy.tensors["q"].axes == ("l", "k", "r", "d")
+    assert toy.tensors["up"].when is None
+    assert [(tie.alias, tie.original, tie.when.text) for tie in toy.ties] == [("head", "embed", "tied")]
+    assert toy.labels == ("hf", "packed@0.10", "packed@0.9", "other")
+    assert toy.name_axes == {"l"}
+    hf = toy.dialect("hf")
+    assert hf is not None
+    assert [line.text for line in hf.lines][:2] == ["layers.{l}.up = up[f d]", "layers.{l}.down = down[d f]"]
+    assert [name.text for name in hf.ignored] == ["layers.{l}.inv_freq"]
+    arithmetic = hf.lines[5].lossy
+    assert arithmetic is not None
+    assert (arithmetic.text, arithmetic.scale, arithmetic.shift) == ("norm - 1", 1.0, -1.0)
+    assert hf.lines[6].lossy is None
+
+
+def test_like_takes_over_the_lines_of_other_tensors() -> None:
+    toy = only(TOY)
+    hf, other, newest, older = (toy.dialect(label) for label in ("hf", "other", "packed", "packed@0.9"))
+    assert hf is not None
+    assert other is not None
+    assert newest is not None
+    assert older is not None
+    assert [line.name.text for line in other.lines] == [
+        *(line.name.text for line in hf.lines if line.name.text != "norm"),
+        "n",
+    ]
+    assert other.ignored == hf.ignored
+    assert other.lines[-1].lossy is not None
+    assert (other.lines[-1].lossy.scale, other.lines[-1].lossy.shift) == (2.0, 0.5)
+    assert newest.version == "0.10"
+    assert [line.name.text for line in older.lines] == ["up_down.{l}", "embed", "q_.{l}"]
+
+
+def test_the_newest_version_is_a_matter_of_numbers_not_of_order() -> None:
+    text = (
+        "family toy\n axes d\n x : d\ndialect a 0.9\n x = x[d]\ndialect a 0.10\n y = x[d]\ndialect a 0.2\n z = x[d]\n"
+    )
+    toy = only(text)
+    newest, older = toy.dialect("a"), toy.dialect("a@0.2")
+    assert newest is not None
+    assert newest.label == "a@0.10"
+    assert older is not None
+    assert older.lines[0].name.text == "z"
+    assert toy.dialect("b") is None
+    (extended,) = tables.read("dialect a 0.11 of toy\n  w = x[d]\n", known={"toy": toy})
+    newest = extended.dialect("a")
+    assert newest is not None
+    assert newest.label == "a@0.11"
+    assert toy.labels == ("a@0.9", "a@0.10", "a@0.2")
+
+
+def test_a_let_stands_for_its_formula() -> None:
+    down = only(TOY).tensors["down"].when
+    assert down is not None
+    assert down.names == {"l"}
+    assert [down({"l": layer}) for layer in range(3)] == [True, False, True]
+
+
+def test_sizes_of_a_table() -> None:
+    toy = only(TOY)
+    config = {"layers": 3, "hidden": 8, "kv": 2, "heads": [4, 6, 8], "uneven": True, "inner": -3}
+    sizes = Sizes(toy, config, {"n": 7})
+    assert sizes.varying == {"l"}
+    assert sizes.at({"l": 1}) == {"l": 3, "d": 8, "r": 3, "k": 2, "n": 7}
+    assert sizes.at({"l": 2})["r"] == 4
+    assert "r" not in sizes.at({})  # the number of layers is no index
+    assert sizes.holds(toy.tensors["down"].when, {}) is None
+    assert sizes.holds(toy.tensors["down"].when, {"l": 2}) is True
+    assert sizes.holds(toy.tensors["bias"].when, {"l": 2}) is None
+    assert sizes.holds(None, {}) is True
+    assert sizes.giving({"n": 9, "f": 5}).given == {"n": 7, "f": 5}
+
+
+def test_an_axis_may_be_computed_from_another() -> None:
+    toy = only("family toy\n axes l=n c=head_dim h=c/2\n x : l c h\ndialect hf\n x.{l} = x[c h]\n")
+    assert Sizes(toy, {"head_dim": 8}).at({})["h"] == 4
+    assert Sizes(toy, {}, {"c": 6}).at({})["h"] == 3
+    assert "h" not in Sizes(toy, {"n": 8}).at({})
+
+
+def test_nested_configs() -> None:
+    toy = only(TOY)
+    inner = {"model_type": "toy_text", "hidden": 5}
+    assert Sizes(toy, {"model_type": "wrapper", "text_config": inner, "hidden": 3}).at({})["d"] == 5
+    assert Sizes(toy, {"model_type": "toy", "text_config": inner, "hidden": 3}).at({})["d"] == 3
+
+
+def problems(text: str) -> list[tuple[int, str]]:
+    """Line and message of every problem of a table."""
+    with pytest.raises(Refused) as caught:
+        tables.read(text, file="my.rules")
+    found = []
+    for refusal in caught.value.refusals:
+        assert refusal.code == "CORRUPT"
+        assert refusal.where.file is not None
+        file, _, line = refusal.where.file.partition(", line ")
+        assert file == "my.rules"
+        found.append((int(line), refusal.message))
+    return found
+
+
+HEAD = "family toy\n  axes l=n d=h f\n  x : l f d\n  y : l d\n"
+
+PROBLEMS = [
+    ("x : d", 1, 1, "'family NAME' or 'dialect NAME of FAMILY'"),
+    ("family", 1, 1, "'family NAME'"),
+    ("family a b", 1, 1, "'family NAME'"),
+    (f"{HEAD}family toy", 5, 8, "each family once"),
+    (f"{HEAD}  axes 9q", 5, 8, "axes as NAME or NAME=FORMULA"),
+    (f"{HEAD}  axes q=a+", 5, 10, "a formula; formula 'a+'"),
+    (f"{HEAD}  axes d=b", 5, 8, "each axis once"),
+    (f"{HEAD}  axis q", 5, 3, "'axis NAME = FORMULA'"),
+    (f"{HEAD}  axis 9q = 3", 5, 3, "'axis NAME = FORMULA'"),
+    (f"{HEAD}  let = 3", 5, 3, "'let NAME = FORMULA'"),
+    (f"{HEAD}  let h = 3", 5, 7, "each 'let' once, and before 'h' is used"),
+    (f"{HEAD}  let a = 3\n  let a = 4", 6, 7, "each 'let' once"),
+    (f"{HEAD}  let a = f(3)", 5, 11, "a formula; formula 'f(3)': Call is not part of formulas"),
+    (f"{HEAD}  tie x = y", 5, 3, "'tie TENSOR = TENSOR when CONDITION'"),
+    (f"{HEAD}  tie x = z when t", 5, 11, "a tensor of the family, declared above; 'z'"),
+    (f"{HEAD}  z : l q", 5, 9, "declared axes only; 'q'"),
+    (f"{HEAD}  z : l l", 5, 9, "each axis of 'z' once"),
+    (f"{HEAD}  x : l", 5, 3, "each tensor once; 'x'"),
+    (f"{HEAD}  what", 5, 3, "'model_type', 'axes', 'axis', 'let', 'tie' or 'TENSOR : AXES'"),
+    (f"{HEAD}  z : l when a b", 5, 14, "a formula; formula 'a b'"),
+    (f"{HEAD}dialect", 5, 1, "'dialect NAME [VERSION] [of FAMILY] [like DIALECT]'"),
+    (f"{HEAD}dialect a of nope", 5, 14, "a known family after 'of'; these are known: toy"),
+    (f"{HEAD}dialect a like b", 5, 16, "a dialect after 'like'"),
+    (f"{HEAD}dialect a\ndialect a", 6, 9, "a new dialect, or another version; 'a' is declared already"),
+    (f"{HEAD}dialect a\ndialect a 0.2", 6, 9, "a new dialect, or another version"),
+    (f"{HEAD}dialect a 0.2\ndialect a 0.2", 6, 9, "a new dialect, or another version"),
+    (f"{HEAD}dialect a 0.2\ndialect a", 6, 9, "a new dialect, or another version"),
+    ("dialect a", 1, 1, "'of FAMILY'"),
+    (f"{HEAD}dialect a\n  x.{{l}}", 6, 3, "'stored.name = expression'"),
+    (f"{HEAD}dialect a\n  x.{{l}} = x[f 3]", 6, 15, "'1' or an axis"),
+    (f"{HEAD}dialect a\n  x.{{l}} = x[f d] lossy: 2 *", 6, 3, "arithmetic such as 'norm - 1'"),
+    (f"{HEAD}dialect a\n  x.{{l}} = x[f d] lossy: 1.2.3 * x", 6, 3, "arithmetic such as 'norm - 1'"),
+    (f"{HEAD}dialect a\n  x.{{l}}{{d}} = x[f]", 6, 8, "text between two holes"),
+    (f"{HEAD}dialect a\n  x.{{l}} = x[f q d]", 6, 15, "declared axes only; 'q'"),
+    (f"{HEAD}dialect a\n  x.{{l}} = x[f]", 6, 11, "every axis of 'x' in the name or its dims; d is left out"),
+    (f"{HEAD}dialect a\n  x.{{l}} = [f [x:d | y:]]", 6, 21, "every axis of 'y' in the name or its dims; d is left out"),
+    (f"{HEAD}dialect a\n  x.{{l}} = x[l f d]", 6, 13, "each axis in the name or in the dims; 'l' is in both"),
+    (f"{HEAD}dialect a\n  x.{{l+Q}} = x[f d]", 6, 8, "a number or a declared axis after '+'; 'Q'"),
+    (f"{HEAD}dialect a\n  x.{{l}} = z[f d]", 6, 11, "a tensor of family toy; 'z' is none"),
+    (f"{HEAD}dialect a\n  x.{{l}} = x[f d]\n  x.{{l}} = x[d f]", 7, 3, "each stored name once"),
+    (f"{HEAD}dialect a\n  ignore x.{{}}", 6, 12, "a hole such as"),
+]
+
+
+@pytest.mark.parametrize(("text", "line", "column", "expected"), PROBLEMS, ids=[str(i) for i in range(len(PROBLEMS))])
+def test_errors_show_line_and_column_and_what_was_expected(text: str, line: int, column: int, expected: str) -> None:
+    ((found, message),) = problems(text)
+    assert found == line
+    assert f"column {column}: expected {expected}" in message
+
+
+def test_every_problem_of_a_file_is_shown_at_once() -> None:
+    text = f"""{HEAD}
+  axes 9q m=a+ d=b good=k
+  z : q r good
+  junk
+dialect a
+  x.{{l = x[d]
+  x.{{l}} = x[(f d]
+  y.{{l}} = w[d r]
+  fine.{{l}} = y[d]
+dialect b like nothing
+  junk, but of a dialect that is refused already
+family
+  this is skipped too
+dialect c
+  and this
+dialect d of toy
+  y.{{l}} = y[q]
+"""
+    assert [line for line, _ in problems(text)] == [6, 6, 6, 7, 7, 8, 10, 11, 12, 12, 14, 16, 21, 21]
+
+
+def test_conditions_may_share_a_name() -> None:
+    toy = only(f"{HEAD}dialect a\n  x.{{l}} = x[f d] when not packed\n  x.{{l}} = x[d f] when packed\n")
+    arrays = {"x.0": arange(2, 3)}
+    for packed, dims in ((False, (2, 3)), (True, (3, 2))):
+        store = Store(arrays)
+        view = translated(toy, "a", "a", store, {"packed": packed, "n": 1, "h": dims[1]})
+        assert not [r for r in view.refusals if r.code != "MISSING_TENSOR"]
+        assert view.targets["x.0"].layout.shares["x"][0].axes[0][0] == ("d" if packed else "f")
+
+
+SEVENTH = """
+family seventh
+  axes l=depth d=width e=experts f
+  up   : l e f d
+  down : l e d f
+  norm : d
+
+dialect ours
+  blocks.{l}.up.{e} = up[f d]
+  blocks.{l}.down   = down[e d f]
+  norm              = norm[d]
+
+dialect theirs
+  {l}/w{e}          = [[up:f | down:f] d]
+  final.norm        = norm[d]
+"""
+
+
+def test_a_seventh_family_from_a_string_works_end_to_end() -> None:
+    family = only(SEVENTH)
+    up, down = arange(2, 3, 4, 5), arange(2, 3, 5, 4, start=1000)
+    ours = {
+        **{f"blocks.{layer}.up.{e}": up[layer, e] for layer in range(2) for e in range(3)},
+        **{f"blocks.{layer}.down": down[layer] for layer in range(2)},
+        "norm": arange(5, start=5000),
+    }
+    theirs = {
+        **{f"{layer}/w{e}": torch.cat([up[layer, e], down[layer, e].T]) for layer in range(2) for e in range(3)},
+        "final.norm": arange(5, start=5000),
+    }
+    config = {"depth": 2, "width": 5, "experts": 3}
+    same(carried(family, "ours", "theirs", Store(ours), config), theirs)
+    same(carried(family, "theirs", "ours", Store(theirs), config), ours)
+    same(carried(family, "theirs", "ours", Store(theirs), given={"f": 4}), ours)
+
+
+def test_the_families_that_ship_are_read() -> None:
+    families = builtin()
+    assert {"llama", "mixtral", "qwen2", "qwen3", "qwen3_moe", "step3p5"} <= families.keys()
+    for family in families.values():
+        assert family.dialect("hf") is not None
+        for dialect in family.dialects:
+            assert len({(line.name.text, line.when) for line in dialect.lines}) == len(dialect.lines)
+
+
+def test_the_error_is_one_exception() -> None:
+    with pytest.raises(TransaxleError, match="line 1"):
+        tables.read("family 1")

@@ -1,0 +1,411 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.axes import walking
+from tests.axes.apply import HOLE, Array, Entry, Extent, Store, arange, fill, law, numbers, only, translated
+from transaxle.axes.chunk import Cut, Intervals, Shard, place, whole
+from transaxle.axes.relayout import Copier, Target
+from transaxle.axes.solve import Shape
+from transaxle.axes.tile import Scales, Tile, grid, scales, shard_tiles, whole_tile
+from transaxle.errors import Refused
+
+Tiling = Callable[[Shape], Tile]
+
+SCALE = "F32"
+
+
+def named(codes: str) -> str:
+    return f"{codes}_scale"
+
+
+def numbered(store: Store, tiling: Tiling) -> tuple[dict[str, Array], Store]:
+    """For every stored tensor the tile that each element lies in, by a number of its own; and the grids of these."""
+    tiles, grids, start = {}, Store(), 0
+    for name, entry in store.entries.items():
+        shape = grid(entry.shape, tiling(entry.shape))
+        places = [i // step for i, step in zip(np.indices(entry.shape), tiling(entry.shape), strict=True)]
+        tiles[name] = np.ravel_multi_index(places, shape) + start if places else np.array(start)
+        grids.put(named(name), np.arange(start, start + int(np.prod(shape))).reshape(shape))
+        start += int(np.prod(shape))
+    return tiles, grids
+
+
+def expected(elements: Array, tile: Tile) -> Array | None:
+    """The grid of a target whose elements have these source tiles; None where a tile has several."""
+    found = np.full(grid(elements.shape, tile), HOLE)
+    for place_ in np.ndindex(*found.shape):
+        inside = elements[tuple(slice(i * step, (i + 1) * step) for i, step in zip(place_, tile, strict=True))]
+        distinct = np.unique(inside[inside != HOLE])
+        if len(distinct) > 1:
+            return None
+        if len(distinct):
+            found[place_] = distinct[0]
+    return found
+
+
+def relaid(target: Target, tile: Tile, store: Store, tiling: Tiling) -> Scales:
+    tiles = {name: tiling(entry.shape) for name, entry in store.entries.items()}
+    return scales(target, tile, tiles, named=named, dtype=SCALE)
+
+
+def refusal(target: Target, tile: Tile, store: Store, tiling: Tiling) -> Refused:
+    with pytest.raises(Refused) as caught:
+        relaid(target, tile, store, tiling)
+    assert caught.value.code == "BLOCK_MISALIGNED"
+    assert caught.value.where.tensor == target.name
+    assert "--decode" in caught.value.hint
+    return caught.value
+
+
+@law
+@given(
+    walking.dialects(),
+    walking.dialects(),
+    walking.sizes(),
+    st.lists(st.integers(1, 4), min_size=6, max_size=6),
+    st.lists(st.integers(1, 4), min_size=6, max_size=6),
+    st.booleans(),
+)
+def test_scales_follow_their_codes_or_are_refused(
+    source: list[walking.Line],
+    target: list[walking.Line],
+    sizes: dict[str, int],
+    mine: list[int],
+    yours: list[int],
+    chunked: bool,
+) -> None:
+    """Any table, any tiles: what a walk over all elements finds, tile by tile."""
+    store = Store(walking.stored(source, sizes))
+    view = translated(walking.family(source, target), "one", "two", store, {axis: sizes[axis] for axis in "abce"})
+    if not any(expression.padding for _, _, expression in source):
+        sizes = {**sizes, "z": 0}
+
+    def tiling(shape: Shape) -> Tile:
+        return tuple(mine[: len(shape)])
+
+    tiles, grids = numbered(store, tiling)
+    if chunked:
+        for name, entry in list(grids.entries.items()):
+            array = grids.chunks[name, 0].reshape(entry.shape)
+            if array.shape and array.shape[0] > 1:
+                rest = tuple((0, size) for size in array.shape[1:])
+                grids.put(name, array, [((0, 1), *rest), ((1, array.shape[0]), *rest)])
+    of_element = {
+        int(number): int(tile)
+        for name in store.entries
+        for number, tile in zip(store.chunks[name, 0], tiles[name].reshape(-1), strict=True)
+        if number != HOLE
+    }
+    for name, array in walking.stored(target, sizes).items():
+        elements = np.array([of_element.get(int(number), HOLE) for number in array.reshape(-1)]).reshape(array.shape)
+        tile = tuple(yours[: array.ndim])
+        wanted = expected(elements, tile)
+        one = view.targets[name]
+        sources = {origin.name for part in one.parts for origin in part.origins}
+        single = int(np.prod(grid(array.shape, tile))) == 1
+        if single and all(np.prod(grids.entries[named(codes)].shape) == 1 for codes in sources):
+            found = relaid(one, tile, store, tiling)
+            held = [fill(grids, side).item() for check in found.checks for side in (check.first, check.second)]
+            assert {fill(grids, found.target).item(), *held} == {grids.chunks[named(n), 0].item() for n in sources}
+        elif wanted is None:
+            refusal(one, tile, store, tiling)
+        else:
+            found = relaid(one, tile, store, tiling)
+            assert (found.target.name, found.target.dtype) == (named(name), SCALE)
+            np.testing.assert_array_equal(fill(grids, found.target), wanted)
+            written = sum(copy.move.size for copy in Copier(grids.entries).copies(found.target))
+            assert written == np.count_nonzero(wanted != HOLE)  # each scale once
+
+
+TOY = only("""
+family toy
+  axes e g r c=head t=2 h=half d=width f
+  q : g r c d
+  k : g c d
+  v : g c d
+  rope : g t h d
+  gate : e f d
+  up : e f d
+dialect blocked
+  q = q[(g r c) d]
+  k = k[(g c) d]
+  v = v[(g c) d]
+  rope = rope[(g t h) d]
+  gate.{e} = gate[f d]
+  up.{e} = up[f d]
+dialect one
+  qkv = [[q:(g r c) | k:(g c) | v:(g c)] d]
+dialect grouped
+  qkv = [(g [q:(r c) | k:c | v:c]) d]
+  rope = rope[(g h t) d]
+  gate_up = [e [gate:f | up:f] d]
+dialect fused
+  gate_up.{e} = [[gate:f | up:f] d]
+dialect turned
+  gate_up = [e d [gate:f | up:f]]
+""")
+
+
+def fixed(*tile: int) -> Tiling:
+    return lambda shape: (1,) * (len(shape) - len(tile)) + tile
+
+
+BLOCK = fixed(128, 128)
+WIDTH = 160
+
+
+def moved(source: str, target: str, tensors: Mapping[str, torch.Tensor], **sizes: int) -> tuple[Store, Target]:
+    """The one tensor of a target that these tensors become."""
+    store = Store(tensors)
+    view = translated(TOY, source, target, store, {"width": next(iter(tensors.values())).shape[-1]}, sizes)
+    assert {r.code for r in view.refusals} <= {"MISSING_TENSOR"}
+    (one,) = (found for name, found in view.targets.items() if name not in tensors or name == "rope")
+    return store, one
+
+
+def judged(store: Store, one: Target, wanted: torch.Tensor, tiling: Tiling = BLOCK) -> bool:
+    """Whether the scales can follow, which must be what a walk over the elements says, with the scales it says."""
+    tile = tiling(one.shape)
+    found = expected(numbers(wanted), tile)
+    if found is None:
+        refusal(one, tile, store, tiling)
+        return False
+    _, grids = numbered(store, tiling)
+    result = relaid(one, tile, store, tiling)
+    assert result.checks == ()
+    np.testing.assert_array_equal(fill(grids, result.target), found)
+    return True
+
+
+@pytest.mark.parametrize(("head", "exact"), [(64, True), (128, True), (80, False), (192, False), (256, False)])
+def test_rotary_halves_taken_in_turn(head: int, exact: bool) -> None:
+    groups = 6
+    store, one = moved("blocked", "grouped", {"rope": arange(groups * head, WIDTH)}, g=groups, h=head // 2, t=2)
+    tiles, _ = numbered(store, BLOCK)
+    rope = torch.from_numpy(tiles["rope"])
+    turned = rope.reshape(groups, 2, head // 2, WIDTH).transpose(1, 2).reshape(-1, WIDTH)
+    assert judged(store, one, turned) is exact
+
+
+@pytest.mark.parametrize("source", ["blocked", "one"])
+@pytest.mark.parametrize(("head", "exact"), [(128, True), (64, False), (80, False), (192, False)])
+def test_blocked_to_grouped_attention(source: str, head: int, exact: bool) -> None:
+    groups, repeats = 2, 3
+    rows = {"q": groups * repeats * head, "k": groups * head, "v": groups * head}
+    tensors = {name: arange(count, WIDTH) for name, count in rows.items()}
+    if source == "one":
+        tensors = {"qkv": arange(sum(rows.values()), WIDTH)}
+    sizes = {"g": groups, "r": repeats, "head": head, "c": head}
+    store = Store(tensors)
+    view = translated(TOY, source, "grouped", store, {"width": WIDTH, **sizes}, {"g": groups, "r": repeats, "c": head})
+    one = view.targets["qkv"]
+    tiles, _ = numbered(store, BLOCK)
+    parts = {name: torch.from_numpy(tile) for name, tile in tiles.items()}
+    if source == "one":
+        parts = dict(zip("qkv", parts["qkv"].split(list(rows.values())), strict=True))
+    shaped = [parts[name].reshape(groups, -1, WIDTH) for name in "qkv"]
+    assert judged(store, one, torch.cat(shaped, 1).reshape(-1, WIDTH)) is exact
+
+
+FUSED = [(1408, True), (1536, True), (2048, True), (576, False), (1344, False)]
+
+
+@pytest.mark.parametrize("target", ["grouped", "fused", "turned"])
+@pytest.mark.parametrize(("inner", "exact"), FUSED)
+def test_gate_and_up_become_one(target: str, inner: int, exact: bool) -> None:
+    experts = 2 if target != "fused" else 1
+    tensors = {f"{name}.{e}": arange(inner, WIDTH) for name in ("gate", "up") for e in range(experts)}
+    store, one = moved("blocked", target, tensors, e=experts)
+    tiles, _ = numbered(store, BLOCK)
+    rows = [torch.cat([torch.from_numpy(tiles[f"{name}.{e}"]) for name in ("gate", "up")]) for e in range(experts)]
+    wanted = rows[0] if target == "fused" else torch.stack(rows)
+    assert judged(store, one, wanted if target != "turned" else wanted.transpose(1, 2)) is exact
+
+
+@pytest.mark.parametrize(("inner", "exact"), FUSED)
+def test_one_becomes_gate_and_up(inner: int, exact: bool) -> None:
+    store = Store({"gate_up": arange(2, 2 * inner, WIDTH)})
+    view = translated(TOY, "grouped", "blocked", store, {"width": WIDTH})
+    tiles, _ = numbered(store, BLOCK)
+    halves = torch.from_numpy(tiles["gate_up"]).split(inner, 1)
+    for name, half in zip(("gate", "up"), halves, strict=True):
+        for e in range(2):
+            assert judged(store, view.targets[f"{name}.{e}"], half[e]) is (exact or name == "gate")
+
+
+def test_a_fused_tensor_that_stays_as_it_is_keeps_its_scales() -> None:
+    """Here a tile has rows of both, in the source as in the target."""
+    store = Store({"gate_up": arange(3, 2 * 576, WIDTH)})
+    view = translated(TOY, "grouped", "grouped", store, {"width": WIDTH})
+    tiles, _ = numbered(store, BLOCK)
+    assert judged(store, view.targets["gate_up"], torch.from_numpy(tiles["gate_up"]))
+    apart = translated(TOY, "grouped", "fused", store, {"width": WIDTH})
+    for e in range(3):
+        assert judged(store, apart.targets[f"gate_up.{e}"], torch.from_numpy(tiles["gate_up"][e]))
+
+
+def test_rows_of_32_survive_any_order_of_rows() -> None:
+    store, one = moved("blocked", "grouped", {"rope": arange(4 * 80, WIDTH)}, g=4, h=40, t=2)
+    tiles, _ = numbered(store, fixed(1, 32))
+    turned = torch.from_numpy(tiles["rope"]).reshape(4, 2, 40, WIDTH).transpose(1, 2).reshape(-1, WIDTH)
+    assert judged(store, one, turned, fixed(1, 32))
+    assert len(relaid(one, (1, 32), store, fixed(1, 32)).target.parts) == 1
+
+
+def test_source_tiles_that_cannot_be_one_box() -> None:
+    """Rows of two tensors in turn, in tiles of three: rows 1, 3, 5, 7 lie in tiles 0, 1, 1, 2."""
+    family = only(
+        "family turn\n  axes f\n  x : f\n  y : f\ndialect a\n  xy = [(f [x: | y:])]\n"
+        "dialect b\n  x = x[f]\n  y = y[f]\n"
+    )
+    store = Store({"xy": arange(8)})
+    view = translated(family, "a", "b", store)
+    _, grids = numbered(store, fixed(3))
+    for name, wanted in (("x", [0, 0, 1, 2]), ("y", [0, 1, 1, 2])):
+        found = relaid(view.targets[name], (1,), store, fixed(3))
+        assert fill(grids, found.target).tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("inner", "rows", "exact"), [(8, 4, True), (8, 8, True), (6, 4, False), (6, 3, True), (4, 8, True)]
+)
+def test_dims_that_are_one_in_the_source(inner: int, rows: int, exact: bool) -> None:
+    """Experts stacked in the rows of one matrix, whose tiles then must not cross from one expert into the next."""
+    family = only("family rows\n  axes e f d\n  x : e f d\ndialect a\n  x = x[(e f) d]\ndialect b\n  y = x[e f d]\n")
+    store = Store({"x": arange(4 * inner, 6)})
+    one = translated(family, "a", "b", store, given={"e": 4}).targets["y"]
+    tiles, _ = numbered(store, fixed(rows, 2))
+    wanted = torch.from_numpy(tiles["x"]).reshape(4, inner, 6)
+    assert judged(store, one, wanted, lambda shape: (rows, 2) if len(shape) == 2 else (1, min(rows, inner), 2)) is exact
+
+
+def test_a_transposed_tensor_needs_transposed_tiles() -> None:
+    tensors = {f"{name}.0": arange(256, WIDTH) for name in ("gate", "up")}
+    store, one = moved("blocked", "turned", tensors, e=1)
+    refusal(one, (1, 1, 32), store, fixed(1, 32))
+    assert relaid(one, (1, 32, 1), store, fixed(1, 32)).target.shape == (1, 5, 512)
+
+
+def test_the_refusal_names_the_tile_and_its_sources_with_the_numbers() -> None:
+    tensors = {f"{name}.{e}": arange(576, 256) for name in ("gate", "up") for e in range(3)}
+    store, one = moved("blocked", "grouped", tensors, e=3)
+    message = refusal(one, (1, 128, 128), store, BLOCK).refusals[0].message
+    assert message.splitlines() == [
+        "gate_up = [e [gate:f | up:f] d]",
+        "its tile (0, 4, 0) of 1 x 128 x 128, positions [0, 1) x [512, 640) x [0, 128), has one scale, but draws on",
+        "  gate.0, tile (4, 0)",
+        "  up.0, tile (0, 0), from position 576 = 4 x 128 + 64 on",
+    ]
+
+
+def test_the_refusal_names_few_of_many_sources() -> None:
+    tensors = {f"{name}.{e}": arange(2, 8) for name in ("gate", "up") for e in range(9)}
+    store, one = moved("blocked", "grouped", tensors, e=9)
+    message = refusal(one, (9, 4, 8), store, fixed(2, 4)).refusals[0].message
+    assert message.splitlines()[2:] == [
+        "  gate.0, tile (0, 0 to 1)",
+        "  gate.8, tile (0, 0 to 1)",
+        "  up.0, tile (0, 0 to 1), from position 2 = 0 x 4 + 2 on",
+        "  up.8, tile (0, 0 to 1), from position 2 = 0 x 4 + 2 on",
+    ]
+
+
+def test_one_scale_per_tensor_must_be_equal_to_be_fused() -> None:
+    tensors = {f"{name}.0": arange(576, WIDTH) for name in ("gate", "up")}
+    store, one = moved("blocked", "fused", tensors, e=1)
+    found = relaid(one, whole_tile(one.shape), store, whole_tile)
+    grids = Store({named("gate.0"): np.array([[7]]), named("up.0"): np.array([[8]])})
+    assert fill(grids, found.target).tolist() == [[7]]
+    (check,) = found.checks
+    assert [fill(grids, side).item() for side in (check.first, check.second)] == [7, 8]
+    assert "one scale stands for all of them" in check.why
+    stack = moved("blocked", "grouped", tensors, e=1)[1]
+    assert relaid(stack, (1, 1152, WIDTH), store, whole_tile).checks != ()
+
+
+def test_one_scale_per_tensor_goes_to_every_part() -> None:
+    store = Store({"gate_up.0": arange(64, WIDTH)})
+    view = translated(TOY, "fused", "blocked", store, {"width": WIDTH})
+    grids = Store({named("gate_up.0"): np.array([[5]])})
+    for name in ("gate.0", "up.0"):
+        one = view.targets[name]
+        whole_ = relaid(one, whole_tile(one.shape), store, whole_tile)
+        finer = relaid(one, (16, 32), store, whole_tile)
+        assert whole_.checks == finer.checks == ()
+        assert fill(grids, whole_.target).tolist() == [[5]]
+        assert fill(grids, finer.target).tolist() == [[5] * 5] * 2
+
+
+def test_a_tile_of_several_experts_is_refused() -> None:
+    tensors = {f"{name}.{e}": arange(128, 128) for name in ("gate", "up") for e in range(4)}
+    store, one = moved("blocked", "grouped", tensors, e=4)
+    assert "gate.1, tile (0, 0)" in str(refusal(one, (2, 128, 128), store, BLOCK))
+
+
+def test_sources_of_other_tiles_are_unsupported() -> None:
+    tensors = {f"{name}.{e}": arange(128, 128) for name in ("gate", "up") for e in range(2)}
+    _, one = moved("blocked", "grouped", tensors, e=2)
+    tiles = {name: (128, 128) if name != "up.1" else (64, 128) for name in tensors}
+    with pytest.raises(Refused, match=r"up\.0 and up\.1 differ") as caught:
+        scales(one, (1, 128, 128), tiles, named=named, dtype=SCALE)
+    assert caught.value.code == "UNSUPPORTED"
+
+
+def test_many_experts_are_few_parts() -> None:
+    """384 experts, 128 x 128 tiles, as of a large model: one box each for gate and up, and no look at any element."""
+    store = Store()
+    for name, e in product(("gate", "up"), range(384)):
+        store.entries[f"{name}.{e}"] = Entry("U8", (2048, 7168), (Extent((0, 0), (2048, 7168)),))
+    view = translated(TOY, "blocked", "grouped", store, {"width": 7168})
+    found = relaid(view.targets["gate_up"], (1, 128, 128), store, BLOCK).target
+    assert found.shape == (384, 32, 56)
+    assert [len(part.origins) for part in found.parts] == [384, 384]
+
+
+@law
+@given(st.lists(st.integers(0, 60), max_size=6, unique=True), st.integers(1, 17))
+def test_a_shard_carries_the_scales_of_all_tiles_it_touches(points: list[int], tile: int) -> None:
+    points.sort()
+    held: Intervals = tuple(zip(points[::2], points[1::2], strict=False))
+    touched = shard_tiles(held, tile)
+    assert len(touched.tiles) == len(touched.phases) == len(held)
+    for (start, stop), (first, last), phase in zip(held, touched.tiles, touched.phases, strict=True):
+        assert [first + (phase + i) // tile for i in range(stop - start)] == [row // tile for row in range(start, stop)]
+        assert set(range(first, last)) == {row // tile for row in range(start, stop)}
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(7168, 64), (576, 8)])
+def test_cuts_inside_tiles_are_ordinary(rows: int, ranks: int) -> None:
+    """112 rows a rank, and 72: many ranks begin inside a tile of 128, and all find their scales."""
+    codes = np.arange(rows) // 128
+    inside = 0
+    for rank in range(ranks):
+        held = Shard()(whole(rows), ranks, rank)
+        ((first, last),), (phase,) = (touched := shard_tiles(held, 128)).tiles, touched.phases
+        carried = np.arange(first, last)
+        local = carried[(phase + np.arange(held[0][1] - held[0][0])) // 128]
+        assert local.tolist() == codes[slice(*held[0])].tolist()
+        inside += phase > 0
+    assert inside > ranks / 2
+
+
+def test_a_shard_of_a_relaid_grid() -> None:
+    """What a rank carries of the scales is a chunk of the target grid like any other."""
+    tensors = {f"{name}.{e}": arange(256, WIDTH) for name in ("gate", "up") for e in range(4)}
+    store, one = moved("blocked", "grouped", tensors, e=4)
+    _, grids = numbered(store, BLOCK)
+    found = relaid(one, (1, 128, 128), store, BLOCK).target
+    full = fill(grids, found)
+    for rank in range(3):
+        held = place(one.shape, [Cut(1, 3, rank)])
+        tiles = [shard_tiles(some, step).tiles for some, step in zip(held, (1, 128, 128), strict=True)]
+        ((start, stop),) = tiles[1]
+        np.testing.assert_array_equal(fill(grids, found, tiles), full[:, start:stop])

@@ -1,0 +1,329 @@
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.axes import walking
+from tests.axes.apply import Store, arange, carried, fill, law, only, same, take, translated
+from tests.axes.toy import CONFIG, TOY, model, only_refusal, packed
+from transaxle.axes.chunk import Cut, place
+from transaxle.axes.relayout import Copier
+
+
+@law
+@given(walking.dialects(), walking.dialects(), walking.sizes(), st.integers(1, 3), st.integers(1, 3))
+def test_any_table_into_any_other(
+    source: list[walking.Line], target: list[walking.Line], sizes: dict[str, int], rows: int, columns: int
+) -> None:
+    """Weights, moments and steps, from sources in chunks: element by element what a walk writes."""
+    family = walking.family(source, target)
+    store = Store()
+    for name, array in walking.stored(source, sizes).items():
+        cuts = [
+            place(array.shape, [Cut(dim, parts, rank) for dim, (parts, rank) in enumerate(zip(grid, at, strict=True))])
+            for grid in [[rows, columns, 1, 1, 1][: array.ndim]]
+            for at in product(*map(range, grid))
+        ]
+        boxes = [[spans[0] for spans in held] for held in cuts if all(held)]
+        store.put(name, array, boxes)
+    for name, array in walking.stored(source, sizes, 1).items():
+        store.put(f"optim/{name}/exp_avg", array)
+        store.put(f"optim/{name}/step", np.array(7.0))
+    config = {axis: sizes[axis] for axis in "abce"}
+    if not any(expression.padding for _, _, expression in source):
+        sizes = {**sizes, "z": 0}
+    wanted = walking.stored(target, sizes)
+    moments = {f"optim/{name}/exp_avg": array for name, array in walking.stored(target, sizes, 1).items()}
+    steps = {f"optim/{name}/step": np.array(7.0) for name in wanted}
+    same(carried(family, "one", "two", store, config), wanted | moments | steps)
+
+
+def test_both_ways() -> None:
+    hf = model()
+    same(carried(TOY, "hf", "packed", Store(hf), CONFIG), packed(hf))
+    same(carried(TOY, "packed", "hf", Store(packed(hf)), CONFIG), hf)
+    same(carried(TOY, "hf", "hf", Store(hf), CONFIG), hf)
+
+
+def test_layers_in_one_tensor() -> None:
+    hf = model()
+    found = carried(TOY, "packed", "stacked", Store(packed(hf)), CONFIG)
+    assert found["norm"].tolist() == torch.stack([hf["layers.0.norm"], hf["layers.1.norm"]]).tolist()
+    assert found["w.1.2"].tolist() == packed(hf)["blocks.1.w"][2].tolist()
+    back = carried(TOY, "stacked", "hf", Store(found), CONFIG)
+    same(back, hf)
+
+
+def test_targets_speak_of_their_rule_and_tensors() -> None:
+    view = translated(TOY, "hf", "packed", Store(model()), CONFIG)
+    one = view.targets["blocks.1.w"]
+    assert (one.name, one.dtype, one.shape, one.index) == ("blocks.1.w", "I64", (3, 10, 4), {"l": 1})
+    assert one.rule == "blocks.{l}.w = [e [gate:f | up:f] d]"
+    assert one.component == "gate, up"
+    assert [origin.name for origin in one.parts[1].origins] == [f"layers.1.experts.{e}.up" for e in range(3)]
+    assert (view.kept, view.ignored, view.checks) == ((), (), ())
+
+
+def test_chunks_of_a_target_are_slices_of_it() -> None:
+    """What a rank of a mesh holds, from sources that other ranks of another mesh wrote."""
+    hf = model()
+    store = Store()
+    for name, tensor in hf.items():
+        if tensor.ndim == 2:
+            store.put(name, tensor, [((0, 2), (0, 4)), ((2, 3), (0, 4)), ((3, len(tensor)), (0, 4))])
+        else:
+            store.put(name, tensor)
+    view = translated(TOY, "hf", "packed", store, CONFIG)
+    whole = packed(hf)
+    copier = Copier(store.entries)
+    for name, target in view.targets.items():
+        for rank in product(range(2), range(3)):
+            dims = [Cut(0, 2, rank[0]), Cut(min(1, whole[name].ndim - 1), 3, rank[1])]
+            held = place(target.shape, dims)
+            np.testing.assert_array_equal(fill(store, target, held, copier), take(whole[name], held))
+
+
+def test_padding_is_added_when_given_and_taken_off_with_the_true_size() -> None:
+    hf = model()
+    same(carried(TOY, "hf", "packed", Store(hf), CONFIG, {"p": 3}), packed(hf, 3))
+    same(carried(TOY, "packed", "hf", Store(packed(hf, 3)), CONFIG), hf)
+    same(carried(TOY, "packed", "packed", Store(packed(hf, 3)), CONFIG), packed(hf, 3))
+    unknown = {key: value for key, value in CONFIG.items() if key != "words"}
+    found = translated(TOY, "packed", "hf", Store(packed(hf, 3)), unknown)
+    assert {r.code for r in found.refusals} == {"UNKNOWN_AXIS"}
+    assert "--axis n=N" in found.refusals[0].hint
+
+
+def test_square_matrices_are_not_mistaken() -> None:
+    """Orientation comes from the names; every matrix here is square."""
+    config = {**CONFIG, "layers": 1, "first": 0, "width": 4}
+    hf = model()
+    hf = {name: tensor for name, tensor in hf.items() if "layers.1" not in name}
+    for e in range(3):
+        for n, name in enumerate(("gate", "up")):
+            hf[f"layers.0.experts.{e}.{name}"] = arange(4, 4, start=1000 + 100 * e + 16 * n)
+    hf["layers.0.fine"] = arange(4, 4, start=5000)
+    found = carried(TOY, "hf", "packed", Store(hf), config)
+    assert found["blocks.0.fine"].tolist() == hf["layers.0.fine"].T.tolist()
+    assert (
+        found["blocks.0.w"][2].tolist() == torch.cat([hf[f"layers.0.experts.2.{n}"] for n in ("gate", "up")]).tolist()
+    )
+    same(carried(TOY, "packed", "hf", Store(found), config), hf)
+
+
+@pytest.mark.parametrize(("width", "inner", "words"), [(1, 1, 1), (4, 0, 7), (1, 5, 2), (0, 3, 1)])
+def test_dims_of_size_one_and_empty_tensors(width: int, inner: int, words: int) -> None:
+    config = {**CONFIG, "width": width, "words": words}
+    shapes = {"gate": (inner, width), "up": (inner, width), "norm": (width,)}
+    hf = {
+        name: arange(
+            *shapes.get(name.rpartition(".")[2], (words, width) if tensor.ndim == 2 else (width,)), start=9 * i
+        )
+        for i, (name, tensor) in enumerate(model().items())
+    }
+    w = [
+        torch.stack([torch.cat([hf[f"layers.{layer}.experts.{e}.{n}"] for n in ("gate", "up")]) for e in range(3)])
+        for layer in range(2)
+    ]
+    found = carried(TOY, "hf", "packed", Store(hf), config)
+    assert [found[f"blocks.{layer}.w"].tolist() for layer in range(2)] == [tensor.tolist() for tensor in w]
+    assert found["tokens"].shape == (words, width)
+    same(carried(TOY, "packed", "hf", Store(found), config), hf)
+
+
+def test_unknown_names_are_kept_and_known_nothing_is_left_out() -> None:
+    store = Store(model(vision=arange(3), layers__0__inv_freq=arange(2), layers__7__norm=arange(4)))
+    view = translated(TOY, "hf", "packed", store, CONFIG)
+    assert view.refusals == ()
+    assert view.kept == ("vision", "layers.7.norm")
+    assert view.ignored == ("layers.0.inv_freq",)
+    assert fill(store, view.targets["vision"]).tolist() == [0, 1, 2]
+    assert view.targets["layers.7.norm"].component == ""
+    assert "layers.0.inv_freq" not in view.targets
+
+
+def test_known_tensors_without_a_line_are_kept() -> None:
+    extras = {f"layers__{layer}__extra": arange(4) for layer in range(2)}
+    store = Store(model(**extras))
+    store.put("optim/layers.1.extra/exp_avg", arange(4))
+    view = translated(TOY, "hf", "packed", store, CONFIG)
+    assert view.refusals == ()
+    assert set(view.kept) == {"layers.0.extra", "layers.1.extra", "optim/layers.1.extra/exp_avg"}
+
+
+def test_known_tensors_that_a_condition_leaves_out_are_kept() -> None:
+    family = only(
+        "family cond\n  axes l=n d=d\n  x : l d\ndialect a\n  a.{l} = x[d]\ndialect b\n  b.{l} = x[d] when l > 0\n"
+    )
+    store = Store({"a.0": arange(4), "a.1": arange(4, start=4)})
+    view = translated(family, "a", "b", store, {"n": 2, "d": 4})
+    assert view.refusals == ()
+    assert list(view.targets) == ["b.1", "a.0"]
+    assert view.kept == ("a.0",)
+
+
+def test_a_tensor_of_which_only_a_part_has_a_place_is_refused() -> None:
+    family = only(
+        "family part\n  axes f d\n  x : f d\n  y : f d\ndialect a\n  w = [[x:f | y:f] d]\ndialect b\n  x = x[f d]\n"
+    )
+    refusal = only_refusal(translated(family, "a", "b", Store({"w": arange(6, 4)})), "UNSUPPORTED")
+    assert refusal.where.tensor == "w"
+    assert "dialect b has no place for its y" in refusal.message
+
+
+def test_a_kept_name_may_not_collide() -> None:
+    store = Store(model(tokens=arange(3)))
+    refusal = only_refusal(translated(TOY, "hf", "packed", store, CONFIG), "NAME_COLLISION")
+    assert refusal.where.tensor == "tokens"
+
+
+def test_two_lines_may_not_write_one_name() -> None:
+    family = only(
+        "family twin\n  axes l=l m=m d=d\n  x : l d\n  y : m d\n"
+        "dialect a\n  x.{l} = x[d]\n  y.{m} = y[d]\ndialect b\n  z.{l} = x[d]\n  z.{m+1} = y[d]\n"
+    )
+    store = Store({f"{name}.{i}": arange(4) for name in "xy" for i in range(2)})
+    refusal = only_refusal(translated(family, "a", "b", store, {"l": 2, "m": 2, "d": 4}), "NAME_COLLISION")
+    assert refusal.where.tensor == "z.1"
+
+
+def test_a_shape_that_its_rule_does_not_explain() -> None:
+    store = Store(model(layers__1__norm=arange(5), end=arange(2, 2)))
+    view = translated(TOY, "hf", "packed", store, CONFIG)
+    assert [(r.code, r.where.tensor) for r in view.refusals] == [
+        ("SHAPE_MISMATCH", "layers.1.norm"),
+        ("SHAPE_MISMATCH", "end"),
+    ]
+    assert "norm[d]" in view.refusals[0].message
+    assert "expected [4] (d=4), got [5]" in view.refusals[0].message
+    assert "expected 1 dims, got [2, 2]" in view.refusals[1].message
+
+
+def test_sources_of_one_target_must_agree() -> None:
+    store = Store(model(layers__1__experts__2__up=arange(6, 4)))
+    view = translated(TOY, "hf", "packed", store, CONFIG)
+    refusal = next(r for r in view.refusals if r.where.tensor == "layers.1.experts.2.up")
+    assert refusal.code == "SHAPE_MISMATCH"
+    assert "expected [5, 4] as layers.1.experts.0.up, got [6, 4]" in refusal.message
+
+
+def test_components_of_one_target_must_agree() -> None:
+    wider = {f"layers__1__experts__{e}__up": arange(6, 4) for e in range(3)}
+    view = translated(TOY, "hf", "packed", Store(model(**wider)), CONFIG)
+    refusal = only_refusal(view, "SHAPE_MISMATCH")
+    assert refusal.where.tensor == "blocks.1.w"
+    assert "axis f is 5 in gate and 6 in up" in refusal.message
+    assert refusal.message.startswith("blocks.{l}.w = ")
+
+
+def test_a_part_that_is_missing_everywhere_is_named_with_the_rule() -> None:
+    view = translated(TOY, "hf", "packed", Store(model(**dict.fromkeys(UPS))), CONFIG)
+    found = [r for r in view.refusals if r.where.tensor == "blocks.1.w"]
+    assert [(r.code, r.message.splitlines()[1]) for r in found] == [
+        ("MISSING_TENSOR", "needs up, which the source does not hold here")
+    ]
+    assert "blocks.0.w" in view.targets
+
+
+def test_a_part_that_is_wrong_is_not_called_missing() -> None:
+    view = translated(TOY, "hf", "packed", Store(model(**dict.fromkeys(UPS, arange(7)))), CONFIG)
+    assert {(r.code, r.where.tensor) for r in view.refusals} == {
+        ("SHAPE_MISMATCH", name.replace("__", ".")) for name in UPS
+    }
+
+
+UPS = [f"layers__1__experts__{e}__up" for e in range(3)]
+
+
+def test_mixed_dtypes_are_refused() -> None:
+    store = Store(model())
+    store.put("layers.1.experts.1.up", arange(5, 4), dtype="F64")
+    refusal = only_refusal(translated(TOY, "hf", "packed", store, CONFIG), "DTYPE_MIXED")
+    assert refusal.where.tensor == "blocks.1.w"
+    assert "F64 and I64" in refusal.message
+    assert translated(TOY, "hf", "hf", store, CONFIG).targets["layers.1.experts.1.up"].dtype == "F64"
+
+
+def test_an_unknown_axis_is_told_once() -> None:
+    for name in ("heads", "layers"):
+        store = Store(model(**{f"layers__{layer}__k": arange(6, 4) for layer in range(2)}))
+        family = only(TOY_GROUPED)
+        view = translated(family, "hf", "grouped", store, CONFIG)
+        unknown = [r for r in view.refusals if r.code == "UNKNOWN_AXIS"]
+        assert len(unknown) == 1, name
+        assert unknown[0].where.tensor == "layers.0.k"
+        assert "the size of axis g is needed, and the shape [6, 4] does not tell it" in unknown[0].message
+
+
+TOY_GROUPED = """
+family toy
+  axes l=layers d=width g=groups c=head
+  k : l g c d
+dialect hf
+  layers.{l}.k = k[(g c) d]
+dialect grouped
+  k.{l} = k[(c g) d]
+"""
+
+
+def test_an_axis_that_goes_into_names_must_be_known() -> None:
+    family = only(
+        "family apart\n  axes l=layers r=ranks d=width\n  x : l d\n"
+        "dialect a\n  x.{l} = x[d]\ndialect b\n  x.{l}.{r} = x[d]\n"
+    )
+    view = translated(family, "a", "b", Store({"x.0": arange(4)}), {"layers": 1})
+    assert [r.code for r in view.refusals] == ["UNKNOWN_AXIS"]
+    assert "--axis r=N" in view.refusals[0].hint
+
+
+def test_an_axis_that_only_the_target_has_must_be_known() -> None:
+    family = only("family apart\n  axes r=ranks d=width\n  x : d\ndialect a\n  x = x[d]\ndialect b\n  y = x[(r d)]\n")
+    refusal = only_refusal(translated(family, "a", "b", Store({"x": arange(4)})), "UNKNOWN_AXIS")
+    assert "--axis r=N" in refusal.hint
+    same(carried(family, "a", "b", Store({"x": arange(2)}), {"ranks": 2}), {"y": torch.tensor([0, 1, 0, 1])})
+
+
+def test_a_shift_that_is_unknown_is_told_with_all_else() -> None:
+    family = only(
+        "family later\n  axes m=extra L=layers d=width\n  x : m d\n"
+        "dialect a\n  x.{m} = x[d]\ndialect b\n  x.{m+L} = x[d]\n"
+    )
+    store = Store({"x.0": arange(4), "x.1": arange(5)})
+    view = translated(family, "a", "b", store, {"width": 4})
+    assert {r.code for r in view.refusals} == {"SHAPE_MISMATCH", "UNKNOWN_AXIS"}
+    same(carried(family, "a", "b", Store({"x.0": arange(4)}), {"layers": 61}), {"x.61": arange(4)})
+
+
+def test_sizes_may_differ_by_layer() -> None:
+    """Other heads in other layers: each tensor is read with the sizes of its own layer."""
+    family = only(
+        "family uneven\n  axes l=n g=g r=heads[l]/g c=c d=d\n  q : l g r c d\n"
+        "dialect a\n  q.{l} = q[(g r c) d]\ndialect b\n  q.{l} = q[(r g c) d]\n"
+    )
+    tensors = [arange(12, 4), arange(24, 4, start=100)]
+    found = carried(
+        family, "a", "b", Store({f"q.{i}": t for i, t in enumerate(tensors)}), {"n": 2, "g": 2, "heads": [4, 8], "c": 3}
+    )
+    same(
+        found,
+        {
+            f"q.{i}": tensor.reshape(2, heads, 3, 4).transpose(0, 1).reshape(-1, 4)
+            for i, (tensor, heads) in enumerate(zip(tensors, (2, 4), strict=True))
+        },
+    )
+
+
+def test_arithmetic_is_passed_on() -> None:
+    family = only("family plus\n  axes d=d\n  x : d\ndialect a\n  x = x[d]\ndialect b\n  y = x[d] lossy: 2 * x + 1\n")
+    view = translated(family, "a", "b", Store({"x": arange(4)}))
+    before, after = view.targets["y"].parts[0].arithmetic
+    assert before is None
+    assert after is not None
+    assert (after.scale, after.shift) == (2.0, 1.0)
+    back = translated(family, "b", "a", Store({"y": arange(4)})).targets["x"].parts[0].arithmetic
+    assert back == (after, None)
