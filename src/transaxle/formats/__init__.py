@@ -1,0 +1,1 @@
+"""Containers on disk: how each is recognised, catalogued, read and written. Names in them are never paths."""

@@ -1,0 +1,133 @@
+"""What a container holds and where, before any data is read: the one description that readers, sinks and plans share.
+
+A container that exists (`Container`) and one that is about to be written (`Draft`) say the same things: entries,
+each with the extents that hold its bytes. That is why a plan is only a list of copies between two catalogs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transaxle.formats.dtype import nbytes
+from transaxle.formats.storage import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A rectangular chunk of a stored tensor and the place of its bytes."""
+
+    start: tuple[int, ...]
+    """First index of the chunk in each dim of the stored tensor."""
+    shape: tuple[int, ...]
+    """Elements of the chunk along each dim."""
+    file: str
+    """Name of the file inside the container."""
+    offset: int
+    """Byte offset in the file of the chunk's first element."""
+    strides: tuple[int, ...] | None = None
+    """Element strides in the file; None when the chunk is row-major without gaps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored tensor: what it is and which extents hold it."""
+
+    name: str
+    dtype: str
+    """Safetensors code, see `formats.dtype`."""
+    shape: tuple[int, ...]
+    """Logical elements along each dim."""
+    extents: tuple[Extent, ...]
+    """Chunks that tile the tensor without holes or overlaps."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense tensor."""
+        return nbytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """What a container's own format says of the bytes of a range, to be held against them when all is read anyway."""
+
+    file: str
+    """Name of the file inside the container."""
+    offset: int
+    """First byte of the range."""
+    size: int
+    """Bytes of the range."""
+    crc32: int
+    """Their CRC-32."""
+    what: str
+    """What the range holds, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """Two places that must hold the same bytes: a replica on another rank, a step that several files record."""
+
+    first: Entry
+    """What is read."""
+    second: Entry
+    """Its copy, of the same type and shape."""
+    why: str
+    """Why they must be equal."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """An opened checkpoint: its catalog, and the storage its bytes are read from."""
+
+    format: str
+    """Name of the format, e.g. `safetensors`."""
+    path: str
+    """The path as the user typed it."""
+    storage: Storage
+    """Reads byte ranges of the files below."""
+    entries: Mapping[str, Entry]
+    """Stored tensors by name, in file order."""
+    files: Mapping[str, int]
+    """Size in bytes of every file that holds tensors or describes them."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the container says beside its tensors."""
+    carried: tuple[str, ...] = ()
+    """Other files of the folder that travel with the model (config, tokenizer)."""
+    ignored: tuple[str, ...] = ()
+    """What is left alone: other tensor files, hidden files, sub-folders, links and special files; see `company`."""
+    checksums: tuple[Checksum, ...] = ()
+    """Checksums that the format itself keeps; `verify` checks them."""
+    twins: tuple[Twin, ...] = ()
+    """Copies whose equality every conversion checks before it writes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor to be written: what a sink needs to know to give it a place."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Bytes of a draft that are known from the start: a header, an index."""
+
+    file: str
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A container that does not exist yet: every tensor already has its place."""
+
+    format: str
+    entries: Mapping[str, Entry]
+    """Tensors by name, in the order in which their files are written."""
+    files: Mapping[str, int]
+    """Final size of every file."""
+    fragments: tuple[Fragment, ...]
+    """Bytes that are known before any tensor is copied."""

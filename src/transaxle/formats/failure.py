@@ -1,0 +1,32 @@
+"""What the operating system said, as one of our errors: every `OSError` of this room passes through here."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from transaxle.errors import TransaxleError, refuse
+
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT})
+_HINTS = {
+    errno.EFBIG: "The file system or a limit of this process (ulimit -f) does not allow files of this size.",
+    errno.EMFILE: "Too many open files for this process (ulimit -n).",
+    errno.EROFS: "The file system is mounted read-only.",
+    errno.EACCES: "Check the permissions of the file and of the folders above it.",
+    errno.EPERM: "Check the permissions of the file and of the folders above it.",
+}
+
+
+def failed(error: OSError, doing: str, file: str) -> TransaxleError:
+    """Build the StorageError for a failed system call: NO_SPACE for a full disk or quota, else IO.
+
+    Args:
+        error: what was caught.
+        doing: the action in words, e.g. `writing 4096 bytes at offset 0`.
+        file: the file it was done to.
+    """
+    number = error.errno or 0
+    said = os.strerror(number) if number else str(error)
+    if number in _NO_SPACE:
+        return refuse("NO_SPACE", f"{doing}: {said}", file=file, hint="Free space there, or choose another place.")
+    return refuse("IO", f"{doing}: {said}", file=file, hint=_HINTS.get(number, ""))

@@ -1,0 +1,132 @@
+"""The index of a sharded checkpoint, `*.index.json`: which file holds which tensor, as Hugging Face writes it.
+
+transformers takes an index at its word. Here the shards say what there is, and an index that says anything else is
+refused, whatever the format of the shards.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import msgspec
+
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.formats.catalog import Entry
+from transaxle.formats.faults import Faults
+from transaxle.formats.names import is_plain
+from transaxle.formats.storage import Storage
+from transaxle.formats.strict_json import MAX_PAIRS, NotJsonError, dropped, members, pairs_in, repeated
+
+WEIGHT_MAP = "weight_map"
+"""Tensor name -> name of the shard that holds it."""
+INDEX_METADATA = "metadata"
+TOTAL_SIZE = "total_size"
+"""Bytes of all tensors."""
+DERIVED = frozenset({TOTAL_SIZE, "total_parameters"})
+"""Members of the metadata that say nothing which the shards do not say."""
+
+_MAX_INDEX = 200_000_000
+_NULL = msgspec.Raw(b"null")
+_EMPTY = msgspec.Raw(b"{}")
+
+_text: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
+_weight_map: msgspec.json.Decoder[dict[str, str]] = msgspec.json.Decoder(dict[str, str])
+
+Part = TypeVar("Part")
+
+
+def encode_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
+    """Return the text of an index, in the layout that transformers gives it."""
+    index = {INDEX_METADATA: {TOTAL_SIZE: total_size}, WEIGHT_MAP: dict(weight_map)}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the weight map, and those texts of the index's metadata that are not derived from the tensors.
+
+    Raises:
+        Refused: CORRUPT, NAME_COLLISION.
+        StorageError: IO.
+    """
+    size = storage.size(index)
+    if size > _MAX_INDEX:
+        raise refuse("CORRUPT", f"an index of {size} bytes is longer than any real one", file=index)
+    text = storage.read(index, 0, size)
+    if pairs_in(text) > MAX_PAIRS:
+        raise refuse("UNSUPPORTED", f"the index has more than {MAX_PAIRS} keys", file=index)
+    try:
+        top = members(text)
+        where = bytes(top.get(WEIGHT_MAP, _NULL))
+        weight_map = _weight_map.decode(where)
+        metadata = bytes(top.get(INDEX_METADATA, _EMPTY))
+        notes = members(metadata)
+        if dropped(text, top) or dropped(metadata, notes):
+            raise NotJsonError("it gives a key twice")
+    except (NotJsonError, msgspec.MsgspecError) as error:
+        message = f"the index must map tensors to files under {WEIGHT_MAP!r}: {error}"
+        raise refuse("CORRUPT", message, file=index) from error
+    if pairs_in(where) != len(weight_map):
+        twice = [name for name, *_ in repeated(where)]
+        raise gathered(Refusal("NAME_COLLISION", "the index lists it twice", Where(index, name)) for name in twice)
+    texts = {key: raw for key, raw in notes.items() if key not in DERIVED and bytes(raw).startswith(b'"')}
+    return weight_map, {key: _text.decode(raw) for key, raw in texts.items()}
+
+
+def read_shards(
+    storage: Storage, index: str, weight_map: Mapping[str, str], read: Callable[[str], Part], faults: Faults
+) -> dict[str, Part]:
+    """Read all shards that an index names, by name.
+
+    Args:
+        storage: where they are.
+        index: its name, for errors.
+        weight_map: tensor -> shard.
+        read: reads one shard.
+        faults: receives what is wrong with any of them; such a shard is left out.
+
+    Raises:
+        StorageError: IO for the folder.
+    """
+    listing = storage.listing()
+    parts: dict[str, Part] = {}
+    for shard in sorted(set(weight_map.values())):
+        if not is_plain(shard):
+            faults.add("PATH_ESCAPE", f"the index names the shard {shard!r}, which is no plain file name", index)
+        elif shard in listing.special:
+            faults.extend(listing.special[shard])
+        elif shard not in listing.names:
+            lost = sum(named == shard for named in weight_map.values())
+            message = f"the shard is not there; the index {index} places {lost} tensors in it"
+            faults.add("INCOMPLETE", message, shard, hint="Copy or download the missing file.")
+        else:
+            try:
+                parts[shard] = read(shard)
+            except TransaxleError as error:
+                faults.extend(*error.refusals)
+    return parts
+
+
+def agreed(
+    index: str, weight_map: Mapping[str, str], shards: Mapping[str, Mapping[str, Entry]], faults: Faults
+) -> dict[str, Entry]:
+    """Return the tensors of all shards; wherever they and the index differ, that is a fault."""
+    entries: dict[str, Entry] = {}
+    holders: dict[str, str] = {}
+    for shard, held in shards.items():
+        for name, entry in held.items():
+            if name in holders:
+                faults.add("NAME_COLLISION", f"the tensor is in {holders[name]} as well", shard, name)
+            elif name not in weight_map:
+                faults.add("CORRUPT", f"the tensor is not in the index {index}", shard, name)
+            holders[name] = shard
+            entries[name] = entry
+    for name, shard in weight_map.items():
+        if shard not in shards or name in shards[shard]:
+            continue
+        if name in holders:
+            faults.add("CORRUPT", f"the index {index} says it is here; it is in {holders[name]}", shard, name)
+        else:
+            faults.add("INCOMPLETE", f"the index {index} says it is here; it is not", shard, name)
+    return entries

@@ -1,0 +1,184 @@
+"""The place a checkpoint is written to, and how a finished one gets there in one step.
+
+A place is a folder or, if its name ends like that of a tensor file, one file. Beside it lie, while they are needed, two
+hidden neighbours: `.<name>.transaxle-partial`, the work in progress, and `.<name>.transaxle-old`, which holds the
+replaced checkpoint for an instant on file systems that cannot exchange two names.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from transaxle.errors import refuse
+from transaxle.formats.company import INDEX, MANIFEST, WHOLE
+from transaxle.formats.failure import failed
+from transaxle.formats.syscalls import exchange, rename_new
+
+_PARTIAL, _OLD = "partial", "old"
+_LONGEST = 200
+"""Bytes of a name that still has room for our ending within the 255 that file systems allow."""
+CHECKPOINT_FILES = (*WHOLE, INDEX, ".distcp", ".metadata", "latest", MANIFEST)
+"""Ends of the names of files, one of which at least is in every folder that holds a checkpoint."""
+
+
+class Place:
+    """Where a checkpoint shall be.
+
+    Args:
+        target: the path as the user typed it; a link is followed, so that what it leads to is replaced, not the link.
+        overwrite: an existing checkpoint there may be replaced.
+
+    Raises:
+        UsageError: EXISTS for the root of the file system.
+        StorageError: IO if it is no path, or the folder around it is missing.
+    """
+
+    def __init__(self, target: str | os.PathLike[str], *, overwrite: bool) -> None:
+        self.typed = os.fspath(target)
+        """The path as the user typed it."""
+        if not self.typed or "\0" in self.typed:
+            raise refuse("IO", f"{self.typed!r} is not a path", file=self.typed)
+        try:
+            self.target = Path(os.path.realpath(self.typed))
+            """Where it is."""
+            is_file = self.typed.endswith(WHOLE) and not self.target.is_dir()
+            has_parent = self.target.parent.is_dir()
+            with suppress(FileNotFoundError):
+                self.target.lstat()  # a name that is too long is better refused now than after the work
+        except OSError as error:
+            raise failed(error, "looking at it", self.typed) from error
+        if not self.target.name:
+            raise refuse("EXISTS", "it is the root of the file system", file=self.typed)
+        if not has_parent:
+            message = f"there is no folder {self.target.parent}"
+            raise refuse("IO", message, file=self.typed, hint="Make it first.")
+        self._overwrite = overwrite
+        self.single = self.target.name if is_file else None
+        """Name of the one file to write; None for a folder."""
+        self.partial = self._neighbour(_PARTIAL)
+        """Folder for the work in progress."""
+        self._old = self._neighbour(_OLD)
+
+    def check(self) -> None:
+        """Check that a checkpoint may be put here.
+
+        A folder is replaced only if it is empty or holds a checkpoint: a slip in the path must not cost a project.
+
+        Raises:
+            UsageError: EXISTS.
+            StorageError: IO if it cannot be looked at.
+        """
+        if not os.path.lexists(self.typed if not self._overwrite else self.target):
+            return
+        if not self._overwrite:
+            hint = "Choose another place, or replace it with --overwrite."
+            raise refuse("EXISTS", "it exists already", file=self.typed, hint=hint)
+        reason = self._irreplaceable()
+        if reason:
+            raise refuse("EXISTS", f"it is not replaced: {reason}", file=self.typed, hint="Choose another place.")
+
+    def recover(self) -> None:
+        """Put back the checkpoint that a run which died in the middle of replacing it had moved aside."""
+        try:
+            if os.path.lexists(self._old):
+                if os.path.lexists(self.target):
+                    shutil.rmtree(self._old)
+                else:
+                    self._old.rename(self.target)
+        except OSError as error:
+            raise failed(error, "putting the former checkpoint back", str(self._old)) from error
+
+    def publish(self, work: Path) -> None:
+        """Move the finished work to the target. A folder that was there is in a hidden neighbour then; see `sweep`.
+
+        Args:
+            work: `partial`, or the one file in it.
+
+        Raises:
+            UsageError: EXISTS if the target appeared in the meantime.
+            StorageError: IO.
+        """
+        try:
+            if self.single:
+                self._publish_file(work)
+            else:
+                self._publish_folder(work)
+        except FileExistsError as error:
+            message = "it was created by someone else in the meantime"
+            raise refuse("EXISTS", message, file=self.typed) from error
+        except OSError as error:
+            raise failed(error, "moving the finished checkpoint there", self.typed) from error
+
+    def sweep(self) -> None:
+        """Remove the hidden neighbours: work that is given up, or what was replaced. Failing to is no error."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+        if os.path.lexists(self.target):
+            shutil.rmtree(self._old, ignore_errors=True)
+
+    def _neighbour(self, what: str) -> Path:
+        name = self.target.name
+        if len(os.fsencode(name)) > _LONGEST:
+            name = hashlib.sha256(os.fsencode(name)).hexdigest()
+        return self.target.with_name(f".{name}.transaxle-{what}")
+
+    def _irreplaceable(self) -> str:
+        """Say why what exists there must stay; empty if it may be replaced."""
+        try:
+            mode = os.lstat(self.target).st_mode
+            if self.single:
+                return "" if stat.S_ISREG(mode) else "it is no regular file"
+            if not stat.S_ISDIR(mode):
+                return "it is a file, and a folder is to be written"
+            names = os.listdir(self.target)  # noqa: PTH208
+            here = Path.cwd()
+            mounted = self.target.is_mount()
+        except OSError as error:
+            raise failed(error, "looking at it", self.typed) from error
+        if self.target == here or self.target in here.parents:
+            return "it is the current folder or one above it"
+        if mounted:
+            return "a file system is mounted there; a folder inside it will do"
+        if names and not any(name.endswith(CHECKPOINT_FILES) for name in names):
+            return "it is a folder that holds no checkpoint"
+        return ""
+
+    def _publish_file(self, work: Path) -> None:
+        if self._overwrite:
+            work.replace(self.target)
+        else:
+            rename_new(str(work), str(self.target))
+
+    def _publish_folder(self, work: Path) -> None:
+        if not self._overwrite or not os.path.lexists(self.target):
+            rename_new(str(work), str(self.target))
+        elif not exchange(str(work), str(self.target)):
+            # Not in one step here. A run that dies between the two renames is put right by `recover`.
+            self.target.rename(self._old)
+            try:
+                rename_new(str(work), str(self.target))
+            except OSError:
+                self._old.rename(self.target)
+                raise
+
+
+def make_durable(folder: Path) -> None:
+    """Write a folder's list of names to the disk; file systems that cannot do this for folders are left alone.
+
+    Raises:
+        StorageError: IO.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise failed(error, "making the folder durable", str(folder)) from error

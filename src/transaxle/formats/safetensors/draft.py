@@ -1,0 +1,88 @@
+"""Laying out safetensors files that do not exist yet: every tensor gets its file and its offset before a byte moves.
+
+The files are those that Hugging Face's own writers make of the same tensors: shards filled in the given order, and in
+each file the widest types first, then by name. So every tensor begins at a multiple of its item size, and a conversion
+back is byte for byte the file it started from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+
+from transaxle.errors import TransaxleError
+from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
+from transaxle.formats.company import SAFETENSORS
+from transaxle.formats.dtype import BITS, nbytes
+from transaxle.formats.faults import Faults
+from transaxle.formats.safetensors.header import MAX_DIMS, METADATA, encode_header
+from transaxle.formats.safetensors.index import FORMAT
+from transaxle.formats.shards import Sized, lay_out_shards
+
+_STEM = "model"
+_RANK = {code: rank for rank, code in enumerate(BITS)}
+
+
+def draft(
+    tensors: Sequence[Spec], *, metadata: Mapping[str, str] | None = None, shard_size: int | None = None
+) -> Draft:
+    """Lay out safetensors files.
+
+    Args:
+        tensors: what to write; shards are filled in this order.
+        metadata: free text for the header of every file.
+        shard_size: bytes of tensors in one file; a tensor that is larger gets a file of its own. Without it, or when
+            everything fits, there is one file `model.safetensors` and no index.
+
+    Raises:
+        Refused: for every tensor that has no place: UNSUPPORTED (dtype, dims, a name that is no Unicode),
+            NAME_COLLISION, SHAPE_MISMATCH (packed elements that do not fill whole bytes).
+    """
+    faults = Faults()
+    seen: set[str] = set()
+    sized: list[tuple[Spec, int]] = []
+    for spec in tensors:
+        size = _size(spec, seen, faults)
+        seen.add(spec.name)
+        sized.append((spec, size))
+    if faults:
+        raise faults.error()
+    return lay_out_shards(FORMAT, _STEM, SAFETENSORS, sized, shard_size, partial(_lay_out, metadata=metadata or {}))
+
+
+def _size(spec: Spec, seen: set[str], faults: Faults) -> int:
+    """Return the bytes of a tensor; whatever forbids writing it is a fault."""
+    shown = spec.name.encode("utf-8", "backslashreplace").decode()
+    if spec.name == METADATA:
+        faults.add("NAME_COLLISION", "safetensors keeps its free text under this name", None, shown)
+    if spec.name in seen:
+        faults.add("NAME_COLLISION", "two tensors have this name", None, shown)
+    if spec.name != shown:
+        faults.add("UNSUPPORTED", "the name is not Unicode text", None, shown)
+    if len(spec.shape) > MAX_DIMS:
+        faults.add("UNSUPPORTED", f"it has {len(spec.shape)} dims, more than {MAX_DIMS}", None, shown)
+    if spec.dtype not in BITS:
+        hint = "Choose a format that can hold it, or leave it out."
+        faults.add("UNSUPPORTED", f"safetensors has no dtype for {spec.dtype}", None, shown, hint)
+        return 0
+    try:
+        return nbytes(spec.dtype, spec.shape)
+    except TransaxleError as error:
+        faults.add(error.code, error.refusals[0].message, None, shown)
+        return 0
+
+
+def _lay_out(file: str, shard: Iterable[Sized], metadata: Mapping[str, str]) -> tuple[list[Entry], list[Fragment], int]:
+    """Give each tensor of one file its offset; also return the file's header and its size."""
+    rows: list[tuple[Spec, int, int]] = []
+    end = 0
+    for spec, size in sorted(shard, key=lambda item: (-_RANK[item[0].dtype], item[0].name)):
+        rows.append((spec, end, end + size))
+        end += size
+    header = encode_header(rows, metadata)
+    base = len(header)
+    placed = [
+        Entry(spec.name, spec.dtype, spec.shape, (Extent((0,) * len(spec.shape), spec.shape, file, base + begin),))
+        for spec, begin, _ in rows
+    ]
+    return placed, [Fragment(file, 0, header)], base + end

@@ -1,0 +1,302 @@
+"""The header of a safetensors file: eight bytes of length, then JSON that says where each tensor lies.
+
+Ours, not the library's: the library maps the file, keeps the last of two equal names, and stops at the first fault
+with a message that names no file. This one trusts nothing, names everything that is wrong at once, and reads a header
+of 70,000 tensors in a fraction of a second. What it accepts, the library accepts.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from transaxle.errors import Code, refuse
+from transaxle.formats.catalog import Entry, Extent, Spec
+from transaxle.formats.dtype import BITS
+from transaxle.formats.faults import Faults
+from transaxle.formats.storage import Storage
+from transaxle.formats.strict_json import MAX_PAIRS, NotJsonError, members, pairs_in, repeated
+
+METADATA = "__metadata__"
+"""The one key of a header that is no tensor."""
+LENGTH_BYTES = 8
+MAX_HEADER = 100_000_000
+"""Bytes; the limit of the library."""
+MAX_DIMS = 64
+"""What numpy can hold."""
+ALIGNMENT = 8
+"""The data begins at a multiple of this."""
+
+_MAX_COUNT = 2**63 - 1
+_MAX_ITEM_BYTES = max(BITS.values()) // 8
+_ORIGINS = tuple((0,) * dims for dims in range(MAX_DIMS + 1))
+_LFS_POINTER = b"version https://git-lfs"
+_AGAIN = "Copy or download the file again."
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
+
+
+class _Info(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False):
+    """What a header says of one tensor."""
+
+    dtype: str
+    shape: list[Count]
+    data_offsets: tuple[Count, Count]
+
+
+_info = msgspec.json.Decoder(_Info)
+_metadata: msgspec.json.Decoder[dict[str, str] | None] = msgspec.json.Decoder(dict[str, str] | None)
+_INFO_FIELDS = len(_Info.__struct_fields__)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What one safetensors file holds."""
+
+    entries: Mapping[str, Entry]
+    """Tensors by name, in the order of their bytes; each has one extent, with its offset from the file's beginning."""
+    metadata: Mapping[str, str]
+    """The free text under `__metadata__`."""
+    size: int
+    """Bytes before the data: the length field and the JSON."""
+
+
+def read_header(storage: Storage, file: str, begin: int = 0) -> Header:
+    """Read the header of one file, or of the safetensors data that a file ends with.
+
+    Args:
+        storage: where the file is.
+        file: its name.
+        begin: first byte of the header in the file, at most the file's size.
+
+    Raises:
+        Refused: CORRUPT, NAME_COLLISION, OVERLAP, UNSUPPORTED: every problem found, each with file and tensor.
+        StorageError: IO.
+    """
+    size = storage.size(file) - begin
+    start = storage.read(file, begin, min(size, len(_LFS_POINTER)))
+    if start == _LFS_POINTER:
+        hint = "This is a Git LFS pointer, not the file itself: run `git lfs pull`."
+        raise refuse("CORRUPT", "the file is no safetensors file", file=file, hint=hint)
+    if size < LENGTH_BYTES:
+        message = f"the file is truncated: it has {size} bytes, not even the {LENGTH_BYTES} of the header's length"
+        raise refuse("CORRUPT", message, file=file, hint=_AGAIN)
+    length = int.from_bytes(start[:LENGTH_BYTES], "little")
+    if length > MAX_HEADER:
+        message = f"the header claims {length} bytes, more than the {MAX_HEADER} that the format allows"
+        raise refuse("CORRUPT", message, file=file, hint="Is it a safetensors file?")
+    if LENGTH_BYTES + length > size:
+        message = f"the file is truncated: a header of {length} bytes does not fit into {size} bytes"
+        raise refuse("CORRUPT", message, file=file, hint=_AGAIN)
+    text = storage.read(file, begin + LENGTH_BYTES, length)
+    return parse_header(text, file, size - LENGTH_BYTES - length, begin)
+
+
+def parse_header(text: bytes, file: str, data_size: int, begin: int = 0) -> Header:
+    """Parse the JSON of a header.
+
+    Args:
+        text: the JSON, without the length field.
+        file: name used in errors and extents.
+        data_size: bytes of the file that follow the header.
+        begin: first byte of the header in the file.
+
+    Raises:
+        Refused: CORRUPT, NAME_COLLISION, OVERLAP, UNSUPPORTED: every problem found, each with file and tensor.
+    """
+    said = pairs_in(text)
+    if said > MAX_PAIRS:
+        raise refuse("UNSUPPORTED", f"the header has {said} keys, more than {MAX_PAIRS}", file=file)
+    try:
+        top = members(text)
+    except NotJsonError as error:
+        raise refuse("CORRUPT", f"the header is not a JSON object: {error}", file=file) from error
+    faults = Faults()
+    kept = len(top)
+    metadata = _metadata_of(top, file, faults)
+    rows = _Rows(file, faults)
+    for name, raw in top.items():
+        rows.add(name, raw)
+        if faults.full:
+            break
+    if not faults and said != kept + len(metadata) + _INFO_FIELDS * len(rows.names):
+        _add_repeated(text, file, faults)
+    judged = not faults
+    top.clear()
+    layout = rows.layout()
+    size = LENGTH_BYTES + len(text)
+    entries = rows.entries(layout.order.tolist(), begin + size)
+    if judged:
+        _add_layout(rows, layout, data_size, faults)
+    if faults:
+        raise faults.error()
+    return Header(entries, metadata, size)
+
+
+def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[str, str]) -> bytes:
+    """Write a header: length field, JSON, and spaces up to a multiple of eight bytes.
+
+    Args:
+        tensors: what the file holds, and the first byte of each and the one after its last, counted from the end of
+            the header; in the order of their bytes.
+        metadata: free text; left out when empty.
+
+    Raises:
+        Refused: UNSUPPORTED for names or metadata that are no Unicode, and for a header over 100 MB.
+    """
+    document: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
+    for spec, begin, end in tensors:
+        document[spec.name] = _Info(spec.dtype, list(spec.shape), (begin, end))
+    try:
+        text = msgspec.json.encode(document)
+    except UnicodeEncodeError as error:
+        message = f"{error.object!r} is no Unicode text; safetensors cannot hold it"
+        raise refuse("UNSUPPORTED", message) from error
+    text += b" " * (-len(text) % ALIGNMENT)
+    if len(text) > MAX_HEADER:
+        message = f"the header would take {len(text)} bytes, more than the {MAX_HEADER} that the format allows"
+        raise refuse("UNSUPPORTED", message, hint="Write more, smaller files (--shard-size).")
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def _metadata_of(top: dict[str, msgspec.Raw], file: str, faults: Faults) -> dict[str, str]:
+    """Take `__metadata__` out of the header's members."""
+    raw = top.pop(METADATA, None)
+    if raw is None:
+        return {}
+    try:
+        return _metadata.decode(raw) or {}
+    except (msgspec.MsgspecError, RecursionError) as error:
+        faults.add("CORRUPT", f"{METADATA} must map strings to strings: {error}", file)
+        return {}
+
+
+def _add_repeated(text: bytes, file: str, faults: Faults) -> None:
+    for name, *keys in repeated(text):
+        if not keys:
+            faults.add("NAME_COLLISION", "the header lists this name twice", file, name)
+        else:
+            faults.add("CORRUPT", f"the header gives the key {keys[-1]!r} twice", file, name)
+
+
+class _Shape(NamedTuple):
+    """What is worked out once for all tensors of one shape."""
+
+    dims: tuple[int, ...]
+    start: tuple[int, ...]
+    """As many zeros: where a tensor's only extent begins."""
+    elements: int
+    fault: tuple[Code, str] | None
+
+
+def _shape(dims: tuple[int, ...]) -> _Shape:
+    if len(dims) > MAX_DIMS:
+        return _Shape((), (), 0, ("UNSUPPORTED", f"it has more than the {MAX_DIMS} dims that numpy holds"))
+    if math.prod(size or 1 for size in dims) * _MAX_ITEM_BYTES > _MAX_COUNT:
+        return _Shape(dims, (), 0, ("CORRUPT", f"the shape {list(dims)} overflows: no file has so many elements"))
+    return _Shape(dims, _ORIGINS[len(dims)], math.prod(dims), None)
+
+
+class _Layout(NamedTuple):
+    """Where the tensors of one file lie in its data."""
+
+    begins: npt.NDArray[np.int64]
+    ends: npt.NDArray[np.int64]
+    order: npt.NDArray[np.intp]
+    """The tensors sorted by `begins`, then `ends`."""
+
+
+class _Rows:
+    """The entries of a header while they are read, in columns: a header may have a million of them."""
+
+    def __init__(self, file: str, faults: Faults) -> None:
+        self.file = file
+        self.names: list[str] = []
+        self._faults = faults
+        self._dtypes: list[str] = []
+        self._shapes: list[_Shape] = []
+        self._offsets = array("q")
+        # A hundred thousand tensors have a few dozen shapes: each is checked and kept once.
+        self._known: dict[tuple[int, ...], _Shape] = {}
+
+    def add(self, name: str, raw: msgspec.Raw) -> None:
+        """Decode one entry; one that is malformed becomes a fault and no row."""
+        try:
+            info = _info.decode(raw)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            self._faults.add("CORRUPT", f"the header's entry is malformed: {error}", self.file, name)
+            return
+        key = tuple(info.shape[: MAX_DIMS + 1])
+        shape = self._known.get(key)
+        if shape is None:
+            shape = self._known[key] = _shape(key)
+        self.names.append(name)
+        self._dtypes.append(info.dtype)
+        self._shapes.append(shape)
+        self._offsets.extend(info.data_offsets)
+
+    def layout(self) -> _Layout:
+        pairs = np.array(self._offsets, np.int64).reshape(-1, 2)
+        begins, ends = pairs[:, 0], pairs[:, 1]
+        return _Layout(begins, ends, np.lexsort((ends, begins)))
+
+    def entries(self, order: Sequence[int], base: int) -> dict[str, Entry]:
+        """Build the catalog, and check that each type and shape fills exactly its bytes."""
+        entries: dict[str, Entry] = {}
+        codes = {code: code for code in BITS}
+        file, faults = self.file, self._faults
+        for at in order:
+            name, shape = self.names[at], self._shapes[at]
+            begin, end = self._offsets[2 * at : 2 * at + 2]
+            code = codes.get(self._dtypes[at])
+            if code is None:
+                hint = f"Known are {', '.join(BITS)}."
+                faults.add("UNSUPPORTED", f"{self._dtypes[at]!r} is no safetensors dtype known here", file, name, hint)
+            elif shape.fault:
+                faults.add(*shape.fault, file, name)
+            elif shape.elements * BITS[code] != (end - begin) * 8:
+                faults.add("CORRUPT", _misfit(code, shape, begin, end), file, name)
+            else:
+                extent = Extent(shape.start, shape.dims, file, base + begin)
+                entries[name] = Entry(name, code, shape.dims, (extent,))
+        return entries
+
+
+def _misfit(code: str, shape: _Shape, begin: int, end: int) -> str:
+    whole, rest = divmod(shape.elements * BITS[code], 8)
+    takes = f"{whole} bytes and {rest} bits" if rest else f"{whole} bytes"
+    return f"{code} {list(shape.dims)} takes {takes}, data_offsets [{begin}, {end}] give it {end - begin}"
+
+
+def _add_layout(rows: _Rows, layout: _Layout, data_size: int, faults: Faults) -> None:
+    """Check that the tensors tile the data: from its first byte to its last, no gaps, no overlaps."""
+    begins, ends, order = layout
+    file, names = rows.file, rows.names
+    if (ends < begins).any():
+        return  # their sizes have been refused, and the rest cannot be judged
+    starts, stops = begins[order], ends[order]
+    covered = np.concatenate((np.zeros(1, np.int64), np.maximum.accumulate(stops)))
+    for at in np.flatnonzero(starts != covered[:-1]).tolist():
+        start, stop, reached, name = int(starts[at]), int(stops[at]), int(covered[at]), names[order[at]]
+        if start > reached:
+            faults.add("CORRUPT", f"bytes {reached} to {start} of the data, before it, belong to no tensor", file, name)
+        else:
+            other = names[order[int(np.argmax(stops[:at] == reached))]]
+            message = f"data_offsets [{start}, {stop}] overlap {other!r}, which ends at {reached}"
+            faults.add("OVERLAP", message, file, name)
+        if faults.full:
+            return
+    needed = int(covered[-1])
+    if needed > data_size:
+        name = names[order[int(np.argmax(stops > data_size))]]
+        message = f"the file is truncated: its tensors take {needed} bytes, {data_size} are there"
+        faults.add("CORRUPT", message, file, name, _AGAIN)
+    elif needed < data_size:
+        faults.add("CORRUPT", f"the last {data_size - needed} bytes of the file belong to no tensor", file)

@@ -1,0 +1,92 @@
+"""Opening safetensors: one file, or the shards that an index names. The index is believed only where the shards agree.
+
+transformers takes the index at its word: a path in it is followed, a tensor that moved to another shard is looked for
+in the wrong one, a tensor that is missing stays at its random initial value. Here the headers say what there is, and
+an index that says anything else is refused.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from transaxle.formats.catalog import Container, Entry
+from transaxle.formats.company import INDEX, company
+from transaxle.formats.dcp.sharding import NOTE, NOTES, starts
+from transaxle.formats.faults import Faults
+from transaxle.formats.index import agreed, read_index, read_shards
+from transaxle.formats.safetensors.header import Header, read_header
+from transaxle.formats.safetensors.index import FORMAT
+from transaxle.formats.storage import Storage
+
+
+def open_safetensors(storage: Storage, path: str, member: str) -> Container:
+    """Open one safetensors file, or all shards of an index.
+
+    The sizes in the index's metadata are not compared with anything: many published ones are wrong, because tied
+    weights were counted twice. They are left out of the container's metadata, which holds the headers' free text and
+    the other strings of the index; a key on which shards differ appears once a shard, as `<file>:<key>`.
+
+    Args:
+        storage: where the files are.
+        path: what the user typed.
+        member: the file to open: `*.safetensors`, or an index `*.safetensors.index.json`.
+
+    Raises:
+        Refused: everything that is wrong with the index and with all headers: CORRUPT, INCOMPLETE for a shard or a
+            tensor that is not there, NAME_COLLISION, OVERLAP, PATH_ESCAPE, UNSUPPORTED.
+        StorageError: IO.
+    """
+    said: dict[str, str] = {}
+    entries: Mapping[str, Entry]
+    if member.endswith(INDEX):
+        weight_map, said = read_index(storage, member)
+        faults = Faults()
+        headers = read_shards(storage, member, weight_map, lambda shard: read_header(storage, shard), faults)
+        entries = agreed(member, weight_map, {name: header.entries for name, header in headers.items()}, faults)
+        if faults:
+            raise faults.error()
+        files = {name: storage.size(name) for name in (*headers, member)}
+    else:
+        headers = {member: read_header(storage, member)}
+        entries = headers[member].entries
+        files = {member: storage.size(member)}
+    _check_whole(headers)
+    around = company(storage, files)
+    metadata = {**said, **_merged(headers)}
+    return Container(FORMAT, path, storage, entries, files, metadata, around.carried, around.ignored)
+
+
+def _check_whole(headers: Mapping[str, Header]) -> None:
+    """Refuse files in which torch keeps parts of tensors, as if they were the tensors, under other names than it gives.
+
+    Raises:
+        Refused: INCOMPLETE; CORRUPT for a malformed note.
+    """
+    faults = Faults()
+    for file, header in headers.items():
+        if NOTE in header.metadata:
+            for name, start in (starts(header.entries, header.metadata, file, faults) or {}).items():
+                if any(start):
+                    message = f"the file holds a part of it, which begins at {list(start)}"
+                    faults.add("INCOMPLETE", message, file, name, "Open the folder that torch saved.")
+    if faults:
+        raise faults.error()
+
+
+def _merged(headers: Mapping[str, Header]) -> dict[str, str]:
+    """Return the free text of all headers; see `open_safetensors` for keys on which they differ.
+
+    What torch notes of parts is left out: it would be wrong of the same tensors under other names.
+    """
+    said: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for file, header in headers.items():
+        for key in [key for key in header.metadata if key not in NOTES]:
+            said[key][file] = header.metadata[key]
+    merged: dict[str, str] = {}
+    for key, texts in said.items():
+        if len(set(texts.values())) == 1:
+            merged[key] = next(iter(texts.values()))
+        else:
+            merged |= {f"{file}:{key}": text for file, text in texts.items()}
+    return merged

@@ -1,0 +1,252 @@
+"""Names of what a training state holds: the same for every format that nests dicts, in files or in keys.
+
+A model's tensors are called what the model calls them; an optimizer's state is called after the parameter it belongs
+to; everything else after its path. Nothing is paired by shape or order, and two paths that would get one name are
+refused. Numbers are kept as tensors without dims. What is no tensor and no number is left behind, and listed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from transaxle.errors import refuse
+from transaxle.formats.faults import Faults
+
+Path = tuple[str | int, ...]
+"""Keys and list indices from the top of a state to a leaf."""
+Kind = Literal["tensor", "number", "other"]
+
+ROOT = "root"
+"""Key of a container's metadata: the top-level container that was taken off all names."""
+LEFT_BEHIND = "left_behind"
+"""Key of a container's metadata: path -> kind of everything that is neither tensor nor number."""
+OPTIMIZER = "optim/"
+"""How the names of optimizer state begin: `optim/<parameter>/<state>`."""
+
+_ROOTS = ("model", "module", "state_dict")
+_OPTIMIZERS = frozenset({"optim", "optimizer", "optimizer_state_dict", "optimizer_state"})
+_STATE, _GROUPS, _PARAMS, _NAMES = "state", "param_groups", "params", "param_names"
+_LONGEST = 1 << 28
+"""Characters of all names together."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Leaf:
+    """One item of a state."""
+
+    path: Path
+    """Where it is."""
+    kind: Kind
+    """Whether it is a tensor, a number, or neither."""
+    value: Any = None
+    """What the format needs to know of it; for the lists `params` and `param_names` of an optimizer, their items."""
+    what: str = ""
+    """What it is in words; for what is left behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """A state's leaves by name."""
+
+    leaves: Mapping[str, Leaf]
+    """Tensors and numbers, in their order."""
+    root: str | None
+    """Top-level container that was taken off the names."""
+    left_behind: Mapping[str, str]
+    """Path of everything else -> what it is; a container that holds no tensor is one item."""
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what a container's metadata says of it."""
+        root = {} if self.root is None else {ROOT: self.root}
+        return root | ({LEFT_BEHIND: dict(self.left_behind)} if self.left_behind else {})
+
+
+def arrange(leaves: Sequence[Leaf], *, file: str) -> State:
+    """Name the leaves of a state.
+
+    Args:
+        leaves: every item; order is kept.
+        file: for errors.
+
+    Raises:
+        Refused: NAME_COLLISION for two leaves of one name; CORRUPT for names beyond all measure.
+    """
+    optimizers = _Optimizers(leaves)
+    model = [leaf for leaf in leaves if optimizers.root_of(leaf.path) is None]
+    root = _root(model)
+    settings = _settings(model)
+    named: dict[str, Leaf] = {}
+    left: dict[str, str] = {}
+    faults = Faults()
+    length = 0
+    for leaf in leaves:
+        inside = optimizers.root_of(leaf.path)
+        held = _shortest(leaf.path, settings) if inside is None else optimizers.groups(inside, leaf.path)
+        if held is not None:
+            left[joined(held)] = "settings"
+            continue
+        if inside is None:
+            name = joined(leaf.path[1:] if root is not None and leaf.path[0] == root else leaf.path)
+        else:
+            name = optimizers.name(inside, leaf.path)
+        length += len(name)
+        if length > _LONGEST:
+            raise refuse("CORRUPT", f"the names of its items take more than {_LONGEST} characters", file=file)
+        if leaf.kind == "other":
+            left[name] = leaf.what
+            continue
+        if name in named:
+            one, other = (repr(list(each.path)) for each in (named[name], leaf))
+            faults.add("NAME_COLLISION", f"two items get this name: {one} and {other}", file, name)
+        named[name] = leaf
+    if faults:
+        raise faults.error()
+    return State(named, root, left)
+
+
+def joined(path: Path) -> str:
+    """Return a path as one name."""
+    return ".".join(str(part) for part in path)
+
+
+def _prefixes(paths: Iterable[Path]) -> set[Path]:
+    """Return all proper prefixes of paths, the empty one excepted."""
+    found: set[Path] = set()
+    for path in paths:
+        for length in range(len(path) - 1, 0, -1):
+            prefix = path[:length]
+            if prefix in found:
+                break
+            found.add(prefix)
+    return found
+
+
+def _shortest(path: Path, among: set[Path]) -> Path | None:
+    """Return the shortest prefix of a path that is in a set, the path itself excepted."""
+    if among:
+        for length in range(1, len(path)):
+            if path[:length] in among:
+                return path[:length]
+    return None
+
+
+def _root(leaves: Sequence[Leaf]) -> str | None:
+    """Return the one top-level container whose children are tensors; None if there is none, or more."""
+    flat = {leaf.path[0] for leaf in leaves if leaf.kind == "tensor" and len(leaf.path) == 2}
+    nested = {leaf.path[0] for leaf in leaves if leaf.kind == "tensor" and len(leaf.path) > 2}
+    found = [root for root in _ROOTS if root in flat and root not in nested]
+    return found[0] if len(found) == 1 else None
+
+
+def _settings(leaves: Sequence[Leaf]) -> set[Path]:
+    """Return the containers that hold no tensor, and something that is no number either: settings, not state."""
+    holding = _prefixes(leaf.path for leaf in leaves if leaf.kind == "tensor")
+    found: set[Path] = set()
+    for leaf in leaves:
+        if leaf.kind == "other":
+            for length in range(1, len(leaf.path)):
+                if leaf.path[:length] not in holding:
+                    found.add(leaf.path[:length])
+                    break
+    return found
+
+
+class _Optimizers:
+    """The optimizers of a state: where they are, and what their parameters are called."""
+
+    def __init__(self, leaves: Sequence[Leaf]) -> None:
+        self._roots = {root for leaf in leaves for root in _optimizers(leaf)}
+        numbered = dict.fromkeys(root for leaf in leaves if (root := self._numbered(leaf.path)) is not None)
+        lists = {leaf.path: leaf.value for leaf in leaves if leaf.path[-1:] in ((_PARAMS,), (_NAMES,))}
+        self._names = {root: _parameter_names(root, lists) for root in numbered}
+        unnamed = [root for root, names in self._names.items() if not names]
+        self._marks = {root: f"#{at}." for at, root in enumerate(unnamed)} if len(unnamed) > 1 else {}
+
+    def root_of(self, path: Path) -> Path | None:
+        """Return the path of the optimizer that a path leads into."""
+        if self._roots:
+            for length in range(len(path)):
+                if path[:length] in self._roots and _inside(path[length]):
+                    return path[:length]
+        return None
+
+    def _numbered(self, path: Path) -> Path | None:
+        """Return the path of the optimizer in which a path leads to the state of a parameter that is a number."""
+        root = self.root_of(path)
+        parts = None if root is None else _parts(path[len(root) :])
+        return root if parts is not None and _is_number(parts[0]) else None
+
+    def groups(self, root: Path, path: Path) -> Path | None:
+        """Return the path of the optimizer's parameter groups if that is where a path leads: hyperparameters."""
+        return (*root, _GROUPS) if _begins(path[len(root)], _GROUPS) else None
+
+    def name(self, root: Path, path: Path) -> str:
+        """Return the name of a leaf of an optimizer."""
+        parts = _parts(path[len(root) :])
+        if parts is None:
+            return joined(path)
+        parameter, state = parts
+        if _is_number(parameter):
+            known = self._names[root].get(str(parameter))
+            parameter = known or f"{self._marks.get(root, '#')}{parameter}"
+        return f"{OPTIMIZER}{parameter}/{state}"
+
+
+def _begins(part: str | int, word: str) -> bool:
+    """Tell whether a key is a word, or a flattened key that begins with it."""
+    return isinstance(part, str) and part.partition(".")[0] == word
+
+
+def _inside(part: str | int) -> bool:
+    return _begins(part, _STATE) or _begins(part, _GROUPS)
+
+
+def _optimizers(leaf: Leaf) -> Iterator[Path]:
+    """Yield the paths that must be an optimizer's for the path of a leaf to make sense."""
+    path = leaf.path
+    for at, part in enumerate(path):
+        after = path[at + 1 :]
+        flattened = isinstance(part, str) and "." in part and not after
+        if _begins(part, _GROUPS):
+            whole = leaf.kind == "other" if not after else isinstance(after[0], int)
+            found = flattened or (part == _GROUPS and whole)
+        elif _begins(part, _STATE) and at and path[at - 1] in _OPTIMIZERS:
+            found = flattened or (part == _STATE and len(after) > 1)
+        else:
+            found = False
+        if found:
+            yield path[:at]
+
+
+def _parts(inner: Path) -> tuple[str | int, str] | None:
+    """Return parameter and state of a path inside an optimizer: `state, p, s, …`, or the flattened key `state.p.s`."""
+    first = inner[0]
+    if first == _STATE:
+        return (inner[1], joined(inner[2:])) if len(inner) > 2 else None
+    if isinstance(first, str) and len(inner) == 1 and _begins(first, _STATE):
+        parameter, _, state = first.removeprefix(f"{_STATE}.").rpartition(".")
+        return (parameter, state) if parameter else None
+    return None
+
+
+def _is_number(parameter: str | int) -> bool:
+    return isinstance(parameter, int) or parameter.isdecimal()
+
+
+def _parameter_names(root: Path, lists: Mapping[Path, Any]) -> dict[str, str]:
+    """Return number -> name of an optimizer's parameters; empty unless all its groups give both."""
+    found: dict[str, str] = {}
+    for group in itertools.count():
+        numbers = lists.get((*root, _GROUPS, group, _PARAMS))
+        if numbers is None:
+            return found
+        names = lists.get((*root, _GROUPS, group, _NAMES))
+        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+            return {}
+        if not isinstance(numbers, list | tuple) or len(numbers) != len(names):
+            return {}
+        found |= {str(number): name for number, name in zip(numbers, names, strict=True) if isinstance(number, int)}
+    return found

@@ -1,0 +1,88 @@
+"""Where the bytes of one checkpoint are read from: the small interface that a local folder and a URL both offer.
+
+Readers know names, sizes and byte ranges, nothing else. So what holds for one storage (a name never leaves the
+checkpoint, a short read is an error, nothing is memory-mapped) holds for every format read through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from transaxle.errors import Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """What lies directly in one folder of a checkpoint, sorted by name."""
+
+    names: tuple[str, ...]
+    """Regular files, links to them included where they may be followed."""
+    folders: tuple[str, ...]
+    """Sub-folders."""
+    special: Mapping[str, Refusal]
+    """Everything else, with the reason why it is not read: FIFOs, devices, sockets, links that lead elsewhere."""
+
+    def everything(self) -> tuple[str, ...]:
+        """Return the names of all files, those that will be refused when they are read included."""
+        return tuple(sorted((*self.names, *self.special)))
+
+
+class Storage(Protocol):
+    """Read access to the files of one checkpoint. Safe to share between threads."""
+
+    @property
+    def path(self) -> str:
+        """The path as the user typed it."""
+
+    @property
+    def single(self) -> str | None:
+        """Name of the one file that the path denotes; None where it denotes a folder."""
+
+    def listing(self, folder: str = "") -> Listing:
+        """List the checkpoint's folder or one of its sub-folders; names are bare, without the folder.
+
+        Raises:
+            Refused: PATH_ESCAPE.
+            StorageError: IO.
+        """
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the regular files directly in the checkpoint's folder."""
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes.
+
+        Raises:
+            Refused: PATH_ESCAPE; UNSUPPORTED for anything that is not a regular file; CORRUPT if it was changed.
+            StorageError: IO for a missing or unreadable file.
+        """
+
+    def version(self, name: str) -> str:
+        """Return a text that changes when the file does: for a local one its place, size and time of change.
+
+        Raises as `size`.
+        """
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """Fill a writable contiguous view with the bytes that start at `offset`.
+
+        Raises:
+            Refused: as `size`; CORRUPT if the file ends before the view is full.
+            StorageError: IO.
+        """
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """Return `size` bytes from `offset`; raises as `read_into`."""
+
+    def recheck(self) -> None:
+        """Check that no file that was read has changed since; worth doing before what was made of them is published.
+
+        Raises:
+            Refused: CORRUPT.
+            StorageError: IO.
+        """
+
+    def close(self) -> None:
+        """Release what is held open. Reading afterwards is a ValueError."""

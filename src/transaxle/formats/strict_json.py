@@ -1,0 +1,95 @@
+"""JSON that comes from a stranger: no key may be given twice, whatever the decoder makes of it.
+
+Decoders keep the last of two equal keys and say nothing, so that two readers of one file may see different tensors.
+Each decoded key stands for one colon in the text; more colons than keys mean that a key was dropped.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+_QUOTE, _COLON = ord('"'), ord(":")
+MAX_PAIRS = 4_000_000
+"""Key-value pairs in one text: a million tensors. More would take memory out of all proportion to the file."""
+_CHUNK = 1 << 20
+_TOO_DEEP = "it is nested too deeply"
+
+_top: msgspec.json.Decoder[dict[str, msgspec.Raw]] = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+class NotJsonError(ValueError):
+    """The text is not a JSON object in UTF-8; the message says where it stops being one."""
+
+
+def members(text: bytes) -> dict[str, msgspec.Raw]:
+    """Return the members of a JSON object, their values not yet decoded.
+
+    Raises:
+        NotJsonError: also for nesting that is too deep, and for text that is not UTF-8.
+    """
+    try:
+        text.decode("utf-8")
+        return _top.decode(text)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise NotJsonError(str(error)) from error
+    except RecursionError as error:
+        raise NotJsonError(_TOO_DEEP) from error
+
+
+def pairs_in(text: bytes) -> int:
+    """Count the key-value pairs of valid JSON text, at every level: the colons outside its strings."""
+    # What follows a backslash is part of a string, a quote included: `\\` goes first, then `\"`.
+    plain = text.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in text else text
+    octets, pairs, within = np.frombuffer(plain, np.uint8), 0, np.uint8(0)
+    for start in range(0, len(octets), _CHUNK):
+        chunk = octets[start : start + _CHUNK]
+        quoted = (np.cumsum(chunk == _QUOTE, dtype=np.uint8) + within) & 1
+        pairs += int(np.count_nonzero((chunk == _COLON) & (quoted == 0)))
+        within = quoted[-1]
+    return pairs
+
+
+def dropped(text: bytes, kept: Mapping[str, msgspec.Raw]) -> bool:
+    """Tell whether `members(text)`, which gave `kept`, had to drop a key that the object gives twice."""
+    return pairs_in(text) != len(kept) + sum(pairs_in(bytes(raw)) for raw in kept.values())
+
+
+def repeated(text: bytes) -> list[tuple[str, ...]]:
+    """Return the path of every key that valid JSON text gives twice; items of arrays count as keys `0`, `1`, ….
+
+    Raises:
+        NotJsonError: for nesting that is too deep.
+    """
+    try:
+        top = json.loads(text, object_pairs_hook=_repeats, parse_int=str, parse_float=str)
+    except RecursionError as error:
+        raise NotJsonError(_TOO_DEEP) from error
+    return list(_paths(top))
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeats:
+    """Stands for a JSON object in which, or below which, keys are given twice."""
+
+    paths: tuple[tuple[str, ...], ...]
+    """Keys from this object to each repeated key."""
+
+
+def _repeats(pairs: list[tuple[str, object]]) -> _Repeats | None:
+    times = Counter(key for key, _ in pairs) if len(dict(pairs)) < len(pairs) else {}
+    own = [(key,) for key, count in times.items() if count > 1]
+    below = [(key, *path) for key, value in pairs for path in _paths(value)]
+    return _Repeats((*own, *below)) if own or below else None
+
+
+def _paths(value: object) -> Iterator[tuple[str, ...]]:
+    if isinstance(value, _Repeats):
+        yield from value.paths
+    elif isinstance(value, list):
+        yield from ((str(at), *path) for at, item in enumerate(value) for path in _paths(item))

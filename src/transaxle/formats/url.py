@@ -1,0 +1,52 @@
+"""URLs as users type them: which paths are URLs, and how one is shown without what must stay secret.
+
+A URL may hold a password, or in its query string a signature that opens the file to whoever reads it. Errors, reports
+and logs are read by others, so every URL and every message of a service passes through here before it is shown.
+"""
+
+from __future__ import annotations
+
+import re
+from urllib.parse import unquote, urlsplit
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_LOCAL = "file"
+_LOCAL_HOSTS = ("", "localhost")
+_PASSWORD = re.compile(r"(//[^/@:\s]*):[^/\s]*@")
+_QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\"]*")
+_SECRET = re.compile(r"(?i)\b([\w-]*(?:secret|token|signature|password|credential|access[_-]?key)[\w-]*\s*[=:])\s*\S+")
+_KEY_ID = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{8,}\b")
+_LONGEST = 300
+_HIDDEN = "…"
+
+
+def is_url(path: str) -> bool:
+    """Tell whether a path is a URL, `scheme://…`."""
+    return _URL.match(path) is not None
+
+
+def scheme(url: str) -> str:
+    """Return what stands before the `://`."""
+    return url.partition("://")[0]
+
+
+def local_path(url: str) -> str | None:
+    """Return the path on this machine that a `file://` URL denotes; None for any other URL, or another host's."""
+    if scheme(url).lower() != _LOCAL:
+        return None
+    parts = urlsplit(url)
+    rest = url.partition("://")[2]
+    return unquote(rest.removeprefix(parts.netloc)) if parts.netloc in _LOCAL_HOSTS else None
+
+
+def shown(url: str) -> str:
+    """Return a URL without its password and its query string; any other path as it is."""
+    return _QUERY.sub(rf"\1?{_HIDDEN}", _PASSWORD.sub(rf"\1:{_HIDDEN}@", url)) if is_url(url) else url
+
+
+def harmless(message: str) -> str:
+    """Return the first line of what a service said, without passwords, keys and query strings."""
+    line = next(iter(message.strip().splitlines()), "")
+    line = _QUERY.sub(rf"\1?{_HIDDEN}", _PASSWORD.sub(rf"\1:{_HIDDEN}@", line))
+    line = _KEY_ID.sub(_HIDDEN, _SECRET.sub(rf"\1{_HIDDEN}", line))
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}{_HIDDEN}"

@@ -1,0 +1,6 @@
+"""Fixtures that several modules of this folder share."""
+
+from tests.formats.s3_server import bucket, s3_server
+from tests.formats.stores import memory, store
+
+__all__ = ["bucket", "memory", "s3_server", "store"]

@@ -1,0 +1,130 @@
+"""A real S3 server on a free port of the loopback, in a process of its own: moto's, which keeps objects in memory."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import fsspec
+import pytest
+
+_HOST = "127.0.0.1"
+_PATIENCE = 60.0
+"""Seconds until the server must answer."""
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "testing",
+    "AWS_SECRET_ACCESS_KEY": "testing",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+"""Credentials that moto takes, and nothing that would look for others beyond this machine."""
+_SERVER = """
+import sys
+from moto.server import main
+main(["-H", sys.argv[1], "-p", sys.argv[2]])
+"""
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind((_HOST, 0))
+        return int(found.getsockname()[1])
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/moto-api/", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _started() -> tuple[subprocess.Popen[bytes], str]:
+    """Start the server; somebody else may take the port in between, so there are three attempts."""
+    environment = {**os.environ, **ENVIRONMENT}
+    for _ in range(3):
+        port = _free_port()
+        command = [sys.executable, "-W", "ignore", "-c", _SERVER, _HOST, str(port)]
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        url, end = f"http://{_HOST}:{port}", time.monotonic() + _PATIENCE
+        while process.poll() is None and time.monotonic() < end:
+            if _answers(url):
+                return process, url
+            time.sleep(0.1)
+        _stop(process)
+    raise RuntimeError("the S3 server does not start")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture(scope="session")
+def s3_server() -> Iterator[str]:
+    """Address of the server."""
+    pytest.importorskip("s3fs")
+    pytest.importorskip("moto.server")
+    process, url = _started()
+    yield url
+    _stop(process)
+
+
+class Bucket:
+    """A bucket of one test, looked at with the client's own calls, never with ours."""
+
+    def __init__(self, client: Any, name: str) -> None:
+        self.client = client
+        self.name = name
+        self.url = f"s3://{name}"
+
+    def put(self, key: str, data: bytes) -> None:
+        self.client.pipe_file(f"{self.name}/{key}", data)
+
+    def get(self, key: str) -> bytes:
+        self.client.invalidate_cache()
+        return bytes(self.client.cat_file(f"{self.name}/{key}"))
+
+    def names(self) -> list[str]:
+        answer = self.client.call_s3("list_objects_v2", Bucket=self.name)
+        return sorted(found["Key"] for found in answer.get("Contents", []))
+
+    def delete(self, key: str) -> None:
+        self.client.rm_file(f"{self.name}/{key}")
+
+    def uploads(self) -> list[str]:
+        """Keys of multipart uploads that are neither completed nor given up."""
+        answer = self.client.call_s3("list_multipart_uploads", Bucket=self.name)
+        return [found["Key"] for found in answer.get("Uploads", [])]
+
+    def parts(self, key: str) -> int:
+        """How many parts an object was uploaded in: S3 counts them at the end of its ETag."""
+        tag = self.client.call_s3("head_object", Bucket=self.name, Key=key)["ETag"].strip('"')
+        return int(tag.partition("-")[2] or 1)
+
+
+@pytest.fixture
+def bucket(s3_server: str, monkeypatch: pytest.MonkeyPatch) -> Bucket:
+    """An empty bucket, and an environment in which `s3://` means the server."""
+    for name, value in {**ENVIRONMENT, "AWS_ENDPOINT_URL": s3_server}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("AWS_PROFILE", raising=False)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    client = fsspec.filesystem("s3", skip_instance_cache=True, use_listings_cache=False)
+    name = f"b-{uuid.uuid4().hex}"
+    client.call_s3("create_bucket", Bucket=name)
+    return Bucket(client, name)

@@ -1,0 +1,227 @@
+"""What the items of a training state are called."""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+from transaxle.errors import TransaxleError
+from transaxle.formats.inline import NUMBERS, number
+from transaxle.formats.state import Kind, Leaf, Path, State, arrange
+
+FILE = "checkpoint"
+
+
+def leaves(nested: Any, path: Path = ()) -> list[Leaf]:
+    """Leaves of nested dicts: `T` is a tensor; lists and texts are neither tensors nor numbers."""
+    if isinstance(nested, dict):
+        return [leaf for key, inner in nested.items() for leaf in leaves(inner, (*path, key))]
+    if isinstance(nested, tuple):
+        return [leaf for key, inner in enumerate(nested) for leaf in leaves(inner, (*path, key))]
+    kind: Kind = "tensor" if nested == "T" else "number" if isinstance(nested, int | float) else "other"
+    return [Leaf(path, kind, nested, type(nested).__name__)]
+
+
+def named(nested: Any) -> State:
+    return arrange(leaves(nested), file=FILE)
+
+
+def names(nested: Any) -> list[str]:
+    return list(named(nested).leaves)
+
+
+def test_a_state_dict() -> None:
+    state = named({"model.norm.weight": "T", "lm_head.weight": "T"})
+    assert list(state.leaves) == ["model.norm.weight", "lm_head.weight"]
+    assert (state.root, state.left_behind, state.metadata()) == (None, {}, {})
+
+
+@pytest.mark.parametrize("root", ["model", "module", "state_dict"])
+def test_one_container_is_taken_off(root: str) -> None:
+    state = named({root: {"a.weight": "T", "b": 3, "c": "text"}, "epoch": 5, "name": "x"})
+    assert list(state.leaves) == ["a.weight", "b", "epoch"]
+    assert state.root == root
+    assert state.left_behind == {"c": "str", "name": "str"}
+    assert state.metadata() == {"root": root, "left_behind": {"c": "str", "name": "str"}}
+
+
+@pytest.mark.parametrize(
+    ("nested", "expected"),
+    [
+        ({"model": {"layers": {"0": "T"}, "norm": "T"}}, ["model.layers.0", "model.norm"]),
+        ({"model": {"a": "T"}, "module": {"a": "T"}}, ["model.a", "module.a"]),
+        ({"weights": {"a": "T"}}, ["weights.a"]),
+        ({"model": "T"}, ["model"]),
+        ({"model": {"a": 1}}, ["model.a"]),
+        ({"x": {"model": {"a": "T"}}}, ["x.model.a"]),
+        ({"a": ("T", "T"), 7: "T"}, ["a.0", "a.1", "7"]),
+    ],
+)
+def test_containers_that_stay(nested: Any, expected: list[str]) -> None:
+    state = named(nested)
+    assert (list(state.leaves), state.root) == (expected, None)
+
+
+def test_names_of_parameters() -> None:
+    moments = {"model.norm.weight": {"exp_avg": "T", "step": "T"}, "b": {"deep": {"x": "T"}}}
+    state = {"state": moments, "param_groups": ()}
+    assert names({"model": {"b": "T"}, "optimizer": state}) == [
+        "b",
+        "optim/model.norm.weight/exp_avg",
+        "optim/model.norm.weight/step",
+        "optim/b/deep.x",
+    ]
+    assert names({"model": {"b": "T"}, "other": {**state, "param_groups": [1]}})[1:] == [
+        "optim/model.norm.weight/exp_avg",
+        "optim/model.norm.weight/step",
+        "optim/b/deep.x",
+    ]
+
+
+def test_numbers_of_parameters_stay_numbers() -> None:
+    """Nothing is paired by shape or order."""
+    groups = ({"lr": 0.1, "betas": [0.9, 0.99], "params": [0, 1]},)
+    state = named({"state": {0: {"step": 3, "exp_avg": "T"}, 1: {"exp_avg": "T"}}, "param_groups": groups})
+    assert list(state.leaves) == ["optim/#0/step", "optim/#0/exp_avg", "optim/#1/exp_avg"]
+    assert state.left_behind == {"param_groups": "settings"}
+
+
+def test_numbers_that_are_texts() -> None:
+    """`torch.distributed.checkpoint` makes texts of all keys."""
+    assert names({"optim": {"state": {"0": {"exp_avg": "T"}}, "param_groups": ({"params": [0]},)}}) == [
+        "optim/#0/exp_avg"
+    ]
+
+
+def test_groups_that_give_names() -> None:
+    groups = (
+        {"params": [0, 1], "param_names": ["a.weight", "a.bias"]},
+        {"params": [2], "param_names": ["b"]},
+    )
+    assert names({"optimizer": {"state": {1: {"m": "T"}, 2: {"m": "T"}}, "param_groups": groups}}) == [
+        "optim/a.bias/m",
+        "optim/b/m",
+    ]
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        ({"params": [0, 1], "param_names": ["a"]},),
+        ({"params": [0], "param_names": ["a"]}, {"params": [1]}),
+        ({"params": [0, 1], "param_names": ["a", 5]},),
+        ({"params": "01", "param_names": "ab"},),
+    ],
+)
+def test_names_that_do_not_fit_are_not_used(groups: Any) -> None:
+    state = {0: {"m": "T"}, 1: {"m": "T"}}
+    assert names({"state": state, "param_groups": groups}) == ["optim/#0/m", "optim/#1/m"]
+
+
+def test_several_optimizers() -> None:
+    one = {"state": {0: {"m": "T"}}, "param_groups": ({"params": [0]},)}
+    assert names({"optimizer_states": (one, one)}) == ["optim/#0.0/m", "optim/#1.0/m"]
+
+
+def test_flattened_keys() -> None:
+    """`flatten_optimizer_state_dict` joins the keys inside the optimizer."""
+    state = named({"optimizer": {"state.layers.0.weight.exp_avg": "T", "param_groups.layers.0.weight.lr": 0.1}})
+    assert list(state.leaves) == ["optim/layers.0.weight/exp_avg"]
+    assert state.left_behind == {"optimizer.param_groups": "settings"}
+
+
+def test_what_is_no_optimizer() -> None:
+    assert names({"state": {"a": {"b": "T"}}}) == ["state.a.b"]
+    assert names({"encoder": {"state.a.b": "T"}}) == ["encoder.state.a.b"]
+    assert names({"optimizer": {"scale": "T", "state": "T"}}) == ["optimizer.scale", "optimizer.state"]
+    assert names({"param_groups": "T"}) == ["param_groups"]
+
+
+def test_settings_are_left_behind_whole() -> None:
+    """A container without tensors that holds more than numbers is settings; one of numbers only is state."""
+    state = named({"a": "T", "config": {"layers": 2, "name": "x"}, "train": {"step": 5, "tokens": 7}})
+    assert list(state.leaves) == ["a", "train.step", "train.tokens"]
+    assert state.left_behind == {"config": "settings"}
+
+
+def test_what_lies_beside_tensors_is_left_behind_by_itself() -> None:
+    state = named({"a": {"w": "T", "n": 3, "extra": "x", "more": {"y": "z", "k": 1}}})
+    assert list(state.leaves) == ["a.w", "a.n"]
+    assert state.left_behind == {"a.extra": "str", "a.more": "settings"}
+
+
+@pytest.mark.parametrize(
+    "nested",
+    [
+        {"a.b": "T", "a": {"b": "T"}},
+        {"1": "T", 1: "T"},
+        {"model": {"x": "T"}, "x": 5},
+        {"optim/a/m": "T", "optimizer": {"state": {"a": {"m": "T"}}}},
+    ],
+)
+def test_two_items_of_one_name(nested: Any) -> None:
+    with pytest.raises(TransaxleError, match="two items") as caught:
+        named(nested)
+    assert (caught.value.code, caught.value.where.file) == ("NAME_COLLISION", FILE)
+    assert caught.value.where.tensor
+
+
+def test_names_have_an_end() -> None:
+    leaf = Leaf(("x" * (1 << 20),), "other", None, "text")
+    with pytest.raises(TransaxleError, match="characters") as caught:
+        arrange([leaf] * 300, file=FILE)
+    assert caught.value.code == "CORRUPT"
+
+
+words = st.sampled_from(["a", "b", "model", "state", "optimizer", "param_groups", "params", "a.b", ""])
+keys = words | st.integers(0, 2)
+trees = st.recursive(
+    st.sampled_from(["T", 1, 0.5, "text", True]),
+    lambda inner: st.dictionaries(keys, inner, max_size=4) | st.lists(inner, max_size=3).map(tuple),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(keys, trees, max_size=4))
+def test_nothing_is_lost(nested: dict[Any, Any]) -> None:
+    """Every tensor has one name; every number has one, or belongs to settings; the rest is listed."""
+    given = leaves(nested)
+    try:
+        state = arrange(given, file=FILE)
+    except TransaxleError as error:
+        if error.code != "NAME_COLLISION":
+            raise
+        reject()
+    kept = list(state.leaves.values())
+    tensors = [leaf for leaf in given if leaf.kind == "tensor" and "param_groups" not in leaf.path]
+    assert all(leaf in kept for leaf in tensors)
+    assert [leaf for leaf in given if leaf in kept] == kept
+    assert bool(state.left_behind) or len(kept) == len(given)
+
+
+@given(st.integers())
+def test_integers(value: int) -> None:
+    found = number(value)
+    if -(2**63) <= value < 2**64:
+        assert found is not None
+        assert found[0] == ("I64" if value < 2**63 else "U64")
+        assert int.from_bytes(found[1], "little", signed=found[0] == "I64") == value
+    else:
+        assert found is None
+
+
+@given(st.floats())
+def test_floats(value: float) -> None:
+    assert number(value) == ("F64", struct.pack("<d", value))
+
+
+def test_truth_values() -> None:
+    assert (number(False), number(True)) == (("BOOL", b"\0"), ("BOOL", b"\1"))
+
+
+def test_the_pseudo_file_has_no_real_name() -> None:
+    assert "//" in NUMBERS

@@ -1,0 +1,330 @@
+"""Local files: byte ranges of regular files inside the folder, and a named refusal for everything else."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.formats.files import open_files
+from transaxle.errors import Code, Refused, StorageError, TransaxleError
+from transaxle.formats.handles import Handles
+from transaxle.formats.local import LocalStorage
+
+FILE = "a.bin"
+DATA = bytes(range(256)) * 16
+SECRET = b"secret"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    inside = tmp_path / "checkpoint"
+    inside.mkdir()
+    inside.joinpath(FILE).write_bytes(DATA)
+    tmp_path.joinpath("secret").write_bytes(SECRET)
+    return inside
+
+
+def test_byte_ranges(folder: Path) -> None:
+    storage = LocalStorage(folder)
+    assert storage.names() == (FILE,)
+    assert storage.size(FILE) == len(DATA)
+    assert storage.read(FILE, 17, 1000) == DATA[17:1017]
+    assert storage.read(FILE, len(DATA), 0) == b""
+    buffer = bytearray(10)
+    storage.read_into(FILE, 5, memoryview(buffer)[2:6])
+    assert bytes(buffer) == b"\0\0" + DATA[5:9] + b"\0" * 4
+    storage.close()
+    with pytest.raises(ValueError, match="closed"):
+        storage.read(FILE, 0, 1)
+
+
+def test_short_reads_are_continued(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, views, offset: preadv(fd, [views[0][:7]], offset))
+    assert LocalStorage(folder).read(FILE, 3, 1000) == DATA[3:1003]
+
+
+def test_a_failing_disk_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    storage = LocalStorage(folder)
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(StorageError) as caught:
+        storage.read(FILE, 0, 1)
+    assert (caught.value.code, caught.value.where.file) == ("IO", FILE)
+
+
+def test_a_file_cut_short_while_open(folder: Path) -> None:
+    storage = LocalStorage(folder)
+    assert storage.size(FILE) == len(DATA)
+    os.truncate(folder / FILE, 100)
+    with pytest.raises(Refused, match="truncated") as caught:
+        storage.read(FILE, 64, 64)
+    assert (caught.value.code, caught.value.where.file) == ("CORRUPT", FILE)
+    assert "100" in str(caught.value)
+
+
+def test_a_file_replaced_while_open(folder: Path) -> None:
+    folder.joinpath("b.bin").write_bytes(b"b")
+    storage = LocalStorage(folder)
+    storage._handles = Handles(storage._open, limit=1)
+    assert storage.size(FILE) == len(DATA)
+    assert storage.size("b.bin") == 1
+    folder.joinpath(FILE).unlink()
+    folder.joinpath(FILE).write_bytes(DATA)
+    with pytest.raises(Refused, match="changed") as caught:
+        storage.read(FILE, 0, 1)
+    assert caught.value.code == "CORRUPT"
+
+
+@pytest.mark.parametrize("change", [Path.touch, lambda path: os.truncate(path, 9), Path.unlink])
+def test_a_change_is_found_before_the_end(folder: Path, change: Callable[[Path], None]) -> None:
+    storage = LocalStorage(folder)
+    storage.read(FILE, 0, 1)
+    storage.recheck()
+    change(folder / FILE)
+    with pytest.raises(TransaxleError) as caught:
+        storage.recheck()
+    assert (caught.value.code, caught.value.where.file) in (("CORRUPT", FILE), ("IO", FILE))
+
+
+def refused(folder: Path, name: str) -> TransaxleError:
+    with pytest.raises(TransaxleError) as caught:
+        LocalStorage(folder).read(name, 0, 1)
+    assert caught.value.where.file == name
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", "../secret", "/etc/passwd", "a/../../secret", "./a.bin", "a//b", "a/", "..\\secret", "a\0b"]
+)
+def test_names_that_are_paths(folder: Path, name: str) -> None:
+    assert refused(folder, name).code == "PATH_ESCAPE"
+
+
+@pytest.mark.parametrize(
+    "target", ["../secret", "{outside}", "sub/../../secret", "/etc/passwd", "sub/up/secret", "/dev/zero"]
+)
+def test_links_that_lead_out(folder: Path, target: str) -> None:
+    folder.joinpath("sub").mkdir()
+    folder.joinpath("sub/up").symlink_to("../..")
+    folder.joinpath("link").symlink_to(target.format(outside=folder.parent / "secret"))
+    assert refused(folder, "link").code == "PATH_ESCAPE"
+    listing = LocalStorage(folder).listing()
+    assert listing.names == (FILE,)
+    assert listing.special["link"].code == "PATH_ESCAPE"
+
+
+def test_folders_that_lead_out(folder: Path) -> None:
+    folder.joinpath("sub").symlink_to("..")
+    assert refused(folder, "sub/secret").code == "PATH_ESCAPE"
+    listing = LocalStorage(folder).listing()
+    assert (listing.folders, listing.special["sub"].code) == ((), "PATH_ESCAPE")
+    with pytest.raises(Refused):
+        LocalStorage(folder).listing("sub")
+
+
+def test_a_sibling_with_the_same_beginning_is_outside(folder: Path) -> None:
+    sibling = folder.with_name(folder.name + "-2")
+    sibling.mkdir()
+    sibling.joinpath("b").write_bytes(SECRET)
+    folder.joinpath("link").symlink_to(sibling / "b")
+    assert refused(folder, "link").code == "PATH_ESCAPE"
+
+
+def test_links_that_stay_inside(folder: Path) -> None:
+    folder.joinpath("sub").mkdir()
+    folder.joinpath("sub/link").symlink_to(f"../{FILE}")
+    folder.joinpath("again").symlink_to("sub/link")
+    storage = LocalStorage(folder)
+    assert storage.names() == (FILE, "again")
+    assert storage.read("again", 1, 3) == storage.read("sub/link", 1, 3) == DATA[1:4]
+    assert storage.listing("sub").names == ("link",)
+
+
+def test_broken_links(folder: Path) -> None:
+    folder.joinpath("loop").symlink_to("loop")
+    folder.joinpath("gone").symlink_to("nothing")
+    assert {refused(folder, name).code for name in ("loop", "gone")} == {"IO"}
+    assert LocalStorage(folder).listing().special.keys() == {"loop", "gone"}
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    """A repository in the cache of huggingface_hub."""
+    repository = tmp_path / "hub" / "models--a--b"
+    blobs, snapshot = repository / "blobs", repository / "snapshots" / "0a1b"
+    blobs.mkdir(parents=True)
+    snapshot.joinpath("unet").mkdir(parents=True)
+    blobs.joinpath("cafe").write_bytes(DATA)
+    snapshot.joinpath(FILE).symlink_to("../../blobs/cafe")
+    snapshot.joinpath("unet", FILE).symlink_to("../../../blobs/cafe")
+    repository.joinpath("token").write_bytes(SECRET)
+    return snapshot
+
+
+def test_links_of_the_hub_cache(hub: Path) -> None:
+    storage = LocalStorage(hub)
+    assert storage.names() == (FILE,)
+    assert storage.read(FILE, 0, 9) == storage.read(f"unet/{FILE}", 0, 9) == DATA[:9]
+    assert LocalStorage(hub / "unet").read(FILE, 0, 9) == DATA[:9]
+    assert LocalStorage(hub / FILE).read(FILE, 0, 9) == DATA[:9]
+
+
+@pytest.mark.parametrize("target", ["../../token", "../../blobs/sub/cafe", "../../refs", "../../blobs/link"])
+def test_only_blobs_of_the_hub_cache(hub: Path, target: str) -> None:
+    blobs = hub.parent.parent / "blobs"
+    blobs.joinpath("sub").mkdir()
+    blobs.joinpath("sub/cafe").write_bytes(SECRET)
+    blobs.joinpath("link").symlink_to("../token")
+    blobs.with_name("refs").write_bytes(SECRET)
+    hub.joinpath("link").symlink_to(target)
+    assert refused(hub, "link").code == "PATH_ESCAPE"
+
+
+def test_blobs_beside_any_other_folder_are_outside(folder: Path) -> None:
+    deep = folder / "revisions" / "0a1b"
+    deep.mkdir(parents=True)
+    folder.joinpath("blobs").mkdir()
+    folder.joinpath("blobs/cafe").write_bytes(DATA)
+    deep.joinpath("link").symlink_to("../../blobs/cafe")
+    assert refused(deep, "link").code == "PATH_ESCAPE"
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_socket(path: Path) -> None:
+    here = Path.cwd()
+    os.chdir(path.parent)  # the name of a socket is at most 107 bytes long
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path.name)
+    os.chdir(here)
+
+
+def make_folder(path: Path) -> None:
+    path.mkdir()
+
+
+@pytest.mark.parametrize(("make", "kind"), [(make_fifo, "FIFO"), (make_socket, "socket"), (make_folder, "folder")])
+def test_what_is_no_regular_file(folder: Path, make: object, kind: str) -> None:
+    assert callable(make)
+    make(folder / "odd")
+    error = refused(folder, "odd")
+    assert (error.code, error.exit_code) == ("UNSUPPORTED", 3)
+    assert kind in str(error)
+    listing = LocalStorage(folder).listing()
+    assert listing.names == (FILE,)
+    assert ("odd" in listing.folders) != ("odd" in listing.special)
+
+
+@pytest.mark.parametrize("path", ["fifo", "/dev/zero", "/dev/null"])
+def test_paths_that_are_no_files(folder: Path, path: str) -> None:
+    os.mkfifo(folder / "fifo")
+    typed = path if path.startswith("/") else str(folder / path)
+    with pytest.raises(Refused) as caught:
+        LocalStorage(typed)
+    assert (caught.value.code, caught.value.where.file) == ("UNSUPPORTED", typed)
+
+
+def test_one_file(folder: Path) -> None:
+    folder.joinpath("config.json").write_text("{}")
+    storage = LocalStorage(folder / FILE)
+    assert (storage.path, storage.single) == (str(folder / FILE), FILE)
+    assert storage.names() == (FILE, "config.json")
+    assert storage.read(FILE, 0, 4) == DATA[:4]
+
+
+def test_links_that_the_user_typed_are_followed(folder: Path, tmp_path: Path) -> None:
+    tmp_path.joinpath("to-folder").symlink_to(folder)
+    tmp_path.joinpath("to-file").symlink_to(folder / FILE)
+    assert LocalStorage(tmp_path / "to-folder").read(FILE, 0, 4) == DATA[:4]
+    assert LocalStorage(tmp_path / "to-file").read("to-file", 0, 4) == DATA[:4]
+
+
+@pytest.mark.parametrize(
+    ("typed", "hint"), [("checkpoin", "checkpoint"), ("nothing/like/this", "not there"), ("checkpoint/b.bin", FILE)]
+)
+def test_missing_paths(folder: Path, typed: str, hint: str) -> None:
+    path = str(folder.parent / typed)
+    with pytest.raises(StorageError) as caught:
+        LocalStorage(path)
+    assert (caught.value.code, caught.value.where.file, caught.value.exit_code) == ("IO", path, 4)
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize("typed", ["", "a\0b", "x" * 5000, "checkpoint/a.bin/b"])
+def test_impossible_paths(folder: Path, typed: str) -> None:
+    os.chdir(folder.parent)
+    with pytest.raises(StorageError) as caught:
+        LocalStorage(typed)
+    assert caught.value.code == "IO"
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EACCES, "IO"), (errno.EMFILE, "IO"), (errno.ESTALE, "IO")])
+def test_unreadable_files(folder: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: Code) -> None:
+    storage = LocalStorage(folder)
+
+    def refusing(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refusing)
+        with pytest.raises(StorageError) as caught:
+            storage.read(FILE, 0, 1)
+    assert (caught.value.code, caught.value.where.file) == (code, FILE)
+
+
+def test_names_that_are_not_utf8(folder: Path) -> None:
+    Path(os.fsdecode(os.fsencode(folder) + b"/\xff.bin")).write_bytes(b"")
+    listing = LocalStorage(folder).listing()
+    assert listing.names == (FILE,)
+    assert [refusal.code for refusal in listing.special.values()] == ["UNSUPPORTED"]
+    for name in listing.everything():
+        assert name.encode()
+
+
+def test_many_threads_and_few_descriptors(folder: Path) -> None:
+    names = [f"{i}.bin" for i in range(40)]
+    for i, name in enumerate(names):
+        folder.joinpath(name).write_bytes(bytes([i]) * 1000)
+    storage = LocalStorage(folder)
+    opened = 0
+    lock = threading.Lock()
+
+    def counted(name: str) -> int:
+        nonlocal opened
+        with lock:
+            opened += 1
+        return storage._open(name)
+
+    storage._handles = Handles(counted, limit=3)
+    before = open_files()
+    with ThreadPoolExecutor(8) as pool:
+        read = list(pool.map(lambda i: storage.read(names[i % 40], 10, 100), range(2000)))
+    assert all(data == bytes([i % 40]) * 100 for i, data in enumerate(read))
+    assert opened > 40
+    assert open_files() - before <= 3
+    storage.close()
+    assert open_files() == before
+
+
+def test_a_descriptor_in_use_is_closed_after_its_last_user() -> None:
+    closed: list[str] = []
+    handles = Handles(lambda _name: 7, lambda name, _fd: closed.append(name), limit=1)
+    with handles.use("a"), handles.use("a"):
+        with handles.use("b"):
+            assert closed == []
+        handles.drop("a")
+        handles.close()
+        assert closed == ["b"]
+    assert closed == ["b", "a"]

@@ -1,0 +1,78 @@
+"""JSON with keys given twice: counted by colons, found by their paths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transaxle.formats.strict_json import NotJsonError, dropped, members, pairs_in, repeated
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet=':"\\{}[],ab\n'),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet=':"\\ab', max_size=4), inner),
+)
+
+
+def count(value: Any) -> int:
+    """The pairs of a decoded value, one by one."""
+
+    def walk(item: Any) -> Iterator[None]:
+        if isinstance(item, dict):
+            for inner in item.values():
+                yield None
+                yield from walk(inner)
+        elif isinstance(item, list):
+            for inner in item:
+                yield from walk(inner)
+
+    return sum(1 for _ in walk(value))
+
+
+@given(json_values, st.booleans())
+def test_each_pair_is_one_colon(value: Any, ascii_only: bool) -> None:
+    text = json.dumps(value, ensure_ascii=ascii_only).encode()
+    assert pairs_in(text) == count(value)
+    assert repeated(text) == []
+
+
+def test_pairs_across_chunks() -> None:
+    value = {f'"{i}": \\' * 3: {":" * i: i} for i in range(3000)}
+    text = json.dumps(value).encode()
+    assert len(text) > 2**20
+    assert pairs_in(text) == 6000
+
+
+@pytest.mark.parametrize(
+    ("text", "paths"),
+    [
+        (b'{"a":1,"a":2}', [("a",)]),
+        (b'{"a":1,"\\u0061":2}', [("a",)]),
+        (b'{"a":{"b":1,"b":1},"c":{"d":[0,{"e":1,"e":2}]}}', [("a", "b"), ("c", "d", "1", "e")]),
+        (b'{"a":{"b":1,"b":1},"a":{}}', [("a",), ("a", "b")]),
+        (b'{"a":[{"a":1},{"a":1}],"b":"a:a"}', []),
+    ],
+)
+def test_keys_given_twice_are_found(text: bytes, paths: list[tuple[str, ...]]) -> None:
+    assert repeated(text) == paths
+    assert (pairs_in(text) != count(json.loads(text))) == bool(paths)
+
+
+def test_keys_dropped_by_the_decoder() -> None:
+    twice, once, below = b'{"a":{"b":1},"a":{}}', b'{"a":{"b":1},"c":{}}', b'{"a":{"b":1,"b":1}}'
+    assert [dropped(text, members(text)) for text in (twice, once, below)] == [True, False, False]
+
+
+@pytest.mark.parametrize("text", [b"", b"[]", b"{", b"\xff", b'{"a":"\xff"}', b"{} x", b'{"a":' + b"[" * 10**6])
+def test_what_is_no_object(text: bytes) -> None:
+    with pytest.raises(NotJsonError):
+        members(text)
+
+
+def test_nesting_is_bounded() -> None:
+    with pytest.raises(NotJsonError):
+        repeated(b"[" * 10**5 + b"]" * 10**5)

@@ -1,0 +1,356 @@
+"""Checkpoints under URLs, written: in parts, all of it or nothing, and at no moment a mixture of two."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import transaxle as tx
+from tests.checkpoints import INDEX, TENSORS, WHOLE, read, same, tiny, write
+from tests.formats.s3_server import Bucket
+from tests.formats.stores import Memory, Store, download, upload
+from transaxle.engine.plan import SINKS
+from transaxle.errors import TransaxleError
+from transaxle.formats.company import MANIFEST
+from transaxle.formats.service import Service
+from transaxle.formats.upload import PART, Upload, _File, part_size
+
+LEAST_PART = 5 << 20
+"""What S3 takes."""
+CONFIG = "config.json"
+
+
+def refused(work: Callable[[], object]) -> TransaxleError:
+    with pytest.raises(TransaxleError) as caught:
+        work()
+    return caught.value
+
+
+def large(folder: Path) -> Path:
+    """A checkpoint whose file has several parts."""
+    random = np.random.default_rng(0)
+    return write(folder, {f"w{i}": random.standard_normal((1024, 1024), np.float32) for i in range(6)})
+
+
+def unfinished(store: Store) -> list[str]:
+    return store.uploads() if isinstance(store, Bucket) else []
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+def test_a_checkpoint_to_a_url(store: Store, tmp_path: Path, shards: int) -> None:
+    local, url = tiny(tmp_path / "local", shards=shards), f"{store.url}/models/out"
+    report = tx.convert(local, url, to="torchtitan", shard_size=10_000)
+    assert (report.path, report.carried) == (url, (CONFIG,))
+    assert report.bytes_written == sum(len(store.get(name)) for name in store.names() if not name.endswith(MANIFEST))
+    checked = tx.verify(url)
+    assert (checked.ok, checked.against) == (True, "manifest")
+    assert tx.diff(local, url).equal
+    tx.convert(local, tmp_path / "out", to="torchtitan", shard_size=10_000)
+    for path in (tmp_path / "out").iterdir():
+        assert store.get(f"models/out/{path.name}") == path.read_bytes()
+    tx.convert(url, f"{store.url}/back", to="hf")
+    assert same(local, download(store, "back", tmp_path / "back"))
+    assert unfinished(store) == []
+
+
+def test_one_file(store: Store, tmp_path: Path) -> None:
+    local, url = tiny(tmp_path / "local"), f"{store.url}/one.safetensors"
+    tx.convert(local, url, to="torchtitan")
+    assert store.names() == ["one.safetensors"]
+    assert tx.diff(local, url).equal
+    assert refused(lambda: tx.convert(local, url, to="hf")).code == "EXISTS"
+    tx.convert(local, url, to="hf", overwrite=True)
+    assert store.get("one.safetensors") == (local / WHOLE).read_bytes()
+
+
+def test_many_parts(bucket: Bucket, tmp_path: Path) -> None:
+    local = large(tmp_path / "local")
+    tx.convert(local, f"{bucket.url}/out", to="safetensors", jobs=4)
+    size = (local / WHOLE).stat().st_size
+    assert bucket.parts(f"out/{WHOLE}") == -(-size // PART) == 4
+    with Upload(f"{bucket.url}/small", part=LEAST_PART) as staging:
+        data = (local / WHOLE).read_bytes()
+        staging.prepare({WHOLE: size, "empty": 0, CONFIG: 2})
+        staging.pwrite(CONFIG, 0, memoryview(b"{}"))
+        for start in range(0, size, 1_000_003):
+            staging.pwrite(WHOLE, start, memoryview(data[start : start + 1_000_003]))
+        assert bucket.names() == [f"out/{WHOLE}", f"out/{MANIFEST}"]
+        assert len(bucket.uploads()) >= 1
+        staging.commit()
+    assert bucket.get(f"small/{WHOLE}") == data
+    assert (bucket.get("small/empty"), bucket.get(f"small/{CONFIG}")) == (b"", b"{}")
+    assert bucket.parts(f"small/{WHOLE}") == -(-size // LEAST_PART) == 5
+    assert bucket.uploads() == []
+
+
+def test_no_file_has_too_many_parts() -> None:
+    for size in (0, 1, PART * 10_000, PART * 10_000 + 1, 5 << 40):
+        part = part_size(size)
+        assert part >= PART
+        assert -(-size // part) <= 10_000
+    assert part_size(64 << 30) == PART
+    assert part_size(5 << 40) < 600 << 20
+
+
+def test_bytes_out_of_turn(store: Store) -> None:
+    with Upload(f"{store.url}/out") as staging:
+        staging.prepare({"a": 10})
+        staging.pwrite("a", 8, memoryview(b"89"))
+        early = bytearray(b"456")
+        staging.pwrite("a", 4, memoryview(early))
+        early[:] = b"xxx"
+        staging.pwrite("a", 0, memoryview(b"0123"))
+        for offset, data in ((2, b"2"), (9, b"9a")):
+            with pytest.raises(ValueError, match="of 10"):
+                staging.pwrite("a", offset, memoryview(data))
+        with pytest.raises(ValueError, match="7 of 10"):
+            staging.commit()
+        staging.pwrite("a", 7, memoryview(b"7"))
+        staging.commit()
+    assert store.get("out/a") == b"0123456789"
+
+
+@pytest.mark.parametrize("name", ["", "..", "../a", "/a", "a//b"])
+def test_names_that_are_paths(memory: Memory, name: str) -> None:
+    with Upload(f"{memory.url}/out") as staging:
+        assert refused(lambda: staging.prepare({name: 1})).code == "PATH_ESCAPE"
+    assert memory.names() == []
+
+
+def test_what_is_there_stays(store: Store, tmp_path: Path) -> None:
+    local = tiny(tmp_path / "local")
+    store.put("project/thesis.tex", b"x")
+    store.put("file", b"x")
+    url = upload(local, store, "old")
+    before = {name: store.get(name) for name in store.names()}
+    for target, overwrite in (("old", False), ("project", True), ("file", True), ("project", False)):
+        error = refused(lambda: tx.convert(local, f"{store.url}/{target}", to="torchtitan", overwrite=overwrite))  # noqa: B023
+        assert (error.code, error.exit_code) == ("EXISTS", 2)
+        assert error.where.file == f"{store.url}/{target}"
+    error = refused(lambda: tx.convert(local, f"{store.url}/new", to="torchtitan", resume=True))
+    assert (error.code, error.exit_code) == ("UNSUPPORTED", 3)
+    error = refused(lambda: tx.convert(local, url, to="torchtitan", resume=True, overwrite=True))
+    assert error.code == "UNSUPPORTED"
+    assert {name: store.get(name) for name in store.names()} == before
+
+
+def test_the_root_of_a_store(bucket: Bucket, tmp_path: Path) -> None:
+    local = tiny(tmp_path / "local")
+    for target in (bucket.url, f"{bucket.url}/"):
+        assert refused(lambda: tx.convert(local, target, to="hf", overwrite=True)).code == "EXISTS"  # noqa: B023
+    error = refused(lambda: tx.convert(local, "s3://no-such-bucket-here/out", to="hf"))
+    assert (error.code, error.exit_code) == ("IO", 4)
+
+
+class StopError(Exception):
+    """Raised in the middle."""
+
+
+@pytest.mark.parametrize("shard_size", [1 << 30, 5_000_000])
+def test_a_failure_leaves_nothing(store: Store, tmp_path: Path, shard_size: int) -> None:
+    local = large(tmp_path / "local")
+    done = 0
+
+    def stop(count: int) -> None:
+        nonlocal done
+        done += count
+        if done > 20 << 20:
+            raise StopError
+
+    with pytest.raises(StopError):
+        tx.convert(local, f"{store.url}/out", to="safetensors", shard_size=shard_size, progress=stop, jobs=2)
+    assert store.names() == []
+    assert unfinished(store) == []
+
+
+@pytest.mark.parametrize("doing", ["sending", "completing", "deleting"])
+def test_a_service_that_fails(bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, doing: str) -> None:
+    local = tiny(tmp_path / "local", shards=3)
+    overwrite = doing == "deleting"
+    if overwrite:
+        upload(local, bucket, "out")
+    method = {"sending": "upload_part", "completing": "complete_multipart_upload", "deleting": "delete_object"}[doing]
+    client, calls = type(bucket.client), 0
+
+    def third(name: str) -> None:
+        nonlocal calls
+        calls += name == method
+        if name == method and calls == 3:
+            raise PermissionError("AccessDenied")
+
+    def called(name: str) -> Callable[..., object]:
+        call = getattr(client, name)
+
+        def failing(self: object, method: str, *args: object, **kwargs: object) -> object:
+            third(method)
+            return call(self, method, *args, **kwargs)
+
+        return failing
+
+    with monkeypatch.context() as patch:
+        for name in ("call_s3", "_call_s3"):  # the one of open files, and the one of everything else
+            patch.setattr(client, name, called(name))
+        error = refused(
+            partial(tx.convert, local, f"{bucket.url}/out", to="hf", shard_size=10_000, overwrite=overwrite)
+        )
+    assert (error.code, error.exit_code) == ("IO", 4)
+    assert error.refusals[0].message.startswith(doing)
+    assert bucket.uploads() == []
+    if overwrite:
+        assert refused(lambda: tx.open(f"{bucket.url}/out")).exit_code != 0
+    else:
+        assert bucket.names() == []
+
+
+def watch(look: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look before and after every step of a commit."""
+
+    def watched(cls: type, name: str) -> None:
+        method = getattr(cls, name)
+
+        def step(*args: object) -> object:
+            look()
+            done = method(*args)
+            look()
+            return done
+
+        monkeypatch.setattr(cls, name, step)
+
+    watched(_File, "commit")
+    watched(Service, "delete")
+
+
+@pytest.mark.parametrize("form", sorted(SINKS))
+@pytest.mark.parametrize("shard_size", [9000, 1 << 30])
+def test_no_format_is_seen_in_part(
+    memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, shard_size: int
+) -> None:
+    local, url = tiny(tmp_path / "local"), f"{memory.url}/out"
+    seen: list[tuple[str, int] | str] = []
+
+    def look() -> None:
+        try:
+            with tx.open(url) as there:
+                seen.append((there.format, len(there)))
+        except TransaxleError:
+            seen.append("nothing")
+
+    watch(look, monkeypatch)
+    tx.convert(local, url, to=f"{form}:hf", shard_size=shard_size)
+    assert list(dict.fromkeys(seen)) == ["nothing", (form, TENSORS)]
+    assert tx.diff(local, url).equal
+    seen.clear()
+    tx.convert(local, url, to="torchtitan", overwrite=True)
+    assert seen[0] == (form, TENSORS)
+    assert set(seen[1:-1]) - {seen[0], seen[-1]} == {"nothing"}
+    assert tx.diff(local, url).equal
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("old_shards", [None, 1, 3])
+def test_no_reader_ever_sees_a_mixture(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shards: int, old_shards: int | None
+) -> None:
+    """Look at the target before and after every step of the commit: old, new, or nothing that can be opened."""
+    url = f"{store.url}/out"
+    old, new = read(tiny(tmp_path / "new")), {}
+    new = {name: array + np.ones((), array.dtype) for name, array in old.items()}
+    local = write(tmp_path / "other", new, config={"model_type": "qwen3_moe"})
+    shard_size = 10_000 if shards > 1 else 1 << 30
+    if old_shards:
+        tx.convert(tmp_path / "new", url, to="hf", shard_size=10_000 if old_shards > 1 else 1 << 30)
+    seen: list[str] = []
+
+    def look() -> None:
+        try:
+            with tx.open(url) as there:
+                found = {name: there[name].tobytes() for name in there}
+                config = CONFIG in there.container.carried
+        except TransaxleError:
+            seen.append("nothing")
+            return
+        assert config
+        if found == {name: array.tobytes() for name, array in old.items()}:
+            seen.append("old")
+        else:
+            assert found == {name: array.tobytes() for name, array in new.items()}
+            seen.append("new")
+
+    watch(look, monkeypatch)
+    tx.convert(local, url, to="hf", shard_size=shard_size, overwrite=True)
+    order = ["old", "nothing", "new"] if old_shards else ["nothing", "new"]
+    assert list(dict.fromkeys(seen)) == order
+    assert seen == sorted(seen, key=order.index)
+    checked = tx.verify(url)
+    assert (checked.ok, checked.against, checked.extra) == (True, "manifest", ())
+
+
+def test_a_checkpoint_may_replace_its_own_source(store: Store, tmp_path: Path) -> None:
+    local = tiny(tmp_path / "local", shards=3)
+    url = upload(local, store, "ck")
+    store.put("ck/sub/model.safetensors", b"of the old one")
+    tx.convert(url, url, to="torchtitan", overwrite=True)
+    assert tx.diff(local, url).equal
+    assert store.names() == [f"ck/{name}" for name in sorted((CONFIG, WHOLE, MANIFEST))]
+
+
+def test_an_index_appears_after_its_shards(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    commit = _File.commit
+
+    def noted(self: _File) -> None:
+        names.append(self._name)
+        commit(self)
+
+    monkeypatch.setattr(_File, "commit", noted)
+    tx.convert(tiny(tmp_path / "local"), f"{store.url}/out", to="hf", shard_size=10_000)
+    assert (names[0], names[-2:]) == (CONFIG, [INDEX, MANIFEST])
+
+
+def test_a_target_that_appears_meanwhile(store: Store, tmp_path: Path) -> None:
+    local = tiny(tmp_path / "local")
+
+    def appear(_: int) -> None:
+        if not store.names():
+            store.put(f"out/{CONFIG}", b"{}")
+
+    assert refused(lambda: tx.convert(local, f"{store.url}/out", to="hf", progress=appear)).code == "EXISTS"
+    assert store.names() == [f"out/{CONFIG}"]
+    assert unfinished(store) == []
+
+
+_KILLED = """
+import os, signal, sys
+import transaxle as tx
+
+done = 0
+
+def stop(count):
+    global done
+    done += count
+    if done > 20 << 20:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+tx.convert(sys.argv[1], sys.argv[2], to="safetensors", shard_size=5_000_000, progress=stop)
+"""
+
+
+def test_a_killed_run_leaves_nothing_to_be_seen(bucket: Bucket, tmp_path: Path) -> None:
+    local, url = large(tmp_path / "local"), f"{bucket.url}/out"
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(local), url], check=False, timeout=120)
+    assert done.returncode == -9
+    assert bucket.names() == []
+    assert refused(lambda: tx.open(url)).code == "IO"
+    tx.convert(local, url, to="safetensors")
+    assert tx.diff(local, url).equal
+
+
+def test_fsspec_is_not_imported_before_it_is_needed() -> None:
+    code = "import sys, transaxle as tx, transaxle._api, transaxle.cli; assert 'fsspec' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
