@@ -1,0 +1,236 @@
+"""What well-known calls in a pickle amount to: each takes the arguments, checks them, and returns plain data.
+
+None of them calls what the pickle names. A builder that is given arguments its function never has refuses the pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Protocol
+
+from transaxle.formats.pickled.descriptors import (
+    NOTHING,
+    DType,
+    Global,
+    Object,
+    OrderedMap,
+    Scalar,
+    TensorRef,
+)
+from transaxle.formats.pickled.fault import malformed
+from transaxle.formats.pickled.mapping import put
+
+Args = tuple[Any, ...]
+
+
+class Caller(Protocol):
+    """What a builder may ask of the machine."""
+
+    def call(self, function: object, args: object) -> Any:
+        """Describe the call of another global."""
+
+    def charge(self, amount: int) -> None:
+        """Take the bytes of a copy from the budget."""
+
+
+Build = Callable[[Global, Args, Caller], Any]
+"""The function, its arguments, and the machine."""
+
+_MAX_DIMS = 64
+_MAX_COUNT = 2**63 - 1
+_PLAIN_TENSORS = frozenset(
+    {("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("torch.nn.parameter", "Buffer"), ("torch", "Parameter")}
+)
+
+
+def _fits(function: Global, args: Args, *lengths: int) -> None:
+    if len(args) not in lengths:
+        raise malformed(f"{function} takes {' or '.join(map(str, lengths))} arguments; it is given {len(args)}")
+
+
+# Python's own.
+
+
+def ordered_map(function: Global, args: Args, caller: Caller) -> OrderedMap:
+    """Make the dict of `OrderedDict()`, `OrderedDict([(key, value), …])` or `Counter({key: count})`."""
+    _fits(function, args, 0, 1)
+    made = OrderedMap()
+    given = args[0] if args else []
+    if type(given) is dict or type(given) is OrderedMap:
+        caller.charge(100 * len(given))
+        made.update(given)
+    elif type(given) in (list, tuple):
+        caller.charge(100 * len(given))
+        if any(type(pair) not in (list, tuple) or len(pair) != 2 for pair in given):
+            raise malformed(f"{function} is not given pairs")
+        put(made, [item for pair in given for item in pair])
+    else:
+        raise malformed(f"{function} is given a {type(given).__name__}")
+    return made
+
+
+def default_map(function: Global, args: Args, caller: Caller) -> OrderedMap:
+    """Make the dict of `defaultdict(factory)`; the factory is of no use here."""
+    _fits(function, args, 0, 1, 2)
+    return ordered_map(function, args[1:], caller)
+
+
+def collection(function: Global, args: Args, caller: Caller) -> Object:
+    """Describe `set([…])`, `frozenset([…])` or `deque([…], length)`: what it holds are its items."""
+    _fits(function, args, 0, 1, 2)
+    given = args[0] if args else []
+    if type(given) not in (list, tuple):
+        raise malformed(f"{function} is given a {type(given).__name__}")
+    caller.charge(8 * len(given))
+    return Object(function, args[1:], items=list(given))
+
+
+def octets(function: Global, args: Args, caller: Caller) -> bytes:
+    """Make the bytes of `_codecs.encode(text, "latin1")`, `bytearray(octets)` or `bytearray(text, "latin-1")`."""
+    _fits(function, args, 0, 1, 2)
+    if not args:
+        return b""
+    given = args[0]
+    if type(given) is bytes and len(args) == 1:
+        return given
+    if type(given) is str and args[1:] in ((), ("latin1",), ("latin-1",)):
+        caller.charge(len(given))
+        return given.encode("latin-1")
+    raise malformed(f"{function} is not given octets")
+
+
+def complex_number(function: Global, args: Args, _: Caller) -> complex:
+    """Make the number of `complex(real, imaginary)`."""
+    _fits(function, args, 2)
+    if any(type(part) not in (float, int) for part in args):
+        raise malformed(f"{function} is not given numbers")
+    return complex(float(args[0]), float(args[1]))
+
+
+def reconstructed(function: Global, args: Args, _: Caller) -> Object:
+    """Describe `copyreg._reconstructor(cls, base, state)`, by which protocols 0 and 1 make objects."""
+    _fits(function, args, 3)
+    if type(args[0]) is not Global:
+        raise malformed(f"{function} is given no class")
+    return Object(args[0], () if args[2] is None else (args[2],), new=True)
+
+
+# numpy's.
+
+_NUMPY_CODES = {
+    "b1": "BOOL", "i1": "I8", "i2": "I16", "i4": "I32", "i8": "I64", "u1": "U8", "u2": "U16", "u4": "U32", "u8": "U64",
+    "f2": "F16", "f4": "F32", "f8": "F64", "c8": "C64",
+}  # fmt: skip
+_ORDERS = frozenset({"<", ">", "|", "="})
+
+
+def numpy_scalar(function: Global, args: Args, _: Caller) -> Scalar | Object:
+    """Make the number of `scalar(dtype, octets)`; one of a type without a code stays an object."""
+    dtype, data = args if len(args) == 2 else (None, None)
+    if type(dtype) is not Object or type(data) is not bytes or not dtype.args or type(dtype.state) is not tuple:
+        return Object(function, args)
+    name, order = dtype.args[0], dtype.state[1] if len(dtype.state) > 1 else None
+    code = _NUMPY_CODES.get(name) if type(name) is str else None
+    if code is None or type(order) is not str or order not in _ORDERS:
+        return Object(function, args)
+    if len(data) != int(name[1:]):
+        raise malformed(f"a number of numpy's type {name} has {len(data)} bytes")
+    if order == ">" and code == "C64":
+        return Object(function, args)
+    return Scalar(code, data[::-1] if order == ">" else data)
+
+
+# torch's.
+
+
+def size(function: Global, args: Args, _: Caller) -> tuple[int, ...]:
+    """Make the tuple of `torch.Size(sizes)`."""
+    _fits(function, args, 0, 1)
+    return _counts(function, "sizes", args[0]) if args else ()
+
+
+def _counts(function: Global, what: str, given: Any) -> tuple[int, ...]:
+    if type(given) not in (tuple, list):
+        raise malformed(f"{function}: the {what} are a {type(given).__name__}")
+    if len(given) > _MAX_DIMS:
+        raise malformed(f"{function}: there are {len(given)} {what}")
+    return tuple(_count(function, what, item) for item in given)
+
+
+def _count(function: Global, what: str, given: Any) -> int:
+    if type(given) is not int or not 0 <= given <= _MAX_COUNT:
+        shown = given if type(given) is int and abs(given) <= _MAX_COUNT else f"a {type(given).__name__} out of range"
+        raise malformed(f"{function}: the {what} hold {shown}")
+    return given
+
+
+def _view(function: Global, args: Args, dtype: object, metadata: object) -> TensorRef:
+    storage, offset, sizes, strides = args[:4]
+    if dtype is not None and type(dtype) is not DType:
+        raise malformed(f"{function} is given no dtype")
+    if metadata is not None and type(metadata) is not dict:
+        raise malformed(f"{function} is given no metadata")
+    shape, steps = _counts(function, "sizes", sizes), _counts(function, "strides", strides)
+    if len(shape) != len(steps):
+        raise malformed(f"{function}: {len(shape)} sizes and {len(steps)} strides")
+    flags = tuple(key for key, bit in (metadata or {}).items() if type(key) is str and bit is not False)
+    return TensorRef(storage, dtype, _count(function, "offset", offset), shape, steps, flags)
+
+
+def tensor(function: Global, args: Args, _: Caller) -> TensorRef:
+    """Describe `_rebuild_tensor(storage, offset, size, stride)`."""
+    _fits(function, args, 4)
+    return _view(function, args, None, None)
+
+
+def tensor_v2(function: Global, args: Args, _: Caller) -> TensorRef:
+    """Describe `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`."""
+    _fits(function, args, 6, 7)
+    return _view(function, args, None, args[6] if len(args) > 6 else None)
+
+
+def tensor_v3(function: Global, args: Args, _: Caller) -> TensorRef:
+    """Describe `_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])`."""
+    _fits(function, args, 7, 8)
+    if type(args[6]) is not DType:
+        raise malformed(f"{function} is given no dtype")
+    return _view(function, args, args[6], args[7] if len(args) > 7 else None)
+
+
+def parameter(function: Global, args: Args, _: Caller) -> TensorRef | Object:
+    """Describe `_rebuild_parameter(data, requires_grad, hooks[, state])`: a parameter is its tensor."""
+    _fits(function, args, 3, 4)
+    return _tensor_of(function, args[0])
+
+
+def parameter_class(function: Global, args: Args, _: Caller) -> TensorRef | Object:
+    """Describe `Parameter(data, requires_grad)`."""
+    return _tensor_of(function, args[0]) if args else Object(function, new=True)
+
+
+def _tensor_of(function: Global, given: object) -> TensorRef | Object:
+    if type(given) is not TensorRef and type(given) is not Object:
+        raise malformed(f"{function} is given a {type(given).__name__} for a tensor")
+    return given
+
+
+def of_type(function: Global, args: Args, caller: Caller) -> TensorRef | Object:
+    """Describe `_rebuild_from_type_v2(function, type, args, state)`: a tensor with attributes, or of a subclass."""
+    _fits(function, args, 4)
+    rebuild, kind, inner, state = args
+    if type(kind) is not Global or type(rebuild) is not Global:
+        raise malformed(f"{function} is given no class")
+    made = _tensor_of(function, caller.call(rebuild, inner))
+    if (kind.module, kind.name) in _PLAIN_TENSORS:
+        return made
+    return Object(kind, (made,), state=NOTHING if state is None else state)
+
+
+def from_cpu(function: Global, args: Args, _: Caller) -> TensorRef | Object:
+    """Describe `_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`: its data."""
+    _fits(function, args, 4)
+    made = _tensor_of(function, args[0])
+    if type(args[1]) is not DType:
+        raise malformed(f"{function} is given no dtype")
+    return replace(made, dtype=args[1]) if type(made) is TensorRef else made

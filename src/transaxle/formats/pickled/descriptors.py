@@ -1,0 +1,135 @@
+"""What a pickle describes, as plain values: the interpreter makes these, and nothing else.
+
+Numbers, texts, bytes, lists, tuples and dicts are themselves. A class or function that a pickle names is a `Global`,
+and what would come of calling it is an `Object`: the name, the arguments and the state, side by side. Objects that a
+pickle shares are shared here too, and may hold themselves: whoever walks them keeps count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+CODES: Mapping[str, str] = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "uint16": "U16", "int32": "I32", "uint32": "U32",
+    "int64": "I64", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "complex64": "C64", "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "float8_e8m0fnu": "F8_E8M0",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float4_e2m1fn_x2": "F4",
+}  # fmt: skip
+"""torch's dtype name -> safetensors code, where there is one; any other type is called by torch's name in capitals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Global:
+    """A class or function that a pickle names; it was not imported."""
+
+    module: str
+    name: str
+    """Qualified name in the module; a bound class method is `Class.method`."""
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """A torch dtype, e.g. `float32`."""
+
+    name: str
+
+    @property
+    def code(self) -> str:
+        """Safetensors code; torch's name in capitals where there is none."""
+        return CODES.get(self.name, self.name.upper())
+
+
+@dataclass(frozen=True, slots=True)
+class StorageType:
+    """A torch storage class, e.g. `torch.FloatStorage`."""
+
+    dtype: DType | None
+    """Type of its elements; None for untyped bytes."""
+
+
+class Nothing:
+    """The type of `NOTHING`: an object to which BUILD gave no state (None is a state)."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "NOTHING"
+
+
+NOTHING = Nothing()
+
+
+class OrderedMap(dict[Any, Any]):
+    """A dict that a pickle made by calling `OrderedDict` or its like; it may carry attributes."""
+
+    __slots__ = ("state",)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.state: object = NOTHING
+        """Attributes, such as `_metadata` of a torch state dict."""
+
+
+@dataclass(slots=True, eq=False)
+class Object:
+    """What would come of calling a global. Equal only to itself, so it may be the key of a dict."""
+
+    cls: Global
+    """Class or function."""
+    args: tuple[Any, ...] = ()
+    """Its positional arguments."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Its keyword arguments."""
+    state: object = NOTHING
+    """What BUILD gave it: for most classes, a dict of attributes."""
+    items: list[Any] = field(default_factory=list)
+    """What was appended or added to it."""
+    pairs: dict[Any, Any] = field(default_factory=dict)
+    """What was set in it by key."""
+    new: bool = False
+    """Made by the class's `__new__`, not by a call."""
+
+
+@dataclass(slots=True, eq=False)
+class Persistent:
+    """A reference to something outside the pickle, which no reader has resolved."""
+
+    pid: object
+
+
+@dataclass(slots=True, eq=False)
+class Key:
+    """A key of a dict that is no plain scalar, a tuple for example: kept as it is, never hashed."""
+
+    value: object
+
+
+@dataclass(slots=True, eq=False)
+class TensorRef:
+    """A strided view of a storage. Counts are in elements, as torch gives them."""
+
+    storage: object
+    """What the persistent id of the storage was resolved to."""
+    dtype: DType | None
+    """Type of the elements; None: that of the storage."""
+    offset: int
+    """Elements of the storage before the first one."""
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    flags: tuple[str, ...] = ()
+    """Bits by which the values differ from the stored ones: `conj`, `neg`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scalar:
+    """A number with a type of its own, such as a numpy scalar."""
+
+    code: str
+    """Safetensors code."""
+    data: bytes
+    """Its bytes, little-endian."""

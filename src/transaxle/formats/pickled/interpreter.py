@@ -1,0 +1,89 @@
+"""The restricted pickle interpreter: a pickle is a program, and this machine runs it without its one dangerous part.
+
+Python's own machine imports what the program names and calls it. This one has a table of names (`allowed`): a name in
+it becomes a `Global`, calling that gives a description (`descriptors`), and nothing is imported or called. A name that
+is not in the table refuses the pickle. The program's steps, its memory and its numbers are bounded; it has no
+recursion. So a pickle can say what it wants: it costs at most the memory it was granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.formats.pickled.allowed import ALLOWED, Names
+from transaxle.formats.pickled.descriptors import Persistent
+from transaxle.formats.pickled.fault import PickleEnds, PickleFault
+from transaxle.formats.pickled.machine import Bounds, Machine, PersistentId
+from transaxle.formats.pickled.steps import run
+
+_UNSAFE = "its pickle names {}, which is not among the names known to be harmless; nothing was imported or run"
+_HINT = "Only if you trust its author: load it with the program that wrote it, and save plain tensors."
+
+
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """What a pickle holds."""
+
+    value: Any
+    """Plain values and descriptors; parts may be shared, and may hold themselves."""
+    end: int
+    """Position after its last byte."""
+    protocol: int
+    """0 to 5; 0 where it does not say."""
+
+
+def read_pickle(
+    data: bytes,
+    *,
+    file: str,
+    record: str = "",
+    start: int = 0,
+    complete: bool = True,
+    bounds: Bounds | None = None,
+    allowed: Names = ALLOWED,
+    persistent: PersistentId = Persistent,
+) -> Pickled:
+    """Read one pickle.
+
+    Args:
+        data: the bytes that hold it.
+        file: its name, for errors.
+        record: its name inside the file, for errors.
+        start: its first byte.
+        complete: the bytes are all there is; if not, a pickle that goes on after them raises PickleEnds.
+        bounds: what it may cost.
+        allowed: names it may use.
+        persistent: resolves its persistent ids.
+
+    Raises:
+        Refused: UNSAFE_PICKLE naming every global that is not allowed; CORRUPT; UNSUPPORTED for buffers that lie
+            outside of the pickle.
+        PickleEnds: see `complete`.
+    """
+    machine = Machine(data, start, bounds or Bounds(), allowed, persistent)
+    where = f"record {record}: " if record else ""
+    try:
+        value = run(machine)
+    except PickleFault as fault:
+        if not complete and isinstance(fault, PickleEnds):
+            raise
+        if not machine.unsafe:
+            message = f"{where}the pickle is no good at byte {machine.begin}: {fault.message}"
+            raise refuse(fault.code, message, file=file) from None
+        value = None
+    if machine.unsafe:
+        raise _unsafe(machine.unsafe, file, where)
+    return Pickled(value, machine.at, machine.protocol)
+
+
+def _unsafe(names: Mapping[str, int], file: str, where: str) -> TransaxleError:
+    return gathered(
+        Refusal("UNSAFE_PICKLE", f"{where}{_UNSAFE.format(name)} (byte {at})", Where(file), _HINT)
+        for name, at in names.items()
+    )
+
+
+__all__ = ["Bounds", "PersistentId", "PickleEnds", "Pickled", "read_pickle"]

@@ -1,0 +1,176 @@
+"""The machine that a pickle is a program for: a stack, marks, a memo, and a budget.
+
+It offers the steps what they need and nothing else: bytes of the pickle, names by table, calls that only describe.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transaxle.formats.pickled.allowed import MEMBER, Names
+from transaxle.formats.pickled.descriptors import NOTHING, Global, Object
+from transaxle.formats.pickled.fault import PickleEnds, malformed
+
+_MIB = 1 << 20
+TOO_MUCH = "it builds more than any real checkpoint would"
+_MEMO = 2**32
+_NESTED_CALLS = 8
+_SHOWN = 200
+_MOST = 100
+_PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
+"""Names that modules had in Python 2, which protocol 2 still writes."""
+
+PersistentId = Callable[[object], object]
+"""Resolves a persistent id to what stands in its place; raises PickleFault."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a pickle may cost."""
+
+    size: int = 256 * _MIB
+    """Bytes of the pickle."""
+    memory: int = 768 * _MIB
+    """Bytes, estimated, of everything it builds."""
+
+
+class Machine:
+    """The state of one run.
+
+    Attributes:
+        begin: position of the step being done.
+        at: position of the next byte.
+        unsafe: names that are not allowed -> position of their first use.
+        protocol: what the pickle says.
+        left: estimated bytes that may still be built.
+        limit: position that it must not reach.
+    """
+
+    def __init__(self, data: bytes, start: int, bounds: Bounds, allowed: Names, persistent: PersistentId) -> None:
+        self.data = data
+        self.begin = self.at = start
+        self.protocol = 0
+        self.unsafe: dict[str, int] = {}
+        self.stack: list[Any] = []
+        self.outer: list[list[Any]] = []
+        self.memo: dict[int, Any] = {}
+        self.left = bounds.memory
+        self.limit = start + bounds.size
+        self._allowed = allowed
+        self._persistent = persistent
+        self._nested = 0
+
+    def charge(self, amount: int) -> None:
+        """Take estimated bytes from the budget.
+
+        Raises:
+            PickleFault: CORRUPT if it is used up.
+        """
+        self.left -= amount
+        if self.left < 0:
+            raise malformed(TOO_MUCH)
+
+    def take(self, count: int) -> bytes:
+        """Return the next bytes."""
+        if count < 0:
+            raise malformed("a length is negative")
+        end = self.at + count
+        if end > len(self.data):
+            raise PickleEnds(f"it says that {count} bytes follow; {len(self.data) - self.at} do")
+        taken = self.data[self.at : end]
+        self.at = end
+        self.charge(count)
+        return taken
+
+    def octet(self) -> int:
+        """Return the next byte as a number."""
+        value = self.data[self.at]
+        self.at += 1
+        return value
+
+    def number(self, form: struct.Struct) -> Any:
+        """Return the next number of fixed size."""
+        (value,) = form.unpack_from(self.data, self.at)
+        self.at += form.size
+        return value
+
+    def line(self) -> bytes:
+        """Return the bytes up to the end of the line, without it."""
+        end = self.data.find(b"\n", self.at)
+        if end < 0:
+            self.at = len(self.data)
+            raise PickleEnds("it ends in the middle of a line")
+        taken = self.data[self.at : end]
+        self.at = end + 1
+        self.charge(len(taken))
+        return taken
+
+    def text(self, octets: bytes) -> str:
+        """Decode a text; one that is not ASCII may take four times its bytes."""
+        text = octets.decode("utf-8", "surrogatepass")
+        if len(text) != len(octets):
+            self.charge(4 * len(text))
+        return text
+
+    def since_mark(self) -> list[Any]:
+        """Return what was put on the stack since the last mark."""
+        if not self.outer:
+            raise malformed("it goes back to a mark that is not there")
+        items = self.stack
+        self.stack = self.outer.pop()
+        self.charge(8 * len(items))
+        return items
+
+    def find(self, module: str, name: str) -> Any:
+        """Return what stands for a global; a name that is not allowed is noted, and stands for itself."""
+        module = _PYTHON2.get(module, module)
+        rule = self._allowed.get((module, name))
+        if rule is None:
+            if len(self.unsafe) < _MOST:
+                shown = f"{module[:_SHOWN]}.{name[:_SHOWN]}"
+                self.unsafe.setdefault(shown.encode("unicode_escape").decode(), self.begin)
+            return Global(module, name)
+        return Global(module, name) if rule.value is NOTHING else rule.value
+
+    def call(self, function: object, args: object, *, new: bool = False) -> Any:
+        """Return what describes the result of calling a global.
+
+        Raises:
+            PickleFault: CORRUPT if it is no global, or these are no arguments for it.
+        """
+        if type(args) is not tuple:
+            raise malformed(f"the arguments of a call are a {type(args).__name__}")
+        if type(function) is not Global:
+            raise malformed(f"it calls a {type(function).__name__}")
+        rule = self._allowed.get((function.module, function.name))
+        if rule is MEMBER:
+            return self._member(args)
+        if rule is None or rule.build is None:
+            return Object(function, args, new=new)
+        if self._nested >= _NESTED_CALLS:
+            raise malformed("calls are nested too deeply")
+        self._nested += 1
+        try:
+            return rule.build(function, args, self)
+        finally:
+            self._nested -= 1
+
+    def _member(self, args: tuple[Any, ...]) -> Any:
+        """Do `getattr(Class, "method")`: the bound method must be in the table under its qualified name."""
+        if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
+            raise malformed("it takes an attribute of something that is no class")
+        self.charge(len(args[0].name) + len(args[1]))
+        return self.find(args[0].module, f"{args[0].name}.{args[1]}")
+
+    def refer(self, pid: object) -> Any:
+        """Resolve a persistent id."""
+        return self._persistent(pid)
+
+    def remember(self, index: int) -> None:
+        """Store the top of the stack."""
+        if not 0 <= index < _MEMO:
+            raise malformed("a reference is out of range")
+        self.memo[index] = self.stack[-1]

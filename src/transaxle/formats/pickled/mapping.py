@@ -1,0 +1,41 @@
+"""Putting pairs into dicts that a stranger chose the keys of.
+
+A hash of nested tuples takes time that doubles with each level, and integers can be chosen so that all hashes are
+equal. So only plain scalars are hashed; any other key is kept as a `Key`, which is equal only to itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from transaxle.formats.pickled.descriptors import DType, Global, Key, Object, Persistent, StorageType, TensorRef
+from transaxle.formats.pickled.fault import malformed
+
+_PLAIN = frozenset(
+    {str, bytes, bool, float, type(None), Global, DType, StorageType, Object, Persistent, TensorRef, Key}
+)
+_KEPT = frozenset({tuple, int, complex})
+_SMALL = 2**64
+
+
+def put(target: dict[Any, Any], flat: Sequence[Any]) -> None:
+    """Add key, value, key, value, … to a dict.
+
+    Raises:
+        PickleFault: CORRUPT for a key without a value, a key that no dict can have, and one that is there already.
+    """
+    if len(flat) % 2:
+        raise malformed("a key without a value")
+    expected = len(target) + len(flat) // 2
+    for at in range(0, len(flat), 2):
+        key = flat[at]
+        kind = type(key)
+        if kind is str or kind in _PLAIN or (kind is int and -_SMALL < key < _SMALL):
+            target[key] = flat[at + 1]
+        elif kind in _KEPT:
+            target[Key(key)] = flat[at + 1]
+        else:
+            raise malformed(f"a {kind.__name__} as the key of a dict")
+    if len(target) != expected:
+        raise malformed("a dict is given the same key twice")

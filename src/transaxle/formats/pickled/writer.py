@@ -1,0 +1,239 @@
+"""Writing pickles of plain descriptors: an assembler of protocol 2 that imports nothing that it names.
+
+Only opcodes that `torch.load(weights_only=True)` knows are used. Inverse: `interpreter.read_pickle`; equal values give
+equal bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from transaxle.formats.pickled.allowed import STORAGES
+from transaxle.formats.pickled.descriptors import (
+    NOTHING,
+    DType,
+    Global,
+    Object,
+    OrderedMap,
+    Persistent,
+    StorageType,
+    TensorRef,
+)
+
+_BATCH = 1000
+_DEEPEST = 100
+_ORDERED = Global("collections", "OrderedDict")
+_ENCODE = Global("_codecs", "encode")
+_COMPLEX = Global("builtins", "complex")
+_GETATTR = Global("builtins", "getattr")
+_UNTYPED = Global("torch.storage", "UntypedStorage")
+_SETS = frozenset({"set", "frozenset"})
+_VIEW = {False: Global("torch._utils", "_rebuild_tensor_v2"), True: Global("torch._utils", "_rebuild_tensor_v3")}
+_STORAGES = {dtype: Global("torch", name) for name, dtype in STORAGES.items()}
+
+
+def write_pickle(value: object) -> bytes:
+    """Return the pickle of a value.
+
+    Args:
+        value: plain values and descriptors, nested at most a hundred deep. Parts that are shared are written as often
+            as they occur.
+
+    Raises:
+        ValueError: for a value that has no place in such a pickle, or is nested too deeply.
+    """
+    assembler = _Assembler()
+    assembler.put(value, 0)
+    return b"".join((b"\x80\x02", *assembler.out, b"."))
+
+
+class _Assembler:
+    """Opcodes so far, and the texts and globals among them that can be referred to."""
+
+    def __init__(self) -> None:
+        self.out: list[bytes] = []
+        self._memo: dict[str | Global, int] = {}
+
+    def put(self, value: Any, depth: int) -> None:
+        if depth > _DEEPEST:
+            raise ValueError(f"nested more than {_DEEPEST} deep")
+        write = _WRITERS.get(type(value))
+        if write is None:
+            raise ValueError(f"a {type(value).__name__} has no place in a pickle")
+        write(self, value, depth + 1)
+
+    def remembered(self, value: str | Global) -> bool:
+        """Refer to what was written before; else remember what is about to be written."""
+        index = self._memo.get(value)
+        if index is None:
+            return False
+        self.out.append(b"h%c" % index if index < 256 else b"j" + struct.pack("<I", index))
+        return True
+
+    def remember(self, value: str | Global) -> None:
+        index = self._memo[value] = len(self._memo)
+        self.out.append(b"q%c" % index if index < 256 else b"r" + struct.pack("<I", index))
+
+    def call(self, function: Global, args: tuple[Any, ...], depth: int, *, new: bool = False) -> None:
+        self.put(function, depth)
+        self.put(args, depth)
+        self.out.append(b"\x81" if new else b"R")
+
+    def items(self, items: Iterable[Any], opcode: bytes, depth: int) -> None:
+        """Write items in batches, each between a mark and the opcode that takes them."""
+        room = 0
+        for item in items:
+            if not room:
+                self.out.append(b"(")
+                room = _BATCH
+            self.put(item, depth)
+            room -= 1
+            if not room:
+                self.out.append(opcode)
+        if room:
+            self.out.append(opcode)
+
+    def pairs(self, pairs: Mapping[Any, Any], depth: int) -> None:
+        self.items((part for pair in pairs.items() for part in pair), b"u", depth)
+
+
+def _none(a: _Assembler, _value: None, _depth: int) -> None:
+    a.out.append(b"N")
+
+
+def _bool(a: _Assembler, value: bool, _depth: int) -> None:
+    a.out.append(b"\x88" if value else b"\x89")
+
+
+def _int(a: _Assembler, value: int, _depth: int) -> None:
+    if 0 <= value < 1 << 8:
+        a.out.append(b"K%c" % value)
+    elif 0 <= value < 1 << 16:
+        a.out.append(b"M" + struct.pack("<H", value))
+    elif -(1 << 31) <= value < 1 << 31:
+        a.out.append(b"J" + struct.pack("<i", value))
+    else:
+        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        if len(data) > 255:
+            raise ValueError(f"an integer of {len(data)} bytes")
+        a.out.append(b"\x8a%c" % len(data) + data)
+
+
+def _float(a: _Assembler, value: float, _depth: int) -> None:
+    a.out.append(b"G" + struct.pack(">d", value))
+
+
+def _complex(a: _Assembler, value: complex, depth: int) -> None:
+    a.call(_COMPLEX, (value.real, value.imag), depth)
+
+
+def _str(a: _Assembler, value: str, _depth: int) -> None:
+    if a.remembered(value):
+        return
+    data = value.encode("utf-8", "surrogatepass")
+    a.out.append(b"X" + struct.pack("<I", len(data)) + data)
+    a.remember(value)
+
+
+def _bytes(a: _Assembler, value: bytes, depth: int) -> None:
+    a.call(_ENCODE, (value.decode("latin-1"), "latin1"), depth)
+
+
+def _tuple(a: _Assembler, value: tuple[Any, ...], depth: int) -> None:
+    if len(value) > 3:
+        a.out.append(b"(")
+    for item in value:
+        a.put(item, depth)
+    a.out.append((b")", b"\x85", b"\x86", b"\x87")[len(value)] if len(value) <= 3 else b"t")
+
+
+def _list(a: _Assembler, value: list[Any], depth: int) -> None:
+    a.out.append(b"]")
+    a.items(value, b"e", depth)
+
+
+def _dict(a: _Assembler, value: dict[Any, Any], depth: int) -> None:
+    a.out.append(b"}")
+    a.pairs(value, depth)
+
+
+def _ordered_map(a: _Assembler, value: OrderedMap, depth: int) -> None:
+    a.call(_ORDERED, (), depth)
+    a.pairs(value, depth)
+    _state(a, value.state, depth)
+
+
+def _state(a: _Assembler, state: object, depth: int) -> None:
+    if state is not NOTHING:
+        a.put(state, depth)
+        a.out.append(b"b")
+
+
+def _global(a: _Assembler, value: Global, depth: int) -> None:
+    if a.remembered(value):
+        return
+    owner, dot, member = value.name.rpartition(".")
+    if dot:
+        a.call(_GETATTR, (Global(value.module, owner), member), depth)
+    else:
+        if "\n" in value.module or "\n" in value.name:
+            raise ValueError("a line break in the name of a global")
+        a.out.append(f"c{value.module}\n{value.name}\n".encode())
+    a.remember(value)
+
+
+def _dtype(a: _Assembler, value: DType, depth: int) -> None:
+    _global(a, Global("torch", value.name), depth)
+
+
+def _storage_type(a: _Assembler, value: StorageType, depth: int) -> None:
+    _global(a, _UNTYPED if value.dtype is None else _STORAGES[value.dtype.name], depth)
+
+
+def _persistent(a: _Assembler, value: Persistent, depth: int) -> None:
+    a.put(value.pid, depth)
+    a.out.append(b"Q")
+
+
+def _object(a: _Assembler, value: Object, depth: int) -> None:
+    if value.kwargs:
+        raise ValueError("protocol 2 has no named arguments")
+    if value.cls.module == _GETATTR.module and value.cls.name in _SETS:
+        a.call(value.cls, (value.items,), depth)
+        return
+    a.call(value.cls, value.args, depth, new=value.new)
+    a.items(value.items, b"e", depth)
+    a.pairs(value.pairs, depth)
+    _state(a, value.state, depth)
+
+
+def _tensor(a: _Assembler, value: TensorRef, depth: int) -> None:
+    args = [value.storage, value.offset, value.shape, value.strides, False, OrderedMap()]
+    if value.dtype is not None:
+        args.append(value.dtype)
+    if value.flags:
+        args.append(dict.fromkeys(value.flags, True))
+    a.call(_VIEW[value.dtype is not None], tuple(args), depth)
+
+
+_WRITERS: dict[type, Callable[[_Assembler, Any, int], None]] = {
+    type(None): _none,
+    bool: _bool,
+    int: _int,
+    float: _float,
+    complex: _complex,
+    str: _str,
+    bytes: _bytes,
+    tuple: _tuple,
+    list: _list,
+    dict: _dict,
+    OrderedMap: _ordered_map,
+    Global: _global,
+    DType: _dtype,
+    StorageType: _storage_type,
+    Persistent: _persistent,
+    Object: _object,
+    TensorRef: _tensor,
+}

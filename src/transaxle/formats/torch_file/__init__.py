@@ -1,0 +1,1 @@
+"""Files that `torch.save` writes: read without torch and without unpickling, and written so that torch loads them."""

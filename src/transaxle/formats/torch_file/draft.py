@@ -1,0 +1,161 @@
+"""Laying out torch files that do not exist yet: `pytorch_model.bin`, or shards of it and their index.
+
+Each file holds one flat dict from names to tensors, each tensor dense in a storage of its own: what
+`torch.load(weights_only=True)` gives back, mapped or not, and what `load_state_dict` takes. Names stay whole, those of
+optimizer state (`optim/<parameter>/<state>`) included: they come back as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
+from transaxle.formats.dtype import nbytes
+from transaxle.formats.faults import Faults
+from transaxle.formats.pickled.allowed import DTYPES, STORAGES
+from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
+from transaxle.formats.pickled.interpreter import Bounds
+from transaxle.formats.pickled.writer import write_pickle
+from transaxle.formats.shards import Sized, lay_out_shards
+from transaxle.formats.torch_file.layout import ALIGNMENT, Item, Layout, lay_out
+from transaxle.formats.torch_file.reader import FORMAT
+from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, VERSION
+from transaxle.formats.torch_file.stored import STORAGE, item_bytes
+
+_STEM, _ENDING = "pytorch_model", ".bin"
+_FOLDER = "archive"
+"""What torch calls the archive's folder where it writes to no file of its own."""
+_NOTES = ((".format_version", b"1"), (".storage_alignment", str(ALIGNMENT).encode()), (BYTE_ORDER, LITTLE))
+_VERSION = b"3\n"
+_ID, _ID_DIGITS = ".data/serialization_id", 40
+_DEVICE = "cpu"
+_MAX_DIMS = 64
+_TYPED = frozenset(STORAGES.values())
+"""Types that have a storage class of their own; storages of any other are bytes."""
+_BY_CODE = {DType(name).code: DType(name) for name in DTYPES if not name.startswith(("qint", "quint"))}
+"""Types that a tensor may be written in; a quantized one would lack its scale."""
+_PACKED = {"F4": 2}
+
+
+def draft(
+    tensors: Sequence[Spec], *, metadata: Mapping[str, str] | None = None, shard_size: int | None = None
+) -> Draft:
+    """Lay out torch files.
+
+    Args:
+        tensors: what to write, in this order.
+        metadata: left out: a torch file has no place for it.
+        shard_size: bytes of tensors in one file; a tensor that is larger gets a file of its own. Without it, or when
+            everything fits, there is one file `pytorch_model.bin` and no index.
+
+    Raises:
+        Refused: for every tensor that has no place: UNSUPPORTED (dtype, dims), NAME_COLLISION, SHAPE_MISMATCH (an odd
+            number of F4 elements in a row).
+    """
+    del metadata
+    faults = Faults()
+    seen: set[str] = set()
+    sized: list[Sized] = []
+    for spec in tensors:
+        sized.append((spec, _size(spec, seen, faults)))
+        seen.add(spec.name)
+    if faults:
+        raise faults.error()
+    return lay_out_shards(FORMAT, _STEM, _ENDING, sized, shard_size, _lay_out)
+
+
+def _size(spec: Spec, seen: set[str], faults: Faults) -> int:
+    """Return the bytes of a tensor; whatever forbids writing it is a fault."""
+    shown = spec.name.encode("utf-8", "backslashreplace").decode()
+    if spec.name in seen:
+        faults.add("NAME_COLLISION", "two tensors have this name", None, shown)
+    if len(spec.shape) > _MAX_DIMS:
+        faults.add("UNSUPPORTED", f"it has {len(spec.shape)} dims, more than {_MAX_DIMS}", None, shown)
+    if spec.dtype not in _BY_CODE:
+        hint = "Choose a format that can hold it, or leave it out."
+        faults.add("UNSUPPORTED", f"torch has no dtype for {spec.dtype}", None, shown, hint)
+        return 0
+    pack = _PACKED.get(spec.dtype, 1)
+    if pack > 1 and (not spec.shape or spec.shape[-1] % pack):
+        message = f"torch holds {pack} elements of {spec.dtype} in one; {list(spec.shape)} has no such rows"
+        faults.add("SHAPE_MISMATCH", message, None, shown)
+        return 0
+    return nbytes(spec.dtype, spec.shape)
+
+
+def _lay_out(file: str, shard: Sequence[Sized]) -> tuple[list[Entry], list[Fragment], int]:
+    """Give each tensor of one file its offset; also return all bytes around them, and the file's size."""
+    value = {spec.name: reference(spec.dtype, spec.shape, key) for key, (spec, _) in enumerate(shard)}
+    layout = surround(file, value, [size for _, size in shard])
+    placed = [
+        Entry(spec.name, spec.dtype, spec.shape, (Extent((0,) * len(spec.shape), spec.shape, file, offset),))
+        for (spec, _), offset in zip(shard, layout.offsets, strict=True)
+    ]
+    return placed, [Fragment(file, at, data) for at, data in layout.known], layout.size
+
+
+def surround(file: str, value: object, storages: Sequence[int | bytes]) -> Layout:
+    """Lay out the file of any value.
+
+    Args:
+        file: its name, for errors.
+        value: plain values and descriptors; its tensors are `reference`s to the storages by their numbers.
+        storages: bytes of each storage: how many, or they themselves where they are known.
+
+    Returns:
+        where everything lies; of the offsets, those of the storages.
+
+    Raises:
+        Refused: UNSUPPORTED where its pickle would be too long to be read back.
+    """
+    pickle = write_pickle(value)
+    if len(pickle) > Bounds().size:
+        raise _too_many(file, len(pickle))
+    items = [Item(PICKLE, len(pickle), pickle)]
+    items += [Item(name, len(data), data) for name, data in _NOTES]
+    first = len(items)
+    for key, held in enumerate(storages):
+        items.append(Item(f"{DATA}{key}", held if isinstance(held, int) else len(held), _known(held)))
+    identity = f"{int(hashlib.sha256(pickle).hexdigest(), 16) % 10**_ID_DIGITS:0{_ID_DIGITS}}".encode()
+    items += [Item(VERSION, len(_VERSION), _VERSION), Item(_ID, len(identity), identity)]
+    layout = lay_out(_FOLDER, items)
+    return Layout(layout.offsets[first : first + len(storages)], layout.known, layout.size)
+
+
+def _known(held: int | bytes) -> bytes | None:
+    return None if isinstance(held, int) else held
+
+
+def _too_many(file: str, size: int) -> TransaxleError:
+    message = f"the pickle of its names would take {size} bytes, more than is read back"
+    return refuse("UNSUPPORTED", message, file=file, hint="Write more, smaller files (--shard-size).")
+
+
+def reference(code: str, shape: Sequence[int], key: int) -> TensorRef:
+    """Return what a pickle says of a tensor: a dense view of the whole of its own storage.
+
+    Args:
+        code: its type; one that torch has.
+        shape: its logical elements.
+        key: number of the storage.
+    """
+    dtype = _BY_CODE[code]
+    typed = dtype.name in _TYPED
+    if code in _PACKED:
+        shape = (*shape[:-1], shape[-1] // _PACKED[code])
+    count = prod(shape) if typed else prod(shape) * item_bytes(dtype)
+    pid = (STORAGE, StorageType(dtype if typed else None), str(key), _DEVICE, count)
+    return TensorRef(Persistent(pid), None if typed else dtype, 0, tuple(shape), _dense(shape))
+
+
+def _dense(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a row-major tensor, as torch counts them."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))

@@ -1,0 +1,111 @@
+"""The form of a torch file before 1.6: five pickles in a row, then the storages, each after its number of elements.
+
+Nothing says how long the pickles are. So they are read from the beginning of the file, and from more of it as long as
+they go on after what was read.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any, NamedTuple
+
+from transaxle.formats.pickled.descriptors import Persistent
+from transaxle.formats.pickled.interpreter import Bounds, PersistentId, PickleEnds, read_pickle
+from transaxle.formats.torch_file.stored import Storages
+from transaxle.formats.torch_file.window import Window
+
+MAGIC = 0x1950A86A20F9469CFC6C
+"""What the first pickle holds."""
+_PROTOCOL = 1001
+_LITTLE = "little_endian"
+_COUNT = struct.Struct("<q")
+_FIRST_READ = 1 << 20
+_GROWTH = 4
+
+
+class Head(NamedTuple):
+    """What the pickles of a legacy file hold."""
+
+    value: Any
+    """The saved object."""
+    storages: Storages
+    """The storages that it refers to."""
+    keys: Any
+    """The storages in the order of their bytes, as the file lists them."""
+    end: int
+    """Where their bytes begin."""
+
+
+def read_legacy(window: Window) -> tuple[Any, Storages]:
+    """Read a legacy file.
+
+    Returns:
+        The saved object, and its storages with the place of their bytes.
+
+    Raises:
+        Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED.
+        StorageError: IO.
+    """
+    most = Bounds().size
+    size = min(_FIRST_READ, window.size)
+    while True:
+        complete = size == window.size or size >= most
+        try:
+            head = _head(window, window.read(0, size), complete=complete)
+        except PickleEnds:
+            size = min(size * _GROWTH, window.size, most)
+        else:
+            _place(window, head)
+            return head.value, head.storages
+
+
+def _head(window: Window, data: bytes, *, complete: bool) -> Head:
+    """Read the pickles; PickleEnds if they go on after the data."""
+    at = 0
+
+    def following(record: str, persistent: PersistentId = Persistent) -> Any:
+        nonlocal at
+        pickled = read_pickle(data, file=window.file, record=record, start=at, complete=complete, persistent=persistent)
+        at = pickled.end
+        return pickled.value
+
+    if following("magic number") != MAGIC:
+        raise window.unsupported("it is a pickle, but none that torch wrote")
+    if following("protocol version") != _PROTOCOL:
+        raise window.corrupt(f"its protocol version is not {_PROTOCOL}")
+    system = following("system")
+    if not isinstance(system, dict) or type(system.get(_LITTLE)) is not bool:
+        raise window.corrupt("it does not say what system it was written on")
+    if not system[_LITTLE]:
+        raise window.unsupported("it was written on a big-endian machine", "Save it again on a little-endian one.")
+    storages = Storages(legacy=True)
+    value = following("object", storages.refer)
+    return Head(value, storages, following("storage keys"), at)
+
+
+def _place(window: Window, head: Head) -> None:
+    """Find the bytes of every storage; the file must hold those that are referred to, and nothing else."""
+    found, keys = head.storages.found, head.keys
+    if not isinstance(keys, list) or any(type(key) is not str for key in keys):
+        raise window.corrupt("its list of storages is malformed")
+    if len(set(keys)) != len(keys):
+        raise window.corrupt("it lists a storage twice")
+    for key in keys:
+        if key not in found:
+            raise window.corrupt(f"it holds the storage {key[:80]!r}, which no tensor refers to")
+    missing = found.keys() - set(keys)
+    if missing:
+        raise window.corrupt(f"tensors refer to the storage {min(missing)!r}, which it does not hold")
+    at = head.end
+    for key in keys:
+        stored = found[key]
+        (count,) = _COUNT.unpack(window.read(at, _COUNT.size))
+        if count != stored.count:
+            message = f"storage {key!r} has {count} elements; the pickle says {stored.count}"
+            raise window.corrupt(message)
+        stored.offset = at + _COUNT.size
+        at = stored.offset + stored.nbytes
+        if at > window.size:
+            raise window.corrupt(f"the file is truncated: storage {key!r} ends at {at}, the file at {window.size}")
+    if at != window.size:
+        raise window.corrupt(f"the last {window.size - at} bytes of the file belong to no storage")

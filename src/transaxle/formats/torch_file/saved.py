@@ -1,0 +1,125 @@
+"""A torch file as a value: what was saved, with the place of every storage. Either form, one result."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transaxle.formats.catalog import Checksum
+from transaxle.formats.pickled.interpreter import Bounds, read_pickle
+from transaxle.formats.storage import Storage
+from transaxle.formats.torch_file.archive import LOCAL, Archive, read_archive
+from transaxle.formats.torch_file.legacy import read_legacy
+from transaxle.formats.torch_file.stored import Storages, Stored
+from transaxle.formats.torch_file.window import Window, window
+
+PICKLE, DATA, BYTE_ORDER, VERSION = "data.pkl", "data/", "byteorder", "version"
+LITTLE = b"little"
+_BIG = b"big"
+_SCRIPT = "constants.pkl"
+_LFS_POINTER = b"version https://git-lfs"
+_TAR, _TAR_AT = b"ustar", 257
+_LONGEST_NOTE = 64
+_PICKLE_BEGINS = b"\x80"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What one call of `torch.save` wrote."""
+
+    value: Any
+    """The object, as plain values and descriptors; the storage of each tensor is a `Stored`."""
+    storages: Mapping[str, Stored]
+    """All storages by key; their offsets count from the beginning of the file."""
+    checksums: tuple[Checksum, ...]
+    """What the archive says of its records' bytes; a legacy file says nothing."""
+
+
+def read_saved(storage: Storage, file: str, start: int = 0, size: int | None = None) -> Saved:
+    """Read a torch file, or one that lies in a range of another file; no storage is read.
+
+    Args:
+        storage: where the file is.
+        file: its name.
+        start: first byte of the range.
+        size: bytes of the range; None: up to the end of the file.
+
+    Raises:
+        Refused: UNSAFE_PICKLE, CORRUPT, PATH_ESCAPE, UNSUPPORTED.
+        StorageError: IO.
+    """
+    area = window(storage, file, start, size)
+    begin = area.read(0, min(len(_LFS_POINTER), area.size))
+    if begin.startswith(LOCAL):
+        value, storages, checksums = _read_zip(area)
+    elif begin.startswith(_PICKLE_BEGINS):
+        value, storages = read_legacy(area)
+        checksums = ()
+    else:
+        raise _no_torch_file(area, begin)
+    for stored in storages.found.values():
+        stored.offset += start
+    return Saved(value, storages.found, checksums)
+
+
+def _no_torch_file(area: Window, begin: bytes) -> Exception:
+    if begin == _LFS_POINTER:
+        hint = "This is a Git LFS pointer, not the file itself: run `git lfs pull`."
+        return area.unsupported("the file is no torch file", hint)
+    if not area.size:
+        return area.corrupt("the file is empty")
+    if area.size > _TAR_AT + len(_TAR) and area.read(_TAR_AT, len(_TAR)) == _TAR:
+        return area.unsupported("this is the tar form of torch before 0.1.10", "Load and save it again with torch.")
+    return area.unsupported("the file is no torch file: it is neither a zip archive nor a pickle")
+
+
+def _read_zip(area: Window) -> tuple[Any, Storages, tuple[Checksum, ...]]:
+    archive = read_archive(area)
+    records = archive.records
+    if _SCRIPT in records:
+        hint = "Save its state_dict with torch.save."
+        raise area.unsupported("this is a TorchScript archive, which holds code", hint)
+    if PICKLE not in records:
+        raise area.corrupt(f"the archive has no record {PICKLE}")
+    _check_notes(area, archive)
+    bounds = Bounds()
+    if records[PICKLE].size > bounds.size:
+        raise area.corrupt(f"record {PICKLE} has {records[PICKLE].size} bytes, more than any real one")
+    storages = Storages(legacy=False)
+    data = archive.read(PICKLE)
+    pickled = read_pickle(data, file=area.file, record=PICKLE, persistent=storages.refer)
+    if pickled.end != len(data):
+        raise area.corrupt(f"record {PICKLE}: {len(data) - pickled.end} bytes follow the pickle")
+    for key, stored in storages.found.items():
+        record = records.get(DATA + key)
+        if record is None:
+            raise area.corrupt(f"tensors refer to the record {DATA}{key}, which is not there")
+        if record.size != stored.nbytes:
+            said = f"{stored.count} elements of {stored.dtype.name}, {stored.nbytes} bytes"
+            raise area.corrupt(f"record {DATA}{key} has {record.size} bytes; the pickle says {said}")
+        stored.offset = record.offset
+    for name in records:
+        if name.startswith(DATA) and name.removeprefix(DATA) not in storages.found:
+            raise area.corrupt(f"no tensor refers to the record {name}")
+    return pickled.value, storages, archive.checksums()
+
+
+def _check_notes(area: Window, archive: Archive) -> None:
+    """Check the small records that say how the others are to be read."""
+    order, version = (_note(area, archive, name) for name in (BYTE_ORDER, VERSION))
+    if order == _BIG:
+        raise area.unsupported("it was written on a big-endian machine", "Save it again on a little-endian one.")
+    if order not in (None, LITTLE):
+        raise area.corrupt(f"record {BYTE_ORDER}: {order!r} is no byte order")
+    if version is not None and not version.strip().isdigit():
+        raise area.corrupt(f"record {VERSION}: {version!r} is no version")
+
+
+def _note(area: Window, archive: Archive, name: str) -> bytes | None:
+    record = archive.records.get(name)
+    if record is None:
+        return None
+    if record.size > _LONGEST_NOTE:
+        raise area.corrupt(f"record {name} has {record.size} bytes, and should have a few")
+    return archive.read(name)

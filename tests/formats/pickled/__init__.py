@@ -1,0 +1,1 @@
+"""Tests of the restricted pickle interpreter and of the assembler."""

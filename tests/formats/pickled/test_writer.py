@@ -1,0 +1,118 @@
+"""Pickles that we write: Python, torch and our own interpreter must see in them what was meant."""
+
+from __future__ import annotations
+
+import collections
+import io
+import pickle
+import pickletools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.formats.pickled.assemble import read
+from tests.formats.pickled.test_interpreter import plain
+from transaxle.formats.pickled.descriptors import (
+    DType,
+    Global,
+    Object,
+    OrderedMap,
+    Persistent,
+    Scalar,
+    StorageType,
+    TensorRef,
+)
+from transaxle.formats.pickled.writer import write_pickle
+
+
+def loads(data: bytes) -> Any:
+    """What Python's own unpickler makes of bytes that we wrote."""
+    return pickle.loads(data)  # noqa: S301
+
+
+@given(plain)
+def test_plain_values(what: Any) -> None:
+    data = write_pickle(what)
+    assert repr(loads(data)) == repr(what)
+    assert repr(read(data).value) == repr(what)
+    assert write_pickle(read(data).value) == data or _has_odd_keys(what)
+    pickletools.dis(data, io.StringIO())
+
+
+def _has_odd_keys(what: Any) -> bool:
+    return "{" in repr(what)
+
+
+@given(st.lists(st.text(max_size=2)), st.integers(0, 3000))
+def test_texts_are_written_once(words: list[str], more: int) -> None:
+    what = [*words, *words, *map(str, range(more)), *map(str, range(more))]
+    data = write_pickle(what)
+    assert loads(data) == what
+    assert len(data) < 16 + 12 * len(what)
+
+
+def test_what_python_makes_of_descriptors() -> None:
+    queue = Object(Global("collections", "deque"), items=[1, 2])
+    members = Object(Global("builtins", "set"), items=[3])
+    space = Object(Global("argparse", "Namespace"), new=True, state={"lr": 0.5})
+    bound = Object(Global("builtins", "dict.fromkeys"), (["a"],))
+    ordered = OrderedMap({"b": 1})
+    ordered.state = {"_metadata": 7}
+    found = loads(write_pickle([queue, members, space, bound, ordered, b"\xff\0", 1j]))
+    assert found[0] == collections.deque([1, 2])
+    assert (found[1], found[2].lr, found[3], found[5], found[6]) == ({3}, 0.5, {"a": None}, b"\xff\0", 1j)
+    assert (type(found[4]), found[4], found[4]._metadata) == (collections.OrderedDict, {"b": 1}, 7)
+
+
+def test_keys_set_in_an_object() -> None:
+    made = Object(Global("collections", "OrderedDict"), pairs={"a": 1})
+    assert loads(write_pickle(made)) == {"a": 1}
+
+
+def test_dtypes_storages_and_references() -> None:
+    what = (DType("bfloat16"), StorageType(DType("float32")), StorageType(None), Persistent("key"))
+    found = read(write_pickle(what)).value
+    assert found[:3] == what[:3]
+    assert found[3].pid == "key"
+    assert loads(write_pickle(DType("bfloat16"))) is torch.bfloat16
+
+
+@pytest.mark.parametrize("flags", [(), ("conj",)])
+@pytest.mark.parametrize("dtype", [None, DType("uint16")])
+def test_tensors(dtype: DType | None, flags: tuple[str, ...]) -> None:
+    tensor = TensorRef(Persistent(7), dtype, 3, (2, 5), (5, 1), flags)
+    found = read(write_pickle(tensor)).value
+    assert found.storage.pid == 7
+    assert (found.dtype, found.offset, found.shape, found.strides, found.flags) == (dtype, 3, (2, 5), (5, 1), flags)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        object(),
+        bytearray(b"x"),
+        Scalar("F32", b"\0\0\0\0"),
+        2**3000,
+        Global("a\nb", "c"),
+        Object(Global("a", "b"), kwargs={"c": 1}),
+    ],
+    ids=["object", "bytearray", "scalar", "int", "line break", "named arguments"],
+)
+def test_what_has_no_place(what: Any) -> None:
+    with pytest.raises(ValueError, match=r"no place|an integer of|line break|named arguments"):
+        write_pickle(what)
+
+
+def test_what_is_nested_too_deeply() -> None:
+    deep: list[Any] = []
+    for _ in range(200):
+        deep = [deep]
+    with pytest.raises(ValueError, match="deep"):
+        write_pickle(deep)
+    itself: list[Any] = []
+    itself.append(itself)
+    with pytest.raises(ValueError, match="deep"):
+        write_pickle(itself)

@@ -1,0 +1,218 @@
+"""torch files that we lay out: torch's own writer is the oracle for the layout, torch.load for what is in it."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.formats.torch_file.made import octets
+from tests.formats.torch_file.test_reader import QUANTIZED, torch_dtypes
+from transaxle.errors import Code, TransaxleError
+from transaxle.formats.catalog import Draft, Spec
+from transaxle.formats.detect import open_container
+from transaxle.formats.dtype import nbytes
+from transaxle.formats.pickled.descriptors import DType
+from transaxle.formats.pickled.interpreter import Bounds
+from transaxle.formats.torch_file.draft import draft
+from transaxle.formats.torch_file.layout import ALIGNMENT, Item, lay_out
+
+WHOLE = "pytorch_model.bin"
+INDEX = f"{WHOLE}.index.json"
+
+
+def fill(folder: Path, made: Draft) -> dict[str, bytes]:
+    """Write a draft, every tensor with bytes of its own; return them."""
+    for file, size in made.files.items():
+        data = bytearray(b"\xee" * size)
+        for fragment in made.fragments:
+            if fragment.file == file:
+                data[fragment.offset : fragment.offset + len(fragment.data)] = fragment.data
+        (folder / file).write_bytes(data)
+    contents = {}
+    for number, entry in enumerate(made.entries.values()):
+        (extent,) = entry.extents
+        most = 2 if entry.dtype == "BOOL" else 251
+        contents[entry.name] = bytes((7 * number + at) % most for at in range(entry.nbytes))
+        with (folder / extent.file).open("r+b") as out:
+            out.seek(extent.offset)
+            out.write(contents[entry.name])
+    return contents
+
+
+def laid_out(data: bytes) -> bytes:
+    """The bytes of an archive that holds the records of another one; checksums of storages as in the other."""
+    with zipfile.ZipFile(io.BytesIO(data)) as theirs:
+        infos = theirs.infolist()
+        folder = infos[0].filename.partition("/")[0]
+        items = [Item(info.filename.partition("/")[2], info.file_size, theirs.read(info)) for info in infos]
+    layout = lay_out(folder, items)
+    out = bytearray(layout.size)
+    for offset, known in layout.known:
+        out[offset : offset + len(known)] = known
+    assert all(offset % ALIGNMENT == 0 for offset in layout.offsets)
+    return bytes(out)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["float32", "int8", "uint16"]), st.integers(0, 300)), max_size=30))
+@settings(max_examples=50, deadline=None)
+def test_the_layout_is_that_of_torch(tensors: Sequence[tuple[str, int]]) -> None:
+    """Byte for byte: headers, padding, descriptors, directory and end records."""
+    file = io.BytesIO()
+    torch.save(
+        {str(at): torch.zeros(size, dtype=getattr(torch, kind)) for at, (kind, size) in enumerate(tensors)}, file
+    )
+    assert laid_out(file.getvalue()) == file.getvalue()
+
+
+def test_the_layout_of_many_records(tmp_path: Path) -> None:
+    """More than 65,535 records need the zip64 end record."""
+    place = tmp_path / "many.pt"
+    writer = torch._C.PyTorchFileWriter(str(place))
+    for number in range(66_000):
+        writer.write_record(f"data/{number}", b"ab", 2)
+    writer.write_end_of_file()
+    assert laid_out(place.read_bytes()) == place.read_bytes()
+
+
+def specs(names: Mapping[str, torch.dtype]) -> list[Spec]:
+    return [Spec(name, DType(name.partition(".")[0]).code, (3, 4)) for name in names]
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["read", "mapped"])
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_torch_loads_every_type(tmp_path: Path, mapped: bool) -> None:
+    kinds = {name: kind for name, kind in torch_dtypes().items() if name not in QUANTIZED}
+    contents = fill(tmp_path, draft(specs(kinds)))
+    found = torch.load(tmp_path / WHOLE, weights_only=True, mmap=mapped)
+    assert list(found) == list(kinds)
+    for name, kind in kinds.items():
+        assert found[name].dtype == kind
+        assert tuple(found[name].shape) == ((3, 2) if name == "float4_e2m1fn_x2" else (3, 4))
+        assert found[name].is_contiguous()
+        assert bytes(found[name].untyped_storage())[: len(contents[name])] == contents[name]
+
+
+def test_we_read_what_we_write(tmp_path: Path) -> None:
+    kinds = {name: kind for name, kind in torch_dtypes().items() if name not in QUANTIZED}
+    made = draft(specs(kinds))
+    contents = fill(tmp_path, made)
+    container = open_container(str(tmp_path))
+    assert dict(container.entries) == dict(made.entries)
+    assert {name: octets(container, name) for name in container.entries} == contents
+
+
+CODES = st.sampled_from(["F32", "BF16", "U8", "F8_E4M3", "C64"])
+SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
+
+
+@given(st.dictionaries(st.text(st.characters()), st.tuples(CODES, SHAPES), max_size=8))
+@settings(max_examples=100, deadline=None)
+def test_any_names_and_shapes(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    made = draft([Spec(name, code, shape) for name, (code, shape) in tensors.items()])
+    out = bytearray(made.files[WHOLE])
+    for fragment in made.fragments:
+        out[fragment.offset : fragment.offset + len(fragment.data)] = fragment.data
+    found = torch.load(io.BytesIO(bytes(out)), weights_only=True)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        name: shape for name, (_, shape) in tensors.items()
+    }
+    assert all(tensor.stride() == torch.empty(tensor.shape).stride() for tensor in found.values())
+    with zipfile.ZipFile(io.BytesIO(bytes(out))) as theirs:
+        assert len(theirs.namelist()) == len(tensors) + 6
+        assert theirs.read("archive/byteorder") == b"little"
+
+
+def test_a_draft_is_the_same_each_time() -> None:
+    tensors = [Spec("a", "F32", (3,)), Spec("b", "I64", ())]
+    assert draft(tensors) == draft(tensors)
+    assert draft(tensors, metadata={"x": "y"}) == draft(tensors)
+
+
+def test_a_model_loads_it(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.LayerNorm(2))
+    tensors = [Spec(name, "F32", tuple(tensor.shape)) for name, tensor in module.state_dict().items()]
+    contents = fill(tmp_path, draft([*tensors, Spec("optim/0.weight/exp_avg", "F32", (2, 3))]))
+    found = torch.load(tmp_path / WHOLE, weights_only=True)
+    moment = found.pop("optim/0.weight/exp_avg")
+    module.load_state_dict(found)
+    assert module.get_parameter("0.weight").detach().numpy().tobytes() == contents["0.weight"]
+    assert moment.numpy().tobytes() == contents["optim/0.weight/exp_avg"]
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 120))
+@settings(max_examples=50, deadline=None)
+def test_shards_are_those_of_hugging_face(sizes: list[int], shard_size: int) -> None:
+    state = {f"t{at:02}": torch.zeros(size, dtype=torch.uint8) for at, size in enumerate(sizes)}
+    theirs = split_torch_state_dict_into_shards(
+        state, filename_pattern="pytorch_model{suffix}.bin", max_shard_size=shard_size
+    )
+    made = draft([Spec(name, "U8", tuple(tensor.shape)) for name, tensor in state.items()], shard_size=shard_size)
+    ours: dict[str, list[str]] = {}
+    for entry in made.entries.values():
+        ours.setdefault(entry.extents[0].file, []).append(entry.name)
+    assert {file: sorted(names) for file, names in theirs.filename_to_tensors.items()} == {
+        file: sorted(names) for file, names in ours.items()
+    }
+
+
+def test_an_index(tmp_path: Path) -> None:
+    made = draft([Spec(name, "F32", (5,)) for name in "abc"], shard_size=40)
+    assert list(made.files) == ["pytorch_model-00001-of-00002.bin", "pytorch_model-00002-of-00002.bin", INDEX]
+    contents = fill(tmp_path, made)
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"] == {"total_size": 60}
+    for name, file in index["weight_map"].items():
+        assert torch.load(tmp_path / file, weights_only=True)[name].numpy().tobytes() == contents[name]
+    assert list(open_container(str(tmp_path)).entries) == ["a", "b", "c"]
+
+
+REFUSED: dict[str, tuple[list[Spec], Code, str]] = {
+    "a type of safetensors only": ([Spec("a", "F6_E2M3", (4,))], "UNSUPPORTED", "no dtype"),
+    "a quantized type": ([Spec("a", "QINT8", (4,))], "UNSUPPORTED", "no dtype"),
+    "no type": ([Spec("a", "NONE", (4,))], "UNSUPPORTED", "no dtype"),
+    "two of a name": ([Spec("a", "F32", (4,)), Spec("a", "F32", (4,))], "NAME_COLLISION", "two tensors"),
+    "too many dims": ([Spec("a", "F32", (1,) * 65)], "UNSUPPORTED", "65 dims"),
+    "half a pack": ([Spec("a", "F4", (2, 3))], "SHAPE_MISMATCH", "has no such rows"),
+    "a pack without dims": ([Spec("a", "F4", ())], "SHAPE_MISMATCH", "has no such rows"),
+}
+
+
+@pytest.mark.parametrize(("tensors", "code", "said"), REFUSED.values(), ids=REFUSED.keys())
+def test_what_has_no_place(tensors: list[Spec], code: Code, said: str) -> None:
+    with pytest.raises(TransaxleError, match=said) as caught:
+        draft([*tensors, Spec("fine", "F32", (1,))])
+    assert [(one.code, one.where.tensor) for one in caught.value.refusals] == [(code, "a")]
+
+
+def test_more_names_than_are_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transaxle.formats.torch_file.draft.Bounds", lambda: Bounds(size=100))
+    with pytest.raises(TransaxleError, match="more than is read back") as caught:
+        draft([Spec("a" * 100, "F32", (1,))])
+    assert (caught.value.code, caught.value.where.file) == ("UNSUPPORTED", WHOLE)
+
+
+def test_a_storage_beyond_4_gib(tmp_path: Path) -> None:
+    """The file is a hole but for its headers; torch maps it and finds the tensor behind the large one."""
+    made = draft([Spec("large", "U8", (5 << 30,)), Spec("small", "F32", (3,))])
+    with (tmp_path / WHOLE).open("wb") as file:
+        file.truncate(made.files[WHOLE])
+        for fragment in made.fragments:
+            file.seek(fragment.offset)
+            file.write(fragment.data)
+        file.seek(made.entries["small"].extents[0].offset)
+        file.write(torch.arange(3.0).numpy().tobytes())
+    found = torch.load(tmp_path / WHOLE, weights_only=True, mmap=True)
+    assert found["small"].tolist() == [0, 1, 2]
+    assert found["large"].numel() == 5 << 30
+    container = open_container(str(tmp_path))
+    assert octets(container, "small") == torch.arange(3.0).numpy().tobytes()
+    assert nbytes("U8", container.entries["large"].shape) == 5 << 30
