@@ -1,0 +1,1 @@
+"""torch.distributed.checkpoint (DCP) folders: a catalog of chunks without torch, and drafts that torch reads."""

@@ -1,0 +1,250 @@
+"""Laying out a DCP folder that does not exist yet: every chunk gets its file and its place before a byte moves.
+
+What comes out is what one rank of torch would save: `.metadata`, and data files `__0_0.distcp`, `__0_1.distcp`, ….
+Any number of ranks can load it. A tensor is one chunk unless it is larger than a file or an archive may be; then it is
+cut into runs of whole rows, so that its bytes still follow each other in order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from transaxle.errors import TransaxleError
+from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
+from transaxle.formats.dcp.archive import LARGEST, frame
+from transaxle.formats.dcp.keys import path_of
+from transaxle.formats.dcp.metadata import DATA_FILE, METADATA, MODULES, PACKED, Payload, Shape, logical
+from transaxle.formats.dtype import nbytes
+from transaxle.formats.faults import Faults
+from transaxle.formats.pickled.descriptors import CODES, DType, Global, Object
+from transaxle.formats.pickled.writer import write_pickle
+from transaxle.formats.state import Path, joined
+from transaxle.formats.torch_file.layout import ALIGNMENT
+
+FORMAT = "dcp"
+VERSION = "1.0.0"
+"""What torch calls this form of the metadata."""
+
+_DTYPES = {code: DType(name) for name, code in CODES.items()}
+_METADATA_MODULE = f"{MODULES[0]}.metadata"
+_STORED_MODULE = f"{MODULES[0]}.filesystem"
+
+
+class _Tensor(NamedTuple):
+    """A tensor to be written, as torch sees it."""
+
+    spec: Spec
+    path: Path
+    dtype: DType
+    shape: Shape
+    size: int
+    """Bytes."""
+
+
+class _Chunk(NamedTuple):
+    start: Shape
+    shape: Shape
+    payload: Payload
+
+
+def draft(
+    tensors: Sequence[Spec], *, metadata: Mapping[str, str] | None = None, shard_size: int | None = None
+) -> Draft:
+    """Lay out a DCP folder.
+
+    Args:
+        tensors: what to write; files are filled in this order.
+        metadata: not written: the format has no place for free text.
+        shard_size: bytes of tensors in one file; larger ones are cut into chunks. Without it there is one file.
+
+    Raises:
+        Refused: for every tensor that has no place: UNSUPPORTED (dtype, a name that is no Unicode), NAME_COLLISION,
+            SHAPE_MISMATCH (packed elements that do not fill whole bytes).
+    """
+    del metadata
+    faults = Faults()
+    seen: dict[str, str] = {}
+    described = [_described(spec, seen, faults) for spec in tensors]
+    if faults:
+        raise faults.error()
+    files = _Files(shard_size)
+    entries: dict[str, Entry] = {}
+    chunks: list[tuple[_Tensor, list[_Chunk]]] = []
+    for tensor in described:
+        assert tensor is not None
+        placed, extents = [], []
+        for start, shape in _cut(tensor, files.limit):
+            payload, offset = files.place(tensor.dtype, shape)
+            placed.append(_Chunk(start, shape, payload))
+            code = tensor.spec.dtype
+            extents.append(Extent(logical(start, code), logical(shape, code), payload.file, offset))
+        chunks.append((tensor, placed))
+        entries[tensor.spec.name] = Entry(tensor.spec.name, tensor.spec.dtype, tensor.spec.shape, tuple(extents))
+    fragments, sizes = files.finished()
+    described_by = write_pickle(_metadata(chunks))
+    fragments.append(Fragment(METADATA, 0, described_by))
+    return Draft(FORMAT, entries, {**sizes, METADATA: len(described_by)}, tuple(fragments))
+
+
+def _described(spec: Spec, seen: dict[str, str], faults: Faults) -> _Tensor | None:
+    """Return a tensor as torch sees it; whatever forbids writing it is a fault."""
+    shown = spec.name.encode("utf-8", "backslashreplace").decode()
+    path = path_of(spec.name)
+    key = joined(path)
+    if key in seen:
+        taken = "two tensors have this name" if seen[key] == spec.name else f"{seen[key]!r} has the same key, {key!r}"
+        faults.add("NAME_COLLISION", taken, None, shown)
+    seen[key] = spec.name
+    if spec.name != shown:
+        faults.add("UNSUPPORTED", "the name is not Unicode text", None, shown)
+    dtype = _DTYPES.get(spec.dtype)
+    if dtype is None:
+        hint = "Choose a format that can hold it, or leave it out."
+        faults.add("UNSUPPORTED", f"torch has no dtype for {spec.dtype}", None, shown, hint)
+        return None
+    try:
+        size = nbytes(spec.dtype, spec.shape)
+    except TransaxleError as error:
+        faults.add(error.code, error.refusals[0].message, None, shown)
+        return None
+    shape, packed = spec.shape, PACKED.get(spec.dtype, 1)
+    if packed > 1:
+        if not shape or shape[-1] % packed:
+            message = (
+                f"torch counts {packed} elements of {spec.dtype} as one; the last dim of {list(shape)} does not divide"
+            )
+            faults.add("SHAPE_MISMATCH", message, None, shown)
+            return None
+        shape = (*shape[:-1], shape[-1] // packed)
+    return _Tensor(spec, path, dtype, shape, size)
+
+
+def _cut(tensor: _Tensor, limit: int) -> Iterator[tuple[Shape, Shape]]:
+    """Cut a tensor into boxes of at most `limit` bytes, each a run of its row-major bytes, in order."""
+    start = (0,) * len(tensor.shape)
+    if tensor.size <= limit:
+        yield start, tensor.shape
+    else:
+        yield from _runs(tensor.shape, tensor.size // math.prod(tensor.shape), max(limit, 1))
+
+
+def _runs(shape: Shape, item: int, limit: int) -> Iterator[tuple[Shape, Shape]]:
+    if not shape:
+        yield (), ()
+        return
+    row = item * math.prod(shape[1:])
+    rows = limit // row
+    if rows:
+        rest = (0,) * (len(shape) - 1)
+        for first in range(0, shape[0], rows):
+            yield (first, *rest), (min(rows, shape[0] - first), *shape[1:])
+        return
+    for at in range(shape[0]):
+        for start, sizes in _runs(shape[1:], item, limit):
+            yield (at, *start), (1, *sizes)
+
+
+class _Files:
+    """The data files, filled one after the other: archives at multiples of their alignment, zeros between."""
+
+    def __init__(self, shard_size: int | None) -> None:
+        self.limit = LARGEST if shard_size is None else min(shard_size, LARGEST)
+        """Bytes of a tensor that may go into one archive."""
+        self._shard_size = shard_size
+        self._sizes: dict[str, int] = {}
+        self._fragments: list[Fragment] = []
+        self._pending = bytearray()
+        self._file = ""
+        self._end = 0
+        """Bytes of the current file so far."""
+        self._held = 0
+        """Bytes of tensors in it."""
+        self._begin()
+
+    def place(self, dtype: DType, shape: Shape) -> tuple[Payload, int]:
+        """Give a chunk its place: that of its archive, and where in the file the chunk itself begins."""
+        size = _bytes_of(dtype, shape)
+        if self._shard_size is not None and self._held and self._held + size > self._shard_size:
+            self._close()
+            self._begin()
+        head, tail = frame(dtype, shape, size)
+        begin = self._end
+        data = begin + len(head)
+        self._flush(head)
+        self._end = data + size
+        payload = Payload(self._file, begin, len(head) + size + len(tail))
+        self._pending += tail
+        self._pending += bytes(-(self._end + len(self._pending)) % ALIGNMENT)
+        self._end += len(self._pending)
+        self._held += size
+        return payload, data
+
+    def finished(self) -> tuple[list[Fragment], dict[str, int]]:
+        """Return what is known of the files: their bytes outside of the tensors, and their sizes."""
+        self._close()
+        return self._fragments, self._sizes
+
+    def _begin(self) -> None:
+        self._file = f"__0_{len(self._sizes)}{DATA_FILE}"
+        self._sizes[self._file] = 0
+        self._end = self._held = 0
+
+    def _flush(self, head: bytes) -> None:
+        """Add what lies between two tensors as one fragment."""
+        known = bytes(self._pending) + head
+        if known:
+            self._fragments.append(Fragment(self._file, self._end - len(self._pending), known))
+        self._pending.clear()
+
+    def _close(self) -> None:
+        self._flush(b"")
+        self._sizes[self._file] = self._end
+
+
+def _bytes_of(dtype: DType, shape: Shape) -> int:
+    """Return the bytes of a chunk whose shape is torch's."""
+    return nbytes(dtype.code, logical(shape, dtype.code))
+
+
+def _metadata(tensors: Sequence[tuple[_Tensor, Sequence[_Chunk]]]) -> Object:
+    """Return the description of everything, as torch's classes hold it."""
+    properties = {tensor.dtype: _properties(tensor.dtype) for tensor, _ in tensors}
+    described, paths, stored = {}, {}, {}
+    for tensor, chunks in tensors:
+        key = joined(tensor.path)
+        boxes = [_made("ChunkStorageMetadata", offsets=_size(c.start), sizes=_size(c.shape)) for c in chunks]
+        described[key] = _made(
+            "TensorStorageMetadata", properties=properties[tensor.dtype], size=_size(tensor.shape), chunks=boxes
+        )
+        paths[key] = tensor.path
+        for number, (start, _, payload) in enumerate(chunks):
+            index = _made("MetadataIndex", fqn=key, index=number, offset=_size(start))
+            state = {"relative_path": payload.file, "offset": payload.offset, "length": payload.length}
+            stored[index] = Object(Global(_STORED_MODULE, "_StorageInfo"), state=state, new=True)
+    about = _made("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[])
+    return _made(
+        "Metadata",
+        state_dict_metadata=described,
+        planner_data=paths,
+        storage_data=stored,
+        storage_meta=about,
+        version=VERSION,
+    )
+
+
+def _properties(dtype: DType) -> Object:
+    layout = Object(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory_format = Object(Global(_METADATA_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+    return Object(
+        Global(_METADATA_MODULE, "TensorProperties"), state=(dtype, layout, False, memory_format, False), new=True
+    )
+
+
+def _made(name: str, **fields: object) -> Object:
+    return Object(Global(_METADATA_MODULE, name), state=fields, new=True)
+
+
+def _size(counts: Shape) -> Object:
+    return Object(Global("torch", "Size"), (counts,))

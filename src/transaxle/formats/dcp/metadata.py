@@ -1,0 +1,366 @@
+"""What a `.metadata` file says, as plain values: which items there are, how they are cut, and where the parts lie.
+
+torch unpickles this file with no restriction at all. Here it goes through the restricted interpreter, and then every
+field is taken for what a stranger wrote: types, counts and names are checked, and whatever is wrong is named with the
+item it is wrong for. The file's older forms are read too; a field that an old torch did not write is simply not there.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from transaxle.errors import refuse
+from transaxle.formats.faults import Faults
+from transaxle.formats.pickled.allowed import ALLOWED, INERT, Names
+from transaxle.formats.pickled.descriptors import DType, Global, Key, Object
+from transaxle.formats.pickled.interpreter import Bounds, read_pickle
+from transaxle.formats.state import Path, joined
+from transaxle.formats.storage import Storage
+
+METADATA = ".metadata"
+"""Name of the file, and the end of its name where each rank wrote its own."""
+DATA_FILE = ".distcp"
+
+MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
+"""Package of torch's classes, and what torch called it before 2.0."""
+_PROPERTIES = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.sharded_tensor.metadata")
+"""Module of a tensor's properties, and what it was before 2.3."""
+_CLASSES = {
+    "Metadata": "metadata", "TensorStorageMetadata": "metadata", "BytesStorageMetadata": "metadata",
+    "ChunkStorageMetadata": "metadata", "MetadataIndex": "metadata", "StorageMeta": "metadata",
+    "_StorageInfo": "filesystem",
+}  # fmt: skip
+"""Class -> module in the package."""
+_TENSOR_PROPERTIES = frozenset((module, "TensorProperties") for module in _PROPERTIES)
+_MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
+_MAX_COUNT = 2**63 - 1
+_MAX_DIMS = 64
+_DEEPEST = 100
+_MEMORY_PER_BYTE, _MOST_MEMORY = 64, 8 << 30
+"""What a large file may cost when it is read, by its size: a chunk is some 140 bytes of it, and takes 6 kB at most."""
+_SPARSE = "a {} layout has no place in a catalog of dense tensors"
+
+_GLOBALS = {
+    name: tuple(Global(f"{package}.{module}", name) for package in MODULES) for name, module in _CLASSES.items()
+}
+"""Class -> the names it may have."""
+
+
+def _names() -> Iterator[tuple[str, str]]:
+    for known in _GLOBALS.values():
+        for each in known:
+            yield each.module, each.name
+    for module in _PROPERTIES:
+        yield module, "TensorProperties"
+        for formats in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"):
+            yield module, formats
+            for member in _MEMORY_FORMATS:  # Python 3.11 pickled members of an Enum by name
+                yield module, f"{formats}.{member}"
+
+
+NAMES: Names = {**ALLOWED, **dict.fromkeys(_names(), INERT)}
+"""Globals that this file may name; they are of no use in the files that hold tensors."""
+
+Shape = tuple[int, ...]
+
+
+PACKED = {"F4": 2}
+"""Codes of which torch counts several elements as one, along the last dim."""
+
+
+def logical(counts: Shape, code: str) -> Shape:
+    """Return torch's counts along each dim as ours: elements, also of packed types."""
+    packed = PACKED.get(code, 1)
+    return counts if packed == 1 or not counts else (*counts[:-1], counts[-1] * packed)
+
+
+class Payload(NamedTuple):
+    """Where one part of one item lies."""
+
+    file: str
+    """Name of the file inside the folder."""
+    offset: int
+    """Its first byte there."""
+    length: int
+    """Bytes."""
+
+
+class Chunk(NamedTuple):
+    """A rectangular part of a tensor. Counts are in elements, as torch gives them."""
+
+    start: Shape
+    """First index along each dim."""
+    shape: Shape
+    """Elements along each dim."""
+    payload: Payload | None
+    """Where it lies; None if nothing says so, as may be for a chunk without elements."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One entry of the saved state dict."""
+
+    key: str
+    """Its flat key."""
+    path: Path
+    """Keys that led to it in the nested state dict."""
+    dtype: DType | None
+    """Type of a tensor; None for an object."""
+    shape: Shape
+    """Shape of a tensor, as torch gives it."""
+    chunks: tuple[Chunk, ...]
+    """Parts of a tensor."""
+    payload: Payload | None = None
+    """Where an object lies."""
+
+
+def read_metadata(storage: Storage, file: str, faults: Faults) -> list[Item]:
+    """Read one `.metadata` file.
+
+    Args:
+        storage: where it is.
+        file: its name.
+        faults: receives what is wrong with single items; these are left out.
+
+    Returns:
+        Items in the order of the file.
+
+    Raises:
+        Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED where the file as a whole is refused.
+        StorageError: IO.
+    """
+    bounds = Bounds()
+    size = storage.size(file)
+    if size > bounds.size:
+        raise refuse("CORRUPT", f"metadata of {size} bytes is larger than any real one", file=file)
+    bounds = Bounds(memory=max(bounds.memory, min(_MEMORY_PER_BYTE * size, _MOST_MEMORY)))
+    data = storage.read(file, 0, size)
+    with _uncollected():
+        top = read_pickle(data, file=file, bounds=bounds, allowed=NAMES).value
+    fields = _fields(top, "Metadata")
+    if fields is None:
+        raise refuse("CORRUPT", f"it holds {_kind(top)}, not the metadata of a checkpoint", file=file)
+    described = fields.get("state_dict_metadata")
+    stored = fields.get("storage_data")
+    if not isinstance(described, dict) or not isinstance(stored, dict):
+        raise refuse("CORRUPT", "it does not list the checkpoint's items and where they lie", file=file)
+    paths = fields.get("planner_data")
+    return _Reading(file, faults, _placed(stored, file, faults)).items(described, paths)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Put the search for garbage off: of the millions of objects that are about to be made, none is any."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+Places = Mapping[str, dict[Shape | None, Payload]]
+"""Key -> first index of a chunk, or None for an object -> where it lies."""
+
+
+class _Reading:
+    """The parts of one metadata file, and what is wrong with them."""
+
+    def __init__(self, file: str, faults: Faults, places: Places) -> None:
+        self._file = file
+        self._faults = faults
+        self._places = places
+
+    def items(self, described: Mapping[Any, Any], paths: object) -> list[Item]:
+        found = []
+        for key, value in described.items():
+            if not isinstance(key, str):
+                self._faults.add("CORRUPT", f"an item's key is {_kind(key)}", self._file)
+                continue
+            item = self._item(key, value, paths)
+            if item is not None:
+                found.append(item)
+            if self._faults.full:
+                return found
+        for key in self._places.keys() - described.keys():
+            self._faults.add("CORRUPT", "it has a place in a file, and is not among the items", self._file, key)
+        return found
+
+    def _item(self, key: str, value: object, paths: object) -> Item | None:
+        path = self._path(key, paths)
+        if path is None:
+            return None
+        if _fields(value, "BytesStorageMetadata", bare=True) is not None:
+            return self._object(key, path)
+        fields = _fields(value, "TensorStorageMetadata")
+        if fields is None:
+            self._fault(key, f"it is described by {_kind(value)}")
+            return None
+        return self._tensor(key, path, fields)
+
+    def _object(self, key: str, path: Path) -> Item | None:
+        places = self._places.get(key, {})
+        if None not in places:
+            self._faults.add("INCOMPLETE", "no file is said to hold it", self._file, key)
+            return None
+        if len(places) > 1:
+            self._fault(key, "it is no tensor, and yet has places for chunks")
+            return None
+        return Item(key, path, None, (), (), places[None])
+
+    def _tensor(self, key: str, path: Path, fields: Mapping[str, Any]) -> Item | None:
+        dtype, layout = _properties(fields.get("properties"))
+        shape = _counts(fields.get("size"))
+        listed = fields.get("chunks")
+        if dtype is None:
+            self._fault(key, "its dtype is missing")
+            return None
+        if layout is not None:
+            self._faults.add("UNSUPPORTED", _SPARSE.format(layout), self._file, key)
+            return None
+        if shape is None or not isinstance(listed, list):
+            self._fault(key, "its size or its list of chunks is malformed")
+            return None
+        if len(shape) > _MAX_DIMS:
+            self._faults.add("UNSUPPORTED", f"it has more than the {_MAX_DIMS} dims that numpy holds", self._file, key)
+            return None
+        places = self._places.get(key, {})
+        chunks = []
+        for part in listed:
+            box = _fields(part, "ChunkStorageMetadata") or {}
+            start, sizes = _counts(box.get("offsets")), _counts(box.get("sizes"))
+            if start is None or sizes is None:
+                self._fault(key, "a chunk's offsets or sizes are malformed")
+                return None
+            chunks.append(Chunk(start, sizes, places.get(start)))
+        extra = places.keys() - {chunk.start for chunk in chunks}
+        if extra:
+            shown = " and ".join("an object" if start is None else f"a chunk at {list(start)}" for start in extra)
+            self._fault(key, f"files are said to hold {shown[:200]} of it; it has no such chunk")
+            return None
+        return Item(key, path, dtype, shape, tuple(chunks))
+
+    def _path(self, key: str, paths: object) -> Path | None:
+        """Return the path of a key; what is no mapping of paths is another planner's own business."""
+        said = paths.get(key) if isinstance(paths, dict) else None
+        if not isinstance(said, tuple) or not said or not all(type(part) in (str, int) for part in said):
+            return (key,)
+        if len(said) > _DEEPEST:
+            self._fault(key, f"it is nested more than {_DEEPEST} deep")
+            return None
+        if joined(said) != key:
+            self._fault(key, f"its path is {list(said)}, which is another name")
+            return None
+        return said
+
+    def _fault(self, key: str, message: str) -> None:
+        self._faults.add("CORRUPT", message, self._file, key)
+
+
+def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> Places:
+    """Return where everything lies, by key and first index."""
+    places: defaultdict[str, dict[Shape | None, Payload]] = defaultdict(dict)
+    for index, info in stored.items():
+        if faults.full:
+            break
+        named = _fields(index, "MetadataIndex")
+        key = named.get("fqn") if named else None
+        if named is None or not isinstance(key, str):
+            faults.add("CORRUPT", f"a place is given to {_kind(index)}", file)
+            continue
+        start = None
+        if named.get("offset") is not None:
+            start = _counts(named["offset"])
+            if start is None:
+                faults.add("CORRUPT", "the offset of one of its chunks is malformed", file, key)
+                continue
+        payload = _payload(_fields(info, "_StorageInfo"), file, key, faults)
+        if payload is None:
+            continue
+        if start in places[key]:
+            what = "it has two places" if start is None else f"its chunk at {list(start)} has two places"
+            faults.add("CORRUPT", what, file, key)
+        places[key][start] = payload
+    return places
+
+
+def _payload(info: Mapping[str, Any] | None, file: str, key: str, faults: Faults) -> Payload | None:
+    """Return one place; a byte range that no file can have is a fault."""
+    if info is None or not isinstance(info.get("relative_path"), str):
+        faults.add("CORRUPT", "its place is not a byte range of a file", file, key)
+        return None
+    transforms = info.get("transform_descriptors")
+    if transforms:
+        names = ", ".join(map(str, transforms)) if isinstance(transforms, list | tuple) else _kind(transforms)
+        hint = "Save it again without extensions."
+        faults.add("UNSUPPORTED", f"its bytes went through {names[:200]}, which cannot be undone here", file, key, hint)
+        return None
+    spans = _counts((info.get("offset"), info.get("length")))
+    if spans is None:
+        faults.add("CORRUPT", "the offset or the length of its bytes is no count", file, key)
+        return None
+    return Payload(info["relative_path"], *spans)
+
+
+def _fields(value: object, name: str, *, bare: bool = False) -> Mapping[str, Any] | None:
+    """Return the fields of a dataclass by name; None if the value is no such dataclass.
+
+    Args:
+        value: what the pickle holds.
+        name: the class.
+        bare: it may have no fields.
+    """
+    if not isinstance(value, Object) or value.args or value.items or value.pairs or value.cls not in _GLOBALS[name]:
+        return None
+    if isinstance(value.state, dict):
+        return value.state
+    return {} if bare else None
+
+
+def _properties(value: object) -> tuple[DType | None, str | None]:
+    """Return a tensor's dtype, and its layout where that is not the dense one.
+
+    The class moved twice and wrote its fields as a tuple; only its first two say anything about the bytes.
+    """
+    if not isinstance(value, Object) or (value.cls.module, value.cls.name) not in _TENSOR_PROPERTIES:
+        return None, None
+    state = value.state
+    dtype: object = None
+    layout: object = None
+    if isinstance(state, tuple) and state:
+        dtype, layout = state[0], state[1] if len(state) > 1 else None
+    elif isinstance(state, dict):
+        dtype, layout = state.get("dtype"), state.get("layout")
+    name = _layout(layout)
+    return dtype if isinstance(dtype, DType) else None, None if name == "torch.strided" else name
+
+
+def _layout(value: object) -> str:
+    """Return the name of a layout; one that is not given is the dense one."""
+    if value is None:
+        return "torch.strided"
+    if isinstance(value, Object) and len(value.args) == 1 and isinstance(value.args[0], str):
+        return value.args[0]
+    return str(value) if isinstance(value, Global) else _kind(value)
+
+
+def _counts(value: object) -> Shape | None:
+    """Return a tuple of counts; lists, which old versions wrote, are taken too."""
+    if isinstance(value, list):
+        value = tuple(value)
+    if not isinstance(value, tuple) or len(value) > _MAX_DIMS + 1:
+        return None
+    return value if all(type(part) is int and 0 <= part <= _MAX_COUNT for part in value) else None
+
+
+def _kind(value: object) -> str:
+    """Return what a value is, for a message: never what it says."""
+    if isinstance(value, Object):
+        return f"a {value.cls.module[:100]}.{value.cls.name[:100]}"
+    return "a compound key" if isinstance(value, Key) else f"a {type(value).__name__}"

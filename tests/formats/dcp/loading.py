@@ -1,0 +1,59 @@
+"""What plain torch reads of ours: run as a process, this loads a checkpoint on every rank and holds it to the truth.
+
+`python -m tests.formats.dcp.loading WORLD FOLDER` loads `FOLDER/checkpoint` twice: into whole tensors, and into
+DTensors cut along their first dim, their last, and both ways over a mesh of two dims. It exits with 0 if every element
+on every rank is that of `FOLDER/truth.pt`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.multiprocessing.spawn import spawn
+
+from tests.formats.dcp.world import CHECKPOINT, TRUTH, group, line, local, octets
+
+
+def blank(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same type and shape, and of bytes that no test tensor has."""
+    return torch.full((tensor.nbytes,), 0xAA, dtype=torch.uint8).view(tensor.dtype).reshape(tensor.shape)
+
+
+def cuts(world: int) -> list[tuple[Any, list[Placement]]]:
+    """A mesh, and placements over it."""
+    found: list[tuple[Any, list[Placement]]] = [(line(world), [Shard(0)]), (line(world), [Shard(-1)])]
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2))
+        found += [(mesh, [Shard(0), Shard(0)]), (mesh, [Shard(0), Shard(-1)])]
+    return found
+
+
+def run(rank: int, world: int, folder: str) -> None:
+    with group(rank, world, folder):
+        truth = torch.load(Path(folder, TRUTH))
+        target = str(Path(folder, CHECKPOINT))
+        whole = {name: blank(tensor) for name, tensor in truth.items()}
+        load(whole, checkpoint_id=target)
+        for name, tensor in truth.items():
+            assert octets(whole[name]) == octets(tensor), name
+        for mesh, placements in cuts(world):
+            wanted = {name: local(tensor, mesh, *placements) for name, tensor in truth.items() if tensor.ndim > 1}
+            given = {
+                name: DTensor.from_local(
+                    blank(tensor.to_local()), mesh, placements, shape=tensor.shape, stride=tensor.stride()
+                )
+                for name, tensor in wanted.items()
+            }
+            load(given, checkpoint_id=target)
+            for name, tensor in wanted.items():
+                assert octets(given[name].to_local()) == octets(tensor.to_local()), (name, placements)
+
+
+if __name__ == "__main__":
+    spawn(run, (int(sys.argv[1]), sys.argv[2]), nprocs=int(sys.argv[1]))
