@@ -1,0 +1,191 @@
+"""Folders that are incomplete, contradict themselves or mean harm: refused by name, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import transaxle as tx
+from tests.oracles.deepspeed_peer.case import TAG
+from tests.oracles.deepspeed_peer.farm import Farm
+from transaxle.formats.deepspeed.keys import LATEST_UNIVERSAL, UNIVERSAL
+
+pytestmark = pytest.mark.peers
+CASE = "z1-bf16-w2"
+OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+MODEL = "mp_rank_00_model_states.pt"
+
+
+@pytest.fixture
+def copied(farm: Farm, tmp_path: Path) -> Callable[[str], Path]:
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(farm.checkpoint(name), tmp_path / "source"))
+
+    return copy
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Load a file with torch, change it, and save it again."""
+    torch = pytest.importorskip("torch")
+    held = torch.load(path, weights_only=False)
+    change(held)
+    torch.save(held, path)
+
+
+def refused(path: Path, tmp_path: Path, code: str) -> tx.TransaxleError:
+    target = tmp_path / "target"
+    with pytest.raises(tx.TransaxleError) as caught:
+        tx.convert(path, target, to=UNIVERSAL)
+    assert code in {refusal.code for refusal in caught.value.refusals}, caught.value
+    assert not target.exists()
+    assert not (tmp_path / LATEST_UNIVERSAL).exists()
+    return caught.value
+
+
+@pytest.mark.parametrize("gone", [OPTIM.format(0), MODEL])
+def test_a_missing_rank_is_named(copied: Callable[[str], Path], tmp_path: Path, gone: str) -> None:
+    source = copied(CASE)
+    (source / TAG / gone).unlink()
+    assert gone.removeprefix("bf16_") in str(refused(source, tmp_path, "INCOMPLETE"))
+
+
+def test_the_last_rank_is_missed_too(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copied(CASE)
+    (source / TAG / OPTIM.format(1)).unlink()
+    assert "2 data-parallel ranks" in str(refused(source, tmp_path, "INCOMPLETE"))
+
+
+def test_two_files_of_one_rank_are_named(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copied(CASE)
+    name = OPTIM.format(1)
+    shutil.copy(source / TAG / name, source / TAG / name.removeprefix("bf16_"))
+    assert name in str(refused(source, tmp_path, "CORRUPT"))
+
+
+def test_a_missing_model_rank_is_named(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copied("tp2-fused")
+    (source / TAG / MODEL).unlink()
+    assert MODEL in str(refused(source, tmp_path, "INCOMPLETE"))
+
+
+def test_replicas_that_differ_are_refused_by_name(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copied("tp2-fused")
+    name = "layers.0.ln1.weight"
+
+    def change(held: dict[str, Any]) -> None:
+        state = held["optimizer_state_dict"]
+        for group, shapes in enumerate(state["param_slice_mappings"]):
+            if name in shapes:
+                state["single_partition_of_fp32_groups"][group].data[shapes[name].start] += 1
+
+    edit(source / TAG / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", change)
+    assert name in str(refused(source, tmp_path, "UNEQUAL_COPIES"))
+
+
+def test_steps_that_differ_are_refused(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copied(CASE)
+
+    def change(held: dict[str, Any]) -> None:
+        held["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["step"] += 1
+
+    edit(source / TAG / OPTIM.format(1), change)
+    assert "step" in str(refused(source, tmp_path, "UNEQUAL_COPIES"))
+
+
+def test_tensor_parallel_ranks_are_not_joined_by_guess(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copied("tp2-fused")
+    for rank in (0, 1):
+        edit(source / TAG / f"mp_rank_{rank:02d}_model_states.pt", lambda held: held.pop("universal_checkpoint_info"))
+    assert "by guess" in str(refused(source, tmp_path, "UNSUPPORTED"))
+
+
+def _larger(held: dict[str, Any]) -> None:
+    shapes = held["param_shapes"][0]
+    first = next(iter(shapes))
+    shapes[first] = (shapes[first][0] + 1, *shapes[first][1:])
+
+
+def _swapped(held: dict[str, Any]) -> None:
+    shapes = held["param_shapes"][0]
+    held["param_shapes"][0] = type(shapes)(reversed(shapes.items()))
+
+
+def _absurd(held: dict[str, Any]) -> None:
+    shapes = held["param_shapes"][0]
+    shapes[next(iter(shapes))] = (2**40, 2**20)
+
+
+@pytest.mark.parametrize("lie", [_larger, _swapped, _absurd])
+def test_lying_shapes_are_refused(
+    copied: Callable[[str], Path], tmp_path: Path, lie: Callable[[dict[str, Any]], None]
+) -> None:
+    source = copied(CASE)
+    edit(source / TAG / MODEL, lie)
+    refused(source, tmp_path, "CORRUPT")
+
+
+def test_a_name_is_never_a_path(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copied(CASE)
+    evil = "../../../escaped"
+
+    def rename(shapes: Any) -> Any:
+        return type(shapes)((evil if n == "lm_head.weight" else n, value) for n, value in shapes.items())
+
+    def model(held: dict[str, Any]) -> None:
+        held["param_shapes"] = [rename(group) for group in held["param_shapes"]]
+        held["module"] = rename(held["module"])
+
+    def state(held: dict[str, Any]) -> None:
+        inner = held["optimizer_state_dict"]
+        inner["param_slice_mappings"] = [rename(group) for group in inner["param_slice_mappings"]]
+
+    edit(source / TAG / MODEL, model)
+    for rank in (0, 1):
+        edit(source / TAG / OPTIM.format(rank), state)
+    with tx.open(source) as ck:  # as a name it is as good as any
+        assert ck[evil].shape == (250, 32)
+    refused(source, tmp_path, "PATH_ESCAPE")
+    assert not (tmp_path.parent / "escaped").exists()
+
+
+class _Payload:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("this was run",)
+
+
+@pytest.mark.parametrize("where", [MODEL, OPTIM.format(1)])
+def test_no_payload_runs(
+    copied: Callable[[str], Path], tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = copied(CASE)
+    torch = pytest.importorskip("torch")
+    torch.save({"optimizer_state_dict": _Payload(), "module": {}}, source / TAG / where)
+    assert "builtins.print" in str(refused(source, tmp_path, "UNSAFE_PICKLE"))
+    assert "this was run" not in capsys.readouterr().out
+
+
+def test_a_plain_pickle_is_no_way_in(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copied(CASE)
+    (source / TAG / MODEL).write_bytes(pickle.dumps(_Payload()))
+    with pytest.raises(tx.TransaxleError):
+        tx.open(source)
+
+
+def test_truncated_files_are_refused(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copied(CASE)
+    path = source / TAG / OPTIM.format(0)
+    path.write_bytes(path.read_bytes()[:-1000])
+    refused(source, tmp_path, "CORRUPT")
+
+
+def test_refusals_are_plain_data(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copied(CASE)
+    (source / TAG / MODEL).unlink()
+    error = refused(source, tmp_path, "INCOMPLETE")
+    assert json.dumps([refusal.as_json() for refusal in error.refusals])

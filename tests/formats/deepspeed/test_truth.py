@@ -1,0 +1,74 @@
+"""Real checkpoints against the truth gathered from the live optimizers: bit by bit, nothing missing or extra."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+import transaxle as tx
+from tests.oracles.deepspeed_peer.case import BY_NAME, CASES, FP32, LOW, STATES, STEP
+from tests.oracles.deepspeed_peer.farm import Farm
+from transaxle.formats.state import OPTIMIZER
+
+pytestmark = pytest.mark.peers
+BUFFERS = {"seen", "mean"}
+ALIAS = "lm_head.weight"
+every_case = pytest.mark.parametrize("name", [case.name for case in CASES])
+
+
+def differing(ck: Mapping[str, object], wanted: Mapping[str, tuple[tuple[int, ...], bytes]]) -> list[str]:
+    """Names that are missing, or differ in shape or bytes."""
+    return [
+        name for name, (shape, data) in wanted.items()
+        if name not in ck or ck[name].shape != shape or ck[name].tobytes() != data  # type: ignore[attr-defined]
+    ]  # fmt: skip
+
+
+@every_case
+def test_weights_and_moments_are_the_live_ones(farm: Farm, name: str) -> None:
+    weights = farm.truth(name, FP32)
+    low = farm.truth(name, LOW)
+    with tx.open(farm.checkpoint(name)) as ck:
+        wanted = weights | {n: held for n, held in low.items() if n not in weights}
+        for state in STATES:
+            wanted |= {f"{OPTIMIZER}{n}/{state}": held for n, held in farm.truth(name, state).items()}
+        assert differing(ck, wanted) == []
+        steps = {f"{OPTIMIZER}{n}/{STEP}" for n in weights}
+        assert {float(ck[n].read()) for n in steps} == set(farm.facts(name)["steps"])
+        extra = {ALIAS} if BY_NAME[name].tied and BY_NAME[name].launch.pp == 1 else set()
+        assert set(ck) - set(wanted) - steps == extra | (BUFFERS if BY_NAME[name].model == "odd" else set())
+
+
+@every_case
+def test_low_precision_weights_are_the_live_ones(farm: Farm, name: str) -> None:
+    path = farm.checkpoint(name)
+    if BY_NAME[name].zero == 3:
+        with pytest.raises(tx.TransaxleError, match="ZeRO-3 saves no weights in low precision"):
+            tx.open(path, weights="lp")
+        return
+    with tx.open(path, weights="lp") as ck:
+        assert differing(ck, farm.truth(name, LOW)) == []
+
+
+@every_case
+def test_groups_keep_their_settings_by_name(farm: Farm, name: str) -> None:
+    facts = farm.facts(name)
+    with tx.open(farm.checkpoint(name)) as ck:
+        groups = ck.metadata["deepspeed"]["param_groups"]
+    got = [(sorted(group["params"]), group["weight_decay"], group["lr"]) for group in groups]
+    settings = zip(facts["groups"], facts["settings"], strict=True)
+    if BY_NAME[name].launch.pp > 1:  # the facts are those of the first stage's ranks
+        assert [decay for _, decay, _ in got] == [each["weight_decay"] for each in facts["settings"]]
+        return
+    assert got == [(names, each["weight_decay"], each["lr"]) for names, each in settings]
+
+
+def test_the_truth_is_not_trivial(farm: Farm) -> None:
+    """Shards that are swapped would be seen: no two ranks hold the same, and moments are not weights."""
+    weights, moments = (farm.truth("tp2-vocab251", state) for state in (FP32, STATES[0]))
+    for name, (shape, data) in weights.items():
+        half = len(data) // 2
+        assert moments[name][1] != data
+        if len(shape) == 2:
+            assert data[:half] != data[half:], name
