@@ -1,0 +1,205 @@
+"""The public Python interface: five functions over checkpoints of any format and dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, overload
+
+from transaxle.engine.checkpoint import Checkpoint, StoredTensor, open_checkpoint
+from transaxle.engine.compare import Comparison
+from transaxle.engine.compare import compare as _compare
+from transaxle.engine.execute import Report, execute
+from transaxle.engine.plan import SHARD_SIZE, Plan, make_plan
+from transaxle.engine.produce import Progress, limits, unwatched
+from transaxle.engine.verify import Verification
+from transaxle.engine.verify import verify as _verify
+
+Source = str | Path | Checkpoint
+
+
+def open(path: str | Path, **said: Any) -> Checkpoint:  # noqa: A001 - the contract's name
+    """Open a checkpoint; nothing is loaded and torch is not imported.
+
+    Args:
+        path: a folder or a file.
+        **said: `format`, `family`, `dialect`, `config` (path or mapping), `axes` (axis -> size), `rules` (path).
+
+    Raises:
+        StorageError: IO where it is missing or unreadable.
+        Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem of its files.
+        UsageError: UNKNOWN_AXIS for an axis that no family has.
+    """
+    return open_checkpoint(path, **said)
+
+
+@contextmanager
+def _opened(source: Source, said: dict[str, Any]) -> Iterator[Checkpoint]:
+    """Give a checkpoint; one that is opened here is closed again, the caller's own is not."""
+    if isinstance(source, Checkpoint):
+        if said:
+            raise TypeError(f"{', '.join(said)}: say this to open(); this checkpoint is open already")
+        yield source
+        return
+    with open_checkpoint(source, **said) as checkpoint:
+        yield checkpoint
+
+
+@contextmanager
+def _both(a: Source, b: Source, said: dict[str, Any]) -> Iterator[tuple[Checkpoint, Checkpoint]]:
+    """Give two checkpoints; dialect and format are said of the first one only."""
+    of_second = {name: value for name, value in said.items() if name not in {"dialect", "format"}}
+    first = {} if isinstance(a, Checkpoint) and not isinstance(b, Checkpoint) else said
+    with _opened(a, first) as one, _opened(b, {} if isinstance(b, Checkpoint) else of_second) as two:
+        yield one, two
+
+
+def plan(
+    src: Source,
+    dst: str | Path,
+    *,
+    to: str,
+    shard_size: int = SHARD_SIZE,
+    allow_lossy: bool = False,
+    strict: bool = False,
+    **said: Any,
+) -> Plan:
+    """Plan a conversion without writing anything.
+
+    Args:
+        src: path, or an opened checkpoint.
+        dst: where it would be written; only its name matters.
+        to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
+        shard_size: bytes of tensors per file.
+        allow_lossy: run a dialect's arithmetic.
+        strict: refuse tensors without a line in the target dialect instead of keeping them under their names.
+        **said: as for `open`.
+
+    Returns:
+        The plan; what stands against it is in `.refusals`.
+    """
+    with _opened(src, said) as checkpoint:
+        prepared = make_plan(
+            checkpoint, to, shard_size=shard_size, allow_lossy=allow_lossy, strict=strict, target=str(dst)
+        )
+    return prepared.plan
+
+
+def convert(
+    src: Source,
+    dst: str | Path,
+    *,
+    to: str,
+    shard_size: int = SHARD_SIZE,
+    allow_lossy: bool = False,
+    strict: bool = False,
+    overwrite: bool = False,
+    resume: bool = False,
+    sync: bool = True,
+    jobs: int | None = None,
+    memory: int | None = None,
+    progress: Progress = unwatched,
+    **said: Any,
+) -> Report:
+    """Convert a checkpoint; the target appears complete or not at all.
+
+    Args:
+        src: path, or an opened checkpoint.
+        dst: folder, or one file (`.safetensors`, `.bin`, `.pt`, `.pth`); it must not exist unless `overwrite`.
+        to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
+        shard_size: bytes of tensors per file; one file that `dst` names holds them all.
+        allow_lossy: run a dialect's arithmetic.
+        strict: refuse tensors without a line in the target dialect instead of keeping them under their names.
+        overwrite: replace the checkpoint at `dst`; it stays readable until the new one is complete.
+        resume: continue an interrupted run; a `dst` that is just what it would write is left alone.
+        sync: make everything durable before `dst` appears.
+        jobs: worker threads.
+        memory: bytes of all buffers together.
+        progress: called with the bytes of each block written, from several threads.
+        **said: as for `open`.
+
+    Raises:
+        TransaxleError: all refusals at once, before anything is written; or what went wrong while writing.
+    """
+    with _opened(src, said) as checkpoint:
+        prepared = make_plan(
+            checkpoint, to, shard_size=shard_size, allow_lossy=allow_lossy, strict=strict, target=str(dst)
+        )
+        return execute(
+            prepared,
+            str(dst),
+            overwrite=overwrite,
+            resume=resume,
+            sync=sync,
+            limit=limits(jobs, memory),
+            progress=progress,
+        )
+
+
+@overload
+def verify(
+    a: Source, b: None = None, *, jobs: int | None = None, progress: Progress = unwatched, **said: Any
+) -> Verification: ...
+@overload
+def verify(
+    a: Source, b: Source, *, jobs: int | None = None, progress: Progress = unwatched, **said: Any
+) -> Comparison: ...
+def verify(
+    a: Source, b: Source | None = None, *, jobs: int | None = None, progress: Progress = unwatched, **said: Any
+) -> Verification | Comparison:
+    """Hold one checkpoint against its own manifest, or two against each other across formats and dialects.
+
+    Args:
+        a: path or opened checkpoint.
+        b: the other one; None: `a`'s manifest.
+        jobs: worker threads.
+        progress: called with the bytes of each block read.
+        **said: as for `open`; `dialect` and `format` are said of the first one only.
+
+    Returns:
+        What was found; `.ok` (one) or `.equal` (two) says whether all is well.
+    """
+    if b is None:
+        with _opened(a, said) as checkpoint:
+            return _verify(checkpoint, limits(jobs), progress)
+    with _both(a, b, said) as (first, second):
+        return _compare(first, second, limit=limits(jobs), progress=progress)
+
+
+def diff(
+    a: Source,
+    b: Source,
+    *,
+    numeric: bool = False,
+    jobs: int | None = None,
+    progress: Progress = unwatched,
+    **said: Any,
+) -> Comparison:
+    """Compare two checkpoints across formats and dialects.
+
+    Args:
+        a: path or opened checkpoint.
+        b: the other one.
+        numeric: also measure how far the values are apart.
+        jobs: worker threads.
+        progress: called with the bytes of each block read.
+        **said: as for `open`; `dialect` and `format` are said of the first one only.
+    """
+    with _both(a, b, said) as (first, second):
+        return _compare(first, second, numeric=numeric, limit=limits(jobs), progress=progress)
+
+
+__all__ = [
+    "Checkpoint",
+    "Comparison",
+    "Plan",
+    "Report",
+    "StoredTensor",
+    "Verification",
+    "convert",
+    "diff",
+    "open",
+    "plan",
+    "verify",
+]

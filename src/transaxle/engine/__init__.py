@@ -1,0 +1,1 @@
+"""Plan, then execute: plans are data, execution is dumb."""

@@ -1,0 +1,397 @@
+"""Plans: frozen, JSON-able data that says every byte a conversion will move, and every reason why it may not.
+
+Making a plan reads catalogs only. All refusals are gathered before anything is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from transaxle.axes.family import Dialect
+from transaxle.axes.translate import Translation
+from transaxle.engine.arithmetic import Affine, affine
+from transaxle.engine.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.copies import PlannedCheck, plan_checks
+from transaxle.engine.recognise import IDENTITY, pick_dialect
+from transaxle.engine.transfer import Transfer
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.formats.catalog import Draft, Entry, Spec
+from transaxle.formats.company import SAFETENSORS as SAFETENSORS_FILE
+from transaxle.formats.company import TORCH as TORCH_FILES
+from transaxle.formats.company import WHOLE
+from transaxle.formats.dcp.draft import FORMAT as DCP
+from transaxle.formats.dcp.draft import draft as dcp_draft
+from transaxle.formats.deepspeed.keys import UNIVERSAL
+from transaxle.formats.deepspeed.run import RUN
+from transaxle.formats.deepspeed.universal_draft import draft as universal_draft
+from transaxle.formats.detect import FORMATS
+from transaxle.formats.dtype import nbytes
+from transaxle.formats.safetensors.draft import draft as safetensors_draft
+from transaxle.formats.safetensors.index import FORMAT as SAFETENSORS
+from transaxle.formats.state import LEFT_BEHIND, ROOT
+from transaxle.formats.torch_file.draft import draft as torch_draft
+from transaxle.formats.torch_file.reader import FORMAT as TORCH
+
+SHARD_SIZE = 5_000_000_000
+"""Default bytes of tensors per file."""
+_DIGITS = re.compile(r"([0-9]+)")
+_FRAMEWORK = {"format": "pt"}
+"""What readers expect in the header of a file that nothing else is said about."""
+
+
+class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
+    """A tensor to be written, and where its bytes come from."""
+
+    name: str
+    """Stored name in the target."""
+    dtype: str
+    """Safetensors code."""
+    shape: tuple[int, ...]
+    """Logical elements along each dim."""
+    places: tuple[Transfer, ...]
+    """Where its bytes go: consecutive runs of them, in order, each as the transfer that reads it back."""
+    nbytes: int
+    """Bytes."""
+    rule: str
+    """The target dialect's line, as written."""
+    transfers: tuple[Transfer, ...]
+    """Sorted by where they land."""
+    arithmetic: Affine | None = None
+    """What is done to every value, where the user allowed it."""
+
+
+class Route(msgspec.Struct, frozen=True):
+    """One line of a plan as people read it."""
+
+    component: str
+    """Logical tensors."""
+    source: tuple[str, ...]
+    """Rules of the source dialect."""
+    target: str
+    """Rule of the target dialect."""
+    tensors: int
+    """Target tensors of this line."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a conversion will do."""
+
+    source: str
+    """Path of the source, as typed."""
+    source_format: str
+    """Container format of the source."""
+    format: str
+    """Container format of the target."""
+    family: str | None
+    """Model family."""
+    from_dialect: str | None
+    """Dialect of the source."""
+    dialect: str
+    """Dialect of the target."""
+    tensors: tuple[PlannedTensor, ...]
+    """What is written, in file order."""
+    checks: tuple[PlannedCheck, ...]
+    """What must prove equal first."""
+    routes: tuple[Route, ...]
+    """The plan by rules."""
+    files: dict[str, int]
+    """Target files and their sizes, carried ones included."""
+    carried: tuple[str, ...]
+    """Files copied beside the tensors."""
+    kept: tuple[str, ...]
+    """Source tensors without a line in the target dialect: written under their own names."""
+    ignored: tuple[str, ...]
+    """Source tensors, files and notes left behind."""
+    aliases: dict[str, str]
+    """Target name -> target name of the tensor it is tied to."""
+    axes: dict[str, int]
+    """Axis sizes, as far as they are the same in every layer."""
+    refusals: tuple[Refusal, ...]
+    """Why it may not run; empty when it may."""
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of all target files."""
+        return sum(self.files.values())
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of source tensors that are moved."""
+        return sum(transfer.size for tensor in self.tensors for transfer in tensor.transfers)
+
+    @property
+    def carried_files(self) -> tuple[PlannedTensor, ...]:
+        """The carried files, each as a tensor of bytes under the file's name."""
+        sizes = [(name, self.files[name]) for name in self.carried]
+        return tuple(
+            PlannedTensor(name, "U8", (size,), (whole,), size, "", (whole,))
+            for name, size in sizes
+            for whole in [Transfer(name, 0, 0, size)]
+        )
+
+    @property
+    def copies(self) -> int:
+        """Number of box copies."""
+        return sum(len(tensor.transfers) for tensor in self.tensors)
+
+    @property
+    def contiguous(self) -> int:
+        """Number of box copies that are one byte range on both sides."""
+        return sum(not transfer.loops for tensor in self.tensors for transfer in tensor.transfers)
+
+    def as_json(self, *, copies: bool = True) -> dict[str, Any]:
+        """Return the plan as plain JSON data; without `copies` the single byte ranges are left out."""
+        data: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(self, refusals=()))
+        data["refusals"] = [refusal.as_json() for refusal in self.refusals]
+        data |= {
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "copies": self.copies,
+            "contiguous": self.contiguous,
+        }
+        if not copies:
+            for tensor in data["tensors"]:
+                del tensor["transfers"]
+        return data
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with what its execution needs beside the plan itself."""
+
+    plan: Plan
+    """What is done."""
+    checkpoint: Checkpoint
+    """The opened source."""
+    draft: Draft
+    """The target's tensor files, with the bytes that are known before any tensor is copied."""
+
+
+Sink = Callable[..., Draft]
+SINKS: Mapping[str, Sink] = {
+    SAFETENSORS: safetensors_draft,
+    TORCH: torch_draft,
+    DCP: dcp_draft,
+    UNIVERSAL: universal_draft,
+}
+"""Formats that can be written."""
+_INFORMED = frozenset({UNIVERSAL})
+"""Formats that also record the run: their sinks are told what the source says of it."""
+_FILES: Mapping[str, str | tuple[str, ...]] = {SAFETENSORS: SAFETENSORS_FILE, TORCH: TORCH_FILES}
+"""Ends of the names of single files, by format."""
+
+
+def parse_to(to: str) -> tuple[str, str | None]:
+    """Split `FORMAT[:DIALECT]` or `DIALECT`, which is short for `safetensors:DIALECT`.
+
+    Returns:
+        format and dialect; no dialect means the source's own names.
+
+    Raises:
+        Refused: UNSUPPORTED for a format that cannot be written.
+    """
+    first, colon, second = to.partition(":")
+    if first in SINKS:
+        return first, second or None
+    if colon or first in FORMATS:
+        raise refuse("UNSUPPORTED", f"cannot write format {first!r}; these can be: {', '.join(SINKS)}")
+    return SAFETENSORS, first
+
+
+def natural(name: str) -> tuple[str | tuple[int, str], ...]:
+    """Return a sort key in which `layers.2` comes before `layers.10`."""
+    return tuple(
+        (len(part.lstrip("0")), part.lstrip("0")) if i % 2 else part for i, part in enumerate(_DIGITS.split(name))
+    )
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    to: str,
+    *,
+    shard_size: int = SHARD_SIZE,
+    allow_lossy: bool = False,
+    strict: bool = False,
+    target: str | None = None,
+) -> Prepared:
+    """Plan a conversion.
+
+    Args:
+        checkpoint: the opened source.
+        to: `FORMAT[:DIALECT]`.
+        shard_size: bytes of tensors per file.
+        allow_lossy: run a dialect's arithmetic.
+        strict: refuse tensors that have no line in the target dialect instead of keeping them under their names.
+        target: where it is to be written; where that is one file, there are no shards.
+
+    Returns:
+        The plan, with all refusals in `plan.refusals`; only usage errors and unreadable sources raise.
+    """
+    form, label = parse_to(to)
+    wanted = label or IDENTITY
+    translation = checkpoint.translation(wanted)
+    problems = list(translation.refusals)
+    if strict:
+        problems.extend(
+            Refusal(
+                "UNEXPECTED_TENSOR", f"dialect {wanted} has no line for it", Where(None, name), "leave out --strict"
+            )
+            for name in translation.kept
+        )
+    single = target is not None and target.endswith(WHOLE)
+    if target is not None and single and not target.endswith(_FILES.get(form, ())):
+        message = f"the name says that it is a file of another format; {form} is to be written"
+        problems.append(Refusal("UNSUPPORTED", message, Where(target), "Choose another name, or another --to."))
+    draft, lost = _drafted(checkpoint, form, translation, None if single else shard_size, problems)
+    tensors = _planned(checkpoint, translation, draft, allow_lossy, problems)
+    checks = plan_checks(checkpoint.source, translation.checks, problems)
+    carried = _carried(checkpoint, draft, problems)
+    found = checkpoint.recognised if wanted != IDENTITY else None
+    family = found.family.name if found else checkpoint.family
+    own = checkpoint.dialect
+    plan = Plan(
+        source=checkpoint.path,
+        source_format=checkpoint.format,
+        format=form,
+        family=family,
+        from_dialect=own,
+        dialect=pick_dialect(found.family, wanted).label if found else (own or IDENTITY),
+        tensors=tuple(tensors),
+        checks=tuple(checks),
+        routes=_routes(checkpoint, translation) if found else (),
+        files={**draft.files, **carried},
+        carried=tuple(carried),
+        kept=translation.kept,
+        ignored=(*translation.ignored, *checkpoint.container.ignored, *lost),
+        aliases=dict(translation.aliases),
+        axes=_axes(checkpoint, translation, found.family.dialect(wanted) if found else None),
+        refusals=tuple(problems),
+    )
+    return Prepared(plan, checkpoint, draft)
+
+
+def _axes(checkpoint: Checkpoint, translation: Translation, target: Dialect | None) -> dict[str, int]:
+    """Return the axis sizes to remember: how a target without padding would be padded elsewhere is not one of them."""
+    if target is None:
+        return dict(translation.axes)
+    padding = {axis for d in checkpoint.recognised.family.dialects for axis in _padding(d)} - _padding(target)
+    return {axis: size for axis, size in translation.axes.items() if axis not in padding}
+
+
+def _padding(dialect: Dialect) -> set[str]:
+    return {axis for line in dialect.lines for axis in line.expression.padding}
+
+
+def _drafted(
+    checkpoint: Checkpoint, form: str, translation: Translation, shard_size: int | None, problems: list[Refusal]
+) -> tuple[Draft, list[str]]:
+    """Lay the target files out; also return the notes of the source that they have no place for."""
+    specs = [Spec(name, target.dtype, target.shape) for name, target in translation.targets.items()]
+    specs.sort(key=lambda spec: natural(spec.name))
+    files = checkpoint.container.files
+    metadata, lost = dict(_FRAMEWORK), []
+    for key, value in checkpoint.metadata.items():
+        if key == LEFT_BEHIND:
+            lost.extend(value)
+        elif not isinstance(value, str) or key == ROOT or _FRAMEWORK.get(key) == value:
+            continue
+        elif checkpoint.format != form or key.partition(":")[0] in files:
+            lost.append(f"note {key}")  # that of another format, or of one shard only
+        else:
+            metadata[key] = value
+    told = _told(checkpoint, translation) if form in _INFORMED else {}
+    try:
+        return SINKS[form](specs, metadata=metadata, shard_size=shard_size, **told), lost
+    except TransaxleError as error:
+        problems.extend(error.refusals)
+        return Draft(form, {}, {}, ()), lost
+
+
+def _told(checkpoint: Checkpoint, translation: Translation) -> dict[str, Any]:
+    """Return what a sink is told of the run: counters and settings, and a way to read small tensors."""
+
+    def read(name: str) -> bytes:
+        target = translation.targets[name]
+        return StoredTensor(name, target.dtype, target.shape, target, checkpoint.source).tobytes()
+
+    return {"run": checkpoint.metadata.get(RUN, {}), "read": read}
+
+
+def _carried(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]) -> dict[str, int]:
+    """Return the files that travel along, and their sizes."""
+    storage = checkpoint.container.storage
+    found = {}
+    for name in checkpoint.container.carried:
+        if name in draft.files:
+            message = "a file beside the source has the name of one that is written"
+            problems.append(Refusal("NAME_COLLISION", message, Where(name)))
+            continue
+        try:
+            found[name] = storage.size(name)
+        except TransaxleError as error:
+            problems.extend(error.refusals)
+    return found
+
+
+def _planned(
+    checkpoint: Checkpoint, translation: Translation, draft: Draft, allow_lossy: bool, problems: list[Refusal]
+) -> list[PlannedTensor]:
+    """Plan every tensor, in file order; where the files could not be laid out, look for what else is wrong."""
+    planned = []
+    for name in draft.entries or translation.targets:
+        target = translation.targets[name]
+        try:
+            arithmetic = affine(target, allowed=allow_lossy)
+            transfers = tuple(checkpoint.source.transfers(target))
+        except TransaxleError as error:
+            problems.extend(error.refusals)
+            continue
+        if name not in draft.entries:
+            continue
+        places = _places(draft.entries[name])
+        size = nbytes(target.dtype, target.shape)
+        planned.append(
+            PlannedTensor(name, target.dtype, target.shape, places, size, target.rule, transfers, arithmetic)
+        )
+    return planned
+
+
+def _places(entry: Entry) -> tuple[Transfer, ...]:
+    """Return where the bytes of a drafted tensor go: its chunks are runs of its row-major bytes, in order."""
+    found = []
+    start = 0
+    for extent in entry.extents:
+        size = nbytes(entry.dtype, extent.shape)
+        found.append(Transfer(extent.file, extent.offset, start, size))
+        start += size
+    return tuple(found)
+
+
+def _routes(checkpoint: Checkpoint, translation: Translation) -> tuple[Route, ...]:
+    """Group the targets by rule."""
+    rules = {component: line.text for line, _ in checkpoint.bound.found for component in line.expression.components}
+    counts: dict[tuple[str, str], int] = {}
+    for target in translation.targets.values():
+        if target.component:
+            key = target.component, target.rule
+            counts[key] = counts.get(key, 0) + 1
+    return tuple(
+        Route(component, tuple(dict.fromkeys(rules.get(c, "") for c in component.split(", "))), rule, number)
+        for (component, rule), number in counts.items()
+    )
+
+
+def ready(prepared: Prepared) -> Plan:
+    """Return the plan if it may run.
+
+    Raises:
+        TransaxleError: every refusal, at once.
+    """
+    if prepared.plan.refusals:
+        raise gathered(prepared.plan.refusals)
+    return prepared.plan

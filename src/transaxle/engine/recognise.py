@@ -1,0 +1,173 @@
+"""Which family and dialect a checkpoint is of: its config and its names tell, never its shapes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transaxle.axes.bind import group, score, split_slot
+from transaxle.axes.family import Dialect, Family, Tensor
+from transaxle.axes.name import skeleton
+from transaxle.errors import TransaxleError, refuse
+
+IDENTITY = "identity"
+"""The dialect of every checkpoint: each tensor under its own name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recognised:
+    """How a checkpoint's names are read."""
+
+    family: Family
+    """Its family."""
+    dialect: Dialect
+    """Its dialect."""
+    prefix: str
+    """What stands before every name."""
+    matched: int
+    """Names that the dialect reads."""
+
+
+def pick_family(label: str, families: Mapping[str, Family]) -> Family:
+    """Return a family by name.
+
+    Raises:
+        UsageError: UNKNOWN_FAMILY, with the closest name.
+    """
+    if label in families:
+        return families[label]
+    close = difflib.get_close_matches(label, families, 1)
+    hint = f"did you mean {close[0]}?" if close else "add one with --rules FILE"
+    raise refuse("UNKNOWN_FAMILY", f"no family {label!r}; known: {', '.join(families)}", hint=hint)
+
+
+def pick_dialect(family: Family, label: str) -> Dialect:
+    """Return a dialect of a family by its label.
+
+    Raises:
+        UsageError: AMBIGUOUS, listing the dialects there are.
+    """
+    found = family.dialect(label)
+    if found is None:
+        close = difflib.get_close_matches(label, [*family.labels, *(d.name for d in family.dialects), IDENTITY], 1)
+        raise refuse(
+            "AMBIGUOUS",
+            f"family {family.name} has no dialect {label!r}; it has: {', '.join(family.labels)}, {IDENTITY}",
+            hint=f"did you mean {close[0]}?" if close else "add one with --rules FILE",
+        )
+    return found
+
+
+def _model_types(config: Mapping[str, Any]) -> list[str]:
+    nested = config.get("text_config")
+    levels = [config, nested] if isinstance(nested, Mapping) else [config]
+    return [level["model_type"] for level in levels if isinstance(level.get("model_type"), str)]
+
+
+def _absent(found: Recognised, grouped: Mapping[str, list[str]]) -> list[Tensor]:
+    """Return the family's tensors that the names lack; one that may be stored as a tie is not missed."""
+    present = {skeleton(names[0][len(found.prefix) :]) for names in grouped.values()}
+    held = {c for line in found.dialect.lines if line.name.skeleton in present for c in line.expression.components}
+    held |= {tie.alias for tie in found.family.ties}
+    return [tensor for name, tensor in found.family.tensors.items() if name not in held]
+
+
+def _most_complete(found: Sequence[Recognised], grouped: Mapping[str, list[str]]) -> list[Recognised]:
+    """Return the readings under which nothing is lacking that must be there, and least that may be.
+
+    A Llama's names are all names of a Qwen3, which always has more; a Qwen3's are all names of a Qwen3-MoE without
+    any experts. Where every reading lacks something (one shard of several) there is no telling.
+    """
+    absent = [(reading, _absent(reading, grouped)) for reading in found]
+    whole = [(reading, len(lacks)) for reading, lacks in absent if all(t.when is not None for t in lacks)]
+    least = min((count for _, count in whole), default=0)
+    return [reading for reading, count in whole if count == least] or list(found)
+
+
+def recognise(
+    names: Sequence[str],
+    config: Mapping[str, Any],
+    families: Mapping[str, Family],
+    family: str | None = None,
+    dialect: str | None = None,
+) -> Recognised:
+    """Find the family and dialect of a checkpoint.
+
+    Args:
+        names: its stored names.
+        config: its config.json; empty where there is none.
+        families: all known families.
+        family: what the user says it is; believed.
+        dialect: likewise.
+
+    Raises:
+        UsageError: UNKNOWN_FAMILY or AMBIGUOUS, listing the candidates.
+    """
+    grouped = group(split_slot(name)[0] for name in names)
+    told = _model_types(config)
+    if family is not None:
+        candidates = [pick_family(family, families)]
+    else:
+        candidates = [f for f in families.values() if any(t in f.model_types for t in told)] if told else []
+        candidates = candidates or list(families.values())
+    found: list[Recognised] = []
+    for one in candidates:
+        dialects = one.dialects if dialect is None else [d for d in [one.dialect(dialect)] if d is not None]
+        for each in dialects:
+            matched, prefix = score(grouped, each)
+            if matched:
+                found.append(Recognised(one, each, prefix, matched))
+    if not found:
+        raise _nothing(names, told, candidates, dialect)
+    most = max(r.matched for r in found)
+    best = _most_complete([r for r in found if r.matched == most], grouped)
+    distinct = {(r.family.name, _reading(r, grouped)): r for r in reversed(best)}
+    if len(distinct) > 1:
+        listed = ", ".join(f"{r.family.name}:{r.dialect.label}" for r in best)
+        raise refuse(
+            "AMBIGUOUS",
+            f"{most} of {len(names)} names are read alike by {listed}",
+            hint="say which with --family NAME and --from DIALECT",
+        )
+    chosen = best[0]
+    if family is None and told and not any(t in chosen.family.model_types for t in told):
+        raise refuse(
+            "UNKNOWN_FAMILY",
+            f"config.json says model_type {told[0]!r}, which no table knows; known: {', '.join(families)}",
+            hint=f"its names read like {chosen.family.name}: if that is right, say --family {chosen.family.name}",
+        )
+    return chosen
+
+
+def _reading(found: Recognised, grouped: Mapping[str, list[str]]) -> tuple[str, ...]:
+    """Return the rules by which a dialect reads the names: dialects that read them alike are one."""
+    texts: set[str] = set()
+    for names in grouped.values():
+        name = names[0][len(found.prefix) :]
+        lines = found.dialect.by_skeleton.get(skeleton(name), ())
+        texts.update(line.text for line in lines if line.name.match(name) is not None)
+    return tuple(sorted(texts))
+
+
+def _nothing(
+    names: Sequence[str], told: Sequence[str], candidates: Sequence[Family], dialect: str | None
+) -> TransaxleError:
+    """Build the refusal where no dialect reads any name, with the closest one."""
+    samples = [skeleton(name) for name in names[:200]]
+    close: list[str] = []
+    for family in candidates:
+        for each in family.dialects:
+            matches = [m for s in samples[:20] for m in difflib.get_close_matches(s, each.by_skeleton, 1, 0.8)]
+            if matches:
+                close.append(f"{family.name}:{each.label}")
+    wanted = f"dialect {dialect!r} reads none" if dialect else "no table reads any"
+    first = ", ".join(names[:3]) or "(no tensors)"
+    model = f" (config.json says {told[0]!r})" if told else ""
+    hint = (
+        f"closest: {close[0]}"
+        if close
+        else "convert it under its own names with --to FORMAT:identity, or add --rules FILE"
+    )
+    return refuse("UNKNOWN_FAMILY", f"{wanted} of its names: {first}{model}", hint=hint)

@@ -1,0 +1,97 @@
+"""What the user says about a checkpoint beside its path: one value that every command passes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transaxle.axes.family import Family
+from transaxle.errors import refuse
+from transaxle.families import builtin, with_rules
+from transaxle.formats.deepspeed.reader import Weights
+
+CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to read a checkpoint."""
+
+    format: str | None = None
+    """Container format; None: detected."""
+    family: str | None = None
+    """Family; None: recognised."""
+    dialect: str | None = None
+    """Dialect; None: recognised."""
+    config: Mapping[str, Any] | None = None
+    """config.json; None: the checkpoint's own."""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Axis sizes that override everything."""
+    families: Mapping[str, Family] = field(default_factory=builtin)
+    """Known families."""
+    weights: Weights | None = None
+    """Of a DeepSpeed checkpoint, which weights; None: those the optimizer keeps."""
+
+
+def settings(
+    *,
+    format: str | None = None,  # noqa: A002 - the contract's name
+    family: str | None = None,
+    dialect: str | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    axes: Mapping[str, int] | None = None,
+    rules: str | Path | None = None,
+    weights: Weights | None = None,
+) -> Settings:
+    """Build settings from what the user wrote.
+
+    Args:
+        format: container format.
+        family: model family.
+        dialect: dialect of its names.
+        config: a mapping, or the path of a config.json.
+        axes: axis sizes.
+        rules: path of a rules file.
+        weights: of a DeepSpeed checkpoint, `fp32` (those the optimizer keeps) or `lp` (the module's own).
+
+    Raises:
+        Refused: CORRUPT where the config or the rules do not parse.
+        StorageError: IO where they cannot be read.
+        UsageError: UNKNOWN_AXIS where no family has an axis of that name.
+    """
+    families = builtin() if rules is None else with_rules(_text(rules), str(rules))
+    given = dict(axes or {})
+    known = {axis for f in families.values() for axis in f.axes}
+    for axis in given:
+        if axis not in known:
+            raise refuse("UNKNOWN_AXIS", f"no family has an axis {axis!r}", hint=f"axes: {', '.join(sorted(known))}")
+    if config is not None and not isinstance(config, Mapping):
+        config = parse_config(_text(config), str(config))
+    return Settings(format, family, dialect, config, given, families, weights)
+
+
+def _text(path: str | Path) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except OSError as error:
+        raise refuse("IO", error.strerror or str(error), file=str(path)) from None
+    except UnicodeDecodeError as error:
+        raise refuse("CORRUPT", f"not UTF-8 text: {error}", file=str(path)) from None
+
+
+def parse_config(text: str | bytes, file: str) -> Mapping[str, Any]:
+    """Read a config.json.
+
+    Raises:
+        Refused: CORRUPT where it is no JSON object.
+    """
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise refuse("CORRUPT", f"not JSON: {error}", file=file) from None
+    if not isinstance(config, dict):
+        raise refuse("CORRUPT", "not a JSON object", file=file)
+    return config

@@ -1,0 +1,140 @@
+"""Verification: a checkpoint held against its own manifest, byte by byte."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import xxhash
+
+from transaxle.engine.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.manifest import TensorRecord, load, stale
+from transaxle.engine.produce import Limits, Progress, Worker, limits, share, unwatched
+from transaxle.engine.transfer import Transfer
+from transaxle.errors import Refusal, Where
+from transaxle.formats.catalog import Checksum
+from transaxle.formats.company import MANIFEST
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a checkpoint was held against, and what is wrong with it."""
+
+    tensors: int
+    """Tensors read."""
+    parameters: int
+    """Elements read."""
+    bytes_read: int
+    """Bytes read."""
+    against: str
+    """`manifest`; or `structure`, where there is no manifest to hold it against."""
+    problems: tuple[Refusal, ...] = ()
+    """Everything that is wrong."""
+    extra: tuple[str, ...] = ()
+    """Files in the folder that the manifest does not list; nothing is known of them."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain JSON data."""
+        return {
+            "ok": self.ok,
+            "tensors": self.tensors,
+            "parameters": self.parameters,
+            "bytes_read": self.bytes_read,
+            "against": self.against,
+            "problems": [problem.as_json() for problem in self.problems],
+            "extra": list(self.extra),
+        }
+
+
+def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progress = unwatched) -> Verification:
+    """Hold a checkpoint against its manifest: every file, every tensor, every byte.
+
+    Without a manifest the tensors are read once, which proves the catalog and that every byte can be read. Checksums
+    that the format itself keeps are checked in any case.
+
+    Raises:
+        Refused: CORRUPT where the manifest itself is damaged.
+    """
+    stored, container = checkpoint.stored, checkpoint.container
+    manifest = load(container)
+    recorded: Mapping[str, TensorRecord] = {}
+    problems: list[Refusal] = []
+    extra: tuple[str, ...] = ()
+    if manifest is not None:
+        recorded = manifest.tensors
+        problems.extend(stale(manifest, container))
+        problems.extend(_listed(recorded.keys(), stored.keys()))
+        extra = tuple(name for name in container.storage.names() if name not in manifest.files and name != MANIFEST)
+    damaged: dict[str, Refusal] = {}
+
+    def check(worker: Worker, name: str) -> None:
+        tensor = stored[name]
+        hashed = xxhash.xxh3_128()
+        for block in worker.blocks(tensor.transfers(), tensor.nbytes):
+            hashed.update(block)
+            progress(len(block))
+        problem = _compare(name, tensor, hashed.hexdigest(), recorded.get(name))
+        if problem is not None:
+            damaged[name] = problem
+
+    wrong: set[Checksum] = set()
+
+    def sum_up(worker: Worker, checksum: Checksum) -> None:
+        if _crc32(worker, checksum) != checksum.crc32:
+            wrong.add(checksum)
+
+    limit = limit or limits()
+    workers = partial(Worker, container.storage, limit)
+    share(stored, limit.jobs, workers, check)
+    share(container.checksums, limit.jobs, workers, sum_up)
+    for checksum in container.checksums:
+        if checksum in wrong:
+            message = f"{checksum.what}: its bytes do not have the checksum that the file gives"
+            problems.append(Refusal("CORRUPT", message, Where(checksum.file)))
+    return Verification(
+        len(stored),
+        sum(tensor.parameters for tensor in stored.values()),
+        sum(tensor.nbytes for tensor in stored.values()),
+        "structure" if manifest is None else "manifest",
+        (*problems, *(damaged[name] for name in stored if name in damaged)),
+        extra,
+    )
+
+
+def _crc32(worker: Worker, checksum: Checksum) -> int:
+    """Return the CRC-32 of the range that a checksum is of."""
+    found = 0
+    for block in worker.blocks((Transfer(checksum.file, checksum.offset, 0, checksum.size),), checksum.size):
+        found = zlib.crc32(block, found)
+    return found
+
+
+def _listed(recorded: Collection[str], present: Collection[str]) -> Iterator[Refusal]:
+    """Yield the tensors that only the manifest or only the files know."""
+    for name in recorded:
+        if name not in present:
+            yield Refusal("MISSING_TENSOR", "the manifest lists it", Where(None, name))
+    for name in present:
+        if name not in recorded:
+            yield Refusal("UNEXPECTED_TENSOR", "the manifest does not list it", Where(None, name))
+
+
+def _compare(name: str, tensor: StoredTensor, digest: str, recorded: TensorRecord | None) -> Refusal | None:
+    """Hold one tensor against its record."""
+    if recorded is None:
+        return None
+    if (recorded.dtype, recorded.shape) != (tensor.dtype, tensor.shape):
+        said, found = (f"{side.dtype} {list(side.shape)}" for side in (recorded, tensor))
+        message = f"the manifest says {said}, the file {found}"
+        return Refusal("SHAPE_MISMATCH", message, Where(None, name))
+    if recorded.xxh3 != digest:
+        return Refusal("CORRUPT", "its bytes were changed after it was written", Where(None, name))
+    return None

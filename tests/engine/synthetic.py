@@ -1,0 +1,93 @@
+"""Catalogs of large models without any data: what planning sees of them."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from transaxle.engine.checkpoint import Checkpoint
+from transaxle.engine.settings import settings
+from transaxle.formats.catalog import Container, Entry, Extent
+from transaxle.formats.storage import Listing
+
+FILE = "model.safetensors"
+HEAD, HIDDEN, EXPERT, VOCABULARY = 128, 7168, 2048, 129_280
+HEADS, GROUPS = 64, 8
+
+
+class Nothing:
+    """A storage of one file that nobody reads."""
+
+    path = single = FILE
+
+    def listing(self, folder: str = "") -> Listing:
+        return Listing((FILE,), (), {})
+
+    def names(self) -> tuple[str, ...]:
+        return (FILE,)
+
+    def size(self, name: str) -> int:
+        return 0
+
+    def version(self, name: str) -> str:
+        return name
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        raise AssertionError("planning reads nothing")
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        raise AssertionError("planning reads nothing")
+
+    def recheck(self) -> None:
+        """Nothing changes."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def config(layers: int, experts: int) -> dict[str, Any]:
+    """The config of a Qwen3-MoE of the sizes of the largest open models."""
+    return {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": layers,
+        "num_experts": experts,
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": EXPERT,
+        "intermediate_size": EXPERT,
+        "vocab_size": VOCABULARY,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": GROUPS,
+        "head_dim": HEAD,
+        "mlp_only_layers": [],
+        "decoder_sparse_step": 1,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+    }
+
+
+def model(layers: int, experts: int) -> Checkpoint:
+    """A checkpoint in dialect hf: three matrices an expert, each under its own name."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (VOCABULARY, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (VOCABULARY, HIDDEN),
+    }
+    for layer in range(layers):
+        base = f"model.layers.{layer}"
+        shapes |= {f"{base}.{norm}.weight": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{base}.self_attn.{norm}.weight": (HEAD,) for norm in ("q_norm", "k_norm")}
+        shapes |= {f"{base}.self_attn.{part}_proj.weight": (GROUPS * HEAD, HIDDEN) for part in "kv"}
+        shapes[f"{base}.self_attn.q_proj.weight"] = (HEADS * HEAD, HIDDEN)
+        shapes[f"{base}.self_attn.o_proj.weight"] = (HIDDEN, HEADS * HEAD)
+        shapes[f"{base}.mlp.gate.weight"] = (experts, HIDDEN)
+        for expert in range(experts):
+            stem = f"{base}.mlp.experts.{expert}"
+            shapes |= {f"{stem}.{part}_proj.weight": (EXPERT, HIDDEN) for part in ("gate", "up")}
+            shapes[f"{stem}.down_proj.weight"] = (HIDDEN, EXPERT)
+    entries: dict[str, Entry] = {}
+    end = 0
+    for name, shape in shapes.items():
+        entries[name] = Entry(name, "BF16", shape, (Extent((0,) * len(shape), shape, FILE, end),))
+        end += 2 * prod(shape)
+    container = Container("safetensors", FILE, Nothing(), entries, {FILE: end})
+    return Checkpoint(container, settings(config=config(layers, experts)), None, None)

@@ -1,0 +1,251 @@
+"""Comparison: bit by bit, whatever the dialects, the shards and the formats."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import transaxle as tx
+from tests import checkpoints
+from tests.engine import law
+from tests.formats import files
+from transaxle.engine.compare import compare
+from transaxle.engine.produce import limits
+
+GATE = checkpoints.GATE
+STACK = "model.layers.0.mlp.experts.gate_and_up_projs"
+HEAD, EMBED = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def stored(folder: Path, **changed: npt.NDArray[Any]) -> Path:
+    return checkpoints.write(folder, {**checkpoints.tensors(), **changed}, config=checkpoints.CONFIG)
+
+
+def plain(folder: Path, held: Mapping[str, Any]) -> Path:
+    return checkpoints.write(folder, {name: np.asarray(value) for name, value in held.items()})
+
+
+def test_equal_checkpoints(tmp_path: Path) -> None:
+    one, two = stored(tmp_path / "one"), checkpoints.tiny(tmp_path / "two", shards=4)
+    found = tx.diff(one, two)
+    assert found.equal
+    assert found.tensors == (checkpoints.TENSORS, checkpoints.TENSORS)
+    assert sum(found.compared.values()) == checkpoints.TENSORS
+    assert found.parameters == sum(array.size for array in checkpoints.tensors().values())
+    assert found.bytes_read == 4 * found.parameters
+    assert json.loads(json.dumps(found.as_json()))["equal"] is True
+
+
+@pytest.mark.parametrize("dialect", ["hf", "automodel", "torchtitan", "megatron", "te", "transformers"])
+@pytest.mark.parametrize("numeric", [False, True])
+def test_one_changed_value_is_found_in_any_dialect(tmp_path: Path, dialect: str, *, numeric: bool) -> None:
+    value = checkpoints.tensors()[GATE].copy()
+    value[3, 5] += 1
+    one, changed = stored(tmp_path / "one"), stored(tmp_path / "changed", **{GATE: value})
+    two = tmp_path / "two"
+    tx.convert(changed, two, to=dialect, sync=False)
+    for a, b in [(one, two), (two, one)]:
+        found = tx.diff(a, b, numeric=numeric)
+        assert not found.equal
+        (difference,) = found.differences
+        assert difference.kind == "values"
+        if numeric:
+            assert difference.elements == 1
+            assert difference.max_abs == pytest.approx(1, rel=0.02)
+            assert "1 of" in difference.detail
+    assert tx.diff(one, two).differences[0].name in tx.open(two)
+    assert tx.diff(two, one).differences[0].name == GATE
+
+
+def test_differences_of_every_kind_are_told_by_name(tmp_path: Path) -> None:
+    one = {
+        "a": np.zeros(3, "f4"),
+        "b": np.zeros((2, 3)),
+        "c": np.zeros(2, "f4"),
+        "d": np.zeros(1),
+        "e": np.ones(2, "i8"),
+    }
+    two = {
+        "a": np.zeros(3, "f4"),
+        "b": np.zeros((3, 2)),
+        "c": np.zeros(2, "i4"),
+        "z": np.zeros(1),
+        "e": np.zeros(2, "i8"),
+    }
+    found = tx.diff(plain(tmp_path / "one", one), plain(tmp_path / "two", two), numeric=True)
+    assert [(d.name, d.kind) for d in found.differences] == [
+        ("b", "shape"),
+        ("c", "dtype"),
+        ("d", "only_first"),
+        ("e", "values"),
+        ("z", "only_second"),
+    ]
+    told = {d.name: d.detail for d in found.differences}
+    assert "[2, 3]" in told["b"]
+    assert "[3, 2]" in told["b"]
+    assert "F32 and I32" in told["c"]
+    assert (found.differences[3].elements, found.differences[3].max_abs) == (2, 1.0)
+    assert found.compared == {"": 4}
+    assert len(found.as_json()["differences"]) == 5
+
+
+def test_a_missing_tensor_does_not_hide_the_rest(tmp_path: Path) -> None:
+    """Of one dialect, checkpoints are compared as they are; one need not be complete for that."""
+    held = checkpoints.tensors()
+    del held[HEAD]
+    held[GATE] = held[GATE] + held[GATE]
+    one = stored(tmp_path / "one")
+    two = checkpoints.write(tmp_path / "two", held, config=checkpoints.CONFIG)
+    assert [(d.name, d.kind) for d in tx.diff(one, two).differences] == [(HEAD, "only_first"), (GATE, "values")]
+    assert [(d.name, d.kind) for d in tx.diff(two, one).differences] == [(HEAD, "only_second"), (GATE, "values")]
+
+
+def test_what_cannot_be_expressed_is_refused(tmp_path: Path) -> None:
+    held = checkpoints.tensors()
+    del held[GATE]
+    one = checkpoints.write(tmp_path / "one", held, config=checkpoints.CONFIG)
+    tx.convert(stored(tmp_path / "whole"), tmp_path / "two", to="automodel", sync=False)
+    with pytest.raises(tx.TransaxleError, match="MISSING_TENSOR"):
+        tx.diff(one, tmp_path / "two")
+
+
+def test_another_prefix_is_no_difference(tmp_path: Path) -> None:
+    held = {f"module.{name}": array for name, array in checkpoints.tensors().items()}
+    one = checkpoints.write(tmp_path / "one", held, config=checkpoints.CONFIG)
+    assert tx.diff(one, stored(tmp_path / "two")).equal
+
+
+NAN = np.frombuffer(np.array([0x7FC00000, 0x7FC00001, 0xFFC00000], "<u4").tobytes(), "<f4")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "elements", "apart"),
+    [
+        (NAN[0], NAN[0], 0, 0.0),
+        (NAN[0], NAN[1], 1, 0.0),
+        (NAN[0], NAN[2], 1, 0.0),
+        (NAN[0], 1.0, 1, math.inf),
+        (1.0, NAN[1], 1, math.inf),
+        (math.inf, -math.inf, 1, math.inf),
+        (math.inf, math.inf, 0, 0.0),
+        (math.inf, 3.0, 1, math.inf),
+        (0.0, -0.0, 1, 0.0),
+        (3e38, -3e38, 1, 6e38),
+    ],
+)
+def test_bits_are_compared_and_distances_measured(
+    tmp_path: Path, a: float, b: float, elements: int, apart: float
+) -> None:
+    """NaN equals itself if its bits do; a NaN on one side only is infinitely far from anything."""
+    one, two = (np.array([5, value, 7], "f4") for value in (a, b))
+    found = tx.diff(plain(tmp_path / "one", {"x": one}), plain(tmp_path / "two", {"x": two}), numeric=True)
+    assert found.equal == (elements == 0)
+    if elements:
+        assert found.differences[0].elements == elements
+        assert found.differences[0].max_abs == pytest.approx(apart)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["?", "u1", "i1", "u2", "i4", "u8", "i8", "f2", "f4", "f8", "c8", "bfloat16", "float8_e4m3fn", "float8_e5m2"],
+)
+def test_distances_of_every_type(tmp_path: Path, kind: str) -> None:
+    dtype = np.dtype(getattr(ml_dtypes, kind, kind))
+    one = np.zeros(200_000, np.float32).astype(dtype)
+    two = one.copy()
+    two[[3, 100, 199_999]] = np.ones(3).astype(dtype)
+    found = tx.diff(plain(tmp_path / "one", {"x": one}), plain(tmp_path / "two", {"x": two}), numeric=True)
+    assert (found.differences[0].elements, found.differences[0].max_abs) == (3, 1.0)
+
+
+def test_packed_types_are_compared_and_not_measured(tmp_path: Path) -> None:
+    for folder, byte in (("one", b"\1"), ("two", b"\2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / files.FILE).write_bytes(files.made({"x": files.info("F4", [2], 0, 1)}, byte))
+    (difference,) = tx.diff(tmp_path / "one", tmp_path / "two", numeric=True).differences
+    assert (difference.kind, difference.elements, difference.max_abs) == ("values", None, None)
+
+
+HALVES = st.lists(st.floats(width=16, allow_nan=False), min_size=1, max_size=40)
+
+
+@given(a=HALVES, b=HALVES)
+@law
+def test_numbers_against_numpy(a: list[float], b: list[float], tmp_path_factory: pytest.TempPathFactory) -> None:
+    length = min(len(a), len(b))
+    one, two = (np.array(values[:length], "f2") for values in (a, b))
+    folder = tmp_path_factory.mktemp("numbers")
+    found = tx.diff(plain(folder / "one", {"x": one}), plain(folder / "two", {"x": two}), numeric=True)
+    differing = one.view("u2") != two.view("u2")
+    assert found.equal == (not differing.any())
+    if differing.any():
+        assert found.differences[0].elements == differing.sum()
+        with np.errstate(invalid="ignore"):
+            apart = np.abs(one.astype("f8") - two.astype("f8"))
+        assert found.differences[0].max_abs == apart[differing].max()
+
+
+@pytest.mark.parametrize(("jobs", "memory"), [(1, 1), (3, 1_000_003)])
+def test_any_buffers_and_many_blocks(tmp_path: Path, jobs: int, memory: int) -> None:
+    random = np.random.default_rng(0)
+    one = random.standard_normal((700, 900))
+    two = one.copy()
+    two[::7, 3] += 0.5
+    a, b = plain(tmp_path / "one", {"x": one}), plain(tmp_path / "two", {"x": two})
+    with tx.open(a) as first, tx.open(b) as second:
+        seen: list[int] = []
+        found = compare(first, second, numeric=True, limit=limits(jobs, memory), progress=seen.append)
+    assert found.differences[0].elements == 100
+    assert found.differences[0].max_abs == pytest.approx(0.5)
+    assert sum(seen) == one.nbytes
+
+
+def test_a_tie_is_looked_through(tmp_path: Path) -> None:
+    """One side stores the head, the other does not; where both copies are stored they must be one."""
+    config = {**checkpoints.CONFIG, "tie_word_embeddings": True}
+    held = checkpoints.tensors()
+    both = {**held, HEAD: held[EMBED].copy()}
+    without = {name: array for name, array in held.items() if name != HEAD}
+    a = checkpoints.write(tmp_path / "a", without, config=config)
+    b = tmp_path / "b"
+    tx.convert(checkpoints.write(tmp_path / "both", both, config=config), b, to="transformers", sync=False)
+    assert tx.diff(a, b).equal
+    assert tx.diff(b, a).equal
+    changed = checkpoints.read(b)
+    changed[HEAD] = changed[HEAD] + changed[HEAD]
+    c = checkpoints.write(tmp_path / "c", changed, config=config)
+    assert [d.name for d in tx.diff(a, c).differences] == [HEAD]
+    (difference,) = tx.diff(c, a).differences
+    assert difference.kind == "copies"
+    assert str(c) in difference.detail
+
+
+def test_settings_of_the_first_are_not_those_of_the_second(tmp_path: Path) -> None:
+    one = stored(tmp_path / "one")
+    tx.convert(one, tmp_path / "two", to="megatron", sync=False)
+    assert tx.diff(one, tmp_path / "two", dialect="hf", config=checkpoints.CONFIG).equal
+    with tx.open(one) as first, tx.open(tmp_path / "two") as second:
+        assert tx.verify(first, second).equal
+        assert tx.diff(first, tmp_path / "two", family="qwen3_moe").equal
+        assert first[GATE].tobytes(), "what the caller opened stays open"
+        with pytest.raises(TypeError, match="open already"):
+            tx.diff(first, second, family="qwen3_moe")
+        with pytest.raises(TypeError, match="open already"):
+            tx.convert(first, tmp_path / "x", to="hf", family="qwen3_moe")
+
+
+def test_files_of_no_family_are_compared_by_name(tmp_path: Path) -> None:
+    one = plain(tmp_path / "one", {"x": np.arange(5), "y": np.float32(1)})
+    two = plain(tmp_path / "two", {"x": np.arange(5), "y": np.float32(1)})
+    found = tx.diff(one, two)
+    assert (found.equal, found.dialect) == (True, None)

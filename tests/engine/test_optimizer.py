@@ -1,0 +1,144 @@
+"""Optimizer state follows its parameter: the moments as the weight itself, the step as one number per tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import transaxle as tx
+from tests import checkpoints
+from transaxle.errors import Code
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STEP = "step"
+DIALECTS = ["automodel", "torchtitan", "torchtitan@0.2", "transformers", "megatron", "te"]
+GATE = checkpoints.GATE
+STACK = "model.layers.0.mlp.experts.gate_and_up_projs"
+
+Array = npt.NDArray[Any]
+
+
+def state_of(parameter: str, state: str) -> str:
+    return f"optim/{parameter}/{state}"
+
+
+def trained(*, prefix: str = "", step: Array | None = None, weights: bool = True) -> dict[str, Array]:
+    """The tiny model with the state of an Adam, under one prefix."""
+    random = np.random.default_rng(1)
+    held: dict[str, Array] = {}
+    for name, weight in checkpoints.tensors().items():
+        if weights:
+            held[prefix + name] = weight
+        for moment in MOMENTS:
+            held[state_of(prefix + name, moment)] = random.standard_normal(weight.shape).astype(np.float32)
+        held[state_of(prefix + name, STEP)] = np.array(7, np.float32) if step is None else step
+    return held
+
+
+def store(folder: Path, held: dict[str, Array]) -> Path:
+    return checkpoints.write(folder, held, config=checkpoints.CONFIG)
+
+
+def alone(held: dict[str, Array], state: str) -> dict[str, Array]:
+    """One state of every parameter, under the parameter's own name."""
+    end = f"/{state}"
+    return {name.removeprefix("optim/").removesuffix(end): a for name, a in held.items() if name.endswith(end)}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_moments_move_as_the_weight_moves(tmp_path: Path, dialect: str) -> None:
+    """Each moment, taken alone and converted as if it were the weights, gives the same tensors."""
+    held = trained()
+    source = store(tmp_path / "source", held)
+    tx.convert(source, tmp_path / "out", to=dialect, sync=False)
+    got = checkpoints.read(tmp_path / "out")
+    weights = {name for name in got if not name.startswith("optim/")}
+    for moment in MOMENTS:
+        tx.convert(store(tmp_path / moment, alone(held, moment)), tmp_path / f"{moment} out", to=dialect, sync=False)
+        wanted = checkpoints.read(tmp_path / f"{moment} out")
+        found = alone(got, moment)
+        assert found.keys() == wanted.keys() == weights
+        assert {n: a.tobytes() for n, a in found.items()} == {n: a.tobytes() for n, a in wanted.items()}
+    steps = alone(got, STEP)
+    assert steps.keys() == weights
+    assert {(array.shape, array.dtype.name, float(array)) for array in steps.values()} == {((), "float32", 7.0)}
+    tx.convert(tmp_path / "out", tmp_path / "back", to="hf", sync=False)
+    assert checkpoints.same(source, tmp_path / "back")
+    assert tx.diff(source, tmp_path / "out").equal
+
+
+@pytest.mark.parametrize("step", [np.array([7], np.int64), np.array(7, np.int64), np.array([[7]], np.float32)])
+def test_steps_keep_their_type_and_shape(tmp_path: Path, step: Array) -> None:
+    source = store(tmp_path / "source", trained(step=step))
+    tx.convert(source, tmp_path / "out", to="automodel", sync=False)
+    steps = alone(checkpoints.read(tmp_path / "out"), STEP)
+    assert {(array.shape, array.dtype) for array in steps.values()} == {(step.shape, step.dtype)}
+
+
+def test_steps_become_one_only_if_they_are_equal(tmp_path: Path) -> None:
+    held = trained()
+    held[state_of(GATE, STEP)] = np.array(8, np.float32)
+    source = store(tmp_path / "source", held)
+    with pytest.raises(tx.TransaxleError) as caught:
+        tx.convert(source, tmp_path / "out", to="automodel")
+    codes: set[Code] = {refusal.code for refusal in caught.value.refusals}
+    assert codes == {"UNEQUAL_COPIES"}
+    assert state_of(STACK, STEP) in str(caught.value)
+    assert not (tmp_path / "out").exists()
+    assert tx.convert(source, tmp_path / "same", to="hf", sync=False).checks == 0
+    assert checkpoints.same(source, tmp_path / "same")
+    # megatron keeps an expert's gate and up together, and those of no two experts.
+    with pytest.raises(tx.TransaxleError, match="UNEQUAL_COPIES"):
+        tx.convert(source, tmp_path / "out", to="megatron")
+    assert tx.diff(source, tmp_path / "same").equal
+
+
+def test_a_prefix_is_the_states_too(tmp_path: Path) -> None:
+    one = store(tmp_path / "one", trained(prefix="module."))
+    two = store(tmp_path / "two", trained())
+    tx.convert(one, tmp_path / "a", to="torchtitan", sync=False)
+    tx.convert(two, tmp_path / "b", to="torchtitan", sync=False)
+    assert checkpoints.same(tmp_path / "a", tmp_path / "b")
+
+
+def test_state_without_its_weights(tmp_path: Path) -> None:
+    """A file of optimizer state alone is a checkpoint that lacks its weights."""
+    source = store(tmp_path / "source", trained(weights=False))
+    plan = tx.plan(source, tmp_path / "out", to="automodel")
+    assert {refusal.code for refusal in plan.refusals} == {"MISSING_TENSOR"}
+    tx.convert(source, tmp_path / "out", to="safetensors", sync=False)
+    assert checkpoints.same(source, tmp_path / "out")
+
+
+def test_state_of_some_parameters_only(tmp_path: Path) -> None:
+    """Frozen parameters have none; a tensor of which one half is frozen has half of one, which is refused."""
+    held = trained()
+    frozen = [name for name in held if name.startswith("optim/model.layers.1.")]
+    some = {name: array for name, array in held.items() if name not in frozen}
+    tx.convert(store(tmp_path / "source", some), tmp_path / "out", to="automodel", sync=False)
+    got = checkpoints.read(tmp_path / "out")
+    assert state_of(STACK, "exp_avg") in got
+    assert state_of(STACK.replace("layers.0", "layers.1"), "exp_avg") not in got
+    del some[state_of(GATE, "exp_avg")]
+    plan = tx.plan(store(tmp_path / "half", some), tmp_path / "x", to="automodel")
+    assert [refusal.code for refusal in plan.refusals]
+    assert all(refusal.code in {"MISSING_TENSOR", "INCOMPLETE"} for refusal in plan.refusals)
+
+
+def test_state_that_names_no_parameter_is_kept(tmp_path: Path) -> None:
+    extra = {"optim/#3/exp_avg": np.zeros(3, np.float32), "optim/no.such.parameter/step": np.array(1.0)}
+    report = tx.convert(store(tmp_path / "source", {**trained(), **extra}), tmp_path / "out", to="te", sync=False)
+    assert set(report.kept) == extra.keys()
+    found = checkpoints.read(tmp_path / "out")
+    assert {name: found[name].tobytes() for name in extra} == {name: array.tobytes() for name, array in extra.items()}
+
+
+def test_a_shape_that_is_neither_a_moment_nor_a_step_is_refused(tmp_path: Path) -> None:
+    held = trained()
+    held[state_of(GATE, "exp_avg")] = np.zeros((2, 2), np.float32)
+    plan = tx.plan(store(tmp_path / "source", held), tmp_path / "out", to="automodel")
+    assert any(refusal.code == "SHAPE_MISMATCH" for refusal in plan.refusals)

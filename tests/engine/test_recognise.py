@@ -1,0 +1,191 @@
+"""Family and dialect are told by the config and the names, never by shapes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import transaxle as tx
+from tests import checkpoints
+from transaxle.engine.recognise import recognise
+from transaxle.errors import Code
+from transaxle.families import builtin
+
+NAMES = tuple(checkpoints.shapes())
+CONFIG = checkpoints.CONFIG
+DENSE = tuple(name for name in NAMES if ".experts." not in name and ".mlp.gate." not in name) + tuple(
+    f"model.layers.{layer}.mlp.{part}_proj.weight" for layer in range(2) for part in ("gate", "up", "down")
+)
+"""Names of a Qwen3 without experts."""
+PLAIN = tuple(name for name in DENSE if "_norm." not in name or "layernorm" in name)
+"""Without norms of q and k: names of a Llama."""
+
+TWINS = """
+family one
+  axes d
+  a : d
+  b : d
+dialect hf
+  a = a[d]
+  b = b[d]
+family two
+  axes d f
+  a : f
+  b : d
+dialect hf
+  a = a[f]
+  b = b[d]
+family three
+  axes d
+  a : d
+  b : d
+  c : d
+dialect hf
+  a = a[d]
+  b = b[d]
+  c = c[d]
+"""
+
+
+def found(names: tuple[str, ...], config: dict[str, Any] | None = None, **said: str) -> tuple[str, str, str]:
+    result = recognise(names, config or {}, builtin(), **said)
+    return result.family.name, result.dialect.label, result.prefix
+
+
+def refused(code: Code, *words: str) -> Any:
+    return pytest.raises(tx.TransaxleError, match=rf"(?s)^{code}\b.*{'.*'.join(words)}")
+
+
+@pytest.mark.parametrize(
+    ("names", "family"), [(NAMES, "qwen3_moe"), (DENSE, "qwen3"), (PLAIN, "llama")], ids=["moe", "qwen3", "llama"]
+)
+def test_names_alone_tell_the_family(names: tuple[str, ...], family: str) -> None:
+    """Every name of a Llama is one of a Qwen3 too; what a Qwen3 always has, and these lack, decides."""
+    assert found(names) == (family, "hf", "")
+
+
+def test_the_config_decides_between_families_of_the_same_names() -> None:
+    assert found(PLAIN, {"model_type": "llama"})[0] == "llama"
+    assert found(PLAIN, {"model_type": "mixtral", "text_config": {"model_type": "llama"}})[0] == "llama"
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "model.language_model.", "a.b.c.", "module.module."])
+def test_one_prefix_stands_before_all_names(prefix: str) -> None:
+    assert found(tuple(prefix + name for name in NAMES)) == ("qwen3_moe", "hf", prefix)
+    states = tuple(f"optim/{prefix}{name}/{state}" for name in NAMES for state in ("exp_avg", "step"))
+    assert found(states) == ("qwen3_moe", "hf", prefix)
+
+
+def test_a_prefix_may_look_like_the_names_themselves() -> None:
+    """`model.` is a prefix of transformers' own and the beginning of every Hugging Face name."""
+    assert found(tuple(f"model.{name}" for name in NAMES))[2] == "model."
+
+
+def test_a_few_strange_names_do_not_matter() -> None:
+    assert found((*NAMES, "optimizer.state", "rng", "model.layers.0.extra")) == ("qwen3_moe", "hf", "")
+
+
+def test_what_the_user_says_is_believed() -> None:
+    assert found(PLAIN, family="qwen3") == ("qwen3", "hf", "")
+    assert found(PLAIN, {"model_type": "unheard_of"}, family="llama")[0] == "llama"
+    assert found(PLAIN, dialect="automodel") == ("llama", "automodel", "")
+    with refused("UNKNOWN_FAMILY", "did you mean llama"):
+        found(PLAIN, family="lama")
+
+
+def test_an_unknown_model_type_is_refused_with_what_its_names_look_like() -> None:
+    with refused("UNKNOWN_FAMILY", "'unheard_of'", "read like qwen3_moe", "--family qwen3_moe"):
+        found(NAMES, {"model_type": "unheard_of"})
+
+
+@pytest.mark.parametrize("config", [{"model_type": 7}, {"model_type": None}, {"text_config": 3}, {"text_config": []}])
+def test_a_config_that_says_nothing_useful(config: dict[str, Any]) -> None:
+    assert found(NAMES, config)[0] == "qwen3_moe"
+
+
+@pytest.mark.parametrize("names", [(), ("a", "b.c"), ("",), ("....",), ("weight",), ("\x00", "ü" * 300)])
+def test_names_of_no_family(names: tuple[str, ...]) -> None:
+    with refused("UNKNOWN_FAMILY", "identity"):
+        found(names)
+
+
+def test_a_dialect_that_reads_nothing() -> None:
+    with refused("UNKNOWN_FAMILY", "'megatron'"):
+        found(NAMES, dialect="megatron")
+
+
+def test_close_names_are_pointed_out() -> None:
+    with refused("UNKNOWN_FAMILY", "closest: "):
+        found(tuple(name.replace("model.layers", "model.layer") for name in NAMES if "layers" in name))
+
+
+def test_two_families_that_read_alike_are_listed_and_never_guessed(tmp_path: Path) -> None:
+    rules = tmp_path / "twins.rules"
+    rules.write_text(TWINS)
+    # Square or not, and of the one size or the other: shapes must not tell.
+    for shape in ((4,), (5,)):
+        source = checkpoints.write(
+            tmp_path / str(shape), {"a": np.zeros(4, np.float32), "b": np.zeros(shape, np.float32)}
+        )
+        with tx.open(source, rules=rules) as checkpoint:
+            with refused("AMBIGUOUS", "one:hf", "two:hf", "--family") as caught:
+                _ = checkpoint.recognised
+            assert caught.value.exit_code == 2
+            assert "three" not in str(caught.value), "it lacks a tensor that this family always has"
+            assert (checkpoint.family, checkpoint.dialect) == (None, None)
+        with tx.open(source, rules=rules, family="two") as checkpoint:
+            assert checkpoint.family == "two"
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_shapes_are_not_looked_at(tmp_path: Path, *, transposed: bool) -> None:
+    """The same names with every matrix on its side are the same dialect; what does not fit is refused later."""
+    held = {name: array.T if transposed else array for name, array in checkpoints.tensors().items()}
+    held = {name: np.ascontiguousarray(array) for name, array in held.items()}
+    source = checkpoints.write(tmp_path / "source", held, config=CONFIG)
+    with tx.open(source) as checkpoint:
+        assert (checkpoint.family, checkpoint.dialect) == ("qwen3_moe", "hf")
+    plan = tx.plan(source, tmp_path / "out", to="megatron")
+    assert {refusal.code for refusal in plan.refusals} == ({"SHAPE_MISMATCH"} if transposed else set())
+
+
+def test_a_family_said_wrongly_is_an_error_at_once(tmp_path: Path) -> None:
+    source = checkpoints.tiny(tmp_path / "source")
+    with tx.open(source, family="mixtral", dialect="te") as checkpoint, refused("UNKNOWN_FAMILY", "'te'"):
+        _ = checkpoint.family
+
+
+def test_the_newest_version_is_written_and_every_one_is_read(tmp_path: Path) -> None:
+    source = checkpoints.tiny(tmp_path / "source")
+    for to, label in [("torchtitan", "torchtitan@0.3"), ("torchtitan@0.2", "torchtitan@0.2")]:
+        out = tmp_path / to
+        assert tx.convert(source, out, to=to, sync=False).dialect == label
+        (out / "transaxle.json").unlink()
+        with tx.open(out) as checkpoint:
+            assert checkpoint.dialect == label
+    with refused("AMBIGUOUS", "torchtitan@9", "torchtitan@0.2"):
+        tx.plan(source, tmp_path / "x", to="torchtitan@9")
+
+
+def test_axes_must_exist(tmp_path: Path) -> None:
+    source = checkpoints.tiny(tmp_path / "source")
+    with refused("UNKNOWN_AXIS", "zz"):
+        tx.open(source, axes={"zz": 3})
+
+
+def test_unreadable_settings(tmp_path: Path) -> None:
+    source = checkpoints.tiny(tmp_path / "source")
+    with refused("IO"):
+        tx.open(source, config=tmp_path / "none.json")
+    with refused("IO"):
+        tx.open(source, rules=tmp_path)
+    (tmp_path / "latin").write_bytes("ü".encode("latin-1"))
+    with refused("CORRUPT", "UTF-8"):
+        tx.open(source, config=tmp_path / "latin")
+    (tmp_path / "list.json").write_text(json.dumps([1]))
+    with refused("CORRUPT", "JSON object"):
+        tx.open(source, config=tmp_path / "list.json")

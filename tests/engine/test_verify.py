@@ -1,0 +1,254 @@
+"""Verification: no bit of what we wrote may change without being noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import transaxle as tx
+from tests import checkpoints
+from tests.engine.killed import contents
+from transaxle.engine.manifest import SCHEMA, decode, encode
+from transaxle.engine.verify import Verification, verify
+
+SIZES = {**checkpoints.SIZES, "num_hidden_layers": 1, "num_experts": 2}
+CONFIG = {**checkpoints.CONFIG, **SIZES}
+MANIFEST = "transaxle.json"
+SHARD_SIZE = 3000
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A conversion in several shards, with an index, a config and another file beside them."""
+    folder = tmp_path_factory.mktemp("verify")
+    source = checkpoints.write(folder / "source", checkpoints.tensors(SIZES), config=CONFIG)
+    (source / "notes.txt").write_text("carried")
+    tx.convert(source, folder / "out", to="automodel", shard_size=SHARD_SIZE)
+    return folder / "out"
+
+
+@pytest.fixture
+def copy(written: Path, tmp_path: Path) -> Path:
+    shutil.copytree(written, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def verified(folder: Path) -> Verification:
+    with tx.open(folder) as checkpoint:
+        return verify(checkpoint)
+
+
+def well(folder: Path) -> bool:
+    """False also where it cannot even be opened."""
+    try:
+        return verified(folder).ok
+    except tx.TransaxleError as error:
+        if error.exit_code not in {2, 3}:
+            raise
+        return False
+
+
+def header(data: bytes) -> int:
+    return 8 + int.from_bytes(data[:8], "little")
+
+
+def test_what_was_written_is_well(written: Path) -> None:
+    found = verified(written)
+    assert found.ok
+    assert found.against == "manifest"
+    assert not found.problems
+    assert not found.extra
+    with tx.open(written) as checkpoint:
+        assert found.tensors == len(checkpoint)
+        assert found.bytes_read == sum(tensor.nbytes for tensor in checkpoint.values())
+        assert found.parameters == found.bytes_read // 2
+        assert checkpoint.manifest is not None
+    assert json.loads(json.dumps(found.as_json()))["ok"] is True
+
+
+@pytest.mark.parametrize("where", ["headers", "index", "config.json", "notes.txt", MANIFEST, "data"])
+def test_every_flipped_bit_is_noticed(copy: Path, where: str) -> None:
+    """Every byte of what describes the tensors, in one bit each; a sample of the tensors' bits."""
+    random = np.random.default_rng(0)
+    intact = contents(copy)
+    spots: list[tuple[str, int]] = []
+    for name, data in intact.items():
+        if name.endswith(".safetensors"):
+            size = header(data)
+            if where == "headers":
+                spots += [(name, at) for at in range(size)]
+            elif where == "data":
+                spots += [(name, size), (name, len(data) - 1)]
+                spots += [(name, size + int(at)) for at in random.integers(0, len(data) - size, 20)]
+        elif where == name or (where == "index" and name == checkpoints.INDEX):
+            spots += [(name, at) for at in range(len(data))]
+    assert len(spots) > 5
+    if len(spots) > 600:
+        spots = [spots[i] for i in sorted(random.choice(len(spots), 600, replace=False))]
+    for name, at in spots:
+        with (copy / name).open("r+b") as file:
+            file.seek(at)
+            file.write(bytes([intact[name][at] ^ (1 << int(random.integers(0, 8)))]))
+        assert not well(copy), (name, at)
+        with (copy / name).open("r+b") as file:
+            file.seek(at)
+            file.write(intact[name][at : at + 1])
+    assert well(copy)
+
+
+Damage = Callable[[Path], object]
+
+
+def _swap(folder: Path) -> None:
+    """Two tensors of one shape and type change places."""
+    with tx.open(folder) as checkpoint:
+        one, two = (t.transfers()[0] for t in checkpoint.values() if t.shape == (checkpoints.SIZES["head_dim"],))
+    data = bytearray((folder / one.file).read_bytes())
+    a, b = (slice(t.source, t.source + t.width) for t in (one, two))
+    data[a], data[b] = data[b], data[a]
+    (folder / one.file).write_bytes(bytes(data))
+
+
+DAMAGES: dict[str, Damage] = {
+    "shard gone": lambda folder: next(folder.glob("model-00001*")).unlink(),
+    "index gone": lambda folder: (folder / checkpoints.INDEX).unlink(),
+    "config gone": lambda folder: (folder / "config.json").unlink(),
+    "notes gone": lambda folder: (folder / "notes.txt").unlink(),
+    "notes longer": lambda folder: (folder / "notes.txt").write_text("carried!"),
+    "shard cut": lambda folder: os.truncate(next(folder.glob("model-00001*")), 900),
+    "shard longer": lambda folder: next(folder.glob("model-00001*")).open("ab").write(b"x"),
+    "shard replaced": lambda folder: shutil.copy(*sorted(folder.glob("model-*.safetensors"))[:2]),
+    "tensors swapped": _swap,
+    "manifest empty": lambda folder: (folder / MANIFEST).write_bytes(b""),
+    "manifest of another": lambda folder: (folder / MANIFEST).write_text("{}"),
+    "manifest deep": lambda folder: (folder / MANIFEST).write_text("[" * 100_000),
+    "manifest not UTF-8": lambda folder: (folder / MANIFEST).write_bytes(b'{"transaxle": "\xff"}'),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_other_damage_is_noticed(copy: Path, damage: str) -> None:
+    DAMAGES[damage](copy)
+    assert not well(copy)
+
+
+def test_all_problems_are_listed_with_their_places(copy: Path) -> None:
+    with tx.open(copy) as checkpoint:
+        names = list(checkpoint)[:3]
+        places = [checkpoint[name].transfers()[0] for name in names]
+    for place in places:
+        with (copy / place.file).open("r+b") as file:
+            file.seek(place.source)
+            byte = file.read(1)
+            file.seek(place.source)
+            file.write(bytes([byte[0] ^ 4]))
+    (copy / "notes.txt").write_text("changed")
+    (copy / "config.json").unlink()
+    found = verified(copy)
+    assert [problem.where.tensor for problem in found.problems if problem.where.tensor] == names
+    assert {(p.code, p.where.file) for p in found.problems if p.where.file} == {
+        ("CORRUPT", "notes.txt"),
+        ("INCOMPLETE", "config.json"),
+    }
+
+
+def test_files_that_were_added_are_shown_and_no_fault(copy: Path) -> None:
+    (copy / "README.md").write_text("mine")
+    (copy / "other.bin").write_bytes(b"1")
+    found = verified(copy)
+    assert found.ok
+    assert found.extra == ("README.md", "other.bin")
+
+
+def test_tensors_that_the_manifest_does_not_know(copy: Path) -> None:
+    """The files and the manifest of two different checkpoints, each of them intact."""
+    manifest = decode((copy / MANIFEST).read_bytes())
+    tensors = dict(manifest.tensors)
+    gone = tensors.pop("lm_head.weight")
+    tensors["invented"] = gone
+    text = encode(
+        type(manifest)(**{f: getattr(manifest, f) for f in manifest.__struct_fields__} | {"tensors": tensors})
+    )
+    (copy / MANIFEST).write_bytes(text)
+    found = verified(copy)
+    assert {(p.code, p.where.tensor) for p in found.problems} == {
+        ("MISSING_TENSOR", "invented"),
+        ("UNEXPECTED_TENSOR", "lm_head.weight"),
+    }
+
+
+def test_a_manifest_that_lies_about_a_header(copy: Path) -> None:
+    text = (copy / MANIFEST).read_bytes()
+    manifest = decode(text)
+    file = next(name for name in manifest.files if name.endswith(".safetensors"))
+    for head in (-1, 1 << 60):
+        record = type(manifest.files[file])(manifest.files[file].size, head, manifest.files[file].xxh3)
+        fields = {f: getattr(manifest, f) for f in manifest.__struct_fields__}
+        changed = type(manifest)(**fields | {"files": {**manifest.files, file: record}})
+        (copy / MANIFEST).write_bytes(encode(changed))
+        assert [problem.code for problem in verified(copy).problems] == ["CORRUPT"]
+        with tx.open(copy) as checkpoint:
+            assert checkpoint.manifest is None
+
+
+def test_a_manifest_of_a_later_version_is_not_called_corrupt(copy: Path) -> None:
+    manifest = json.loads((copy / MANIFEST).read_bytes())
+    (copy / MANIFEST).write_text(json.dumps({**manifest, "transaxle": SCHEMA + 1, "more": []}))
+    with pytest.raises(tx.TransaxleError, match="UNSUPPORTED"):
+        verified(copy)
+
+
+def test_without_a_manifest_the_structure_is_checked(copy: Path) -> None:
+    (copy / MANIFEST).unlink()
+    found = verified(copy)
+    assert (found.ok, found.against) == (True, "structure")
+    os.truncate(next(copy.glob("model-00001*")), 900)
+    assert not well(copy)
+
+
+def test_a_view_is_verified_as_what_it_is_stored_as(copy: Path) -> None:
+    with tx.open(copy) as checkpoint:
+        view = checkpoint.as_dialect("hf")
+        assert verify(view).ok
+        assert verify(view).tensors == len(checkpoint)
+    first = next(copy.glob("model-00001*"))
+    data = bytearray(first.read_bytes())
+    data[-1] ^= 1
+    first.write_bytes(bytes(data))
+    with tx.open(copy) as checkpoint:
+        assert not verify(checkpoint.as_dialect("hf")).ok
+
+
+@pytest.mark.parametrize("first", ["hf", "automodel", "torchtitan", "megatron"])
+@pytest.mark.parametrize("second", ["hf", "te", "transformers", "torchtitan@0.2"])
+def test_two_checkpoints_across_dialects(tmp_path: Path, first: str, second: str) -> None:
+    source = checkpoints.tiny(tmp_path / "source")
+    one, two = tmp_path / "one", tmp_path / "two"
+    tx.convert(source, one, to=first, sync=False)
+    tx.convert(source, two, to=second, sync=False, shard_size=9000)
+    assert tx.verify(one, two).equal
+    assert tx.verify(two, one).equal
+    shard = max(two.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 128
+    shard.write_bytes(bytes(data))
+    assert not tx.verify(one, two).equal
+    assert not tx.verify(two, one).equal
+
+
+def test_the_manifest_is_the_same_text_each_time(written: Path, tmp_path: Path) -> None:
+    """It tells what the checkpoint is, not when or where it was made."""
+    tx.convert(written, tmp_path / "a", to="hf", shard_size=SHARD_SIZE)
+    shutil.copytree(written, tmp_path / "elsewhere")
+    tx.convert(tmp_path / "elsewhere", tmp_path / "b", to="hf", shard_size=SHARD_SIZE, jobs=3)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    text = (tmp_path / "a" / MANIFEST).read_bytes()
+    assert encode(decode(text)) == text
+    assert str(tmp_path).encode() not in text
