@@ -1,0 +1,132 @@
+"""`transaxle convert`: the conversion itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from transaxle.cli import options
+from transaxle.cli.plan import print_others
+from transaxle.cli.program import Command
+from transaxle.cli.screen import Screen
+from transaxle.cli.units import duration, plural, size, speed
+from transaxle.cli.verify import print_comparison, print_verification
+from transaxle.engine.checkpoint import Checkpoint, open_checkpoint
+from transaxle.engine.compare import Comparison, compare
+from transaxle.engine.execute import Report, execute
+from transaxle.engine.plan import make_plan, ready
+from transaxle.engine.produce import Limits
+from transaxle.engine.verify import Verification, verify
+
+
+@click.command(
+    "convert",
+    cls=Command,
+    examples=(
+        ("transaxle convert Qwen3-30B-A3B/ out/ --to dcp:torchtitan", ""),
+        ("transaxle convert out/ back/ --to hf --verify", "read it back and compare"),
+        ("transaxle convert Qwen3-30B-A3B/ out/ --to hf --shard-size 10GB", "only other files"),
+        ("transaxle convert Qwen3-30B-A3B/ out/ --to megatron --resume", "go on after an interruption"),
+    ),
+    help="""Convert a checkpoint, exactly or not at all.
+
+    SRC is a folder or a file. DST is a folder, or one file if it ends in .safetensors, .pt, .pth
+    or .bin; it must not exist unless you
+    say --overwrite or --resume, and it appears when it is complete. Everything that stands against the conversion
+    is listed before the first byte is written.
+
+    --resume continues what an interrupted run left, and keeps what is there if this one is interrupted too; where
+    nothing was left it starts from the beginning.""",
+)
+@click.argument("src", type=click.Path())
+@click.argument("dst", type=click.Path())
+@options.planning
+@options.reading
+@click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted conversion.")
+@click.option("--verify", "check", is_flag=True, help="Read the result back: against its manifest, and against SRC.")
+@click.option("--no-sync", is_flag=True, help="Do not wait until the disk has everything.")
+@options.working
+@options.printing
+def command(
+    screen: Screen,
+    src: str,
+    dst: str,
+    to: str,
+    overwrite: bool,
+    resume: bool,
+    check: bool,
+    no_sync: bool,
+    said: dict[str, Any],
+    limit: Limits,
+    **shaping: Any,
+) -> int:
+    """Convert a checkpoint."""
+    screen.consequence = "nothing was written"
+    replaced = Path(dst).exists() and Path(src).exists() and Path(dst).samefile(src)
+    with open_checkpoint(src, **said) as source:
+        with screen.working("planning"):
+            prepared = make_plan(source, to, target=dst, **shaping)
+            plan = ready(prepared)
+        if resume:
+            screen.way_on = "run the same command again to continue"
+        with screen.progress(sum(tensor.nbytes for tensor in plan.tensors), stays=True) as progress:
+            report = execute(
+                prepared, dst, overwrite=overwrite, resume=resume, sync=not no_sync, limit=limit, progress=progress
+            )
+        screen.consequence, screen.way_on = f"{dst} is written, but not verified", ""
+        checked = _verified(screen, source, dst, said, limit, replaced=replaced) if check else []
+    if screen.as_json:
+        screen.document({**report.as_json(), **{_KEYS[type(found)]: found.as_json() for found in checked}})
+    else:
+        _print(screen, report)
+        for found in checked:
+            if isinstance(found, Comparison):
+                print_comparison(screen, found)
+            else:
+                print_verification(screen, found)
+        if check and replaced:
+            screen.line("  the source was replaced, and cannot be compared with any more")
+    return 0 if all(_is_well(found) for found in checked) else 1
+
+
+_KEYS = {Verification: "verification", Comparison: "comparison"}
+
+
+def _verified(
+    screen: Screen, source: Checkpoint, dst: str, said: dict[str, Any], limit: Limits, *, replaced: bool
+) -> list[Verification | Comparison]:
+    """Hold what was written against its manifest, and against the source."""
+    with open_checkpoint(dst, **options.of_second(said)) as written:
+        total = sum(entry.nbytes for entry in written.container.entries.values())
+        with screen.progress(total if replaced else 2 * total) as progress:
+            alone = verify(written, limit, progress)
+            if replaced:
+                return [alone]
+            return [alone, compare(source, written, limit=limit, progress=progress)]
+
+
+def _is_well(found: Verification | Comparison) -> bool:
+    return found.equal if isinstance(found, Comparison) else found.ok
+
+
+def _print(screen: Screen, report: Report) -> None:
+    parts = [
+        report.path,
+        report.format,
+        report.dialect,
+        plural(report.tensors, "tensor"),
+        size(report.bytes_written),
+        f"{duration(report.seconds)} ({speed(report.bytes_written, report.seconds)})",
+        "hashed while written (xxh3-128)",
+    ]
+    screen.line((" · ".join(parts), "bold"))
+    if report.resumed:
+        screen.line(f"  {plural(report.resumed, 'tensor')} had been written by an earlier run")
+    if report.checks:
+        screen.line(f"  {plural(report.checks, 'copy', 'copies')} proved equal")
+    print_others(screen, report.kept, report.ignored, report.carried)
+    if not report.synced:
+        screen.line("  not synced (--no-sync): a power cut in the next minutes may damage it")

@@ -1,0 +1,275 @@
+"""`transaxle demo`: the whole of it on a model so small that every number can be looked at."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+
+import transaxle as tx
+from transaxle.cli import options
+from transaxle.cli.moves import RENAMED, UNCHANGED, rules, words
+from transaxle.cli.program import Command
+from transaxle.cli.screen import Screen
+from transaxle.cli.units import parameters, plural
+from transaxle.errors import refuse
+
+_SIZES = {
+    "vocab_size": 56,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+}
+"""Small, and no two alike where a mistaken axis could hide behind an equal size."""
+_SOURCE = "hub"
+_WAY = (("torchtitan", "dcp:torchtitan"), ("automodel", "safetensors:automodel"), ("back", "hf"))
+"""The folders that are written, one from the other, and what `--to` says for each."""
+_EXPERT, _ROW, _COLUMN = 3, 5, 7
+_PLACES = (
+    (_SOURCE, f"model.layers.0.mlp.experts.{_EXPERT}.gate_proj.weight", (_ROW, _COLUMN)),
+    ("torchtitan", "layers.0.moe.routed_experts.inner_experts.w1_EFD", (_EXPERT, _ROW, _COLUMN)),
+    ("automodel", "model.layers.0.mlp.experts.gate_and_up_projs", (_EXPERT, _COLUMN, _ROW)),
+    ("back", f"model.layers.0.mlp.experts.{_EXPERT}.gate_proj.weight", (_ROW, _COLUMN)),
+)
+"""Where each dialect keeps one and the same number: expert 3's gate, row 5, column 7."""
+_TOKENS = 16
+
+
+_TOLD = {
+    "torchtitan": "Every expert was a tensor of its own; now its number e is the first dim of one tensor per layer.",
+    "automodel": "gate and up become one tensor, end to end in its last dim, and each expert's matrix is transposed.",
+    "back": "The same two tables, read the other way.",
+}
+"""What each step does, for somebody who sees it for the first time."""
+
+Facts = dict[str, Any]
+
+
+@click.command(
+    "demo",
+    cls=Command,
+    examples=(("transaxle demo", ""), ("transaxle demo --keep tour/", "and keep the files")),
+    help="""Show all of it on a tiny model, step by step.
+
+    transformers makes a mixture-of-experts model with random weights. It is converted from hf to a DCP folder in
+    torchtitan's dialect, on to automodel and back to hf, compared bit for bit, and run: the outputs must be exactly
+    equal. Needs torch and transformers, takes a few seconds, and leaves nothing behind unless told so.""",
+)
+@click.option("--keep", metavar="DIR", type=click.Path(), help="Keep the checkpoints in this new folder.")
+@options.printing
+def command(screen: Screen, keep: str | None) -> int:
+    """Run the demo."""
+    with _quiet():
+        _needed()
+        if keep is None:
+            with TemporaryDirectory(prefix="transaxle-demo-") as temporary:
+                return _run(screen, Path(temporary), shown="")
+        folder = Path(keep)
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            raise refuse("EXISTS", "it exists already", file=keep, hint="Choose another folder.") from None
+        except OSError as error:
+            raise refuse("IO", error.strerror or str(error), file=keep) from None
+        return _run(screen, folder, shown=f"{keep.rstrip('/')}/")
+
+
+def _needed() -> None:
+    """Refuse, with what to install, where torch or transformers is missing."""
+    try:
+        import torch
+        import transformers
+    except ImportError as error:
+        message = f"the demo needs torch and transformers: {error}"
+        raise refuse("UNSUPPORTED", message, hint="pip install 'transaxle[demo]'") from None
+    del torch, transformers
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the progress bars and warnings of others off the screen."""
+    wanted = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    before = {name: os.environ.get(name) for name in wanted}
+    muted = logging.root.manager.disable
+    os.environ.update(wanted)
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(muted)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _run(screen: Screen, folder: Path, shown: str) -> int:
+    """Run the demo in a folder.
+
+    Args:
+        screen: where to print.
+        folder: where the checkpoints go.
+        shown: what stands before their names in the commands that are printed.
+    """
+    facts: Facts = {"folder": shown or None, "steps": []}
+    model, tokens, logits = _make(folder / _SOURCE)
+    _say(screen, "A layout says where each axis of a weight is: {e} in the name of a tensor, [e] in its shape.")
+    _say(screen, "Here l counts layers, e experts, f is the width of an expert and d the hidden size.")
+    _step(screen, "1  transformers makes a small Qwen3-MoE with random weights, and saves it")
+    facts["steps"].append(_describe(screen, folder, _SOURCE))
+    source = _SOURCE
+    for number, (target, to) in enumerate(_WAY, 2):
+        _step(screen, f"{number}  transaxle convert {shown}{source} {shown}{target} --to {to}")
+        moved = _moved(folder / source, folder / target, to)
+        _say(screen, _TOLD[target])
+        _print_moved(screen, moved)
+        tx.convert(folder / source, folder / target, to=to)
+        facts["steps"].append({"to": to, "moved": moved, **_describe(screen, folder, target)})
+        source = target
+    _step(screen, f"5  where is the gate of layer 0, expert {_EXPERT}, f = {_ROW}, d = {_COLUMN}?")
+    facts["number"] = _follow(screen, folder)
+    _step(screen, "6  is it the same model?")
+    facts["tensors_equal"] = _same_tensors(screen, folder)
+    facts["logits_equal"] = _same_logits(screen, folder / source, tokens, logits, type(model))
+    if screen.as_json:
+        screen.document(facts)
+    elif shown:
+        _step(screen, f"   The checkpoints are in {shown}. Look at one:  transaxle ls {shown}automodel")
+    return 0 if facts["tensors_equal"] and facts["logits_equal"] else 1
+
+
+def _say(screen: Screen, text: str) -> None:
+    if not screen.as_json:
+        screen.line(f"   {text}")
+
+
+def _step(screen: Screen, title: str) -> None:
+    if not screen.as_json:
+        screen.line()
+        screen.line((title, "bold"))
+
+
+def _make(folder: Path) -> tuple[Any, Any, Any]:
+    """Make a model and save it; return it with some tokens and the logits it gives for them."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+    from transformers.utils import logging as others
+
+    others.set_verbosity_error()
+    others.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    random = torch.Generator().manual_seed(0)
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**_SIZES), dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        for weight in model.parameters():  # norms too: all ones would look right in any place
+            weight.normal_(0, 0.5, generator=random)
+        tokens = torch.randint(_SIZES["vocab_size"], (1, _TOKENS), generator=random)
+        logits = model(tokens).logits
+    model.save_pretrained(folder)
+    return model, tokens, logits
+
+
+def _describe(screen: Screen, folder: Path, name: str) -> Facts:
+    """Print what a checkpoint holds: how much, and its attention query and experts."""
+    from transaxle.cli.summary import cells, rows
+
+    with tx.open(folder / name) as checkpoint:
+        amount = sum(tensor.parameters for tensor in checkpoint.values())
+        found = [cells(row) for row in rows(checkpoint) if _is_shown(row.names[0])]
+        facts: Facts = {"folder": name, "dialect": checkpoint.dialect, "tensors": len(checkpoint), "parameters": amount}
+    _say(screen, f"{name}: {plural(facts['tensors'], 'tensor')}, {parameters(amount)}, among them")
+    if not screen.as_json:
+        screen.table(found, indent="     ")
+    return facts
+
+
+def _is_shown(name: str) -> bool:
+    return any(part in name for part in ("q_proj", ".wq.", "experts"))
+
+
+def _moved(source: Path, target: Path, to: str) -> list[Facts]:
+    """Return what a conversion moves, rule by rule; rules that at most rename are left out."""
+    plan = tx.plan(source, target, to=to)
+    moved = []
+    for route in plan.routes:
+        what = words(route, plan.axes)
+        if what not in {RENAMED, UNCHANGED}:
+            sources, goal = rules(route)
+            moved.append({"tensor": route.component, "moves": what, "from": list(sources), "to": goal})
+    return moved
+
+
+def _print_moved(screen: Screen, moved: Sequence[Facts]) -> None:
+    if screen.as_json:
+        return
+    for move in moved:
+        screen.line(f"     {move['tensor']}: ", (move["moves"], "green"))
+        for rule in move["from"]:
+            screen.line((f"          {rule}", "dim"))
+        screen.line((f"       -> {move['to']}", "dim"))
+
+
+def _follow(screen: Screen, folder: Path) -> list[Facts]:
+    """Read one number in every dialect."""
+    found: list[Facts] = []
+    for name, tensor, place in _PLACES:
+        with tx.open(folder / name) as checkpoint:
+            box = tuple(slice(index, index + 1) for index in place)
+            value = float(checkpoint[tensor].read(box).reshape(-1)[0])
+        found.append({"folder": name, "tensor": tensor, "index": list(place), "value": value})
+    if not screen.as_json:
+        cells = [[held["folder"], held["tensor"], str(held["index"]), f"= {held['value']}"] for held in found]
+        screen.table(cells, indent="   ")
+    return found
+
+
+def _same_tensors(screen: Screen, folder: Path) -> bool:
+    """Compare the first and the last checkpoint as the safetensors library reads them, not as we do."""
+    first, last = ({k: v for f in _files(folder / name) for k, v in _load(f).items()} for name in (_SOURCE, "back"))
+    same = sum(name in last and first[name] == last[name] for name in first)
+    equal = same == len(first) == len(last)
+    said = f"{same} of {plural(len(first), 'tensor')} equal bit for bit"
+    _say(screen, f"its weights: {'yes' if equal else 'NO'}, {said}, as the safetensors library reads them")
+    return equal
+
+
+def _files(folder: Path) -> Sequence[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _load(file: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Read a file with the safetensors library: dtype, shape and bytes of every tensor."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="numpy") as held:
+        arrays = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118 - it is no mapping
+    return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in arrays.items()}
+
+
+def _same_logits(screen: Screen, folder: Path, tokens: Any, logits: Any, kind: Any) -> bool:
+    """Load the last checkpoint with transformers, and compare what it computes."""
+    import torch
+
+    model = kind.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        again = model(tokens).logits
+    equal = torch.equal(logits, again)
+    said = "yes, exactly the same logits" if equal else "NO, other logits"
+    _say(screen, f"its output:  {said} for {_TOKENS} tokens, loaded by transformers")
+    return equal

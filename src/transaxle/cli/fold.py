@@ -1,0 +1,97 @@
+"""Folding names: eighteen thousand tensors on twenty lines, and not one of them invented.
+
+Names that differ only in their indices, and are alike in dtype and shape, become one row with the sets of those
+indices: `model.layers.[0-47].mlp.experts.[0-127].gate_proj.weight`. A row stands for every combination of its indices
+and nothing else, so where a combination is missing the names fall into several rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+_INDEX = re.compile(r"(?:(?<![^./#])|(?<=\.weight)(?=[0-9]+$)|(?<=\.bias)(?=[0-9]+$))(0|[1-9][0-9]*)(?![^./])")
+"""An index is a whole segment (`layers.12.`), or counts the weights of one module (`linear_fc1.weight7`)."""
+
+_MOST = 8
+"""Indices in a name that are folded; what follows them is taken as it stands."""
+
+Position = tuple[int, ...]
+Indices = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Names that differ in their indices only."""
+
+    name: str
+    """The names as one: `layers.[0-2,5].weight`."""
+    names: tuple[str, ...]
+    """All of them, by index."""
+    key: Hashable = None
+    """What else is alike in them, as given."""
+
+    @property
+    def count(self) -> int:
+        """How many names it stands for."""
+        return len(self.names)
+
+    @property
+    def times(self) -> str:
+        """The count as it is printed: `x48`, nothing where the row is one name."""
+        return f"x{self.count}" if self.count > 1 else ""
+
+
+def ranges(indices: Sequence[int]) -> str:
+    """Write sorted indices: `7`, `[0-47]`, `[0-2,5]`."""
+    if len(indices) == 1:
+        return str(indices[0])
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1][1] = index
+        else:
+            runs.append([index, index])
+    return f"[{','.join(str(a) if a == b else f'{a}-{b}' for a, b in runs)}]"
+
+
+def products(positions: Iterable[Position]) -> list[Indices]:
+    """Write a set of positions as few products of index sets.
+
+    Returns:
+        Disjoint products whose union is the given positions: one set of sorted indices per place.
+    """
+    grouped: dict[int, set[Position]] = {}
+    for position in positions:
+        if not position:
+            return [()]
+        grouped.setdefault(position[0], set()).add(position[1:])
+    alike: dict[frozenset[Position], list[int]] = {}
+    for index in sorted(grouped):
+        alike.setdefault(frozenset(grouped[index]), []).append(index)
+    return [(tuple(indices), *rest) for inner, indices in alike.items() for rest in products(inner)]
+
+
+def fold(names: Iterable[str], keys: Iterable[Hashable] | None = None) -> list[Row]:
+    """Fold names that differ in their indices only.
+
+    Args:
+        names: in the order in which the rows shall come.
+        keys: one per name; names fold only with names of the same key.
+
+    Returns:
+        Rows in the order of their first names; together they stand for exactly the given names.
+    """
+    groups: dict[tuple[tuple[str, ...], Hashable], dict[Position, str]] = {}
+    listed = list(names)
+    for name, key in zip(listed, [None] * len(listed) if keys is None else keys, strict=True):
+        parts = _INDEX.split(name, maxsplit=_MOST)
+        groups.setdefault((tuple(parts[::2]), key), {})[tuple(map(int, parts[1::2]))] = name
+    rows = []
+    for (literals, key), held in groups.items():
+        for sets in products(held):
+            text = "".join(a + ranges(b) for a, b in zip(literals, sets, strict=False)) + literals[-1]
+            rows.append(Row(text, tuple(held[position] for position in product(*sets)), key))
+    return rows

@@ -1,0 +1,122 @@
+"""`transaxle plan`: what a conversion would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from transaxle.cli import options
+from transaxle.cli.fold import fold
+from transaxle.cli.moves import UNCHANGED, rules, words
+from transaxle.cli.program import Command
+from transaxle.cli.refusals import error_document, print_refusals
+from transaxle.cli.screen import Screen
+from transaxle.cli.units import percent, plural, size
+from transaxle.engine.checkpoint import open_checkpoint
+from transaxle.engine.plan import Plan, make_plan, natural
+from transaxle.engine.produce import Limits
+from transaxle.errors import gathered
+
+_GAP = "  "
+
+
+@click.command(
+    "plan",
+    cls=Command,
+    examples=(
+        ("transaxle plan Qwen3-30B-A3B/ out/ --to dcp:torchtitan", ""),
+        ("transaxle plan my-moe/ out/ --to safetensors:joined --rules my.rules", "a table of your own"),
+        ("transaxle plan Qwen3-30B-A3B/ out/ --to hf --json", "every tensor and every number"),
+    ),
+    help="""Say what a conversion would do, and do nothing.
+
+    Prints, rule by rule, which axes move between names and shapes, how much is read and written, and everything that
+    stands against it. Exits with 0 if the conversion can run, and else with what it would exit with.""",
+)
+@click.argument("src", type=click.Path())
+@click.argument("dst", type=click.Path())
+@options.planning
+@options.reading
+@options.working
+@options.printing
+def command(screen: Screen, src: str, dst: str, to: str, said: dict[str, Any], limit: Limits, **shaping: Any) -> int:
+    """Plan a conversion."""
+    with open_checkpoint(src, **said) as checkpoint, screen.working("planning"):
+        plan = make_plan(checkpoint, to, target=dst, **shaping).plan
+    error = gathered(plan.refusals) if plan.refusals else None
+    if screen.as_json:
+        shown = {"target": dst, **plan.as_json(copies=False), "buffers": limit.peak}
+        screen.document(shown if error is None else {**error_document(error), **shown})
+    else:
+        _print(screen, plan, limit)
+        if error is not None:
+            print_refusals(screen, "  it would be refused", error.refusals, screen.line)
+    return 0 if error is None else error.exit_code
+
+
+def _print(screen: Screen, plan: Plan, limit: Limits) -> None:
+    before = f"{plan.source_format}:{plan.from_dialect or 'own names'}"
+    head = [plan.family or "", f"{before} -> {plan.format}:{plan.dialect}"]
+    screen.line((" · ".join(part for part in head if part), "bold"))
+    _print_routes(screen, plan)
+    print_others(screen, plan.kept, plan.ignored, plan.carried)
+    if plan.aliases:
+        screen.line(f"  tied: {', '.join(f'{name} = {of}' for name, of in plan.aliases.items())}")
+    if plan.checks:
+        screen.line(f"  {plural(len(plan.checks), 'copy', 'copies')} must prove equal first")
+    amount = [
+        f"read {size(plan.bytes_read)}",
+        f"write {size(plan.bytes_written)} in {plural(len(plan.files), 'file')}",
+        f"{plural(plan.copies, 'copy', 'copies')}, {percent(plan.contiguous, plan.copies)} contiguous",
+        f"peak memory {size(limit.peak)} of buffers",
+    ]
+    screen.line(_GAP + _GAP.join(amount if plan.refusals else [*amount, "nothing refused"]))
+
+
+def _print_routes(screen: Screen, plan: Plan) -> None:
+    """Print one row per rule; what does not move is counted."""
+    moving = [(route, words(route, plan.axes)) for route in plan.routes]
+    still = [route.component for route, what in moving if what == UNCHANGED]
+    moving = [(route, what) for route, what in moving if what != UNCHANGED]
+    moving.sort(key=lambda item: " " not in item[1] and item[1] == "renamed")
+    if moving:
+        widths = [
+            max(len(cell) for cell in column) for column in zip(*((r.component, w) for r, w in moving), strict=True)
+        ]
+        for route, what in moving:
+            lead = f"  {route.component.ljust(widths[0])}  {what.ljust(widths[1])}  "
+            sources, target = rules(route)
+            whole = f"{lead}{' + '.join(sources) or '(tied)'} -> {target}"
+            if screen.width is None or len(whole) <= screen.width:
+                screen.line(whole)
+                continue
+            screen.line(lead.rstrip())
+            for source in sources:
+                screen.line(f"      {source}")
+            screen.line(f"   -> {target}")
+    if still:
+        screen.line(f"  {plural(len(still), 'rule')} unchanged: {', '.join(still)}")
+    if not plan.routes and plan.tensors:
+        screen.line(f"  {plural(len(plan.tensors), 'tensor')} under their own names, in their own shapes")
+
+
+def print_others(screen: Screen, kept: tuple[str, ...], ignored: tuple[str, ...], carried: tuple[str, ...]) -> None:
+    """Print what is not converted: tensors that keep their names, and files that come along or stay."""
+    if kept:
+        count = plural(len(kept), "tensor")
+        screen.some(
+            f"  {count} without a line in the target, under their own names (--strict refuses)", list(folded(kept))
+        )
+    if ignored:
+        screen.some("  left behind", list(folded(ignored)))
+    if carried:
+        shown = ", ".join(carried) if screen.everything or len(carried) <= 8 else f"{', '.join(carried[:8])} …"
+        screen.line(f"  carried along: {shown}")
+
+
+def folded(names: tuple[str, ...]) -> Iterator[str]:
+    """Yield names as few rows."""
+    for row in fold(sorted(names, key=natural)):
+        yield f"{row.name}  {row.times}".rstrip()

@@ -1,0 +1,148 @@
+"""The program and its commands as click sees them: examples first, and nothing imported before its use."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import click
+
+from transaxle import __version__
+
+NAME = "transaxle"
+COMPLETE = "_TRANSAXLE_COMPLETE"
+"""Environment variable by which a shell asks for completions."""
+
+_LOADERS: dict[str, tuple[str, Callable[[], ModuleType]]] = {
+    "ls": ("What is in a checkpoint, layers and experts folded.", lambda: import_module("transaxle.cli.ls")),
+    "info": ("What was recognised, and why.", lambda: import_module("transaxle.cli.info")),
+    "plan": ("What a conversion would do; nothing is written.", lambda: import_module("transaxle.cli.plan")),
+    "convert": ("Convert a checkpoint, exactly or not at all.", lambda: import_module("transaxle.cli.convert")),
+    "verify": ("Hold a checkpoint against its manifest, or another.", lambda: import_module("transaxle.cli.verify")),
+    "diff": ("Where two checkpoints differ, across dialects.", lambda: import_module("transaxle.cli.diff")),
+    "check-rules": ("Whether a table of yours is sound, and what it reads.",
+                    lambda: import_module("transaxle.cli.check_rules")),
+    "explain": ("The long form of a refusal.", lambda: import_module("transaxle.cli.explain")),
+    "demo": ("All of it on a tiny model, step by step.", lambda: import_module("transaxle.cli.demo")),
+}  # fmt: skip
+COMMANDS = tuple(_LOADERS)
+
+_EXAMPLES = (
+    ("transaxle demo", "watch it on a tiny model"),
+    ("transaxle ls Qwen3-30B-A3B/", "look"),
+    ("transaxle plan Qwen3-30B-A3B/ out/ --to dcp:torchtitan", "see what would happen"),
+    ("transaxle convert Qwen3-30B-A3B/ out/ --to dcp:torchtitan", "do it"),
+    ("transaxle verify Qwen3-30B-A3B/ out/", "prove it"),
+    ("transaxle convert out/ back/ --to hf", "and back"),
+)
+_CODES = (
+    ("0", "done; equal"),
+    ("1", "they differ, or verification failed"),
+    ("2", "usage: the target exists, an unknown option or axis, an ambiguous dialect"),
+    ("3", "the input is refused: unsafe, corrupt, unsupported, or it would be lossy"),
+    ("4", "missing or unreadable, no space, or another failure of the machine"),
+)
+
+
+class Command(click.Command):
+    """A command whose help begins with examples.
+
+    Args:
+        examples: command lines with what they do.
+    """
+
+    def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.examples = tuple(examples)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write summary, examples, usage, and options."""
+        summary, _, details = (self.help or "").strip().partition("\n")
+        formatter.write_text(summary)
+        _write_examples(formatter, self.examples)
+        formatter.write_paragraph()
+        self.format_usage(ctx, formatter)
+        for paragraph in details.strip().split("\n\n"):
+            formatter.write_paragraph()
+            formatter.write_text(" ".join(paragraph.split()))
+        self.format_options(ctx, formatter)
+
+
+class Program(click.Group):
+    """The program: commands are imported when they are used."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        """Return the commands, most used first."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        """Import a command."""
+        if cmd_name not in _LOADERS:
+            return None
+        found: click.Command = _LOADERS[cmd_name][1]().command
+        return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command that the first argument names; a mistyped one gets a suggestion."""
+        name = args[0]
+        if name in _LOADERS or name.startswith("-") or ctx.resilient_parsing:
+            return super().resolve_command(ctx, args)
+        close = difflib.get_close_matches(name, COMMANDS, 1)
+        said = f" Did you mean {close[0]}?" if close else f" There are: {', '.join(COMMANDS)}."
+        raise click.UsageError(f"No such command {name!r}.{said}", ctx)
+
+    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write what it is, examples, commands, and what it exits with."""
+        formatter.write_text(f"{self.help}")
+        _write_examples(formatter, _EXAMPLES)
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, summary) for name, (summary, _) in _LOADERS.items()])
+        self.format_options(ctx, formatter)
+        with formatter.section("Exit codes"):
+            formatter.write_dl(_CODES)
+        formatter.write_paragraph()
+        formatter.write_text(f"{NAME} COMMAND --help has the options of a command, again with examples.")
+        formatter.write_text(f'Completion in bash (or zsh, fish):  eval "$({COMPLETE}=bash_source {NAME})"')
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the program's own options; click's own would add the commands once more."""
+        records = [record for param in self.get_params(ctx) if (record := param.get_help_record(ctx)) is not None]
+        with formatter.section("Options"):
+            formatter.write_dl(records)
+
+
+def _write_examples(formatter: click.HelpFormatter, examples: Sequence[tuple[str, str]]) -> None:
+    if not examples:
+        return
+    formatter.write_paragraph()
+    widest = max(len(line) for line, _ in examples)
+    for line, what in examples:
+        formatter.write(f"  {line.ljust(widest)}   {what}\n".rstrip(" ") if what else f"  {line}\n")
+
+
+def _version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        click.echo(f"{NAME} {__version__}")
+        ctx.exit()
+
+
+@click.command(
+    NAME,
+    cls=Program,
+    invoke_without_command=True,
+    help="Moves model weights between frameworks, packings and file formats: exactly, or not at all.",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
+)
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Print the version."
+)
+@click.pass_context
+def program(ctx: click.Context) -> None:
+    """Run a command, or show the help where none is named."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())

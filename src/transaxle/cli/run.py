@@ -1,0 +1,89 @@
+"""Running the program: whatever happens inside ends in one exit code and, at most, one message.
+
+0 done   1 different   2 usage   3 refused   4 I/O   70 a bug in Transaxle   130 interrupted   141 nobody reads on
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+from click.shell_completion import shell_complete
+
+from transaxle import __version__
+from transaxle.cli.program import COMPLETE, NAME, program
+from transaxle.cli.refusals import INTERRUPTED, error_of
+from transaxle.cli.screen import Screen
+
+USAGE, MACHINE, BUG, BROKEN_PIPE = 2, 4, 70, 141
+DEBUG = "TRANSAXLE_DEBUG"
+"""Environment variable: set to 1, a bug shows its traceback."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run the program and return its exit code; nothing but `SystemExit` of the interpreter itself leaves here."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    _repair_streams()
+    if COMPLETE in os.environ:
+        return shell_complete(program, {}, NAME, COMPLETE, os.environ[COMPLETE])
+    try:
+        code = _guarded(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read has what they wanted. The interpreter would complain when it flushes once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except OSError as error:
+        sys.stderr.write(f"{error.filename or 'writing the result'}: {error.strerror or error}\n")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return MACHINE
+    return code
+
+
+def _guarded(arguments: Sequence[str]) -> int:
+    screen = Screen(as_json="--json" in arguments)
+    try:
+        with program.make_context(NAME, list(arguments)) as context:
+            return int(program.invoke(context) or 0)
+    except click.exceptions.Exit as stop:
+        return stop.exit_code
+    except click.ClickException as error:
+        return _usage(screen, error)
+    except (KeyboardInterrupt, click.Abort):
+        return _failed(screen, INTERRUPTED, "interrupted")
+    except OSError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the one place where a bug becomes a message
+        if os.environ.get(DEBUG) == "1":
+            traceback.print_exc()
+        what = f"internal error: {type(error).__name__}: {error}"
+        hint = f"This is a bug in {NAME} {__version__}: please report it with the command. {DEBUG}=1 shows where it is."
+        return _failed(screen, BUG, what, hint)
+
+
+def _usage(screen: Screen, error: click.ClickException) -> int:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    hint = f"See {context.command_path} --help." if context is not None else ""
+    return _failed(screen, USAGE, error.format_message(), hint)
+
+
+def _failed(screen: Screen, code: int, message: str, hint: str = "") -> int:
+    if screen.as_json:
+        screen.document(error_of(code, message))
+        return code
+    for line in (message, hint) if hint else (message,):
+        screen.note(line)
+    return code
+
+
+def _repair_streams() -> None:
+    """Make streams that are closed, or cannot spell a name, no reason to fail."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
+        stream = getattr(sys, name)
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")

@@ -1,0 +1,144 @@
+"""Where results go: text or one JSON document to standard output, everything else to standard error.
+
+Text is plain where nobody watches: no colours, no progress. Names and messages come from files that anybody may have
+written, so control characters in them are shown, never sent to the terminal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+_STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_ENOUGH = 20
+"""Rows of a list that are shown without `--all`."""
+
+Part = str | tuple[str, str]
+"""A text, or a text and its style."""
+Progress = Callable[[int], None]
+
+
+def printable(text: str) -> str:
+    """Return the text with its control characters written out, such as ESC."""
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
+
+
+class Screen:
+    """What one run of the program prints.
+
+    Args:
+        as_json: results, and errors, are one JSON document.
+        everything: lists are printed to their end.
+    """
+
+    def __init__(self, *, as_json: bool = False, everything: bool = False) -> None:
+        self.as_json = as_json
+        self.everything = everything
+        self.consequence = ""
+        """What it means if the command fails now, such as `nothing was written`."""
+        self.way_on = ""
+        """What to do if the user stops it now; empty where the consequence says enough."""
+
+    @property
+    def width(self) -> int | None:
+        """Columns of the terminal; None where there is none, and lines may have any length."""
+        return shutil.get_terminal_size().columns if _watched(sys.stdout) else None
+
+    def line(self, *parts: Part) -> None:
+        """Print one line of the result."""
+        self._write(sys.stdout, parts)
+
+    def note(self, *parts: Part) -> None:
+        """Print one line beside the result."""
+        self._write(sys.stderr, parts)
+
+    def document(self, data: Mapping[str, Any]) -> None:
+        """Print the result as the one JSON document."""
+        sys.stdout.write(json.dumps(data, indent=2) + "\n")
+        sys.stdout.flush()
+
+    def table(self, rows: Sequence[Sequence[str]], *, indent: str = "  ", most: int | None = None) -> int:
+        """Print rows in aligned columns; a column that holds only numbers is aligned to the right.
+
+        Args:
+            rows: cells, the same number in each.
+            indent: what stands before each row.
+            most: rows to print where not everything is asked for; None: all.
+
+        Returns:
+            The number of rows that were left out.
+        """
+        shown = rows if most is None or self.everything else rows[:most]
+        cells = [[printable(cell) for cell in row] for row in shown]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for row in cells:
+            padded = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            self.line((indent + "  ".join(padded)).rstrip())
+        return len(rows) - len(shown)
+
+    def some(self, label: str, items: Sequence[str], most: int = _ENOUGH) -> None:
+        """Print a list under a label, as much of it as a person reads."""
+        shown = items if self.everything else items[:most]
+        self.line(label)
+        for item in shown:
+            self.line(f"    {item}")
+        if len(shown) < len(items):
+            self.line(f"    … and {len(items) - len(shown):,} more (--all or --json shows them)")
+
+    @contextmanager
+    def progress(self, total: int, *, stays: bool = False) -> Iterator[Progress]:
+        """Show a bar on standard error while bytes are moved; the context gives the function that counts them.
+
+        Args:
+            total: bytes that will be counted.
+            stays: the bar is left on the screen when it is done.
+        """
+        if not _watched(sys.stderr):
+            yield lambda _: None
+            return
+        from rich import progress
+        from rich.console import Console
+
+        bar = progress.Progress(
+            progress.TextColumn(" "),
+            progress.BarColumn(40),
+            progress.DownloadColumn(),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(elapsed_when_finished=True),
+            console=Console(file=sys.stderr),
+            transient=not stays,
+        )
+        with bar:
+            task = bar.add_task("", total=total)
+            yield lambda count: bar.advance(task, count)
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Say on standard error what is being done, until it is done."""
+        if not _watched(sys.stderr):
+            yield
+            return
+        from rich.console import Console
+
+        with Console(file=sys.stderr).status(what):
+            yield
+
+    def _write(self, stream: TextIO, parts: Sequence[Part]) -> None:
+        coloured = _watched(stream) and not os.environ.get("NO_COLOR")
+        written = []
+        for part in parts:
+            text, style = (part, "") if isinstance(part, str) else part
+            text = printable(text)
+            written.append(f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if style and coloured else text)
+        stream.write("".join(written) + "\n")
+
+
+def _watched(stream: TextIO) -> bool:
+    return stream.isatty() and os.environ.get("TERM") != "dumb"

@@ -1,0 +1,83 @@
+"""`transaxle verify`: a checkpoint against its own manifest, or two against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from transaxle.cli import options
+from transaxle.cli.program import Command
+from transaxle.cli.refusals import print_refusals
+from transaxle.cli.screen import Screen
+from transaxle.cli.units import parameters, plural, size
+from transaxle.engine.checkpoint import open_checkpoint
+from transaxle.engine.compare import Comparison, compare
+from transaxle.engine.produce import Limits
+from transaxle.engine.verify import Verification, verify
+
+
+@click.command(
+    "verify",
+    cls=Command,
+    examples=(
+        ("transaxle verify out/", "every byte against the manifest it was written with"),
+        ("transaxle verify Qwen3-30B-A3B/ out/", "against each other, in any two dialects"),
+    ),
+    help="""Hold a checkpoint against its manifest, or against another checkpoint.
+
+    Exits with 0 if all is well and with 1 if not. With one checkpoint, every tensor is read and its hash compared with
+    the one in transaxle.json; without that file, only the structure can be checked. With two, their tensors are
+    compared bit by bit, whatever dialect and files each is in.""",
+)
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path(), required=False)
+@options.reading
+@options.working
+@options.printing
+def command(screen: Screen, a: str, b: str | None, said: dict[str, Any], limit: Limits) -> int:
+    """Verify a checkpoint, or compare two."""
+    with open_checkpoint(a, **said) as first:
+        total = sum(entry.nbytes for entry in first.container.entries.values())
+        if b is None:
+            with screen.progress(total) as progress:
+                alone = verify(first, limit, progress)
+            if screen.as_json:
+                screen.document(alone.as_json())
+            else:
+                print_verification(screen, alone)
+            return 0 if alone.ok else 1
+        with open_checkpoint(b, **options.of_second(said)) as second, screen.progress(total) as progress:
+            found = compare(first, second, limit=limit, progress=progress)
+    if screen.as_json:
+        screen.document(found.as_json())
+    else:
+        print_comparison(screen, found)
+    return 0 if found.equal else 1
+
+
+def print_verification(screen: Screen, found: Verification) -> None:
+    """Print how a checkpoint compares with its manifest."""
+    amount = f"{plural(found.tensors, 'tensor')}, {parameters(found.parameters)}, {size(found.bytes_read)} read"
+    if found.problems:
+        screen.line(("not as it was written", "red"), f": {amount}")
+        print_refusals(screen, "  what is wrong", found.problems, screen.line)
+    elif found.against == "manifest":
+        screen.line(("as it was written", "green"), f": {amount}; every hash in its manifest agrees (xxh3-128)")
+    else:
+        screen.line(f"readable: {amount}")
+        screen.line("  it has no transaxle.json to be held against: name a second checkpoint to compare it with")
+
+
+def print_comparison(screen: Screen, found: Comparison) -> None:
+    """Print whether two checkpoints are equal, and if not, where to look."""
+    first, second = (f"{count:,}" for count in found.tensors)
+    if found.equal:
+        counts = f"{first} = {second} tensors" if first != second else plural(found.tensors[0], "tensor")
+        screen.line(("equal", "green"), f": {counts}, {parameters(found.parameters)}")
+        return
+    screen.line(
+        ("different", "red"),
+        f": {plural(len(found.differences), 'tensor')}; {found.first} has {first}, {found.second} {second}",
+    )
+    screen.line(f"  where: transaxle diff {found.first} {found.second}")

@@ -1,0 +1,95 @@
+"""What a run of the program gives, in this process or in one of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+DIFFERENT, USAGE, REFUSED, MACHINE, BUG, INTERRUPTED = 1, 2, 3, 4, 70, 130
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Exit code and output of one run."""
+
+    code: int
+    out: str
+    err: str
+
+    def __post_init__(self) -> None:
+        assert "Traceback" not in self.out + self.err, self.err
+
+    @property
+    def json(self) -> Any:
+        """Standard output, which must be exactly one JSON document, with nothing beside it on standard error."""
+        assert self.err == ""
+        return json.loads(self.out)
+
+    @property
+    def codes(self) -> list[str]:
+        """Refusal codes of a JSON document."""
+        return [refusal["code"] for refusal in self.json["error"]["refusals"]]
+
+
+class Transaxle(Protocol):
+    """Runs a command in this process."""
+
+    def __call__(self, *arguments: str | Path) -> Outcome: ...
+
+
+def command(*arguments: str | Path, before: str = "") -> list[str]:
+    """Return the command line of a process that runs the program, after some Python of ours."""
+    script = f"{before}\nimport sys\nfrom transaxle.cli import main\nsys.exit(main())"
+    return [sys.executable, "-W", "error", "-c", script, *map(str, arguments)]
+
+
+def process(
+    *arguments: str | Path, before: str = "", environment: dict[str, str] | None = None, cwd: Path | None = None
+) -> Outcome:
+    """Run a command in a process of its own.
+
+    Args:
+        arguments: of the command.
+        before: Python that runs first in that process.
+        environment: variables to add.
+        cwd: working directory.
+    """
+    done = subprocess.run(
+        command(*arguments, before=before),
+        env=os.environ | (environment or {}),
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def lines(text: str) -> list[list[str]]:
+    """Return the words of every line: tables compare without their spaces."""
+    return [line.split() for line in text.splitlines()]
+
+
+def flip(file: Path, at: int, bit: int = 0) -> None:
+    """Flip one bit of a file."""
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1 << bit
+    file.write_bytes(data)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """Return every file below a folder, hidden ones too, with its bytes."""
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def only(items: Sequence[Any]) -> Any:
+    """Return the one item."""
+    (item,) = items
+    return item

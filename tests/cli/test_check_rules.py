@@ -1,0 +1,122 @@
+"""`check-rules`: a table is right, or every mistake is shown where it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from tests.checkpoints import write
+from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle
+
+SOUND = """\
+family toy
+  model_type toy
+  axes  l=num_hidden_layers d=hidden_size f=intermediate_size v=vocab_size
+  embed : v d
+  gate  : l f d
+  up    : l f d
+
+dialect hf
+  model.embed_tokens.weight         = embed[v d]
+  model.layers.{l}.gate_proj.weight = gate[f d]
+  model.layers.{l}.up_proj.weight   = up[f d]
+
+dialect joined
+  embed.weight                      = embed[v d]
+  blocks.{l}.gate_up                = [d [gate:f | up:f]]
+"""
+
+
+def _toy(folder: Path, *surplus: str) -> None:
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (7, 4)}
+    for layer in range(3):
+        shapes |= {f"model.layers.{layer}.{half}_proj.weight": (5, 4) for half in ("gate", "up")}
+    shapes |= dict.fromkeys(surplus, (2,))
+    write(folder, {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, config={"model_type": "toy"})
+
+
+def test_a_sound_table(here: Path, transaxle: Transaxle) -> None:
+    Path("toy.rules").write_text(SOUND)
+    outcome = transaxle("check-rules", "toy.rules")
+    assert outcome.out == (
+        "toy.rules: sound\n"
+        "  family toy: 4 axes, 3 logical tensors\n"
+        "    dialect hf: 3 lines\n"
+        "    dialect joined: 2 lines\n"
+    )
+    assert transaxle("check-rules", "toy.rules", "--json").json["families"] == [
+        {
+            "name": "toy",
+            "model_types": ["toy"],
+            "axes": {"l": "num_hidden_layers", "d": "hidden_size", "f": "intermediate_size", "v": "vocab_size"},
+            "tensors": ["embed", "gate", "up"],
+            "dialects": {"hf": 3, "joined": 2},
+        }
+    ]
+
+
+def test_what_it_reads_of_a_checkpoint(here: Path, transaxle: Transaxle) -> None:
+    Path("toy.rules").write_text(SOUND)
+    _toy(here / "ck", "extra.0.x", "extra.1.x")
+    outcome = transaxle("check-rules", "toy.rules", "ck")
+    assert outcome.code == 0
+    assert "read as toy, dialect hf" in outcome.out
+    assert "reads 7 of 9 names" in outcome.out
+    assert "extra.[0-1].x  x2" in outcome.out
+    assert "to joined: 6 tensors" in outcome.out
+    (found,) = transaxle("check-rules", "toy.rules", "ck", "--json").json["reads"]
+    assert (found["names_read"], found["unknown"]) == ({"hf": 7, "joined": 0}, ["extra.0.x", "extra.1.x"])
+    assert found["writes"] == {"joined": {"tensors": 6, "refusals": []}}
+
+
+def test_what_stands_against_writing_a_dialect(here: Path, transaxle: Transaxle) -> None:
+    Path("toy.rules").write_text(
+        SOUND.replace("[d [gate:f | up:f]]", "[d [gate:f | up:f]]\n  blocks.{l}.gate_up.x = embed[d v]")
+    )
+    _toy(here / "ck")
+    assert "to joined: " in transaxle("check-rules", "toy.rules", "ck").out
+
+
+def test_every_mistake_with_its_line(here: Path, transaxle: Transaxle) -> None:
+    Path("bad.rules").write_text(
+        "family toy\n"
+        "  axes l=layers d=hidden f=inner\n"
+        "  gate : l f d\n"
+        "dialect hf\n"
+        "  model.layers.{l}.a = gate[f d\n"
+        "  model.layers.{l}.b = gate[d]\n"
+        "  model.layers.{l.c = gate[f d]\n"
+        "  nonsense\n"
+        "  model.layers.{l}.d = gat[f d]\n"
+    )
+    outcome = transaxle("check-rules", "bad.rules")
+    assert outcome.code == REFUSED
+    assert [f"bad.rules, line {n}" in outcome.err for n in range(5, 10)] == [True] * 5
+    assert "column" in outcome.err
+    refusals = transaxle("check-rules", "bad.rules", "--json").json["error"]["refusals"]
+    assert {refusal["code"] for refusal in refusals} == {"CORRUPT"}
+    assert all("expected" in refusal["message"] or "column" in refusal["message"] for refusal in refusals)
+
+
+def test_a_name_that_two_lines_claim(here: Path, transaxle: Transaxle) -> None:
+    Path("toy.rules").write_text(SOUND.replace("up_proj", "gate_proj"))
+    outcome = transaxle("check-rules", "toy.rules")
+    assert outcome.code == REFUSED
+    assert "toy.rules, line 11" in outcome.err
+
+
+def test_dialects_of_a_family_that_ships(ck: Path, transaxle: Transaxle) -> None:
+    Path("my.rules").write_text("dialect mine of qwen3_moe like hf\n  experts.{l} = [e [gate:f | up:f] d]\n")
+    (family,) = transaxle("check-rules", "my.rules", "--json").json["families"]
+    assert (family["name"], list(family["dialects"])) == ("qwen3_moe", ["mine"])
+    assert "to mine: 39 tensors" in transaxle("check-rules", "my.rules", ck).out
+
+
+def test_files_that_cannot_be_read(ck: Path, transaxle: Transaxle) -> None:
+    assert transaxle("check-rules", "none.rules").code == MACHINE
+    assert transaxle("check-rules", ck / "model.safetensors").code == REFUSED
+    Path("toy.rules").write_text(SOUND)
+    assert transaxle("check-rules", "toy.rules", "nowhere").code == MACHINE
+    write(Path("other"), {"h.0.w": np.zeros(2)})
+    assert transaxle("check-rules", "toy.rules", "other").code == USAGE

@@ -1,0 +1,251 @@
+"""`plan` and `convert`: the same options, and the same refusals before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tests.checkpoints import CONFIG, GATE, TENSORS, read, same, tensors, tiny, write
+from tests.cli.running import DIFFERENT, REFUSED, USAGE, Transaxle, flip, only, tree
+from transaxle.cli import convert as convert_module
+from transaxle.engine import execute as execute_module
+
+LIMITS = ("--jobs", "1", "--memory", "9MiB")
+
+
+def test_a_plan_shows_which_axes_move(ck: Path, transaxle: Transaxle) -> None:
+    assert transaxle("plan", ck, "out", "--to", "safetensors:automodel", *LIMITS).out == (
+        "qwen3_moe · safetensors:hf -> safetensors:automodel\n"
+        "  gate, up  name e -> shape, transposed, joined  "
+        "model.layers.{l}.mlp.experts.{e}.gate_proj.weight[f d] + model.layers.{l}.mlp.experts.{e}.up_proj.weight[f d]"
+        " -> model.layers.{l}.mlp.experts.gate_and_up_projs[e d [gate:f | up:f]]\n"
+        "  down      name e -> shape, transposed          "
+        "model.layers.{l}.mlp.experts.{e}.down_proj.weight[d f] -> model.layers.{l}.mlp.experts.down_projs[e f d]\n"
+        "  12 rules unchanged: embed, ln1, q, k, v, o, q_norm, k_norm, ln2, router, norm, head\n"
+        "  carried along: config.json\n"
+        "  read 27.87 kB  write 30.73 kB in 2 files  69 copies, 30 % contiguous  "
+        "peak memory 9.44 MB of buffers  nothing refused\n"
+    )
+    assert [path.name for path in Path().iterdir()] == ["ck"]
+
+
+def test_a_plan_is_data(ck: Path, transaxle: Transaxle) -> None:
+    plan = transaxle("plan", ck, "out", "--to", "torchtitan", "--memory", "3MB", "--jobs", "1", "--json").json
+    assert (plan["target"], plan["dialect"], plan["copies"], plan["contiguous"]) == (
+        "out",
+        "torchtitan@0.3",
+        TENSORS,
+        TENSORS,
+    )
+    assert plan["bytes_read"] == sum(array.nbytes for array in tensors().values())
+    assert plan["buffers"] <= 3 * 10**6
+    assert plan["refusals"] == []
+    assert {"layers.1.moe.routed_experts.inner_experts.w1_EFD"} <= {tensor["name"] for tensor in plan["tensors"]}
+
+
+@pytest.mark.parametrize(
+    ("source", "to", "said"),
+    [
+        ("hf", "torchtitan", "name e -> shape"),
+        ("torchtitan", "megatron", "shape e -> name, joined"),
+        ("automodel", "hf", "shape e -> name, transposed, split"),
+        ("megatron", "te", "packed differently"),
+    ],
+)
+def test_moves_have_words(
+    source: str, to: str, said: str, ck: Path, converted: Callable[[str], Path], transaxle: Transaxle
+) -> None:
+    folder = ck if source == "hf" else converted(source)
+    assert said in transaxle("plan", folder, "out", "--to", to).out
+
+
+def test_a_reordered_dim_is_said(here: Path, transaxle: Transaxle) -> None:
+    config = {"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 6, "hidden_size": 8, "intermediate_size": 5}
+    config |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "tie_word_embeddings": False}
+    base = "model.layers.0"
+    shapes = {"model.embed_tokens.weight": (6, 8), "model.norm.weight": (8,), "lm_head.weight": (6, 8)}
+    shapes |= {f"{base}.input_layernorm.weight": (8,), f"{base}.post_attention_layernorm.weight": (8,)}
+    shapes |= {
+        f"{base}.self_attn.{name}_proj.weight": (rows, 8) for name, rows in (("q", 8), ("k", 4), ("v", 4), ("o", 8))
+    }
+    shapes |= {
+        f"{base}.mlp.gate_proj.weight": (5, 8),
+        f"{base}.mlp.up_proj.weight": (5, 8),
+        f"{base}.mlp.down_proj.weight": (8, 5),
+    }
+    write(here / "llama", {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, config=config)
+    assert "order t h -> h t" in transaxle("plan", "llama", "out", "--to", "torchtitan").out
+
+
+@pytest.mark.parametrize("dialect", ["transformers", "torchtitan", "torchtitan@0.2", "automodel", "megatron", "te"])
+def test_there_and_back_is_the_same(dialect: str, ck: Path, transaxle: Transaxle) -> None:
+    assert transaxle("convert", ck, "there", "--to", f"safetensors:{dialect}").code == 0
+    assert transaxle("convert", "there", "back", "--to", "hf").code == 0
+    assert same(ck, Path("back"))
+    assert read(ck).keys() != read(Path("there")).keys()
+
+
+def test_the_report(ck: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle("convert", ck, "out", "--to", "torchtitan", "--verify", "--no-sync")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert outcome.out.startswith("out · safetensors · torchtitan@0.3 · 27 tensors · 30.86 kB · ")
+    assert "carried along: config.json" in outcome.out
+    assert "not synced (--no-sync)" in outcome.out
+    assert "as it was written: 27 tensors" in outcome.out
+    assert "equal: 69 = 27 tensors, 13,936 parameters" in outcome.out
+
+
+def test_the_report_as_json(ck: Path, transaxle: Transaxle) -> None:
+    report = transaxle("convert", ck, "out", "--to", "hf", "--shard-size", "10kB", "--verify", "--json").json
+    assert (report["path"], report["tensors"], report["synced"], report["carried"]) == (
+        "out",
+        TENSORS,
+        True,
+        ["config.json"],
+    )
+    assert (report["verification"]["ok"], report["comparison"]["equal"]) == (True, True)
+    assert len(list(Path("out").glob("model-*.safetensors"))) > 1
+    assert same(ck, Path("out"))
+
+
+def test_unknown_tensors_are_kept_and_listed(here: Path, transaxle: Transaxle) -> None:
+    held = tensors() | {f"extra.{n}.scale": np.zeros(3, np.float32) for n in (0, 1, 4)}
+    write(here / "more", held, config=CONFIG)
+    outcome = transaxle("convert", "more", "out", "--to", "torchtitan")
+    assert "3 tensors without a line in the target" in outcome.out
+    assert "extra.[0-1,4].scale  x3" in outcome.out
+    assert {"extra.0.scale", "extra.4.scale"} <= read(Path("out")).keys()
+    strict = transaxle("convert", "more", "strict", "--to", "torchtitan", "--strict")
+    assert strict.code == REFUSED
+    assert strict.err == (
+        "refused, nothing was written (3 reasons)\n"
+        "  UNEXPECTED_TENSOR  extra.[0-1,4].scale x3\n"
+        "      dialect torchtitan has no line for it\n"
+        "      leave out --strict\n"
+        "  more about it: transaxle explain UNEXPECTED_TENSOR\n"
+    )
+    assert not Path("strict").exists()
+
+
+def test_all_refusals_come_at_once(here: Path, transaxle: Transaxle) -> None:
+    held = tensors()
+    held[GATE] = held[GATE].astype(np.float32)
+    del held["model.norm.weight"]
+    held["model.layers.1.mlp.experts.2.down_proj.weight"] = np.zeros((16, 13), ml_dtypes.bfloat16)
+    write(here / "broken", held, config=CONFIG)
+    outcome = transaxle("convert", "broken", "out", "--to", "automodel")
+    assert outcome.code == REFUSED
+    assert outcome.out == ""
+    assert {"DTYPE_MIXED", "MISSING_TENSOR", "SHAPE_MISMATCH"} <= set(outcome.err.split())
+    assert "[e d [gate:f | up:f]]" in outcome.err
+    assert "expected [16, 12]" in outcome.err
+    plan = transaxle("plan", "broken", "out", "--to", "automodel")
+    assert (plan.code, plan.err) == (REFUSED, "")
+    assert "it would be refused" in plan.out
+    refusals = transaxle("convert", "broken", "out", "--to", "automodel", "--json").json["error"]["refusals"]
+    planned = transaxle("plan", "broken", "out", "--to", "automodel", "--json").json
+    assert planned["error"]["refusals"] == refusals == planned["refusals"]
+    assert not Path("out").exists()
+
+
+def test_many_refusals_are_cut_and_say_so(here: Path, transaxle: Transaxle) -> None:
+    held = {name: (np.zeros((*array.shape, 1), array.dtype)) for name, array in tensors().items()}
+    write(here / "odd", held, config=CONFIG)
+    outcome = transaxle("convert", "odd", "out", "--to", "torchtitan")
+    assert "(--all or --json shows them)" in outcome.err
+    assert outcome.err.count("SHAPE_MISMATCH  ") == 5
+    everything = transaxle("convert", "odd", "out", "--to", "torchtitan", "--all")
+    assert "--json shows them" not in everything.err
+    assert everything.err.count("SHAPE_MISMATCH  ") > 5
+
+
+def test_an_existing_target_needs_a_word(ck: Path, transaxle: Transaxle) -> None:
+    assert transaxle("convert", ck, "out", "--to", "torchtitan").code == 0
+    before = tree(Path("out"))
+    refused = transaxle("convert", ck, "out", "--to", "automodel")
+    assert refused.code == USAGE
+    assert "--overwrite" in refused.err
+    assert transaxle("convert", ck, "out", "--to", "automodel", "--json").codes == ["EXISTS"]
+    resumed = transaxle("convert", ck, "out", "--to", "automodel", "--resume")
+    assert (resumed.code, resumed.err.splitlines()[0]) == (USAGE, "not possible as asked, nothing was written")
+    assert tree(Path("out")) == before
+    assert transaxle("convert", ck, "out", "--to", "automodel", "--overwrite").code == 0
+    assert transaxle("ls", "out", "--json").json["dialect"] == "automodel"
+    assert [path.name for path in Path().iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_source_may_be_replaced_by_its_conversion(ck: Path, transaxle: Transaxle) -> None:
+    before = read(ck)
+    outcome = transaxle("convert", ck, ck, "--to", "torchtitan", "--overwrite", "--verify")
+    assert outcome.code == 0
+    assert "cannot be compared with any more" in outcome.out
+    assert transaxle("convert", ck, "back", "--to", "hf").code == 0
+    assert read(Path("back")).keys() == before.keys()
+
+
+def test_one_file_is_a_target_too(ck: Path, transaxle: Transaxle) -> None:
+    assert transaxle("convert", ck, "out.safetensors", "--to", "automodel", "--verify", "--shard-size", "1kB").code == 0
+    assert Path("out.safetensors").is_file()
+    assert transaxle("verify", ck, "out.safetensors").code == 0
+
+
+def test_verify_after_writing_can_fail(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damage the result between the commit and its verification, as a bad disk would."""
+
+    def damaged(*args: object, **kwargs: object) -> execute_module.Report:
+        report = execute_module.execute(*args, **kwargs)  # type: ignore[arg-type]
+        flip(only(list(Path("out").glob("*.safetensors"))), -1)
+        return report
+
+    monkeypatch.setattr(convert_module, "execute", damaged)
+    outcome = transaxle("convert", ck, "out", "--to", "torchtitan", "--verify", "--json")
+    assert outcome.code == DIFFERENT
+    assert (outcome.json["verification"]["ok"], outcome.json["comparison"]["equal"]) == (False, False)
+
+
+def test_resume_without_anything_to_resume_starts(ck: Path, transaxle: Transaxle) -> None:
+    assert transaxle("convert", ck, "out", "--to", "torchtitan", "--resume").code == 0
+    assert transaxle("verify", ck, "out").code == 0
+
+
+def test_sizes_from_a_file_or_an_option(here: Path, transaxle: Transaxle) -> None:
+    """Without q_norm and config nothing tells the head size, and fusing q, k and v needs it."""
+    held = {name: array for name, array in tensors().items() if "_norm" not in name or "layernorm" in name}
+    write(here / "bare", held)
+    said = ("convert", "bare", "out", "--family", "mixtral", "--from", "hf", "--to", "megatron")
+    assert transaxle(*said, "--json").code in {USAGE, REFUSED}
+    (here / "my.json").write_text(json.dumps(CONFIG))
+    tiny(here / "plain", config=None)
+    by_file = ("convert", "plain", "by-file", "--to", "megatron", "--config", "my.json")
+    by_axis = ("convert", "plain", "by-axis", "--to", "megatron", "--axis", "g=2", "--axis", "c=8")
+    assert transaxle(*by_file).code == 0
+    assert transaxle(*by_axis).code == 0
+    assert same(Path("by-file"), Path("by-axis"))
+    wrong = transaxle("convert", "plain", "wrong", "--to", "megatron", "--axis", "c=4", "--json")
+    assert wrong.code == REFUSED
+    assert "SHAPE_MISMATCH" in wrong.codes
+
+
+def test_an_unknown_family_keeps_its_names(here: Path, transaxle: Transaxle) -> None:
+    held = {f"h.{n}.w": np.full((2, 3), n, np.float32) for n in range(3)}
+    write(here / "other", held, config={"model_type": "gpt2"})
+    assert transaxle("convert", "other", "no", "--to", "hf", "--json").codes == ["UNKNOWN_FAMILY"]
+    outcome = transaxle("convert", "other", "out", "--to", "safetensors:identity", "--shard-size", "24", "--verify")
+    assert outcome.code == 0
+    assert same(Path("other"), Path("out"))
+    assert "under their own names" in transaxle("plan", "other", "out2", "--to", "safetensors").out
+
+
+def test_a_table_of_ones_own(ck: Path, transaxle: Transaxle) -> None:
+    Path("my.rules").write_text(
+        "dialect mine of qwen3_moe like hf\n  model.layers.{l}.mlp.experts.all = [e [gate:f | up:f] d]\n"
+    )
+    assert transaxle("convert", ck, "out", "--to", "mine", "--rules", "my.rules", "--verify").code == 0
+    assert read(Path("out"))["model.layers.1.mlp.experts.all"].shape == (8, 24, 16)
+    assert transaxle("convert", "out", "back", "--to", "hf", "--rules", "my.rules").code == 0
+    assert same(ck, Path("back"))

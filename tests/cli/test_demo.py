@@ -1,0 +1,43 @@
+"""The demo: real transformers code on both ends, and nothing between them that changed a bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import same
+from tests.cli.running import USAGE, process
+
+
+def test_the_demo_tells_the_whole_story(here: Path) -> None:
+    outcome = process("demo")
+    assert (outcome.code, outcome.err) == (0, ""), outcome.err
+    for line in (
+        "2  transaxle convert hub torchtitan --to dcp:torchtitan",
+        "3  transaxle convert torchtitan automodel --to safetensors:automodel",
+        "4  transaxle convert automodel back --to hf",
+        "     gate, up: transposed, joined",
+        "       -> model.layers.{l}.mlp.experts.gate_and_up_projs[e d [gate:f | up:f]]",
+        "   its weights: yes, 51 of 51 tensors equal bit for bit, as the safetensors library reads them",
+        "   its output:  yes, exactly the same logits for 16 tokens, loaded by transformers",
+    ):
+        assert line in outcome.out.splitlines()
+    assert list(here.iterdir()) == []
+
+
+def test_the_demo_keeps_its_files_if_told_so(here: Path) -> None:
+    facts = process("demo", "--keep", "tour/", "--json").json
+    assert (facts["tensors_equal"], facts["logits_equal"]) == (True, True)
+    assert len({number["value"] for number in facts["number"]}) == 1
+    assert [step["dialect"] for step in facts["steps"]] == ["hf", "torchtitan@0.3", "automodel", "hf"]
+    assert same(Path("tour/hub"), Path("tour/back"))
+    again = process("demo", "--keep", "tour/")
+    assert again.code == USAGE
+    assert "EXISTS" in again.err
+
+
+@pytest.mark.parametrize("path", ["file/tour"])
+def test_a_folder_that_cannot_be_made(path: str, here: Path) -> None:
+    Path("file").write_text("")
+    assert process("demo", "--keep", path).code == 4

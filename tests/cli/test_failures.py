@@ -1,0 +1,203 @@
+"""What goes wrong outside: one message, the right exit code, and never a traceback (`Outcome` looks for one)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import INDEX, WHOLE, tiny, write
+from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle
+from transaxle.engine.plan import SINKS
+from transaxle.formats.detect import FORMATS
+
+READING = (
+    ("ls",),
+    ("info",),
+    ("verify",),
+    ("plan", "--to", "torchtitan"),
+    ("convert", "--to", "torchtitan"),
+    ("diff",),
+)
+
+
+def _arguments(command: tuple[str, ...], path: str) -> list[str]:
+    """Put a path, and what else the command needs, behind its name."""
+    name, *options = command
+    second = ["out"] if name in {"plan", "convert"} else [path] if name == "diff" else []
+    return [name, path, *second, *options]
+
+
+def _missing(folder: Path) -> str:
+    tiny(folder, shards=3)
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    return "INCOMPLETE"
+
+
+def _truncated(folder: Path) -> str:
+    tiny(folder)
+    data = (folder / WHOLE).read_bytes()
+    (folder / WHOLE).write_bytes(data[:-100])
+    return "CORRUPT"
+
+
+def _disagreeing(folder: Path) -> str:
+    tiny(folder, shards=2)
+    index = json.loads((folder / INDEX).read_text())
+    where = index["weight_map"]
+    where["model.norm.weight"] = next(file for file in where.values() if file != where["model.norm.weight"])
+    (folder / INDEX).write_text(json.dumps(index))
+    return "CORRUPT"
+
+
+def _unknown_dtype(folder: Path) -> str:
+    tiny(folder)
+    data = (folder / WHOLE).read_bytes()
+    (folder / WHOLE).write_bytes(data.replace(b'"BF16"', b'"BF17"'))
+    return "UNSUPPORTED"
+
+
+def _empty(folder: Path) -> str:
+    folder.mkdir()
+    return "UNSUPPORTED"
+
+
+def _escaping(folder: Path) -> str:
+    tiny(folder, shards=2)
+    text = (folder / INDEX).read_text()
+    (folder / INDEX).write_text(text.replace("model-00002-of-00002.safetensors", "../outside.safetensors"))
+    return "PATH_ESCAPE"
+
+
+@pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
+@pytest.mark.parametrize(
+    "damage",
+    [_missing, _truncated, _disagreeing, _unknown_dtype, _empty, _escaping],
+    ids=lambda damage: damage.__name__,
+)
+def test_damaged_input_is_refused(
+    command: tuple[str, ...], damage: Callable[[Path], str], here: Path, transaxle: Transaxle
+) -> None:
+    code = damage(here / "ck")
+    before = sorted(here.iterdir())
+    outcome = transaxle(*_arguments(command, "ck"))
+    assert outcome.code == REFUSED
+    assert code in outcome.err
+    assert f"transaxle explain {code}" in outcome.err
+    found = transaxle(*_arguments(command, "ck"), "--json")
+    assert found.codes[0] == code
+    assert found.json["error"]["exit_code"] == found.code == REFUSED
+    assert sorted(here.iterdir()) == before
+
+
+@pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
+def test_a_wrong_path_is_no_refusal(command: tuple[str, ...], ck: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle(*_arguments(command, "ckk"))
+    assert outcome.code == MACHINE
+    assert "there is no such file or folder" in outcome.err
+    assert "Did you mean ck?" in outcome.err
+
+
+def test_refusals_name_file_tensor_and_both_sizes(here: Path, transaxle: Transaxle) -> None:
+    _truncated(here / "ck")
+    assert transaxle("ls", "ck").err == (
+        "refused\n"
+        "  CORRUPT  model.safetensors · model.layers.1.self_attn.v_proj.weight\n"
+        "      the file is truncated: its tensors take 27872 bytes, 27772 are there\n"
+        "      Copy or download the file again.\n"
+        "  more about it: transaxle explain CORRUPT\n"
+    )
+
+
+def test_the_same_of_many_tensors_is_said_once(here: Path, transaxle: Transaxle) -> None:
+    _unknown_dtype(here / "ck")
+    outcome = transaxle("ls", "ck")
+    assert outcome.err.startswith("refused (69 reasons)\n")
+    assert outcome.err.count("BF17") == 1
+    assert "model.layers.[0-1].mlp.experts.[0-7].gate_proj.weight x16" in transaxle("ls", "ck", "--all").err
+
+
+@pytest.mark.parametrize("target", ["file/out", "nowhere/out", "file"])
+def test_a_target_that_cannot_be_written(target: str, ck: Path, transaxle: Transaxle) -> None:
+    Path("file").write_text("mine")
+    overwrite = ["--overwrite"] if target == "file" else []
+    outcome = transaxle("convert", ck, target, "--to", "torchtitan", *overwrite)
+    assert outcome.code == (USAGE if target == "file" else MACHINE)
+    assert "nothing was written" in outcome.err
+    assert Path("file").read_text() == "mine"
+
+
+def test_overwrite_spares_what_is_no_checkpoint(ck: Path, transaxle: Transaxle) -> None:
+    Path("thesis").mkdir()
+    Path("thesis/chapter1.tex").write_text("years of work")
+    outcome = transaxle("convert", ck, "thesis", "--to", "torchtitan", "--overwrite")
+    assert outcome.code == USAGE
+    assert Path("thesis/chapter1.tex").read_text() == "years of work"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--to", "torchtitn"], "did you mean torchtitan?"),
+        (["--to", "hf", "--axis", "q=3"], "no family has an axis 'q'"),
+        (["--to", "hf", "--axis", "g"], "is not AXIS=SIZE"),
+        (["--to", "hf", "--axis", "g=2", "--axis", "g=3"], "given twice"),
+        (["--to", "hf", "--family", "qwen3-moe"], "did you mean qwen3_moe?"),
+        (["--to", "hf", "--shard-size", "many"], "is not a size"),
+        (["--to", "hf", "--memory", "0"], "is not a size"),
+        (["--to", "hf", "--jobs", "0"], "--jobs"),
+        (["--to", "hf", "--frm", "hf"], "--from"),
+        ([], "--to"),
+    ],
+)
+def test_usage_errors(options: list[str], said: str, ck: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle("convert", ck, "out", *options)
+    assert outcome.code == USAGE
+    assert said in outcome.err
+    assert len(outcome.err.splitlines()) <= 5
+    found = transaxle("convert", ck, "out", *options, "--json")
+    assert found.json["error"]["exit_code"] == USAGE
+    assert not Path("out").exists()
+
+
+def test_two_checkpoints_in_one_folder(ck: Path, transaxle: Transaxle) -> None:
+    (ck / WHOLE).rename(ck / "a.safetensors")
+    (ck / "b.safetensors").write_bytes((ck / "a.safetensors").read_bytes())
+    outcome = transaxle("ls", ck)
+    assert outcome.code == USAGE
+    assert "a.safetensors, b.safetensors" in outcome.err
+    assert transaxle("ls", ck / "a.safetensors").code == 0
+
+
+def test_names_that_two_dialects_read_are_not_guessed(here: Path, transaxle: Transaxle) -> None:
+    Path("two.rules").write_text(
+        "family toy\n  axes a=a b=b\n  w : a b\n  u : a b\ndialect one\n  x = w[a b]\n  y = u[a b]\n"
+        "dialect two\n  x = u[a b]\n  y = w[a b]\n"
+    )
+    write(here / "toy", {"x": np.zeros((2, 3)), "y": np.ones((2, 3))})
+    said = ("convert", "toy", "out", "--to", "two", "--rules", "two.rules")
+    assert transaxle(*said, "--json").codes == ["AMBIGUOUS"]
+    assert transaxle(*said).code == USAGE
+    assert transaxle(*said, "--family", "toy", "--from", "one").code == 0
+
+
+UNWRITABLE = [name for name in FORMATS if name not in SINKS]
+
+
+@pytest.mark.parametrize("to", ["gguf:hf", *UNWRITABLE, *(f"{name}:hf" for name in UNWRITABLE)])
+def test_a_format_that_cannot_be_written(to: str, ck: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle("convert", ck, "out", "--to", to, "--json")
+    assert outcome.code == REFUSED
+    assert outcome.codes == ["UNSUPPORTED"]
+
+
+def test_config_files_that_cannot_be_read(ck: Path, transaxle: Transaxle) -> None:
+    said = ("plan", ck, "out", "--to", "torchtitan", "--config")
+    assert transaxle(*said, "none.json").code == MACHINE
+    Path("bad.json").write_text("{")
+    assert transaxle(*said, "bad.json").code == REFUSED
+    (ck / "config.json").write_text("[1]")
+    assert transaxle("ls", ck).code == REFUSED

@@ -1,0 +1,153 @@
+"""`ls` and `info`: what a checkpoint is, before anything is read of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import CONFIG, SIZES, TENSORS, Tensors, tensors, tiny, write
+from tests.cli.running import USAGE, Transaxle, flip, lines, only
+from transaxle import __version__
+
+
+def test_a_checkpoint_fits_on_a_page(ck: Path, transaxle: Transaxle) -> None:
+    assert transaxle("ls", ck).out == (
+        "safetensors · qwen3_moe · hf · 69 tensors · 13,936 parameters · 27.87 kB in 1 file\n"
+        "  model.embed_tokens.weight                                   BF16  [40, 16]\n"
+        "  model.layers.[0-1].input_layernorm.weight              x2   BF16  [16]\n"
+        "  model.layers.[0-1].self_attn.q_proj.weight             x2   BF16  [32, 16]\n"
+        "  model.layers.[0-1].self_attn.k_proj.weight             x2   BF16  [16, 16]\n"
+        "  model.layers.[0-1].self_attn.v_proj.weight             x2   BF16  [16, 16]\n"
+        "  model.layers.[0-1].self_attn.o_proj.weight             x2   BF16  [16, 32]\n"
+        "  model.layers.[0-1].self_attn.q_norm.weight             x2   BF16  [8]\n"
+        "  model.layers.[0-1].self_attn.k_norm.weight             x2   BF16  [8]\n"
+        "  model.layers.[0-1].post_attention_layernorm.weight     x2   BF16  [16]\n"
+        "  model.layers.[0-1].mlp.gate.weight                     x2   BF16  [8, 16]\n"
+        "  model.layers.[0-1].mlp.experts.[0-7].gate_proj.weight  x16  BF16  [12, 16]\n"
+        "  model.layers.[0-1].mlp.experts.[0-7].up_proj.weight    x16  BF16  [12, 16]\n"
+        "  model.layers.[0-1].mlp.experts.[0-7].down_proj.weight  x16  BF16  [16, 12]\n"
+        "  model.norm.weight                                           BF16  [16]\n"
+        "  lm_head.weight                                              BF16  [40, 16]\n"
+    )
+
+
+def test_json_says_the_same(ck: Path, transaxle: Transaxle) -> None:
+    found = transaxle("ls", ck, "--json").json
+    assert {key: found[key] for key in ("path", "format", "family", "dialect", "tensors", "files")} == {
+        "path": "ck",
+        "format": "safetensors",
+        "family": "qwen3_moe",
+        "dialect": "hf",
+        "tensors": TENSORS,
+        "files": 1,
+    }
+    assert found["parameters"] == sum(array.size for array in tensors().values())
+    assert sum(row["count"] for row in found["rows"]) == TENSORS
+    assert {"name": "model.norm.weight", "count": 1, "dtype": "BF16", "shape": [16]} in found["rows"]
+
+
+def test_all_prints_every_name(ck: Path, transaxle: Transaxle) -> None:
+    _, *rows = lines(transaxle("ls", ck, "--all").out)
+    assert sorted(row[0] for row in rows) == sorted(tensors())
+
+
+def test_another_dialect_is_a_view(ck: Path, transaxle: Transaxle) -> None:
+    head, *rows = lines(transaxle("ls", ck, "--as", "torchtitan").out)
+    assert " ".join(head).startswith("safetensors · qwen3_moe · torchtitan@0.3 · seen from hf · 27 tensors")
+    assert ["layers.[0-1].moe.routed_experts.inner_experts.w1_EFD", "x2", "BF16", "[8,", "12,", "16]"] in rows
+    assert not list(Path().glob("*torchtitan*"))
+
+
+def test_different_shapes_and_dtypes_are_different_rows(here: Path, transaxle: Transaxle) -> None:
+    held: Tensors = {f"l.{layer}.w": np.zeros((4, 2), np.float32) for layer in (0, 1, 2, 5)}
+    held["l.3.w"] = np.zeros((4, 3), np.float32)
+    held["l.4.w"] = np.zeros((4, 2), np.float16)
+    write(here / "odd", held)
+    head, *rows = lines(transaxle("ls", "odd").out)
+    assert head[:5] == ["safetensors", "·", "unknown", "family", "·"]
+    assert rows == [
+        ["l.[0-2,5].w", "x4", "F32", "[4,", "2]"],
+        ["l.3.w", "F32", "[4,", "3]"],
+        ["l.4.w", "F16", "[4,", "2]"],
+    ]
+
+
+def test_names_cannot_write_to_the_terminal(here: Path, transaxle: Transaxle) -> None:
+    write(here / "odd", {"a\x1b[2Jb\nc": np.zeros(2, np.float32)})
+    out = transaxle("ls", "odd").out
+    assert "\x1b" not in out
+    assert "a\\x1b[2Jb\\nc" in out
+
+
+def test_info_says_what_was_recognised(ck: Path, transaxle: Transaxle) -> None:
+    found = transaxle("info", ck, "--json").json
+    assert (found["format"], found["family"], found["dialect"], found["prefix"]) == (
+        "safetensors",
+        "qwen3_moe",
+        "hf",
+        "",
+    )
+    assert (found["read"], found["tensors"], found["unknown"]) == (TENSORS, TENSORS, [])
+    assert found["axes"]["e"] == SIZES["num_experts"]
+    assert found["dtypes"] == {"BF16": {"tensors": TENSORS, "bytes": found["bytes"]}}
+    assert found["carried"] == ["config.json"]
+    assert found["manifest"]["state"] == "none"
+    assert (found["transaxle"], found["kernels"]) == (__version__, "numpy")
+    shown = transaxle("info", ck).out
+    assert "hf, which reads 69 of 69 names" in shown
+    assert f"{__version__}, kernels: numpy" in shown
+
+
+def test_info_finds_a_prefix(here: Path, transaxle: Transaxle) -> None:
+    write(here / "wrapped", {f"module.{name}": array for name, array in tensors().items()}, config=CONFIG)
+    assert transaxle("info", "wrapped", "--json").json["prefix"] == "module."
+
+
+def test_info_says_why_nothing_was_recognised(here: Path, transaxle: Transaxle) -> None:
+    write(here / "other", {"transformer.h.0.w": np.zeros(2, np.float32)}, config={"model_type": "gpt2"})
+    outcome = transaxle("info", "other")
+    assert outcome.code == 0
+    assert "not recognised" in outcome.out
+    assert "gpt2" in outcome.out
+
+
+def test_info_knows_a_manifest_that_no_longer_matches(converted: Callable[[str], Path], transaxle: Transaxle) -> None:
+    folder = converted("torchtitan")
+    assert transaxle("info", folder, "--json").json["manifest"] == {"state": "matches", "problems": []}
+    file = only(list(folder.glob("*.safetensors")))
+    file.write_bytes(file.read_bytes().replace(b'"format":"pt"', b'"format":"PT"'))
+    manifest = transaxle("info", folder, "--json").json["manifest"]
+    assert manifest["state"] == "stale"
+    assert only(manifest["problems"])["file"] == file.name
+    assert "no longer matches" in transaxle("info", folder).out
+
+
+def test_info_alone_describes_the_installation(transaxle: Transaxle) -> None:
+    found = transaxle("info", "--json").json
+    assert found["packages"]["numpy"] == np.__version__
+    assert "hf" in found["families"]["qwen3_moe"]
+    assert "kernels: numpy" in transaxle("info").out
+
+
+@pytest.mark.parametrize("option", [("--axis", "q=3"), ("--family", "qwen3_mo"), ("--from", "hff")])
+def test_what_is_said_wrongly_is_a_usage_error(option: tuple[str, str], ck: Path, transaxle: Transaxle) -> None:
+    assert transaxle("ls", ck, *option).code == USAGE
+    assert transaxle("info", ck, *option).code == USAGE
+
+
+def test_what_is_said_is_believed(here: Path, transaxle: Transaxle) -> None:
+    tiny(here / "renamed", config={**CONFIG, "model_type": "my_moe"})
+    assert transaxle("ls", "renamed", "--json").json["family"] is None
+    assert transaxle("ls", "renamed", "--family", "qwen3_moe", "--json").json["family"] == "qwen3_moe"
+    (here / "my.json").write_text(json.dumps(CONFIG))
+    assert transaxle("ls", "renamed", "--config", "my.json", "--json").json["family"] == "qwen3_moe"
+
+
+def test_a_flipped_header_is_refused_or_seen(converted: Callable[[str], Path], transaxle: Transaxle) -> None:
+    folder = converted("automodel")
+    flip(only(list(folder.glob("*.safetensors"))), 9)
+    assert transaxle("info", folder, "--json").code == 3

@@ -1,0 +1,240 @@
+"""The program around its commands: help, suggestions, completion, and what happens when it fails."""
+
+from __future__ import annotations
+
+import os
+import pty
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+
+from tests.checkpoints import TENSORS
+from tests.cli.running import BUG, USAGE, Transaxle, command, process
+from transaxle import __version__
+from transaxle.cli import ls as ls_module
+from transaxle.cli.program import COMMANDS, NAME, Command, program
+
+BLOCKED = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"torch", "transformers"}:
+            raise ImportError(f"{name} is blocked here")
+sys.meta_path.insert(0, Blocked())
+"""
+COUNTED = """
+import atexit, sys
+atexit.register(lambda: sys.stderr.write(" ".join(sorted({name.partition(".")[0] for name in sys.modules}))))
+"""
+
+
+def _commands() -> Iterator[tuple[str, click.Command]]:
+    context = click.Context(program, info_name=NAME)
+    for name in COMMANDS:
+        found = program.get_command(context, name)
+        assert found is not None
+        yield name, found
+
+
+def test_alone_it_shows_the_help_with_examples_first(transaxle: Transaxle) -> None:
+    outcome = transaxle()
+    assert outcome.code == 0
+    assert outcome.out == transaxle("--help").out == transaxle("-h").out
+    assert outcome.out.index("transaxle demo") < outcome.out.index("Commands:") < outcome.out.index("Options:")
+    assert all(f"  {name} " in outcome.out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_examples_first(name: str, transaxle: Transaxle) -> None:
+    outcome = transaxle(name, "--help")
+    assert outcome.code == 0
+    assert outcome.out.index(f"\n  transaxle {name}") < outcome.out.index("Usage:") < outcome.out.index("Options:")
+    assert all(option in outcome.out for option in ("--json", "--all", "--help"))
+
+
+def test_examples_in_the_help_can_be_typed() -> None:
+    for name, found in _commands():
+        assert isinstance(found, Command)
+        assert found.examples
+        for line, _ in found.examples:
+            program_name, command_name, *arguments = shlex.split(line)
+            assert (program_name, command_name) == (NAME, name)
+            found.make_context(name, arguments)
+
+
+def test_the_version(transaxle: Transaxle) -> None:
+    assert transaxle("--version").out == f"transaxle {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["lss"], "Did you mean ls?"),
+        (["covert"], "Did you mean convert?"),
+        (["frobnicate"], "There are: ls, info"),
+        (["ls"], "Missing argument 'PATH'."),
+        (["ls", ".", "--al"], "--all"),
+        (["--frob"], "--frob"),
+    ],
+)
+def test_what_is_mistyped_gets_a_suggestion(arguments: list[str], said: str, transaxle: Transaxle) -> None:
+    outcome = transaxle(*arguments)
+    assert outcome.code == USAGE
+    assert said in outcome.err
+    assert outcome.out == ""
+    assert "message" in transaxle(*arguments, "--json").json["error"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("transaxle con", {"convert"}),
+        ("transaxle convert a b --to torch", {"torchtitan", "torchtitan@0.2", "torchtitan@0.3"}),
+        ("transaxle convert a b --to safetensors:aut", {"safetensors:automodel"}),
+        ("transaxle convert a b --family qwen3_", {"qwen3_moe"}),
+        ("transaxle plan a b --from meg", {"megatron"}),
+        ("transaxle explain BLOCK", {"BLOCK_MISALIGNED"}),
+        ("transaxle ls --as te", {"te"}),
+    ],
+)
+def test_completion(typed: str, offered: set[str]) -> None:
+    words = shlex.split(typed)
+    environment = {"_TRANSAXLE_COMPLETE": "bash_complete", "COMP_WORDS": typed, "COMP_CWORD": str(len(words) - 1)}
+    outcome = process(environment=environment)
+    found = {line.partition(",")[2] for line in outcome.out.splitlines()}
+    assert offered <= found
+    assert all(name.startswith(words[-1]) for name in found)
+    assert "complete" in process(environment={"_TRANSAXLE_COMPLETE": "bash_source"}).out
+
+
+def test_nothing_but_the_demo_needs_torch(ck: Path, transaxle: Transaxle) -> None:
+    for arguments in (
+        ["ls", "ck"],
+        ["info", "ck"],
+        ["plan", "ck", "out", "--to", "torchtitan"],
+        ["convert", "ck", "out", "--to", "torchtitan", "--verify"],
+        ["verify", "out"],
+        ["verify", "ck", "out"],
+        ["diff", "ck", "out", "--stat"],
+        ["explain", "LOSSY"],
+    ):
+        outcome = process(*arguments, before=BLOCKED)
+        assert (outcome.code, outcome.err) == (0, ""), arguments
+    refused = process("demo", before=BLOCKED)
+    assert refused.code == 3
+    assert "pip install 'transaxle[demo]'" in refused.err
+    assert process("demo", "--json", before=BLOCKED).codes == ["UNSUPPORTED"]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--version"], ["explain"], ["lss"]])
+def test_it_starts_quickly(arguments: list[str]) -> None:
+    """What does not look at a checkpoint does not import what can."""
+    loaded = process(*arguments, before=COUNTED).err.split()
+    assert not {"numpy", "rich", "msgspec", "torch"} & set(loaded)
+
+
+def test_rich_is_for_terminals(ck: Path) -> None:
+    loaded = process("convert", ck, "out", "--to", "hf", before=COUNTED).err.split()
+    assert "numpy" in loaded
+    assert not {"rich", "torch"} & set(loaded)
+
+
+def test_it_is_a_module_too(ck: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "transaxle", "ls", str(ck)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert f"{TENSORS} tensors" in done.stdout
+
+
+def test_it_is_plain_when_piped(ck: Path, transaxle: Transaxle) -> None:
+    for arguments in (["convert", "ck", "out", "--to", "hf"], ["ls", "nowhere"], ["verify", "ck", "ck"]):
+        outcome = process(*arguments)
+        assert "\x1b" not in outcome.out + outcome.err
+
+
+@pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
+def test_on_a_terminal_it_has_progress_and_colours(environment: dict[str, str], ck: Path) -> None:
+    outer, inner = pty.openpty()
+    with subprocess.Popen(
+        command("convert", ck, "out", "--to", "torchtitan", "--verify"),
+        stdout=inner,
+        stderr=inner,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "100"} | environment,
+    ) as running:
+        os.close(inner)
+        shown = b""
+        while chunk := _read(outer):
+            shown += chunk
+        os.close(outer)
+    assert running.returncode == 0
+    text = shown.decode()
+    assert "equal: " in text.replace("\x1b[32m", "").replace("\x1b[0m", "")
+    assert ("\x1b[1mout" in text) == (environment == {})
+    assert ("━" in text) == (environment.get("TERM") != "dumb")
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError:  # the other side is closed
+        return b""
+
+
+def test_a_reader_that_stops_is_no_error(ck: Path) -> None:
+    writing = subprocess.Popen(
+        command("ls", ck, "--all", "--json"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert writing.stdout is not None
+    assert writing.stderr is not None
+    writing.stdout.close()
+    err = writing.stderr.read()
+    writing.stderr.close()
+    assert (writing.wait(60), err) == (141, "")
+
+
+def test_a_full_disk_behind_the_output(ck: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            command("ls", ck), stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (4, "writing the result: No space left on device\n")
+
+
+def test_closed_streams_are_no_error(ck: Path) -> None:
+    closing = "import os, sys\nos.close(1)\nos.close(2)\nsys.stdout = sys.stderr = None"
+    assert process("ls", ck, before=closing).code == 0
+    assert process("ls", "nowhere", before=closing).code == 4
+
+
+def test_a_bug_is_one_message(
+    ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(ls_module, "open_checkpoint", broken)
+    outcome = transaxle("ls", ck)
+    assert outcome.code == BUG
+    assert "internal error: ZeroDivisionError: division by zero" in outcome.err
+    assert "report" in outcome.err
+    assert transaxle("ls", ck, "--json").json["error"]["exit_code"] == BUG
+    monkeypatch.setenv("TRANSAXLE_DEBUG", "1")
+    from transaxle.cli import main
+
+    assert main(["ls", str(ck)]) == BUG
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_little_memory_is_said(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
+    def greedy(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(ls_module, "open_checkpoint", greedy)
+    outcome = transaxle("ls", ck)
+    assert outcome.code == 4
+    assert "--memory" in outcome.err

@@ -1,0 +1,120 @@
+"""`verify` and `diff`: yes or no, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import CONFIG, GATE, TENSORS, tensors, write
+from tests.cli.running import DIFFERENT, REFUSED, Transaxle, flip, only
+
+
+def _changed(folder: Path, *names: str) -> Path:
+    """Write the tiny checkpoint with 1 added to the first element of some tensors."""
+    held = tensors()
+    for name in names:
+        held[name].reshape(-1)[0] += 1
+    return write(folder, held, config=CONFIG)
+
+
+def test_equal_across_dialects(ck: Path, converted: Callable[[str], Path], transaxle: Transaxle) -> None:
+    folder = converted("automodel")
+    assert transaxle("verify", ck, folder).out == "equal: 69 = 25 tensors, 13,936 parameters\n"
+    assert transaxle("verify", folder, ck).code == 0
+    assert transaxle("diff", ck, folder).out == "equal: 69 = 25 tensors, 13,936 parameters\n"
+    found = transaxle("verify", ck, folder, "--json").json
+    assert (found["equal"], found["tensors"], found["differences"]) == (True, [TENSORS, 25], [])
+
+
+def test_every_flipped_bit_of_the_data_is_seen(converted: Callable[[str], Path], transaxle: Transaxle) -> None:
+    folder = converted("torchtitan")
+    assert transaxle("verify", folder).out == (
+        "as it was written: 27 tensors, 13,936 parameters, 27.87 kB read; "
+        "every hash in its manifest agrees (xxh3-128)\n"
+    )
+    file = only(list(folder.glob("*.safetensors")))
+    for at in (-1, -2000, -20_000):
+        flip(file, at, bit=at % 8)
+        outcome = transaxle("verify", folder)
+        assert outcome.code == DIFFERENT
+        assert "its bytes were changed after it was written" in outcome.out
+        flip(file, at, bit=at % 8)
+    assert transaxle("verify", folder).code == 0
+
+
+@pytest.mark.parametrize("at", [0, 9, 500])
+def test_a_flipped_bit_elsewhere_is_seen_too(at: int, converted: Callable[[str], Path], transaxle: Transaxle) -> None:
+    folder = converted("torchtitan")
+    for file in sorted(folder.iterdir()):
+        if at < file.stat().st_size:
+            flip(file, at)
+            assert transaxle("verify", folder, "--json").code in {DIFFERENT, REFUSED}, file.name
+            flip(file, at)
+
+
+def test_a_missing_file_is_seen(converted: Callable[[str], Path], transaxle: Transaxle) -> None:
+    folder = converted("torchtitan")
+    (folder / "config.json").unlink()
+    outcome = transaxle("verify", folder, "--json")
+    assert outcome.code == DIFFERENT
+    assert [(p["code"], p["file"]) for p in outcome.json["problems"]] == [("INCOMPLETE", "config.json")]
+
+
+def test_without_a_manifest_it_says_what_that_proves(ck: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle("verify", ck)
+    assert outcome.code == 0
+    assert "no transaxle.json to be held against" in outcome.out
+    assert transaxle("verify", ck, "--json").json["against"] == "structure"
+
+
+def test_diff_says_where(ck: Path, transaxle: Transaxle) -> None:
+    _changed(Path("other"), GATE, GATE.replace("experts.3", "experts.5"), "model.norm.weight")
+    outcome = transaxle("diff", ck, "other")
+    assert outcome.code == DIFFERENT
+    assert outcome.out == (
+        "  model.layers.0.mlp.experts.[3,5].gate_proj.weight  x2  values differ\n"
+        "  model.norm.weight                                      values differ\n"
+        "  3 tensors differ, 66 equal\n"
+    )
+    assert transaxle("verify", ck, "other").code == DIFFERENT
+
+
+def test_diff_says_how_much(ck: Path, transaxle: Transaxle) -> None:
+    _changed(Path("other"), GATE, "model.norm.weight")
+    stat = transaxle("diff", ck, "other", "--stat")
+    assert stat.code == DIFFERENT
+    rows = [line.split("  ")[1:] for line in stat.out.splitlines()]
+    assert [row[0] for row in rows] == ["gate", "norm", "everything else"]
+    assert "1 of 16 tensors differ" in stat.out
+    assert "max |Δ| 1.0e+00" in stat.out
+    assert "67 tensors equal" in stat.out
+    assert "1 element, max |Δ| 1.0e+00" in transaxle("diff", ck, "other", "--numeric").out
+    found = transaxle("diff", ck, "other", "--numeric", "--json").json
+    assert [(d["name"], d["elements"], d["kind"]) for d in found["differences"]] == [
+        (GATE, 1, "values"),
+        ("model.norm.weight", 1, "values"),
+    ]
+
+
+def test_diff_names_what_only_one_has(ck: Path, transaxle: Transaxle) -> None:
+    write(Path("other"), tensors() | {"extra.0.w": np.zeros(2), "extra.1.w": np.zeros(2)}, config=CONFIG)
+    assert transaxle("diff", ck, "other").out == ("  extra.[0-1].w  x2  only in other\n  2 tensors differ, 69 equal\n")
+    assert "only in other" in transaxle("diff", ck, "other", "--stat").out
+
+
+def test_diff_of_dtypes_and_shapes(here: Path, transaxle: Transaxle) -> None:
+    write(here / "a", {"x": np.zeros(4, np.float32), "y": np.zeros((2, 2), np.float32)})
+    write(here / "b", {"x": np.zeros(4, np.float16), "y": np.zeros((4, 1), np.float32)})
+    out = transaxle("diff", "a", "b").out
+    assert "dtype F32 and F16" in out
+    assert "shape [2, 2] and [4, 1]" in out
+
+
+def test_a_long_list_is_cut_and_says_so(here: Path, transaxle: Transaxle) -> None:
+    write(here / "a", {f"name_{chr(97 + n)}": np.zeros(n + 1, np.float32) for n in range(25)})
+    write(here / "b", {f"name_{chr(97 + n)}": np.ones(n + 1, np.float32) for n in range(25)})
+    assert "… and 5 more rows (--all or --json shows them)" in transaxle("diff", "a", "b").out
+    assert transaxle("diff", "a", "b", "--all").out.count("values differ") == 25
