@@ -1,0 +1,118 @@
+"""Fuzzing the reader of DCP folders with atheris: `python fuzz/dcp.py CORPUS [-max_total_time=60]`.
+
+An input is a folder: the length of `.metadata` in four bytes, `.metadata`, then `__0_0.distcp`. `python fuzz/dcp.py
+--seeds CORPUS` writes a few such inputs to begin with. Whatever an input says, it is read or refused; any other
+exception is a finding.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from target import run
+
+from transaxle.errors import Refused
+from transaxle.formats.catalog import Spec
+from transaxle.formats.dcp.draft import draft
+from transaxle.formats.dcp.metadata import METADATA
+from transaxle.formats.dcp.reader import open_dcp
+from transaxle.formats.dtype import nbytes
+from transaxle.formats.inline import NUMBERS
+from transaxle.formats.storage import Listing
+
+_LENGTH = 4
+_DATA = "__0_0.distcp"
+
+
+class HeldFolder:
+    """A storage in memory (see `formats.storage.Storage`)."""
+
+    path = "memory"
+    single = None
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self._files = files
+
+    def listing(self, folder: str = "") -> Listing:
+        """Return what is held."""
+        return Listing(() if folder else tuple(sorted(self._files)), (), {})
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all files."""
+        return tuple(sorted(self._files))
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file; there are only two, and no others are asked for."""
+        return len(self._files[name])
+
+    def version(self, name: str) -> str:
+        """Return what never changes: no file does."""
+        return name
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """Fill a view."""
+        view.cast("B")[:] = self._files[name][offset : offset + view.nbytes]
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """Return bytes, all of which must be there."""
+        data = self._files[name][offset : offset + size]
+        assert len(data) == size, "the reader did not look at the size"
+        return data
+
+    def recheck(self) -> None:
+        """Files do not change."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def one(data: bytes) -> None:
+    """Read one input."""
+    length = int.from_bytes(data[:_LENGTH], "little")
+    rest = data[_LENGTH:]
+    storage = HeldFolder({METADATA: rest[:length], _DATA: rest[length:]})
+    try:
+        container = open_dcp(storage, storage.path, METADATA)
+    except Refused:
+        return
+    for checksum in container.checksums:
+        assert checksum.offset + checksum.size <= storage.size(checksum.file), checksum
+    for entry in container.entries.values():
+        for extent in entry.extents:
+            if extent.file != NUMBERS:
+                last = sum((size - 1) * step for size, step in zip(extent.shape, extent.strides or (), strict=False))
+                reach = nbytes(entry.dtype, extent.shape if extent.strides is None else (last + 1,))
+                assert 0 <= extent.offset <= storage.size(extent.file) - reach, entry
+        held = sum(_count(extent.shape) for extent in entry.extents)
+        assert held == _count(entry.shape), "the chunks do not add up"
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def seeds(folder: Path) -> None:
+    """Write inputs that are read without complaint."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, specs in enumerate(
+        [
+            [Spec("a", "F32", (2, 3))],
+            [Spec("a", "F4", (2, 4)), Spec("b", "BF16", ()), Spec("c", "I64", (0,))],
+            [Spec("layers.0.weight", "F8_E4M3", (4, 4)), Spec("optim/layers.0.weight/step", "F32", ())],
+        ]
+    ):
+        plan = draft(specs)
+        files = {file: bytearray(size) for file, size in plan.files.items()}
+        for fragment in plan.fragments:
+            files[fragment.file][fragment.offset : fragment.offset + len(fragment.data)] = fragment.data
+        metadata = files[METADATA]
+        data = len(metadata).to_bytes(_LENGTH, "little") + metadata + files[_DATA]
+        one(bytes(data))
+        folder.joinpath(f"seed-{number}").write_bytes(data)
+
+
+if __name__ == "__main__":
+    run(one, seeds)

@@ -1,0 +1,55 @@
+"""A checkpoint of one file in memory, for fuzzing: disks are slow, and their errors are tested elsewhere."""
+
+from __future__ import annotations
+
+from transaxle.errors import refuse
+from transaxle.formats.storage import Listing
+
+
+class Held:
+    """A storage of one file (see `formats.storage.Storage`).
+
+    Args:
+        name: its name.
+        data: its bytes.
+    """
+
+    def __init__(self, name: str, data: bytes) -> None:
+        self.path = self.single = name
+        self._data = data
+
+    def listing(self, folder: str = "") -> Listing:
+        """Return the one file."""
+        return Listing(() if folder else (self.path,), (), {})
+
+    def names(self) -> tuple[str, ...]:
+        """Return the one name."""
+        return (self.path,)
+
+    def size(self, name: str) -> int:
+        """Return the bytes of the file; any other is not there."""
+        if name != self.path:
+            raise refuse("IO", "there is no such file", file=name)
+        return len(self._data)
+
+    def version(self, name: str) -> str:
+        """Return what never changes."""
+        return name
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """Fill a view; bytes that are not there are CORRUPT, as they are on a disk."""
+        view.cast("B")[:] = self.read(name, offset, view.nbytes)
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """Return bytes; those that are not there are CORRUPT."""
+        assert offset >= 0, "a negative offset"
+        assert size >= 0, "a negative size"
+        if offset + size > self.size(name):
+            raise refuse("CORRUPT", "the file is truncated", file=name)
+        return self._data[offset : offset + size]
+
+    def recheck(self) -> None:
+        """The file does not change."""
+
+    def close(self) -> None:
+        """Nothing is open."""

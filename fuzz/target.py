@@ -1,0 +1,24 @@
+"""What every fuzz target does when it is run as a script."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+
+def run(one: Callable[[bytes], None], seeds: Callable[[Path], None]) -> None:
+    """Write the seeds (`--seeds FOLDER`), or hand the command line to atheris.
+
+    Args:
+        one: tries one input.
+        seeds: writes inputs to begin with into a folder.
+    """
+    if sys.argv[1:2] == ["--seeds"]:
+        seeds(Path(sys.argv[2]))
+        return
+    import atheris
+
+    atheris.instrument_all()
+    atheris.Setup(sys.argv, one)
+    atheris.Fuzz()
