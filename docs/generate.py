@@ -1,0 +1,72 @@
+"""Writes the parts of the reference that the program itself knows: `make docs`, or `python docs/generate.py`.
+
+A generated part stands between `<!-- generated: name -->` and `<!-- end -->`. With `--check` nothing is written, and
+pages that are out of date are an error.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+
+from transaxle.cli.explanations import EXPLANATIONS
+from transaxle.cli.program import COMMANDS, NAME, program
+from transaxle.errors import CODES, refuse
+
+REFERENCE = Path(__file__).parent / "reference"
+WIDTH = 92
+_PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def commands() -> Iterator[str]:
+    """Yield the help of every command, as it is printed."""
+    yield from _help(NAME, program)
+    root = click.Context(program, info_name=NAME)
+    for name in COMMANDS:
+        command = program.get_command(root, name)
+        assert command is not None
+        yield f"\n## {name}\n\n"
+        yield from _help(name, command, root)
+
+
+def _help(name: str, command: click.Command, parent: click.Context | None = None) -> Iterator[str]:
+    context = click.Context(command, info_name=name, parent=parent, terminal_width=WIDTH, **program.context_settings)
+    yield f"```text\n{context.get_help().strip()}\n```\n"
+
+
+def codes() -> Iterator[str]:
+    """Yield the table of refusal codes, and a section for each."""
+    yield "| code | exit | meaning |\n|---|---|---|\n"
+    for code in CODES:
+        yield f"| `{code}` | {refuse(code, '').exit_code} | {EXPLANATIONS[code].summary} |\n"
+    for code in CODES:
+        text = EXPLANATIONS[code]
+        yield f"\n## {code}\n\n{text.summary} {text.meaning}\n\n"
+        yield f"```text\n{code}  {text.example}\n```\n\n{text.remedy}\n"
+
+
+PARTS: dict[str, Callable[[], Iterator[str]]] = {"commands": commands, "codes": codes}
+
+
+def main() -> int:
+    """Write the generated parts, or with `--check` say which pages are out of date."""
+    stale = []
+    for page in sorted(REFERENCE.glob("*.md")):
+        before = page.read_text("utf-8")
+        after = _PART.sub(lambda match: f"{match[1]}\n{''.join(PARTS[match[2]]())}\n{match[3]}", before)
+        if after != before:
+            stale.append(page)
+            if "--check" not in sys.argv[1:]:
+                page.write_text(after, "utf-8")
+    if "--check" in sys.argv[1:] and stale:
+        sys.stderr.write(f"out of date, run `python docs/generate.py`: {', '.join(page.name for page in stale)}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,128 @@
+"""The documentation executes: pages build without a warning, and every example in them gives what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import CONFIG, tensors, tiny, write
+from transaxle.errors import CODES, refuse
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+TINY = "tiny-qwen3-moe"
+"""Name of the checkpoint that the README's example opens."""
+
+
+def _run(*command: str, cwd: Path = ROOT, code: int = 0) -> str:
+    """Run a command with this environment's scripts found first, and return what it prints."""
+    scripts = Path(sys.executable).parent
+    environment = os.environ | {"PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == code, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def _blocks(text: str, *languages: str) -> list[tuple[str, str]]:
+    return re.findall(rf"^```({'|'.join(languages)})\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("builder", ["doctest", "html"])
+def test_the_documentation_builds(builder: str, tmp_path: Path) -> None:
+    _run(
+        sys.executable,
+        "-m",
+        "sphinx",
+        "-q",
+        "-W",
+        "--keep-going",
+        "-b",
+        builder,
+        "docs",
+        str(tmp_path / builder),
+    )
+
+
+@pytest.mark.parametrize("page", [README, ROOT / "docs" / "reference" / "api.md"], ids=lambda page: page.name)
+def test_the_python_example_prints_what_it_says(page: Path, tmp_path: Path) -> None:
+    """Run it as a reader would, beside a checkpoint; lines that end in `# -> text` must print that text."""
+    ((_, code),) = _blocks(page.read_text("utf-8"), "python")
+    promised = re.findall(r"# -> (.*)$", code, re.MULTILINE)
+    tiny(tmp_path / TINY)
+    assert TINY in code
+    assert promised, "the example should say what it prints"
+    printed = _run(sys.executable, "-W", "error", "-c", textwrap.dedent(code), cwd=tmp_path).splitlines()
+    assert printed[: len(promised)] == promised
+
+
+def test_links_between_files_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    links = [
+        (page, target) for page in pages for target in re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", page.read_text("utf-8"))
+    ]
+    assert [f"{page}: {target}" for page, target in links if not (page.parent / target).exists()] == []
+
+
+def test_every_refusal_is_explained_with_its_exit_code() -> None:
+    page = (ROOT / "docs" / "reference" / "refusals.md").read_text("utf-8")
+    rows = dict(re.findall(r"^\| `([A-Z_]+)` \| (\d) \|", page, re.MULTILINE))
+    assert rows == {code: str(refuse(code, "").exit_code) for code in CODES}
+
+
+def _expected(shown: str) -> re.Pattern[str]:
+    """Return what a page promises of a command's output: its lines, where `…` stands for anything."""
+    lines = [
+        ".*" if line.strip() == "…" else ".*?".join(map(re.escape, line.split("…"))) for line in shown.splitlines()
+    ]
+    return re.compile("\n(?:.*\n)*?".join(lines) if "…" in shown else "\n".join(lines))
+
+
+def _beside(page: str, folder: Path) -> None:
+    """Put what a page speaks of into a folder: the tiny checkpoint, a variant of it, the table, and its model."""
+    text = (ROOT / "docs" / f"{page}.md").read_text("utf-8")
+    if "save_pretrained" not in text:
+        tiny(folder / TINY)
+    if "finetuned" in text:
+        changed = tensors()
+        for name in (f"model.layers.1.mlp.experts.{n}.down_proj.weight" for n in (2, 5)):
+            changed[name][0, 0] += 1
+        changed["model.norm.weight"][0] += 1
+        write(folder / "finetuned", changed, config=CONFIG)
+    if "toy.rules" in text:
+        (folder / "toy.rules").write_text(_blocks(text, "text")[0][1])
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (7, 4)}
+        for layer in range(3):
+            shapes |= {f"model.layers.{layer}.{half}_proj.weight": (5, 4) for half in ("gate", "up")}
+        held = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        write(folder / "my-toy", held, config={"model_type": "toy"})
+
+
+@pytest.mark.parametrize(
+    "page", ["tutorial", "how-to/convert", "how-to/verify", "how-to/urls", "how-to/add-a-family", "reference/cli"]
+)
+def test_what_the_pages_tell_to_type_prints_what_they_show(page: str, tmp_path: Path) -> None:
+    """Run a page's blocks in order; below a command, a page shows what it prints, with `…` for what is left out."""
+    _beside(page, tmp_path)
+    blocks = _blocks((ROOT / "docs" / f"{page}.md").read_text("utf-8"), "python", "console")
+    assert blocks
+    for language, block in blocks:
+        if language == "python":
+            _run(sys.executable, "-c", block, cwd=tmp_path)
+            continue
+        for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
+            differs = "differ" in shown
+            printed = _run(*shlex.split(command), cwd=tmp_path, code=1 if differs else 0)
+            if shown:
+                assert _expected(shown).match(printed), f"{command}\n{printed}"
+
+
+def test_the_generated_reference_is_up_to_date() -> None:
+    _run(sys.executable, str(ROOT / "docs" / "generate.py"), "--check")
