@@ -109,6 +109,7 @@ def test_two_lines_may_complete_each_other() -> None:
     view = translated(TWICE, "sparse", "all", store, config)
     assert [r.code for r in view.refusals] == ["MISSING_TENSOR"]
     assert view.refusals[0].message.splitlines()[1:] == ["0.up"]
+    assert view.checks == ()
     assert fill(store, view.targets["norm"]).tolist() == norms.tolist()
     same({n: fill(store, t) for n, t in translated(TWICE, "sparse", "sparse", store, config).targets.items()}, source)
 

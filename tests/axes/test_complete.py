@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.axes.apply import Store, arange, translated
+from tests.axes.apply import Store, arange, only, translated
 from tests.axes.toy import CONFIG, TOY, model
 
 
@@ -28,6 +28,28 @@ def test_missing_tensors_are_named_with_their_prefix_and_counted() -> None:
     assert lines[1:3] == ["module.layers.2.norm", "module.layers.3.norm"]
     assert lines[-1] == f"… and {298 * 7 - 20} more"
     assert len(lines) == 22
+
+
+def test_as_many_as_are_listed_need_no_count() -> None:
+    view = translated(TOY, "hf", "hf", Store(model()), {**CONFIG, "experts": 8})
+    (listed,) = [r for r in view.refusals if "lacks" in r.message]
+    assert listed.message.splitlines()[1:] == [
+        f"layers.{layer}.experts.{e}.{name}" for name in ("gate", "up") for layer in range(2) for e in range(3, 8)
+    ]
+
+
+def test_a_missing_tensor_is_called_by_the_line_that_would_hold_it() -> None:
+    family = only(
+        "family two\n  axes l=layers d\n  norm : l d\n  up : l d optional\n"
+        "dialect a\n  {l}.attention.norm = norm[d] when up\n  {l}.mlp.norm = norm[d] when not up\n  {l}.up = up[d]\n"
+    )
+    for layer, name in ((0, "attention"), (3, "mlp")):
+        norms = {0: "attention", 1: "attention", 2: "mlp", 3: "mlp"}
+        store = Store({f"{at}.{place}.norm": arange(4) for at, place in norms.items() if at != layer})
+        store.put("0.up", arange(4))
+        store.put("1.up", arange(4))
+        view = translated(family, "a", "a", store, {"layers": 4})
+        assert f"{layer}.{name}.norm" in [line for r in view.refusals for line in r.message.splitlines()]
 
 
 def test_a_config_that_claims_a_billion_layers_is_refused_in_no_time() -> None:

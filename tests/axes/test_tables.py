@@ -129,6 +129,19 @@ def test_sizes_of_a_table() -> None:
     assert sizes.giving({"n": 9, "f": 5}).given == {"n": 7, "f": 5}
 
 
+def test_sizes_that_are_none() -> None:
+    toy = only(TOY)
+    assert Sizes(toy, {"hidden": 0}).at({})["d"] == 0
+    for nothing in (-1, 4.0, "4", True, None, [4]):
+        assert "d" not in Sizes(toy, {"hidden": nothing}).at({})
+
+
+def test_an_axis_may_have_the_name_of_its_key() -> None:
+    toy = only("family toy\n axes l=l d=l+1\n x : l d\ndialect hf\n x.{l} = x[d]\n")
+    assert Sizes(toy, {"l": 4}).at({}) == {"l": 4}
+    assert Sizes(toy, {"l": 4}).at({"l": 2}) == {"l": 4, "d": 3}
+
+
 def test_an_axis_may_be_computed_from_another() -> None:
     toy = only("family toy\n axes l=n c=head_dim h=c/2\n x : l c h\ndialect hf\n x.{l} = x[c h]\n")
     assert Sizes(toy, {"head_dim": 8}).at({})["h"] == 4

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from tests.axes import walking
 from tests.axes.apply import HOLE, Array, Entry, Extent, Store, arange, fill, law, numbers, only, translated
 from transaxle.axes.chunk import Cut, Intervals, Shard, place, whole
+from transaxle.axes.expression import parse
 from transaxle.axes.relayout import Copier, Target
 from transaxle.axes.solve import Shape
 from transaxle.axes.tile import Scales, Tile, grid, scales, shard_tiles, whole_tile
@@ -357,6 +359,20 @@ def test_sources_of_other_tiles_are_unsupported() -> None:
     with pytest.raises(Refused, match=r"up\.0 and up\.1 differ") as caught:
         scales(one, (1, 128, 128), tiles, named=named, dtype=SCALE)
     assert caught.value.code == "UNSUPPORTED"
+
+
+def test_sources_of_other_layouts_are_unsupported() -> None:
+    tensors = {f"{name}.{e}": arange(128, 128) for name in ("gate", "up") for e in range(2)}
+    store, one = moved("blocked", "grouped", tensors, e=2)
+    gate, up = one.parts
+    odd = replace(up.origins[1], layout=parse("up[d f]").layout({"d": 128, "f": 128}))
+    twisted = replace(one, parts=(gate, replace(up, origins=(up.origins[0], odd))))
+    with pytest.raises(Refused, match=r"up\.0 and up\.1 differ") as caught:
+        relaid(twisted, (1, 128, 128), store, BLOCK)
+    assert caught.value.code == "UNSUPPORTED"
+    equal = replace(odd, layout=parse("up[f d]").layout({"d": 128, "f": 128}))
+    again = replace(one, parts=(gate, replace(up, origins=(up.origins[0], equal))))
+    assert relaid(again, (1, 128, 128), store, BLOCK).target.shape == (2, 2, 1)
 
 
 def test_many_experts_are_few_parts() -> None:

@@ -17,5 +17,6 @@ Numpy at most, no torch, no files. One noun a module, from the small to the larg
     complete     what it lacks
     agree        what must prove equal in it
     translate    a checkpoint in another dialect: all of the above
+    retile       which source tile each target tile lies in
     tile         block scales, which follow the codes wherever every tile stays whole
 """

@@ -88,7 +88,6 @@ def _missing_names(holdings: Holdings, helds: list[Held], tensor: Tensor) -> Ite
 
 def _name(holdings: Holdings, helds: list[Held], index: Mapping[str, int]) -> str:
     """Return the name of the missing tensor, in the line that would hold it."""
-    sizes = holdings.sizes
-    line = next((h.line for h in helds if sizes.holds(h.line.when, index) is not False), helds[0].line)
-    known = sizes.at({})
+    line = next((h.line for h in helds if holdings.holds(h.line.when, index) is not False), helds[0].line)
+    known = holdings.sizes.at({})
     return line.name.format(tuple(index.get(hole.axis, 0) + hole.added(known) for hole in line.name.holes))

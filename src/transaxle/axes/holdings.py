@@ -14,6 +14,7 @@ from math import prod
 from transaxle.axes.bind import WEIGHT, Bound, Index
 from transaxle.axes.expression import Expression, Layout, Share
 from transaxle.axes.family import Line, Sizes
+from transaxle.axes.formula import Formula
 from transaxle.axes.relayout import Origin, Stored
 from transaxle.axes.solve import Shape, fill, solve
 from transaxle.axes.unify import Basis, factors
@@ -115,6 +116,13 @@ class Holdings:
     def at(self, component: str, index: Mapping[str, int]) -> bool:
         """Tell whether a logical tensor exists at these indices."""
         return any(held.at(index) for held in self.held.get((component, WEIGHT), ()))
+
+    def holds(self, condition: Formula | None, index: Mapping[str, int]) -> bool | None:
+        """Evaluate a line's condition; a tensor's name in it means that the tensor exists at this index."""
+        if condition is None:
+            return True
+        named = condition.names & self.bound.family.tensors.keys()
+        return self.sizes.holds(condition, index, {name: self.at(name, index) for name in named})
 
     def _is_scalar(self, line: Line, names: Mapping[Index, str]) -> bool:
         """Tell whether a slot keeps one number per tensor: it has one element where its parameter has another shape."""

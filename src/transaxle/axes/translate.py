@@ -145,7 +145,7 @@ class _Translator:
         shifts = [hole.added(known) for hole in line.name.holes]
         for key in keys:
             index = dict(zip(line.name.axes, key, strict=True))
-            if line.when is not None and self._holds(line, index) is False:
+            if self.holdings.holds(line.when, index) is False:
                 continue
             name = join_slot(line.name.format(tuple(i + shift for i, shift in zip(key, shifts, strict=True))), slot)
             missing = [component for component, gathered in parts.items() if key not in gathered]
@@ -211,12 +211,6 @@ class _Translator:
             shapes = f"expected {list(first.whole.shape)} as {first.origin.name}, got {list(place.whole.shape)}"
             message = f"{entry.held.line.text}\n{shapes}"
             self.refuse([Refusal("SHAPE_MISMATCH", message, Where(None, origin.name))])
-
-    def _holds(self, line: Line, index: Mapping[str, int]) -> bool | None:
-        """Evaluate a line's condition; a tensor's name in it means that the tensor exists at this index."""
-        assert line.when is not None
-        named = line.when.names & self.bound.family.tensors.keys()
-        return self.sizes.holds(line.when, index, {name: self.holdings.at(name, index) for name in named})
 
     def _target(self, line: Line, rewritten: Expression, name: str, index: Mapping[str, int], found: _Found) -> Target:
         dtypes = sorted({place.dtype for gathered in found.values() for place in gathered.places.values()})
