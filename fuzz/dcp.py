@@ -11,7 +11,7 @@ from pathlib import Path
 
 from target import run
 
-from transaxle.errors import Refused
+from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog import Spec
 from transaxle.formats.dcp.draft import draft
 from transaxle.formats.dcp.metadata import METADATA
@@ -42,7 +42,9 @@ class HeldFolder:
         return tuple(sorted(self._files))
 
     def size(self, name: str) -> int:
-        """Return the bytes of a file; there are only two, and no others are asked for."""
+        """Return the bytes of a file; there are only two, and any other is refused as a folder refuses it."""
+        if name not in self._files:
+            raise refuse("IO", "there is no such file", file=name)
         return len(self._files[name])
 
     def version(self, name: str) -> str:
@@ -73,7 +75,7 @@ def one(data: bytes) -> None:
     storage = HeldFolder({METADATA: rest[:length], _DATA: rest[length:]})
     try:
         container = open_dcp(storage, storage.path, METADATA)
-    except Refused:
+    except TransaxleError:
         return
     for checksum in container.checksums:
         assert checksum.offset + checksum.size <= storage.size(checksum.file), checksum
