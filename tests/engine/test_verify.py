@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import transaxle as tx
 from tests import checkpoints
@@ -252,3 +253,31 @@ def test_the_manifest_is_the_same_text_each_time(written: Path, tmp_path: Path) 
     text = (tmp_path / "a" / MANIFEST).read_bytes()
     assert encode(decode(text)) == text
     assert str(tmp_path).encode() not in text
+
+
+def test_files_in_sub_folders_are_held_against_the_manifest(tmp_path: Path) -> None:
+    """A universal checkpoint keeps every tensor in a folder of its own."""
+    state = {"exp_avg": np.ones((3, 4), np.float32), "exp_avg_sq": np.ones((3, 4), np.float32)}
+    tensors = {
+        "a.weight": np.arange(12, dtype=np.float32).reshape(3, 4),
+        "optim/a.weight/step": np.array(3, np.float32),
+    }
+    tensors |= {f"optim/a.weight/{name}": value for name, value in state.items()}
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    save_file(tensors, source / "model.safetensors")
+    tx.convert(source, target, to="deepspeed-universal", sync=False)
+    assert tx.verify(target).ok
+    (settings,) = target.rglob("optimizer_state.pt")
+    settings.write_bytes(settings.read_bytes() + bytes(1))
+    assert "optimizer_state.pt" in _problems(target)
+    settings.unlink()
+    assert "optimizer_state.pt" in _problems(target)
+
+
+def _problems(folder: Path) -> str:
+    """What verifying says, whether it finds it or the reader refuses it."""
+    try:
+        return "".join(str(problem) for problem in tx.verify(folder).problems)
+    except tx.TransaxleError as error:
+        return str(error)

@@ -12,7 +12,7 @@ import msgspec
 import xxhash
 
 from transaxle.engine.settings import CONFIG
-from transaxle.errors import Refusal, TransaxleError, Where, refuse
+from transaxle.errors import Refusal, StorageError, TransaxleError, Where, refuse
 from transaxle.formats.catalog import Container
 from transaxle.formats.company import MANIFEST
 from transaxle.formats.dtype import nbytes
@@ -127,17 +127,26 @@ def stale(manifest: Manifest, container: Container, files: Collection[str] | Non
     for name, record in manifest.files.items():
         if files is not None and name not in files:
             continue
-        if name not in present:
+        size = _size(container, name, present)
+        if size is None:
             problems.append(Refusal("INCOMPLETE", "the manifest lists this file; it is missing", Where(name)))
-            continue
-        size = container.storage.size(name)
-        if size != record.size:
+        elif size != record.size:
             message = f"the manifest says {record.size} bytes, the file has {size}"
             problems.append(Refusal("CORRUPT", message, Where(name)))
         elif _described(container, name, size, held.get(name, [])) != (record.head, record.xxh3):
             what = "this file" if record.head == size else "its header"
             problems.append(Refusal("CORRUPT", f"{what} was changed after it was written", Where(name)))
     return problems
+
+
+def _size(container: Container, name: str, present: Collection[str]) -> int | None:
+    """Return the size of a file, which may lie in a sub-folder; None if it is not there."""
+    if "/" not in name and name not in present:
+        return None
+    try:
+        return container.storage.size(name)
+    except StorageError:
+        return None
 
 
 def _held(container: Container) -> dict[str, list[tuple[int, int]]]:
