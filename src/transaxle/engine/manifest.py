@@ -186,8 +186,3 @@ def read_manifest(container: Container) -> Manifest | None:
     except TransaxleError:
         return None
     return manifest
-
-
-def describe(size: int, head: bytes) -> FileRecord:
-    """Return the record of a file whose first bytes are `head`."""
-    return FileRecord(size, len(head), digest(head))
