@@ -14,6 +14,8 @@ from hypothesis import settings
 from transaxle.axes import tables
 from transaxle.axes.bind import Bound, bind, group, score, split_slot
 from transaxle.axes.family import Family, Sizes
+from transaxle.axes.form import Recode
+from transaxle.axes.form import same as unchanged
 from transaxle.axes.piece import Interval, Move
 from transaxle.axes.relayout import Copier, Target
 from transaxle.axes.solve import Shape
@@ -118,13 +120,15 @@ def only(text: str) -> Family:
     return family
 
 
-def bound_to(family: Family, dialect: str, store: Store, sizes: Sizes) -> Bound:
+def bound_to(
+    family: Family, dialect: str, store: Store, sizes: Sizes, encodings: Mapping[str, str] | None = None
+) -> Bound:
     """Read a store's names through a dialect."""
     names = list(store.entries)
     read = family.dialect(dialect)
     assert read is not None
     _, prefix = score(group(split_slot(name)[0] for name in names), read)
-    return bind(names, family, read, sizes, prefix)
+    return bind(names, family, read, sizes, prefix, encodings)
 
 
 def translated(
@@ -134,12 +138,14 @@ def translated(
     store: Store,
     config: Mapping[str, Any] | None = None,
     given: Mapping[str, int] | None = None,
+    encodings: Mapping[str, str] | None = None,
+    recode: Recode = unchanged,
 ) -> Translation:
     """A store's tensors in another dialect, with whatever stands against it."""
     sizes = Sizes(family, config or {}, given or {})
     wanted = family.dialect(target)
     assert wanted is not None
-    return translate(bound_to(family, source, store, sizes), store.entries, wanted, sizes)
+    return translate(bound_to(family, source, store, sizes, encodings), store.entries, wanted, sizes, recode)
 
 
 def carried(

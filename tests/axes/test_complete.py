@@ -96,3 +96,36 @@ def test_a_condition_on_the_layer_holds_where_it_holds() -> None:
     assert translated(TOY, "hf", "packed", store, {**CONFIG, "first": 1}).refusals == ()
     view = translated(TOY, "hf", "packed", store, {**CONFIG, "first": 0})
     assert [r.message.splitlines()[1:] for r in view.refusals] == [["layers.0.fine"]]
+
+
+AHEAD = only(
+    "family ahead\n  axes l=depth+extra L=depth d=width\n  x : l d when l < L or mark\n"
+    "  mark : l d when l >= L and x\n  y : l d when l < L or mark\ndialect a\n"
+    "  x.{l} = x[d]\n  mark.{l} = mark[d]\n  y.{l} = y[d]\n"
+)
+"""The last layers are there or not; where one is, all of it must be."""
+
+
+@pytest.mark.parametrize(
+    ("lost", "named"),
+    [
+        (["x.2", "mark.2", "y.2"], []),
+        (["y.2"], ["y.2"]),
+        (["x.2"], ["x.2"]),
+        (["mark.2"], ["mark (in no layer)"]),
+        (["y.0"], ["y.0"]),
+    ],
+)
+def test_a_condition_may_name_another_tensor(lost: list[str], named: list[str]) -> None:
+    names = ["x.0", "y.0", "x.1", "y.1", "x.2", "mark.2", "y.2"]
+    store = Store({name: arange(4) for name in names if name not in lost})
+    view = translated(AHEAD, "a", "a", store, {"depth": 2, "extra": 1, "width": 4})
+    assert [line for r in view.refusals for line in r.message.splitlines()[1:]] == named
+
+
+@pytest.mark.parametrize("claim", [{"extra": 10**12}, {"depth": 10**12, "extra": 0}])
+def test_a_config_that_claims_layers_which_need_not_exist_is_refused_too(claim: dict[str, int]) -> None:
+    store = Store({name: arange(4) for name in ("x.0", "y.0")})
+    view = translated(AHEAD, "a", "a", store, {"depth": 1, "width": 4, **claim})
+    assert [r.code for r in view.refusals] == ["MISSING_TENSOR"]
+    assert "claims more" in view.refusals[0].message or "or more" in view.refusals[0].message

@@ -34,9 +34,12 @@ def test_match_is_the_inverse_of_format(name: Name, data: st.DataObject) -> None
 def test_parts() -> None:
     name = Name("decoder.{m+L}.experts.weight{e@ep}")
     assert name.axes == ("m", "e")
-    assert name.holes == (Hole("m", "L", None), Hole("e", None, "ep"))
+    assert name.holes == (Hole("m", "+L", None), Hole("e", None, "ep"))
     assert name.literals == ("decoder.", ".experts.weight", "")
     assert name.match("decoder.12.experts.weight0") == (12, 0)
+    assert Name("mtp_layers.{l-L}.w").holes == (Hole("l", "-L", None),)
+    assert Name("x.{l-3}").holes[0].added({}) == -3
+    assert [Hole("l", shift, None).shift_axis for shift in ("-L", "+L", "+3", None)] == ["L", "L", None, None]
 
 
 @pytest.mark.parametrize(
@@ -90,20 +93,23 @@ def test_skeletons_tell_names_apart_that_differ_in_more_than_digits() -> None:
 
 def test_what_is_added_to_an_index() -> None:
     assert Hole("m", None, None).added({}) == 0
-    assert Hole("m", "3", None).added({}) == 3
-    assert Hole("m", "L", None).added({"L": 61}) == 61
+    assert Hole("m", "+3", None).added({}) == 3
+    assert Hole("m", "+L", None).added({"L": 61}) == 61
+    assert Hole("l", "-L", None).added({"L": 61}) == -61
     with pytest.raises(UsageError, match="--axis L=N") as caught:
-        Hole("m", "L", None).added({"l": 61})
+        Hole("m", "+L", None).added({"l": 61})
     assert caught.value.code == "UNKNOWN_AXIS"
 
 
 @pytest.mark.parametrize(
     ("text", "column", "expected"),
     [
-        ("a.{l", 3, "a hole such as {l}, {m+L} or {e@ep}"),
+        ("a.{l", 3, "a hole such as {l}, {m+L}, {l-L} or {e@ep}"),
         ("a.l}", 4, "a hole such as"),
         ("a.{1}", 3, "a hole such as"),
         ("a.{l+}.{e}", 3, "a hole such as"),
+        ("a.{l-}", 3, "a hole such as"),
+        ("a.{l*L}", 3, "a hole such as"),
         ("a.{l}.{}", 7, "a hole such as"),
         ("a.{l}.{l}", 7, "each axis once"),
         ("a.{l}{e}", 6, "text between two holes"),

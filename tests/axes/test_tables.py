@@ -191,7 +191,7 @@ PROBLEMS = [
     (f"{HEAD}  z : l q", 5, 9, "declared axes only; 'q'"),
     (f"{HEAD}  z : l l", 5, 9, "each axis of 'z' once"),
     (f"{HEAD}  x : l", 5, 3, "each tensor once; 'x'"),
-    (f"{HEAD}  what", 5, 3, "'model_type', 'axes', 'axis', 'let', 'tie' or 'TENSOR : AXES'"),
+    (f"{HEAD}  what", 5, 3, "'model_type', 'axes', 'axis', 'let', 'tie', 'cut' or 'TENSOR : AXES'"),
     (f"{HEAD}  z : l when a b", 5, 14, "a formula; formula 'a b'"),
     (f"{HEAD}dialect", 5, 1, "'dialect NAME [VERSION] [of FAMILY] [like DIALECT]'"),
     (f"{HEAD}dialect a of nope", 5, 14, "a known family after 'of'; these are known: toy"),
@@ -210,10 +210,16 @@ PROBLEMS = [
     (f"{HEAD}dialect a\n  x.{{l}} = x[f]", 6, 11, "every axis of 'x' in the name or its dims; d is left out"),
     (f"{HEAD}dialect a\n  x.{{l}} = [f [x:d | y:]]", 6, 21, "every axis of 'y' in the name or its dims; d is left out"),
     (f"{HEAD}dialect a\n  x.{{l}} = x[l f d]", 6, 13, "each axis in the name or in the dims; 'l' is in both"),
-    (f"{HEAD}dialect a\n  x.{{l+Q}} = x[f d]", 6, 8, "a number or a declared axis after '+'; 'Q'"),
+    (f"{HEAD}dialect a\n  x.{{l+Q}} = x[f d]", 6, 8, "a number or a declared axis after '+' or '-'; 'Q'"),
     (f"{HEAD}dialect a\n  x.{{l}} = z[f d]", 6, 11, "a tensor of family toy; 'z' is none"),
     (f"{HEAD}dialect a\n  x.{{l}} = x[f d]\n  x.{{l}} = x[d f]", 7, 3, "each stored name once"),
     (f"{HEAD}dialect a\n  ignore x.{{}}", 6, 12, "a hole such as"),
+    (f"{HEAD}  axes mxfp4=3", 5, 8, "another name: 'mxfp4' is the word for an encoding"),
+    (f"{HEAD}  axis nvfp4 = 3", 5, 8, "another name: 'nvfp4' is the word for an encoding"),
+    (f"{HEAD}  float8 : l", 5, 3, "another name: 'float8' is the word for an encoding"),
+    (f"{HEAD}  let mxfp8 = 3", 5, 7, "another name: 'mxfp8' is the word for an encoding"),
+    (f"{HEAD}  z : l when not mxfp4", 5, 18, "no encoding here: only a line of a dialect may depend on 'mxfp4'"),
+    (f"{HEAD}  let a = not float8_block", 5, 15, "no encoding here"),
 ]
 
 

@@ -13,6 +13,7 @@ from tests.axes.apply import Store, arange, carried, fill, law, only, same, take
 from tests.axes.toy import CONFIG, TOY, model, only_refusal, packed
 from transaxle.axes.chunk import Cut, place
 from transaxle.axes.relayout import Copier
+from transaxle.errors import UsageError
 
 
 @law
@@ -297,6 +298,43 @@ def test_a_shift_that_is_unknown_is_told_with_all_else() -> None:
     view = translated(family, "a", "b", store, {"width": 4})
     assert {r.code for r in view.refusals} == {"SHAPE_MISMATCH", "UNKNOWN_AXIS"}
     same(carried(family, "a", "b", Store({"x.0": arange(4)}), {"layers": 61}), {"x.61": arange(4)})
+
+
+AHEAD = only(
+    "family ahead\n  axes l=depth+extra L=depth d=width\n  x : l d\n  mark : l d when l >= L and x\n"
+    "dialect a\n  x.{l} = x[d]\n  mark.{l} = mark[d]\n"
+    "dialect b\n  x.{l} = x[d] when not mark\n  later.{l-L}.x = x[d] when mark\n  later.{l-L}.mark = mark[d]\n"
+)
+"""The last layers are numbered from 0 in `b`; a mark tells which they are."""
+
+
+def test_the_last_layers_may_be_numbered_anew() -> None:
+    tensors = {f"x.{layer}": arange(4, start=10 * layer) for layer in range(5)}
+    tensors |= {f"mark.{layer}": arange(4, start=100 * layer) for layer in (3, 4)}
+    config = {"depth": 3, "extra": 2, "width": 4}
+    found = carried(AHEAD, "a", "b", Store(tensors), config)
+    same(
+        found,
+        {name: value for name, value in tensors.items() if name in ("x.0", "x.1", "x.2")}
+        | {f"later.{i}.{name}": tensors[f"{name}.{i + 3}"] for i in range(2) for name in ("x", "mark")},
+    )
+    same(carried(AHEAD, "b", "a", Store(found), config), tensors)
+
+
+def test_how_many_come_before_is_asked_only_where_it_matters() -> None:
+    plain = {f"x.{layer}": arange(4, start=10 * layer) for layer in range(3)}
+    same(carried(AHEAD, "a", "b", Store(plain)), plain)
+    refusal = only_refusal(translated(AHEAD, "a", "b", Store({**plain, "mark.2": arange(4)})), "UNKNOWN_AXIS")
+    assert "{l-L}" in refusal.message
+    with pytest.raises(UsageError, match="--axis L=N"):
+        translated(AHEAD, "b", "a", Store({"later.0.x": arange(4)}))
+
+
+def test_a_number_below_zero_is_refused() -> None:
+    store = Store({f"{name}.{layer}": arange(4) for layer in range(3) for name in ("x", "mark")})
+    view = translated(AHEAD, "a", "b", store, {"depth": 2, "extra": 1, "width": 4})
+    assert {refusal.code for refusal in view.refusals} == {"SHAPE_MISMATCH"}
+    assert "there is no number -2 for l=0" in view.refusals[0].message
 
 
 def test_sizes_may_differ_by_layer() -> None:

@@ -11,6 +11,7 @@ Numpy at most, no torch, no files. One noun a module, from the small to the larg
     solve        sizes that shapes imply
     piece        a layout, whole or cut, as boxes with their places; two of them meet in a copy
     chunk        which positions of a dim a rank of a mesh holds
+    divide       how a stored tensor was cut, told by the table and the shards' shapes
     bind         the names of a checkpoint read through a dialect
     relayout     target tensors as box copies from stored tensors
     holdings     what a bound checkpoint has of each logical tensor

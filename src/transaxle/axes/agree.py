@@ -38,12 +38,13 @@ def agreements(holdings: Holdings, tied: Mapping[str, str]) -> tuple[list[Check]
 def _read(place: Place, sources: Sequence[Place], rule: str) -> Target:
     """Return a logical tensor in the layout of one stored tensor, read from others.
 
-    Its dtype is that of the sources: where it is not the same on both sides of a check, they are not equal.
+    Its form is that of the sources: where it is not the same on both sides of a check, they are not equal.
     """
     own = place.origin
-    dtype = " and ".join(sorted({source.dtype for source in sources}))
+    dtype = " and ".join(sorted({source.form.dtype for source in sources}))
+    encoding = " and ".join(sorted({source.form.encoding for source in sources}))
     part = Part(own.component, tuple(source.origin for source in sources))
-    return Target(own.name, dtype, place.whole, own.index, (part,), rule, own.component)
+    return Target(own.name, dtype, place.whole, own.index, (part,), rule, own.component, encoding)
 
 
 def _twins(first: Held, second: Held) -> Iterator[Check | Refusal]:

@@ -2,6 +2,7 @@
 
 Each stored name either is one line of the dialect at certain indices, or is known to hold nothing, or is unknown.
 Names are matched whole. One prefix (`module.`, `_orig_mod.`, `language_model.`) is bound once for the checkpoint.
+Where two lines have one name, the encoding in which a tensor is stored decides (`form`).
 A parameter's optimizer state `optim/<parameter>/<state>` follows the line of its parameter: states are *slots*.
 """
 
@@ -9,9 +10,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from transaxle.axes.family import Dialect, Family, Line, Sizes
+from transaxle.axes.form import PLAIN, words
 from transaxle.axes.name import skeleton
 
 WEIGHT = ""
@@ -53,6 +55,8 @@ class Bound:
     """Stored names that hold nothing of the model."""
     unknown: tuple[str, ...]
     """Stored names that the dialect has no line for."""
+    encodings: Mapping[str, str] = field(default_factory=dict)
+    """Stored name -> its encoding, one of `form.WORDS`; names that are not in it are plain."""
 
     def stored_name(self, line: Line, slot: str, index: Index) -> str | None:
         """Return the name under which a line's tensor is stored, or None."""
@@ -95,8 +99,23 @@ def score(grouped: Mapping[str, list[str]], dialect: Dialect) -> tuple[int, str]
     return counts[prefix], prefix
 
 
-def bind(names: Sequence[str], family: Family, dialect: Dialect, sizes: Sizes, prefix: str = "") -> Bound:
+def bind(
+    names: Sequence[str],
+    family: Family,
+    dialect: Dialect,
+    sizes: Sizes,
+    prefix: str = "",
+    encodings: Mapping[str, str] | None = None,
+) -> Bound:
     """Read names through a dialect.
+
+    Args:
+        names: stored names.
+        family: the family they are of.
+        dialect: the dialect they are of.
+        sizes: what its config and the user say of axis sizes.
+        prefix: what stands before every name of the dialect.
+        encodings: stored name -> its encoding, one of `form.WORDS`; None: all are plain.
 
     Raises:
         UsageError: UNKNOWN_AXIS where an index cannot be told apart without the size of an axis.
@@ -104,6 +123,7 @@ def bind(names: Sequence[str], family: Family, dialect: Dialect, sizes: Sizes, p
     found: dict[tuple[Line, str], dict[Index, str]] = defaultdict(dict)
     ignored: list[str] = []
     unknown: list[str] = []
+    encodings = encodings or {}
     reader = _Reader(dialect, sizes)
     for name in names:
         parameter, slot = split_slot(name)
@@ -111,7 +131,7 @@ def bind(names: Sequence[str], family: Family, dialect: Dialect, sizes: Sizes, p
             unknown.append(name)
             continue
         bare = parameter[len(prefix) :]
-        read = reader.read(bare)
+        read = reader.read(bare, encodings.get(name, PLAIN))
         if read is not None:
             line, position = read
             found[line, slot][position] = name
@@ -119,7 +139,7 @@ def bind(names: Sequence[str], family: Family, dialect: Dialect, sizes: Sizes, p
             ignored.append(name)
         else:
             unknown.append(name)
-    return Bound(family, dialect, prefix, dict(found), tuple(ignored), tuple(unknown))
+    return Bound(family, dialect, prefix, dict(found), tuple(ignored), tuple(unknown), encodings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +171,7 @@ class _Reader:
         self.known = sizes.at({})
         self.candidates: dict[str, list[_Candidate]] = {}
 
-    def read(self, name: str) -> tuple[Line, Index] | None:
+    def read(self, name: str, encoding: str = PLAIN) -> tuple[Line, Index] | None:
         """Return the line and the indices that give this name; of several lines, one whose condition holds."""
         key = skeleton(name)
         candidates = self.candidates.get(key)
@@ -159,7 +179,7 @@ class _Reader:
             candidates = self.candidates[key] = [self._candidate(c) for c in self.dialect.by_skeleton.get(key, ())]
         fitting = [(c.line, index) for c in candidates if (index := c.index(name)) is not None]
         if len(fitting) > 1:
-            fitting.sort(key=lambda item: self._holds(*item) is False)
+            fitting.sort(key=lambda item: self._holds(item[0], item[1], encoding) is False)
         return fitting[0] if fitting else None
 
     def _candidate(self, line: Line) -> _Candidate:
@@ -167,8 +187,8 @@ class _Reader:
         shifts = tuple(hole.added(self.known) for hole in holes)
         return _Candidate(line, shifts, tuple(self.known.get(hole.axis) for hole in holes))
 
-    def _holds(self, line: Line, index: Index) -> bool | None:
-        return self.sizes.holds(line.when, dict(zip(line.name.axes, index, strict=True)))
+    def _holds(self, line: Line, index: Index, encoding: str) -> bool | None:
+        return self.sizes.holds(line.when, dict(zip(line.name.axes, index, strict=True)), words(encoding))
 
     def ignores(self, name: str) -> bool:
         """Tell whether a name holds nothing of the model."""

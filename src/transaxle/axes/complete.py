@@ -14,6 +14,8 @@ _LISTED = 20
 """Missing tensors that a refusal names."""
 _COUNTED = 10_000
 """Missing tensors that it counts: a config that claims a billion layers must not keep us busy."""
+_ASKED = 300_000
+"""Absent tensors that are asked for whether they must exist; as many as no model has."""
 
 
 def incomplete(holdings: Holdings, tied: Mapping[str, str]) -> list[Refusal]:
@@ -23,7 +25,10 @@ def incomplete(holdings: Holdings, tied: Mapping[str, str]) -> list[Refusal]:
         holdings: the checkpoint.
         tied: logical tensors that need not be stored, with the one they equal.
     """
-    lacking = list(islice(_lacking(holdings, tied), _COUNTED))
+    budget = iter(range(_ASKED))
+    lacking = list(islice(_lacking(holdings, tied, budget), _COUNTED))
+    if not lacking and next(budget, None) is None:
+        lacking = [f"(its config claims more layers or experts than can be looked for: {_ASKED} of them are absent)"]
     if not lacking:
         return []
     bound = holdings.bound
@@ -34,24 +39,24 @@ def incomplete(holdings: Holdings, tied: Mapping[str, str]) -> list[Refusal]:
     return [Refusal("MISSING_TENSOR", "\n".join([head, *lacking[:_LISTED], *tail]), Where(), hint)]
 
 
-def _lacking(holdings: Holdings, tied: Mapping[str, str]) -> Iterator[str]:
+def _lacking(holdings: Holdings, tied: Mapping[str, str], budget: Iterator[int]) -> Iterator[str]:
     for tensor in holdings.bound.family.tensors.values():
         helds = holdings.held.get((tensor.name, WEIGHT), [])
         if helds:
-            yield from _missing_names(holdings, helds, tensor)
-        elif tensor.name not in tied and _must_exist(holdings, tensor):
+            yield from _missing_names(holdings, helds, tensor, budget)
+        elif tensor.name not in tied and _must_exist(holdings, tensor, budget):
             yield f"{tensor.name} (in no layer)"
 
 
-def _must_exist(holdings: Holdings, tensor: Tensor) -> bool:
+def _must_exist(holdings: Holdings, tensor: Tensor, budget: Iterator[int]) -> bool:
     """Tell whether a tensor that nothing holds must exist at any index at all."""
     if tensor.when is None:
         return True
     known = holdings.sizes.at({})
     axes = [axis for axis in tensor.axes if axis in tensor.when.names and axis in known]
     return any(
-        holdings.sizes.holds(tensor.when, dict(zip(axes, index, strict=True)))
-        for index in _indices([known[axis] for axis in axes])
+        holdings.holds(tensor.when, dict(zip(axes, index, strict=True)))
+        for _, index in zip(budget, _indices([known[axis] for axis in axes]), strict=False)
     )
 
 
@@ -65,7 +70,7 @@ def _indices(counts: Sequence[int]) -> Iterator[Index]:
             yield (first, *rest)
 
 
-def _missing_names(holdings: Holdings, helds: list[Held], tensor: Tensor) -> Iterator[str]:
+def _missing_names(holdings: Holdings, helds: list[Held], tensor: Tensor, budget: Iterator[int]) -> Iterator[str]:
     """Yield the names that should be there: every index for which the tensor must exist, in any of its lines.
 
     Where the config does not tell whether it must, it must be whole: there at all indices or at none.
@@ -75,10 +80,12 @@ def _missing_names(holdings: Holdings, helds: list[Held], tensor: Tensor) -> Ite
     for position in _indices([known[axis] for axis in axes]):
         if position in helds[0].present:
             continue
+        if next(budget, None) is None:
+            return
         index = dict(zip(axes, position, strict=True))
         if any(held.at(index) for held in helds):
             continue
-        must = holdings.sizes.holds(tensor.when, index)
+        must = holdings.holds(tensor.when, index)
         if must is None:
             names = tensor.when.names if tensor.when is not None else frozenset()
             must = any(held.at({axis: i for axis, i in index.items() if axis in names}) for held in helds)

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from transaxle.axes.expression import Expression
+from transaxle.axes.form import WORDS
 from transaxle.axes.formula import Formula
 from transaxle.axes.name import Name
 
@@ -40,6 +41,23 @@ class Tie:
     """The one that is always stored."""
     when: Formula
     """When they are tied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuttable:
+    """An axis that the ranks of a mesh may share out."""
+
+    mesh: str
+    """The mesh axis, `tp`."""
+    axes: tuple[str, ...]
+    """The axis; or several that are counted through as one, outermost first."""
+    tensors: frozenset[str] | None = None
+    """The tensors it holds for; None: all that have the axis."""
+
+    @property
+    def text(self) -> str:
+        """What is cut, as the table says it."""
+        return self.axes[0] if len(self.axes) == 1 else f"({' '.join(self.axes)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +89,11 @@ class Line:
     def text(self) -> str:
         """The rule as written, for errors."""
         return f"{self.name.text} = {self.expression.text}"
+
+    @cached_property
+    def by_form(self) -> bool:
+        """Whether its condition asks in which encoding a tensor is."""
+        return self.when is not None and not self.when.names.isdisjoint(WORDS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +142,8 @@ class Family:
     """Logical tensors by name."""
     ties: tuple[Tie, ...] = ()
     """Tensors that may be one."""
+    cuts: tuple[Cuttable, ...] = ()
+    """Axes that tensor-parallel ranks may share out."""
     named: Mapping[str, Formula] = field(default_factory=dict)
     """Formulas with a name (`let`)."""
     dialects: tuple[Dialect, ...] = ()
@@ -223,7 +248,8 @@ class Sizes:
         Args:
             formula: the condition; None always holds.
             index: name axis -> index.
-            present: logical tensors that the condition names -> whether they exist there.
+            present: words of the condition that mean something at hand -> whether it is so: logical tensors that
+                exist there, and encodings (`form.words`).
         """
         if formula is None:
             return True

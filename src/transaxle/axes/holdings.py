@@ -5,7 +5,7 @@ Everything that needs the stored shapes happens here, once per stored tensor; wh
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +14,7 @@ from math import prod
 from transaxle.axes.bind import WEIGHT, Bound, Index
 from transaxle.axes.expression import Expression, Layout, Share
 from transaxle.axes.family import Line, Sizes
+from transaxle.axes.form import PLAIN, Form, words
 from transaxle.axes.formula import Formula
 from transaxle.axes.relayout import Origin, Stored
 from transaxle.axes.solve import Shape, fill, solve
@@ -36,8 +37,8 @@ class Place:
     """The stored tensor with all its copies."""
     sizes: Mapping[str, int]
     """Axis sizes of this stored tensor."""
-    dtype: str
-    """Safetensors code."""
+    form: Form
+    """As what numbers it is stored."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,6 +61,19 @@ class Held:
     @cached_property
     def _projections(self) -> dict[tuple[str, ...], frozenset[Index]]:
         return {}
+
+    @cached_property
+    def _counts(self) -> dict[tuple[str, ...], Counter[Index]]:
+        return {}
+
+    def count(self, index: Mapping[str, int]) -> int:
+        """Return the number of tensors at these indices."""
+        common = tuple(axis for axis in self.axes if axis in index)
+        found = self._counts.get(common)
+        if found is None:
+            order = [self.axes.index(axis) for axis in common]
+            found = self._counts[common] = Counter(tuple(position[p] for p in order) for position in self.places)
+        return found[tuple(index[axis] for axis in common)]
 
     def at(self, index: Mapping[str, int]) -> bool:
         """Tell whether a tensor is there that can hold something at these indices."""
@@ -117,12 +131,17 @@ class Holdings:
         """Tell whether a logical tensor exists at these indices."""
         return any(held.at(index) for held in self.held.get((component, WEIGHT), ()))
 
-    def holds(self, condition: Formula | None, index: Mapping[str, int]) -> bool | None:
-        """Evaluate a line's condition; a tensor's name in it means that the tensor exists at this index."""
+    def holds(self, condition: Formula | None, index: Mapping[str, int], encoding: str | None = None) -> bool | None:
+        """Evaluate a condition of a line or a tensor.
+
+        A tensor's name in it means that the tensor exists at this index, and the word for a number format that the
+        tensor at hand is in that encoding: None where there is none at hand.
+        """
         if condition is None:
             return True
         named = condition.names & self.bound.family.tensors.keys()
-        return self.sizes.holds(condition, index, {name: self.at(name, index) for name in named})
+        meant = {name: self.at(name, index) for name in named}
+        return self.sizes.holds(condition, index, meant if encoding is None else meant | words(encoding))
 
     def _is_scalar(self, line: Line, names: Mapping[Index, str]) -> bool:
         """Tell whether a slot keeps one number per tensor: it has one element where its parameter has another shape."""
@@ -177,7 +196,8 @@ class Holdings:
             whole, sizes = usable[name]
             layout = self._without_copies(whole, component, own)
             origin = Origin(name, component, layout, dict(zip(axes, index, strict=True)))
-            place = Place(origin, whole, sizes, self.stored[name].dtype)
+            form = Form(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN))
+            place = Place(origin, whole, sizes, form)
             if places.setdefault(index, place) is not place:
                 copies.append((index, place))
         return Held(line, axes, scalar, dict(sorted(places.items())), copies, frozenset(present))

@@ -2,6 +2,7 @@
 
     model.layers.{l}.mlp.experts.{e}.down_proj.weight      {l} is the index of axis l
     model.layers.{m+L}.eh_proj.weight                      index arithmetic: layer number m + L, L an axis size
+    mtp_layers.{l-L}.eh_proj.weight                        the other way: number l - L, for l from L on
     decoder.layers.{l}.mlp.experts.linear_fc1.weight{e@ep} the index counts from the first one of a rank of mesh axis ep
 
 A hole matches a canonical decimal (no sign, no leading zeros, at most ten digits), and literals match exactly: whole
@@ -18,7 +19,8 @@ from functools import cached_property
 
 from transaxle.errors import TransaxleError, refuse
 
-_HOLE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)(?:\+([A-Za-z_][A-Za-z0-9_]*|[0-9]+))?(?:@([A-Za-z_][A-Za-z0-9_]*))?\}")
+_AXIS = "[A-Za-z_][A-Za-z0-9_]*"
+_HOLE = re.compile(rf"\{{({_AXIS})([+-](?:{_AXIS}|[0-9]+))?(?:@({_AXIS}))?\}}")
 _DIGITS = re.compile(r"[0-9]+")
 _DECIMAL = "(0|[1-9][0-9]{0,9})"
 
@@ -35,27 +37,34 @@ class Hole:
     axis: str
     """Axis whose index stands here."""
     shift: str | None
-    """Number, or axis whose size, is added to the index."""
+    """`+` or `-`, and the number, or the axis whose size, that is added to the index or taken off."""
     mesh: str | None
     """Mesh axis whose rank's first index is subtracted."""
 
+    @property
+    def shift_axis(self) -> str | None:
+        """The axis whose size shifts the index; None where there is none."""
+        return None if self.shift is None or self.shift[1:].isdigit() else self.shift[1:]
+
     def added(self, sizes: Mapping[str, int]) -> int:
-        """Return the number added to the index.
+        """Return the number added to the index; negative where it is taken off.
 
         Raises:
             UsageError: UNKNOWN_AXIS where it is the size of an axis that is not known.
         """
         if self.shift is None:
             return 0
-        if self.shift.isdigit():
-            return int(self.shift)
-        if self.shift not in sizes:
+        sign = -1 if self.shift[0] == "-" else 1
+        axis = self.shift_axis
+        if axis is None:
+            return sign * int(self.shift[1:])
+        if axis not in sizes:
             raise refuse(
                 "UNKNOWN_AXIS",
-                f"the size of axis {self.shift} is needed to number {{{self.axis}+{self.shift}}}",
-                hint=f"give it with --axis {self.shift}=N, or the model's config.json with --config FILE",
+                f"the size of axis {axis} is needed to number {{{self.axis}{self.shift}}}",
+                hint=f"give it with --axis {axis}=N, or the model's config.json with --config FILE",
             )
-        return sizes[self.shift]
+        return sign * sizes[axis]
 
 
 @dataclass(frozen=True)
@@ -74,7 +83,7 @@ class Name:
         blank = _HOLE.sub(lambda hole: "." * len(hole[0]), self.text)
         for at, character in enumerate(blank):
             if character in "{}":
-                raise self._fail("a hole such as {l}, {m+L} or {e@ep}", at)
+                raise self._fail("a hole such as {l}, {m+L}, {l-L} or {e@ep}", at)
         if not all(literals[1:-1]):
             raise self._fail(
                 "text between two holes, or nothing tells where one number ends", self.text.index("}{") + 1

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from transaxle.axes.expression import Layout, Share
 from transaxle.axes.family import Arithmetic
+from transaxle.axes.form import PLAIN
 from transaxle.axes.piece import Interval, Move, Piece, meet, pieces
 from transaxle.axes.solve import Shape
 from transaxle.errors import refuse
@@ -111,6 +112,8 @@ class Target:
     """The target dialect's line as written."""
     component: str = ""
     """The tensor's name in reports: its logical tensors."""
+    encoding: str = PLAIN
+    """Encoding in which it is written, one of `form.WORDS`."""
 
     @property
     def shape(self) -> Shape:

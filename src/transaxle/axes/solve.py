@@ -17,12 +17,12 @@ from transaxle.errors import TransaxleError, refuse
 Shape = tuple[int, ...]
 
 
-def _unknown(node: Node, sizes: Mapping[str, int]) -> list[str]:
+def unknown(node: Node, sizes: Mapping[str, int]) -> list[str]:
     """Return the axes of a dim that have no size, each once."""
     return list(dict.fromkeys(p.name for p in walk(node) if isinstance(p, Axis) and p.name not in sizes))
 
 
-def _root(node: Node, axis: str, sizes: Mapping[str, int], found: int) -> int | None:
+def root(node: Node, axis: str, sizes: Mapping[str, int], found: int) -> int | None:
     """Solve `size(node) == found` for one axis; a dim is linear in each of its axes."""
     base = size(node, {**sizes, axis: 0})
     step = size(node, {**sizes, axis: 1}) - base
@@ -52,11 +52,11 @@ def fill(expression: Expression, shape: Shape, sizes: Mapping[str, int]) -> dict
         raise mismatch(expression, f"{len(expression.dims)} dims", shape)
     known = with_products(sizes, expression)
     for node, found in zip(expression.dims, shape, strict=True):
-        missing = _unknown(node, known)
+        missing = unknown(node, known)
         if len(missing) > 1:
             raise unknown_axis(missing[0], expression.text, shape)
         if missing:
-            value = _root(node, missing[0], known, found)
+            value = root(node, missing[0], known, found)
             if value is None:
                 raise mismatch(expression, f"a size of {missing[0]} that makes a dim of {found}", shape)
             known[missing[0]] = value
@@ -101,10 +101,10 @@ def solve(equations: Mapping[Expression, Mapping[Shape, Mapping[str, int]]], siz
                     continue
                 known = sizes.at(index)
                 for node, count in zip(expression.dims, shape, strict=True):
-                    missing = _unknown(node, known)
+                    missing = unknown(node, known)
                     if len(missing) != 1 or missing[0] in conflicting:
                         continue
-                    value = _root(node, missing[0], known, count)
+                    value = root(node, missing[0], known, count)
                     if value is not None:
                         found.setdefault(missing[0], set()).add(value)
         conflicting |= {axis for axis, values in found.items() if len(values) > 1}

@@ -9,13 +9,16 @@
       extra : l f            optional            # all of it or none
       let sparse = (l + 1) % step == 0           # a formula with a name
       tie head = embed       when tie_word_embeddings
+      cut tp = f                                 # what tensor-parallel ranks may share out
+      cut tp = d of extra                        # this axis in one tensor only
 
     dialect hf
       layers.{l}.up.weight = up[f d]
       layers.{l}.up.bias   = bias[f]              when mlp_bias
       ignore layers.{l}.inv_freq
     dialect fancy 2.0 like hf                     # every line of hf, but for tensors named here
-      blocks.{l}.w = up[d f]
+      blocks.{l}.w = up[d f]                        when not mxfp4
+    blocks.{l}.w = up[f d]                        when mxfp4   # where the tensor is stored in this encoding
 
 A file may hold a family, or only more dialects of a known one (`dialect … of FAMILY`).
 """
@@ -27,7 +30,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from transaxle.axes.expression import HINT, parse
-from transaxle.axes.family import Arithmetic, Dialect, Family, Line, Tensor, Tie
+from transaxle.axes.family import Arithmetic, Cuttable, Dialect, Family, Line, Tensor, Tie
+from transaxle.axes.form import WORDS
 from transaxle.axes.formula import Formula
 from transaxle.axes.name import Name
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
@@ -42,6 +46,8 @@ _AXES = re.compile(rf"({_WORD})(?:=(\S+))?")
 _NAMED = re.compile(rf"\w+\s+({_WORD})\s*=(.+)")
 _TENSOR = re.compile(rf"({_WORD})\s*:\s*((?:{_WORD}\s*)*)")
 _TIE = re.compile(rf"tie\s+({_WORD})\s*=\s*({_WORD})")
+_CUT_ITEM = rf"{_WORD}\b|\((?:\s*{_WORD}\b)+\s*\)"
+_CUT = re.compile(rf"cut\s+(tp)\s*=((?:\s*(?:{_CUT_ITEM}))+?)(?:\s+of((?:\s+{_WORD}\b)+))?")
 _LOSSY = re.compile(rf"(?:({_NUMBER})\s*\*\s*)?({_WORD})(?:\s*([+-])\s*({_NUMBER}))?")
 _LOSSY_MARK = " lossy:"
 _OPTIONAL = " optional"
@@ -69,6 +75,7 @@ class _Reader:
             "axis": self.axis,
             "let": self.let,
             "tie": self.tie,
+            "cut": self.cut,
         }
 
     def read(self, text: str) -> list[Family]:
@@ -117,10 +124,16 @@ class _Reader:
     def formula(self, text: str) -> Formula:
         formula = Formula(text.strip(), self.family.named if self.family else {})
         try:
-            _ = formula.names  # an error in it belongs to this line
+            names = formula.names  # an error in it belongs to this line
         except TransaxleError as error:
             raise self.expected(f"a formula; {error.refusals[0].message}", formula.text) from None
+        for word in names & set(WORDS) if self.dialect is None else ():
+            self.problem(f"no encoding here: only a line of a dialect may depend on {word!r}", word)
         return formula
+
+    def unreserved(self, name: str) -> None:
+        if name in WORDS:
+            self.problem(f"another name: {name!r} is the word for an encoding", name)
 
     def split_when(self, text: str) -> tuple[str, Formula | None]:
         if text.endswith(_OPTIONAL):
@@ -166,6 +179,7 @@ class _Reader:
 
     def add_axis(self, name: str, formula: str | None) -> None:
         assert self.family is not None
+        self.unreserved(name)
         if name in self.family.axes:
             self.problem(f"each axis once; {name!r} is declared above", name)
             return
@@ -182,6 +196,7 @@ class _Reader:
         if match is None:
             raise self.expected("'let NAME = FORMULA'")
         name = match[1]
+        self.unreserved(name)
         tensors, ties = self.family.tensors.values(), self.family.ties
         before = [*self.family.axes.values(), *(t.when for t in tensors), *(tie.when for tie in ties)]
         named = self.family.named
@@ -200,13 +215,29 @@ class _Reader:
                 raise self.expected(f"a tensor of the family, declared above; {name!r} is none", name)
         self.touch(replace(self.family, ties=(*self.family.ties, Tie(match[1], match[2], when))))
 
+    def cut(self, text: str) -> None:
+        assert self.family is not None
+        match = _CUT.fullmatch(text)
+        if match is None:
+            raise self.expected("'cut tp = AXIS …' or 'cut tp = AXIS … of TENSOR …'; '(AXIS AXIS)' counts through both")
+        mesh, items, owners = match.groups()
+        tensors = None if owners is None else frozenset(owners.split())
+        for name in sorted((tensors or frozenset()) - self.family.tensors.keys()):
+            self.problem(f"a tensor of the family, declared above; {name!r} is none", name)
+        axes = [tuple(item.strip("()").split()) for item in re.findall(_CUT_ITEM, items)]
+        for axis in sorted({axis for each in axes for axis in each} - self.family.axes.keys()):
+            self.problem(f"declared axes only; {axis!r} is not in 'axes'", axis)
+        cuts = tuple(Cuttable(mesh, each, tensors) for each in axes)
+        self.touch(replace(self.family, cuts=self.family.cuts + cuts))
+
     def tensor(self, text: str) -> None:
         assert self.family is not None
         statement, when = self.split_when(text)
         match = _TENSOR.fullmatch(statement)
         if match is None:
-            raise self.expected("'model_type', 'axes', 'axis', 'let', 'tie' or 'TENSOR : AXES'")
+            raise self.expected("'model_type', 'axes', 'axis', 'let', 'tie', 'cut' or 'TENSOR : AXES'")
         name, axes = match[1], tuple(match[2].split())
+        self.unreserved(name)
         if name in self.family.tensors:
             raise self.expected(f"each tensor once; {name!r} is declared above", name)
         for axis in dict.fromkeys(axes):
@@ -283,9 +314,9 @@ class _Reader:
             self.problem(f"declared axes only; {axis!r} is not in 'axes'", axis)
         for axis in sorted(in_name & in_dims):
             self.problem(f"each axis in the name or in the dims; {axis!r} is in both", axis)
-        for shift in sorted({hole.shift for hole in line.name.holes if hole.shift and not hole.shift.isdigit()}):
+        for shift in sorted({hole.shift_axis for hole in line.name.holes if hole.shift_axis}):
             if shift not in self.family.axes:
-                self.problem(f"a number or a declared axis after '+'; {shift!r} is none", shift)
+                self.problem(f"a number or a declared axis after '+' or '-'; {shift!r} is none", shift)
         for name in line.expression.components:
             tensor = self.family.tensors.get(name)
             if tensor is None:

@@ -5,15 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from transaxle.axes.agree import agreements
-from transaxle.axes.bind import Bound, Index, join_slot
+from transaxle.axes.bind import WEIGHT, Bound, Index, join_slot
 from transaxle.axes.complete import incomplete
 from transaxle.axes.expression import Expression, Layout
 from transaxle.axes.family import Dialect, Line, Sizes
+from transaxle.axes.form import PLAIN, Form, Recode, same
 from transaxle.axes.holdings import Held, Holdings, Place, solved
 from transaxle.axes.relayout import Check, Origin, Part, Stored, Target, unchanged
 from transaxle.axes.solve import unknown_axis, with_products
@@ -74,10 +75,13 @@ _Found = Mapping[str, _Gathered]
 
 
 class _Translator:
-    def __init__(self, bound: Bound, stored: Mapping[str, Stored], target: Dialect, sizes: Sizes) -> None:
+    def __init__(
+        self, bound: Bound, stored: Mapping[str, Stored], target: Dialect, sizes: Sizes, recode: Recode
+    ) -> None:
         self.bound = bound
         self.stored = stored
         self.target = target
+        self.recode = recode
         self.refusals: dict[tuple[str, ...], Refusal] = {}
         self.checks: list[Check] = []
         self.sizes = solved(bound, stored, sizes)
@@ -91,7 +95,7 @@ class _Translator:
         self._used: set[tuple[str, str]] = set()
         self._single: dict[tuple[str, str, frozenset[tuple[str, int]]], str] = {}
 
-    def run(self) -> Translation:
+    def run(self, *, partial: bool) -> Translation:
         self.refuse(self.holdings.refusals)
         built: dict[str, Target] = {}
         for line in self.lines:
@@ -100,7 +104,8 @@ class _Translator:
                     self._build(line, slot, built)
                 except TransaxleError as error:
                     self.refuse(error.refusals)
-        self.refuse(incomplete(self.holdings, self.tied))
+        if not partial:
+            self.refuse(incomplete(self.holdings, self.tied))
         checks, unequal = agreements(self.holdings, self.tied)
         self.checks.extend(checks)
         self.refuse(unequal)
@@ -109,7 +114,8 @@ class _Translator:
             if name in built:
                 message = f"a tensor without a place in {self.target.label} has the name of one that it writes"
                 self.refuse([Refusal("NAME_COLLISION", message, Where(None, name))])
-            built[name] = unchanged(name, self.stored[name])
+            form = self.recode(name, Form(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN)))
+            built[name] = replace(unchanged(name, self.stored[name]), dtype=form.dtype, encoding=form.encoding)
         refusals = tuple(self.refusals.values())
         return Translation(
             built, tuple(self.checks), kept, self.bound.ignored, self._aliases(), refusals, self.sizes.at({})
@@ -141,14 +147,14 @@ class _Translator:
         if not keys:
             return
         rewritten = self.basis.rewrite(line.expression)
-        known = self.sizes.at({})
-        shifts = [hole.added(known) for hole in line.name.holes]
-        for key in keys:
-            index = dict(zip(line.name.axes, key, strict=True))
-            if self.holdings.holds(line.when, index) is False:
+        held = [key for key in keys if self.holdings.holds(line.when, self._index(line, key)) is not False]
+        for key, name in self._names(line, slot, held):
+            index = self._index(line, key)
+            found = {component: gathered[key] for component, gathered in parts.items() if key in gathered}
+            forms = self._forms(name, found)
+            if line.by_form and len(forms) == 1 and self.holdings.holds(line.when, index, forms[0].encoding) is False:
                 continue
-            name = join_slot(line.name.format(tuple(i + shift for i, shift in zip(key, shifts, strict=True))), slot)
-            missing = [component for component, gathered in parts.items() if key not in gathered]
+            missing = [component for component in parts if component not in found]
             if missing:
                 if self.holdings.broken.isdisjoint((component, slot) for component in missing):
                     message = f"{line.text}\nneeds {', '.join(missing)}, which the source does not hold here"
@@ -158,15 +164,39 @@ class _Translator:
                 message = f"{line.text}\nwrites the name of {built[name].rule}"
                 self.refuse([Refusal("NAME_COLLISION", message, Where(None, name))])
                 continue
-            found = {component: gathered[key] for component, gathered in parts.items()}
             try:
-                built[name] = self._target(line, rewritten, name, index, found)
+                built[name] = self._target(line, rewritten, name, index, found, forms)
             except TransaxleError as error:
                 self.refuse(error.refusals, name)
             places = (place.origin for gathered in found.values() for place in gathered.places.values())
             self._used.update((origin.name, origin.component) for origin in places)
             if len(found) == 1:
                 self._single[line.expression.components[0], slot, frozenset(index.items())] = name
+
+    def _index(self, line: Line, key: Index) -> dict[str, int]:
+        return dict(zip(line.name.axes, key, strict=True))
+
+    def _names(self, line: Line, slot: str, keys: Iterable[Index]) -> Iterator[tuple[Index, str]]:
+        """Yield each index with the name of its target tensor; the shifts are asked for only where there is one.
+
+        Raises:
+            UsageError: UNKNOWN_AXIS where a number is shifted by the size of an axis that is not known.
+        """
+        shifts: list[int] | None = None
+        for key in keys:
+            if shifts is None:
+                known = self.sizes.at({})
+                shifts = [hole.added(known) for hole in line.name.holes]
+            numbers = tuple(i + shift for i, shift in zip(key, shifts, strict=True))
+            if min(numbers, default=0) < 0:
+                at = ", ".join(f"{axis}={i}" for axis, i in self._index(line, key).items())
+                raise refuse("SHAPE_MISMATCH", f"{line.text}\nthere is no number {min(numbers)} for {at}")
+            yield key, join_slot(line.name.format(numbers), slot)
+
+    def _forms(self, name: str, found: _Found) -> list[Form]:
+        """Return the forms in which the parts of a target tensor would be written; one, unless they do not fit."""
+        stored = {place.form for gathered in found.values() for place in gathered.places.values()}
+        return sorted({self.recode(name, form) for form in stored})
 
     def _gather(self, component: str, slot: str, line: Line) -> dict[Index, _Gathered]:
         """Collect the sources of one component of a target line, by the target's index.
@@ -212,19 +242,43 @@ class _Translator:
             message = f"{entry.held.line.text}\n{shapes}"
             self.refuse([Refusal("SHAPE_MISMATCH", message, Where(None, origin.name))])
 
-    def _target(self, line: Line, rewritten: Expression, name: str, index: Mapping[str, int], found: _Found) -> Target:
-        dtypes = sorted({place.dtype for gathered in found.values() for place in gathered.places.values()})
-        if len(dtypes) > 1:
-            raise refuse("DTYPE_MIXED", f"{line.text}\nits parts are stored as {' and '.join(dtypes)}")
+    def _target(
+        self,
+        line: Line,
+        rewritten: Expression,
+        name: str,
+        index: Mapping[str, int],
+        found: _Found,
+        forms: Sequence[Form],
+    ) -> Target:
+        if len(forms) > 1:
+            kinds = " and ".join(" ".join(part for part in form if part) for form in forms)
+            raise refuse("DTYPE_MIXED", f"{line.text}\nits parts are stored as {kinds}")
         scalar = {gathered.held.scalar for gathered in found.values()}
         if scalar == {True}:
-            return self._scalar(line, name, found, dtypes[0])
+            self._refuse_some(line, index, found)
+            return self._scalar(line, name, found, forms[0].dtype)
         if True in scalar:
             message = f"{line.text}\nsome of its parts keep one number per tensor, some one per element"
             raise refuse("SHAPE_MISMATCH", message)
         layout = self._layout(line, rewritten, index, found)
         parts = tuple(Part(c, g.origins, (g.held.line.lossy, line.lossy)) for c, g in found.items())
-        return Target(name, dtypes[0], layout, index, parts, line.text, ", ".join(found))
+        return Target(name, forms[0].dtype, layout, index, parts, line.text, ", ".join(found), forms[0].encoding)
+
+    def _refuse_some(self, line: Line, index: Mapping[str, int], found: _Found) -> None:
+        """Refuse one number for a tensor, some of whose sources have none: they would get that of the others.
+
+        Raises:
+            Refused: INCOMPLETE.
+        """
+        for component, gathered in found.items():
+            weights = self.holdings.held.get((component, WEIGHT), ())
+            wanted = sum(held.count(index) for held in weights if set(held.axes) == set(gathered.held.axes))
+            if len(gathered.places) < wanted:
+                message = (
+                    f"{line.text}\n{wanted} tensors of {component} become one, {len(gathered.places)} have this state"
+                )
+                raise refuse("INCOMPLETE", message)
 
     def _scalar(self, line: Line, name: str, found: _Found, dtype: str) -> Target:
         """One number for the whole target tensor: all sources must agree, which the checks prove."""
@@ -301,7 +355,15 @@ def _alone(origin: Origin, name: str, dtype: str, rule: str) -> Target:
     return Target(name, dtype, origin.layout, {}, (part,), rule)
 
 
-def translate(bound: Bound, stored: Mapping[str, Stored], target: Dialect, sizes: Sizes) -> Translation:
+def translate(
+    bound: Bound,
+    stored: Mapping[str, Stored],
+    target: Dialect,
+    sizes: Sizes,
+    recode: Recode = same,
+    *,
+    partial: bool = False,
+) -> Translation:
     """Express a bound checkpoint in another dialect.
 
     Args:
@@ -309,8 +371,10 @@ def translate(bound: Bound, stored: Mapping[str, Stored], target: Dialect, sizes
         stored: its tensors by name.
         target: the dialect wanted.
         sizes: what its config and the user say of axis sizes.
+        recode: in which form each tensor is written; as it is stored unless numbers are to change.
+        partial: tensors of the family may be absent: what is there is a part of a model on purpose.
 
     Returns:
         The target tensors with their origins. Where `refusals` is not empty nothing may be written.
     """
-    return _Translator(bound, stored, target, sizes).run()
+    return _Translator(bound, stored, target, sizes, recode).run(partial=partial)

@@ -1,0 +1,184 @@
+"""Divisions: what a table and the shards' shapes say of a cut, held against numpy slicing along the named axes."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transaxle.axes import tables
+from transaxle.axes.chunk import whole
+from transaxle.axes.divide import Division, divide
+from transaxle.axes.expression import Expression, parse
+from transaxle.axes.family import Cuttable
+from transaxle.errors import TransaxleError
+
+SIZES = {"g": 3, "r": 2, "c": 4, "d": 5, "f": 7, "n": 9, "x": 2, "p": 3}
+TP = "tp"
+
+
+def cuttable(*axes: str, of: str = "") -> Cuttable:
+    return Cuttable(TP, axes, frozenset(of.split()) or None)
+
+
+def split(full: np.ndarray, axis: int, widths: list[int]) -> list[np.ndarray]:
+    return np.split(full, np.cumsum(widths)[:-1], axis)
+
+
+def fused(widths: list[int]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """All of q, then k, then v, and the shards of a cut of each along its groups; in one tensor of `[rows, d]`."""
+    g, r, c, d = (SIZES[axis] for axis in "grcd")
+    parts = [
+        np.arange(prod(shape)).reshape(shape) + 1000 * n for n, shape in enumerate([(g, r, c, d), *[(g, c, d)] * 2])
+    ]
+    cut = [[part.reshape(-1, d) for part in split(each, 0, widths)] for each in parts]
+    shards = [np.concatenate([each[rank] for each in cut]) for rank in range(len(widths))]
+    return np.concatenate([part.reshape(-1, d) for part in parts]), shards
+
+
+def check(division: Division, full: np.ndarray, shards: list[np.ndarray]) -> None:
+    assert division.shape == full.shape
+    for rank, shard in enumerate(shards):
+        got = full
+        if division.dim is not None:
+            held = division.rule(whole(full.shape[division.dim]), len(shards), rank)
+            got = full.take([row for start, stop in held for row in range(start, stop)], division.dim)
+        np.testing.assert_array_equal(got, shard)
+
+
+@pytest.mark.parametrize("widths", [[1, 2], [3, 0], [1, 0, 2], [1, 1, 1]])
+def test_parts_are_cut_each_by_itself(widths: list[int]) -> None:
+    full, shards = fused(widths)
+    rule = parse("[[q:(g r c) | k:(g c) | v:(g c)] d]")
+    check(divide(rule, [cuttable("g")], SIZES, [s.shape for s in shards]), full, shards)
+
+
+def test_a_part_that_is_not_named_is_whole_on_every_rank() -> None:
+    """Few kv heads, held by all ranks: only q is cut, although k and v have the same axis."""
+    full, _ = fused([3])
+    g, r, c, d = (SIZES[axis] for axis in "grcd")
+    q, kv = full[: g * r * c], full[g * r * c :]
+    shards = [np.concatenate([part.reshape(-1, d), kv]) for part in split(q.reshape(g, r * c, d), 0, [2, 1])]
+    rule = parse("[[q:(g r c) | k:(g c) | v:(g c)] d]")
+    check(divide(rule, [cuttable("g", of="q")], SIZES, [s.shape for s in shards]), full, shards)
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=4), st.integers(0, 1))
+def test_a_plain_cut_has_any_widths(widths: list[int], dim: int) -> None:
+    sizes = SIZES | {"f": sum(widths)}
+    full = np.arange(sum(widths) * 5).reshape((-1, 5) if dim == 0 else (5, -1))
+    if not full.size:
+        full = full.reshape((0, 5) if dim == 0 else (5, 0))
+    shards = split(full, dim, widths)
+    rule = parse("up[f d]" if dim == 0 else "up[d f]")
+    check(divide(rule, [cuttable("f")], sizes, [s.shape for s in shards]), full, shards)
+
+
+def test_an_outermost_axis_may_be_cut_finer_than_its_own_steps() -> None:
+    full = np.arange(24 * 5).reshape(24, 5)
+    shards = split(full, 0, [5, 19])
+    check(divide(parse("q[(g r c) d]"), [cuttable("g")], SIZES, [s.shape for s in shards]), full, shards)
+
+
+def test_an_inner_axis_gives_each_rank_several_runs() -> None:
+    full = np.arange(14 * 5).reshape(14, 5)
+    shards = [part.reshape(-1, 5) for part in split(full.reshape(2, 7, 5), 1, [4, 3])]
+    check(divide(parse("w[(x f) d]"), [cuttable("f")], SIZES, [s.shape for s in shards]), full, shards)
+
+
+def test_axes_that_are_counted_as_one() -> None:
+    """Each rank takes the next elements of both axes together, and has as many of the outer one as the whole."""
+    full = np.arange(2 * 2 * 6).reshape(2, 2, 6)  # (x [a:f | b:f])
+    a, b = (full[:, part].reshape(12) for part in (0, 1))
+    shards = []
+    for start in (0, 6):  # six elements for each rank, as two times three
+        mine = np.stack([a[start : start + 6].reshape(2, 3), b[start : start + 6].reshape(2, 3)], 1)
+        shards.append(mine.reshape(-1))
+    rule = parse("[(x [a:f | b:f])]")
+    got = divide(rule, [cuttable("x", "f")], SIZES | {"f": 6}, [s.shape for s in shards])
+    check(got, full.reshape(-1), shards)
+
+
+def test_what_every_rank_holds_is_not_cut() -> None:
+    full = np.arange(5.0)
+    check(divide(parse("norm[d]"), [cuttable("g")], SIZES, [(5,), (5,)]), full, [full, full])
+    assert divide(parse("q[(g r c) d]"), [cuttable("g")], SIZES, [(24, 5), (24, 5)]).dim is None
+
+
+def test_the_whole_shape_says_which_dim_was_cut() -> None:
+    rule, cuts = parse("embed[n d]"), [cuttable("n"), cuttable("d", of="embed")]
+    assert divide(rule, cuts, SIZES, [(5, 5), (4, 5)]).dim == 0
+    assert divide(rule, cuts, SIZES, [(9, 3), (9, 2)]).dim == 1
+
+
+def refused(rule: Expression, cuts: list[Cuttable], shards: list[tuple[int, ...]], **sizes: int) -> TransaxleError:
+    with pytest.raises(TransaxleError) as caught:
+        divide(rule, cuts, sizes or SIZES, shards)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("rule", "shards"),
+    [
+        ("q[(g r c) d]", [(8, 5), (8, 5)]),  # a rank is missing
+        ("q[(g r c) d]", [(24, 5), (24, 4)]),
+        ("[[q:(g r c) | k:(g c) | v:(g c)] d]", [(20, 5), (28, 5)]),  # a cut inside a group
+        ("o[d (g r c)]", [(3, 24), (2, 24)]),  # cut along an axis that is not named
+        ("norm[d]", [(3,), (2,)]),
+        ("norm[d]", [(5,), (5, 1)]),
+    ],
+)
+def test_shapes_that_no_cut_gives_are_refused(rule: str, shards: list[tuple[int, ...]]) -> None:
+    error = refused(parse(rule), [cuttable("g")], shards)
+    assert error.code == "SHAPE_MISMATCH"
+    assert rule in str(error)
+
+
+def test_two_readings_are_refused() -> None:
+    error = refused(parse("[[a:(x f) | b:(f x)] d]"), [cuttable("f"), cuttable("x")], [(4, 5), (4, 5)], x=2, f=2, d=5)
+    assert error.code == "AMBIGUOUS"
+    assert "cut along f or x" in str(error)
+    assert "cut tp =" in error.hint
+
+
+def test_a_size_that_is_needed_is_asked_for() -> None:
+    error = refused(parse("head[n d]"), [cuttable("n")], [(4, 5), (5, 5)], d=5)
+    assert error.code == "UNKNOWN_AXIS"
+    assert "--axis n=N" in error.hint
+    assert divide(parse("norm[d]"), [cuttable("n")], {}, [(5,), (5,)]).shape == (5,)
+
+
+def test_padding_that_is_cut_too_is_refused() -> None:
+    error = refused(parse("[[embed:n | 0:p] d]"), [cuttable("n")], [(6, 5), (6, 5)])
+    assert error.code == "UNSUPPORTED"
+
+
+TOY = "family toy\n  axes l g c d\n  q : l g c d\n  k : l g c d\n"
+
+
+def test_tables_say_what_may_be_cut() -> None:
+    (family,) = tables.read(f"{TOY}  cut tp = g (c d)\n  cut tp = d of q k")
+    assert family.cuts == (cuttable("g"), cuttable("c", "d"), cuttable("d", of="q k"))
+    assert [cut.text for cut in family.cuts] == ["g", "(c d)", "d"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("cut tp", "'cut tp = AXIS"),
+        ("cut tp = ()", "'cut tp = AXIS"),
+        ("cut ep = g", "'cut tp = AXIS"),
+        ("cut tp = g of", "'of' is not in 'axes'"),
+        ("cut tp = z", "'z' is not in 'axes'"),
+        ("cut tp = g of z", "'z' is none"),
+        ("cut tp = " + "a" * 5000 + "!", "'cut tp = AXIS"),
+    ],
+)
+def test_mistakes_in_cut_statements_are_shown(statement: str, said: str) -> None:
+    with pytest.raises(TransaxleError) as caught:
+        tables.read(f"{TOY}  {statement}")
+    assert said in str(caught.value)
+    assert "line 5" in str(caught.value)
