@@ -14,6 +14,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PINNED := $(PIP) install --quiet --constraint constraints.txt
 TITAN  := torchtitan nemo-automodel
+KERNEL := src/transaxle/encodings/kernel.c
 
 export PYTHONUTF8 = 1
 
@@ -52,7 +53,7 @@ docs: $(VENV)/.all
 	@echo 'build/docs/index.html'
 
 clean:
-	rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build
+	rm -rf .venv build dist src/transaxle/encodings/libkernel.so .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build
 	find src tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:
@@ -65,7 +66,7 @@ $(VENV)/.torch: constraints.txt | $(BIN)/python
 	@$(PINNED) torch
 	@touch $@
 
-$(VENV)/.demo: pyproject.toml constraints.txt $(VENV)/.torch
+$(VENV)/.demo: pyproject.toml constraints.txt hatch_build.py $(KERNEL) $(VENV)/.torch
 	@echo 'installing transaxle and what the demo needs'
 	@$(PINNED) hatchling editables setuptools wheel
 	@$(PINNED) --no-build-isolation --editable '.[demo]'

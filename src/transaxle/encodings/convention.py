@@ -1,0 +1,330 @@
+"""Conventions: how ecosystems name and shape the buffers of an encoded tensor.
+
+The same codes and scales travel under many names: `X.weight_scale_inv` is DeepSeek's, `X.weight_scale` that of
+compressed-tensors, `X_scales` that of gpt-oss. Tables know one name, that of the weight; a convention gives the stored
+name of each buffer from it, and back, the shape that each has on disk, and what its per-tensor scale means. How a
+config file speaks of it is told by `quantization`, and whether a checkpoint follows it by `group`.
+
+Names are taken apart at dots, and only the last segment is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+
+from transaxle.encodings.encoding import WHOLE, Encoding, Role
+from transaxle.errors import refuse
+
+WEIGHT = "weight"
+"""The parameter that a linear layer's buffers are named after."""
+
+DEEPSEEK, COMPRESSED_TENSORS, GPT_OSS = "deepseek", "compressed_tensors", "gpt_oss"
+TORCHAO, MODELOPT = "torchao", "modelopt"
+TE, TE_HALVED = "te", "te_256"
+"""TransformerEngine's, and its nvfp4 whose block scales were made to reach 256 (`nvfp4_e4m3_max`)."""
+
+_BYTES = "U8"
+_E8M0 = "F8_E8M0"
+_REAL = "F32"
+_PAIR = 2
+"""Codes of 4 bits in a byte."""
+_FLT_MAX = float(np.finfo(np.float32).max)
+
+Shape = tuple[int, ...]
+Place = tuple[str, Role]
+"""Table name of an encoded tensor, and what one stored buffer is for."""
+Meaning = Literal["factor", "divisor", "amax"]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the last segment of a buffer's name is made from that of its tensor."""
+
+    weight: str
+    """What stands for the segment `weight`."""
+    other: str
+    """What stands for another segment, which is put in place of `{}`: `{}_scale_inv`."""
+
+    def __call__(self, segment: str) -> str:
+        """Return the buffer's last segment."""
+        return self.weight if segment == WEIGHT else self.other.replace("{}", segment)
+
+    def back(self, segment: str) -> str | None:
+        """Return the tensor's last segment; None where no tensor gives this one."""
+        if segment == self.weight:
+            return WEIGHT
+        before, after = self.other.split("{}")
+        if not (segment.startswith(before) and segment.endswith(after)):
+            return None
+        inner = segment[len(before) : len(segment) - len(after)]
+        return inner if inner and self(inner) == segment else None
+
+
+def _suffix(end: str) -> Form:
+    """Return the form that adds `end` to every segment, `weight` like all others."""
+    return Form(WEIGHT + end, "{}" + end)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Convention:
+    """How one ecosystem names and shapes the buffers of encoded tensors."""
+
+    name: str
+    """Key of `CONVENTIONS`."""
+    eight: Mapping[Role, Form] = field(default_factory=dict)
+    """Names of the buffers where codes have 8 bits; empty where it has no such encoding."""
+    four: Mapping[Role, Form] = field(default_factory=dict)
+    """Names of the buffers where codes have 4 bits."""
+    holds: frozenset[str] = frozenset()
+    """Names of the encodings that are read."""
+    writes: frozenset[str] = frozenset()
+    """Names of the encodings whose buffers are written, made here or moved."""
+    meaning: Meaning = "factor"
+    """How the per-tensor scale enters a value.
+
+    `code x scale x global`, `code x scale / global`, or `code x scale x global / (scale_max x code_max)`.
+    """
+    scale_max: int = 448
+    """Largest value that block scales of nvfp4 were made to reach."""
+    exponents_as_bytes: bool = False
+    """Whether scales that are exponents (E8M0) are stored as U8."""
+    one: Shape = ()
+    """Stored shape of a single number that belongs to a whole matrix: `[]` or `[1]`."""
+    block: int = 0
+    """Codes that share a dim of their own on disk, after packing: `[…, K/32, 16]`; 0: codes are packed in place."""
+    flat_rows: bool = False
+    """Whether scales per row are stored `[M]`; elsewhere `[M, 1]`."""
+
+    def forms(self, encoding: Encoding) -> Mapping[Role, Form]:
+        """Return how the buffers of an encoding are named.
+
+        Raises:
+            Refused: UNSUPPORTED for an encoding that this convention does not hold.
+        """
+        if encoding.name not in self.holds:
+            known = ", ".join(sorted(self.holds))
+            message = f"the convention `{self.name}` holds {known}; found {encoding.name}"
+            raise refuse("UNSUPPORTED", message, hint="decode the tensors, or write them in their own convention")
+        return self.four if encoding.code_bits < 8 else self.eight
+
+    def buffers(self, table_name: str, encoding: Encoding) -> dict[Role, str]:
+        """Return the stored names of all buffers that a tensor may have; the input scale may be absent.
+
+        Raises:
+            Refused: UNSUPPORTED for an encoding that this convention does not hold.
+        """
+        head, dot, segment = table_name.rpartition(".")
+        forms = self.forms(encoding).items()
+        return {
+            role: f"{head}{dot}{form(segment)}"
+            for role, form in forms
+            if role is not Role.GLOBAL or encoding.has_global
+        }
+
+    def stored(self, table_name: str, role: Role, encoding: Encoding) -> str:
+        """Return the stored name of one buffer of a tensor.
+
+        Inverse: `places(stored)` contains `(table_name, role)`.
+
+        Raises:
+            Refused: UNSUPPORTED for an encoding or a buffer that this convention has no name for.
+        """
+        form = self.forms(encoding).get(role)
+        if form is None:
+            message = f"the convention `{self.name}` has no name for the {role} of {encoding.name}"
+            raise refuse("UNSUPPORTED", message, tensor=table_name)
+        head, dot, segment = table_name.rpartition(".")
+        return f"{head}{dot}{form(segment)}"
+
+    def places(self, stored: str) -> tuple[Place, ...]:
+        """Return every table name and role that a stored name may stand for; most names stand for codes at most."""
+        head, dot, segment = stored.rpartition(".")
+        found: dict[Place, None] = {}
+        for forms in (self.eight, self.four):
+            for role, form in forms.items():
+                inner = form.back(segment)
+                if inner is not None:
+                    found[f"{head}{dot}{inner}", role] = None
+        return tuple(found)
+
+    def presented(self, encoding: Encoding, shape: Shape, role: Role, stored: str | None = None) -> tuple[str, Shape]:
+        """Return the safetensors code and the shape under which one buffer is written.
+
+        Args:
+            encoding: of the tensor.
+            shape: the tensor's elements along each dim.
+            role: which buffer.
+            stored: code under which the source stores this buffer, kept where bytes only move; None: ours.
+
+        Raises:
+            Refused: UNSUPPORTED for an encoding that it does not hold; SHAPE_MISMATCH where codes do not fill bytes.
+        """
+        self.forms(encoding)
+        if role is Role.CODES:
+            return self._packed(encoding, shape)
+        if role is not Role.SCALE:
+            return stored or _REAL, shape[:-2] or self.one
+        grid = encoding.grid(shape)
+        own = _BYTES if encoding.scale == _E8M0 and self.exponents_as_bytes else encoding.scale
+        if len(grid) == 2 and encoding.tile[-1] == WHOLE:
+            if encoding.tile == (WHOLE, WHOLE):
+                grid = self.one
+            elif self.flat_rows:
+                grid = grid[:1]
+        return stored or own, grid
+
+    def elements(self, encoding: Encoding, dtype: str, shape: Shape) -> Shape | None:
+        """Return a tensor's elements along each dim, from its codes as they are stored; None where these do not fit."""
+        if encoding.code_bits == 8 or dtype == encoding.code:
+            return shape
+        if not self.block:
+            return (*shape[:-1], shape[-1] * _PAIR) if shape else None
+        if len(shape) < 2 or shape[-1] * _PAIR != self.block:
+            return None
+        return (*shape[:-2], shape[-2] * self.block)
+
+    def _packed(self, encoding: Encoding, shape: Shape) -> tuple[str, Shape]:
+        if encoding.code_bits == 8:
+            return encoding.code, shape
+        unit = self.block or _PAIR
+        if not shape or shape[-1] % unit:
+            message = f"codes of {encoding.name} fill rows of a multiple of {unit}; found {list(shape)}"
+            raise refuse("SHAPE_MISMATCH", message, hint="decode this tensor, or skip it")
+        rest = (shape[-1] // self.block, self.block // _PAIR) if self.block else (shape[-1] // _PAIR,)
+        return _BYTES, (*shape[:-1], *rest)
+
+    def factor(self, stored: float, encoding: Encoding) -> float:
+        """Return what `code x scale` is multiplied by, in double precision, from the stored per-tensor scale."""
+        if not encoding.has_global:
+            return 1.0
+        if self.meaning == "factor":
+            return float(stored)
+        if self.meaning == "amax":
+            return float(stored) / (encoding.scale_max * encoding.code_max)
+        return 1.0 / float(stored) if stored else float("inf")
+
+    def global_from_amax(self, amax: float, encoding: Encoding) -> np.float32:
+        """Return the per-tensor scale to be stored for a tensor whose largest magnitude is `amax`.
+
+        As TransformerEngine has it (`core_nvfp4.cuh`): `min(scale_max x code_max / amax, FLT_MAX)`, and 1 where amax
+        or the quotient is 0 or infinite; a convention that multiplies stores its reciprocal, `amax / (448 x 6)`.
+        TransformerEngine itself stores `amax`. NaN gives NaN: block scales made for it saturate, and mean nothing.
+        """
+        if self.meaning == "amax":
+            return np.float32(amax)
+        top = np.float32(encoding.scale_max * encoding.code_max)
+        size = np.float32(amax)
+        if np.isinf(size) or size <= 0:
+            return np.float32(1)
+        with np.errstate(over="ignore"):
+            divisor = np.minimum(top / size, np.float32(_FLT_MAX))
+        if self.meaning == "divisor" or divisor in (0, 1):
+            return divisor or np.float32(1)
+        return size / top
+
+
+_INPUT = Form("input_scale", "{}_input_scale")
+
+_SCALES_OF_FP8 = frozenset({"float8", "float8_block", "mxfp8"})
+
+_ALL = (
+    Convention(
+        DEEPSEEK,
+        eight={
+            Role.CODES: _suffix(""),
+            Role.SCALE: _suffix("_scale_inv"),
+            Role.INPUT_SCALE: Form("activation_scale", "{}_activation_scale"),
+        },
+        holds=_SCALES_OF_FP8,
+        writes=_SCALES_OF_FP8,
+    ),
+    Convention(
+        COMPRESSED_TENSORS,
+        eight={Role.CODES: _suffix(""), Role.SCALE: _suffix("_scale"), Role.INPUT_SCALE: _INPUT},
+        four={
+            Role.CODES: _suffix("_packed"),
+            Role.SCALE: _suffix("_scale"),
+            Role.GLOBAL: _suffix("_global_scale"),
+            Role.INPUT_SCALE: Form("input_global_scale", "{}_input_global_scale"),
+        },
+        holds=_SCALES_OF_FP8 | {"mxfp4", "nvfp4"},
+        writes=_SCALES_OF_FP8 | {"mxfp4", "nvfp4"},
+        meaning="divisor",
+        exponents_as_bytes=True,
+        one=(1,),
+    ),
+    Convention(
+        GPT_OSS,
+        four={Role.CODES: _suffix("_blocks"), Role.SCALE: _suffix("_scales")},
+        holds=frozenset({"mxfp4"}),
+        writes=frozenset({"mxfp4"}),
+        exponents_as_bytes=True,
+        block=32,
+    ),
+    Convention(
+        TORCHAO,
+        eight={Role.CODES: Form("_weight_qdata", "_{}_qdata"), Role.SCALE: Form("_weight_scale", "_{}_scale")},
+        four={
+            Role.CODES: Form("_weight_qdata", "_{}_qdata"),
+            Role.SCALE: Form("_weight_scale", "_{}_scale"),
+            Role.GLOBAL: Form("_weight_per_tensor_scale", "_{}_per_tensor_scale"),
+            Role.INPUT_SCALE: Form("_weight_act_per_tensor_scale", "_{}_act_per_tensor_scale"),
+        },
+        holds=_SCALES_OF_FP8 | {"mxfp4", "nvfp4"},
+    ),
+    Convention(
+        MODELOPT,
+        eight={
+            Role.CODES: _suffix(""),
+            Role.SCALE: Form("weight_scale", "{}_weight_scale"),
+            Role.INPUT_SCALE: _INPUT,
+        },
+        four={
+            Role.CODES: _suffix(""),
+            Role.SCALE: Form("weight_scale", "{}_weight_scale"),
+            Role.GLOBAL: Form("weight_scale_2", "{}_weight_scale_2"),
+            Role.INPUT_SCALE: _INPUT,
+        },
+        holds=_SCALES_OF_FP8 | {"nvfp4"},
+        writes=_SCALES_OF_FP8 | {"nvfp4"},
+        exponents_as_bytes=True,
+        flat_rows=True,
+    ),
+    Convention(
+        TE,
+        eight={Role.CODES: _suffix(""), Role.SCALE: _suffix("_scale_inv")},
+        four={Role.CODES: _suffix(""), Role.SCALE: _suffix("_scale_inv"), Role.GLOBAL: _suffix("_amax")},
+        holds=_SCALES_OF_FP8 | {"nvfp4"},
+        writes=frozenset({"nvfp4"}),
+        meaning="amax",
+        one=(1,),
+    ),
+    Convention(
+        TE_HALVED,
+        four={Role.CODES: _suffix(""), Role.SCALE: _suffix("_scale_inv_256"), Role.GLOBAL: _suffix("_amax_256")},
+        holds=frozenset({"nvfp4"}),
+        writes=frozenset({"nvfp4"}),
+        meaning="amax",
+        scale_max=256,
+        one=(1,),
+    ),
+)
+
+CONVENTIONS: Mapping[str, Convention] = MappingProxyType({one.name: one for one in _ALL})
+"""The conventions by name."""
+
+PREFERRED: Mapping[str, str] = MappingProxyType(
+    {
+        "float8": COMPRESSED_TENSORS,
+        "float8_block": DEEPSEEK,
+        "mxfp8": COMPRESSED_TENSORS,
+        "mxfp4": GPT_OSS,
+        "nvfp4": COMPRESSED_TENSORS,
+    }
+)
+"""Encoding -> the convention in which tensors are written that are encoded here."""

@@ -1,0 +1,100 @@
+"""Encodings: number formats in which a tensor is stored as codes and the scales that give them their size.
+
+An encoding is a description, and the only one: readers, the planner, the codecs and the training side all ask it. The
+value of an element is its code times the scale of its tile, times the global factor where there is one. Tiles belong
+to the trailing stored dims; along the dims before them every index has tiles of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+WHOLE = 0
+"""Size of a tile that covers a whole dim, however long that is."""
+
+
+class Role(StrEnum):
+    """What one buffer of an encoded tensor is for."""
+
+    CODES = "codes"
+    SCALE = "scale"
+    """One number per tile: a factor."""
+    GLOBAL = "global"
+    """One number per tensor; how it enters the value is the convention's to say."""
+    INPUT_SCALE = "input_scale"
+    """One number per tensor for the layer's activations: no part of the weight's value, moves with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """How a tensor's values are stored as codes and scales."""
+
+    name: str
+    """The word for it in tables and on the command line: a key of `ENCODINGS`."""
+    code: str
+    """Safetensors code of the codes: `F8_E4M3`, `F8_E5M2` or `F4` (E2M1, two to a byte, the low nibble first)."""
+    scale: str
+    """Safetensors code of the scales."""
+    tile: tuple[int, ...]
+    """Elements along each trailing dim that share one scale; `WHOLE` for all of them."""
+    has_global: bool = False
+    """Whether there is a second, per-tensor scale."""
+    power_of_two: bool = False
+    """Whether scales made by us are powers of two (E8M0 scales always are)."""
+    scale_max: int = 448
+    """Largest value that a block scale of nvfp4 is made to reach; 256 in the `4 over 6` variant. The two never mix."""
+
+    @property
+    def code_bits(self) -> int:
+        """Bits per code."""
+        return 4 if self.code == "F4" else 8
+
+    @property
+    def code_max(self) -> float:
+        """Largest finite value of a code."""
+        return {"F8_E4M3": 448.0, "F8_E5M2": 57344.0, "F4": 6.0}[self.code]
+
+    def tiles(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the tile of a tensor of this shape: positions along each of its dims, all of them positive.
+
+        Raises:
+            ValueError: for a tensor with fewer dims than the tile.
+        """
+        leading = len(shape) - len(self.tile)
+        if leading < 0:
+            raise ValueError(f"a tensor of {len(shape)} dims has no tiles of {len(self.tile)}")
+        own = (max(size, 1) if step == WHOLE else step for size, step in zip(shape[leading:], self.tile, strict=True))
+        return (1,) * leading + tuple(own)
+
+    def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the number of tiles along each dim of a tensor of this shape."""
+        return tuple(-(-size // step) for size, step in zip(shape, self.tiles(shape), strict=True))
+
+
+FLOAT8 = Encoding("float8", "F8_E4M3", "F32", (WHOLE, WHOLE))
+FLOAT8_BLOCK = Encoding("float8_block", "F8_E4M3", "F32", (128, 128), power_of_two=True)
+MXFP8 = Encoding("mxfp8", "F8_E4M3", "F8_E8M0", (1, 32), power_of_two=True)
+MXFP4 = Encoding("mxfp4", "F4", "F8_E8M0", (1, 32), power_of_two=True)
+NVFP4 = Encoding("nvfp4", "F4", "F8_E4M3", (1, 16), has_global=True)
+
+ENCODINGS: Mapping[str, Encoding] = MappingProxyType({e.name: e for e in (FLOAT8, FLOAT8_BLOCK, MXFP8, MXFP4, NVFP4)})
+"""The encodings by name, in the form in which we write them; files may hold variants (E5M2 codes, other tiles)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A tensor that a checkpoint stores in several buffers."""
+
+    name: str
+    """The name that tables know it by, `model.layers.0.mlp.down_proj.weight`."""
+    encoding: Encoding
+    """How its buffers make values."""
+    shape: tuple[int, ...]
+    """Elements along each dim; packed codes are counted one by one."""
+    parts: Mapping[Role, str]
+    """Stored name of each buffer."""
+    convention: str
+    """Key of `CONVENTIONS`: how its buffers are named and shaped, and what its global scale means."""

@@ -1,0 +1,323 @@
+/* Arithmetic of encodings: codes times the scale of their tile, and back.
+
+   Four operations on the rows of a matrix: `largest` (amax of each tile), `cast` (values times a multiplier per tile,
+   rounded to codes), `value` (codes times a scale per tile, rounded to a wide type) and the two measures of error.
+   What a scale is, as a function of an amax, is decided in scaling.py, for this path and the numpy one alike;
+   vectorised.py states in numpy what is computed here, and the tests hold the two to the same bits.
+
+   Plain C11, loops that compilers turn into vector code; no state, no allocation, no dependency. It is built without
+   contraction of products and sums (-ffp-contract=off) and without fast-math, so every operation rounds as IEEE 754
+   says on any processor. */
+
+#include <float.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if FLT_EVAL_METHOD != 0
+#error "floats are computed as doubles here; the numpy path is exact"
+#endif
+
+/* One copy for each generation of x86-64, chosen when the library is loaded: needs glibc's indirect functions. */
+#if defined(CLONES) && defined(__x86_64__) && defined(__GLIBC__)
+#define CLONED __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define CLONED
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+enum { BF16, F16, F32 };        /* wide types, numbered as in kernel.py */
+enum { E4M3, E5M2, E2M1 };      /* codes, likewise */
+enum { WIDTH = 1024 };          /* columns worked on at a time: their buffers stay in the first cache; even */
+
+#define INFINITE 0x7f800000u
+#define NAN_BITS 0x7fc00000u
+
+INLINE uint32_t bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+INLINE float real(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+INLINE ptrdiff_t least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
+
+/* `yes` where the condition is 1, `no` where it is 0: by masks, because branches keep compilers from making vectors. */
+INLINE uint32_t pick(uint32_t condition, uint32_t yes, uint32_t no) { return no ^ ((yes ^ no) & -condition); }
+
+/* ---- one element ---- */
+
+INLINE float from_half(uint32_t half) {
+    uint32_t size = half & 0x7fff;
+    uint32_t wide = (size << 13) + (112u << 23) + pick(size >= 0x7c00, 112u << 23, 0);
+    return real((half & 0x8000) << 16 | pick(size < 0x400, bits((float)(int32_t)size * 0x1p-24f), wide));
+}
+
+INLINE float widened(const void *x, ptrdiff_t j, int type) {
+    if (type == BF16) return real((uint32_t)((const uint16_t *)x)[j] << 16);
+    if (type == F16) return from_half(((const uint16_t *)x)[j]);
+    return ((const float *)x)[j];
+}
+
+/* Round to nearest, ties to even; what is too large becomes the largest finite code, NaN stays NaN, signs stay. */
+INLINE uint8_t rounded_to(float f, int code) {
+    const uint32_t mantissa = code == E4M3 ? 3 : code == E5M2 ? 2 : 1;
+    const uint32_t bias = code == E4M3 ? 7 : code == E5M2 ? 15 : 1;
+    const uint32_t top = code == E4M3 ? 0x7e : code == E5M2 ? 0x7b : 7;
+    const uint32_t none = code == E2M1 ? 7 : 0x7f;
+    const uint32_t shift = 23 - mantissa;
+    const uint32_t grain = (127 + 24 - bias - mantissa) << 23; /* a power of two whose last bit is the smallest code */
+    uint32_t u = bits(f), size = u & 0x7fffffff;
+    uint32_t normal = ((size + (1u << (shift - 1)) - 1 + (size >> shift & 1)) >> shift) - ((127 - bias) << mantissa);
+    uint32_t small = bits(real(size) + real(grain)) - grain;
+    uint32_t q = pick(size < (128 - bias) << 23, small, normal);
+    q = pick(size > INFINITE, none, pick(q < top, q, top));
+    return (uint8_t)(q | u >> 31 << (code == E2M1 ? 3 : 7));
+}
+
+/* Multipliers are positive or NaN: the sign is that of the value, whatever the processor makes of two NaN. */
+INLINE uint8_t rounded_product(float f, float multiplier, int code) {
+    return rounded_to(real((bits(f * multiplier) & 0x7fffffff) | (bits(f) & 0x80000000)), code);
+}
+
+INLINE float meant(uint32_t q, int code) {
+    if (code == E5M2) return from_half(q << 8);
+    const uint32_t mantissa = code == E4M3 ? 3 : 1, bias = code == E4M3 ? 7 : 1;
+    uint32_t size = q & (code == E4M3 ? 0x7f : 7), sign = q >> (code == E4M3 ? 7 : 3) << 31;
+    float smallest = code == E4M3 ? 0x1p-9f : 0x1p-1f;
+    uint32_t small = bits((float)(int32_t)size * smallest);
+    uint32_t normal = (size << (23 - mantissa)) + ((127 - bias) << 23);
+    uint32_t wide = pick(size < 1u << mantissa, small, normal);
+    return real(sign | (code == E4M3 ? pick(size == 0x7f, NAN_BITS, wide) : wide));
+}
+
+/* Every NaN has the sign of its code and no payload: processors differ in what they make of them. */
+INLINE float scaled(uint32_t q, int code, float scale) {
+    float wide = meant(q, code), f = wide * scale;
+    return real(pick((bits(f) & 0x7fffffff) > INFINITE, (bits(wide) & 0x80000000) | NAN_BITS, bits(f)));
+}
+
+INLINE uint16_t to_bfloat(float f) {
+    uint32_t u = bits(f), even = (u + 0x7fff + (u >> 16 & 1)) >> 16;
+    return (uint16_t)pick((u & 0x7fffffff) > INFINITE, u >> 16 | 0x40, even);
+}
+
+INLINE uint16_t to_half(float f) {
+    uint32_t u = bits(f), size = u & 0x7fffffff, sign = u >> 16 & 0x8000;
+    uint32_t normal = (size - (112u << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+    uint32_t small = bits(real(size) + 0.5f) - (126u << 23);
+    uint32_t half = pick(size < 113u << 23, small, pick(size >= 143u << 23, 0x7c00, normal));
+    return (uint16_t)(sign | pick(size > INFINITE, 0x7e00, half));
+}
+
+INLINE void narrowed(void *restrict out, ptrdiff_t j, float f, int type) {
+    if (type == F32) ((float *)out)[j] = f;
+    else ((uint16_t *)out)[j] = type == BF16 ? to_bfloat(f) : to_half(f);
+}
+
+INLINE float as_type(float f, int type) {
+    if (type == F32) return f;
+    return type == BF16 ? real((uint32_t)to_bfloat(f) << 16) : from_half(to_half(f));
+}
+
+/* ---- rows and tiles ---- */
+
+/* A matrix of tiles: where the first row and column lie in their tile, and the tile's size. */
+typedef struct { ptrdiff_t rows, columns, row_phase, column_phase, tile_rows, tile_columns; } grid;
+
+INLINE ptrdiff_t across(const grid *g) { return (g->column_phase + g->columns + g->tile_columns - 1) / g->tile_columns; }
+INLINE ptrdiff_t item(int type) { return type == F32 ? 4 : 2; }
+
+/* Repeat each tile's number over its columns, for `count` columns from `first` on. */
+#define SPREAD(name, real_type)                                                                                       \
+    INLINE void name(real_type *restrict out, const real_type *row, const grid *g, ptrdiff_t first, ptrdiff_t count) { \
+        ptrdiff_t at = g->column_phase + first, tile = at / g->tile_columns, in = at % g->tile_columns;               \
+        for (ptrdiff_t j = 0; j < count; tile++, in = 0) {                                                            \
+            ptrdiff_t end = j + least(g->tile_columns - in, count - j);                                               \
+            for (real_type number = row[tile]; j < end; j++) out[j] = number;                                         \
+        }                                                                                                             \
+    }
+SPREAD(spread, float)
+SPREAD(spread_wide, double)
+
+/* Codes of `count` columns from `first` on, one to a byte. */
+INLINE const uint8_t *unpacked(uint8_t *restrict buffer, const uint8_t *row, ptrdiff_t first, ptrdiff_t count, int code) {
+    if (code != E2M1) return row + first;
+    for (ptrdiff_t j = 0; j < count / 2; j++) {
+        buffer[2 * j] = row[first / 2 + j] & 15;
+        buffer[2 * j + 1] = row[first / 2 + j] >> 4;
+    }
+    return buffer;
+}
+
+/* ---- largest: the amax of each tile, as the bits of the input's type without sign: ordered, NaN above all ---- */
+
+#define LARGEST(name, word, mask)                                                                                     \
+    INLINE word name##_of(const word *restrict x, ptrdiff_t count) {                                                  \
+        word most = 0;                                                                                                \
+        for (ptrdiff_t j = 0; j < count; j++) most = x[j] > most ? x[j] : most;                                       \
+        return most;                                                                                                  \
+    }                                                                                                                 \
+    INLINE void name(const uint8_t *x, ptrdiff_t stride, const grid *g, uint32_t *out) {                              \
+        word most[WIDTH];                                                                                             \
+        const ptrdiff_t wide = g->tile_columns < WIDTH ? WIDTH - WIDTH % g->tile_columns : WIDTH, tiles = across(g);  \
+        for (ptrdiff_t top = 0; top < g->rows; top += g->tile_rows, out += tiles) {                                   \
+            ptrdiff_t end = least(top + g->tile_rows, g->rows);                                                       \
+            for (ptrdiff_t first = 0; first < g->columns; first += wide) {                                            \
+                ptrdiff_t count = least(wide, g->columns - first);                                                    \
+                memset(most, 0, sizeof most);                                                                         \
+                for (ptrdiff_t i = top; i < end; i++) {                                                               \
+                    const word *row = (const word *)(x + i * stride) + first;                                         \
+                    for (ptrdiff_t j = 0; j < count; j++) {                                                           \
+                        word size = row[j] & mask;                                                                    \
+                        most[j] = size > most[j] ? size : most[j];                                                    \
+                    }                                                                                                 \
+                }                                                                                                     \
+                ptrdiff_t step = least(g->tile_columns, wide);                                                        \
+                for (ptrdiff_t j = 0; j < count; j += step) {                                                         \
+                    word found = step == 16 ? name##_of(most + j, 16) : step == 32 ? name##_of(most + j, 32)          \
+                                                                                   : name##_of(most + j, step);       \
+                    uint32_t *tile = out + (first + j) / g->tile_columns;                                             \
+                    *tile = found > *tile ? found : *tile;                                                            \
+                }                                                                                                     \
+            }                                                                                                         \
+        }                                                                                                             \
+    }
+LARGEST(largest16, uint16_t, 0x7fff)
+LARGEST(largest32, uint32_t, 0x7fffffff)
+
+/* `out` holds zeros, one for each tile; the matrix starts on a tile. `stride`: bytes from row to row. */
+CLONED void transaxle_largest(const uint8_t *x, ptrdiff_t stride, const grid *g, uint32_t *out, int type) {
+    if (type == F32) largest32(x, stride, g, out);
+    else largest16(x, stride, g, out);
+}
+
+/* ---- cast: values times their tile's multiplier, as codes ---- */
+
+INLINE void cast(const uint8_t *x, ptrdiff_t stride, const grid *g, const float *by, uint8_t *out,
+                 ptrdiff_t out_stride, int type, int code) {
+    float multiplier[WIDTH];
+    uint8_t codes[WIDTH];
+    for (ptrdiff_t first = 0; first < g->columns; first += WIDTH) {
+        ptrdiff_t count = least(WIDTH, g->columns - first), filled = -1;
+        for (ptrdiff_t i = 0; i < g->rows; i++) {
+            ptrdiff_t tile = (g->row_phase + i) / g->tile_rows;
+            if (tile != filled) spread(multiplier, by + tile * across(g), g, first, count);
+            filled = tile;
+            const uint8_t *restrict row = x + i * stride + first * item(type);
+            uint8_t *restrict to = code == E2M1 ? codes : out + i * out_stride + first;
+            for (ptrdiff_t j = 0; j < count; j++) to[j] = rounded_product(widened(row, j, type), multiplier[j], code);
+            if (code == E2M1) {
+                uint8_t *restrict packed = out + i * out_stride + first / 2;
+                for (ptrdiff_t j = 0; j < count / 2; j++) packed[j] = (uint8_t)(codes[2 * j] | codes[2 * j + 1] << 4);
+            }
+        }
+    }
+}
+
+/* Call OPERATION with constants in place of `type` and `code`, so that each pair has loops of its own. */
+#define EACH_CODE(type, OPERATION, ...)                                                                               \
+    (code == E4M3   ? OPERATION(__VA_ARGS__, type, E4M3)                                                              \
+     : code == E5M2 ? OPERATION(__VA_ARGS__, type, E5M2)                                                              \
+                    : OPERATION(__VA_ARGS__, type, E2M1))
+#define EACH(OPERATION, ...)                                                                                          \
+    (type == BF16  ? EACH_CODE(BF16, OPERATION, __VA_ARGS__)                                                          \
+     : type == F16 ? EACH_CODE(F16, OPERATION, __VA_ARGS__)                                                           \
+                   : EACH_CODE(F32, OPERATION, __VA_ARGS__))
+
+CLONED void transaxle_cast(const uint8_t *x, ptrdiff_t stride, const grid *g, const float *by, uint8_t *out,
+                           ptrdiff_t out_stride, int type, int code) {
+    EACH(cast, x, stride, g, by, out, out_stride);
+}
+
+/* ---- value: codes times their tile's scale ---- */
+
+INLINE void value(const uint8_t *q, ptrdiff_t stride, const grid *g, const float *by, uint8_t *out,
+                  ptrdiff_t out_stride, int type, int code) {
+    float scale[WIDTH];
+    uint8_t buffer[WIDTH];
+    for (ptrdiff_t first = 0; first < g->columns; first += WIDTH) {
+        ptrdiff_t count = least(WIDTH, g->columns - first), filled = -1;
+        for (ptrdiff_t i = 0; i < g->rows; i++) {
+            ptrdiff_t tile = (g->row_phase + i) / g->tile_rows;
+            if (tile != filled) spread(scale, by + tile * across(g), g, first, count);
+            filled = tile;
+            const uint8_t *restrict codes = unpacked(buffer, q + i * stride, first, count, code);
+            uint8_t *restrict row = out + i * out_stride + first * item(type);
+            for (ptrdiff_t j = 0; j < count; j++) narrowed(row, j, scaled(codes[j], code, scale[j]), type);
+        }
+    }
+}
+
+CLONED void transaxle_value(const uint8_t *q, ptrdiff_t stride, const grid *g, const float *by, uint8_t *out,
+                            ptrdiff_t out_stride, int type, int code) {
+    EACH(value, q, stride, g, by, out, out_stride);
+}
+
+/* ---- error: the largest difference, the sum of its squares, and how many elements differ ---- */
+
+enum { LANES = 8 };
+typedef struct { double most[LANES], squares[LANES]; int64_t unequal[LANES]; } tally;
+
+/* `made` and `meant` have room for a multiple of LANES. Two NaN are equal; a difference that is NaN is infinite. */
+CLONED static void compare(tally *t, double *restrict made, double *restrict meant, ptrdiff_t count) {
+    for (; count % LANES; count++) made[count] = meant[count] = 0;
+    for (ptrdiff_t j = 0; j < count; j++) {
+        double a = made[j], b = meant[j], apart = a - b;
+        uint64_t same = -(uint64_t)((a == b) | ((a != a) & (b != b))), none = -(uint64_t)(apart != apart), u;
+        memcpy(&u, &apart, 8);
+        u = ((u & ~none) | (none & 0x7ff0000000000000)) & ~same & 0x7fffffffffffffff;
+        memcpy(made + j, &u, 8);
+    }
+    for (ptrdiff_t j = 0; j < count; j += LANES) {
+        for (int k = 0; k < LANES; k++) {
+            double apart = made[j + k];
+            t->most[k] = apart > t->most[k] ? apart : t->most[k];
+            t->squares[k] += apart * apart;
+            t->unequal[k] += apart > 0;
+        }
+    }
+}
+
+INLINE void total(const tally *t, double *out) {
+    for (int k = 0; k < LANES; k++) {
+        out[0] = t->most[k] > out[0] ? t->most[k] : out[0];
+        out[1] += t->squares[k];
+        out[2] += (double)t->unequal[k];
+    }
+}
+
+/* Given `x`: what the codes say in float32 against it. Without: what they say, rounded to the type, against the
+   product of code and `exact`, the scale in double precision. */
+INLINE void error(const uint8_t *x, ptrdiff_t x_stride, const uint8_t *q, ptrdiff_t stride, const grid *g,
+                  const float *by, const double *exact, double *out, int type, int code) {
+    float scale[WIDTH];
+    double wide[WIDTH], made[WIDTH], meaning[WIDTH];
+    uint8_t buffer[WIDTH];
+    tally t;
+    memset(&t, 0, sizeof t);
+    for (ptrdiff_t first = 0; first < g->columns; first += WIDTH) {
+        ptrdiff_t count = least(WIDTH, g->columns - first), filled = -1;
+        for (ptrdiff_t i = 0; i < g->rows; i++) {
+            ptrdiff_t tile = (g->row_phase + i) / g->tile_rows;
+            if (tile != filled) spread(scale, by + tile * across(g), g, first, count);
+            if (tile != filled && !x) spread_wide(wide, exact + tile * across(g), g, first, count);
+            filled = tile;
+            const uint8_t *restrict codes = unpacked(buffer, q + i * stride, first, count, code);
+            if (x) {
+                const uint8_t *restrict row = x + i * x_stride + first * item(type);
+                for (ptrdiff_t j = 0; j < count; j++) made[j] = scaled(codes[j], code, scale[j]);
+                for (ptrdiff_t j = 0; j < count; j++) meaning[j] = widened(row, j, type);
+            } else {
+                for (ptrdiff_t j = 0; j < count; j++) made[j] = as_type(scaled(codes[j], code, scale[j]), type);
+                for (ptrdiff_t j = 0; j < count; j++) meaning[j] = meant(codes[j], code) * wide[j];
+            }
+            compare(&t, made, meaning, count);
+        }
+    }
+    total(&t, out);
+}
+
+CLONED void transaxle_error(const uint8_t *x, ptrdiff_t x_stride, const uint8_t *q, ptrdiff_t stride, const grid *g,
+                            const float *by, const double *exact, double *out, int type, int code) {
+    if (x) EACH(error, x, x_stride, q, stride, g, by, exact, out);
+    else EACH(error, NULL, 0, q, stride, g, by, exact, out);
+}
+
+/* Which source this was built from: kernel.py loads no other. */
+uint32_t transaxle_stamp(void) { return STAMP; }

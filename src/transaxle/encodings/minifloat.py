@@ -1,0 +1,107 @@
+"""Minifloats: the floating-point types of at most eight bits that codes and scales are made of.
+
+Two of them have no infinity and one has no NaN, so what a cast does at the ends is a choice: here it rounds to
+nearest, ties to even, and what is too large becomes the largest finite value. NaN stays NaN; in E2M1, which has none,
+it becomes the largest value, and the scale of its tile says NaN. Signs stay, of zero and of NaN too.
+
+Sources: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2), OCP Microscaling Formats 1.0, section 5.3 (E2M1) and
+5.4 (E8M0, which has an exponent and nothing else: 2**(code - 127), and 255 for NaN).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+F32_INFINITE = 0x7F800000
+F32_NAN = 0x7FC00000
+_F32_MANTISSA = 23
+_F32_BIAS = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Minifloat:
+    """A type of one sign bit, a few exponent bits and a few mantissa bits, with subnormals."""
+
+    code: str
+    """Its safetensors code."""
+    bits: int
+    """Bits altogether; shorter ones than eight are handled one to a byte here, with zeros above."""
+    mantissa: int
+    """Mantissa bits."""
+    bias: int
+    """Exponent bias."""
+    largest: int
+    """Code of the largest finite value, without sign."""
+    nan: int
+    """Code that NaN becomes, without sign."""
+    infinite: int | None = None
+    """Code of infinity, without sign, where there is one: it is read and never made."""
+    values: NDArray[np.float32] = field(init=False, repr=False, compare=False)
+    """What each code means; NaN keeps its sign and has no payload."""
+
+    def __post_init__(self) -> None:
+        size = np.arange(1 << (self.bits - 1), dtype=np.int64)
+        exponent, rest = size >> self.mantissa, size & ((1 << self.mantissa) - 1)
+        whole = np.where(exponent == 0, rest, rest + (1 << self.mantissa))
+        positive = np.ldexp(whole.astype(np.float64), np.maximum(exponent, 1) - self.bias - self.mantissa)
+        positive[self.largest + 1 :] = np.nan
+        if self.infinite is not None:
+            positive[self.infinite] = np.inf
+        values = np.concatenate([positive, np.copysign(positive, -1.0)]).astype(np.float32)
+        values.flags.writeable = False
+        object.__setattr__(self, "values", values)
+
+    @property
+    def sign(self) -> int:
+        """The sign bit."""
+        return 1 << (self.bits - 1)
+
+    @property
+    def max(self) -> float:
+        """The largest finite value."""
+        return float(self.values[self.largest])
+
+    def rounded(self, values: NDArray[np.float32]) -> NDArray[np.uint8]:
+        """Return the code of the nearest value of each element, one to a byte.
+
+        Works on the bits: a normal result drops mantissa bits after half of what is dropped was added; for a subnormal
+        one the processor rounds, adding a power of two whose last bit weighs as much as the smallest code.
+        """
+        raw = values.view(np.uint32)
+        size = raw & np.uint32(0x7FFFFFFF)
+        shift = _F32_MANTISSA - self.mantissa
+        half_less_one = np.uint32((1 << (shift - 1)) - 1)
+        normal = ((size + half_less_one + ((size >> shift) & 1)) >> shift) - np.uint32(
+            (_F32_BIAS - self.bias) << self.mantissa
+        )
+        grain = np.uint32((_F32_BIAS + _F32_MANTISSA + 1 - self.bias - self.mantissa) << _F32_MANTISSA)
+        with np.errstate(invalid="ignore"):
+            small = (size.view(np.float32) + grain.view(np.float32)).view(np.uint32) - grain
+        code = np.where(size < np.uint32((_F32_BIAS + 1 - self.bias) << _F32_MANTISSA), small, normal)
+        code = np.where(size > F32_INFINITE, np.uint32(self.nan), np.minimum(code, np.uint32(self.largest)))
+        made: NDArray[np.uint8] = (code | (raw >> 31) * np.uint32(self.sign)).astype(np.uint8)
+        return made
+
+
+E4M3 = Minifloat("F8_E4M3", bits=8, mantissa=3, bias=7, largest=0x7E, nan=0x7F)
+E5M2 = Minifloat("F8_E5M2", bits=8, mantissa=2, bias=15, largest=0x7B, nan=0x7F, infinite=0x7C)
+E2M1 = Minifloat("F4", bits=4, mantissa=1, bias=1, largest=7, nan=7)
+
+MINIFLOATS: Mapping[str, Minifloat] = MappingProxyType({one.code: one for one in (E4M3, E5M2, E2M1)})
+"""The types of codes, by safetensors code."""
+
+E8M0_NAN = 0xFF
+"""The E8M0 code that is no number."""
+
+
+def power_of_two(codes: NDArray[np.uint8]) -> NDArray[np.float32]:
+    """Return what E8M0 codes mean: 2**-127, a subnormal float32, for 0, and NaN for 255."""
+    raw = codes.astype(np.uint32) << _F32_MANTISSA
+    raw[codes == 0] = 1 << (_F32_MANTISSA - 1)
+    raw[codes == E8M0_NAN] = F32_NAN
+    return raw.view(np.float32)

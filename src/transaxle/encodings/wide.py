@@ -1,0 +1,69 @@
+"""Wide types: what values come in and are decoded to. Conversions between them and float32, bit by bit.
+
+ml_dtypes converts too, several times slower; and what becomes of a NaN is stated here: it keeps its sign, and in a
+narrowing loses its payload.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from transaxle.errors import refuse
+
+WIDE: Mapping[str, np.dtype[Any]] = MappingProxyType(
+    {"BF16": np.dtype(ml_dtypes.bfloat16), "F16": np.dtype(np.float16), "F32": np.dtype(np.float32)}
+)
+"""The numpy type of each wide type, by safetensors code."""
+
+
+LARGEST: Mapping[str, float] = MappingProxyType(
+    {"BF16": (2 - 2.0**-7) * 2.0**127, "F16": (2 - 2.0**-10) * 2.0**15, "F32": (2 - 2.0**-23) * 2.0**127}
+)
+"""The largest finite value of each wide type."""
+
+
+def wide_code(dtype: np.dtype[Any]) -> str:
+    """Return the safetensors code of a numpy type.
+
+    Raises:
+        Refused: DTYPE_MISMATCH for a type that is not wide.
+    """
+    for code, known in WIDE.items():
+        if dtype == known:
+            return code
+    raise refuse("DTYPE_MISMATCH", f"values of {dtype} are not encoded; {', '.join(WIDE)} are")
+
+
+def without_sign(values: NDArray[Any]) -> NDArray[np.uint16] | NDArray[np.uint32]:
+    """Return the bits of absolute values: they are ordered as those are, with every NaN above infinity."""
+    if values.dtype.itemsize == 2:
+        return values.view(np.uint16) & np.uint16(0x7FFF)
+    return values.view(np.uint32) & np.uint32(0x7FFFFFFF)
+
+
+def widened(values: NDArray[Any]) -> NDArray[np.float32]:
+    """Return values as float32, exactly."""
+    if values.dtype == WIDE["BF16"]:
+        return (values.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    with np.errstate(invalid="ignore"):
+        return values.astype(np.float32, copy=False)
+
+
+def narrowed(values: NDArray[np.float32], code: str) -> NDArray[Any]:
+    """Return float32 values as another type: the nearest, ties to even."""
+    if code == "F32":
+        return values
+    raw = values.view(np.uint32)
+    nan = np.isnan(values)
+    if code == "F16":
+        with np.errstate(all="ignore"):
+            half = values.astype(np.float16).view(np.uint16)
+        return np.where(nan, (raw >> 16 & 0x8000 | 0x7E00).astype(np.uint16), half).view(WIDE[code])
+    even = (raw + np.uint32(0x7FFF) + (raw >> 16 & 1)) >> 16
+    return np.where(nan, raw >> 16 & 0x8000 | 0x7FC0, even).astype(np.uint16).view(WIDE[code])

@@ -1,0 +1,192 @@
+"""Conventions: names both ways, shapes on disk, and what a per-tensor scale means."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transaxle.encodings.convention import CONVENTIONS, PREFERRED, Convention
+from transaxle.encodings.encoding import ENCODINGS, FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding, Role
+from transaxle.encodings.scheme import CHANNEL
+from transaxle.errors import TransaxleError
+
+DEEPSEEK, COMPRESSED, GPT_OSS = (CONVENTIONS[name] for name in ("deepseek", "compressed_tensors", "gpt_oss"))
+TORCHAO, MODELOPT = CONVENTIONS["torchao"], CONVENTIONS["modelopt"]
+
+segments = st.one_of(st.sampled_from(["weight", "gate_up_proj", "weight_scale", "ü"]), st.text("ab_é1", min_size=1))
+names = st.lists(segments, min_size=1, max_size=4).map(".".join)
+held = st.sampled_from([(c, e) for c in CONVENTIONS.values() for e in ENCODINGS.values() if e.name in c.holds])
+
+
+@given(names, held)
+def test_names_go_both_ways(name: str, pair: tuple[Convention, Encoding]) -> None:
+    convention, encoding = pair
+    buffers = convention.buffers(name, encoding)
+    for role, stored in buffers.items():
+        assert stored == convention.stored(name, role, encoding)
+        assert (name, role) in convention.places(stored)
+        assert stored.rpartition(".")[0] == name.rpartition(".")[0]
+
+
+@given(names, st.sampled_from(sorted(CONVENTIONS)))
+def test_what_a_name_may_stand_for_is_stored_so(stored: str, key: str) -> None:
+    convention = CONVENTIONS[key]
+    kinds = [encoding for encoding in ENCODINGS.values() if encoding.name in convention.holds]
+    for name, role in convention.places(stored):
+        found = [convention.forms(kind)[role] for kind in kinds if role in convention.forms(kind)]
+        head, dot, segment = name.rpartition(".")
+        assert stored in {f"{head}{dot}{form(segment)}" for form in found}
+
+
+@given(names, held)
+def test_no_two_buffers_have_one_name(name: str, pair: tuple[Convention, Encoding]) -> None:
+    buffers = pair[0].buffers(name, pair[1])
+    assert len(set(buffers.values())) == len(buffers)
+
+
+@pytest.mark.parametrize(
+    ("convention", "encoding", "name", "expected"),
+    [
+        (DEEPSEEK, FLOAT8_BLOCK, "a.weight", ["a.weight", "a.weight_scale_inv", "a.activation_scale"]),
+        (DEEPSEEK, FLOAT8_BLOCK, "experts.up", ["experts.up", "experts.up_scale_inv", "experts.up_activation_scale"]),
+        (COMPRESSED, FLOAT8, "a.weight", ["a.weight", "a.weight_scale", "a.input_scale"]),
+        (
+            COMPRESSED,
+            NVFP4,
+            "a.weight",
+            ["a.weight_packed", "a.weight_scale", "a.weight_global_scale", "a.input_global_scale"],
+        ),
+        (GPT_OSS, MXFP4, "experts.down_proj", ["experts.down_proj_blocks", "experts.down_proj_scales"]),
+        (
+            TORCHAO,
+            NVFP4,
+            "a.weight",
+            [
+                "a._weight_qdata",
+                "a._weight_scale",
+                "a._weight_per_tensor_scale",
+                "a._weight_act_per_tensor_scale",
+            ],
+        ),
+        (MODELOPT, NVFP4, "a.weight", ["a.weight", "a.weight_scale", "a.weight_scale_2", "a.input_scale"]),
+    ],
+)
+def test_names_are_those_of_the_ecosystem(
+    convention: Convention, encoding: Encoding, name: str, expected: list[str]
+) -> None:
+    assert list(convention.buffers(name, encoding).values()) == expected
+
+
+def test_only_the_last_segment_counts() -> None:
+    assert DEEPSEEK.places("weight_scale_inv.a") == (("weight_scale_inv.a", Role.CODES),)
+    assert not GPT_OSS.places("down_proj_blocks.weight")
+    assert TORCHAO.places("weight") == ()
+
+
+@pytest.mark.parametrize(
+    ("convention", "encoding", "shape", "role", "expected"),
+    [
+        (DEEPSEEK, FLOAT8_BLOCK, (576, 7168), Role.CODES, ("F8_E4M3", (576, 7168))),
+        (DEEPSEEK, FLOAT8_BLOCK, (576, 7168), Role.SCALE, ("F32", (5, 56))),
+        (DEEPSEEK, FLOAT8_BLOCK, (8, 256, 384), Role.SCALE, ("F32", (8, 2, 3))),
+        (DEEPSEEK, FLOAT8, (256, 384), Role.SCALE, ("F32", ())),
+        (DEEPSEEK, FLOAT8, (8, 256, 384), Role.SCALE, ("F32", (8, 1, 1))),
+        (DEEPSEEK, MXFP8, (256, 384), Role.SCALE, ("F8_E8M0", (256, 12))),
+        (DEEPSEEK, FLOAT8_BLOCK, (8, 256, 384), Role.INPUT_SCALE, ("F32", (8,))),
+        (COMPRESSED, FLOAT8, (256, 384), Role.SCALE, ("F32", (1,))),
+        (COMPRESSED, CHANNEL, (256, 384), Role.SCALE, ("F32", (256, 1))),
+        (COMPRESSED, MXFP8, (256, 384), Role.SCALE, ("U8", (256, 12))),
+        (COMPRESSED, MXFP4, (256, 384), Role.CODES, ("U8", (256, 192))),
+        (COMPRESSED, NVFP4, (256, 384), Role.SCALE, ("F8_E4M3", (256, 24))),
+        (COMPRESSED, NVFP4, (256, 384), Role.GLOBAL, ("F32", (1,))),
+        (GPT_OSS, MXFP4, (4, 96, 64), Role.CODES, ("U8", (4, 96, 2, 16))),
+        (GPT_OSS, MXFP4, (4, 96, 64), Role.SCALE, ("U8", (4, 96, 2))),
+        (MODELOPT, NVFP4, (256, 384), Role.GLOBAL, ("F32", ())),
+        (MODELOPT, CHANNEL, (256, 384), Role.SCALE, ("F32", (256,))),
+    ],
+)
+def test_shapes_on_disk(
+    convention: Convention,
+    encoding: Encoding,
+    shape: tuple[int, ...],
+    role: Role,
+    expected: tuple[str, tuple[int, ...]],
+) -> None:
+    assert convention.presented(encoding, shape, role) == expected
+
+
+@given(held, st.integers(0, 5), st.integers(0, 5), st.integers(0, 4))
+def test_elements_come_back_from_the_stored_codes(
+    pair: tuple[Convention, Encoding], experts: int, rows: int, groups: int
+) -> None:
+    convention, encoding = pair
+    shape = (experts, rows, 32 * groups)
+    dtype, stored = convention.presented(encoding, shape, Role.CODES)
+    assert convention.elements(encoding, dtype, stored) == shape
+    assert int(np.prod(stored)) * 8 == int(np.prod(shape)) * encoding.code_bits
+
+
+def test_a_type_that_is_stored_stays_when_bytes_only_move() -> None:
+    assert DEEPSEEK.presented(MXFP8, (4, 64), Role.SCALE, "U8") == ("U8", (4, 2))
+    assert COMPRESSED.presented(FLOAT8, (4, 64), Role.INPUT_SCALE, "BF16") == ("BF16", (1,))
+    assert COMPRESSED.presented(NVFP4, (4, 64), Role.CODES, "F4") == ("U8", (4, 32))
+
+
+@pytest.mark.parametrize(("convention", "width"), [(COMPRESSED, 33), (GPT_OSS, 48)])
+def test_rows_that_do_not_fill_bytes_are_refused(convention: Convention, width: int) -> None:
+    with pytest.raises(TransaxleError, match=rf"found \[4, {width}\]") as caught:
+        convention.presented(MXFP4, (4, width), Role.CODES)
+    assert caught.value.code == "SHAPE_MISMATCH"
+
+
+def test_codes_that_are_no_blocks_have_no_elements() -> None:
+    assert GPT_OSS.elements(MXFP4, "U8", (4, 96, 2, 8)) is None
+    assert GPT_OSS.elements(MXFP4, "U8", (16,)) is None
+    assert COMPRESSED.elements(NVFP4, "U8", ()) is None
+
+
+def test_a_foreign_encoding_is_refused() -> None:
+    with pytest.raises(TransaxleError, match="holds float8, float8_block, mxfp8; found nvfp4") as caught:
+        DEEPSEEK.stored("a.weight", Role.CODES, NVFP4)
+    assert caught.value.code == "UNSUPPORTED"
+    with pytest.raises(TransaxleError, match="no name for the input_scale of mxfp4"):
+        GPT_OSS.stored("a", Role.INPUT_SCALE, MXFP4)
+
+
+@given(st.floats(2.0**-100, 2.0**100, width=32))
+def test_the_global_scale_means_amax_over_2688(amax: float) -> None:
+    """NVFP4: `value = code x scale x amax / (6 x 448)`, whichever way round a convention stores that factor."""
+    for convention in (COMPRESSED, MODELOPT, TORCHAO):
+        stored = convention.global_from_amax(amax, NVFP4)
+        assert stored.dtype == np.float32
+        assert convention.factor(float(stored), NVFP4) == pytest.approx(amax / 2688, rel=3e-7)
+
+
+@pytest.mark.parametrize("amax", [0.0, -0.0, float("inf")])
+def test_without_a_size_the_global_scale_is_one(amax: float) -> None:
+    assert COMPRESSED.global_from_amax(amax, NVFP4) == MODELOPT.global_from_amax(amax, NVFP4) == 1
+
+
+@pytest.mark.parametrize("convention", [COMPRESSED, MODELOPT])
+def test_of_a_tensor_that_holds_nan_nothing_reads_as_a_number(convention: Convention) -> None:
+    stored = convention.global_from_amax(float("nan"), NVFP4)
+    assert np.isnan(stored)
+    assert np.isnan(convention.factor(float(stored), NVFP4))
+
+
+def test_a_tiny_amax_does_not_overflow_the_divisor() -> None:
+    tiny = float(np.finfo(np.float32).smallest_subnormal)
+    assert COMPRESSED.global_from_amax(tiny, NVFP4) == np.finfo(np.float32).max
+
+
+def test_encodings_without_a_global_scale_have_the_factor_one() -> None:
+    assert COMPRESSED.factor(7.0, MXFP4) == 1
+
+
+def test_what_is_encoded_here_has_a_convention_that_is_written() -> None:
+    assert PREFERRED.keys() == ENCODINGS.keys()
+    for encoding, name in PREFERRED.items():
+        assert encoding in CONVENTIONS[name].writes
+    assert all(convention.writes <= convention.holds for convention in CONVENTIONS.values())

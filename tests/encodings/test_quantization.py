@@ -1,0 +1,312 @@
+"""What configs say of quantization is read as their own readers do, and refused by code where it is malformed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.oracles.quiet import quiet
+from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
+from transaxle.encodings.quantization import CONFIG, MODELOPT_CONFIG, read
+from transaxle.encodings.scheme import CHANNEL, METHODS, SECTION
+from transaxle.errors import TransaxleError
+
+Q = "model.layers.0.self_attn.q_proj"
+BLOCK_64 = replace(FLOAT8_BLOCK, tile=(64, 64))
+FP8 = {"quant_method": "fp8"}
+CT = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+WEIGHTS = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+
+
+def grouped(weights: Mapping[str, Any], *targets: str, **rest: Any) -> dict[str, Any]:
+    """A section of compressed-tensors with one group."""
+    return {**CT, "config_groups": {"group_0": {"targets": [*(targets or ["Linear"])], "weights": weights}}, **rest}
+
+
+def encodings(section: Mapping[str, Any], module: str = Q) -> tuple[Encoding, ...]:
+    found = read({SECTION: section})
+    assert found is not None
+    return found.encodings(module)
+
+
+def test_nothing_said() -> None:
+    assert read({}) is None
+    assert read(None) is None
+    assert read({"model_type": "llama", SECTION: None}) is None
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        (FP8, FLOAT8_BLOCK),
+        ({**FP8, "weight_block_size": [64, 64], "activation_scheme": "Dynamic", "fmt": "e4m3"}, BLOCK_64),
+        ({**FP8, "weight_block_size": None}, FLOAT8),
+        ({**FP8, "weight_block_size": [1, 32], "scale_fmt": "ue8m0"}, MXFP8),
+        ({**FP8, "scale_fmt": "ue8m0"}, FLOAT8_BLOCK),
+        ({"quant_method": "mxfp4"}, MXFP4),
+        (MODELOPT, NVFP4),
+        ({**MODELOPT, "quant_algo": "FP8"}, FLOAT8),
+        ({**MODELOPT, "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, CHANNEL),
+        ({**MODELOPT, "quant_algo": "FP8_PB_WO"}, FLOAT8_BLOCK),
+        ({**MODELOPT, "quant_algo": "MXFP8"}, MXFP8),
+        (grouped(WEIGHTS), FLOAT8),
+        (grouped({"num_bits": 8, "type": "float"}), FLOAT8),
+        (grouped({"num_bits": 8, "type": "float", "group_size": -1}), CHANNEL),
+        (grouped({**WEIGHTS, "strategy": "channel"}), CHANNEL),
+        (grouped({**WEIGHTS, "strategy": "block", "block_structure": "128x128"}), FLOAT8_BLOCK),
+        (grouped({**WEIGHTS, "strategy": "group", "group_size": 128}), replace(FLOAT8_BLOCK, tile=(1, 128))),
+        ({**CT, "config_groups": {"nvfp4": ["Linear"]}, "format": "nvfp4-pack-quantized"}, NVFP4),
+    ],
+)
+def test_what_each_method_says(section: Mapping[str, Any], expected: Encoding) -> None:
+    assert encodings(section) == (expected,)
+
+
+def test_where_the_section_may_be() -> None:
+    for key in ("text_config", "llm_config", "language_config"):
+        found = read({key: {SECTION: FP8}})
+        assert found is not None
+        assert found.paths == ((key, SECTION),)
+    old = read({"compression_config": {key: value for key, value in grouped(WEIGHTS).items() if key != "quant_method"}})
+    assert old is not None
+    assert old.method == "compressed-tensors"
+    twice = read({SECTION: FP8, "text_config": {SECTION: dict(FP8)}})
+    assert twice is not None
+    assert len(twice.paths) == 2
+
+
+def test_modelopt_has_a_file_of_its_own() -> None:
+    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    found = read({"model_type": "llama"}, modelopt=own)
+    assert found is not None
+    assert (found.method, found.file) == ("modelopt", MODELOPT_CONFIG)
+    assert found.encodings(Q) == (FLOAT8,)
+    assert found.encodings("lm_head") == ()
+    before = read({SECTION: FP8}, modelopt=own)
+    assert before is not None
+    assert before.method == "fp8"
+    assert read({"quantization": {"quant_algo": "FP8"}}) is None
+
+
+def test_a_model_of_several_precisions() -> None:
+    section = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {
+            Q: {"quant_algo": "FP8"},
+            "model.layers.*.mlp.*": {"quant_algo": "NVFP4", "group_size": 16},
+        },
+    }
+    assert encodings(section) == (FLOAT8,)
+    assert encodings(section, "model.layers.7.mlp.up_proj") == (NVFP4,)
+    assert encodings(section, "model.layers.7.other") == ()
+
+
+def test_groups_claim_modules_by_name_before_they_do_by_class() -> None:
+    groups = {
+        "classes": {"targets": ["Linear"], "weights": WEIGHTS},
+        "names": {"targets": ["re:.*q_proj$", "lm_head"], "weights": {**WEIGHTS, "strategy": "channel"}},
+        "none": {"targets": ["re:.*k_proj$"], "weights": None},
+    }
+    section = {**CT, "config_groups": groups, "ignore": ["re:.*vision.*", "model.layers.0.mlp.gate"]}
+    assert encodings(section) == encodings(section, "lm_head") == (CHANNEL,)
+    assert encodings(section, "model.layers.0.mlp.up_proj") == (FLOAT8,)
+    assert encodings(section, "model.layers.0.mlp.gate") == encodings(section, "vision.q_proj") == ()
+
+
+def test_lists_of_modules() -> None:
+    section = {**FP8, "modules_to_not_convert": ["lm_head", "model.layers.0"]}
+    assert encodings(section) == encodings(section, "lm_head") == ()
+    assert encodings(section, "model.layers.10.q") == (FLOAT8_BLOCK,)
+    assert encodings({**FP8, "ignored_layers": ["self_attn.q_proj"]}) == ()
+
+
+@pytest.mark.parametrize("word", ["dense", "fakequant"])
+def test_weights_that_are_stored_plain(word: str) -> None:
+    found = read({SECTION: grouped(WEIGHTS, format=word)})
+    assert found is not None
+    assert (found.conventions, found.encodings(Q)) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("section", "code", "words"),
+    [
+        ([], "CORRUPT", "is no object"),
+        ("fp8", "CORRUPT", "is no object"),
+        ({}, "UNSUPPORTED", f"is not there; known: {', '.join(METHODS)}"),
+        ({"quant_method": "gptq", "bits": 4}, "UNSUPPORTED", "is 'gptq'"),
+        ({"quant_method": ["fp8"]}, "UNSUPPORTED", "known: fp8"),
+        ({**FP8, "weight_block_size": "128"}, "CORRUPT", r"weight_block_size"),
+        ({**FP8, "weight_block_size": [128]}, "CORRUPT", "weight_block_size"),
+        ({**FP8, "weight_block_size": [128, 128, 1]}, "CORRUPT", "weight_block_size"),
+        ({**FP8, "weight_block_size": [0, 128]}, "CORRUPT", ">= 1"),
+        ({**FP8, "weight_block_size": [128, -128]}, "CORRUPT", ">= 1"),
+        ({**FP8, "weight_block_size": [128, 1.5]}, "CORRUPT", "weight_block_size"),
+        ({**FP8, "weight_block_size": [128, True]}, "CORRUPT", "weight_block_size"),
+        ({**FP8, "modules_to_not_convert": "lm_head"}, "CORRUPT", "modules_to_not_convert"),
+        ({**FP8, "modules_to_not_convert": [1]}, "CORRUPT", "modules_to_not_convert"),
+        ({**FP8, "modules_to_not_convert": ["(a"]}, "UNSUPPORTED", "not closed"),
+        ({**FP8, "scale_fmt": "e5m2"}, "UNSUPPORTED", "scale_fmt is 'e5m2'; known: float, ue8m0"),
+        ({**FP8, "activation_scheme": "none"}, "UNSUPPORTED", "known: dynamic, static"),
+        ({**FP8, "expert_dtype": "fp4"}, "UNSUPPORTED", "expert_dtype is 'fp4'"),
+        ({**FP8, "fmt": "e5m2"}, "UNSUPPORTED", "fmt is 'e5m2'"),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": 3}, "CORRUPT", "modules_to_not_convert"),
+        ({"quant_method": "torchao", "modules_to_not_convert": {}}, "CORRUPT", "modules_to_not_convert"),
+        (CT, "CORRUPT", "config_groups"),
+        ({**CT, "config_groups": []}, "CORRUPT", "config_groups"),
+        ({**CT, "config_groups": {"group_0": {"weights": WEIGHTS}}}, "CORRUPT", "targets"),
+        ({**CT, "config_groups": {"W4A16": ["Linear"]}}, "UNSUPPORTED", "config_groups.W4A16 is 'W4A16'"),
+        (grouped({**WEIGHTS, "type": "int"}), "UNSUPPORTED", "is 'int8'; known: float8, float4"),
+        (grouped({**WEIGHTS, "num_bits": 6}), "UNSUPPORTED", "is 'float6'"),
+        (grouped({**WEIGHTS, "num_bits": "8"}), "CORRUPT", "num_bits"),
+        (grouped({**WEIGHTS, "symmetric": False}), "UNSUPPORTED", "symmetric False"),
+        (grouped({**WEIGHTS, "dynamic": True}), "UNSUPPORTED", "dynamic True"),
+        (grouped({**WEIGHTS, "strategy": "token"}), "UNSUPPORTED", "strategy is 'token'"),
+        (grouped({**WEIGHTS, "strategy": "group"}), "CORRUPT", "group_size is None"),
+        (grouped({**WEIGHTS, "strategy": "group", "group_size": -1}), "CORRUPT", "group_size is -1"),
+        (grouped({**WEIGHTS, "strategy": "block"}), "CORRUPT", "block_structure is None"),
+        (grouped({**WEIGHTS, "strategy": "block", "block_structure": [128]}), "CORRUPT", "two positive numbers"),
+        (grouped({**WEIGHTS, "strategy": "block", "block_structure": "0x128"}), "CORRUPT", "two positive numbers"),
+        (grouped({**WEIGHTS, "strategy": "block", "block_structure": "ax²"}), "CORRUPT", "two positive numbers"),
+        (grouped({"num_bits": 4, "type": "float", "strategy": "tensor"}), "UNSUPPORTED", "strategy is 'tensor'"),
+        (
+            grouped({"num_bits": 4, "type": "float", "strategy": "group", "group_size": 64}, format="mixed-precision"),
+            "UNSUPPORTED",
+            "group_size is 64",
+        ),
+        (grouped(WEIGHTS, format="nvfp4-pack-quantized"), "CORRUPT", "stores codes of F8_E4M3"),
+        (grouped(WEIGHTS, format="pack-quantized"), "UNSUPPORTED", "format is 'pack-quantized'"),
+        (grouped(WEIGHTS, format="marlin-24"), "UNSUPPORTED", "format is 'marlin-24'"),
+        (grouped(WEIGHTS, sparsity_config={"format": "sparse-24-bitmask"}), "UNSUPPORTED", "sparse-24-bitmask"),
+        (grouped(WEIGHTS, "re:(?!a)"), "UNSUPPORTED", "no automaton"),
+        (grouped(WEIGHTS, ignore=["re:a**"]), "UNSUPPORTED", "count"),
+        ({**MODELOPT, "quant_algo": "W4A8_AWQ"}, "UNSUPPORTED", "quant_algo is 'W4A8_AWQ'"),
+        ({**MODELOPT, "quant_algo": 3}, "CORRUPT", "quant_algo"),
+        ({**MODELOPT, "group_size": 32}, "UNSUPPORTED", "group_size is 32; known: 16"),
+        (
+            {**MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "INT8_SQ"}}},
+            "UNSUPPORTED",
+            "quantized_layers.a.quant_algo is 'INT8_SQ'",
+        ),
+        (
+            {**MODELOPT, "quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": "FP8"}},
+            "CORRUPT",
+            "quantized_layers",
+        ),
+    ],
+)
+def test_malformed_and_unknown_sections_are_refused(section: Any, code: str, words: str) -> None:
+    with pytest.raises(TransaxleError, match=words) as caught:
+        read({SECTION: section})
+    assert caught.value.code == code
+    assert caught.value.where.file == CONFIG
+
+
+def test_two_sections_that_differ_are_refused() -> None:
+    with pytest.raises(
+        TransaxleError, match=r"quantization_config and text_config\.quantization_config differ"
+    ) as caught:
+        read({SECTION: FP8, "text_config": {SECTION: {**FP8, "weight_block_size": [64, 64]}}})
+    assert caught.value.code == "CORRUPT"
+
+
+def test_a_list_that_takes_too_long_is_refused() -> None:
+    heavy = "re:(" + "|".join(f".{{{n}}}x" for n in range(80)) + ")*y"
+    found = read({SECTION: grouped(WEIGHTS, ignore=[heavy])})
+    assert found is not None
+    with pytest.raises(TransaxleError, match="takes too long") as caught:
+        [found.encodings(f"{number * 7919:020b}".replace("1", "x") * 40) for number in range(100_000)]
+    assert (caught.value.code, caught.value.where.file) == ("UNSUPPORTED", CONFIG)
+
+
+PRESETS = [
+    "FP8",
+    "FP8_DYNAMIC",
+    "FP8_BLOCK",
+    "NVFP4",
+    "NVFP4A16",
+    "MXFP4",
+    "MXFP4A16",
+    "MXFP4XFP8",
+    "MXFP8",
+    "MXFP8A16",
+]
+
+
+@pytest.mark.peers
+def test_presets_are_those_of_compressed_tensors() -> None:
+    """A preset named in a config and the same written out say the same; those of other codes are refused."""
+    with quiet():
+        from compressed_tensors.quantization import QuantizationConfig
+        from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES
+    for name in PRESET_SCHEMES:
+        section = {**CT, "format": "mixed-precision", "config_groups": {name: ["Linear"]}}
+        with quiet():
+            dumped = QuantizationConfig(config_groups={name: ["Linear"]}, format="mixed-precision").model_dump(
+                mode="json"
+            )
+        if name in PRESETS:
+            assert encodings(section) == encodings(dumped), name
+        elif name != "UNQUANTIZED":
+            for each in (section, dumped):
+                with pytest.raises(TransaxleError):
+                    read({SECTION: each})
+    assert set(PRESETS) <= set(PRESET_SCHEMES)
+
+
+@pytest.mark.peers
+def test_what_compressed_tensors_infers_is_inferred() -> None:
+    with quiet():
+        from compressed_tensors.quantization import QuantizationArgs
+    for said in ({}, {"group_size": 64}, {"group_size": -1}):
+        with quiet():
+            strategy = QuantizationArgs(num_bits=8, type="float", **said).strategy
+        weights = {"num_bits": 8, "type": "float", **said}
+        assert encodings(grouped(weights)) == encodings(grouped({**weights, "strategy": str(strategy.value)}))
+    assert encodings(grouped({**WEIGHTS, "strategy": "channel"}))[0].tile == (1, WHOLE)
+
+
+KEYS = [
+    *["quant_method", "weight_block_size", "modules_to_not_convert", "ignored_layers", "scale_fmt", "config_groups"],
+    *["group_0", "targets", "weights", "num_bits", "type", "strategy", "group_size", "block_structure", "ignore"],
+    *["format", "quant_algo", "quantized_layers", "exclude_modules", "sparsity_config", "quantization_config"],
+    *["text_config", "compression_config", "producer", "quantization"],
+]
+WORDS = [
+    *METHODS,
+    "float",
+    "block",
+    "group",
+    "FP8",
+    "NVFP4",
+    "MIXED_PRECISION",
+    "re:.*",
+    "re:(",
+    "*",
+    "float-quantized",
+]
+leaves = st.one_of(st.none(), st.booleans(), st.integers(-2, 200), st.sampled_from(WORDS), st.text(max_size=3))
+documents = st.recursive(
+    leaves,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.sampled_from(KEYS), inner)),
+    max_leaves=25,
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.one_of(st.dictionaries(st.sampled_from(KEYS), documents), documents.map(lambda said: {SECTION: said})))
+def test_any_config_is_read_or_refused(config: dict[str, Any]) -> None:
+    try:
+        found = read(config)
+    except TransaxleError as error:
+        codes = {refusal.code for refusal in error.refusals}
+    else:
+        codes = set()
+        assert found is None or isinstance(found.encodings(Q), tuple)
+    assert codes <= {"CORRUPT", "UNSUPPORTED"}
