@@ -9,63 +9,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from folder import HeldFolder
 from target import run
 
-from transaxle.errors import TransaxleError, refuse
+from transaxle.errors import TransaxleError
 from transaxle.formats.catalog import Spec
 from transaxle.formats.dcp.draft import draft
 from transaxle.formats.dcp.metadata import METADATA
 from transaxle.formats.dcp.reader import open_dcp
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.inline import NUMBERS
-from transaxle.formats.storage import Listing
 
 _LENGTH = 4
 _DATA = "__0_0.distcp"
-
-
-class HeldFolder:
-    """A storage in memory (see `formats.storage.Storage`)."""
-
-    path = "memory"
-    single = None
-
-    def __init__(self, files: dict[str, bytes]) -> None:
-        self._files = files
-
-    def listing(self, folder: str = "") -> Listing:
-        """Return what is held."""
-        return Listing(() if folder else tuple(sorted(self._files)), (), {})
-
-    def names(self) -> tuple[str, ...]:
-        """Return the names of all files."""
-        return tuple(sorted(self._files))
-
-    def size(self, name: str) -> int:
-        """Return the bytes of a file; there are only two, and any other is refused as a folder refuses it."""
-        if name not in self._files:
-            raise refuse("IO", "there is no such file", file=name)
-        return len(self._files[name])
-
-    def version(self, name: str) -> str:
-        """Return what never changes: no file does."""
-        return name
-
-    def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """Fill a view."""
-        view.cast("B")[:] = self._files[name][offset : offset + view.nbytes]
-
-    def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return bytes, all of which must be there."""
-        data = self._files[name][offset : offset + size]
-        assert len(data) == size, "the reader did not look at the size"
-        return data
-
-    def recheck(self) -> None:
-        """Files do not change."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def one(data: bytes) -> None:

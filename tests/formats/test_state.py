@@ -87,7 +87,9 @@ def test_numbers_of_parameters_stay_numbers() -> None:
     groups = ({"lr": 0.1, "betas": [0.9, 0.99], "params": [0, 1]},)
     state = named({"state": {0: {"step": 3, "exp_avg": "T"}, 1: {"exp_avg": "T"}}, "param_groups": groups})
     assert list(state.leaves) == ["optim/#0/step", "optim/#0/exp_avg", "optim/#1/exp_avg"]
-    assert state.left_behind == {"param_groups": "settings"}
+    assert state.left_behind == {}
+    assert state.groups == [{"lr": 0.1, "betas": [0.9, 0.99], "params": ["#0", "#1"]}]
+    assert state.metadata() == {"param_groups": state.groups}
 
 
 def test_numbers_that_are_texts() -> None:
@@ -131,7 +133,8 @@ def test_flattened_keys() -> None:
     """`flatten_optimizer_state_dict` joins the keys inside the optimizer."""
     state = named({"optimizer": {"state.layers.0.weight.exp_avg": "T", "param_groups.layers.0.weight.lr": 0.1}})
     assert list(state.leaves) == ["optim/layers.0.weight/exp_avg"]
-    assert state.left_behind == {"optimizer.param_groups": "settings"}
+    assert state.left_behind == {}
+    assert state.groups == [{"lr": 0.1, "params": ["layers.0.weight"]}]
 
 
 def test_what_is_no_optimizer() -> None:
@@ -200,7 +203,7 @@ def test_nothing_is_lost(nested: dict[Any, Any]) -> None:
     tensors = [leaf for leaf in given if leaf.kind == "tensor" and "param_groups" not in leaf.path]
     assert all(leaf in kept for leaf in tensors)
     assert [leaf for leaf in given if leaf in kept] == kept
-    assert bool(state.left_behind) or len(kept) == len(given)
+    assert bool(state.left_behind or state.groups) or len(kept) == len(given)
 
 
 @given(st.integers())

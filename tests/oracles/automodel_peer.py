@@ -1,6 +1,7 @@
 """nemo-automodel 0.7.0: its own state-dict adapters and models, for the families it has.
 
-Adapters: `Qwen3MoeStateDictAdapter` and `Step3p5StateDictAdapter`. Its Llama, Qwen2 and Qwen3 keep HF names
+Adapters: `Qwen3MoeStateDictAdapter`, `Step3p5StateDictAdapter`, `DeepSeekV3StateDictAdapter` and
+`GPTOSSStateDictAdapter`. Its Llama, Qwen2 and Qwen3 keep HF names
 and have no adapter; when embeddings are tied, its `ModelState` drops the head before a save. It has no
 Mixtral.
 """
@@ -17,7 +18,9 @@ from tests.oracles import hub
 from tests.oracles.hub import Config, Tensors
 from tests.oracles.quiet import quiet
 
-ADAPTED = {"qwen3_moe": "Qwen3Moe", "step3p5": "Step3p5"}
+ADAPTED = {"qwen3_moe": "Qwen3Moe", "step3p5": "Step3p5", "deepseek_v3": "DeepseekV3", "gpt_oss": "GptOss"}
+_ADAPTERS = {"deepseek_v3": "DeepSeekV3", "gpt_oss": "GPTOSS"}
+"""Where an adapter is called otherwise than its model."""
 PLAIN = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 HEAD = "lm_head.weight"
 
@@ -49,7 +52,7 @@ def module(config: Config) -> Any:
     # Two of its models ask which CUDA device is current before they build anything on the device given.
     with quiet(), torch.device("meta"), patch.object(torch.cuda, "current_device", lambda: 0):
         built = getattr(import_module(f"{_PACKAGE}.{family}.model"), f"{kind}ForCausalLM")
-        return built(_configuration(config), backend=_backend())
+        return built(_configuration(config), backend=_backend(family))
 
 
 def _adapter(config: Config) -> Any:
@@ -69,18 +72,20 @@ def _adapter(config: Config) -> Any:
         route_scale=1.0,
         dim=config["hidden_size"],
         inter_dim=config["intermediate_size"],
-        moe_inter_dim=config["moe_intermediate_size"],
+        moe_inter_dim=config.get("moe_intermediate_size", config["intermediate_size"]),
         norm_topk_prob=True,
     )
     family = config["model_type"]
-    adapter = getattr(import_module(f"{_PACKAGE}.{family}.state_dict_adapter"), f"{ADAPTED[family]}StateDictAdapter")
-    return adapter(config, settings, _backend(), dtype=torch.bfloat16)
+    module = import_module(f"{_PACKAGE}.{family}.state_dict_adapter")
+    adapter = getattr(module, f"{_ADAPTERS.get(family, ADAPTED[family])}StateDictAdapter")
+    return adapter(config, settings, _backend(family), dtype=torch.bfloat16)
 
 
-def _backend() -> Any:
+def _backend(family: str) -> Any:
     from nemo_automodel.components.models.common import BackendConfig
 
-    return BackendConfig(attn="sdpa", linear="torch", rms_norm="torch", experts="torch", dispatcher="torch")
+    attention = "flex" if family == "gpt_oss" else "sdpa"
+    return BackendConfig(attn=attention, linear="torch", rms_norm="torch", experts="torch", dispatcher="torch")
 
 
 def _configuration(config: Config) -> Any:

@@ -16,7 +16,7 @@ from tests.oracles.hub import Config, Tensors
 from tests.oracles.megatron_peer import Spec
 
 HF, TRANSFORMERS, TORCHTITAN, AUTOMODEL = "hf", "transformers", "torchtitan", "automodel"
-MEGATRON, TE = "megatron", "te"
+MEGATRON, TE, TITAN_HF = "megatron", "te", "torchtitan_hf"
 TITAN_02, MEGATRON_LOCAL = "torchtitan@0.2", "megatron@local"
 
 PINNED = {
@@ -75,6 +75,11 @@ def _megatron(spec: Spec, what: str) -> Peer:
 
 PEERS = {
     TRANSFORMERS: Peer(hub.from_hf, hub.to_hf, "transformers 5.23.0 from_pretrained, state_dict()"),
+    TITAN_HF: Peer(
+        lambda _, stored: torchtitan_peer.to_blocks(stored),
+        lambda _, native: torchtitan_peer.from_blocks(native),
+        "torch 2.13.0 QuantizedHuggingFaceStorageReader's side of torchtitan 0.3.0 GptOssStateDictAdapter",
+    ),
     TORCHTITAN: Peer(torchtitan_peer.from_hf, torchtitan_peer.to_hf, "torchtitan 0.3.0 StateDictAdapter.from_hf"),
     AUTOMODEL: Peer(automodel_peer.from_hf, automodel_peer.to_hf, "nemo-automodel 0.7.0 StateDictAdapter.from_hf"),
     MEGATRON: _megatron(Spec.TE, "TE layer spec, TEGroupedMLP weight{e}"),
@@ -119,6 +124,45 @@ _SQUARE = {
     "max_position_embeddings": 64,
 }
 """Every matrix square, every stack of experts a cube."""
+
+_MLA = {
+    "num_key_value_heads": 8,
+    "q_lora_rank": 14,
+    "kv_lora_rank": 18,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 12,
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+}
+"""Latent attention: a=14 k=18, a head's q and k 10 + 6 wide, its v 12; one dense layer."""
+
+_SQUARE_MLA = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 2,
+    "qk_rope_head_dim": 2,
+    "v_head_dim": 4,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 16,
+}
+"""kv_b is 24 by 14; the rest is square."""
+
+_OSS = {
+    "intermediate_size": 24,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
+    "sliding_window": 32,
+}
 
 _TIED = {"tie_word_embeddings": True}
 _BIAS = {"attention_bias": True}
@@ -198,11 +242,14 @@ class Plan(NamedTuple):
     raw: bool = False
     """The config.json is the options themselves, not what transformers writes."""
     fp32_bias: bool = False
+    ahead: int = 0
+    """Layers at the end that predict several tokens ahead."""
 
 
 _NO_TITAN = _without(TORCHTITAN, of=_DENSE)
 _MIXTRAL = (TRANSFORMERS, MEGATRON, TE)
 _STEPS = (TRANSFORMERS, AUTOMODEL)
+_OSSES = (TRANSFORMERS, TORCHTITAN, TITAN_HF, AUTOMODEL, MEGATRON)
 _MIXTRAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 
 PLANS: dict[str, dict[str, Plan]] = {
@@ -251,7 +298,43 @@ PLANS: dict[str, dict[str, Plan]] = {
         # As in its own files; transformers would round the bias to bf16.
         "fp32_bias": Plan({**_as_step(_SIZES), **_STEP}, (AUTOMODEL,), raw=True, fp32_bias=True),
     },
+    "deepseek_v3": {
+        "asymmetric": Plan({**_headless(_SIZES), **_MLA}, _ALL, fp32_bias=True),
+        "square": Plan({**_headless(_SQUARE), **_MLA, **_SQUARE_MLA}, _ALL, fp32_bias=True),
+        # Only transformers builds it tied.
+        "tied": Plan({**_headless(_SIZES), **_MLA, **_TIED}, (TRANSFORMERS,), fp32_bias=True),
+        "bias": Plan({**_headless(_SIZES), **_MLA, **_BIAS}, (TRANSFORMERS,), fp32_bias=True),
+        # DeepSeek's own smaller models and Moonlight.
+        "whole_q": Plan({**_headless(_SIZES), **_MLA, "q_lora_rank": None}, _ALL, fp32_bias=True),
+        # A file whose bias was rounded; transformers would hold it in single precision again.
+        "bf16_bias": Plan({**_headless(_SIZES), **_MLA}, _without(TRANSFORMERS)),
+        # transformers leaves these layers out. The first three keys are those of DeepSeek's own config.json.
+        "ahead": Plan(
+            {
+                **_headless(_SIZES),
+                **_MLA,
+                "topk_method": "noaux_tc",
+                "moe_layer_freq": 1,
+                "num_nextn_predict_layers": 2,
+            },
+            _without(TRANSFORMERS),
+            fp32_bias=True,
+            ahead=2,
+        ),
+        "v2": Plan(
+            {**_headless(_SIZES), **_MLA, "model_type": "deepseek_v2", "topk_method": "greedy"},
+            (TRANSFORMERS, TORCHTITAN),
+        ),
+    },
+    "gpt_oss": {
+        "asymmetric": Plan({**_SIZES, **_OSS}, _OSSES),
+        "square": Plan({**_SQUARE, **_OSS, "intermediate_size": 16, "num_local_experts": 16}, _OSSES),
+        "tied": Plan({**_SIZES, **_OSS, **_TIED}, (TRANSFORMERS, MEGATRON)),
+    },
 }
+
+DENSE = ("llama", "qwen2", "qwen3")
+"""Families without experts."""
 
 VARIANTS: dict[str, tuple[str, ...]] = {family: tuple(plans) for family, plans in PLANS.items()}
 
@@ -262,7 +345,7 @@ def case(family: str, variant: str) -> Case:
     plan = PLANS[family][variant]
     options = {"model_type": family, **plan.options}
     seed = 1000 * list(PLANS).index(family) + list(PLANS[family]).index(variant)
-    written, stored = hub.make(options, seed, fp32_bias=plan.fp32_bias)
+    written, stored = hub.make(options, seed, fp32_bias=plan.fp32_bias, ahead=plan.ahead)
     dialects = {HF: stored, **{name: from_hf(name, written, stored) for name in plan.dialects}}
     versions: dict[str, Tensors] = {}
     if TORCHTITAN in dialects:
@@ -285,6 +368,11 @@ def case(family: str, variant: str) -> Case:
         {name: source for name, source in sources.items() if name in given},
         versions,
     )
+
+
+def ahead(case: Case) -> int:
+    """How many of its layers predict several tokens ahead."""
+    return PLANS[case.family][case.variant].ahead
 
 
 def _shown(config: dict[str, Any], renamed: Mapping[str, str]) -> dict[str, Any]:

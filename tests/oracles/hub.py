@@ -25,6 +25,8 @@ WEIGHTS = "model.safetensors"
 _TEXT = "text_config"
 _VISION = ("vision_model.", "vit_large_projector.", "model.vision_model.", "model.multi_modal_projector.")
 _CORRECTION = "e_score_correction_bias"
+_DEPTH = "num_hidden_layers"
+_END = "shared_head.norm"
 
 
 def configuration(config: Config) -> Any:
@@ -48,18 +50,27 @@ def model(config: Config, dtype: torch.dtype = torch.bfloat16) -> Any:
         return factory.from_config(configuration(config)).to(dtype).eval()
 
 
-def make(config: Config, seed: int, *, fp32_bias: bool = False) -> tuple[dict[str, Any], Tensors]:
+def make(config: Config, seed: int, *, fp32_bias: bool = False, ahead: int = 0) -> tuple[dict[str, Any], Tensors]:
     """The config.json and the tensors that `save_pretrained` stores for a model of random weights.
 
-    With `fp32_bias` the router's correction bias is single precision, as in Step-3.5's own files.
+    With `fp32_bias` the router's correction bias is single precision, as in Step-3.5's own files. The last `ahead`
+    layers predict several tokens ahead: transformers, which leaves those out, stores them as ordinary layers here, and
+    what stands in front of and behind them is added.
     """
-    drawn = model(config)
+    depth = config[_DEPTH]
+    drawn = model({**config, _DEPTH: depth + ahead})
     generator = torch.Generator().manual_seed(seed)
     for name, value in sorted(drawn.state_dict(keep_vars=True).items()):
         if fp32_bias and name.endswith(_CORRECTION):
             value.data = value.data.float()
         value.data.copy_(0.3 * torch.randn(value.shape, generator=generator))
-    return _save(drawn)
+    written, stored = _save(drawn)
+    width = config["hidden_size"]
+    for layer in range(depth, depth + ahead):
+        for name, shape in (("enorm", [width]), ("hnorm", [width]), ("eh_proj", [width, 2 * width]), (_END, [width])):
+            value = 0.3 * torch.randn(shape, generator=generator)
+            stored[f"model.layers.{layer}.{name}.weight"] = value.to(torch.bfloat16)
+    return {**written, _DEPTH: depth}, stored
 
 
 def from_hf(config: Config, stored: Tensors) -> Tensors:
@@ -75,8 +86,10 @@ def from_hf(config: Config, stored: Tensors) -> Tensors:
 def to_hf(config: Config, held: Tensors) -> Tensors:
     """What `save_pretrained` stores for a model that holds these tensors."""
     target = model(config)
-    own = target.state_dict()
-    target.load_state_dict({**own, **held})
+    for name, value in target.state_dict(keep_vars=True).items():
+        if name in held:
+            assert value.shape == held[name].shape
+            value.data = held[name].clone()  # its dtype too: a correction bias is single precision
     return _save(target)[1]
 
 

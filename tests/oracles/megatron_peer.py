@@ -8,6 +8,10 @@ Read from (megatron-core 0.16.1 unless said otherwise):
 - local names: the same file, `get_gpt_layer_local_spec`, and `transformer/moe/experts.py`, `SequentialMLP`;
 - linear_qkv: `transformer/attention.py`, `SelfAttention.get_query_key_value_tensors`, and megatron-bridge's
   `models/conversion/param_mapping.py`, `merge_qkv_weights` and `merge_qkv_biases`;
+- latent attention: `transformer/multi_latent_attention.py`, `MLASelfAttention`; a norm before an up projection is part
+  of it under Transformer Engine; megatron-bridge 0.3.1, `models/deepseek/common.py`;
+- layers that predict ahead: `transformer/multi_token_prediction.py`, `MultiTokenPredictionLayer`;
+- gpt-oss: megatron-bridge 0.3.1, `models/gpt_oss/gpt_oss_bridge.py`;
 - linear_fc1: `transformer/mlp.py`, `MLP.forward` (`torch.chunk(x, 2, dim=-1)`: gate, then up);
 - `weight{e}`: `extensions/transformer_engine.py`, `TEGroupedLinear`; one grouped `weight`: Transformer Engine
   2.14, `GroupedLinear(single_grouped_weight=True)`, later megatron-core's `moe_single_grouped_weight`.
@@ -23,6 +27,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from enum import Enum
+from itertools import product
 from typing import Any
 from unittest.mock import patch
 
@@ -54,22 +59,59 @@ _PLAIN = {
     "mlp.down_proj.weight": "mlp.linear_fc2.weight",
     "mlp.gate.weight": "mlp.router.weight",
     "block_sparse_moe.gate.weight": "mlp.router.weight",
+    "mlp.router.weight": "mlp.router.weight",
+    "mlp.router.bias": "mlp.router.bias",
+    "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
+    "mlp.shared_experts.down_proj.weight": "mlp.shared_experts.linear_fc2.weight",
+    "self_attn.o_proj.bias": "self_attention.linear_proj.bias",
+    "self_attn.sinks": "self_attention.core_attention.softmax_offset",
 }
+_MLA = {
+    "self_attn.q_proj.weight": "self_attention.linear_q_proj.weight",
+    "self_attn.q_a_proj.weight": "self_attention.linear_q_down_proj.weight",
+    "self_attn.q_b_proj.weight": "self_attention.linear_q_up_proj.weight",
+    "self_attn.kv_a_proj_with_mqa.weight": "self_attention.linear_kv_down_proj.weight",
+    "self_attn.kv_b_proj.weight": "self_attention.linear_kv_up_proj.weight",
+}
+_LATENT_NORMS = {
+    "self_attn.q_a_layernorm.weight": ("linear_q_up_proj.layer_norm_weight", "q_layernorm.weight"),
+    "self_attn.kv_a_layernorm.weight": ("linear_kv_up_proj.layer_norm_weight", "kv_layernorm.weight"),
+}
+"""With Transformer Engine, and local."""
+_AHEAD = {
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "eh_proj.weight": "eh_proj.weight",
+    "shared_head.norm.weight": "final_layernorm.weight",
+}
+_INNER = "transformer_layer."
 _QKV = tuple(f"self_attn.{letter}_proj" for letter in "qkv")
 _LINEAR_QKV = "self_attention.linear_qkv"
 _GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
 _FC1 = "mlp.linear_fc1.weight"
+_SHARED = ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight")
+_SHARED_FC1 = "mlp.shared_experts.linear_fc1.weight"
+_KINDS = (".weight", ".bias")
+_STACKED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 _NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
 _PARTS = {"mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2")}
+_ROUTER = "mlp.router.weight"
+_OSS = "gpt_oss"
 _QWEN_PARTS = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
 
 
 def from_hf(config: Config, stored: Tensors, spec: Spec = Spec.TE) -> Tensors:
     """HF tensors in Megatron's names and layouts."""
     out = {_TOP[name]: value for name, value in stored.items() if name in _TOP}
+    depth = config["num_hidden_layers"]
     for layer, held in _layers(stored, "model.layers").items():
-        for name, value in _layer_from_hf(config, held, spec).items():
-            out[f"decoder.layers.{layer}.{name}"] = value
+        native = _layer_from_hf(config, held, spec)
+        if layer < depth:
+            out |= {f"decoder.layers.{layer}.{name}": value for name, value in native.items()}
+        else:
+            stem = f"mtp.layers.{layer - depth}."
+            out |= {f"{stem}{_INNER}{name}": value for name, value in native.items()}
+            out |= {stem + native_name: held[name] for name, native_name in _AHEAD.items()}
     return out
 
 
@@ -77,9 +119,13 @@ def to_hf(config: Config, native: Tensors, spec: Spec = Spec.TE) -> Tensors:
     """Megatron's tensors in HF names and layouts."""
     back = {native_name: name for name, native_name in _TOP.items()}
     out = {back[name]: value for name, value in native.items() if name in back}
-    for layer, held in _layers(native, "decoder.layers").items():
-        for name, value in _layer_to_hf(config, held, spec).items():
-            out[f"model.layers.{layer}.{name}"] = value
+    layers = _layers(native, "decoder.layers")
+    for number, held in _layers(native, "mtp.layers").items():
+        layer = config["num_hidden_layers"] + number
+        layers[layer] = {name.removeprefix(_INNER): value for name, value in held.items()}
+        out |= {f"model.layers.{layer}.{name}": held[native_name] for name, native_name in _AHEAD.items()}
+    for layer, held in layers.items():
+        out |= {f"model.layers.{layer}.{name}": value for name, value in _layer_to_hf(config, held, spec).items()}
     return out
 
 
@@ -92,64 +138,112 @@ def _layers(tensors: Tensors, stem: str) -> dict[int, Tensors]:
 
 
 def _layer_from_hf(config: Config, held: Tensors, spec: Spec) -> Tensors:
-    out = {_PLAIN[name]: value for name, value in held.items() if name in _PLAIN}
+    held = _single_experts(held)
+    latent = _latent(config, spec)
+    plain = _PLAIN | latent
+    out = {plain[name]: value for name, value in held.items() if name in plain}
     sparse = _GATE_UP[0] not in held
-    for name, native in zip(_NORMS, _norms(spec, sparse=sparse), strict=True):
+    for name, native in zip(_NORMS, _norms(spec, sparse=sparse, latent=bool(latent)), strict=True):
         out[native] = held[name]
-    for kind in (".weight", ".bias"):
-        if _QKV[0] + kind in held:
+    for kind in _KINDS:
+        if _QKV[1] + kind in held:
             out[_LINEAR_QKV + kind] = _merge_qkv(config, *(held[name + kind] for name in _QKV))
     if not sparse:
         out[_FC1] = torch.cat([held[name] for name in _GATE_UP])
         return out
+    if _SHARED[0] in held:
+        out[_SHARED_FC1] = torch.cat([held[name] for name in _SHARED])
     stem, gate, up, down = _PARTS.get(config["model_type"], _QWEN_PARTS)
-    count = sum(name.endswith(f".{down}.weight") for name in held)
-    both = [torch.cat([held[f"{stem}.{e}.{part}.weight"] for part in (gate, up)]) for e in range(count)]
-    last = [held[f"{stem}.{e}.{down}.weight"] for e in range(count)]
-    for linear, experts in (("linear_fc1", both), ("linear_fc2", last)):
-        if spec is Spec.GROUPED:
-            out[_expert(spec, linear, 0)] = torch.stack(experts)
-        else:
-            out |= {_expert(spec, linear, e): value for e, value in enumerate(experts)}
+    for kind in _KINDS:
+        count = sum(name.startswith(stem) and name.endswith(f".{down}{kind}") for name in held)
+        both = [torch.cat([held[f"{stem}.{e}.{part}{kind}"] for part in (gate, up)]) for e in range(count)]
+        last = [held[f"{stem}.{e}.{down}{kind}"] for e in range(count)]
+        for linear, experts in (("linear_fc1", both), ("linear_fc2", last)):
+            if spec is Spec.GROUPED and experts:
+                out[_expert(spec, linear, 0, kind)] = torch.stack(experts)
+            else:
+                out |= {_expert(spec, linear, e, kind): value for e, value in enumerate(experts)}
     return out
 
 
 def _layer_to_hf(config: Config, held: Tensors, spec: Spec) -> Tensors:
     mixtral = config["model_type"] in _PARTS
-    back = {native: name for name, native in _PLAIN.items() if name.startswith("block_sparse_moe") <= mixtral}
+    latent = _latent(config, spec)
+    router = "mlp.router" if config["model_type"] == _OSS else "block_sparse_moe.gate" if mixtral else "mlp.gate"
+    plain = {name: native for name, native in _PLAIN.items() if native != _ROUTER} | {f"{router}.weight": _ROUTER}
+    back = {native: name for name, native in (plain | latent).items()}
     out = {back[name]: value for name, value in held.items() if name in back}
     sparse = _FC1 not in held
-    for name, native in zip(_NORMS, _norms(spec, sparse=sparse), strict=True):
+    for name, native in zip(_NORMS, _norms(spec, sparse=sparse, latent=bool(latent)), strict=True):
         out[name] = held[native]
-    for kind in (".weight", ".bias"):
+    for kind in _KINDS:
         if _LINEAR_QKV + kind in held:
             parts = _split_qkv(config, held[_LINEAR_QKV + kind])
             out |= {name + kind: value for name, value in zip(_QKV, parts, strict=True)}
     if not sparse:
         out |= dict(zip(_GATE_UP, held[_FC1].chunk(2), strict=True))
         return out
+    if _SHARED_FC1 in held:
+        out |= dict(zip(_SHARED, held[_SHARED_FC1].chunk(2), strict=True))
     stem, gate, up, down = _PARTS.get(config["model_type"], _QWEN_PARTS)
-    for e in range(held["mlp.router.weight"].shape[0]):
-        both, last = (held[_expert(spec, linear, e)] for linear in ("linear_fc1", "linear_fc2"))
+    for e, kind in product(range(held[_ROUTER].shape[0]), _KINDS):
+        if _expert(spec, "linear_fc1", e, kind) not in held:
+            continue
+        both, last = (held[_expert(spec, linear, e, kind)] for linear in ("linear_fc1", "linear_fc2"))
         if spec is Spec.GROUPED:
             both, last = both[e], last[e]
         for part, value in zip((gate, up, down), (*both.chunk(2), last), strict=True):
-            out[f"{stem}.{e}.{part}.weight"] = value
+            out[f"{stem}.{e}.{part}{kind}"] = value
+    return _stacked_experts(out) if config["model_type"] == _OSS else out
+
+
+def _single_experts(held: Tensors) -> Tensors:
+    """gpt-oss's stacked and interleaved experts as those of Qwen: one [out, in] tensor each of gate, up and down."""
+    if _STACKED[0] not in held:
+        return held
+    out = dict(held)
+    for kind, end in zip(_KINDS, ("", "_bias"), strict=True):
+        for name, parts in zip(_STACKED, (("gate_proj", "up_proj"), ("down_proj",)), strict=True):
+            for e, value in enumerate(out.pop(name + end)):
+                rows = value.T if value.ndim == 2 else value
+                for number, part in enumerate(parts):
+                    out[f"mlp.experts.{e}.{part}{kind}"] = rows[number :: len(parts)]
     return out
 
 
-def _norms(spec: Spec, *, sparse: bool) -> tuple[str, str]:
+def _stacked_experts(held: Tensors) -> Tensors:
+    """The other way."""
+    out = {name: value for name, value in held.items() if not name.startswith("mlp.experts.")}
+    count = held["mlp.router.weight"].shape[0]
+    for kind, end in zip(_KINDS, ("", "_bias"), strict=True):
+        experts = [[held[f"mlp.experts.{e}.{part}{kind}"] for part in _QWEN_PARTS[1:]] for e in range(count)]
+        both = torch.stack([torch.stack([gate, up], 1).flatten(0, 1) for gate, up, _ in experts])
+        last = torch.stack([down for _, _, down in experts])
+        for name, value in zip(_STACKED, (both, last), strict=True):
+            out[name + end] = value.mT.contiguous() if value.ndim == 3 else value
+    return out
+
+
+def _latent(config: Config, spec: Spec) -> dict[str, str]:
+    """Names of latent attention; none where a model has another."""
+    if "kv_lora_rank" not in config:
+        return {}
+    local = spec is Spec.LOCAL
+    return _MLA | {name: f"self_attention.{natives[local]}" for name, natives in _LATENT_NORMS.items()}
+
+
+def _norms(spec: Spec, *, sparse: bool, latent: bool) -> tuple[str, str]:
     """Where the norms before attention and before the MLP are stored."""
     if spec is Spec.LOCAL:
         return "input_layernorm.weight", "pre_mlp_layernorm.weight"
     before_mlp = "pre_mlp_layernorm.weight" if sparse else "mlp.linear_fc1.layer_norm_weight"
-    return f"{_LINEAR_QKV}.layer_norm_weight", before_mlp
+    return "input_layernorm.weight" if latent else f"{_LINEAR_QKV}.layer_norm_weight", before_mlp
 
 
-def _expert(spec: Spec, linear: str, e: int) -> str:
+def _expert(spec: Spec, linear: str, e: int, kind: str) -> str:
     if spec is Spec.LOCAL:
-        return f"mlp.experts.local_experts.{e}.{linear}.weight"
-    return f"mlp.experts.{linear}.weight" + ("" if spec is Spec.GROUPED else str(e))
+        return f"mlp.experts.local_experts.{e}.{linear}{kind}"
+    return f"mlp.experts.{linear}{kind}" + ("" if spec is Spec.GROUPED else str(e))
 
 
 def _merge_qkv(config: Config, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -169,32 +263,54 @@ def _split_qkv(config: Config, merged: torch.Tensor) -> Iterator[torch.Tensor]:
 @contextmanager
 def local_model(config: Config) -> Iterator[Any]:
     """A real GPTModel of local layers, fp32 on the CPU, in a process group that ends with the block."""
-    with quiet():
+    with quiet(), patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")):
         from megatron.core import parallel_state
-        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+        from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
         from megatron.core.models.gpt.gpt_model import GPTModel
+        from megatron.core.transformer import multi_latent_attention
 
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
         try:
             parallel_state.initialize_model_parallel()
             known = hub.configuration(config)
             settings = _transformer_config(known)
-            yield GPTModel(
-                settings,
-                get_gpt_decoder_block_spec(settings, use_transformer_engine=False),
-                vocab_size=known.vocab_size,
-                max_sequence_length=64,
-                share_embeddings_and_output_weights=known.tie_word_embeddings,
-                position_embedding_type="rope",
-                rotary_base=known.rope_parameters["rope_theta"],
-            ).eval()
+            layers = get_gpt_decoder_block_spec(settings, use_transformer_engine=False)
+            if settings.multi_latent_attention:
+                for layer in layers.layer_specs:
+                    layer.submodules.self_attention.submodules.core_attention = _Attention
+            with patch.object(multi_latent_attention, "HAVE_TE", new=False):
+                built = GPTModel(
+                    settings,
+                    layers,
+                    mtp_block_spec=get_gpt_mtp_block_spec(settings, layers, use_transformer_engine=False),
+                    vocab_size=known.vocab_size,
+                    max_sequence_length=64,
+                    share_embeddings_and_output_weights=known.tie_word_embeddings,
+                    position_embedding_type="rope",
+                    rotary_base=known.rope_parameters["rope_theta"],
+                )
+            yield built.eval()
         finally:
             parallel_state.destroy_model_parallel()
             dist.destroy_process_group()
 
 
+class _Attention(torch.nn.Module):
+    """Softmax attention, which holds no weights: megatron-core's own cannot take keys wider than values on the CPU."""
+
+    def __init__(self, softmax_scale: float, **_: Any) -> None:
+        super().__init__()
+        self.scale = softmax_scale
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        """Causal attention over [tokens, batch, heads, width]."""
+        q, k, v = (part.permute(1, 2, 0, 3) for part in (q, k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+
 def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """One forward pass of a GPTModel on the CPU, which needs a stand-in for three of its CUDA-only calls."""
+    """One forward pass of a GPTModel on the CPU, which needs a stand-in for its CUDA-only calls."""
     from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
     from megatron.core.transformer.moe import moe_utils
 
@@ -202,7 +318,6 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     hidden = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     with (
         torch.no_grad(),
-        patch.object(torch.cuda, "current_device", lambda: torch.device("cpu")),
         patch.object(CudaRNGStatesTracker, "fork", lambda *_: nullcontext()),
         patch.object(moe_utils, "te_general_gemm", None, create=True),
     ):
@@ -211,8 +326,10 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def _transformer_config(known: Any) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+    kind: Any = TransformerConfig
     moe: dict[str, Any] = {}
     if experts := getattr(known, "num_local_experts", None):
         layers = hub.model(known.to_dict()).model.layers
@@ -224,7 +341,29 @@ def _transformer_config(known: Any) -> Any:
             "moe_router_load_balancing_type": "none",
             "moe_token_dispatcher_type": "allgather",
         }
-    return TransformerConfig(
+    if hasattr(known, "kv_lora_rank"):
+        kind = MLATransformerConfig
+        moe |= {
+            "q_lora_rank": known.q_lora_rank,
+            "kv_lora_rank": known.kv_lora_rank,
+            "qk_head_dim": known.qk_nope_head_dim,
+            "qk_pos_emb_head_dim": known.qk_rope_head_dim,
+            "v_head_dim": known.v_head_dim,
+            "rope_type": "rope",
+            "rotary_base": known.rope_parameters["rope_theta"],
+            "moe_shared_expert_intermediate_size": known.moe_intermediate_size * known.n_shared_experts,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_num_groups": known.n_group,
+            "moe_router_group_topk": known.topk_group,
+            "moe_router_topk_scaling_factor": known.routed_scaling_factor,
+            "moe_router_enable_expert_bias": True,
+            "moe_router_pre_softmax": True,
+            "mtp_num_layers": known.num_nextn_predict_layers or None,
+        }
+    oss = known.model_type == _OSS
+    if oss:
+        moe |= {"softmax_type": "learnable", "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
+    return kind(
         num_layers=known.num_hidden_layers,
         hidden_size=known.hidden_size,
         num_attention_heads=known.num_attention_heads,
@@ -232,10 +371,10 @@ def _transformer_config(known: Any) -> Any:
         kv_channels=getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads,
         ffn_hidden_size=known.intermediate_size,
         gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
+        activation_func=quick_gelu if oss else torch.nn.functional.silu,
+        add_bias_linear=oss,
         add_qkv_bias=known.model_type == "qwen2",
-        qk_layernorm=known.model_type.startswith("qwen3"),
+        qk_layernorm=known.model_type.startswith("qwen3") or kind is MLATransformerConfig,
         normalization="RMSNorm",
         layernorm_epsilon=known.rms_norm_eps,
         use_cpu_initialization=True,

@@ -6,8 +6,8 @@ each with the extents that hold its bytes. That is why a plan is only a list of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transaxle.formats.dtype import nbytes
@@ -74,6 +74,8 @@ class Twin:
     """Its copy, of the same type and shape."""
     why: str
     """Why they must be equal."""
+    replica: bool = False
+    """Whether each rank updates its copy by itself, so that they may drift apart."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,23 @@ class Container:
     """Checksums that the format itself keeps; `verify` checks them."""
     twins: tuple[Twin, ...] = ()
     """Copies whose equality every conversion checks before it writes."""
+    left: Mapping[str, Entry] = field(default_factory=dict)
+    """Tensors that are there and are not wanted."""
+
+    def without(self, names: Collection[str]) -> Container:
+        """Return the container without some tensors: they are left, and their copies are not compared."""
+        left = {name: entry for name, entry in self.entries.items() if name in names}
+        places = {(extent.file, extent.offset) for entry in left.values() for extent in entry.extents}
+        return replace(
+            self,
+            entries={name: entry for name, entry in self.entries.items() if name not in left},
+            left={**self.left, **left},
+            twins=tuple(
+                twin
+                for twin in self.twins
+                if any((extent.file, extent.offset) not in places for extent in twin.first.extents)
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)

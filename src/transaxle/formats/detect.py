@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog import Container
@@ -21,6 +22,7 @@ from transaxle.formats.dcp.shards import open_shards, shard_files
 from transaxle.formats.deepspeed import keys as deepspeed
 from transaxle.formats.deepspeed.files import is_rank_file
 from transaxle.formats.deepspeed.reader import HERE, Weights, open_deepspeed
+from transaxle.formats.deepspeed.told import Cutter, untold
 from transaxle.formats.deepspeed.universal import open_universal
 from transaxle.formats.location import storage_at
 from transaxle.formats.safetensors.index import FORMAT as SAFETENSORS_FORMAT
@@ -148,13 +150,19 @@ FORMATS = tuple(dict.fromkeys(row.format for step in STEPS for row in step))
 """Names of the formats that are recognised."""
 
 
-def open_container(path: str, format: str | None = None, weights: Weights | None = None) -> Container:  # noqa: A002
+def open_container(
+    path: str,
+    format: str | None = None,  # noqa: A002 - the contract's name
+    weights: Weights | None = None,
+    cutter: Cutter = untold,
+) -> Container:
     """Open the checkpoint that a path denotes: a folder, an index or a tensor file.
 
     Args:
         path: folder or file.
         format: consider this format only.
         weights: of a DeepSpeed checkpoint, those in low precision; None: those the optimizer keeps.
+        cutter: of a DeepSpeed checkpoint, says how its ranks were cut where it does not say so itself.
 
     Raises:
         UsageError: AMBIGUOUS if there are two candidates at the step that decides.
@@ -166,13 +174,13 @@ def open_container(path: str, format: str | None = None, weights: Weights | None
         raise refuse("UNSUPPORTED", f"unknown format {format!r}", hint=f"Known are {_listed(FORMATS)}.")
     storage = storage_at(path)
     try:
-        return _open(storage, format, weights)
+        return _open(storage, format, weights, cutter)
     except BaseException:
         storage.close()
         raise
 
 
-def _open(storage: Storage, wanted: str | None, weights: Weights | None) -> Container:
+def _open(storage: Storage, wanted: str | None, weights: Weights | None, cutter: Cutter) -> Container:
     folder = _folder(storage)
     found = _first_step(folder, wanted)
     if not found and storage.single and wanted:
@@ -188,12 +196,13 @@ def _open(storage: Storage, wanted: str | None, weights: Weights | None) -> Cont
     if shard and int(shard[2]) > 1 and not storage.single:
         message = f"this is shard {int(shard[1])} of {int(shard[2])}; the others and their index are not there"
         raise refuse("INCOMPLETE", message, file=member, hint="To read it all the same, name the file itself.")
+    options: dict[str, Any] = {"cutter": cutter} if row.format == deepspeed.FORMAT else {}
     if weights is None:
-        return row.open(storage, storage.path, member)
+        return row.open(storage, storage.path, member, **options)
     if row.format not in _TWO_PRECISIONS:
         message = f"{row.what} holds its weights once: there is no choice of precision"
         raise refuse("UNSUPPORTED", message, file=storage.path, hint="Leave out --weights.")
-    return row.open(storage, storage.path, member, weights)
+    return row.open(storage, storage.path, member, weights, **options)
 
 
 def _folder(storage: Storage, inside: str = "") -> Folder:

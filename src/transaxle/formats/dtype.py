@@ -43,6 +43,18 @@ def numpy_dtype(code: str) -> np.dtype:
     return _NUMPY.get(code, np.dtype("u1"))
 
 
+_CODES = {dtype: code for code, dtype in reversed(_NUMPY.items())}
+
+
+def code_of(dtype: np.dtype) -> str:
+    """Return the code of a numpy type.
+
+    Raises:
+        KeyError: where there is none.
+    """
+    return _CODES[dtype]
+
+
 def packed_width(code: str, width: int) -> int:
     """Return the bytes that `width` consecutive elements of one row take.
 

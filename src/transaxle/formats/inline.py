@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 
 from transaxle.formats.catalog import Extent
-from transaxle.formats.storage import Listing, Storage
+from transaxle.formats.storage import Overlay, Storage
 
 NUMBERS = "//numbers"
 """Name of the pseudo-file; as a path it would have an empty part."""
@@ -32,15 +32,15 @@ def number(value: Number) -> tuple[str, bytes] | None:
     return ("U64", struct.pack("<Q", value)) if value in _U64 else None
 
 
-class Inline:
-    """A storage, and beside its files one that exists in memory only (see `formats.storage.Storage`).
+class Inline(Overlay):
+    """A storage, and beside its files one that exists in memory only.
 
     Args:
-        storage: reads everything else.
+        below: reads everything else.
     """
 
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, below: Storage) -> None:
+        super().__init__(below)
         self._numbers = bytearray()
 
     def add(self, data: bytes) -> Extent:
@@ -49,49 +49,17 @@ class Inline:
         self._numbers += data
         return extent
 
-    @property
-    def path(self) -> str:
-        """The path as the user typed it."""
-        return self._storage.path
-
-    @property
-    def single(self) -> str | None:
-        """Name of the one file that the path denotes; None where it denotes a folder."""
-        return self._storage.single
-
-    def listing(self, folder: str = "") -> Listing:
-        """List a folder; the pseudo-file is not in it."""
-        return self._storage.listing(folder)
-
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the regular files directly in the checkpoint's folder."""
-        return self._storage.names()
-
     def size(self, name: str) -> int:
-        """Return the size of a file in bytes."""
-        return len(self._numbers) if name == NUMBERS else self._storage.size(name)
+        """See `Storage`."""
+        return len(self._numbers) if name == NUMBERS else super().size(name)
 
     def version(self, name: str) -> str:
-        """Return a text that changes when the file does; numbers change only with the file they were read from."""
-        return "" if name == NUMBERS else self._storage.version(name)
+        """See `Storage`; numbers change only with the file they were read from."""
+        return "" if name == NUMBERS else super().version(name)
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """Fill a writable contiguous view with the bytes that start at `offset`."""
+        """See `Storage`."""
         if name == NUMBERS:
             view.cast("B")[:] = self._numbers[offset : offset + view.nbytes]
         else:
-            self._storage.read_into(name, offset, view)
-
-    def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes from `offset`."""
-        if name == NUMBERS:
-            return bytes(self._numbers[offset : offset + size])
-        return self._storage.read(name, offset, size)
-
-    def recheck(self) -> None:
-        """Check that no file that was read has changed since."""
-        self._storage.recheck()
-
-    def close(self) -> None:
-        """Release what is held open."""
-        self._storage.close()
+            super().read_into(name, offset, view)

@@ -17,7 +17,7 @@ from transaxle.errors import Refusal, TransaxleError, refuse
 from transaxle.formats.failure import failed
 from transaxle.formats.handles import Handles
 from transaxle.formats.names import checked_parts
-from transaxle.formats.storage import Listing
+from transaxle.formats.storage import Listing, Storage
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _KINDS = {
@@ -32,7 +32,7 @@ _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 Stamp = tuple[int, int, int, int]
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """The files of one folder, or one file and the folder around it (see `formats.storage.Storage`).
 
     A link that the user typed is followed: it is the user's own. A link found inside the folder is followed only
@@ -66,10 +66,6 @@ class LocalStorage:
     def single(self) -> str | None:
         """Name of the one file that the path denotes; None where it denotes a folder."""
         return self._single
-
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the regular files directly in the checkpoint's folder."""
-        return self.listing().names
 
     def listing(self, folder: str = "") -> Listing:
         """List a folder of the checkpoint; see `Storage.listing`."""
@@ -130,13 +126,6 @@ class LocalStorage:
                         hint="Copy or download the file again.",
                     )
                 done += count
-
-    def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes from `offset`; see `Storage.read`."""
-        buffer = bytearray(size)
-        with memoryview(buffer) as view:
-            self.read_into(name, offset, view)
-        return bytes(buffer)
 
     def recheck(self) -> None:
         """Check that no file that was read has changed since; see `Storage.recheck`."""

@@ -16,7 +16,7 @@ from transaxle.errors import Refusal, TransaxleError, refuse
 from transaxle.formats.names import checked_parts, is_plain
 from transaxle.formats.read_ahead import MEMORY, ReadAhead
 from transaxle.formats.service import FILE, Info, Service
-from transaxle.formats.storage import Listing
+from transaxle.formats.storage import Listing, Storage
 
 _TAGS = ("ETag", "etag", "generation", "blob_id", "oid", "sha256", "Content-MD5", "Digest")
 """What services call the tag of an object's content; the first that is there counts."""
@@ -35,7 +35,7 @@ class Stamp:
     """Tag of the content, or time of change; empty where the service tells neither."""
 
 
-class RemoteStorage:
+class RemoteStorage(Storage):
     """The files under one URL, or one file and the folder around it (see `formats.storage.Storage`).
 
     Listings are kept: a checkpoint is what it was when it was opened.
@@ -75,10 +75,6 @@ class RemoteStorage:
         """Name of the one file that the URL denotes; None where it denotes a folder."""
         return self._single
 
-    def names(self) -> tuple[str, ...]:
-        """Return the names of the files directly in the checkpoint's folder."""
-        return self.listing().names
-
     def listing(self, folder: str = "") -> Listing:
         """List a folder of the checkpoint; see `Storage.listing`.
 
@@ -116,13 +112,6 @@ class RemoteStorage:
                     hint="Upload the file again.",
                 )
             self._ahead.read_into(name, size, offset, octets)
-
-    def read(self, name: str, offset: int, size: int) -> bytes:
-        """Return `size` bytes from `offset`; see `Storage.read`."""
-        buffer = bytearray(size)
-        with memoryview(buffer) as view:
-            self.read_into(name, offset, view)
-        return bytes(buffer)
 
     def recheck(self) -> None:
         """Check that no file that was read has changed since; see `Storage.recheck`."""

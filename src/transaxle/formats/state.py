@@ -2,18 +2,21 @@
 
 A model's tensors are called what the model calls them; an optimizer's state is called after the parameter it belongs
 to; everything else after its path. Nothing is paired by shape or order, and two paths that would get one name are
-refused. Numbers are kept as tensors without dims. What is no tensor and no number is left behind, and listed.
+refused. Numbers are kept as tensors without dims; an optimizer's settings are kept as its `groups`. What is none of
+these is left behind, and listed.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from transaxle.errors import refuse
 from transaxle.formats.faults import Faults
+from transaxle.formats.groups import GROUPS, KEPT, NAMES, PARAMS, Group, gathered, plain
+from transaxle.formats.pickled.descriptors import NOTHING
 
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of a state to a leaf."""
@@ -28,7 +31,7 @@ OPTIMIZER = "optim/"
 
 _ROOTS = ("model", "module", "state_dict")
 _OPTIMIZERS = frozenset({"optim", "optimizer", "optimizer_state_dict", "optimizer_state"})
-_STATE, _GROUPS, _PARAMS, _NAMES = "state", "param_groups", "params", "param_names"
+_STATE = "state"
 _LONGEST = 1 << 28
 """Characters of all names together."""
 
@@ -57,19 +60,24 @@ class State:
     """Top-level container that was taken off the names."""
     left_behind: Mapping[str, str]
     """Path of everything else -> what it is; a container that holds no tensor is one item."""
+    groups: Sequence[Group] = ()
+    """The settings of all optimizers, see `formats.groups`."""
 
     def metadata(self) -> dict[str, Any]:
         """Return what a container's metadata says of it."""
         root = {} if self.root is None else {ROOT: self.root}
-        return root | ({LEFT_BEHIND: dict(self.left_behind)} if self.left_behind else {})
+        groups = {GROUPS: list(self.groups)} if self.groups else {}
+        return root | groups | ({LEFT_BEHIND: dict(self.left_behind)} if self.left_behind else {})
 
 
-def arrange(leaves: Sequence[Leaf], *, file: str) -> State:
+def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] | None = None) -> State:
     """Name the leaves of a state.
 
     Args:
         leaves: every item; order is kept.
         file: for errors.
+        read: returns the number that a tensor without dims among an optimizer's settings is, by its leaf's value, or
+            `NOTHING`.
 
     Raises:
         Refused: NAME_COLLISION for two leaves of one name; CORRUPT for names beyond all measure.
@@ -80,11 +88,16 @@ def arrange(leaves: Sequence[Leaf], *, file: str) -> State:
     settings = _settings(model)
     named: dict[str, Leaf] = {}
     left: dict[str, str] = {}
+    groups = _Groups(read)
     faults = Faults()
     length = 0
     for leaf in leaves:
         inside = optimizers.root_of(leaf.path)
-        held = _shortest(leaf.path, settings) if inside is None else optimizers.groups(inside, leaf.path)
+        if leaf.path[0] == KEPT or (inside is not None and _in_groups(leaf.path[len(inside)])):
+            if not groups.add(inside or (), leaf):
+                left[joined(leaf.path)] = leaf.what or leaf.kind
+            continue
+        held = _shortest(leaf.path, settings) if inside is None else None
         if held is not None:
             left[joined(held)] = "settings"
             continue
@@ -104,7 +117,7 @@ def arrange(leaves: Sequence[Leaf], *, file: str) -> State:
         named[name] = leaf
     if faults:
         raise faults.error()
-    return State(named, root, left)
+    return State(named, root, left, groups.found(optimizers.called))
 
 
 def joined(path: Path) -> str:
@@ -159,8 +172,8 @@ class _Optimizers:
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._roots = {root for leaf in leaves for root in _optimizers(leaf)}
-        numbered = dict.fromkeys(root for leaf in leaves if (root := self._numbered(leaf.path)) is not None)
-        lists = {leaf.path: leaf.value for leaf in leaves if leaf.path[-1:] in ((_PARAMS,), (_NAMES,))}
+        numbered = dict.fromkeys(root for leaf in leaves if (root := self._numbered(leaf)) is not None)
+        lists = {leaf.path: leaf.value for leaf in leaves if leaf.path[-1:] in ((PARAMS,), (NAMES,))}
         self._names = {root: _parameter_names(root, lists) for root in numbered}
         unnamed = [root for root, names in self._names.items() if not names]
         self._marks = {root: f"#{at}." for at, root in enumerate(unnamed)} if len(unnamed) > 1 else {}
@@ -173,15 +186,16 @@ class _Optimizers:
                     return path[:length]
         return None
 
-    def _numbered(self, path: Path) -> Path | None:
-        """Return the path of the optimizer in which a path leads to the state of a parameter that is a number."""
-        root = self.root_of(path)
-        parts = None if root is None else _parts(path[len(root) :])
-        return root if parts is not None and _is_number(parts[0]) else None
-
-    def groups(self, root: Path, path: Path) -> Path | None:
-        """Return the path of the optimizer's parameter groups if that is where a path leads: hyperparameters."""
-        return (*root, _GROUPS) if _begins(path[len(root)], _GROUPS) else None
+    def _numbered(self, leaf: Leaf) -> Path | None:
+        """Return the path of the optimizer that a leaf is in and whose parameters it calls by number."""
+        root = self.root_of(leaf.path)
+        if root is None:
+            return None
+        parts = _parts(leaf.path[len(root) :])
+        if parts is None:
+            listed = leaf.value if leaf.path[-1] == PARAMS and isinstance(leaf.value, list | tuple) else ()
+            return root if any(isinstance(each, int) for each in listed) else None
+        return root if _is_number(parts[0]) else None
 
     def name(self, root: Path, path: Path) -> str:
         """Return the name of a leaf of an optimizer."""
@@ -189,10 +203,63 @@ class _Optimizers:
         if parts is None:
             return joined(path)
         parameter, state = parts
-        if _is_number(parameter):
-            known = self._names[root].get(str(parameter))
-            parameter = known or f"{self._marks.get(root, '#')}{parameter}"
-        return f"{OPTIMIZER}{parameter}/{state}"
+        return f"{OPTIMIZER}{self.called(root, parameter)}/{state}"
+
+    def called(self, root: Path, parameter: str | int) -> str:
+        """Return the name of a parameter, which the optimizer may only have numbered."""
+        if not _is_number(parameter):
+            return str(parameter)
+        known = self._names.get(root, {}).get(str(parameter))
+        return known or f"{self._marks.get(root, '#')}{parameter}"
+
+
+class _Groups:
+    """Settings of optimizers, leaf by leaf.
+
+    torch keeps them in a list of groups, `param_groups, 0, lr`, or flattened by parameter,
+    `param_groups.<parameter>.lr`. Where an optimizer has both, the list counts.
+
+    Args:
+        read: see `arrange`.
+    """
+
+    def __init__(self, read: Callable[[Any], object] | None) -> None:
+        self._read = read
+        self._listed: dict[Path, dict[int, dict[str, Any]]] = {}
+        self._flat: dict[Path, dict[str, dict[str, Any]]] = {}
+
+    def add(self, root: Path, leaf: Leaf) -> bool:
+        """Take a setting; tell whether it could be taken."""
+        inner = leaf.path[len(root) :]
+        if leaf.kind == "tensor":
+            value = NOTHING if self._read is None else self._read(leaf.value)
+        else:
+            value = plain(leaf.value)
+        if len(inner) == 1 and inner[0] in (GROUPS, KEPT):
+            return value in ([], ())
+        if value is NOTHING:
+            return False
+        if len(inner) == 3 and isinstance(inner[1], int) and isinstance(inner[2], str):
+            self._listed.setdefault(root, {}).setdefault(inner[1], {})[inner[2]] = value
+            return inner[2] not in (PARAMS, NAMES) or isinstance(value, list | tuple)
+        parameter, _, setting = str(inner[0]).removeprefix(f"{GROUPS}.").rpartition(".")
+        if len(inner) > 1 or not parameter:
+            return False
+        self._flat.setdefault(root, {}).setdefault(parameter, {})[setting] = value
+        return True
+
+    def found(self, called: Callable[[Path, str | int], str]) -> list[Group]:
+        """Return the groups of all optimizers, with the names of their parameters."""
+        groups: list[Group] = []
+        for root in dict.fromkeys([*self._listed, *self._flat]):
+            if root not in self._listed:
+                groups += gathered(self._flat[root])
+            for _, group in sorted(self._listed.get(root, {}).items()):
+                listed = group.get(PARAMS)
+                held = listed if isinstance(listed, list | tuple) else ()
+                names = [called(root, each) for each in held if isinstance(each, str | int)]
+                groups.append({**{k: v for k, v in group.items() if k not in (PARAMS, NAMES)}, PARAMS: names})
+        return groups
 
 
 def _begins(part: str | int, word: str) -> bool:
@@ -200,8 +267,12 @@ def _begins(part: str | int, word: str) -> bool:
     return isinstance(part, str) and part.partition(".")[0] == word
 
 
+def _in_groups(part: str | int) -> bool:
+    return _begins(part, GROUPS)
+
+
 def _inside(part: str | int) -> bool:
-    return _begins(part, _STATE) or _begins(part, _GROUPS)
+    return _begins(part, _STATE) or _in_groups(part)
 
 
 def _optimizers(leaf: Leaf) -> Iterator[Path]:
@@ -210,9 +281,9 @@ def _optimizers(leaf: Leaf) -> Iterator[Path]:
     for at, part in enumerate(path):
         after = path[at + 1 :]
         flattened = isinstance(part, str) and "." in part and not after
-        if _begins(part, _GROUPS):
+        if _in_groups(part):
             whole = leaf.kind == "other" if not after else isinstance(after[0], int)
-            found = flattened or (part == _GROUPS and whole)
+            found = flattened or (part == GROUPS and whole)
         elif _begins(part, _STATE) and at and path[at - 1] in _OPTIMIZERS:
             found = flattened or (part == _STATE and len(after) > 1)
         else:
@@ -240,10 +311,10 @@ def _parameter_names(root: Path, lists: Mapping[Path, Any]) -> dict[str, str]:
     """Return number -> name of an optimizer's parameters; empty unless all its groups give both."""
     found: dict[str, str] = {}
     for group in itertools.count():
-        numbers = lists.get((*root, _GROUPS, group, _PARAMS))
+        numbers = lists.get((*root, GROUPS, group, PARAMS))
         if numbers is None:
             return found
-        names = lists.get((*root, _GROUPS, group, _NAMES))
+        names = lists.get((*root, GROUPS, group, NAMES))
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             return {}
         if not isinstance(numbers, list | tuple) or len(numbers) != len(names):

@@ -50,6 +50,7 @@ class Storage(Protocol):
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the regular files directly in the checkpoint's folder."""
+        return self.listing().names
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes.
@@ -75,6 +76,10 @@ class Storage(Protocol):
 
     def read(self, name: str, offset: int, size: int) -> bytes:
         """Return `size` bytes from `offset`; raises as `read_into`."""
+        buffer = bytearray(size)
+        with memoryview(buffer) as view:
+            self.read_into(name, offset, view)
+        return bytes(buffer)
 
     def recheck(self) -> None:
         """Check that no file that was read has changed since; worth doing before what was made of them is published.
@@ -86,3 +91,48 @@ class Storage(Protocol):
 
     def close(self) -> None:
         """Release what is held open. Reading afterwards is a ValueError."""
+
+
+class Overlay(Storage):
+    """A storage over another one: what a subclass does not say for itself, the one below says.
+
+    Args:
+        below: the storage that it stands over.
+    """
+
+    def __init__(self, below: Storage) -> None:
+        self.below = below
+
+    @property
+    def path(self) -> str:
+        """See `Storage`."""
+        return self.below.path
+
+    @property
+    def single(self) -> str | None:
+        """See `Storage`."""
+        return self.below.single
+
+    def listing(self, folder: str = "") -> Listing:
+        """See `Storage`."""
+        return self.below.listing(folder)
+
+    def size(self, name: str) -> int:
+        """See `Storage`."""
+        return self.below.size(name)
+
+    def version(self, name: str) -> str:
+        """See `Storage`."""
+        return self.below.version(name)
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """See `Storage`."""
+        self.below.read_into(name, offset, view)
+
+    def recheck(self) -> None:
+        """See `Storage`."""
+        self.below.recheck()
+
+    def close(self) -> None:
+        """See `Storage`."""
+        self.below.close()

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import transaxle as tx
-from tests.oracles.deepspeed_peer.case import TAG
+from tests.formats.deepspeed.test_truth import differing
+from tests.oracles.deepspeed_peer.case import FP32, STATES, TAG
 from tests.oracles.deepspeed_peer.farm import Farm
 from transaxle.formats.deepspeed.keys import LATEST_UNIVERSAL, UNIVERSAL
+from transaxle.formats.state import OPTIMIZER
 
 pytestmark = pytest.mark.peers
 CASE = "z1-bf16-w2"
@@ -58,7 +63,7 @@ def test_a_missing_rank_is_named(copied: Callable[[str], Path], tmp_path: Path, 
 def test_the_last_rank_is_missed_too(copied: Callable[[str], Path], tmp_path: Path) -> None:
     source = copied(CASE)
     (source / TAG / OPTIM.format(1)).unlink()
-    assert "2 data-parallel ranks" in str(refused(source, tmp_path, "INCOMPLETE"))
+    assert "no zero_pp_rank_1" in str(refused(source, tmp_path, "INCOMPLETE"))
 
 
 def test_two_files_of_one_rank_are_named(copied: Callable[[str], Path], tmp_path: Path) -> None:
@@ -74,9 +79,95 @@ def test_a_missing_model_rank_is_named(copied: Callable[[str], Path], tmp_path: 
     assert MODEL in str(refused(source, tmp_path, "INCOMPLETE"))
 
 
+def test_a_missing_expert_is_named(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copied("ep2-z1-w2")
+    (source / TAG / "layer_1_expert_2_mp_rank_00_model_states.pt").unlink()
+    assert "[2] in mixture 1" in str(refused(source, tmp_path, "INCOMPLETE"))
+
+
+@pytest.mark.parametrize(
+    ("count", "code", "said"),
+    [(0, "CORRUPT", "over 0 ranks"), (3, "CORRUPT", "over 3 ranks"), (2, "CORRUPT", "group 2")],
+)
+def test_lying_counts_of_expert_groups_are_refused(
+    copied: Callable[[str], Path], tmp_path: Path, count: int, code: str, said: str
+) -> None:
+    source = copied("ep2-z1-w2")
+
+    def change(held: dict[str, Any]) -> None:
+        held["optimizer_state_dict"]["partition_count"][2] = count
+
+    for rank in (0, 1):
+        edit(source / TAG / OPTIM.format(rank), change)
+    assert said in str(refused(source, tmp_path, code))
+
+
+def test_a_dense_group_on_some_ranks_only_is_refused(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    source = copied(CASE)
+
+    def change(held: dict[str, Any]) -> None:
+        held["optimizer_state_dict"]["partition_count"][0] = 1
+
+    for rank in (0, 1):
+        edit(source / TAG / OPTIM.format(rank), change)
+    assert "is no expert" in str(refused(source, tmp_path, "UNSUPPORTED"))
+
+
+@pytest.mark.parametrize("name", ["layer_03-model_01-model_states.pt", "layer_03-model_00-model_states.pt"])
+def test_a_missing_part_of_a_layer_is_named(copied: Callable[[str], Path], tmp_path: Path, name: str) -> None:
+    source = copied("pp2-tp2")
+    (source / TAG / name).unlink()
+    assert "layer 3" in str(refused(source, tmp_path, "INCOMPLETE"))
+
+
+def test_a_missing_layer_is_named(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    """The optimizer has its weights, but not its buffers, and not the module's own."""
+    source = copied("pp2")
+    (source / TAG / "layer_03-model_states.pt").unlink()
+    assert "layer 3" in str(refused(source, tmp_path, "INCOMPLETE"))
+
+
+def test_a_weight_that_is_in_no_layers_file_is_named(copied: Callable[[str], Path]) -> None:
+    source = copied("pp2")
+    edit(source / TAG / "layer_03-model_states.pt", lambda held: held.pop("ln.weight"))
+    with tx.open(source) as ck:
+        assert "3.ln.weight" in ck
+    with pytest.raises(tx.TransaxleError, match="no file holds it in low precision") as caught:
+        tx.open(source, weights="lp")
+    assert (caught.value.code, caught.value.where.tensor) == ("INCOMPLETE", "3.ln.weight")
+
+
+@pytest.mark.parametrize("name", ["odd-z1-w2", "odd-z2-w4", "one-group-w2", "pp2"])
+def test_files_of_earlier_versions(farm: Farm, copied: Callable[[str], Path], name: str) -> None:
+    """They say nothing of alignment, of fragments or of parallel degrees, and one group's shapes were no list.
+
+    DeepSpeed 0.19.8 without `parameter_alignment` lays its buffers out as they did, so its files without these entries
+    are theirs.
+    """
+    source = copied(name)
+
+    def forget(held: dict[str, Any]) -> None:
+        held.pop("checkpoint_parallel_dimensions", None)
+        if len(held.get("param_shapes") or ()) == 1:
+            held["param_shapes"] = held["param_shapes"][0]
+        state = held.get("optimizer_state_dict", {})
+        for key in ("param_alignment_paddings", "param_slice_mappings", "universal_checkpoint_info"):
+            state.pop(key, None)
+
+    for file in (source / TAG).glob("*.pt"):
+        edit(file, forget)
+    wanted = dict(farm.truth(name, FP32))
+    for state in STATES:
+        wanted |= {f"{OPTIMIZER}{n}/{state}": held for n, held in farm.truth(name, state).items()}
+    with tx.open(source) as ck:
+        assert differing(ck, wanted) == []
+
+
 def test_replicas_that_differ_are_refused_by_name(copied: Callable[[str], Path], tmp_path: Path) -> None:
     source = copied("tp2-fused")
     name = "layers.0.ln1.weight"
+    with tx.open(source) as checkpoint:
+        before = {each: tensor.read() for each, tensor in checkpoint.items()}
 
     def change(held: dict[str, Any]) -> None:
         state = held["optimizer_state_dict"]
@@ -86,6 +177,17 @@ def test_replicas_that_differ_are_refused_by_name(copied: Callable[[str], Path],
 
     edit(source / TAG / "bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", change)
     assert name in str(refused(source, tmp_path, "UNEQUAL_COPIES"))
+    drifted = before[name].copy()
+    drifted.flat[0] += 1
+    expected = ((before[name].astype(np.float64) + drifted) / 2).astype(np.float32)
+    with tx.open(source, average=True) as mean:
+        assert mean[name].tobytes() == expected.tobytes()
+        assert all(tensor.tobytes() == before[each].tobytes() for each, tensor in mean.items() if each != name)
+    report = tx.convert(source, tmp_path / "mean", to="deepspeed-universal", average=True, sync=False)
+    assert [(one.what.name, one.what.action) for one in report.recoded] == [(name, "averaged")]
+    assert report.recoded[0].error.max == pytest.approx(0.5, abs=1e-6)
+    with tx.open(tmp_path / "mean") as written:
+        assert written[name].tobytes() == expected.tobytes()
 
 
 def test_steps_that_differ_are_refused(copied: Callable[[str], Path], tmp_path: Path) -> None:
@@ -157,6 +259,25 @@ def test_a_name_is_never_a_path(copied: Callable[[str], Path], tmp_path: Path) -
 class _Payload:
     def __reduce__(self) -> tuple[Any, ...]:
         return print, ("this was run",)
+
+
+_ALONE = """
+import sys
+sys.modules["deepspeed"] = sys.modules["torch"] = None  # importing them is an ImportError now
+from transaxle.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_neither_deepspeed_nor_torch_is_needed(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    commands = ["ls"], ["convert", str(tmp_path / "out"), "--to", "deepspeed-universal", "--no-sync"]
+    source = copied(CASE)
+    for command, *rest in commands:
+        arguments = [command, str(source), *rest]
+        done = subprocess.run([sys.executable, "-c", _ALONE, *arguments], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    with tx.open(source) as before, tx.open(tmp_path / "out") as after:
+        assert all(after[name].tobytes() == tensor.tobytes() for name, tensor in before.items())
 
 
 @pytest.mark.parametrize("where", [MODEL, OPTIM.format(1)])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
 import transaxle as tx
-from tests.oracles.deepspeed_peer.case import BY_NAME, CASES, FP32, LOW, STATES, STEP
+from tests.oracles.deepspeed_peer.case import BY_NAME, CASES, FP32, LOW, STATES, STEP, UNSHARDED
 from tests.oracles.deepspeed_peer.farm import Farm
 from transaxle.formats.state import OPTIMIZER
 
@@ -51,17 +52,46 @@ def test_low_precision_weights_are_the_live_ones(farm: Farm, name: str) -> None:
         assert differing(ck, farm.truth(name, LOW)) == []
 
 
+def typed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that went through JSON, with the type that betas have in the optimizer."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+
+
 @every_case
 def test_groups_keep_their_settings_by_name(farm: Farm, name: str) -> None:
     facts = farm.facts(name)
     with tx.open(farm.checkpoint(name)) as ck:
-        groups = ck.metadata["deepspeed"]["param_groups"]
-    got = [(sorted(group["params"]), group["weight_decay"], group["lr"]) for group in groups]
+        groups = ck.metadata["param_groups"]
+    keep = ("lr", "weight_decay", "betas", "eps")
+    got = [(sorted(group["params"]), {key: group[key] for key in keep}) for group in groups]
+    if BY_NAME[name].elastic:  # it saves no settings
+        assert got == []
+        return
     settings = zip(facts["groups"], facts["settings"], strict=True)
     if BY_NAME[name].launch.pp > 1:  # the facts are those of the first stage's ranks
-        assert [decay for _, decay, _ in got] == [each["weight_decay"] for each in facts["settings"]]
+        assert [each for _, each in got] == [typed(each) for each in facts["settings"]]
         return
-    assert got == [(names, each["weight_decay"], each["lr"]) for names, each in settings]
+    assert got == [(names, typed(each)) for names, each in settings]
+
+
+@pytest.mark.parametrize("name", [case.name for case in UNSHARDED])
+def test_without_zero_the_state_keeps_its_numbers(farm: Farm, name: str) -> None:
+    """Nothing in the files says which parameter a number stands for, so none is said here."""
+    case = BY_NAME[name]
+    wanted = dict(farm.truth(name, LOW))
+    numbered = [] if case.model == "moe" else [*STATES, *([FP32] if case.dtype == "bf16" else [])]
+    for state in numbered:
+        wanted |= {f"{OPTIMIZER}{number}/{state}": held for number, held in farm.truth(name, state).items()}
+    with tx.open(farm.checkpoint(name)) as ck:
+        assert differing(ck, wanted) == []
+        steps = {key for key in ck if key.endswith(f"/{STEP}")}
+        assert len(steps) == (len(farm.truth(name, FP32)) if numbered else 0)
+        assert {float(ck[key].read()) for key in steps} <= set(farm.facts(name)["steps"])
+        assert set(ck) - set(wanted) - steps == (BUFFERS if case.model == "odd" else set())
+        if case.model == "moe":
+            assert [key for key in ck.metadata["left_behind"] if key.startswith("expp_rank_")] == [
+                f"expp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(case.ep)
+            ]
 
 
 def test_the_truth_is_not_trivial(farm: Farm) -> None:

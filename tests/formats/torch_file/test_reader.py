@@ -172,6 +172,12 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return module, optimizer
 
 
+def groups_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings that torch saves, with the names that we give to parameters without names."""
+    saved = optimizer.state_dict()["param_groups"]
+    return [{**group, "params": [f"#{number}" for number in group["params"]]} for group in saved]
+
+
 @legacy_or_zip
 def test_a_training_checkpoint(tmp_path: Path, legacy: bool) -> None:
     module, optimizer = trained()
@@ -215,7 +221,8 @@ def test_a_training_checkpoint(tmp_path: Path, legacy: bool) -> None:
     assert found["rng"].dtype == "U8"
     left = found.metadata["left_behind"]
     assert found.metadata["root"] == "model"
-    assert left["optimizer.param_groups"] == left["config"] == left["lr_scheduler"] == "settings"
+    assert left["config"] == left["lr_scheduler"] == "settings"
+    assert found.metadata["param_groups"] == groups_of(optimizer)
     assert left["args"] == "argparse.Namespace"
     assert {"name", "history", "device", "dtype", "size", "nothing", "complex", "members", "array"} <= left.keys()
 
@@ -229,7 +236,7 @@ def test_an_optimizer_by_itself(tmp_path: Path, legacy: bool) -> None:
     found = tx.open(place)
     assert list(found)[:3] == ["optim/#0/step", "optim/#0/exp_avg", "optim/#0/exp_avg_sq"]
     assert found["optim/#0/step"].dtype == "F32"
-    assert found.metadata == {"left_behind": {"param_groups": "settings"}}
+    assert found.metadata == {"param_groups": groups_of(optimizer)}
 
 
 def test_an_optimizer_that_names_its_parameters(tmp_path: Path) -> None:
@@ -238,8 +245,10 @@ def test_an_optimizer_that_names_its_parameters(tmp_path: Path) -> None:
     module(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     save({"state_dict": module.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / FILE)
-    assert list(tx.open(tmp_path / FILE)) == [
-        "weight", "bias", "optim/weight/momentum_buffer", "optim/bias/momentum_buffer"]  # fmt: skip
+    found = tx.open(tmp_path / FILE)
+    assert list(found) == ["weight", "bias", "optim/weight/momentum_buffer", "optim/bias/momentum_buffer"]
+    (group,) = found.metadata["param_groups"]
+    assert (group["params"], group["lr"], group["momentum"]) == (["weight", "bias"], 0.1, 0.9)
 
 
 @legacy_or_zip

@@ -18,6 +18,8 @@ TAG = f"global_step{STEPS}"
 FP32, FIRST, SECOND, LOW, STEP = "fp32", "exp_avg", "exp_avg_sq", "lp", "step"
 STATES = (FIRST, SECOND)
 TRUTH = "truth.json"
+SAVED = "saved"
+"""Folder into which a resumed run saves what it has loaded."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,21 @@ class Case:
     """ZeRO-1/2: `parameter_alignment`."""
     blocks: str = "layers"
     """Name of the module list in the custom model."""
+    head_rows: bool = False
+    """The custom model's output layer, and the embedding tied to it, are cut along the hidden dim."""
+    elastic: bool = False
+    """ZeRO-1/2: `elastic_checkpoint`, which saves states without padding and without settings."""
+    accumulate: str = ""
+    """`grad_accum_dtype`: with bf16, ZeRO-1 and `fp32` it is BF16_Optimizer that trains."""
+    ep: int = 1
+    """Expert-parallel degree of the mixture that DeepSpeed's own MoE layers make."""
+    data_first: bool = False
+    """`use_data_before_expert_parallelism`: neighbouring ranks hold the same experts."""
 
 
 _ONE2, _ONE4 = Launch(2), Launch(4)
 _TP2, _TP4, _TP2DP2 = Launch(2, tp=2), Launch(4, tp=4), Launch(4, tp=2)
-_PP2, _PP2DP2 = Launch(2, pp=2), Launch(4, pp=2)
+_PP2, _PP2DP2, _PP2TP2 = Launch(2, pp=2), Launch(4, pp=2), Launch(4, tp=2, pp=2)
 
 CASES = (
     # Data parallel: every stage, both degrees, both precisions.
@@ -77,6 +89,12 @@ CASES = (
     Case("sub-groups-w2", _ONE2, 3, sub_group=6000),
     Case("sub-groups-odd-w4", _ONE4, 3, "fp32", model="odd", sub_group=40),
     Case("one-group-w2", _ONE2, 1, groups=1),
+    # The model of tp4, tp4-fused and tp4-uneven, for resuming them at another degree.
+    Case("tp1-wide", _ONE2, 1, heads=8, kv=4),
+    Case("tp1-wide-z3", _ONE2, 3, heads=8, kv=4),
+    Case("tp1-wide-fused", _ONE2, 1, model="fused", heads=8, kv=4),
+    Case("tp1-uneven", _ONE2, 2, hidden=48, heads=6, kv=2, vocab=251),
+    Case("one-group-sub-groups-w2", _ONE2, 3, groups=1, sub_group=6000),
     Case("mixtral-z1-w2", _ONE2, 1, model="mixtral"),
     Case("mixtral-z3-w2", _ONE2, 3, model="mixtral"),
     Case("tied-z1-w2", _ONE2, 1, tied=True),
@@ -84,6 +102,16 @@ CASES = (
     Case("frozen-z1-w2", _ONE2, 1, frozen="embed_tokens"),
     Case("frozen-z2-w2", _ONE2, 2, "fp32", frozen="embed_tokens"),
     Case("frozen-z3-w2", _ONE2, 3, frozen="embed_tokens|layers.0.self_attn.q_proj"),
+    Case("elastic-z1-w2", _ONE2, 1, model="odd", elastic=True),
+    Case("elastic-z2-w4", _ONE4, 2, "fp32", elastic=True),
+    Case("bf16-optimizer-w2", _ONE2, 1, accumulate="fp32"),
+    Case("bf16-optimizer-odd-w4", _ONE4, 1, model="odd", accumulate="fp32"),
+    # DeepSpeed's own mixtures: experts over ranks.
+    Case("ep2-z1-w2", _ONE2, 1, model="moe", ep=2),
+    Case("ep2-z2-w4", _ONE4, 2, "fp32", model="moe", ep=2),
+    Case("ep4-z1-w4", _ONE4, 1, model="moe", ep=4),
+    Case("ep2-data-first-w4", _ONE4, 1, model="moe", ep=2, data_first=True),
+    Case("ep1-z1-w2", _ONE2, 1, model="moe"),
     # Tensor parallel.
     Case("tp2-vocab251", _TP2, 1, vocab=251),
     Case("tp2-z2-fp32", _TP2, 2, "fp32"),
@@ -96,15 +124,27 @@ CASES = (
     Case("tp2-fused", _TP2, 1, model="fused"),
     Case("tp2-fused-fp32", _TP2, 2, "fp32", model="fused"),
     Case("tp2-embed-path", _TP2, 1, model="fused", blocks="embed_layers"),
+    Case("tp2-wide", _TP2, 2, heads=8, kv=4),
+    Case("tp2-wide-fused", _TP2, 1, model="fused", heads=8, kv=4),
+    Case("tp2-uneven", _TP2, 1, hidden=48, heads=6, kv=2, vocab=251),
     Case("tp4", _TP4, 1, heads=8, kv=4),
     Case("tp4-uneven", _TP4, 1, hidden=48, heads=6, kv=2, vocab=251),
     Case("tp4-fused", _TP4, 1, model="fused", heads=8, kv=4),
     Case("tp2-dp2", _TP2DP2, 1, vocab=251),
     Case("tp2-dp2-z3", _TP2DP2, 3, "fp32"),
     Case("tp2-dp2-fused", _TP2DP2, 2, model="fused"),
+    Case("tp2-head-rows", _TP2, 1, model="fused", tied=True, head_rows=True),
     # Pipeline parallel.
     Case("pp2", _PP2, 1, model="pipe"),
     Case("pp2-tied", _PP2, 1, model="pipe", tied=True),
     Case("pp2-dp2", _PP2DP2, 1, model="pipe"),
+    Case("pp2-tp2", _PP2TP2, 1, model="pipe"),
+    Case("pp2-tp2-frozen", _PP2TP2, 1, "fp32", model="pipe", frozen="up|ln"),
 )
-BY_NAME = {case.name: case for case in CASES}
+UNSHARDED = (
+    Case("z0-fp32-w2", _ONE2, 0, "fp32", model="odd"),
+    Case("z0-bf16-w2", _ONE2, 0, model="odd"),
+    Case("z0-moe-w2", _ONE2, 0, "fp32", model="moe", ep=2),
+)
+"""Without ZeRO: the optimizer's state has numbers, not names."""
+BY_NAME = {case.name: case for case in (*CASES, *UNSHARDED)}

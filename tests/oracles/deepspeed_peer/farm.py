@@ -20,7 +20,7 @@ from typing import Any
 
 from safetensors.numpy import load_file
 
-from tests.oracles.deepspeed_peer.case import BY_NAME, CASES, TRUTH, Case, Launch
+from tests.oracles.deepspeed_peer.case import BY_NAME, TRUTH, Case, Launch
 
 ROOT = Path(__file__).parents[3]
 _LIMIT = 240
@@ -51,7 +51,9 @@ class Farm:
         self._grown(BY_NAME[name])
         return facts(self.folder / name / "truth")
 
-    def resumed(self, source: str, target: str, pairs: Sequence[tuple[str, str]], write: Write) -> Path:
+    def resumed(
+        self, source: str, target: str, pairs: Sequence[tuple[str, str]], write: Write, *, together: bool = False
+    ) -> Path:
         """The folder in which DeepSpeed, set up as `target`, says what it loaded of `source`.
 
         Args:
@@ -59,6 +61,8 @@ class Farm:
             target: case whose stage and degrees the resumed run has.
             pairs: all pairs of the test module; those of one launch are resumed together.
             write: makes a universal checkpoint of a case's.
+            together: all parts of the optimizer count their steps in one tensor, as DeepSpeed 0.19.8 leaves them when
+                it loads a universal checkpoint at ZeRO-3; otherwise each in its own, as everywhere else.
         """
         launch = BY_NAME[target].launch
         mine = [pair for pair in pairs if BY_NAME[pair[1]].launch == launch]
@@ -66,27 +70,30 @@ class Farm:
             self._grown(BY_NAME[one])
             self._grown(BY_NAME[other])
 
-        def jobs() -> Iterator[dict[str, str]]:
+        kind = "together" if together else "apart"
+
+        def jobs() -> Iterator[dict[str, Any]]:
             for one, other in mine:
-                universal, out = self.folder / f"{one}.universal", self.folder / f"{one}--{other}"
+                universal, out = self.folder / f"{one}.{kind}", self.folder / f"{one}--{other}.{kind}"
                 if not universal.exists():
                     write(self.folder / one / "checkpoint", universal)
-                yield {"do": "universal", "case": other, "source": str(universal), "out": str(out)}
+                how = {"case": other, "together": together}
+                yield {"do": "universal", "source": str(universal), "out": str(out), **how}
                 if launch.pp == 1:
                     truth = str(self.folder / one / "truth")
-                    yield {"do": "start", "case": other, "truth": truth, "out": str(out / "started")}
+                    yield {"do": "start", "truth": truth, "out": str(out / "started"), **how}
 
-        self._once(f"resume-{_label(launch)}", launch, jobs)
-        return self.folder / f"{source}--{target}"
+        self._once(f"resume-{kind}-{_label(launch)}", launch, jobs)
+        return self.folder / f"{source}--{target}.{kind}"
 
     def _grown(self, case: Case) -> None:
         """Train all cases of a launch, unless that was done."""
         launch = case.launch
-        same = [each for each in CASES if each.launch == launch]
+        same = [each for each in BY_NAME.values() if each.launch == launch]
         jobs = [{"do": "train", "case": each.name, "out": str(self.folder / each.name)} for each in same]
         self._once(f"train-{_label(launch)}", launch, lambda: iter(jobs))
 
-    def _once(self, what: str, launch: Launch, jobs: Callable[[], Iterator[dict[str, str]]]) -> None:
+    def _once(self, what: str, launch: Launch, jobs: Callable[[], Iterator[dict[str, Any]]]) -> None:
         done = self.folder / f"{what}.{_DONE}"
         if done.exists():
             return

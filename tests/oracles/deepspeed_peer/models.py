@@ -19,6 +19,7 @@ from tests.oracles.deepspeed_peer.case import Case
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _COLUMN = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head")
 _ROW = ("o_proj", "down_proj")
+EXPERTS = 4
 
 
 class Attention(nn.Module):
@@ -83,6 +84,8 @@ class Fused(nn.Module):
         setattr(self, case.blocks, nn.ModuleList(Block(case) for _ in range(case.layers)))
         self.norm = nn.LayerNorm(case.hidden)
         self.lm_head = nn.Linear(case.hidden, case.vocab, bias=False)
+        if case.tied:
+            self.lm_head.weight = self.embed_tokens.weight
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
         x = self.embed_tokens(input_ids)
@@ -123,6 +126,49 @@ class Odd(nn.Module):
         return SimpleNamespace(loss=_loss(self.head(x), labels % 13))
 
 
+class Expert(nn.Module):
+    """One expert of a mixture."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(case.hidden, case.inner), nn.Linear(case.inner, case.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        done: Tensor = self.down(torch.tanh(self.up(x)))
+        return done
+
+
+class Mixture(nn.Module):
+    """A language model with DeepSpeed's own MoE layers: four experts, over `ep` ranks."""
+
+    def __init__(self, case: Case) -> None:
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        self.embed = nn.Embedding(case.vocab, case.hidden)
+        self.first = nn.Linear(case.hidden, case.hidden)
+        self.blocks = nn.ModuleList(
+            MoE(
+                case.hidden,
+                Expert(case),
+                EXPERTS,
+                ep_size=case.ep,
+                k=1,
+                capacity_factor=4.0,
+                min_capacity=0,
+                use_rts=False,
+            )
+            for _ in range(case.layers)
+        )
+        self.head = nn.Linear(case.hidden, case.vocab)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> SimpleNamespace:
+        x = torch.tanh(self.first(self.embed(input_ids)))
+        for block in self.blocks:
+            x = x + block(x)[0]
+        return SimpleNamespace(loss=_loss(self.head(x), labels))
+
+
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:
     flat = logits[:, :-1].float()
     return functional.cross_entropy(flat.reshape(-1, flat.shape[-1]), labels[:, 1:].reshape(-1))
@@ -131,7 +177,7 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 def build(case: Case) -> nn.Module:
     """The whole model, not yet cut, drawn from a fixed seed."""
     torch.manual_seed(1234)
-    made = {"fused": Fused, "odd": Odd}.get(case.model)
+    made = {"fused": Fused, "odd": Odd, "moe": Mixture}.get(case.model)
     model: nn.Module = made(case) if made else _hub(case)
     return model.to(DTYPES[case.dtype])
 
@@ -163,7 +209,8 @@ def declared(case: Case) -> dict[str, Any]:
     """The `tensor_parallel` section of DeepSpeed's configuration for the fused model: its sub-parameters."""
     width = case.hidden // case.heads
     qkv = [[case.heads * width, case.kv * width, case.kv * width], -1]
-    row = {"patterns": [r".*\.o_proj\.weight$", r".*\.down_proj\.weight$"], "partition_type": "row"}
+    rows = [r".*\.o_proj\.weight$", r".*\.down_proj\.weight$", *([r".*lm_head\.weight$"] if case.head_rows else [])]
+    row = {"patterns": rows, "partition_type": "row"}
     specs = [
         row,
         {"patterns": [r".*\.qkv_proj\.weight$"], "partition_type": "column", "shape": qkv, "partition_dim": 0},
@@ -182,12 +229,33 @@ def components(case: Case, name: str) -> list[int]:
 
 def share(case: Case, name: str) -> int | None:
     """The dim along which a parameter may be cut; None where every rank holds all of it."""
+    if case.model == "pipe":
+        return pipeline_share(name)
+    if case.head_rows and "embed_tokens" in name:
+        return 1
     vocabulary = ("embed_tokens",) if case.tied else ()  # DeepSpeed cuts a tied embedding by its rows, as the output
     if case.model == "fused" and "lm_head" in name:  # `declared` leaves it whole
         return None
     if components(case, name) or any(f"{part}." in f"{name}." for part in (*_COLUMN, *vocabulary)):
         return 0
     return 1 if name.endswith("weight") and any(f"{part}." in f"{name}." for part in _ROW) else None
+
+
+def is_expert(name: str) -> bool:
+    """Whether it is a parameter of an expert."""
+    return ".deepspeed_experts." in name
+
+
+def everywhere(case: Case, name: str, rank: int) -> str:
+    """The name of an expert's parameter in the whole model: each expert-parallel rank counts its own from zero."""
+    head, mark, tail = name.partition(".deepspeed_experts.")
+    number, dot, rest = tail.partition(".")
+    return f"{head}{mark}{int(number) + rank * EXPERTS // case.ep}{dot}{rest}" if mark else name
+
+
+def pipeline_share(name: str) -> int | None:
+    """The dim along which the pipeline's own tensor-parallel layers are cut."""
+    return 0 if ".up." in name else 1 if name.endswith(".down.weight") else None
 
 
 def merged(case: Case, name: str, shards: Sequence[Tensor], full: Sequence[int]) -> Tensor:

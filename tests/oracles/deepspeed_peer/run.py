@@ -22,7 +22,9 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import deepspeed
 import torch
 import torch.distributed
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.runtime.tensor_parallel import init_utils
+from deepspeed.utils import groups as parallel
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -38,6 +40,7 @@ from tests.oracles.deepspeed_peer.case import (
     LOW,
     LR,
     NO_DECAY,
+    SAVED,
     STATES,
     STEPS,
     TAG,
@@ -53,6 +56,7 @@ Truth = dict[str, Tensors]
 
 def configuration(case: Case, *, universal: bool = False) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": case.zero, "overlap_comm": False, "parameter_alignment": case.aligned}
+    zero |= {"elastic_checkpoint": True} if case.elastic else {}
     if case.zero == 3:
         zero |= {"stage3_param_persistence_threshold": 10}
     if case.sub_group:
@@ -66,7 +70,11 @@ def configuration(case: Case, *, universal: bool = False) -> dict[str, Any]:
     }
     if case.dtype == "bf16":
         config["bf16"] = {"enabled": True}
-    if case.launch.tp > 1:
+    if case.data_first:
+        config["use_data_before_expert_parallelism"] = True
+    if case.accumulate:
+        config["data_types"] = {"grad_accum_dtype": case.accumulate}
+    if case.launch.tp > 1 and case.launch.pp == 1:
         config["tensor_parallel"] = {"autotp_size": case.launch.tp}
         if case.model == "fused":
             config["tensor_parallel"] |= models.declared(case)
@@ -86,7 +94,9 @@ def engine_for(case: Case, *, universal: bool = False, seed: int | None = None) 
         parameter.requires_grad_(not (case.frozen and re.search(case.frozen, name)))
     full = {name: value.detach().clone() for name, value in module.named_parameters()}
     init_utils._TP_MODEL_INIT_ARGS = None  # the arguments of the case before this one
-    if case.launch.tp > 1 and case.model != "fused":
+    for known in (parallel._EXPERT_PARALLEL_GROUP, parallel._EXPERT_DATA_PARALLEL_GROUP):
+        known.clear()  # its experts' ranks
+    if case.launch.tp > 1 and case.model not in ("fused", "pipe"):
         module = deepspeed.tp_model_init(module, tp_size=case.launch.tp, dtype=models.DTYPES[case.dtype])
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if case.groups == 2:
@@ -97,6 +107,10 @@ def engine_for(case: Case, *, universal: bool = False, seed: int | None = None) 
         ]
     else:
         groups = [{"params": trained, "weight_decay": DECAY}]
+    if case.model == "moe":
+        groups = split_params_into_different_moe_groups_for_optimizer(
+            [{"name": f"group {number}", **group} for number, group in enumerate(groups)]
+        )
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS)
     config = configuration(case, universal=universal)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
@@ -125,6 +139,8 @@ def plain(name: str) -> str:
 def local_truth(engine: Any, case: Case) -> Truth:
     """What this process's tensor-parallel and pipeline rank holds, gathered over its data-parallel group."""
     optimizer = engine.optimizer
+    if case.zero == 0:
+        return unsharded_truth(engine, case)
     if hasattr(optimizer, "_hp_optimizer_states_linked"):
         # DeepSpeed 0.19.8 links all groups' fragments when the first group has stepped, before the others have.
         optimizer._hp_optimizer_states_linked = False
@@ -149,6 +165,20 @@ def local_truth(engine: Any, case: Case) -> Truth:
     return found
 
 
+def unsharded_truth(engine: Any, case: Case) -> Truth:
+    """What an optimizer without ZeRO holds: `#<number>` -> its state, and by name the module's tensors."""
+    optimizer = engine.optimizer
+    inner = getattr(optimizer, "optimizer", optimizer)
+    found: Truth = {FP32: {}, LOW: {}, **{state: {} for state in STATES}}
+    found[LOW] = {plain(name): value.detach().clone() for name, value in engine.module.named_parameters()}
+    parameters = [parameter for group in inner.param_groups for parameter in group["params"]]
+    for number, parameter in enumerate(parameters):
+        found[FP32][f"#{number}"] = parameter.detach().clone()
+        for state in STATES:
+            found[state][f"#{number}"] = inner.state[parameter][state].detach().clone()
+    return found
+
+
 def everywhere(mine: Any) -> list[Any]:
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, mine)
@@ -158,11 +188,22 @@ def everywhere(mine: Any) -> list[Any]:
 def whole(case: Case, ranks: list[Truth], full: Mapping[str, Tensor]) -> Truth:
     """The whole tensors: pipeline stages united, tensor-parallel shards merged by our own statement about them."""
     launch, united = case.launch, Truth()
+    if case.zero == 0 and case.model != "moe":
+        return ranks[0]
     for state in (FP32, LOW, *STATES):
         united[state] = {}
         if launch.pp > 1:
-            for rank in ranks:
-                united[state] |= rank[state]
+            for start in range(0, len(ranks), launch.tp):
+                beside = ranks[start : start + launch.tp]
+                united[state] |= {
+                    name: models.merged(case, name, [rank[state][name] for rank in beside], ())
+                    for name in beside[0][state]
+                }
+            continue
+        if case.model == "moe":
+            first = range(0, len(ranks), len(ranks) // case.ep) if case.data_first else range(case.ep)
+            for number, rank in enumerate(ranks[start] for start in first):
+                united[state] |= {models.everywhere(case, name, number): held for name, held in rank[state].items()}
             continue
         for name in ranks[0][state]:
             shards = [ranks[rank][state][name] for rank in range(launch.tp)]
@@ -171,7 +212,8 @@ def whole(case: Case, ranks: list[Truth], full: Mapping[str, Tensor]) -> Truth:
 
 
 def steps_of(engine: Any) -> list[float]:
-    return sorted({float(state["step"]) for state in engine.optimizer.optimizer.state.values() if "step" in state})
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    return sorted({float(state["step"]) for state in inner.state.values() if "step" in state})
 
 
 def settings_of(engine: Any) -> list[dict[str, Any]]:
@@ -204,17 +246,20 @@ def prove(engine: Any, case: Case, full: Mapping[str, Tensor]) -> None:
 
 def train(case: Case, out: Path) -> None:
     engine, full = engine_for(case)
-    if case.launch.pp == 1:
+    if case.launch.pp == 1 and case.model != "moe":
         prove(engine, case, full)
     losses = [step(engine, case, seed) for seed in range(STEPS)]
     if case.model == "odd":
         engine.module.seen.fill_(STEPS)
-    engine.save_checkpoint(str(out / "checkpoint"), tag=TAG, client_state={"note": case.name})
+    engine.save_checkpoint(str(out / "checkpoint"), tag=TAG, client_state={"note": case.name, **pipeline.info(case)})
     ranks = everywhere(local_truth(engine, case))
-    trained = {name: value.dim() for rank in ranks for name, value in rank[FP32].items()}
+    truth = whole(case, ranks, full)
+    trained = {name: value.dim() for name, value in truth[FP32].items()}
     names = [sorted(trained)]
     if case.groups == 2:
         names = [sorted(name for name, dim in trained.items() if (dim >= 2) == wide) for wide in (True, False)]
+    if case.model == "moe":  # DeepSpeed wants the experts in groups of their own, after the others
+        names = [[n for n in group if models.is_expert(n) == experts] for experts in (False, True) for group in names]
     facts = {
         "case": asdict(case),
         "losses": losses,
@@ -223,27 +268,41 @@ def train(case: Case, out: Path) -> None:
         "settings": settings_of(engine),
         "shards": [{name: list(value.shape) for name, value in rank[LOW].items()} for rank in ranks],
     }
-    write(whole(case, ranks, full), out / "truth", facts)
+    write(truth, out / "truth", facts)
     engine.destroy()
 
 
-def resume(case: Case, source: Path, out: Path, *, universal: bool) -> None:
+def counted(engine: Any, *, together: bool) -> bool:
+    """Let all parts of the optimizer count their steps in one tensor, or each in its own; tell whether they did share.
+
+    torch adds to that tensor in place, once for each part that is updated.
+    """
+    held = [state for state in engine.optimizer.optimizer.state.values() if "step" in state]
+    shared = len({id(state["step"]) for state in held}) < len(held)
+    for state in held:
+        state["step"] = held[0]["step"] if together else state["step"].clone()
+    return shared
+
+
+def resume(case: Case, source: Path, out: Path, *, together: bool = False) -> None:
     """Load a checkpoint with DeepSpeed itself, tell what was loaded, and take one more step."""
-    engine, full = engine_for(case, universal=universal, seed=77)
+    engine, full = engine_for(case, universal=True, seed=77)
     path, client = engine.load_checkpoint(str(source))
     if path is None:
         raise AssertionError("DeepSpeed loaded nothing")
     ranks = everywhere(local_truth(engine, case))
     facts = {"steps": steps_of(engine), "settings": settings_of(engine), "global_steps": engine.global_steps}
     facts["client"] = sorted(client)
+    facts["one_step"] = counted(engine, together=together)
     loaded = whole(case, ranks, full)
+    engine.save_checkpoint(str(out / SAVED), tag=TAG, client_state=pipeline.info(case))
     facts["loss"] = step(engine, case, 99)
     write(loaded, out / "loaded", facts)
     write(whole(case, everywhere(local_truth(engine, case)), full), out / "next", facts)
     engine.destroy()
 
 
-def start(case: Case, truth: Path, out: Path) -> None:
+def start(case: Case, truth: Path, out: Path, *, together: bool = False) -> None:
     """Build the same state by hand where a resumed run is to be compared, and take one step from there."""
     engine, full = engine_for(case, seed=78)
     step(engine, case, 5)  # makes the optimizer's state
@@ -271,6 +330,7 @@ def start(case: Case, truth: Path, out: Path) -> None:
     for held in optimizer.optimizer.state.values():
         if "step" in held:
             held["step"].fill_(STEPS)
+    counted(engine, together=together)
     if case.zero == 3:
         for flat, master, parts in zip(
             optimizer.fp16_partitioned_groups_flat,
@@ -299,9 +359,9 @@ def main(jobs: list[dict[str, Any]]) -> None:
             if job["do"] == "train":
                 train(case, out)
             elif job["do"] == "start":
-                start(case, Path(job["truth"]), out)
+                start(case, Path(job["truth"]), out, together=job["together"])
             else:
-                resume(case, Path(job["source"]), out, universal=job["do"] == "universal")
+                resume(case, Path(job["source"]), out, together=job["together"])
         except Exception:
             out.mkdir(parents=True, exist_ok=True)
             rank = torch.distributed.get_rank()

@@ -8,25 +8,31 @@ cut into runs of whole rows, so that its bytes still follow each other in order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from transaxle.errors import TransaxleError
 from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
 from transaxle.formats.dcp.archive import LARGEST, frame
-from transaxle.formats.dcp.keys import path_of
+from transaxle.formats.dcp.keys import as_numbered, flat_path, group_path, path_of
 from transaxle.formats.dcp.metadata import DATA_FILE, METADATA, MODULES, PACKED, Payload, Shape, logical
-from transaxle.formats.dtype import nbytes
+from transaxle.formats.dtype import code_of, nbytes
 from transaxle.formats.faults import Faults
+from transaxle.formats.groups import PARAMS, Group
 from transaxle.formats.pickled.descriptors import CODES, DType, Global, Object
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.state import Path, joined
+from transaxle.formats.torch_file.draft import saved, surround
 from transaxle.formats.torch_file.layout import ALIGNMENT
 
 FORMAT = "dcp"
 VERSION = "1.0.0"
 """What torch calls this form of the metadata."""
 
+_MOST_FLAT = 200_000
+"""Settings of single parameters that are written; where there are more, only those of groups."""
 _DTYPES = {code: DType(name) for name, code in CODES.items()}
 _METADATA_MODULE = f"{MODULES[0]}.metadata"
 _STORED_MODULE = f"{MODULES[0]}.filesystem"
@@ -50,7 +56,11 @@ class _Chunk(NamedTuple):
 
 
 def draft(
-    tensors: Sequence[Spec], *, metadata: Mapping[str, str] | None = None, shard_size: int | None = None
+    tensors: Sequence[Spec],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    shard_size: int | None = None,
+    groups: Sequence[Group] = (),
 ) -> Draft:
     """Lay out a DCP folder.
 
@@ -58,6 +68,7 @@ def draft(
         tensors: what to write; files are filled in this order.
         metadata: not written: the format has no place for free text.
         shard_size: bytes of tensors in one file; larger ones are cut into chunks. Without it there is one file.
+        groups: settings of the optimizer; written both nested and flattened, so that torch finds what it asks for.
 
     Raises:
         Refused: for every tensor that has no place: UNSUPPORTED (dtype, a name that is no Unicode), NAME_COLLISION,
@@ -82,8 +93,9 @@ def draft(
             extents.append(Extent(logical(start, code), logical(shape, code), payload.file, offset))
         chunks.append((tensor, placed))
         entries[tensor.spec.name] = Entry(tensor.spec.name, tensor.spec.dtype, tensor.spec.shape, tuple(extents))
+    objects = _settings(groups, files, seen, chunks)
     fragments, sizes = files.finished()
-    described_by = write_pickle(_metadata(chunks))
+    described_by = write_pickle(_metadata(chunks, objects))
     fragments.append(Fragment(METADATA, 0, described_by))
     return Draft(FORMAT, entries, {**sizes, METADATA: len(described_by)}, tuple(fragments))
 
@@ -181,6 +193,20 @@ class _Files:
         self._held += size
         return payload, data
 
+    def put(self, dtype: DType, value: bytes) -> Payload:
+        """Place a tensor without dims whose bytes are known."""
+        payload, offset = self.place(dtype, ())
+        self._fragments.append(Fragment(payload.file, offset, value))
+        return payload
+
+    def keep(self, archive: bytes) -> Payload:
+        """Place an archive whose bytes are known."""
+        payload = Payload(self._file, self._end, len(archive))
+        padded = archive + bytes(-len(archive) % ALIGNMENT)
+        self._pending += padded
+        self._end += len(padded)
+        return payload
+
     def finished(self) -> tuple[list[Fragment], dict[str, int]]:
         """Return what is known of the files: their bytes outside of the tensors, and their sizes."""
         self._close()
@@ -208,7 +234,57 @@ def _bytes_of(dtype: DType, shape: Shape) -> int:
     return nbytes(dtype.code, logical(shape, dtype.code))
 
 
-def _metadata(tensors: Sequence[tuple[_Tensor, Sequence[_Chunk]]]) -> Object:
+_Chunks = list[tuple[_Tensor, list[_Chunk]]]
+_Objects = list[tuple[Path, Payload]]
+
+
+def _settings(groups: Sequence[Group], files: _Files, taken: Collection[str], chunks: _Chunks) -> _Objects:
+    """Place the settings of an optimizer; those that are equal share one archive.
+
+    Args:
+        groups: the settings.
+        files: where they go.
+        taken: keys of tensors.
+        chunks: receives those that are tensors.
+
+    Returns:
+        the others, each with its path.
+    """
+    known: dict[str, Payload] = {}
+    objects: _Objects = []
+    seen = set(taken)
+    for path, value in _by_path(groups):
+        if joined(path) in seen:
+            continue  # a parameter whose name is a number: what is nested counts
+        seen.add(joined(path))
+        if isinstance(value, np.generic):
+            code = code_of(value.dtype)
+            tensor = _Tensor(Spec(joined(path), code, ()), path, _DTYPES[code], (), value.nbytes)
+            chunks.append((tensor, [_Chunk((), (), files.put(_DTYPES[code], value.tobytes()))]))
+            continue
+        if repr(value) not in known:
+            storages: list[int | bytes] = []
+            layout = surround(METADATA, saved(value, storages), storages)
+            known[repr(value)] = files.keep(b"".join(data for _, data in layout.known))
+        objects.append((path, known[repr(value)]))
+    return objects
+
+
+def _by_path(groups: Sequence[Group]) -> Iterator[tuple[Path, Any]]:
+    """Yield every setting in the two forms that torch saves: by group, and by parameter."""
+    for number, group in enumerate(groups):
+        for setting, value in group.items():
+            listed = [as_numbered(each) for each in value] if setting == PARAMS else value
+            yield group_path(number, setting), listed
+    settings = sum(len(group[PARAMS]) * (len(group) - 1) for group in groups)
+    for group in groups if settings <= _MOST_FLAT else ():
+        for parameter in group[PARAMS]:
+            for setting, value in group.items():
+                if setting != PARAMS and isinstance(as_numbered(parameter), str):
+                    yield flat_path(parameter, setting), value
+
+
+def _metadata(tensors: _Chunks, objects: _Objects) -> Object:
     """Return the description of everything, as torch's classes hold it."""
     properties = {tensor.dtype: _properties(tensor.dtype) for tensor, _ in tensors}
     described, paths, stored = {}, {}, {}
@@ -221,8 +297,12 @@ def _metadata(tensors: Sequence[tuple[_Tensor, Sequence[_Chunk]]]) -> Object:
         paths[key] = tensor.path
         for number, (start, _, payload) in enumerate(chunks):
             index = _made("MetadataIndex", fqn=key, index=number, offset=_size(start))
-            state = {"relative_path": payload.file, "offset": payload.offset, "length": payload.length}
-            stored[index] = Object(Global(_STORED_MODULE, "_StorageInfo"), state=state, new=True)
+            stored[index] = _place(payload)
+    for path, payload in objects:
+        key = joined(path)
+        described[key] = Object(Global(_METADATA_MODULE, "BytesStorageMetadata"), new=True)
+        paths[key] = path
+        stored[_made("MetadataIndex", fqn=key, index=None, offset=None)] = _place(payload)
     about = _made("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[])
     return _made(
         "Metadata",
@@ -232,6 +312,11 @@ def _metadata(tensors: Sequence[tuple[_Tensor, Sequence[_Chunk]]]) -> Object:
         storage_meta=about,
         version=VERSION,
     )
+
+
+def _place(payload: Payload) -> Object:
+    state = {"relative_path": payload.file, "offset": payload.offset, "length": payload.length}
+    return Object(Global(_STORED_MODULE, "_StorageInfo"), state=state, new=True)
 
 
 def _properties(dtype: DType) -> Object:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from transaxle.formats.groups import GROUPS
 from transaxle.formats.state import OPTIMIZER, Path
 
-_WRITTEN = ("optimizer", "state")
+_OPTIMIZER = "optimizer"
+_WRITTEN = (_OPTIMIZER, "state")
 _NUMBER = re.compile(r"#(\d+)")
 _FLATTENED = re.compile(r"(?:(.+?)\.)?(optim|optimizer)\.((?:state|param_groups)\..+)", re.DOTALL)
 _WRAPPER = "app"
@@ -29,6 +31,22 @@ def path_of(name: str) -> Path:
         return (name,)
     number = _NUMBER.fullmatch(parameter)
     return (*_WRITTEN, number[1] if number else parameter, state)
+
+
+def group_path(number: int, setting: str) -> Path:
+    """Return the path of a setting of a group, where the optimizer's state is nested."""
+    return (_OPTIMIZER, GROUPS, number, setting)
+
+
+def flat_path(parameter: str, setting: str) -> Path:
+    """Return the path of a setting of a parameter, where the optimizer's state is flattened."""
+    return (_OPTIMIZER, f"{GROUPS}.{parameter}.{setting}")
+
+
+def as_numbered(parameter: str) -> str | int:
+    """Return what torch lists a parameter as: its name, or its number where it has no name."""
+    number = _NUMBER.fullmatch(parameter)
+    return int(number[1]) if number else parameter
 
 
 def paths_within(paths: Sequence[Path]) -> tuple[list[Path], str | None]:

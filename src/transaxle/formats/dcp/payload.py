@@ -9,6 +9,7 @@ number. So a strictly read archive serves as a stencil: whatever matches it is r
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from transaxle.errors import Refusal, TransaxleError, Where
@@ -19,12 +20,13 @@ from transaxle.formats.dcp.stencil import Stencils
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.faults import Faults
 from transaxle.formats.inline import number
-from transaxle.formats.pickled.descriptors import Scalar, TensorRef
+from transaxle.formats.pickled.descriptors import Quantized, Scalar, TensorRef
 from transaxle.formats.pickled.flatten import described
 from transaxle.formats.safetensors.header import read_header
 from transaxle.formats.state import Leaf
 from transaxle.formats.storage import Storage
 from transaxle.formats.torch_file.archive import LOCAL
+from transaxle.formats.torch_file.quantized import Layout, layout
 from transaxle.formats.torch_file.saved import DATA, Saved, read_saved
 from transaxle.formats.torch_file.stored import Stored
 from transaxle.formats.torch_file.views import REPEATED, ViewFault, place
@@ -45,6 +47,17 @@ class _Tensor(NamedTuple):
     """Bytes that it repeats by strides of zero."""
     stored: tuple[int, int]
     """First byte of its storage, from the archive's first byte, and bytes of it."""
+
+
+class QuantizedChunk(NamedTuple):
+    """A part of a tensor whose archive holds codes and scales (see `formats.torch_file.quantized`)."""
+
+    layout: Layout
+    """How they make values."""
+    parts: Mapping[str, Entry]
+    """What follows the tensor's name -> this chunk's own buffer."""
+    dtype: str
+    """torch's name of the type that the tensor shows."""
 
 
 class _Object(NamedTuple):
@@ -74,13 +87,14 @@ class Payloads:
         self._sizes = sizes
         self._faults = faults
         self._stencils: Stencils[_Tensor | _Object] = Stencils(storage)
+        self._objects: dict[Payload, Leaf] = {}
         self._blobs: dict[tuple[str, int], _Blob | None] = {}
         self._taken: dict[str, list[tuple[int, int, str]]] = {}
         self._repeated = 0
         self.checksums: list[Checksum] = []
         """What the archives say of the tensors in them."""
 
-    def chunk(self, item: Item, chunk: Chunk) -> Extent | None:
+    def chunk(self, item: Item, chunk: Chunk) -> Extent | QuantizedChunk | None:
         """Return where the bytes of a chunk lie; None if something is wrong with it."""
         payload = chunk.payload
         if payload is None or not self._inside(item.key, payload):
@@ -95,27 +109,40 @@ class Payloads:
         if isinstance(found, _Object):
             self._fault(item.key, payload.file, f"its archive holds no tensor: {described(found.value)}")
             return None
+        if isinstance(found, QuantizedChunk):
+            return found if self._alike(item, chunk, payload, found.dtype, found.layout.shape) else None
         if match and match.crc32:
             offset, size = found.stored
             self._note(payload, offset, size, match.crc32)
         return self._checked(item, chunk, payload, found)
 
     def leaf(self, item: Item) -> Leaf | None:
-        """Return what an item holds that is no tensor; None if something is wrong with it."""
+        """Return what an object's archive holds; None if something is wrong with it.
+
+        Items of equal value may share an archive, unlike tensors.
+        """
         payload = item.payload
         if payload is None or not self._inside(item.key, payload):
             return None
+        known = self._objects.get(payload)
+        if known is not None:
+            return replace(known, path=item.path)
         match = self._stencils.match(payload)
         found = match.result if match else self._read(item.key, payload)
         self._take(item.key, payload.file, payload.offset, payload.offset + payload.length)
         if found is None:
             return None
+        if isinstance(found, QuantizedChunk):
+            return Leaf(item.path, "tensor", found)
         if isinstance(found, _Tensor):
             return Leaf(item.path, "other", None, "a tensor that was saved as an object")
         value = found.value
         if type(value) is Scalar or (type(value) in (int, float, bool) and number(value) is not None):
-            return Leaf(item.path, "number", value)
-        return Leaf(item.path, "other", value, described(value))
+            leaf = Leaf(item.path, "number", value)
+        else:
+            leaf = Leaf(item.path, "other", value, described(value))
+        self._objects[payload] = leaf
+        return leaf
 
     def check_overlaps(self) -> None:
         """Refuse archives that share bytes: two items would be one."""
@@ -142,7 +169,7 @@ class Payloads:
     def _is_archive(self, payload: Payload) -> bool:
         return self._storage.read(payload.file, payload.offset, min(len(LOCAL), payload.length)) == LOCAL
 
-    def _read(self, key: str, payload: Payload) -> _Tensor | _Object | None:
+    def _read(self, key: str, payload: Payload) -> _Tensor | QuantizedChunk | _Object | None:
         """Read an archive strictly."""
         try:
             saved = read_saved(self._storage, *payload)
@@ -153,15 +180,17 @@ class Payloads:
                 return None
             raise
         found = self._described(key, payload, saved)
-        if found is not None and self._is_archive(payload):
+        if isinstance(found, _Tensor | _Object) and self._is_archive(payload):
             self._stencils.learn(payload, found)
         for checksum in saved.checksums:
             if checksum.what.startswith(_RECORD):
                 self._note(payload, checksum.offset - payload.offset, checksum.size, checksum.crc32)
         return found
 
-    def _described(self, key: str, payload: Payload, saved: Saved) -> _Tensor | _Object | None:
+    def _described(self, key: str, payload: Payload, saved: Saved) -> _Tensor | QuantizedChunk | _Object | None:
         value = saved.value
+        if isinstance(value, Quantized):
+            return self._quantized(key, payload, value)
         if not isinstance(value, TensorRef) or not isinstance(value.storage, Stored):
             return _Object(value)
         try:
@@ -175,21 +204,49 @@ class Payloads:
         dtype = value.dtype or stored.dtype
         return _Tensor(dtype.name, value.shape, relative, repeated, (stored.offset - base, stored.nbytes))
 
-    def _checked(self, item: Item, chunk: Chunk, payload: Payload, found: _Tensor) -> Extent | None:
+    def _quantized(self, key: str, payload: Payload, value: Quantized) -> QuantizedChunk | None:
+        """Return the buffers of a quantized tensor; None if something is wrong with them."""
+        parts: dict[str, Entry] = {}
+        repeated = 0
+        try:
+            found = layout(value)
+            for end, part in found.parts.items():
+                entry, more = place(key + end, part.view, payload.file)
+                parts[end] = entry if part.dtype is None else replace(entry, dtype=part.dtype)
+                repeated += more
+        except ViewFault as fault:
+            self._faults.add(fault.code, fault.message, payload.file, key, fault.hint)
+            return None
+        return QuantizedChunk(found, parts, value.dtype.name) if self._is_held(key, payload, repeated) else None
+
+    def _alike(self, item: Item, chunk: Chunk, payload: Payload, dtype: str, shape: Shape) -> bool:
         """Compare an archive's tensor with what the metadata says of the chunk."""
         assert item.dtype is not None
-        if found.dtype != item.dtype.name:
-            message = f"the metadata says {item.dtype.name}, the file holds {found.dtype}"
+        if dtype != item.dtype.name:
+            message = f"the metadata says {item.dtype.name}, the file holds {dtype}"
             self._faults.add("DTYPE_MISMATCH", message, payload.file, item.key)
-            return None
-        if found.shape != chunk.shape:
-            message = f"the metadata says that its chunk is {list(chunk.shape)}, the file holds {list(found.shape)}"
+            return False
+        if shape != chunk.shape:
+            message = f"the metadata says that its chunk is {list(chunk.shape)}, the file holds {list(shape)}"
             self._faults.add("SHAPE_MISMATCH", message, payload.file, item.key)
-            return None
-        self._repeated += found.repeated
+            return False
+        return True
+
+    def _is_held(self, key: str, payload: Payload, repeated: int) -> bool:
+        """Count bytes that are claimed and not there, and tell whether there are too many."""
+        self._repeated += repeated
         if self._repeated > REPEATED:
             message = f"by strides of zero the files claim more than {REPEATED} bytes that they do not hold"
-            self._fault(item.key, payload.file, message)
+            self._fault(key, payload.file, message)
+            return False
+        return True
+
+    def _checked(self, item: Item, chunk: Chunk, payload: Payload, found: _Tensor) -> Extent | None:
+        """Return where an archive's tensor lies, if it is what the metadata says."""
+        assert item.dtype is not None
+        if not self._alike(item, chunk, payload, found.dtype, found.shape):
+            return None
+        if not self._is_held(item.key, payload, found.repeated):
             return None
         there = found.place
         start = logical(chunk.start, item.dtype.code)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from transaxle.errors import TransaxleError
@@ -17,13 +17,15 @@ from transaxle.formats.company import company
 from transaxle.formats.dcp.draft import FORMAT
 from transaxle.formats.dcp.keys import paths_within
 from transaxle.formats.dcp.metadata import METADATA, Chunk, Item, logical, read_metadata
-from transaxle.formats.dcp.payload import Payloads
+from transaxle.formats.dcp.payload import Payloads, QuantizedChunk
+from transaxle.formats.dcp.quantized import Whole, buffers, copies, whole
 from transaxle.formats.dcp.tiling import outside, tiled
 from transaxle.formats.dtype import ITEM_BITS
 from transaxle.formats.faults import Faults
+from transaxle.formats.groups import single
 from transaxle.formats.inline import Inline, Number, number
 from transaxle.formats.names import checked_parts
-from transaxle.formats.pickled.descriptors import Scalar
+from transaxle.formats.pickled.descriptors import NOTHING, Scalar
 from transaxle.formats.state import ROOT, Leaf, arrange
 from transaxle.formats.storage import Storage
 
@@ -69,16 +71,24 @@ def open_dcp(storage: Storage, path: str, member: str) -> Container:
     if faults:
         raise faults.error()
     paths, wrapper = paths_within([leaf.path for leaf in leaves])
-    state = arrange([replace(leaf, path=path) for leaf, path in zip(leaves, paths, strict=True)], file=member)
+    state = arrange(
+        [replace(leaf, path=path) for leaf, path in zip(leaves, paths, strict=True)],
+        file=member,
+        read=lambda tensor: single(inline, tensor.entry) if isinstance(tensor, _Tensor) else NOTHING,
+    )
     entries: dict[str, Entry] = {}
     twins: list[Twin] = []
+    quantized = {name: leaf.value for name, leaf in state.leaves.items() if isinstance(leaf.value, Whole)}
     for name, leaf in state.leaves.items():
         if leaf.kind == "number":
             entries[name] = _number(name, leaf.value, inline)
-        else:
+        elif name not in quantized:
             entries[name] = replace(leaf.value.entry, name=name)
             twins.extend(leaf.value.twins)
     metadata = state.metadata()
+    if quantized:
+        entries |= buffers(quantized, entries, member, metadata)
+        twins.extend(twin for each in quantized.values() for twin in each.twins)
     if wrapper and state.root:
         metadata[ROOT] = f"{wrapper}.{state.root}"
     files = {name: storage.size(name) for name in described} | sizes
@@ -169,6 +179,10 @@ def _leaf(held: _Held, payloads: Payloads, faults: Faults) -> Leaf | None:
     first, *others = (payloads.leaf(item) for item in (held.item, *held.others))
     if first and any(other is None or _differ(first, other) for other in others):
         return Leaf(first.path, "other", None, _DIFFERS)
+    if first and isinstance(first.value, QuantizedChunk):
+        one = first.value
+        twins = (twin for other in others if other for twin in copies(held.item.key, one, other.value, _WHY, faults))
+        return replace(first, value=Whole(one.layout.kind, one.parts, tuple(twins), one.layout.left))
     return first
 
 
@@ -178,7 +192,7 @@ def _differ(one: Leaf, two: Leaf) -> bool:
     return one.kind == "number" and _bytes(one.value) != _bytes(two.value)
 
 
-def _tensor(held: _Held, code: str, payloads: Payloads, faults: Faults) -> _Tensor | None:
+def _tensor(held: _Held, code: str, payloads: Payloads, faults: Faults) -> _Tensor | Whole | None:
     """Find every chunk of a tensor; None if they are not all of it, once."""
     item = held.item
     if code not in ITEM_BITS:
@@ -198,13 +212,22 @@ def _tensor(held: _Held, code: str, payloads: Payloads, faults: Faults) -> _Tens
     if lost:
         faults.add("INCOMPLETE", f"no file is said to hold {lost} of its {len(chunks)} chunks", held.file, item.key)
         return None
-    extents = {chunk[:2]: payloads.chunk(item, chunk) for chunk in chunks}
-    twins = [_twin(held, code, extents.get(copy[:2]), payloads.chunk(item, copy)) for copy in copies]
-    found = sorted((extent for extent in extents.values() if extent), key=lambda extent: extent.start)
-    if len(found) < len(chunks):
+    places = {chunk[:2]: payloads.chunk(item, chunk) for chunk in chunks}
+    pairs = [(places.get(copy[:2]), payloads.chunk(item, copy)) for copy in copies]
+    found = [place for place in places.values() if isinstance(place, Extent)]
+    quantized = [(chunk, place) for chunk in chunks if isinstance(place := places[chunk[:2]], QuantizedChunk)]
+    twins = tuple(twin for pair in pairs for twin in _twins(held, code, *pair, faults))
+    if len(found) + len(quantized) < len(chunks):
         return None
-    entry = Entry(item.key, code, logical(item.shape, code), tuple(found))
-    return _Tensor(entry, tuple(twin for twin in twins if twin))
+    if quantized and found:
+        message = f"{len(quantized)} of its {len(chunks)} chunks are quantized, and the others are not"
+        faults.add("DTYPE_MIXED", message, held.file, item.key)
+        return None
+    if quantized:
+        one = whole(item.key, item.shape, quantized, held.file, faults)
+        return replace(one, twins=one.twins + twins) if one else None
+    found.sort(key=lambda extent: extent.start)
+    return _Tensor(Entry(item.key, code, logical(item.shape, code), tuple(found)), twins)
 
 
 def _is_empty(item: Item, chunk: Chunk) -> bool:
@@ -212,15 +235,20 @@ def _is_empty(item: Item, chunk: Chunk) -> bool:
     return 0 in chunk.shape and not outside(item.shape, chunk[:2])
 
 
-def _twin(held: _Held, code: str, one: Extent | None, two: Extent | None) -> Twin | None:
-    """Return two copies of one chunk, each as a tensor of its own."""
-    if one is None or two is None:
-        return None
+def _twins(
+    held: _Held, code: str, one: Extent | QuantizedChunk | None, two: Extent | QuantizedChunk | None, faults: Faults
+) -> Iterator[Twin]:
+    """Yield two copies of one chunk, each as a tensor of its own; a quantized one as its buffers."""
     key = held.item.key
-    first, second = (
-        Entry(key, code, extent.shape, (replace(extent, start=(0,) * len(extent.start)),)) for extent in (one, two)
-    )
-    return Twin(first, second, _WHY.format(one.file, two.file, key))
+    if isinstance(one, Extent) and isinstance(two, Extent):
+        first, second = (
+            Entry(key, code, extent.shape, (replace(extent, start=(0,) * len(extent.start)),)) for extent in (one, two)
+        )
+        yield Twin(first, second, _WHY.format(one.file, two.file, key))
+    elif isinstance(one, QuantizedChunk) and isinstance(two, QuantizedChunk):
+        yield from copies(key, one, two, _WHY, faults)
+    elif one is not None and two is not None:
+        faults.add("DTYPE_MIXED", "a rank's chunk is quantized, and its copy on another rank is not", held.file, key)
 
 
 def _number(name: str, value: Number | Scalar, inline: Inline) -> Entry:

@@ -45,7 +45,10 @@ class Categories:
         self._info = info
         version = info.get(keys.INFO_VERSION)
         self.version = 0.0 if version is None else version.real()
-        # Lists without a pattern that says why something is unsupported were written by a training framework.
+        if self.version > keys.INFO_CURRENT:
+            message = f"the metadata is of version {self.version}; up to {keys.INFO_CURRENT} is known"
+            raise refuse("UNSUPPORTED", message, file=info.file)
+        # Lists without a list of what is unsupported were written by a training framework, not by AutoTP.
         self._of_framework = info.get(keys.UNSUPPORTED_PATTERNS) is None
         self._lists = {
             key: Patterns(_texts(info, key))
@@ -76,16 +79,13 @@ class Categories:
             Refused: CORRUPT where lists contradict each other; SHAPE_MISMATCH where the shapes do not
                 fit; UNSUPPORTED for an uneven cut that the metadata does not describe.
         """
-        kinds = [key for key in (*self._cuts(), keys.SUB_PARAMS) if self._match(key, name)]
-        if len(kinds) > 1:
-            raise self._fault(name, f"it is in several lists: {', '.join(kinds)}", "CORRUPT")
-        kind = kinds[0] if kinds else ""
+        kind = self.kind(name)
         if kind in (keys.REPLICATED_PATTERNS, keys.AVERAGED_PATTERNS):
             if len(set(shards)) > 1:
                 raise self._fault(name, f"all ranks hold it, but in different shapes: {_listed(shards)}")
             return whole(shards[0], len(shards))
         if kind == keys.SUB_PARAMS:
-            return self._parts(name, self._fused[self._fused_patterns.match(name)[0]], shards)
+            return self._parts(name, self.fused(name), shards)
         dim = 1 if kind == keys.ROW_PATTERNS else 0
         rows = self._rows(name, shards, dim)
         if kind == keys.HALVES_PATTERNS:
@@ -93,8 +93,29 @@ class Categories:
                 raise self._fault(name, f"shards of {rows} rows do not consist of two halves")
             halves = tuple(count // 2 for count in rows)
             return by_widths(_joined(shards, dim), dim, (halves, halves))
-        spread = by_widths(_joined(shards, dim), dim, (rows,))
-        return self._true_vocabulary(name, spread)
+        return by_widths(_joined(shards, dim), dim, (rows,))
+
+    def unpadded(self, name: str, spread: Spread) -> Spread:
+        """Take the padding off a vocabulary.
+
+        AutoTP pads nothing; it puts parameters into this list by looking for `embed` in their names. So there the list
+        says nothing about rows, unless it also gives the padded size.
+
+        Raises:
+            Refused: CORRUPT where the true size is missing; SHAPE_MISMATCH where sizes contradict the shards.
+        """
+        if not self.pads(name):
+            return spread
+        padded = self._info.get(keys.PADDED_VOCABULARY)
+        rows = self._info.get(keys.TRUE_VOCABULARY)
+        if rows is None:
+            raise self._fault(name, f"it is a padded vocabulary, and {keys.TRUE_VOCABULARY} is missing", "CORRUPT")
+        have = spread.shape[0] if spread.shape else 0
+        if padded is not None and padded.natural() != have:
+            raise self._fault(name, f"{keys.PADDED_VOCABULARY} is {padded.natural()}, its shards have {have} rows")
+        if rows.natural() > have:
+            raise self._fault(name, f"{keys.TRUE_VOCABULARY} is {rows.natural()}, its shards have {have} rows")
+        return clipped(spread, rows.natural())
 
     @property
     def any(self) -> bool:
@@ -105,11 +126,40 @@ class Categories:
 
     def names(self, name: str) -> bool:
         """Tell whether a list says how a parameter is cut."""
-        return any(self._match(key, name) for key in (*self._cuts(), keys.SUB_PARAMS))
+        return bool(self._kinds(name))
 
     def pipeline_copy(self, name: str) -> bool:
         """Tell whether several pipeline stages hold a parameter."""
         return self._match(keys.PIPELINE_PATTERNS, name)
+
+    def pads(self, name: str) -> bool:
+        """Tell whether a parameter is a padded vocabulary."""
+        meant = self._of_framework or self._info.get(keys.PADDED_VOCABULARY) is not None
+        return meant and self._match(keys.VOCABULARY_PATTERNS, name)
+
+    def kind(self, name: str) -> str:
+        """Return the list that says how a parameter is cut; empty for along dim 0, in one part.
+
+        Raises:
+            Refused: CORRUPT where lists contradict each other.
+        """
+        kinds = self._kinds(name)
+        if len(kinds) > 1:
+            raise self._fault(name, f"it is in several lists: {', '.join(kinds)}", "CORRUPT")
+        return kinds[0] if kinds else ""
+
+    def fused(self, name: str) -> Fused:
+        """Return the parts of a parameter whose kind is that of the fused ones."""
+        return self._fused[self._fused_patterns.match(name)[0]]
+
+    def only_rows(self, name: str) -> bool:
+        """Tell whether the lists say of a parameter no more than that AutoTP cut it along dim 1, in whatever order."""
+        return not self._of_framework and self._kinds(name) == [keys.ROW_PATTERNS]
+
+    def _kinds(self, name: str) -> list[str]:
+        """Return the lists that say how a parameter is cut; AutoTP also calls fused ones row-parallel if they are."""
+        found = [key for key in (*self._cuts(), keys.SUB_PARAMS) if self._match(key, name)]
+        return [keys.SUB_PARAMS] if found == [keys.ROW_PATTERNS, keys.SUB_PARAMS] else found
 
     @staticmethod
     def _cuts() -> tuple[str, ...]:
@@ -157,32 +207,13 @@ class Categories:
             raise self._fault(name, f"{rows} rows are not {count} equal parts")
         return (rows // count,) * count
 
-    def _true_vocabulary(self, name: str, spread: Spread) -> Spread:
-        """Take the padding off a vocabulary that a training framework padded.
-
-        DeepSpeed's own AutoTP pads nothing; it puts parameters into this list by looking for `embed` in their names,
-        so there the list says nothing about rows.
-        """
-        if not self._of_framework or not self._match(keys.VOCABULARY_PATTERNS, name):
-            return spread
-        rows = self._info.get(keys.TRUE_VOCABULARY)
-        padded = self._info.get(keys.PADDED_VOCABULARY)
-        if rows is None:
-            raise self._fault(name, f"it is a padded vocabulary, and {keys.TRUE_VOCABULARY} is missing", "CORRUPT")
-        have = spread.shape[0]
-        if padded is not None and padded.natural() != have:
-            raise self._fault(name, f"{keys.PADDED_VOCABULARY} is {padded.natural()}, its shards have {have} rows")
-        if rows.natural() > have:
-            raise self._fault(name, f"{keys.TRUE_VOCABULARY} is {rows.natural()}, its shards have {have} rows")
-        return clipped(spread, rows.natural())
-
     def _read_fused(self) -> list[tuple[str, Fused]]:
         found: list[tuple[str, Fused]] = []
         listed = self._info.get(keys.SUB_PARAMS)
         widths = self._info.get(keys.SHARD_WIDTHS)
         given = {} if widths is None else dict(widths.named())
         for entry in [] if listed is None else listed.list():
-            sizes = tuple(_size(item) for item in entry[keys.SHAPE].list())
+            sizes = tuple(size_of(item) for item in entry[keys.SHAPE].list())
             dim = entry[keys.PARTITION_DIM].natural()
             if dim >= len(sizes):
                 raise entry.fault(f"{keys.PARTITION_DIM} is {dim}, its shape has {len(sizes)} dims")
@@ -204,7 +235,12 @@ def _texts(info: Node, key: str) -> tuple[str, ...]:
     return () if found is None else found.texts()
 
 
-def _size(node: Node) -> int | tuple[int, ...]:
+def size_of(node: Node) -> int | tuple[int, ...]:
+    """Return the size of one dim of a fused parameter: a number, those of its parts, or -1 for what is left.
+
+    Raises:
+        Refused: CORRUPT for anything else.
+    """
     if node.is_list:
         sizes = node.naturals()
         if not sizes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from transaxle.errors import refuse
 from transaxle.formats.deepspeed import keys
@@ -14,12 +15,12 @@ _PREFIX = "(?:bf16_|fp16_)?"
 _ZERO = re.compile(rf"{_PREFIX}zero_pp_rank_(\d{{1,6}})_mp_rank_(\d{{1,6}})(_model_states|_?optim_states)\.pt")
 _MODEL = re.compile(r"mp_rank_(\d{1,6})_model_states\.pt")
 _LAYER = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt")
-_EXPERT = re.compile(
-    r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_\d+_mp_rank_\d+_optim_states\.pt"
-)
+_EXPERT = re.compile(r"(?:layer_(\d{1,6})_)?expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
+_NUMBERED = re.compile(r"expp_rank_\d{1,6}_mp_rank_\d{1,6}_optim_states\.pt")
 _MODEL_STATES = "_model_states"
 _HINT = "A checkpoint of a run whose ranks write to their own disks must be gathered into one folder first."
 
+_Rank = TypeVar("_Rank", int, tuple[int, int])
 ModelRank = int
 """Number of a rank that holds a part of the model: pipeline stage times tensor-parallel degree plus rank."""
 
@@ -34,6 +35,10 @@ class RankFiles:
     """Model rank -> data-parallel rank -> optimizer file; empty without ZeRO."""
     layers: Mapping[int, Mapping[int, str]]
     """Layer of a pipeline -> tensor-parallel rank -> file."""
+    experts: Mapping[ModelRank, Mapping[tuple[int, int], str]]
+    """Tensor-parallel rank -> (mixture, expert) -> file; the mixture is -1 in files that hold all of them."""
+    numbered: tuple[str, ...]
+    """Optimizer files of expert-parallel ranks without ZeRO: they name no parameter."""
     zero3: bool
     """The model files are cut over the data-parallel ranks."""
 
@@ -41,12 +46,13 @@ class RankFiles:
     def all(self) -> tuple[str, ...]:
         """All of them."""
         grids = (*self.model.values(), *self.optimizer.values(), *self.layers.values())
-        return tuple(name for ranks in grids for name in ranks.values())
+        names = [name for ranks in grids for name in ranks.values()]
+        return (*names, *(name for mine in self.experts.values() for name in mine.values()), *self.numbered)
 
 
 def is_rank_file(name: str) -> bool:
     """Tell whether a name is that of a rank's file."""
-    return any(pattern.fullmatch(name) for pattern in (_ZERO, _MODEL, _LAYER, _EXPERT))
+    return any(pattern.fullmatch(name) for pattern in (_ZERO, _MODEL, _LAYER, _EXPERT, _NUMBERED))
 
 
 def sort_files(names: Iterable[str], folder: str) -> RankFiles:
@@ -57,38 +63,39 @@ def sort_files(names: Iterable[str], folder: str) -> RankFiles:
         folder: its name, for errors.
 
     Raises:
-        Refused: INCOMPLETE naming every missing rank; CORRUPT naming files that claim the same rank; UNSUPPORTED for
-            expert-parallel layers.
+        Refused: INCOMPLETE naming every missing rank; CORRUPT naming files that claim the same rank.
     """
     model: dict[int, dict[int, str]] = {}
     optimizer: dict[int, dict[int, str]] = {}
     layers: dict[int, dict[int, str]] = {}
+    experts: dict[int, dict[tuple[int, int], str]] = {}
+    numbered: list[str] = []
     zero3 = False
     faults = Faults()
     for name in sorted(names):
-        if _EXPERT.fullmatch(name):
-            message = (
-                "the experts of a mixture are cut over ranks in files of their own, which this version cannot read"
-            )
-            faults.add("UNSUPPORTED", message, name)
+        if found := _EXPERT.fullmatch(name):
+            held = experts.setdefault(int(found[3]), {})
+            _claim(held, (int(found[1] or -1), int(found[2])), name, faults)
+        elif _NUMBERED.fullmatch(name):
+            numbered.append(name)
         elif found := _ZERO.fullmatch(name):
             grid = model if found[3] == _MODEL_STATES else optimizer
             zero3 |= grid is model
-            _claim(grid, int(found[2]), int(found[1]), name, faults)
+            _claim(grid.setdefault(int(found[2]), {}), int(found[1]), name, faults)
         elif found := _MODEL.fullmatch(name):
-            _claim(model, int(found[1]), 0, name, faults)
+            _claim(model.setdefault(int(found[1]), {}), 0, name, faults)
         elif found := _LAYER.fullmatch(name):
-            _claim(layers, int(found[1]), int(found[2] or 0), name, faults)
+            _claim(layers.setdefault(int(found[1]), {}), int(found[2] or 0), name, faults)
     if not model and not optimizer:
         raise refuse("INCOMPLETE", f"no file *{keys.MODEL_END} is there", file=folder, hint=_HINT)
     _complete(model, optimizer, zero3, faults)
     if faults:
         raise faults.error()
-    return RankFiles(model, optimizer, layers, zero3)
+    return RankFiles(model, optimizer, layers, experts, tuple(numbered), zero3)
 
 
-def _claim(grid: dict[int, dict[int, str]], first: int, second: int, name: str, faults: Faults) -> None:
-    taken = grid.setdefault(first, {}).setdefault(second, name)
+def _claim(held: dict[_Rank, str], rank: _Rank, name: str, faults: Faults) -> None:
+    taken = held.setdefault(rank, name)
     if taken != name:
         faults.add(
             "CORRUPT", f"{taken} is of the same rank", name, hint="Remove the one that is not of this checkpoint."

@@ -60,18 +60,23 @@ class Info:
         if described is not None:
             unfolded = described
             described = self._named(name, lambda: folded(unfolded, shards))
-        if described is not None and (described.scaled or not self._categories.names(name)):
-            return described  # the lists cannot say that, or do not
         if described is None and not self._categories.any:
             raise refuse("UNSUPPORTED", "the metadata does not describe it", file=self._file, tensor=name)
-        listed = self._named(name, lambda: self._categories.spread(name, shards))
-        if described is not None and not same(described, listed):
+        if described is None or (not described.scaled and self._categories.names(name)):
+            listed = self._named(name, lambda: self._categories.spread(name, shards))
+            described = listed if described is None else self._agreed(name, described, listed)
+        return self._categories.unpadded(name, described)
+
+    def _agreed(self, name: str, described: Spread, listed: Spread) -> Spread:
+        """Hold two descriptions of a parameter against each other; the affine one may say in which order rows lie."""
+        finer = self._categories.only_rows(name) and _along(described, 1) and described.shards == listed.shards
+        if described.shape != listed.shape or not (finer or same(described, listed)):
             message = (
                 f"its two descriptions disagree: the affine one has shape {list(described.shape)}, "
                 f"the lists give {list(listed.shape)}, or other places"
             )
             raise refuse("CORRUPT", message, file=self._file, tensor=name)
-        return listed if described is None else described
+        return described
 
     def _named(self, name: str, make: Callable[[], Spread]) -> Spread:
         """Make a spread; a refusal that names no tensor gets this one."""
@@ -81,3 +86,14 @@ class Info:
             raise gathered(
                 replace(refusal, where=Where(refusal.where.file or self._file, name)) for refusal in error.refusals
             ) from None
+
+
+def _along(spread: Spread, dim: int) -> bool:
+    """Tell whether a parameter is cut along this dim only."""
+    return all(
+        size == whole
+        for held in spread.blocks
+        for block in held
+        for at, (size, whole) in enumerate(zip(block.shape, spread.shape, strict=True))
+        if at != dim
+    )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from transaxle.formats import groups
+
 FORMAT: Final = "deepspeed"
 UNIVERSAL: Final = "deepspeed-universal"
 
@@ -39,6 +41,10 @@ SKIPPED_STEPS: Final = "skipped_steps"
 SCHEDULER: Final = "lr_scheduler"
 EXPERT_LAYERS: Final = ("ds_autoep_layers", "autoep_layers")
 NUM_EXPERTS: Final = "num_experts"
+EXPERTS: Final = ".deepspeed_experts."
+"""Stands before an expert's number in the names of DeepSpeed's own mixtures."""
+CONFIG: Final = "ds_config"
+DATA_BEFORE_EXPERTS: Final = "use_data_before_expert_parallelism"
 VERSION: Final = "ds_version"
 
 # A rank's optimizer file.
@@ -47,6 +53,8 @@ BASE_STATE: Final = "base_optimizer_state"
 BASE_STEP: Final = "base_optimizer_state_step"
 MASTER: Final = "single_partition_of_fp32_groups"
 MASTER_ZERO3: Final = "fp32_flat_groups"
+MASTERS: Final = "fp32_groups"
+MASTERS_FLAT: Final = "fp32_groups_flat"
 PARTITION_GROUPS: Final = "ds_zero_partition_groups"
 GROUP_PADDINGS: Final = "group_paddings"
 PARAM_PADDINGS: Final = "param_alignment_paddings"
@@ -58,8 +66,8 @@ DYNAMIC_SCALE: Final = "dynamic_loss_scale"
 OVERFLOW: Final = "overflow"
 CLIP: Final = "clip_grad"
 STATES: Final = "state"
-GROUPS: Final = "param_groups"
-PARAMS: Final = "params"
+GROUPS: Final = groups.GROUPS
+PARAMS: Final = groups.PARAMS
 STEP: Final = "step"
 FP32: Final = "fp32"
 
@@ -69,6 +77,7 @@ CAT_DIM: Final = "cat_dim"
 SUB_COUNT: Final = "param_n_sub_params"
 SUB_SHAPE: Final = "sub_param_shape"
 VOCABULARY: Final = "vocab_tensor"
+EXPERT: Final = "is_expert_param"
 
 # Universal-checkpoint metadata of a model, in every model and optimizer file.
 INFO: Final = "universal_checkpoint_info"

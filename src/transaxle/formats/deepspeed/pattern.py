@@ -18,6 +18,8 @@ _CLASSES = {"d": "0123456789", "w": None}
 _SPECIAL = frozenset("()[]{}|")
 _HINT = "Patterns are escaped names, or names with `.`, `\\d`, `\\w`, and one of `*`, `+`, `?` after any of these."
 _LONGEST = 4096
+_AT_FIRST, _EACH = 1 << 20, 1 << 12
+"""Steps of matching that are allowed at all, and more for each name: real patterns take a few hundred a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,15 @@ class Pattern:
 
     def matches(self, name: str) -> bool:
         """Tell whether the pattern matches."""
+        return self.walk(name)[0]
+
+    def walk(self, name: str) -> tuple[bool, int]:
+        """Tell whether the pattern matches, and how many steps that took."""
         states = self._open({0})
+        steps = len(states)
         for character in name:
             if not self.full and len(self.atoms) in states:
-                return True
+                return True, steps
             states = self._open(
                 {
                     state if self.atoms[state].many else state + 1
@@ -72,9 +79,10 @@ class Pattern:
                     if state < len(self.atoms) and self.atoms[state].many and self.atoms[state].takes(character)
                 }
             )
+            steps += len(states)
             if not states:
-                return False
-        return len(self.atoms) in states
+                return False, steps
+        return len(self.atoms) in states, steps
 
     def _open(self, states: set[int]) -> set[int]:
         """Add the states that are reached by leaving out atoms that may be left out."""
@@ -129,11 +137,24 @@ class Patterns:
         parsed = [parse(text) for text in dict.fromkeys(texts)]
         self._literal: Mapping[str, str] = {p.literal: p.text for p in parsed if p.literal is not None}
         self._others = [p for p in parsed if p.literal is None]
+        self._steps = _AT_FIRST
 
     def match(self, name: str) -> tuple[str, ...]:
-        """Return the patterns that match a name."""
+        """Return the patterns that match a name.
+
+        Raises:
+            Refused: UNSUPPORTED where that takes far longer than with any real patterns.
+        """
         found = [self._literal[name]] if name in self._literal else []
-        return (*found, *(p.text for p in self._others if p.matches(name)))
+        self._steps += _EACH
+        for pattern in self._others:
+            matched, steps = pattern.walk(name)
+            self._steps -= steps
+            if self._steps < 0:
+                raise refuse("UNSUPPORTED", "matching its name patterns takes too long", hint=_HINT)
+            if matched:
+                found.append(pattern.text)
+        return tuple(found)
 
 
 def escaped(name: str) -> str:

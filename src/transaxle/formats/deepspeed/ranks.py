@@ -12,10 +12,15 @@ from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.flat import Shape, Vector
 from transaxle.formats.deepspeed.node import Node
 from transaxle.formats.dtype import BITS
+from transaxle.formats.groups import plain as plain_setting
 from transaxle.formats.inline import Inline, number
-from transaxle.formats.pickled.descriptors import Object, Scalar, TensorRef
+from transaxle.formats.pickled.descriptors import NOTHING, Object, Scalar, TensorRef
+from transaxle.formats.pickled.flatten import described
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.torch_file.views import ViewFault, place
+
+_DEEPEST, _MOST = 8, 1_000_000
+"""Levels of a setting, and values in it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,11 +155,20 @@ def read_state(inline: Inline, file: str) -> RankState:
         held = base[keys.STATES]
         states = [held.get(index) for index in range(len(masters))]
         settings = [(each[keys.PARAMS].naturals(), each) for each in base[keys.GROUPS].list()]
+        for _, each in settings:
+            _note_odd(reader, each)
     if len(states) != len(masters):
         raise base.fault(f"{len(states)} groups of states for {len(masters)} of weights")
     step = _common_step(root, settings)
     groups = [_group(reader, master, state, step) for master, state in zip(masters, states, strict=True)]
     return RankState(file, stage, tuple(groups), root, tuple(settings), reader.left, saved.checksums)
+
+
+def _note_odd(reader: Tensors, settings: Node) -> None:
+    """Note the settings of a group that are no plain data."""
+    for _, node in settings.named():
+        if plain_setting(node.value) is NOTHING:
+            reader.left[".".join(node.path)] = described(node.value)
 
 
 def _stage(root: Node) -> int:
@@ -265,16 +279,27 @@ def _pairs(node: Node) -> Iterator[tuple[str, str]]:
         yield alias, target.text()
 
 
-def plain(node: Node, depth: int = 0) -> Any:
-    """Return a setting as plain data: numbers, texts, lists and dicts of them; None for anything else."""
+def plain(node: Node) -> Any:
+    """Return a setting as plain data: numbers, texts, lists and dicts of them; None for anything else.
+
+    Raises:
+        Refused: CORRUPT where it describes more than any real one: a list may be shared again and again.
+    """
+    return _plain(node, _DEEPEST, [_MOST])
+
+
+def _plain(node: Node, depth: int, left: list[int]) -> Any:
     value = node.value
-    if depth > 8:
+    left[0] -= 1
+    if left[0] < 0:
+        raise node.fault(f"it describes more than {_MOST} values")
+    if depth < 0:
         return None
     if isinstance(value, str | int | float | bool) or value is None:
         return value
     if node.is_list:
-        items = [plain(item, depth + 1) for item in node.list()]
+        items = [_plain(item, depth - 1, left) for item in node.list()]
         return tuple(items) if isinstance(value, tuple) else items
     if node.is_dict:
-        return {str(key): plain(item, depth + 1) for key, item in node.items() if isinstance(key, str | int)}
+        return {str(key): _plain(item, depth - 1, left) for key, item in node.items() if isinstance(key, str | int)}
     return None

@@ -6,6 +6,7 @@ lengths, maps, shapes and metadata of all files must agree, and what several ran
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -15,17 +16,21 @@ from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog import Checksum, Container, Entry, Twin
 from transaxle.formats.company import company
 from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed.experts import Shares, with_experts
 from transaxle.formats.deepspeed.files import ModelRank as Rank
 from transaxle.formats.deepspeed.files import RankFiles, sort_files
+from transaxle.formats.deepspeed.hints import hints_of, told_by
 from transaxle.formats.deepspeed.info import Info
+from transaxle.formats.deepspeed.numbered import read_numbered
 from transaxle.formats.deepspeed.ranks import RankModel, RankState, read_layer, read_model, read_state
 from transaxle.formats.deepspeed.run import DEGREES, RUN, run_of, state_groups
 from transaxle.formats.deepspeed.scale import unscaled
-from transaxle.formats.deepspeed.shard import Shard, merged
-from transaxle.formats.deepspeed.spread import whole
+from transaxle.formats.deepspeed.shard import Shard, merged, unspread
 from transaxle.formats.deepspeed.stage import ModelRank, Stage, assemble
+from transaxle.formats.deepspeed.told import Cutter, Told, untold
 from transaxle.formats.deepspeed.trained import trained
 from transaxle.formats.faults import Faults
+from transaxle.formats.groups import Group
 from transaxle.formats.inline import Inline
 from transaxle.formats.state import LEFT_BEHIND, OPTIMIZER
 from transaxle.formats.storage import Storage
@@ -38,6 +43,8 @@ TIES = "ties"
 SCRIPTS = frozenset({keys.LATEST, keys.LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py"})
 """Files beside the folders of steps that mean nothing elsewhere."""
 _TIED = "tied_modules."
+_OF_A_LAYER = re.compile(r"(\d{1,6})\.")
+_WITHOUT_ZERO = "the state of an optimizer without ZeRO"
 _NO_LOW = "ZeRO-3 saves no weights in low precision: its module holds empty placeholders"
 
 
@@ -49,6 +56,8 @@ class _Catalog:
     low: dict[str, Entry] = field(default_factory=dict)
     states: dict[str, dict[str, Entry]] = field(default_factory=dict)
     twins: list[Twin] = field(default_factory=list)
+    numbered: dict[str, Entry] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
     scaled: dict[str, float] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
 
@@ -69,7 +78,9 @@ class _Catalog:
             self.twins.append(Twin(first, entry, f"pipeline stage {number} and an earlier one hold the same tensor"))
 
 
-def open_deepspeed(storage: Storage, path: str, member: str, weights: Weights = "fp32") -> Container:
+def open_deepspeed(
+    storage: Storage, path: str, member: str, weights: Weights = "fp32", cutter: Cutter = untold
+) -> Container:
     """Open the checkpoint of one step.
 
     Args:
@@ -77,6 +88,7 @@ def open_deepspeed(storage: Storage, path: str, member: str, weights: Weights = 
         path: what the user typed.
         member: folder of the step; `HERE` for the path itself.
         weights: which weights the plain names stand for: the optimizer's, or the module's own in low precision.
+        cutter: says how tensor-parallel ranks were cut where the files do not.
 
     Raises:
         Refused: everything that is wrong with its files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
@@ -88,23 +100,28 @@ def open_deepspeed(storage: Storage, path: str, member: str, weights: Weights = 
     inline = Inline(storage)
     faults = Faults()
     models, states, layers, checksums = _read(inline, files, prefix, faults)
+    models = _with_experts(inline, models, files, prefix, checksums, faults)
     if faults:
         raise faults.error()
     pp, tp = degrees(models, files.layers.values(), len(files.optimizer.get(0, {})))
     catalog = _Catalog()
+    told = _told(models, layers, storage, cutter) if tp > 1 else None
     for stage in range(pp):
         numbers = [stage * tp + rank for rank in range(tp)]
-        catalog.add(_stage([(models[n], states.get(n, ())) for n in numbers], faults), stage)
-    _add_layers(catalog, layers, tp, faults)
+        catalog.add(_stage([(models[n], states.get(n, ())) for n in numbers], told, faults), stage)
+    _add_layers(catalog, layers, _info(models[0], told, tp), tp, faults)
+    if pp > 1 or layers:
+        _check_layers(catalog, models, layers, faults)
     if faults:
         raise faults.error()
     _share(catalog, models)
+    left_behind = _add_numbered(catalog, models, states, inline, files)
     entries = _entries(catalog, inline, weights, files)
     size = {f"{prefix}{name}": storage.size(f"{prefix}{name}") for name in files.all}
     around = company(storage, size)
     carried = tuple(name for name in around.carried if name not in SCRIPTS and name not in size)
     left = tuple(sorted({*around.ignored, *(set(around.carried) & SCRIPTS)} - {prefix}))
-    metadata = _metadata(catalog, models, states, (pp, tp))
+    metadata = _metadata(catalog, models, states, (pp, tp), left_behind)
     return Container(
         keys.FORMAT, path, inline, entries, size, metadata, carried, left, tuple(checksums), tuple(catalog.twins)
     )
@@ -153,6 +170,27 @@ def _read(
     return models, states, layers, checksums
 
 
+def _with_experts(
+    inline: Inline, models: _Models, files: RankFiles, prefix: str, checksums: list[Checksum], faults: Faults
+) -> _Models:
+    """Return the model files, each with the tensors of its experts."""
+    found = dict(models)
+    for rank, mine in files.experts.items():
+        read: dict[str, Mapping[str, Entry]] = {}
+        for name in mine.values():
+            try:
+                read[name], said = read_layer(inline, prefix + name)
+            except TransaxleError as error:
+                faults.extend(*error.refusals)
+                continue
+            checksums.extend(said)
+        if rank in found:
+            found[rank] = [with_experts(model, mine, read, faults) for model in found[rank]]
+        else:
+            faults.add("INCOMPLETE", f"there are experts of model rank {rank}, and no model file", inline.path)
+    return found
+
+
 def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int = 0) -> tuple[int, int]:
     """Return pipeline and tensor-parallel degree; their product is the number of model ranks.
 
@@ -174,15 +212,37 @@ def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int =
         pp = ranks // max(tp, 1)
     if pp * tp != ranks:
         message = f"it is of a run with {pp} pipeline stages and {tp} tensor-parallel ranks; there are {ranks} in all"
-        raise refuse("INCOMPLETE" if pp * tp > ranks else "CORRUPT", message, file=first.file)
+        if pp * tp > ranks:
+            raise refuse("INCOMPLETE", f"{message}, and no mp_rank_{ranks:02d}", file=first.file)
+        raise refuse("CORRUPT", message, file=first.file)
     world = first.root.get(keys.DP_WORLD)
     if world is not None and parts and world.natural() != parts:
         message = f"it is of a run with {world.natural()} data-parallel ranks; there are optimizer files of {parts}"
-        raise refuse("INCOMPLETE" if world.natural() > parts else "CORRUPT", message, file=first.file)
+        if world.natural() > parts:
+            raise refuse("INCOMPLETE", f"{message}, and no zero_pp_rank_{parts}", file=first.file)
+        raise refuse("CORRUPT", message, file=first.file)
     return pp, tp
 
 
-def _stage(ranks: Sequence[tuple[Sequence[RankModel], Sequence[RankState]]], faults: Faults) -> Stage:
+def _told(models: _Models, layers: _Layers, storage: Storage, cutter: Cutter) -> Told | None:
+    """Return what the tables say of the cuts; None where the files say it themselves."""
+    firsts = [ranks[0] for _, ranks in sorted(models.items())]
+    if all(model.root.get(keys.INFO) is not None for model in firsts):
+        return None
+    names = dict.fromkeys(
+        name
+        for model in firsts
+        for group in (model.module, *model.shapes, model.frozen)
+        for name in group
+        if name not in model.buffers
+    )
+    names |= dict.fromkeys(f"{number}.{name}" for number, ranks in layers.items() for name in ranks[0])
+    return Told(cutter, storage, tuple(names))
+
+
+def _stage(
+    ranks: Sequence[tuple[Sequence[RankModel], Sequence[RankState]]], told: Told | None, faults: Faults
+) -> Stage:
     """Put one pipeline stage together."""
     held = []
     twins: list[Twin] = []
@@ -196,10 +256,8 @@ def _stage(ranks: Sequence[tuple[Sequence[RankModel], Sequence[RankState]]], fau
         held.append(ModelRank(models, found))
     if len(held) < len(ranks):
         return Stage()
-    node = held[0].models[0].root.get(keys.INFO)
     try:
-        info = None if node is None or len(held) == 1 else Info(node, len(held))
-        stage = assemble(held, info, faults)
+        stage = assemble(held, _info(held[0].models, told, len(held)), faults)
     except TransaxleError as error:
         faults.extend(*error.refusals)
         return Stage()
@@ -207,29 +265,63 @@ def _stage(ranks: Sequence[tuple[Sequence[RankModel], Sequence[RankState]]], fau
     return stage
 
 
-def _add_layers(catalog: _Catalog, layers: _Layers, tp: int, faults: Faults) -> None:
+def _info(models: Sequence[RankModel], told: Told | None, tp: int) -> Info | Told | None:
+    """Return what says how parameters are cut: the files' own metadata, or the tables."""
+    node = models[0].root.get(keys.INFO)
+    return told if node is None or tp == 1 else Info(node, tp)
+
+
+def _add_layers(catalog: _Catalog, layers: _Layers, info: Info | Told | None, tp: int, faults: Faults) -> None:
     """Add what only the layer files of a pipeline hold: the module's tensors, and parameters that are not trained."""
     for number, ranks in layers.items():
-        for name in ranks[0]:
+        if len(ranks) != tp:
+            message = f"there are the files of {len(ranks)} of its {tp} tensor-parallel ranks"
+            faults.add("INCOMPLETE", message, f"layer {number}")
+            continue
+        for name in dict.fromkeys(name for rank in ranks for name in rank):
             full = f"{number}.{name}"
             known = catalog.weights.get(full)
             shared = next((one for one in catalog.weights if one.startswith(_TIED) and one.endswith(f".{name}")), None)
-            if known is None and shared is not None and not _trains(catalog, number):
-                catalog.low.setdefault(shared, ranks[0][name])
-                catalog.ties.setdefault(full, shared)
+            tied = known is None and shared is not None and not _trains(catalog, number)
+            own = shared if tied and shared is not None else full
+            if tied:
+                catalog.ties.setdefault(full, own)
+            if tied and own in catalog.low:
                 continue
-            if tp > 1:
-                faults.add("UNSUPPORTED", "the layer files of tensor-parallel pipelines are not read", None, full)
-                return
-            shard = Shard(ranks[0][name].dtype, ranks[0][name].shape, ranks[0][name].extents, "")
-            entry, _ = merged(full, [shard], whole(shard.shape, 1))
-            catalog.low[full] = entry
-            catalog.weights.setdefault(full, entry)
+            try:
+                entry, twins = _beside(own, [rank.get(name) for rank in ranks], info)
+            except TransaxleError as error:
+                faults.extend(*error.refusals)
+                continue
+            catalog.twins.extend(twins)
+            catalog.low[own] = entry
+            catalog.weights.setdefault(own, entry)
+
+
+def _check_layers(catalog: _Catalog, models: _Models, layers: _Layers, faults: Faults) -> None:
+    """Miss the layers of a pipeline that have parameters and no file."""
+    frozen = (name for ranks in models.values() for name in ranks[0].frozen)
+    numbers = {int(found[1]) for name in (*catalog.states, *frozen) if (found := _OF_A_LAYER.match(name))}
+    for number in sorted(numbers - layers.keys()):
+        faults.add("INCOMPLETE", "it has parameters, and its file is missing", f"layer {number}")
+
+
+def _beside(name: str, held: Sequence[Entry | None], info: Info | Told | None) -> tuple[Entry, list[Twin]]:
+    """Put a tensor of a layer together from its tensor-parallel ranks' files."""
+    shards = [Shard(entry.dtype, entry.shape, entry.extents, "") for entry in held if entry is not None]
+    if len(shards) < len(held):
+        raise refuse("INCOMPLETE", f"{len(held) - len(shards)} of {len(held)} ranks' files do not hold it", tensor=name)
+    spread = unspread(shards) if info is None else info.spread(name, tuple(shard.shape for shard in shards))
+    return merged(name, shards, spread)
 
 
 def _trains(catalog: _Catalog, layer: int) -> bool:
     """Tell whether any parameter of a layer is trained under the layer's own name."""
     return any(name.startswith(f"{layer}.") for name in catalog.states)
+
+
+def _all_experts(model: RankModel, states: Sequence[RankState]) -> RankModel:
+    return model if states[0].stage == 3 else Shares(model, states).named()
 
 
 def _share(catalog: _Catalog, models: _Models) -> None:
@@ -248,6 +340,10 @@ def _entries(catalog: _Catalog, inline: Inline, weights: Weights, files: RankFil
     if weights == "lp" and files.zero3:
         raise refuse("UNSUPPORTED", _NO_LOW, file=inline.path, hint="Leave out --weights lp.")
     chosen = catalog.low if weights == "lp" else catalog.weights
+    for name in catalog.states if weights == "lp" else ():
+        if name not in chosen and name in catalog.weights and catalog.weights[name].nbytes:
+            message = "it is trained, and no file holds it in low precision"
+            raise refuse("INCOMPLETE", message, file=inline.path, tensor=name, hint="Leave out --weights lp.")
     entries = {name: Entry(name, entry.dtype, entry.shape, entry.extents) for name, entry in chosen.items()}
     for name, factor in catalog.scaled.items():
         if name in entries:
@@ -255,23 +351,50 @@ def _entries(catalog: _Catalog, inline: Inline, weights: Weights, files: RankFil
     for parameter, states in catalog.states.items():
         for state, entry in states.items():
             name = f"{OPTIMIZER}{parameter}/{state}"
+            if name in entries:
+                raise refuse("NAME_COLLISION", f"a parameter has the name of a state of {parameter}", tensor=name)
             entries[name] = Entry(name, entry.dtype, entry.shape, entry.extents)
+    entries |= catalog.numbered
     return {name: entry for name, entry in entries.items() if prod(entry.shape) or entry.extents or entry.shape}
 
 
-def _metadata(catalog: _Catalog, models: _Models, states: _States, shape: tuple[int, int]) -> dict[str, Any]:
+def _add_numbered(
+    catalog: _Catalog, models: _Models, states: _States, inline: Inline, files: RankFiles
+) -> dict[str, str]:
+    """Add the state of an optimizer without ZeRO; return what of it is left behind.
+
+    Its numbers are those of one rank's parameters: where several ranks hold parts of the model, there is no telling
+    which parts belong together.
+    """
+    left = dict.fromkeys(files.numbered, f"{_WITHOUT_ZERO}, of one expert-parallel rank")
+    if states or models[0][0].root.get(keys.OPTIMIZER) is None:
+        return left
+    if len(models) > 1 or files.numbered:
+        return left | {keys.OPTIMIZER: f"{_WITHOUT_ZERO}, of one of several ranks"}
+    found, more, groups = read_numbered(models[0][0], inline)
+    catalog.numbered |= found
+    catalog.groups.extend(groups)
+    return {**left, **more}
+
+
+def _metadata(
+    catalog: _Catalog, models: _Models, states: _States, shape: tuple[int, int], left_behind: Mapping[str, str]
+) -> dict[str, Any]:
     left = {path: what for ranks in states.values() for state in ranks for path, what in state.left.items()}
-    optimizer = models[0][0].root.get(keys.OPTIMIZER)
-    if optimizer is not None and not states:
-        left[keys.OPTIMIZER] = "the state of an optimizer without ZeRO"
+    left |= left_behind
     firsts = [ranks[0] for _, ranks in sorted(models.items())]
     held = [ranks for _, ranks in sorted(states.items())]
     facts = run_of(firsts[0], held[0][0].root if held else None)
+    facts |= told_by(hints_of(firsts))
+    found: dict[str, Any] = {RUN: facts}
     facts[DEGREES] = {"pp": shape[0], "tp": shape[1], "dp": max(map(len, held), default=1)}
     if held:
         facts[keys.ZERO_STAGE] = held[0][0].stage
-        facts[keys.GROUPS] = state_groups(held, firsts)
-    found: dict[str, Any] = {RUN: facts}
+        found[keys.GROUPS] = state_groups(
+            held, [_all_experts(models[rank][0], states[rank]) for rank in sorted(states)]
+        )
+    if catalog.groups:
+        found[keys.GROUPS] = catalog.groups
     if catalog.ties:
         found[TIES] = dict(catalog.ties)
     if left:

@@ -8,7 +8,8 @@ from typing import Any
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.node import Node
 from transaxle.formats.deepspeed.ranks import RankModel, RankState, plain
-from transaxle.formats.pickled.descriptors import Object
+from transaxle.formats.groups import plain as plain_setting
+from transaxle.formats.pickled.descriptors import NOTHING, Object
 
 RUN = "deepspeed"
 """Key of a container's metadata that holds all of this."""
@@ -21,7 +22,7 @@ _GLOBALS = (keys.DYNAMIC_SCALE, keys.OVERFLOW, keys.CLIP)
 _OWN = frozenset({
     *_COUNTERS, keys.MODULE, keys.BUFFER_NAMES, keys.OPTIMIZER, keys.PARAM_SHAPES, keys.FROZEN_SHAPES,
     keys.FROZEN_FRAGMENTS, keys.SHARED, keys.DIMENSIONS, keys.SCHEDULER, keys.NUM_EXPERTS, keys.INFO,
-    *keys.EXPERT_LAYERS, "data_sampler", "random_ltd", "ds_config",
+    *keys.EXPERT_LAYERS, "data_sampler", "random_ltd", keys.CONFIG,
 })  # fmt: skip
 
 
@@ -85,5 +86,6 @@ def _group(settings: Node, indices: Sequence[int], models: Sequence[RankModel]) 
         for index in indices:
             if index < len(model.shapes):
                 names |= dict.fromkeys(model.shapes[index])
-    kept = {key: plain(node) for key, node in settings.named() if key != keys.PARAMS}
+    kept = {key: plain_setting(node.value) for key, node in settings.named() if key != keys.PARAMS}
+    kept = {key: value for key, value in kept.items() if value is not NOTHING}
     return {**kept, keys.PARAMS: list(names)}

@@ -53,6 +53,7 @@ def merged(name: str, shards: Sequence[Shard], spread: Spread) -> tuple[Entry, l
             _copy(name, dtype, shards, first),
             _copy(name, dtype, shards, second),
             f"tensor-parallel ranks {first.rank} and {second.rank} hold the same part of it",
+            replica=True,
         )
         for first, second in found.copies
     ]

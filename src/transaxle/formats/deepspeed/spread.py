@@ -224,18 +224,19 @@ def folded(spread: Spread, shards: Sequence[Shape]) -> Spread:
     """
     dims = len(shards[0]) if shards else 0
     extra = len(spread.shape) - dims + 1
-    if extra > 1 and dims:
-        heads = [shard[:extra] for shard in spread.shards]
-        blocks = tuple(
-            tuple(part for block in held for part in _folded(block, spread.shape[:extra], head))
-            for held, head in zip(spread.blocks, heads, strict=True)
-        )
-        merged = tuple((prod(shard[:extra]), *shard[extra:]) for shard in spread.shards)
-        spread = Spread((prod(spread.shape[:extra]), *spread.shape[extra:]), merged, blocks)
-    if tuple(shards) != spread.shards:
-        want, got = (", ".join(str(list(shape)) for shape in some[:8]) for some in (spread.shards, tuple(shards)))
+    folds = extra > 1 and dims > 0
+    merged = tuple((prod(shard[:extra]), *shard[extra:]) if folds else shard for shard in spread.shards)
+    if tuple(shards) != merged:  # before anything is done for every row that the metadata speaks of
+        want, got = (", ".join(str(list(shape)) for shape in some[:8]) for some in (merged, tuple(shards)))
         raise refuse("SHAPE_MISMATCH", f"the metadata describes shards of {want}; they have the shapes {got}")
-    return spread
+    if not folds:
+        return spread
+    heads = [shard[:extra] for shard in spread.shards]
+    blocks = tuple(
+        tuple(part for block in held for part in _folded(block, spread.shape[:extra], head))
+        for held, head in zip(spread.blocks, heads, strict=True)
+    )
+    return Spread((prod(spread.shape[:extra]), *spread.shape[extra:]), merged, blocks)
 
 
 def _folded(block: Block, whole_head: Shape, shard_head: Shape) -> Iterator[Block]:

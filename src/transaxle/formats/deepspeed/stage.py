@@ -14,11 +14,9 @@ from transaxle.formats.deepspeed.info import Info
 from transaxle.formats.deepspeed.ranks import RankModel
 from transaxle.formats.deepspeed.shard import Shard, merged, scaled, scaled_moment, unspread
 from transaxle.formats.deepspeed.spread import Spread
+from transaxle.formats.deepspeed.told import HINT, UNTOLD, Told
 from transaxle.formats.deepspeed.trained import Trained
 from transaxle.formats.faults import Faults
-
-_NO_METADATA = "the checkpoint does not say how its tensor-parallel ranks were cut, and nothing is joined by guess"
-_HINT = "It is older than that metadata: see the guide on DeepSpeed checkpoints."
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +45,14 @@ class Stage:
     """Weights that every rank holds times a number."""
 
 
-def assemble(ranks: Sequence[ModelRank], info: Info | None, faults: Faults, without: Collection[str] = ()) -> Stage:
+def assemble(
+    ranks: Sequence[ModelRank], info: Info | Told | None, faults: Faults, without: Collection[str] = ()
+) -> Stage:
     """Put the tensors of a stage together.
 
     Args:
         ranks: its tensor-parallel ranks.
-        info: the metadata; None where there is none.
+        info: the metadata, or what a table says instead; None where there is neither.
         faults: whatever stands against it is added.
         without: tensors to leave out: the empty placeholders of what is elsewhere.
     """
@@ -72,7 +72,7 @@ def assemble(ranks: Sequence[ModelRank], info: Info | None, faults: Faults, with
             low = [_dense(rank.models[0].module[name], rank.models[0].file) for rank in ranks]
             if name not in ranks[0].trained and name in stage.weights:
                 stage.low[name] = stage.weights[name]
-            elif prod(low[0].shape) or not any(name in rank.trained for rank in ranks):
+            elif any(prod(shard.shape) for shard in low) or not any(name in rank.trained for rank in ranks):
                 _put(stage.low, name, low, spreads.of(name, low), stage, faults)
     return stage
 
@@ -90,7 +90,7 @@ def _names(ranks: Sequence[ModelRank]) -> list[str]:
 class _Spreads:
     """How each parameter is spread; what is refused once is not asked again."""
 
-    def __init__(self, info: Info | None, ranks: int, faults: Faults) -> None:
+    def __init__(self, info: Info | Told | None, ranks: int, faults: Faults) -> None:
         self._info, self._ranks, self._faults = info, ranks, faults
         self._known: dict[tuple[str, tuple[Shape, ...]], Spread | None] = {}
         self._lacking = False
@@ -108,7 +108,7 @@ class _Spreads:
     def _ask(self, name: str, shapes: Sequence[Shape], file: str) -> Spread | None:
         if self._info is None:
             if not self._lacking:
-                self._faults.add("UNSUPPORTED", _NO_METADATA, file, name, _HINT)
+                self._faults.add("UNSUPPORTED", UNTOLD, file, name, HINT)
             self._lacking = True
             return None
         try:

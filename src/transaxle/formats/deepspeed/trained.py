@@ -13,7 +13,7 @@ from math import prod
 
 from transaxle.errors import Code, refuse
 from transaxle.formats.catalog import Entry, Twin
-from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed import experts, keys
 from transaxle.formats.deepspeed.flat import Position, Run, Shape, Vector, extents, positions, runs, shard_width
 from transaxle.formats.deepspeed.node import Node
 from transaxle.formats.deepspeed.ranks import RankModel, RankState
@@ -80,19 +80,29 @@ def _held(model: RankModel, states: Sequence[RankState], *, zero3: bool) -> Iter
     if len(model.shapes) != len(states[0].groups):
         message = f"{len(model.shapes)} groups of parameters, {len(states[0].groups)} of flat buffers"
         raise refuse("CORRUPT", message, file=model.file)
+    shares = experts.Shares(model, states)
     for group, shapes in enumerate(model.shapes):
-        buffers = _buffers(states, group)
-        width = _width(states, group, buffers[keys.FP32])
-        places, used = positions(shapes, _paddings(states[0], group, len(shapes)))
-        slack = width * len(states) - used
-        if not 0 <= slack < _SLACK * len(states):
-            message = f"group {group}: its parameters take {used} elements, its buffers have {width * len(states)}"
-            raise refuse("CORRUPT", message, file=states[0].file)
-        cut = {place.name: list(runs(place, width, len(states))) for place in places}
-        _check_map(states, group, cut)
-        for place in places:
-            _check_inside(place, cut[place.name], buffers, states)
-            yield group, place.name, place.shape, cut[place.name], buffers
+        for rank, mine in enumerate(shares.of(group)):
+            buffers = _buffers(mine, group)
+            for place, held in _placed(mine, group, shapes, buffers[keys.FP32]):
+                _check_inside(place, held, buffers, mine)
+                yield group, shares.name(place.name, rank), place.shape, held, buffers
+
+
+def _placed(
+    states: Sequence[RankState], group: int, shapes: Mapping[str, Shape], masters: Sequence[Vector]
+) -> Iterator[tuple[Position, list[Run]]]:
+    """Yield the parameters of a group with their intervals in the buffers of the ranks that share it."""
+    width = _width(states, group, masters)
+    places, used = positions(shapes, _paddings(states[0], group, len(shapes)))
+    slack = width * len(states) - used
+    if not 0 <= slack < _SLACK * len(states):
+        message = f"group {group}: its parameters take {used} elements, its buffers have {width * len(states)}"
+        raise refuse("CORRUPT", message, file=states[0].file)
+    cut = {place.name: list(runs(place, width, len(states))) for place in places}
+    _check_map(states, group, cut)
+    for place in places:
+        yield place, cut[place.name]
 
 
 def _buffers(states: Sequence[RankState], group: int) -> dict[str, list[Vector]]:

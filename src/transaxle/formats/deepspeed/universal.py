@@ -18,6 +18,7 @@ from transaxle.formats.company import company
 from transaxle.formats.deepspeed import affine, keys
 from transaxle.formats.deepspeed.files import sort_files
 from transaxle.formats.deepspeed.flat import Shape
+from transaxle.formats.deepspeed.hints import Hint, hint_in, told_by
 from transaxle.formats.deepspeed.info import Info
 from transaxle.formats.deepspeed.node import Node
 from transaxle.formats.deepspeed.pattern import Patterns
@@ -71,11 +72,15 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
     shapes, stage = _beside(models, faults)
     settings, files = _settings(inline, prefix, checksums)
     entries: dict[str, Entry] = {}
+    hints: dict[str, Hint] = {}
     parameters = storage.listing(f"{prefix}{keys.ZERO_FOLDER}").folders
     for parameter in parameters:
-        entries |= _parameter(inline, f"{prefix}{keys.ZERO_FOLDER}", parameter, shapes, files, checksums, faults)
+        found = _parameter(inline, f"{prefix}{keys.ZERO_FOLDER}", parameter, shapes, files, checksums, hints, faults)
+        entries |= found
     if not parameters:
         faults.add("INCOMPLETE", "it holds no parameters", f"{prefix}{keys.ZERO_FOLDER}")
+    if not faults:
+        _check_all_there(entries, parameters, shapes, faults)
     if faults:
         raise faults.error()
     _add_step(entries, settings, inline)
@@ -96,7 +101,11 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
     around = company(storage, sizes)
     carried = tuple(name for name in around.carried if name not in SCRIPTS and name not in sizes)
     left = tuple(sorted({*around.ignored, *(set(around.carried) & SCRIPTS)} - {prefix}))
-    metadata: dict[str, Any] = {RUN: _run(models, settings)}
+    metadata: dict[str, Any] = {RUN: {**run_of(models[0], settings), **told_by(hints)}}
+    listed = settings.get(keys.GROUPS)
+    if listed is not None:
+        metadata[keys.GROUPS] = groups_of(listed.list(), models)
+        _check_states(entries, metadata[keys.GROUPS])
     if ties:
         metadata[TIES] = ties
     return Container(
@@ -172,7 +181,7 @@ def _settings(inline: Inline, prefix: str, checksums: list[Checksum]) -> tuple[N
 
 def _parameter(
     inline: Inline, zero: str, parameter: str, shapes: _Shapes, files: list[str], checksums: list[Checksum],
-    faults: Faults,
+    hints: dict[str, Hint], faults: Faults,
 ) -> Iterator[tuple[str, Entry]]:  # fmt: skip
     """Yield the tensors of one parameter's folder."""
     for file in inline.listing(f"{zero}/{parameter}").everything():
@@ -183,13 +192,46 @@ def _parameter(
         name = parameter if state == keys.FP32 else f"{OPTIMIZER}{parameter}/{state}"
         try:
             saved = read_saved(inline, whole)
-            entry = _tensor(Tensors(inline, whole), name, Node(saved.value, whole), parameter, state, shapes)
+            node = Node(saved.value, whole)
+            entry = _tensor(Tensors(inline, whole), name, node, parameter, state, shapes)
+            hint = hint_in(node) if node.is_dict and state == keys.FP32 else None
         except TransaxleError as error:
             faults.extend(*error.refusals)
             continue
+        if hint:
+            hints[parameter] = hint
         files.append(whole)
         checksums.extend(saved.checksums)
         yield name, entry
+
+
+def _check_all_there(entries: Mapping[str, Entry], parameters: Sequence[str], shapes: _Shapes, faults: Faults) -> None:
+    """Check that every parameter that is trained, or of which there is anything, has its weights."""
+    trained = [name for name, shape in shapes.said.items() if prod(shape)]
+    for name in dict.fromkeys((*parameters, *trained)):
+        if name not in entries:
+            faults.add("INCOMPLETE", f"there is no {keys.FP32}{keys.STATE_END} of it", keys.ZERO_FOLDER, name)
+
+
+def _check_states(entries: Mapping[str, Entry], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Check that no parameter has a part of the states only that another one of its group has.
+
+    A parameter without any was never updated, which is no fault.
+    """
+    held: dict[str, set[str]] = {}
+    for name in entries:
+        parameter, slash, state = name.removeprefix(OPTIMIZER).rpartition("/")
+        if slash and name.startswith(OPTIMIZER) and state != keys.STEP:
+            held.setdefault(parameter, set()).add(state)
+    faults = Faults()
+    for group in groups:
+        mine = {name: frozenset(held[name]) for name in group[keys.PARAMS] if name in held}
+        for name, states in mine.items():
+            lacking = {state for others in set(mine.values()) if states < others for state in others - states}
+            for state in sorted(lacking):
+                faults.add("INCOMPLETE", f"there is no {state}{keys.STATE_END} of it", keys.ZERO_FOLDER, name)
+    if faults:
+        raise faults.error()
 
 
 def _tensor(tensors: Tensors, name: str, node: Node, parameter: str, state: str, shapes: _Shapes) -> Entry:
@@ -200,7 +242,7 @@ def _tensor(tensors: Tensors, name: str, node: Node, parameter: str, state: str,
             raise node.fault("a number was expected")
         return found
     if node.is_dict:
-        if node.get("is_expert_param") is not None and node["is_expert_param"].flag():
+        if node.get(keys.EXPERT) is not None and node[keys.EXPERT].flag():
             raise refuse("UNSUPPORTED", "it is stacked over experts", file=node.file, tensor=name)
         entry = tensors.tensor(name, node[keys.PARAM])
         return _checked(entry, parameter, shapes, node.file)
@@ -254,11 +296,3 @@ def _add_step(entries: dict[str, Entry], settings: Node, inline: Inline) -> None
     for parameter in sorted(parameters):
         name = f"{OPTIMIZER}{parameter}/{keys.STEP}"
         entries.setdefault(name, Entry(name, found.dtype, found.shape, found.extents))
-
-
-def _run(models: Sequence[RankModel], settings: Node) -> dict[str, Any]:
-    facts = run_of(models[0], settings)
-    listed = settings.get(keys.GROUPS)
-    if listed is not None:
-        facts[keys.GROUPS] = groups_of(listed.list(), models)
-    return facts

@@ -4,7 +4,7 @@
     global_step3_universal/
         mp_rank_00_model_states.pt, zero_pp_rank_0_mp_rank_00_model_states.pt      counters; DeepSpeed reads one of them
         zero/optimizer_state.pt                                                   settings, in the forms of all stages
-        zero/<parameter>/fp32.pt, exp_avg.pt, …                                   {"param": tensor}
+        zero/<parameter>/fp32.pt, exp_avg.pt, …                                   {"param": tensor}, and hints
         zero/<parameter>/step.pt                                                  a number
 
 DeepSpeed 0.19.8 writes one form for ZeRO-1 and 2 and another for ZeRO-3, and reads back only the one of its stage. Both
@@ -14,11 +14,13 @@ forms have room for each other, so what is written here can be resumed at any.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from transaxle.errors import TransaxleError
 from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
 from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed.hints import HINTS, Hint, written
 from transaxle.formats.deepspeed.run import CLASS, CLIENT, FIELDS
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.faults import Faults
@@ -74,13 +76,19 @@ def draft(
     entries: dict[str, Entry] = {}
     files: dict[str, int] = {}
     fragments: list[Fragment] = []
-    for file, (spec, _, state) in places.items():
-        value: object = reference(spec.dtype, spec.shape, 0)
-        layout = surround(file, value if state == keys.STEP else {keys.PARAM: value}, [nbytes(spec.dtype, spec.shape)])
-        extent = Extent((0,) * len(spec.shape), spec.shape, file, layout.offsets[0])
-        entries[spec.name] = Entry(spec.name, spec.dtype, spec.shape, (extent,))
+    hints: Mapping[str, Hint] = facts.get(HINTS, {})
+    for file, (spec, parameter, state) in places.items():
+        shape = () if state == keys.STEP else spec.shape
+        value: object = reference(spec.dtype, shape, 0)
+        if state != keys.STEP:
+            value = {**_beside(spec, parameter, hints, faults), keys.PARAM: value}
+        layout = surround(file, value, [nbytes(spec.dtype, shape)])
+        extent = Extent((0,) * len(shape), shape, file, layout.offsets[0])
+        entries[spec.name] = Entry(spec.name, spec.dtype, shape, (extent,))
         files[file] = layout.size
         fragments.extend(Fragment(file, at, data) for at, data in layout.known)
+    if faults:
+        raise faults.error()
     for file, data in _small(folder, facts, tensors, read):
         files[file] = sum(map(len, data))
         fragments.extend(_whole(file, data))
@@ -106,6 +114,8 @@ def _check(spec: Spec, parameter: str, state: str, file: str, places: Mapping[st
         faults.add("UNSUPPORTED", "it is the state of a parameter whose name is not known", None, shown)
     elif shown != spec.name or max(len(parameter.encode()), len(f"{state}{keys.STATE_END}".encode())) > _LONGEST:
         faults.add("UNSUPPORTED", "file systems do not allow its name", None, shown)
+    if state == keys.STEP and prod(spec.shape) != 1:
+        faults.add("SHAPE_MISMATCH", f"a step is one number; this has the shape {list(spec.shape)}", None, shown)
     if file in places:
         faults.add("NAME_COLLISION", "two tensors have this name", None, shown)
     try:
@@ -117,6 +127,15 @@ def _check(spec: Spec, parameter: str, state: str, file: str, places: Mapping[st
         faults.add(error.code, error.refusals[0].message, None, shown)
 
 
+def _beside(spec: Spec, parameter: str, hints: Mapping[str, Hint], faults: Faults) -> dict[str, Any]:
+    """Return what is said beside a tensor; a hint for another shape is a fault."""
+    try:
+        return written(hints.get(parameter, {}), parameter, spec.shape)
+    except TransaxleError as error:
+        faults.add(error.code, error.refusals[0].message, None, spec.name)
+        return {}
+
+
 _Data = list[bytes]
 
 
@@ -124,7 +143,7 @@ def _small(
     folder: str, facts: Mapping[str, Any], tensors: Sequence[Spec], read: Callable[[str], bytes] | None
 ) -> Iterator[tuple[str, _Data]]:
     """Yield the files that hold no tensors of the model."""
-    step = next((spec for spec in tensors if split_name(spec.name)[1] == keys.STEP and not spec.shape), None)
+    step = next((spec for spec in tensors if split_name(spec.name)[1] == keys.STEP), None)
     held: list[int | bytes] = []
     counted: dict[str, object] = {}
     if step is not None and read is not None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transaxle.formats.pickled import builders
+from transaxle.formats.pickled import builders, transformer_engine
 from transaxle.formats.pickled.builders import Build
 from transaxle.formats.pickled.descriptors import NOTHING, DType, StorageType
 
@@ -100,6 +100,7 @@ TENSORS = frozenset(
     + [("torch.distributed.tensor", "DTensor")]
     + [("torch.nested._internal.nested_tensor", name) for name in _TORCH["torch.nested._internal.nested_tensor"]]
     + [("torch.nn.parameter", name) for name in _TORCH["torch.nn.parameter"]]
+    + list(transformer_engine.TENSORS)
 )
 """Globals whose calls give tensors that are no plain views of a storage."""
 
@@ -111,7 +112,7 @@ def _inert(table: Mapping[str, Iterable[str]]) -> Iterator[tuple[tuple[str, str]
 
 
 def _built() -> dict[tuple[str, str], Rule]:
-    made = {
+    made: dict[tuple[str, str], Build] = {
         ("_codecs", "encode"): builders.octets,
         ("builtins", "bytearray"): builders.octets,
         ("builtins", "bytes"): builders.octets,
@@ -136,6 +137,7 @@ def _built() -> dict[tuple[str, str], Rule]:
         ("torch._tensor", "_rebuild_from_type"): builders.of_type,
         ("torch.nn.parameter", "Parameter"): builders.parameter_class,
     }
+    made |= transformer_engine.BUILDS
     return {name: Rule(build=build) for name, build in made.items()} | {("builtins", "getattr"): MEMBER}
 
 
@@ -151,7 +153,7 @@ def _values() -> Iterator[tuple[tuple[str, str], Rule]]:
         yield ("torch.storage", name), untyped
 
 
-_TABLES = (_PYTHON, _NUMPY, _TORCH, _DEEPSPEED)
+_TABLES = (_PYTHON, _NUMPY, _TORCH, _DEEPSPEED, transformer_engine.INERT)
 
 ALLOWED: Names = {
     **dict(row for table in _TABLES for row in _inert(table)),

@@ -15,6 +15,7 @@ from transaxle.formats.pickled.descriptors import (
     Global,
     Object,
     OrderedMap,
+    Quantized,
     Scalar,
     TensorRef,
 )
@@ -22,6 +23,7 @@ from transaxle.formats.pickled.fault import malformed
 from transaxle.formats.pickled.mapping import put
 
 Args = tuple[Any, ...]
+Tensor = TensorRef | Object | Quantized
 
 
 class Caller(Protocol):
@@ -44,7 +46,8 @@ _PLAIN_TENSORS = frozenset(
 )
 
 
-def _fits(function: Global, args: Args, *lengths: int) -> None:
+def fits(function: Global, args: Args, *lengths: int) -> None:
+    """Refuse a call with a number of arguments that the function never has."""
     if len(args) not in lengths:
         raise malformed(f"{function} takes {' or '.join(map(str, lengths))} arguments; it is given {len(args)}")
 
@@ -54,7 +57,7 @@ def _fits(function: Global, args: Args, *lengths: int) -> None:
 
 def ordered_map(function: Global, args: Args, caller: Caller) -> OrderedMap:
     """Make the dict of `OrderedDict()`, `OrderedDict([(key, value), …])` or `Counter({key: count})`."""
-    _fits(function, args, 0, 1)
+    fits(function, args, 0, 1)
     made = OrderedMap()
     given = args[0] if args else []
     if type(given) is dict or type(given) is OrderedMap:
@@ -72,13 +75,13 @@ def ordered_map(function: Global, args: Args, caller: Caller) -> OrderedMap:
 
 def default_map(function: Global, args: Args, caller: Caller) -> OrderedMap:
     """Make the dict of `defaultdict(factory)`; the factory is of no use here."""
-    _fits(function, args, 0, 1, 2)
+    fits(function, args, 0, 1, 2)
     return ordered_map(function, args[1:], caller)
 
 
 def collection(function: Global, args: Args, caller: Caller) -> Object:
     """Describe `set([…])`, `frozenset([…])` or `deque([…], length)`: what it holds are its items."""
-    _fits(function, args, 0, 1, 2)
+    fits(function, args, 0, 1, 2)
     given = args[0] if args else []
     if type(given) not in (list, tuple):
         raise malformed(f"{function} is given a {type(given).__name__}")
@@ -88,7 +91,7 @@ def collection(function: Global, args: Args, caller: Caller) -> Object:
 
 def octets(function: Global, args: Args, caller: Caller) -> bytes:
     """Make the bytes of `_codecs.encode(text, "latin1")`, `bytearray(octets)` or `bytearray(text, "latin-1")`."""
-    _fits(function, args, 0, 1, 2)
+    fits(function, args, 0, 1, 2)
     if not args:
         return b""
     given = args[0]
@@ -102,7 +105,7 @@ def octets(function: Global, args: Args, caller: Caller) -> bytes:
 
 def complex_number(function: Global, args: Args, _: Caller) -> complex:
     """Make the number of `complex(real, imaginary)`."""
-    _fits(function, args, 2)
+    fits(function, args, 2)
     if any(type(part) not in (float, int) for part in args):
         raise malformed(f"{function} is not given numbers")
     return complex(float(args[0]), float(args[1]))
@@ -110,7 +113,7 @@ def complex_number(function: Global, args: Args, _: Caller) -> complex:
 
 def reconstructed(function: Global, args: Args, _: Caller) -> Object:
     """Describe `copyreg._reconstructor(cls, base, state)`, by which protocols 0 and 1 make objects."""
-    _fits(function, args, 3)
+    fits(function, args, 3)
     if type(args[0]) is not Global:
         raise malformed(f"{function} is given no class")
     return Object(args[0], () if args[2] is None else (args[2],), new=True)
@@ -146,11 +149,12 @@ def numpy_scalar(function: Global, args: Args, _: Caller) -> Scalar | Object:
 
 def size(function: Global, args: Args, _: Caller) -> tuple[int, ...]:
     """Make the tuple of `torch.Size(sizes)`."""
-    _fits(function, args, 0, 1)
-    return _counts(function, "sizes", args[0]) if args else ()
+    fits(function, args, 0, 1)
+    return counts(function, "sizes", args[0]) if args else ()
 
 
-def _counts(function: Global, what: str, given: Any) -> tuple[int, ...]:
+def counts(function: Global, what: str, given: Any) -> tuple[int, ...]:
+    """Return sizes or strides; anything but a short row of counts refuses the pickle."""
     if type(given) not in (tuple, list):
         raise malformed(f"{function}: the {what} are a {type(given).__name__}")
     if len(given) > _MAX_DIMS:
@@ -171,7 +175,7 @@ def _view(function: Global, args: Args, dtype: object, metadata: object) -> Tens
         raise malformed(f"{function} is given no dtype")
     if metadata is not None and type(metadata) is not dict:
         raise malformed(f"{function} is given no metadata")
-    shape, steps = _counts(function, "sizes", sizes), _counts(function, "strides", strides)
+    shape, steps = counts(function, "sizes", sizes), counts(function, "strides", strides)
     if len(shape) != len(steps):
         raise malformed(f"{function}: {len(shape)} sizes and {len(steps)} strides")
     flags = tuple(key for key, bit in (metadata or {}).items() if type(key) is str and bit is not False)
@@ -180,57 +184,58 @@ def _view(function: Global, args: Args, dtype: object, metadata: object) -> Tens
 
 def tensor(function: Global, args: Args, _: Caller) -> TensorRef:
     """Describe `_rebuild_tensor(storage, offset, size, stride)`."""
-    _fits(function, args, 4)
+    fits(function, args, 4)
     return _view(function, args, None, None)
 
 
 def tensor_v2(function: Global, args: Args, _: Caller) -> TensorRef:
     """Describe `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, hooks[, metadata])`."""
-    _fits(function, args, 6, 7)
+    fits(function, args, 6, 7)
     return _view(function, args, None, args[6] if len(args) > 6 else None)
 
 
 def tensor_v3(function: Global, args: Args, _: Caller) -> TensorRef:
     """Describe `_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])`."""
-    _fits(function, args, 7, 8)
+    fits(function, args, 7, 8)
     if type(args[6]) is not DType:
         raise malformed(f"{function} is given no dtype")
     return _view(function, args, args[6], args[7] if len(args) > 7 else None)
 
 
-def parameter(function: Global, args: Args, _: Caller) -> TensorRef | Object:
+def parameter(function: Global, args: Args, _: Caller) -> Tensor:
     """Describe `_rebuild_parameter(data, requires_grad, hooks[, state])`: a parameter is its tensor."""
-    _fits(function, args, 3, 4)
-    return _tensor_of(function, args[0])
+    fits(function, args, 3, 4)
+    return tensor_of(function, args[0])
 
 
-def parameter_class(function: Global, args: Args, _: Caller) -> TensorRef | Object:
+def parameter_class(function: Global, args: Args, _: Caller) -> Tensor:
     """Describe `Parameter(data, requires_grad)`."""
-    return _tensor_of(function, args[0]) if args else Object(function, new=True)
+    return tensor_of(function, args[0]) if args else Object(function, new=True)
 
 
-def _tensor_of(function: Global, given: object) -> TensorRef | Object:
-    if type(given) is not TensorRef and type(given) is not Object:
+def tensor_of(function: Global, given: object) -> Tensor:
+    """Return what must be a tensor, of whatever kind."""
+    if not isinstance(given, TensorRef | Object | Quantized):
         raise malformed(f"{function} is given a {type(given).__name__} for a tensor")
     return given
 
 
-def of_type(function: Global, args: Args, caller: Caller) -> TensorRef | Object:
+def of_type(function: Global, args: Args, caller: Caller) -> Tensor:
     """Describe `_rebuild_from_type_v2(function, type, args, state)`: a tensor with attributes, or of a subclass."""
-    _fits(function, args, 4)
+    fits(function, args, 4)
     rebuild, kind, inner, state = args
     if type(kind) is not Global or type(rebuild) is not Global:
         raise malformed(f"{function} is given no class")
-    made = _tensor_of(function, caller.call(rebuild, inner))
+    made = tensor_of(function, caller.call(rebuild, inner))
     if (kind.module, kind.name) in _PLAIN_TENSORS:
         return made
     return Object(kind, (made,), state=NOTHING if state is None else state)
 
 
-def from_cpu(function: Global, args: Args, _: Caller) -> TensorRef | Object:
+def from_cpu(function: Global, args: Args, _: Caller) -> Tensor:
     """Describe `_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`: its data."""
-    _fits(function, args, 4)
-    made = _tensor_of(function, args[0])
+    fits(function, args, 4)
+    made = tensor_of(function, args[0])
     if type(args[1]) is not DType:
         raise malformed(f"{function} is given no dtype")
     return replace(made, dtype=args[1]) if type(made) is TensorRef else made

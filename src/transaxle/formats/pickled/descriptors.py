@@ -125,6 +125,26 @@ class TensorRef:
     """Bits by which the values differ from the stored ones: `conj`, `neg`."""
 
 
+@dataclass(slots=True, eq=False)
+class Quantized:
+    """A tensor of TransformerEngine's: codes and scales, each a tensor of its own (see `transformer_engine`)."""
+
+    kind: str
+    """Its class, e.g. `MXFP8Tensor`."""
+    dtype: DType
+    """Type that it shows to torch; its bytes are not of this type."""
+    number: int
+    """TransformerEngine's number for the type of its codes."""
+    numbering: str
+    """Which list of types the number is from: `old`, `new`, or empty where the pickle does not tell."""
+    shape: tuple[int, ...] | None
+    """Its elements along each dim; None in pickles that left this to the codes."""
+    buffers: Mapping[str, TensorRef]
+    """Those of its buffers that are there, by the names of the arguments."""
+    settings: Mapping[str, int]
+    """Its flags, by the names of the arguments."""
+
+
 @dataclass(frozen=True, slots=True)
 class Scalar:
     """A number with a type of its own, such as a numpy scalar."""

@@ -12,7 +12,7 @@ from typing import Any
 from transaxle.errors import refuse
 from transaxle.formats.inline import number
 from transaxle.formats.pickled.allowed import TENSORS
-from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap, Scalar, TensorRef
+from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap, Quantized, Scalar, TensorRef
 from transaxle.formats.state import Leaf, Path
 
 _MOST = 2_000_000
@@ -34,7 +34,7 @@ class Odd(str):
 
 def is_tensor(value: object) -> bool:
     """Tell whether a value is a tensor, be it one of a kind that is not read."""
-    if type(value) is TensorRef:
+    if type(value) is TensorRef or type(value) is Quantized:
         return True
     if type(value) is not Object:
         return False
@@ -130,6 +130,8 @@ def described(value: object) -> str:
     """Return in words what a value is that is neither tensor nor number."""
     if type(value) is Object:
         return str(value.cls)
+    if type(value) is Quantized:
+        return f"a {value.kind}"
     if type(value) is Global:
         return f"the name {value}"
     if isinstance(value, list | tuple):

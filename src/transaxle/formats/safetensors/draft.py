@@ -8,13 +8,13 @@ back is byte for byte the file it started from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 
 from transaxle.errors import TransaxleError
 from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
 from transaxle.formats.company import SAFETENSORS
 from transaxle.formats.dtype import BITS, nbytes
 from transaxle.formats.faults import Faults
+from transaxle.formats.groups import KEPT, Group, encode
 from transaxle.formats.safetensors.header import MAX_DIMS, METADATA, encode_header
 from transaxle.formats.safetensors.index import FORMAT
 from transaxle.formats.shards import Sized, lay_out_shards
@@ -24,7 +24,11 @@ _RANK = {code: rank for rank, code in enumerate(BITS)}
 
 
 def draft(
-    tensors: Sequence[Spec], *, metadata: Mapping[str, str] | None = None, shard_size: int | None = None
+    tensors: Sequence[Spec],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    shard_size: int | None = None,
+    groups: Sequence[Group] = (),
 ) -> Draft:
     """Lay out safetensors files.
 
@@ -33,6 +37,7 @@ def draft(
         metadata: free text for the header of every file.
         shard_size: bytes of tensors in one file; a tensor that is larger gets a file of its own. Without it, or when
             everything fits, there is one file `model.safetensors` and no index.
+        groups: settings of the optimizer, as text in the header of the first file.
 
     Raises:
         Refused: for every tensor that has no place: UNSUPPORTED (dtype, dims, a name that is no Unicode),
@@ -47,7 +52,12 @@ def draft(
         sized.append((spec, size))
     if faults:
         raise faults.error()
-    return lay_out_shards(FORMAT, _STEM, SAFETENSORS, sized, shard_size, partial(_lay_out, metadata=metadata or {}))
+    first = iter([{KEPT: encode(groups)}] if groups else [])
+
+    def lay_out(file: str, shard: Iterable[Sized]) -> tuple[list[Entry], list[Fragment], int]:
+        return _lay_out(file, shard, {**(metadata or {}), **next(first, {})})
+
+    return lay_out_shards(FORMAT, _STEM, SAFETENSORS, sized, shard_size, lay_out)
 
 
 def _size(spec: Spec, seen: set[str], faults: Faults) -> int:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 from transaxle.formats.catalog import Container, Entry
 from transaxle.formats.company import INDEX, company
 from transaxle.formats.dcp.sharding import NOTE, NOTES, starts
 from transaxle.formats.faults import Faults
+from transaxle.formats.groups import GROUPS, KEPT, decode
 from transaxle.formats.index import agreed, read_index, read_shards
 from transaxle.formats.safetensors.header import Header, read_header
 from transaxle.formats.safetensors.index import FORMAT
@@ -53,7 +55,11 @@ def open_safetensors(storage: Storage, path: str, member: str) -> Container:
         files = {member: storage.size(member)}
     _check_whole(headers)
     around = company(storage, files)
-    metadata = {**said, **_merged(headers)}
+    metadata: dict[str, Any] = {**said, **_merged(headers)}
+    groups = decode(metadata.get(KEPT, ""))
+    if groups is not None:
+        del metadata[KEPT]
+        metadata[GROUPS] = groups
     return Container(FORMAT, path, storage, entries, files, metadata, around.carried, around.ignored)
 
 

@@ -10,11 +10,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
+
+import numpy as np
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
-from transaxle.formats.dtype import nbytes
+from transaxle.formats.dtype import code_of, nbytes
 from transaxle.formats.faults import Faults
+from transaxle.formats.groups import KEPT, Group
 from transaxle.formats.pickled.allowed import DTYPES, STORAGES
 from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.interpreter import Bounds
@@ -41,7 +45,11 @@ _PACKED = {"F4": 2}
 
 
 def draft(
-    tensors: Sequence[Spec], *, metadata: Mapping[str, str] | None = None, shard_size: int | None = None
+    tensors: Sequence[Spec],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    shard_size: int | None = None,
+    groups: Sequence[Group] = (),
 ) -> Draft:
     """Lay out torch files.
 
@@ -50,6 +58,7 @@ def draft(
         metadata: left out: a torch file has no place for it.
         shard_size: bytes of tensors in one file; a tensor that is larger gets a file of its own. Without it, or when
             everything fits, there is one file `pytorch_model.bin` and no index.
+        groups: settings of the optimizer, in the first file: a list of dicts under a key of its own.
 
     Raises:
         Refused: for every tensor that has no place: UNSUPPORTED (dtype, dims), NAME_COLLISION, SHAPE_MISMATCH (an odd
@@ -64,7 +73,12 @@ def draft(
         seen.add(spec.name)
     if faults:
         raise faults.error()
-    return lay_out_shards(FORMAT, _STEM, _ENDING, sized, shard_size, _lay_out)
+    first = iter([groups])
+
+    def lay_out(file: str, shard: Sequence[Sized]) -> tuple[list[Entry], list[Fragment], int]:
+        return _lay_out(file, shard, next(first, ()))
+
+    return lay_out_shards(FORMAT, _STEM, _ENDING, sized, shard_size, lay_out)
 
 
 def _size(spec: Spec, seen: set[str], faults: Faults) -> int:
@@ -86,15 +100,30 @@ def _size(spec: Spec, seen: set[str], faults: Faults) -> int:
     return nbytes(spec.dtype, spec.shape)
 
 
-def _lay_out(file: str, shard: Sequence[Sized]) -> tuple[list[Entry], list[Fragment], int]:
+def _lay_out(file: str, shard: Sequence[Sized], groups: Sequence[Group]) -> tuple[list[Entry], list[Fragment], int]:
     """Give each tensor of one file its offset; also return all bytes around them, and the file's size."""
-    value = {spec.name: reference(spec.dtype, spec.shape, key) for key, (spec, _) in enumerate(shard)}
-    layout = surround(file, value, [size for _, size in shard])
+    value: dict[str, object] = {}
+    for key, (spec, _) in enumerate(shard):
+        value[spec.name] = reference(spec.dtype, spec.shape, key)
+    storages: list[int | bytes] = [size for _, size in shard]
+    if groups:
+        value[KEPT] = [{key: saved(setting, storages) for key, setting in group.items()} for group in groups]
+    layout = surround(file, value, storages)
     placed = [
         Entry(spec.name, spec.dtype, spec.shape, (Extent((0,) * len(spec.shape), spec.shape, file, offset),))
-        for (spec, _), offset in zip(shard, layout.offsets, strict=True)
+        for (spec, _), offset in zip(shard, layout.offsets, strict=False)
     ]
     return placed, [Fragment(file, at, data) for at, data in layout.known], layout.size
+
+
+def saved(setting: Any, storages: list[int | bytes]) -> object:
+    """Return a setting as torch saves it: a number with a type of its own is a tensor, whose bytes are added."""
+    if isinstance(setting, np.generic):
+        storages.append(setting.tobytes())
+        return reference(code_of(setting.dtype), (), len(storages) - 1)
+    if isinstance(setting, dict):
+        return {key: saved(item, storages) for key, item in setting.items()}
+    return type(setting)(saved(item, storages) for item in setting) if isinstance(setting, list | tuple) else setting
 
 
 def surround(file: str, value: object, storages: Sequence[int | bytes]) -> Layout:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from transaxle.errors import refuse
 from transaxle.formats.catalog import Checksum, Container, Entry
 from transaxle.formats.company import INDEX, company
 from transaxle.formats.faults import Faults
+from transaxle.formats.groups import GROUPS, single
 from transaxle.formats.index import agreed, read_index, read_shards
 from transaxle.formats.inline import Inline, number
-from transaxle.formats.pickled.descriptors import Scalar
+from transaxle.formats.pickled.descriptors import NOTHING, Object, Quantized, Scalar, TensorRef
 from transaxle.formats.pickled.flatten import Odd, flatten
-from transaxle.formats.state import State, arrange
+from transaxle.formats.state import LEFT_BEHIND, Leaf, arrange
 from transaxle.formats.storage import Storage
+from transaxle.formats.torch_file.quantized import NOTE, TAKEN, Layout, layout
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.torch_file.views import REPEATED, ViewFault, identity, place
 
@@ -31,7 +34,7 @@ class Part:
     entries: Mapping[str, Entry]
     """Tensors and numbers by name, in the order in which they were saved."""
     metadata: dict[str, Any] = field(default_factory=dict)
-    """Its root, its ties, and what is left behind."""
+    """Its root, its ties, its quantized tensors, and what is left behind."""
     checksums: tuple[Checksum, ...] = ()
     """What the archive says of its records' bytes."""
 
@@ -80,35 +83,108 @@ def read_part(inline: Inline, file: str) -> Part:
     leaves = flatten(saved.value, file)
     if not leaves and not isinstance(saved.value, dict | list | tuple):
         raise refuse("UNSUPPORTED", "it holds neither tensors nor a state", file=file)
-    state = arrange(leaves, file=file)
-    faults = Faults()
-    entries: dict[str, Entry] = {}
-    ties: dict[str, str] = {}
-    first: dict[tuple[object, ...], str] = {}
-    repeated = 0
+    state = arrange(leaves, file=file, read=partial(_single, inline, file))
+    placed = _Placed(file)
+    layouts = placed.layouts(state.leaves)
+    old = any(each.kind.is_old for each in layouts.values())
     for name, leaf in state.leaves.items():
         if leaf.kind == "number":
-            entries[name] = _number(name, leaf.value, inline)
-            continue
-        if any(isinstance(key, Odd) for key in leaf.path):
-            faults.add("UNSUPPORTED", f"it is under a key that is no text: {list(leaf.path)}", file, name)
-            continue
-        try:
-            entries[name], more = place(name, leaf.value, file)
-        except ViewFault as fault:
-            faults.add(fault.code, fault.message, file, name, fault.hint)
-            continue
-        repeated += more
-        if repeated > REPEATED:
+            placed.entries[name] = _number(name, leaf.value, inline)
+        elif any(isinstance(key, Odd) for key in leaf.path):
+            placed.faults.add("UNSUPPORTED", f"it is under a key that is no text: {list(leaf.path)}", file, name)
+        elif name in layouts:
+            placed.quantized(name, layouts[name], old=old)
+        elif not isinstance(leaf.value, Quantized):
+            placed.tensor(name, leaf.value)
+        if placed.repeated > REPEATED:
             message = f"by strides of zero the file claims more than {REPEATED} bytes that it does not hold"
-            faults.add("CORRUPT", message, file, name)
+            placed.faults.add("CORRUPT", message, file, name)
             break
-        seen = identity(leaf.value)
-        if seen is not None and first.setdefault(seen, name) != name:
-            ties[name] = first[seen]
-    if faults:
-        raise faults.error()
-    return Part(entries, _metadata(state, ties), saved.checksums)
+    if placed.faults:
+        raise placed.faults.error()
+    metadata = state.metadata() | ({TIES: placed.ties} if placed.ties else {}) | placed.said
+    if placed.left:
+        metadata[LEFT_BEHIND] = {**metadata.get(LEFT_BEHIND, {}), **placed.left}
+    return Part(placed.entries, metadata, saved.checksums)
+
+
+class _Placed:
+    """The tensors of one file that have been given their places.
+
+    Attributes:
+        entries: by name, in order.
+        ties: name -> name of the tensor that is the same view of the same storage.
+        said: what the metadata says of quantized tensors.
+        left: buffers that are not read, and what they are.
+        repeated: bytes that are claimed and not there.
+        faults: what is wrong.
+    """
+
+    def __init__(self, file: str) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.ties: dict[str, str] = {}
+        self.said: dict[str, dict[str, Any]] = {}
+        self.left: dict[str, str] = {}
+        self.repeated = 0
+        self.faults = Faults()
+        self._file = file
+        self._first: dict[tuple[object, ...], str] = {}
+
+    def layouts(self, leaves: Mapping[str, Leaf]) -> dict[str, Layout]:
+        """Return how the quantized tensors are stored; what is wrong with them is noted."""
+        found = {}
+        for name, leaf in leaves.items():
+            if isinstance(leaf.value, Quantized):
+                try:
+                    found[name] = layout(leaf.value)
+                except ViewFault as fault:
+                    self._refuse(name, fault)
+        return found
+
+    def tensor(self, name: str, tensor: TensorRef | Object, dtype: str | None = None) -> None:
+        """Place one tensor.
+
+        Args:
+            name: what it is called.
+            tensor: what the pickle says of it.
+            dtype: safetensors code of its numbers, where the pickle has them as bytes.
+        """
+        try:
+            entry, more = place(name, tensor, self._file)
+        except ViewFault as fault:
+            self._refuse(name, fault)
+            return
+        if name in self.entries:
+            self.faults.add("NAME_COLLISION", TAKEN, self._file, name)
+        self.entries[name] = entry if dtype is None else replace(entry, dtype=dtype)
+        self.repeated += more
+        seen = identity(tensor) if isinstance(tensor, TensorRef) else None
+        if seen is not None and self._first.setdefault(seen, name) != name:
+            self.ties[name] = self._first[seen]
+
+    def quantized(self, name: str, found: Layout, *, old: bool) -> None:
+        """Place the buffers of a quantized tensor; see `Kind.codes`."""
+        try:
+            self.said.setdefault(NOTE, {})[name] = found.kind.said(old=old)
+            codes = found.kind.stored(old=old)
+        except ViewFault as fault:
+            self._refuse(name, fault)
+            return
+        for end, part in found.parts.items():
+            self.tensor(name + end, part.view, part.dtype or codes)
+        self.left.update({name + end: what for end, what in found.left.items()})
+
+    def _refuse(self, name: str, fault: ViewFault) -> None:
+        self.faults.add(fault.code, fault.message, self._file, name, fault.hint)
+
+
+def _single(inline: Inline, file: str, value: TensorRef | Object) -> object:
+    """Return the number that a tensor without dims holds; see `formats.state`."""
+    try:
+        entry, _ = place("", value, file)
+    except ViewFault:
+        return NOTHING
+    return single(inline, entry)
 
 
 def _number(name: str, value: Scalar | float | bool, inline: Inline) -> Entry:
@@ -118,14 +194,13 @@ def _number(name: str, value: Scalar | float | bool, inline: Inline) -> Entry:
     return Entry(name, code, (), (inline.add(data),))
 
 
-def _metadata(state: State, ties: Mapping[str, str]) -> dict[str, Any]:
-    return state.metadata() | ({TIES: dict(ties)} if ties else {})
-
-
 def _merged(parts: Mapping[str, Part]) -> dict[str, Any]:
-    """Return the metadata of all files: mappings are joined, of other values the first one counts."""
+    """Return the metadata of all files: mappings and groups are joined, of other values the first one counts."""
     merged: dict[str, Any] = {}
     for part in parts.values():
         for key, value in part.metadata.items():
-            merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else merged.get(key, value)
+            if key == GROUPS:
+                merged[key] = [*merged.get(key, ()), *value]
+            else:
+                merged[key] = {**merged.get(key, {}), **value} if isinstance(value, dict) else merged.get(key, value)
     return merged

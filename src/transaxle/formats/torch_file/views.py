@@ -10,7 +10,7 @@ from math import prod
 
 from transaxle.errors import Code
 from transaxle.formats.catalog import Entry, Extent
-from transaxle.formats.pickled.descriptors import DType, Object, TensorRef
+from transaxle.formats.pickled.descriptors import DType, Object, Quantized, TensorRef
 from transaxle.formats.torch_file.stored import BYTE, Stored, item_bytes
 
 REPEATED = 1 << 30
@@ -43,7 +43,7 @@ class ViewFault(Exception):
         self.hint = hint
 
 
-def place(name: str, tensor: TensorRef | Object, file: str) -> tuple[Entry, int]:
+def place(name: str, tensor: TensorRef | Object | Quantized, file: str) -> tuple[Entry, int]:
     """Return the entry of a tensor, and the bytes that it repeats.
 
     Args:
@@ -57,6 +57,8 @@ def place(name: str, tensor: TensorRef | Object, file: str) -> tuple[Entry, int]
     if isinstance(tensor, Object):
         kind = _KINDS.get(tensor.cls.name, f"a tensor of the class {tensor.cls}")
         raise ViewFault("UNSUPPORTED", f"it is {kind}", _HINT)
+    if isinstance(tensor, Quantized):
+        raise ViewFault("UNSUPPORTED", f"it is a {tensor.kind}, which is several tensors", _HINT)
     stored = tensor.storage
     if not isinstance(stored, Stored):
         raise ViewFault("UNSUPPORTED", "its storage is pickled inside another pickle", _HINT)

@@ -1,0 +1,61 @@
+"""A checkpoint's folder in memory, for fuzzing: disks are slow, and their errors are tested elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from transaxle.errors import refuse
+from transaxle.formats.storage import Listing
+
+
+class HeldFolder:
+    """A storage in memory (see `formats.storage.Storage`).
+
+    Args:
+        files: name -> bytes; names may have folders in them.
+    """
+
+    path = "memory"
+    single = None
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        self._files = files
+
+    def listing(self, folder: str = "") -> Listing:
+        """Return what lies directly in a folder."""
+        prefix = f"{folder}/" if folder else ""
+        inside = [name.removeprefix(prefix) for name in sorted(self._files) if name.startswith(prefix)]
+        folders = dict.fromkeys(name.partition("/")[0] for name in inside if "/" in name)
+        return Listing(tuple(name for name in inside if "/" not in name), tuple(folders), {})
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the files that are in no folder."""
+        return self.listing().names
+
+    def size(self, name: str) -> int:
+        """Return the bytes of a file; one that is not held is refused as a folder refuses it."""
+        if name not in self._files:
+            raise refuse("IO", "there is no such file", file=name)
+        return len(self._files[name])
+
+    def version(self, name: str) -> str:
+        """Return what never changes: no file does."""
+        return name
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """Fill a view."""
+        view.cast("B")[:] = self.read(name, offset, view.nbytes)
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """Return bytes, all of which must be there."""
+        assert offset >= 0, "a negative offset"
+        self.size(name)
+        data = self._files[name][offset : offset + size]
+        assert len(data) == size, "the reader did not look at the size"
+        return data
+
+    def recheck(self) -> None:
+        """Files do not change."""
+
+    def close(self) -> None:
+        """Nothing is open."""

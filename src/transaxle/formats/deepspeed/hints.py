@@ -1,0 +1,118 @@
+"""What the files of a universal checkpoint say beside the tensor: how a run without records cuts it again.
+
+AutoTP's live parameters carry records and need none of this. Training frameworks that cut their models themselves have
+no records: there DeepSpeed goes by these keys, and without them cuts every parameter along dim 0 in one part. Hints are
+plain data, so that they travel with what else is said about a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed.categories import Categories, size_of
+from transaxle.formats.deepspeed.node import Node
+from transaxle.formats.deepspeed.ranks import RankModel
+from transaxle.formats.deepspeed.record import resolved
+from transaxle.formats.deepspeed.spread import Shape
+from transaxle.formats.pickled.descriptors import Global, Object
+
+HINTS = "cuts"
+"""Key of the hints among what is said about a run: parameter -> hint."""
+Hint = Mapping[str, Any]
+"""Some of `cat_dim`, `param_n_sub_params`, `sub_param_shape` and `vocab_tensor`."""
+_SHAPE_CLASS = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
+
+
+def hints_of(models: Sequence[RankModel]) -> dict[str, Hint]:
+    """Return the hints for the trained parameters of a run, by its metadata.
+
+    Args:
+        models: the model files of its ranks.
+
+    Raises:
+        Refused: CORRUPT, UNSUPPORTED for metadata that is malformed.
+    """
+    found: dict[str, Hint] = {}
+    for model in models:
+        node = model.root.get(keys.INFO)
+        if node is None:
+            continue
+        categories = Categories(node)
+        for name in (name for group in model.shapes for name in group if name not in found):
+            hint = _hint(categories, name)
+            if hint:
+                found[name] = hint
+    return found
+
+
+def told_by(hints: Mapping[str, Hint]) -> dict[str, Any]:
+    """Return what is added to what is said about a run; nothing where there are no hints."""
+    return {HINTS: dict(hints)} if hints else {}
+
+
+def _hint(categories: Categories, name: str) -> dict[str, Any]:
+    kind = categories.kind(name)
+    fused = categories.fused(name) if kind == keys.SUB_PARAMS else None
+    hint: dict[str, Any] = {}
+    if fused is not None:
+        hint[keys.SUB_SHAPE] = {keys.SHAPE: list(fused.shape), keys.PARTITION_DIM: fused.dim}
+    elif kind == keys.ROW_PATTERNS:
+        hint[keys.CAT_DIM] = 1
+    elif kind == keys.HALVES_PATTERNS:
+        hint |= {keys.CAT_DIM: 0, keys.SUB_COUNT: 2}
+    if categories.pads(name):
+        hint[keys.VOCABULARY] = True
+    return hint
+
+
+def hint_in(file: Node) -> dict[str, Any]:
+    """Return the hint in a file of a universal checkpoint; that of every column-parallel parameter says nothing.
+
+    Raises:
+        Refused: CORRUPT where it is malformed.
+    """
+    hint: dict[str, Any] = {}
+    for key in (keys.CAT_DIM, keys.SUB_COUNT):
+        node = file.get(key)
+        if node is not None:
+            hint[key] = node.natural()
+    if hint == {keys.CAT_DIM: 0}:
+        hint = {}
+    shape = file.get(keys.SUB_SHAPE)
+    if shape is not None:
+        state = shape.value.state if isinstance(shape.value, Object) else shape.value
+        fields = Node(state, shape.file, shape.path)
+        sizes, dim = [size_of(item) for item in fields[keys.SHAPE].list()], fields[keys.PARTITION_DIM].natural()
+        hint[keys.SUB_SHAPE] = {keys.SHAPE: sizes, keys.PARTITION_DIM: dim}
+    vocabulary = file.get(keys.VOCABULARY)
+    if vocabulary is not None and vocabulary.flag():
+        hint[keys.VOCABULARY] = True
+    return hint
+
+
+def written(hint: Hint, name: str, shape: Shape) -> dict[str, Any]:
+    """Return what a pickle says beside a tensor.
+
+    Args:
+        hint: of its parameter.
+        name: of its parameter.
+        shape: of the whole tensor.
+
+    Raises:
+        Refused: SHAPE_MISMATCH where the hint is about a parameter of another shape.
+    """
+    found = {key: value for key, value in hint.items() if key != keys.SUB_SHAPE}
+    said = hint.get(keys.SUB_SHAPE)
+    if said is not None:
+        dim, asked = said[keys.PARTITION_DIM], tuple(_tupled(size) for size in said[keys.SHAPE])
+        _, parts = resolved(asked, dim, shape, None)
+        sizes = [parts if at == dim else size for at, size in enumerate(asked)]
+        state = {keys.PATTERNS: [name], keys.SHAPE: tuple(sizes), keys.PARTITION_DIM: dim}
+        found[keys.SUB_SHAPE] = Object(_SHAPE_CLASS, state=state, new=True)
+    return found
+
+
+def _tupled(size: Any) -> Any:
+    return tuple(size) if isinstance(size, list | tuple) else size

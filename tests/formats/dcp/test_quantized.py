@@ -1,0 +1,291 @@
+"""TransformerEngine's tensors in DCP folders: each rank's part with its own scales, read as one tensor."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import transaxle as tx
+from tests.formats.dcp.damage import METADATA, archive
+from tests.oracles.te_pickles import (
+    MXFP8,
+    RELEASES,
+    Array,
+    File,
+    Release,
+    Tensor,
+    blockwise,
+    float8,
+    mxfp8,
+    name,
+    nvfp4,
+    padded,
+)
+from transaxle.errors import Code, TransaxleError
+from transaxle.formats.detect import open_container
+from transaxle.formats.torch_file.quantized import NOTE, SCALE
+
+NAME, DATA = "layer.weight", "__{}_0.distcp"
+Part = tuple[tuple[int, ...], Tensor]
+"""First index of a chunk, and the chunk as a tensor of its own."""
+
+
+def one(tensor: Tensor, release: Release | None = None, **changed: Any) -> bytes:
+    """The archive of one tensor, as torch.save writes it for a chunk."""
+    file = File()
+    return file.pickled(tensor.opcodes(file, release, **changed))
+
+
+def write(folder: Path, shape: tuple[int, ...], parts: Sequence[Part], archives: list[bytes] | None = None) -> None:
+    """A folder as torch lays it out, with a file for each rank; the metadata shows the type that torch sees."""
+    folder.mkdir(exist_ok=True)
+    stored = {}
+    for rank, (start, part) in enumerate(parts):
+        data = one(part) if archives is None else archives[rank]
+        (folder / DATA.format(rank)).write_bytes(data)
+        stored[MetadataIndex(NAME, torch.Size(start))] = _StorageInfo(DATA.format(rank), 0, len(data))
+    chunks = [ChunkStorageMetadata(torch.Size(start), torch.Size(part.shape)) for start, part in parts]
+    described = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size(shape), chunks)
+    (folder / METADATA).write_bytes(pickle.dumps(Metadata({NAME: described}, {}, stored)))
+
+
+def cut(tensor: Tensor, first: int, last: int) -> Part:
+    """Some rows of a tensor as a tensor of its own, with scales that are padded again."""
+    rows = last - first
+    buffers: dict[str, Array] = {}
+    for key, buffer in tensor.buffers.items():
+        if key.endswith("_data") or key == "data":
+            buffers[key] = np.ascontiguousarray(buffer[first:last])
+        elif key == "rowwise_scale_inv":
+            tile = 128 if tensor.kind.startswith("Float8Block") else 1
+            pad = (1, 4) if tile > 1 else (128, 4)
+            buffers[key] = padded(buffer[first // tile : -(-last // tile)], *pad)
+        else:
+            buffers[key] = buffer
+    shape = (rows, *tensor.shape[1:])
+    return (first, 0), Tensor(tensor.kind, buffers, tensor.values[first:last], shape, tensor.settings, tensor.code)
+
+
+CASES: dict[str, tuple[Callable[[], Tensor], list[int]]] = {
+    "float8": (lambda: float8(1, (10, 8)), [0, 4, 7, 10]),
+    "mxfp8": (lambda: mxfp8(2, (160, 64), "rows"), [0, 64, 96, 160]),
+    "float8_block": (lambda: blockwise(3, (300, 200)), [0, 128, 256, 300]),
+    "nvfp4": (lambda: nvfp4(4, (20, 48)), [0, 5, 6, 20]),
+    "nvfp4 of 256": (lambda: nvfp4(4, (20, 48), 256), [0, 11, 20]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parts_of_several_ranks_are_one_tensor(case: str, tmp_path: Path) -> None:
+    make, edges = CASES[case]
+    whole = make()
+    write(tmp_path / "cut", whole.shape, [cut(whole, *pair) for pair in pairwise(edges)])
+    write(tmp_path / "whole", whole.shape, [((0, 0), whole)])
+    with tx.open(tmp_path / "cut") as parts, tx.open(tmp_path / "whole") as all_of_it:
+        assert list(parts) == list(all_of_it)
+        for key in parts:
+            assert (parts[key].dtype, parts[key].shape) == (all_of_it[key].dtype, all_of_it[key].shape)
+            assert parts[key].tobytes() == all_of_it[key].tobytes()
+        assert parts.encoded == all_of_it.encoded
+        assert parts.encoded.keys() == {NAME}
+        values = parts.decode("fp32")[NAME].read()
+        np.testing.assert_allclose(values, whole.values, rtol=1e-6 if "nvfp4" in case else 0)
+
+
+def test_two_matrices_side_by_side(tmp_path: Path) -> None:
+    left, right = mxfp8(5, (32, 64), "rows"), mxfp8(6, (32, 32), "rows")
+    write(tmp_path / "a", (32, 96), [((0, 0), left), ((0, 64), right)])
+    with tx.open(tmp_path / "a") as checkpoint:
+        values = checkpoint.decode("fp32")[NAME].read()
+        np.testing.assert_array_equal(values, np.concatenate([left.values, right.values], 1))
+    three, four = nvfp4(7, (8, 32)), nvfp4(7, (8, 16))
+    four = Tensor(four.kind, {**four.buffers, "amax_rowwise": three.buffers["amax_rowwise"]}, four.values, four.shape)
+    four = Tensor(four.kind, four.buffers, four.values, four.shape, three.settings, "e2m1")
+    write(tmp_path / "b", (8, 48), [((0, 0), three), ((0, 32), four)])
+    with tx.open(tmp_path / "b") as checkpoint:
+        assert checkpoint[NAME].shape == (8, 24)
+        found = checkpoint[NAME].read()
+        np.testing.assert_array_equal(found[:, 16:], four.buffers["rowwise_data"])
+
+
+def test_one_number_of_several_chunks_must_be_one(tmp_path: Path) -> None:
+    """Each rank has the number; where they differ the codes mean other values, and no conversion is made."""
+    whole = float8(8, (8, 4))
+    first, (start, second) = cut(whole, 0, 4), cut(whole, 4, 8)
+    write(tmp_path / "good", (8, 4), [first, (start, second)])
+    other = {**second.buffers, "scale_inv": second.buffers["scale_inv"] * np.float32(2)}
+    second = Tensor(second.kind, other, second.values, second.shape)
+    write(tmp_path / "bad", (8, 4), [first, (start, second)])
+    tx.convert(tmp_path / "good", tmp_path / "fine", to="safetensors")
+    for options in ({}, {"decode": "bf16"}):
+        with pytest.raises(TransaxleError) as error:
+            tx.convert(tmp_path / "bad", tmp_path / "out", to="safetensors", **options)  # type: ignore[arg-type]
+        assert error.value.code == "UNEQUAL_COPIES"
+        assert NAME in str(error.value)
+        assert not (tmp_path / "out").exists()
+
+
+def test_the_type_of_codes_is_that_of_the_whole_checkpoint(tmp_path: Path) -> None:
+    """A 6 in one tensor says that a 7 in another is e5m2."""
+    old = next(each for each in RELEASES if each.kind == "Float8Tensor" and each.version == "2.0")
+    archives = [one(float8(1, (4, 4), "e5m2"), old), one(float8(2, (4, 4)), old)]
+    folder = tmp_path / "a"
+    folder.mkdir()
+    items, stored = {}, {}
+    for key, data in zip("ab", archives, strict=True):
+        (folder / f"{key}.distcp").write_bytes(data)
+        chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([4, 4]))
+        items[key] = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size([4, 4]), [chunk])
+        stored[MetadataIndex(key, torch.Size([0, 0]))] = _StorageInfo(f"{key}.distcp", 0, len(data))
+    (folder / METADATA).write_bytes(pickle.dumps(Metadata(items, {}, stored)))  # type: ignore[arg-type]
+    entries = open_container(str(folder)).entries
+    assert (entries["a"].dtype, entries["b"].dtype) == ("F8_E5M2", "F8_E4M3")
+
+
+def test_a_tensor_that_was_saved_as_an_object(tmp_path: Path) -> None:
+    tensor = mxfp8(9, (32, 64))
+    data = one(tensor)
+    (tmp_path / "a.distcp").write_bytes(data)
+    metadata = Metadata(
+        {NAME: BytesStorageMetadata()}, {}, {MetadataIndex(NAME): _StorageInfo("a.distcp", 0, len(data))}
+    )
+    (tmp_path / METADATA).write_bytes(pickle.dumps(metadata))
+    container = open_container(str(tmp_path))
+    assert set(container.entries) == {NAME, NAME + SCALE}
+    assert container.metadata[NOTE].keys() == {NAME}
+    assert list(container.metadata["left_behind"]) == [f"{NAME}.columnwise_data"]
+    with tx.open(tmp_path) as checkpoint:
+        np.testing.assert_array_equal(checkpoint.decode("fp32")[NAME].read(), tensor.values)
+
+
+def test_extra_state_is_no_tensor(tmp_path: Path) -> None:
+    tensor = float8(10, (4, 4))
+    write(tmp_path / "a", (4, 4), [((0, 0), tensor)])
+    metadata = pickle.loads((tmp_path / "a" / METADATA).read_bytes())  # noqa: S301 - our own
+    data = archive(io.BytesIO(b"state"))
+    (tmp_path / "a" / "x.distcp").write_bytes(data)
+    metadata.state_dict_metadata["layer._extra_state"] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex("layer._extra_state")] = _StorageInfo("x.distcp", 0, len(data))
+    (tmp_path / "a" / METADATA).write_bytes(pickle.dumps(metadata))
+    container = open_container(str(tmp_path / "a"))
+    assert set(container.entries) == {NAME, NAME + SCALE}
+    assert container.metadata["left_behind"] == {"layer._extra_state": "_io.BytesIO"}
+
+
+# What is refused.
+
+
+def refused(folder: Path, code: Code, words: str, file: str = METADATA) -> None:
+    with pytest.raises(TransaxleError) as error:
+        open_container(str(folder))
+    assert {refusal.code for refusal in error.value.refusals} == {code}
+    (refusal,) = error.value.refusals
+    assert words in refusal.message
+    assert (refusal.where.file, refusal.where.tensor) == (file, NAME)
+
+
+def test_a_cut_inside_a_tile(tmp_path: Path) -> None:
+    whole = blockwise(11, (256, 128))
+    write(tmp_path / "a", (256, 128), [cut(whole, 0, 192), cut(whole, 192, 256)])
+    refused(tmp_path / "a", "BLOCK_MISALIGNED", "begins at [192, 0], inside of a tile of [128, 128]")
+
+
+def test_parts_in_two_encodings(tmp_path: Path) -> None:
+    parts = [cut(mxfp8(12, (64, 32), "rows"), 0, 32), cut(float8(12, (64, 32)), 32, 64)]
+    write(tmp_path / "a", (64, 32), parts)
+    refused(tmp_path / "a", "DTYPE_MIXED", "float8 in tiles of (0, 0), type 7 and mxfp8")
+    one_way, other_way = (next(r for r in RELEASES if (r.kind, r.version) == (MXFP8, v)) for v in ("2.0", "2.16"))
+    whole = mxfp8(13, (64, 32), "rows")
+    parts = [cut(whole, 0, 32), cut(whole, 32, 64)]
+    archives = [one(parts[0][1], one_way), one(parts[1][1], other_way)]
+    write(tmp_path / "b", (64, 32), parts, archives)
+    refused(tmp_path / "b", "DTYPE_MIXED", "type 6 and mxfp8 in tiles of (1, 32), type 7")
+
+
+def test_a_part_that_is_plain(tmp_path: Path) -> None:
+    whole = mxfp8(14, (64, 32), "rows")
+    parts = [cut(whole, 0, 32), cut(whole, 32, 64)]
+    write(tmp_path / "a", (64, 32), parts, [one(parts[0][1]), archive(torch.ones(32, 32, dtype=torch.bfloat16))])
+    refused(tmp_path / "a", "DTYPE_MIXED", "1 of its 2 chunks are quantized")
+
+
+def test_metadata_and_parts_that_disagree(tmp_path: Path) -> None:
+    whole = mxfp8(15, (64, 32), "rows")
+    parts = [cut(whole, 0, 32), cut(whole, 32, 64)]
+    write(tmp_path / "a", (64, 32), parts, [one(parts[0][1]), one(cut(whole, 0, 64)[1])])
+    refused(tmp_path / "a", "SHAPE_MISMATCH", "the file holds [64, 32]", DATA.format(1))
+    write(tmp_path / "b", (64, 32), parts, [one(parts[0][1]), one(parts[1][1], dtype=name("torch", "float32"))])
+    refused(tmp_path / "b", "DTYPE_MISMATCH", "says bfloat16, the file holds float32", DATA.format(1))
+
+
+def test_what_a_chunk_cannot_be(tmp_path: Path) -> None:
+    whole = mxfp8(16, (32, 32), "rows")
+    write(tmp_path / "a", (32, 32), [((0, 0), whole)], [one(whole, with_gemm_swizzled_scales=True)])
+    refused(tmp_path / "a", "UNSUPPORTED", "matrix-multiply kernel", DATA.format(0))
+    stack = nvfp4(17, (4, 2, 32))
+    halves = [
+        ((at, 0, 0), Tensor(stack.kind, {**stack.buffers}, stack.values, stack.shape, stack.settings, "e2m1"))
+        for at in (0, 4)
+    ]
+    write(tmp_path / "b", (8, 2, 32), halves)
+    refused(tmp_path / "b", "UNSUPPORTED", "stack of matrices in 2 chunks")
+
+
+def test_copies_of_ranks_that_saved_alone(tmp_path: Path) -> None:
+    """Without coordination every rank wrote its own metadata, and all of the tensor; both are compared."""
+    for differs in (False, True):
+        folder = tmp_path / str(differs)
+        folder.mkdir()
+        for rank in range(2):
+            tensor = mxfp8(18, (32, 32), "rows")
+            if differs and rank:
+                codes = tensor.buffers["rowwise_data"].copy()
+                codes[3, 4] ^= 1
+                tensor = Tensor(MXFP8, {**tensor.buffers, "rowwise_data": codes}, tensor.values, tensor.shape)
+            data = one(tensor)
+            (folder / DATA.format(rank)).write_bytes(data)
+            start = torch.Size([0, 0])
+            chunks = [ChunkStorageMetadata(start, torch.Size([32, 32]))]
+            item = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), torch.Size([32, 32]), chunks)
+            stored = {MetadataIndex(NAME, start): _StorageInfo(DATA.format(rank), 0, len(data))}
+            (folder / f"__{rank}{METADATA}").write_bytes(pickle.dumps(Metadata({NAME: item}, {}, stored)))
+        assert len(open_container(str(folder)).twins) == 2
+        if not differs:
+            tx.convert(folder, tmp_path / "out", to="safetensors")
+            continue
+        with pytest.raises(TransaxleError) as error:
+            tx.convert(folder, tmp_path / "bad", to="safetensors")
+        assert error.value.code == "UNEQUAL_COPIES"
+
+
+def test_names_of_buffers_collide(tmp_path: Path) -> None:
+    tensor = float8(19, (4, 4))
+    write(tmp_path / "a", (4, 4), [((0, 0), tensor)])
+    metadata = pickle.loads((tmp_path / "a" / METADATA).read_bytes())  # noqa: S301 - our own
+    data = archive(torch.ones(1))
+    (tmp_path / "a" / "x.distcp").write_bytes(data)
+    chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([1]))
+    described = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size([1]), [chunk])
+    metadata.state_dict_metadata[NAME + SCALE] = described
+    metadata.storage_data[MetadataIndex(NAME + SCALE, torch.Size([0]))] = _StorageInfo("x.distcp", 0, len(data))
+    (tmp_path / "a" / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(TransaxleError) as error:
+        open_container(str(tmp_path / "a"))
+    assert [(r.code, r.where.tensor) for r in error.value.refusals] == [("NAME_COLLISION", NAME + SCALE)]

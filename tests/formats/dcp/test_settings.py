@@ -1,0 +1,100 @@
+"""Settings of an optimizer, from torch to torch: whatever they were converted to between."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import transaxle as tx
+from tests.formats.test_groups import typed
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+GROUPS = "param_groups"
+WAYS = [None, "dcp", "torch", "safetensors"]
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def trained(seed: int, **settings: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Two groups that differ in three settings, one of them a tensor in the first."""
+    torch.manual_seed(seed)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.LayerNorm(4))
+    matrices = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    vectors = [parameter for parameter in module.parameters() if parameter.dim() < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "weight_decay": 0.1, "lr": torch.tensor(1e-3)},
+        {"params": vectors, "weight_decay": 0.0, "betas": (0.8, 0.9)},
+    ]
+    optimizer = torch.optim.AdamW([{**group, **settings} for group in groups], lr=2e-3, foreach=False)
+    module(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    return module, optimizer
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    return [
+        {key: typed(value.numpy()[()] if isinstance(value, torch.Tensor) else value) for key, value in group.items()}
+        for group in ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+    ]
+
+
+def saved(folder: Path, module: torch.nn.Module, optimizer: torch.optim.Optimizer, options: Any = None) -> Path:
+    state = {**module.state_dict(), "optimizer": get_optimizer_state_dict(module, optimizer, options=options)}
+    save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize("options", [None, FLAT], ids=["nested", "flattened"])
+@pytest.mark.parametrize("way", WAYS)
+def test_torch_resumes_with_them(tmp_path: Path, way: str | None, options: StateDictOptions | None) -> None:
+    """What torch asks for is there, in the form that it asks for; every value is the one that was saved."""
+    module, optimizer = trained(0)
+    source = saved(tmp_path / "source", module, optimizer, options)
+    if way is not None:
+        tx.convert(source, tmp_path / "between", to=way, shard_size=100, sync=False)
+        assert tx.verify(tmp_path / "between").ok
+        source = tmp_path / "between"
+    tx.convert(source, tmp_path / "out", to="dcp", sync=False)
+    for asked in (None, FLAT):
+        other, resumed = trained(1, weight_decay=7.0, eps=1.0)
+        state = get_optimizer_state_dict(other, resumed, options=asked)
+        held = {"optimizer": state}
+        load(held, checkpoint_id=tmp_path / "out", no_dist=True)
+        set_optimizer_state_dict(other, resumed, held["optimizer"], options=asked)
+        assert settings_of(resumed) == settings_of(optimizer)
+        for mine, theirs in zip(module.parameters(), other.parameters(), strict=True):
+            want, got = optimizer.state[mine], resumed.state[theirs]
+            assert all(torch.equal(want[key], got[key]) for key in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_both_forms_read_alike(tmp_path: Path) -> None:
+    module, optimizer = trained(0)
+    names = [["0.weight"], ["0.bias", "1.weight", "1.bias"]]
+    for options in (None, FLAT):
+        found = tx.open(saved(tmp_path / str(options is FLAT), module, optimizer, options)).metadata[GROUPS]
+        assert [group["params"] for group in found] == names
+        assert [{k: typed(v) for k, v in group.items() if k != "params"} for group in found] == settings_of(optimizer)
+
+
+def test_equal_settings_share_their_bytes(tmp_path: Path) -> None:
+    """A thousand parameters do not make ten thousand archives."""
+    parameters = {f"layers.{i}.weight": torch.nn.Parameter(torch.ones(1)) for i in range(1000)}
+    optimizer = torch.optim.SGD(parameters.items(), lr=0.1, momentum=0.9)
+    sum(p.sum() for p in parameters.values()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    torch.save({"model": parameters, "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
+    report = tx.convert(tmp_path / "a.pt", tmp_path / "out", to="dcp", sync=False)
+    alone = tx.convert(tmp_path / "a.pt", tmp_path / "bare", to="dcp", optimizer=False, sync=False)
+    data = [(tmp_path / folder / "__0_0.distcp").stat().st_size for folder in ("out", "bare")]
+    assert report.tensors == 2 * alone.tensors
+    assert data[0] < 2.1 * data[1]
+    assert len(tx.open(tmp_path / "out").metadata[GROUPS][0]["params"]) == 1000

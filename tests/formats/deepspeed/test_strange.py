@@ -1,0 +1,259 @@
+"""Strange folders made by torch itself: payloads where an object is expected, lies about shapes, missing files."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import transaxle as tx
+from tests.engine.test_execute import names_in
+from tests.formats.deepspeed.test_interruption import NAME, NORM, RECORD, folder
+from transaxle.errors import TransaxleError
+from transaxle.formats.deepspeed import affine, keys
+from transaxle.formats.deepspeed.info_draft import collected
+from transaxle.formats.deepspeed.keys import UNIVERSAL
+from transaxle.formats.deepspeed.pattern import Patterns
+from transaxle.formats.deepspeed.spread import by_widths, folded
+from transaxle.formats.state import OPTIMIZER
+
+torch = pytest.importorskip("torch")
+
+from tests.formats.deepspeed.made import TAG  # noqa: E402
+
+MODELS, STATES = f"{TAG}/*{keys.MODEL_END}", f"{TAG}/*{keys.OPTIM_END}"
+Change = Callable[[Any], Any]
+
+
+class Payload:
+    """Runs something when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("this was run",)
+
+
+def in_a_scaler(payload: object) -> object:
+    """A payload in an object of a class that checkpoints really hold."""
+    held = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler").LossScaler(1.0)
+    held.held = payload
+    return held
+
+
+def in_a_fragment(payload: object) -> object:
+    return pytest.importorskip("deepspeed.utils.tensor_fragment").fragment_address(payload, 1)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return folder(tmp_path / "source")
+
+
+@pytest.fixture
+def universal(source: Path, tmp_path: Path) -> Path:
+    target = tmp_path / "universal"
+    tx.convert(source, target, to=UNIVERSAL, sync=False)
+    shutil.rmtree(source)
+    return target
+
+
+def edit(path: Path, pattern: str, change: Change) -> None:
+    found = sorted(path.glob(pattern))
+    assert found, pattern
+    for file in found:
+        torch.save(change(torch.load(file, weights_only=False)), file)
+
+
+def refused(path: Path, code: str) -> TransaxleError:
+    """Every command that looks into it refuses it, and nothing is written."""
+    out = path.parent / "out"
+    with pytest.raises(TransaxleError) as caught:
+        tx.convert(path, out, to=UNIVERSAL)
+    assert code in {refusal.code for refusal in caught.value.refusals}, caught.value
+    assert caught.value.exit_code == 3
+    assert names_in(path.parent) == [path.name]
+    return caught.value
+
+
+INSIDE: dict[str, tuple[str, Callable[[Any], Change]]] = {
+    "loss scaler": (STATES, lambda held: lambda file: put(file, [keys.STATE, keys.LOSS_SCALER], held)),
+    "zero stage": (STATES, lambda held: lambda file: put(file, [keys.STATE, keys.ZERO_STAGE], held)),
+    "slice mappings": (STATES, lambda held: lambda file: put(file, [keys.STATE, keys.MAPPINGS], [{NAME: held}])),
+    "settings": (STATES, lambda held: lambda file: put(file, [keys.STATE, keys.BASE_STATE, keys.GROUPS], [held])),
+    "scheduler": (MODELS, lambda held: lambda file: put(file, [keys.SCHEDULER], {"last": held})),
+    "metadata": (MODELS, lambda held: lambda file: put(file, [keys.INFO, keys.SUB_PARAMS], [held])),
+    "client state": (MODELS, lambda held: lambda file: put(file, ["note"], held)),
+    "shapes": (MODELS, lambda held: lambda file: put(file, [keys.PARAM_SHAPES], [{NAME: held}])),
+}
+HOLDERS: dict[str, Callable[[object], object]] = {
+    "bare": lambda payload: payload,
+    "in a loss scaler": in_a_scaler,
+    "in a fragment": in_a_fragment,
+}
+
+
+def put(file: Any, path: Sequence[str], value: object) -> Any:
+    at = file
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    return file
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("where", INSIDE)
+def test_no_payload_inside_of_an_expected_object_runs(
+    source: Path, where: str, holder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pattern, change = INSIDE[where]
+    edit(source, pattern, change(HOLDERS[holder](Payload())))
+    assert "builtins.print" in str(refused(source, "UNSAFE_PICKLE"))
+    assert "this was run" not in capsys.readouterr().out
+
+
+UNIVERSAL_FILES = (keys.OPTIMIZER_FILE, f"{NAME}/{keys.FP32}.pt", f"{NORM}/exp_avg.pt", f"{NAME}/{keys.STEP}.pt")
+
+
+@pytest.mark.parametrize("file", UNIVERSAL_FILES)
+def test_no_payload_in_a_universal_checkpoint_runs(
+    universal: Path, file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edit(universal, f"*/{keys.ZERO_FOLDER}/{file}", lambda held: {keys.PARAM: Payload(), "beside": held})
+    assert "builtins.print" in str(refused(universal, "UNSAFE_PICKLE"))
+    assert "this was run" not in capsys.readouterr().out
+
+
+def lying(info: dict[str, Any]) -> Change:
+    return lambda file: file | {keys.INFO: info}
+
+
+@pytest.mark.parametrize("pattern", ["(a|b)*c", "(?P<x>a+)+$", "a{1000000}"])
+def test_patterns_that_would_never_end_are_not_tried(source: Path, pattern: str) -> None:
+    edit(source, MODELS, lying({keys.ROW_PATTERNS: [pattern], keys.UNSUPPORTED_PATTERNS: {}}))
+    refused(source, "UNSUPPORTED")
+
+
+def test_many_patterns_that_match_slowly_are_given_up() -> None:
+    begin = time.perf_counter()
+    patterns = Patterns(f"{'a*' * 500}{number}" for number in range(1000))
+    with pytest.raises(TransaxleError, match="takes too long"):
+        list(map(patterns.match, ["a" * 200] * 1000))
+    assert time.perf_counter() - begin < 60
+
+
+def test_real_patterns_are_never_given_up() -> None:
+    texts = [rf"transformer.layers.\d+.{part}.weight" for part in ("dense", "mlp.dense_4h_to_h", "input_layernorm")]
+    patterns = Patterns(texts * 10 + [rf"{text}$" for text in texts])
+    for number in range(3000):
+        assert len(patterns.match(f"transformer.layers.{number}.mlp.dense_4h_to_h.weight")) == 2
+
+
+def test_a_view_of_billions_of_rows_is_not_walked() -> None:
+    begin = time.perf_counter()
+    rows = 1 << 30
+    spread = by_widths((rows, rows, 4), 2, [[2, 2]])
+    with pytest.raises(TransaxleError, match="describes shards of"):
+        folded(spread, [(8, 4), (8, 4)])
+    assert time.perf_counter() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "code"),
+    [
+        (keys.INFO_VERSION, 0.9, "UNSUPPORTED"),
+        (keys.INFO_VERSION, "0.4", "CORRUPT"),
+        (keys.SHARD_WIDTHS, {}, "CORRUPT"),
+        (keys.SHARD_WIDTHS, [1], "CORRUPT"),
+        (keys.SUB_PARAMS, {"patterns": []}, "CORRUPT"),
+        (keys.SUB_PARAMS, [{keys.PATTERNS: ["^a$"], keys.SHAPE: [[]], keys.PARTITION_DIM: 0}], "CORRUPT"),
+        (keys.UNSUPPORTED_PATTERNS, ["^a$"], "CORRUPT"),
+        (keys.AFFINE, {keys.AFFINE_VERSION: 2, keys.AFFINE_PARAMS: {}}, "UNSUPPORTED"),
+        (keys.AFFINE, {keys.AFFINE_PARAMS: {}}, "UNSUPPORTED"),
+        (keys.AFFINE, {keys.AFFINE_VERSION: 1, keys.AFFINE_PARAMS: []}, "CORRUPT"),
+    ],
+)
+def test_malformed_metadata_is_refused(source: Path, name: str, value: object, code: str) -> None:
+    info = collected({NAME: RECORD, NORM: (4,)}, 2)
+    edit(source, MODELS, lying(info | {name: value}))
+    refused(source, code)
+
+
+def test_metadata_about_other_shapes_is_refused(source: Path) -> None:
+    info = collected({NAME: RECORD, NORM: (4,)}, 2)
+    params = info[keys.AFFINE][keys.AFFINE_PARAMS]
+    first = next(iter(params))
+    params[first] = affine.write(by_widths((1 << 40, 4), 0, [[1 << 39, 1 << 39]]))
+    edit(source, MODELS, lying(info))
+    error = refused(source, "SHAPE_MISMATCH")
+    assert error.where.tensor == NAME
+
+
+def test_a_rank_that_speaks_of_other_shapes_is_refused(source: Path) -> None:
+    shapes = [{NAME: (9, 4), NORM: (4,)}]
+    edit(source, f"{TAG}/mp_rank_01{keys.MODEL_END}", lambda file: put(file, [keys.PARAM_SHAPES], shapes))
+    assert "mp_rank_01" in str(refused(source, "CORRUPT"))
+
+
+@pytest.mark.parametrize("file", [f"{NAME}/{keys.FP32}.pt", keys.OPTIMIZER_FILE])
+def test_missing_files_of_a_universal_checkpoint_are_named(universal: Path, file: str) -> None:
+    next(universal.glob(f"*/{keys.ZERO_FOLDER}/{file}")).unlink()
+    with pytest.raises(TransaxleError, match=re.escape(file.partition("/")[0])) as caught:
+        tx.open(universal)
+    assert caught.value.code in ("INCOMPLETE", "IO")
+
+
+def test_a_missing_parameter_of_a_universal_checkpoint_is_named(universal: Path) -> None:
+    shutil.rmtree(next(universal.glob(f"*/{keys.ZERO_FOLDER}/{NORM}")))
+    error = refused(universal, "INCOMPLETE")
+    assert error.where.tensor == NORM
+
+
+def test_a_missing_state_of_a_universal_checkpoint_is_named(universal: Path) -> None:
+    """Unless all of its states are missing: what was never updated has none."""
+    folder = next(universal.glob(f"*/{keys.ZERO_FOLDER}/{NORM}"))
+    (folder / "exp_avg.pt").unlink()
+    error = refused(universal, "INCOMPLETE")
+    assert error.where.tensor == NORM
+    assert "exp_avg.pt" in str(error)
+    (folder / "exp_avg_sq.pt").unlink()
+    (universal / "transaxle.json").unlink()
+    with tx.open(universal) as found:
+        assert NORM in found
+        assert f"{OPTIMIZER}{NORM}/exp_avg" not in found
+
+
+@pytest.mark.parametrize("shape", [(16, 5), (4,), (1 << 40, 1 << 20), "wide"])
+def test_a_universal_checkpoint_whose_model_files_lie_is_refused(universal: Path, shape: object) -> None:
+    edit(universal, f"*/*{keys.MODEL_END}", lambda file: put(file, [keys.PARAM_SHAPES], [{NAME: shape, NORM: (4,)}]))
+    refused(universal, "CORRUPT" if shape == "wide" else "INCOMPLETE")
+
+
+def test_links_out_of_the_checkpoint_are_not_followed(universal: Path, tmp_path: Path) -> None:
+    file = next(universal.glob(f"*/{keys.ZERO_FOLDER}/{NAME}/{keys.FP32}.pt"))
+    outside = tmp_path / "checkpoint" / "outside.pt"
+    outside.parent.mkdir()
+    universal.rename(outside.parent / "universal")
+    moved = outside.parent / "universal" / file.relative_to(universal)
+    moved.rename(outside)
+    moved.symlink_to(Path("../../../..") / outside.name)
+    assert moved.exists()
+    with pytest.raises(TransaxleError) as caught:
+        tx.convert(outside.parent / "universal", tmp_path / "out", to=UNIVERSAL)
+    assert caught.value.code == "PATH_ESCAPE"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("said", ["../outside", "/etc", "..", "a/../../b", ""])
+def test_latest_never_leads_out(universal: Path, said: str) -> None:
+    """What it says is no folder of the checkpoint; so the folder is found by its name."""
+    (universal.parent / "outside").mkdir()
+    (universal / keys.LATEST_UNIVERSAL).write_text(said, "utf-8")
+    (universal / "transaxle.json").unlink()
+    with tx.open(universal) as found:
+        assert found.format == UNIVERSAL
+        assert f"{OPTIMIZER}{NAME}/exp_avg" in found

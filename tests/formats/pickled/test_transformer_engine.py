@@ -1,0 +1,287 @@
+"""TransformerEngine's tensors in pickles: what each release writes is understood, and nothing else is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.formats.pickled.assemble import FILE, RECORD, read
+from tests.oracles.te_pickles import (
+    BLOCKWISE,
+    FLOAT8,
+    FUNCTIONS,
+    MAKERS,
+    MODULES,
+    MXFP8,
+    NEWEST,
+    NVFP4,
+    ORDERS,
+    PACKAGE,
+    RELEASES,
+    File,
+    Release,
+    call,
+    member,
+    name,
+    plain,
+    restored,
+)
+from transaxle.errors import Code, TransaxleError
+from transaxle.formats.pickled.descriptors import DType, Global, Object, Quantized, TensorRef
+from transaxle.formats.pickled.flatten import described, flatten
+from transaxle.formats.pickled.machine import Bounds
+
+BF16 = name("torch", "bfloat16")
+SIZE = call(name("torch", "Size"), (2, 3))
+VIEW = call(
+    name("torch._utils", "_rebuild_tensor_v2"), 7, 0, (2, 3), (3, 1), False, call(name("collections", "OrderedDict"))
+)
+BUFFERS = {
+    argument
+    for order in ORDERS.values()
+    for argument in order
+    if ("data" in argument and argument != "data_format") or "scale_inv" in argument or "amax" in argument
+}
+
+
+def value(opcodes: bytes) -> object:
+    return read(b"\x80\x02" + opcodes + b".").value
+
+
+def given(release: Release, **changed: object) -> dict[str, object]:
+    arguments: dict[str, object] = dict.fromkeys(BUFFERS, VIEW)
+    arguments |= {"codes": release.type_of_codes("e2m1" if release.kind == NVFP4 else "e4m3"), "dtype": BF16}
+    arguments |= {"shape": SIZE, "is_2D_scaled": True, "quantizer": None}
+    return arguments | changed
+
+
+def refused(opcodes: bytes, code: Code, words: str) -> TransaxleError:
+    with pytest.raises(TransaxleError) as error:
+        value(opcodes)
+    assert {refusal.code for refusal in error.value.refusals} == {code}
+    for refusal in error.value.refusals:
+        assert refusal.where.file == FILE
+        assert RECORD in refusal.message
+        assert words in refusal.message
+    return error.value
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: f"{release.kind} {release.version}")
+def test_what_each_release_writes(release: Release) -> None:
+    found = value(release.pickled(given(release)))
+    assert isinstance(found, Quantized)
+    assert (found.kind, found.dtype) == (release.kind, DType("bfloat16"))
+    assert found.number in release.types.values()
+    assert found.shape == ((2, 3) if "shape" in release.arguments else None)
+    assert len(found.buffers) == len(BUFFERS & set(release.arguments))
+    assert all(type(buffer) is TensorRef and buffer.storage == 7 for buffer in found.buffers.values())
+    settings = {"nvfp4_e4m3_max": 448, "is_2D_scaled": True}
+    assert found.settings == {key: settings.get(key, False) for key in release.arguments if key in found.settings}
+    switches = {key for key in release.arguments if key.startswith(("with_", "row_", "nvfp4_", "is_"))}
+    assert found.settings.keys() == switches
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: f"{release.kind} {release.version}")
+def test_numbers_of_types_are_those_of_the_release(release: Release) -> None:
+    """7 is e5m2 before 2.4 and e4m3 since; the pickle tells which wherever it can."""
+    found = value(release.pickled(given(release)))
+    assert isinstance(found, Quantized)
+    old = release.types["e4m3"] == 6
+    untold = {(FLOAT8, "2.0"), (FLOAT8, "2.4"), (MXFP8, "2.3"), (MXFP8, "2.4"), (BLOCKWISE, "2.3"), (BLOCKWISE, "2.4")}
+    expected = "" if (release.kind, release.version) in untold else "old" if old else "new"
+    assert found.numbering == expected
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_both_forms_are_found_at_any_protocol(kind: str) -> None:
+    """`getattr` of a class is written as a name of its own at protocol 4."""
+    release = NEWEST[kind]
+    whole = given(release, nvfp4_e4m3_max=448)
+    arguments = [whole.get(argument, False) for argument in release.arguments]
+    module, attribute = f"{PACKAGE}.tensor.{MODULES[kind]}", FUNCTIONS[kind]
+    stacked = plain(module) + plain(attribute) + b"\x93"
+    assert isinstance(value(call(stacked, *arguments)), Quantized)
+
+
+def test_a_parameter_of_such_a_tensor_is_the_tensor() -> None:
+    release = NEWEST[FLOAT8]
+    inner = release.pickled(given(release))
+    hooks = call(name("collections", "OrderedDict"))
+    assert isinstance(value(call(name("torch._utils", "_rebuild_parameter"), inner, True, hooks)), Quantized)
+    assert isinstance(value(call(name("torch.nn.parameter", "Parameter"), inner, True)), Quantized)
+    (leaf,) = flatten({"a": value(inner)}, FILE)
+    assert leaf.kind == "tensor"
+    assert described(leaf.value) == "a Float8Tensor"
+
+
+def test_a_tensor_that_a_recipe_leaves_alone() -> None:
+    module = f"{PACKAGE}.tensor.identity_tensor"
+    quantizer = restored(name(module, "IdentityQuantizer"), b"}")
+    function = name(module, "_make_identity_tensor_in_reduce_ex")
+    found = value(call(function, VIEW, quantizer, BF16, SIZE))
+    assert isinstance(found, TensorRef)
+    assert found.shape == (2, 3)
+    refused(call(function, VIEW, quantizer, BF16, (2, 4)), "CORRUPT", "no tensor of the shape")
+    refused(call(function, VIEW, quantizer, BF16), "CORRUPT", "4 arguments")
+
+
+# What is not among them.
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("attribute", ["__init__", "__reduce_ex__", "dequantize", "_make_in_reduce_ex.__func__", ""])
+def test_no_other_attribute_can_be_reached(kind: str, attribute: str) -> None:
+    module = f"{PACKAGE}.tensor.{MODULES[kind]}"
+    error = refused(call(member(module, kind, attribute), VIEW), "UNSAFE_PICKLE", f"{module}.{kind}")
+    assert len(error.refusals) == 1
+
+
+def test_the_method_of_another_class_is_not_reached() -> None:
+    for module, cls in (
+        ("torch", "Tensor"),
+        ("transformer_engine_torch", "DType"),
+        (f"{PACKAGE}.tensor.mxfp8_tensor", "Float8Tensor"),
+        (f"{PACKAGE}.tensor.mxfp8_tensor", "MXFP8Quantizer"),
+        (f"{PACKAGE}.mxfp8_tensor", "MXFP8Tensor"),
+        ("os", "system"),
+    ):
+        refused(call(member(module, cls, "_make_in_reduce_ex"), VIEW), "UNSAFE_PICKLE", f".{cls}")
+
+
+def test_getattr_is_of_classes_only() -> None:
+    module = f"{PACKAGE}.tensor.{MODULES[FLOAT8]}"
+    function = name("builtins", "getattr")
+    bound = member(module, FLOAT8, "_make_in_reduce_ex")
+    for args in (
+        (bound, "__func__"),
+        (bound, "__globals__"),
+        (VIEW, "data"),
+        ("os", "system"),
+        (name(module, FLOAT8), "_make_in_reduce_ex", None),
+        (name(module, FLOAT8), 1),
+        (name(module, FLOAT8),),
+        (),
+    ):
+        with pytest.raises(TransaxleError) as error:
+            value(call(function, *args))
+        assert {refusal.code for refusal in error.value.refusals} <= {"CORRUPT", "UNSAFE_PICKLE"}
+
+
+@pytest.mark.parametrize(
+    ("module", "attribute"),
+    [
+        (f"{PACKAGE}.tensor.hybrid_tensor", "_make_hybrid_quantized_tensor_in_reduce_ex"),
+        (f"{PACKAGE}.tensor.float8_tensor", "_make_mxfp8_tensor_in_reduce_ex"),
+        (f"{PACKAGE}.tensor.float8_tensor", "torch"),
+        (f"{PACKAGE}.tensor.storage.mxfp8_tensor_storage", "MXFP8TensorStorage"),
+        ("transformer_engine_torch", "quantize"),
+        ("transformer_engine.common.recipe", "DelayedScaling"),
+    ],
+)
+def test_other_names_of_the_package_are_refused(module: str, attribute: str) -> None:
+    refused(call(name(module, attribute), VIEW), "UNSAFE_PICKLE", f"{module}.{attribute}")
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=lambda release: f"{release.kind} {release.version}")
+def test_another_number_of_arguments(release: Release) -> None:
+    whole = given(release)
+    arguments = [whole.get(argument, False) for argument in release.arguments]
+    known = {each.args for each in RELEASES if each.kind == release.kind and each.function() == release.function()}
+    for count in range(17):
+        if count not in known:
+            refused(call(release.function(), *(arguments + [None] * 17)[:count]), "CORRUPT", f"it is given {count}")
+
+
+_ENUM = name("transformer_engine_torch", "DType")
+HUGE = 1 << 2000
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong", "words"),
+    [
+        ("codes", 7, "no type of codes"),
+        ("codes", None, "no type of codes"),
+        ("codes", _ENUM, "no type of codes"),
+        ("codes", call(name("torch", "device"), 7), "no type of codes"),
+        ("codes", call(_ENUM, 11), "no type 11"),
+        ("codes", call(_ENUM, HUGE), "no type"),
+        ("codes", call(_ENUM, -7), "malformed DType"),
+        ("codes", call(_ENUM, True), "malformed DType"),
+        ("codes", call(_ENUM, "7"), "malformed DType"),
+        ("codes", call(_ENUM, 7, 8), "malformed DType"),
+        ("codes", call(_ENUM), "malformed DType"),
+        ("codes", restored(_ENUM, (7,)), "malformed DType"),
+        ("codes", call(_ENUM, 7) + plain(7) + b"b", "malformed DType"),
+        ("dtype", "bfloat16", "no dtype"),
+        ("dtype", None, "no dtype"),
+        ("shape", (2, -1), "sizes hold -1"),
+        ("shape", (2, HUGE), "out of range"),
+        ("shape", (True, 2), "out of range"),
+        ("shape", (1,) * 65, "65 sizes"),
+        ("shape", 6, "sizes are a int"),
+        ("shape", None, "sizes are a NoneType"),
+        ("rowwise_data", 7, "no tensor for a buffer"),
+        ("rowwise_data", call(name("torch", "Tensor")), "no tensor for a buffer"),
+        ("rowwise_scale_inv", (VIEW,), "no tensor for a buffer"),
+        ("columnwise_data", "x", "no tensor for a buffer"),
+        ("quantizer", 7, "for a quantizer"),
+        ("quantizer", call(name("torch", "device"), "cpu"), "for a quantizer"),
+    ],
+)
+@pytest.mark.parametrize("kind", [MXFP8, BLOCKWISE, NVFP4])
+def test_arguments_of_the_wrong_kind(kind: str, argument: str, wrong: object, words: str) -> None:
+    release = NEWEST[kind]
+    refused(release.pickled(given(release, **{argument: wrong})), "CORRUPT", words)
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "wrong"),
+    [
+        (MXFP8, "with_gemm_swizzled_scales", 1),
+        (MXFP8, "with_gemm_swizzled_scales", "yes"),
+        (BLOCKWISE, "is_2D_scaled", 2),
+        (BLOCKWISE, "data_format", 1),
+        (BLOCKWISE, "data_format", call(_ENUM, 1)),
+        (NVFP4, "row_scaled_nvfp4", b"]"),
+        (NVFP4, "nvfp4_use_4over6", 0),
+        (NVFP4, "nvfp4_e4m3_max", True),
+        (NVFP4, "nvfp4_e4m3_max", "448"),
+    ],
+)
+def test_settings_of_the_wrong_type(kind: str, argument: str, wrong: object) -> None:
+    release = NEWEST[kind]
+    refused(release.pickled(given(release, **{argument: wrong})), "CORRUPT", argument)
+
+
+def test_nothing_is_given_to_such_a_tensor() -> None:
+    """No release gives it attributes, items or keys."""
+    release = NEWEST[FLOAT8]
+    inner = release.pickled(given(release))
+    refused(inner + b"}b", "CORRUPT", "gives attributes to a Quantized")
+    refused(inner + b"Na", "CORRUPT", "appends to a Quantized")
+    refused(inner + b"NNs", "CORRUPT", "sets a key of a Quantized")
+    refused(inner + b")R", "CORRUPT", "calls a Quantized")
+
+
+def test_a_class_that_is_called_otherwise_is_a_tensor_that_is_not_read() -> None:
+    module = f"{PACKAGE}.tensor.{MODULES[MXFP8]}"
+    made = value(name(module, MXFP8) + b")\x81")
+    assert isinstance(made, Object)
+    assert made.cls == Global(module, MXFP8)
+    (leaf,) = flatten({"a": made}, FILE)
+    assert leaf.kind == "tensor"
+
+
+def test_what_it_costs_is_counted() -> None:
+    release = NEWEST[FLOAT8]
+    inner = release.pickled(given(release))
+    many = b"\x80\x02](" + inner * 400 + b"e."
+    with pytest.raises(TransaxleError, match="more than any real checkpoint"):
+        read(many, bounds=Bounds(memory=100_000))
+
+
+def test_every_class_has_a_maker() -> None:
+    """The table of the oracle covers the classes, and its newest rows have all the arguments."""
+    assert MAKERS.keys() == MODULES.keys() == NEWEST.keys()
+    for kind, release in NEWEST.items():
+        assert release.arguments == ORDERS[kind]
+    assert File().tensor(None) == b"N"
