@@ -20,8 +20,9 @@ from typing import TypeVar
 
 from transaxle.axes.chunk import Shard, whole
 from transaxle.axes.relayout import Target
-from transaxle.engine.checkpoint import Checkpoint, Source
+from transaxle.engine.checkpoint import Checkpoint
 from transaxle.engine.plan import Plan, make_plan
+from transaxle.engine.source import Source
 
 DIALECTS = ("transformers", "automodel", "torchtitan", "te", "megatron", "hf")
 FIRST = DIALECTS[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, overload
@@ -10,6 +10,7 @@ from typing import Any, overload
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from transaxle.engine.compare import Comparison
 from transaxle.engine.compare import compare as _compare
+from transaxle.engine.encode import Encode
 from transaxle.engine.execute import Report, execute
 from transaxle.engine.plan import SHARD_SIZE, Plan, make_plan
 from transaxle.engine.produce import Progress, limits, unwatched
@@ -24,7 +25,10 @@ def open(path: str | Path, **said: Any) -> Checkpoint:  # noqa: A001 - the contr
 
     Args:
         path: a folder or a file.
-        **said: `format`, `family`, `dialect`, `config` (path or mapping), `axes` (axis -> size), `rules` (path).
+        **said: `format`, `family`, `dialect`, `config` (path or mapping), `axes` (axis -> size), `rules` (path),
+            `weights` (`fp32` or `lp`, of a DeepSpeed checkpoint), `optimizer` (whether its state is taken),
+            `decode` (`bf16` or `fp32`: encoded tensors are plain ones, decoded when they are read), with `only` and
+            `skip` (patterns of the names that are decoded, or not).
 
     Raises:
         StorageError: IO where it is missing or unreadable.
@@ -49,10 +53,23 @@ def _opened(source: Source, said: dict[str, Any]) -> Iterator[Checkpoint]:
 @contextmanager
 def _both(a: Source, b: Source, said: dict[str, Any]) -> Iterator[tuple[Checkpoint, Checkpoint]]:
     """Give two checkpoints; dialect and format are said of the first one only."""
-    of_second = {name: value for name, value in said.items() if name not in {"dialect", "format"}}
+    of_second = {name: value for name, value in said.items() if name not in {"dialect", "format", "only", "skip"}}
     first = {} if isinstance(a, Checkpoint) and not isinstance(b, Checkpoint) else said
     with _opened(a, first) as one, _opened(b, {} if isinstance(b, Checkpoint) else of_second) as two:
         yield one, two
+
+
+def _encode(encoding: str | None, only: Sequence[str], skip: Sequence[str], said: dict[str, Any]) -> Encode | None:
+    """Return what is to be encoded; where something is decoded instead, the patterns are said of that."""
+    only, skip = ((one,) if isinstance(one, str) else tuple(one) for one in (only, skip))
+    decoding = said.get("decode") is not None
+    if encoding is not None and decoding:
+        raise TypeError("decode or encode: one of them at a time")
+    if (only or skip) and encoding is None and not decoding:
+        raise TypeError("only and skip say what is decoded or encoded; say which")
+    if decoding:
+        said.update(only=only, skip=skip)
+    return None if encoding is None else Encode(encoding, only, skip)
 
 
 def plan(
@@ -63,6 +80,9 @@ def plan(
     shard_size: int = SHARD_SIZE,
     allow_lossy: bool = False,
     strict: bool = False,
+    encode: str | None = None,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
     **said: Any,
 ) -> Plan:
     """Plan a conversion without writing anything.
@@ -74,14 +94,24 @@ def plan(
         shard_size: bytes of tensors per file.
         allow_lossy: run a dialect's arithmetic.
         strict: refuse tensors without a line in the target dialect instead of keeping them under their names.
+        encode: `float8_block`, `mxfp8` or `nvfp4`: weights of linear layers are written in this encoding.
+        only: patterns of the table names that are encoded instead, or that are decoded where `decode` is said.
+        skip: patterns of names that are neither.
         **said: as for `open`.
 
     Returns:
         The plan; what stands against it is in `.refusals`.
     """
+    wanted = _encode(encode, only, skip, said)
     with _opened(src, said) as checkpoint:
         prepared = make_plan(
-            checkpoint, to, shard_size=shard_size, allow_lossy=allow_lossy, strict=strict, target=str(dst)
+            checkpoint,
+            to,
+            shard_size=shard_size,
+            allow_lossy=allow_lossy,
+            strict=strict,
+            target=str(dst),
+            encode=wanted,
         )
     return prepared.plan
 
@@ -94,6 +124,9 @@ def convert(
     shard_size: int = SHARD_SIZE,
     allow_lossy: bool = False,
     strict: bool = False,
+    encode: str | None = None,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
     overwrite: bool = False,
     resume: bool = False,
     sync: bool = True,
@@ -111,6 +144,9 @@ def convert(
         shard_size: bytes of tensors per file; one file that `dst` names holds them all.
         allow_lossy: run a dialect's arithmetic.
         strict: refuse tensors without a line in the target dialect instead of keeping them under their names.
+        encode: `float8_block`, `mxfp8` or `nvfp4`: weights of linear layers are written in this encoding.
+        only: patterns of the table names that are encoded instead, or that are decoded where `decode` is said.
+        skip: patterns of names that are neither.
         overwrite: replace the checkpoint at `dst`; it stays readable until the new one is complete.
         resume: continue an interrupted run; a `dst` that is just what it would write is left alone.
         sync: make everything durable before `dst` appears.
@@ -122,9 +158,16 @@ def convert(
     Raises:
         TransaxleError: all refusals at once, before anything is written; or what went wrong while writing.
     """
+    wanted = _encode(encode, only, skip, said)
     with _opened(src, said) as checkpoint:
         prepared = make_plan(
-            checkpoint, to, shard_size=shard_size, allow_lossy=allow_lossy, strict=strict, target=str(dst)
+            checkpoint,
+            to,
+            shard_size=shard_size,
+            allow_lossy=allow_lossy,
+            strict=strict,
+            target=str(dst),
+            encode=wanted,
         )
         return execute(
             prepared,
@@ -181,7 +224,7 @@ def diff(
     Args:
         a: path or opened checkpoint.
         b: the other one.
-        numeric: also measure how far the values are apart.
+        numeric: compare values, across number formats too, and measure how far they are apart.
         jobs: worker threads.
         progress: called with the bytes of each block read.
         **said: as for `open`; `dialect` and `format` are said of the first one only.

@@ -12,6 +12,7 @@ import pytest
 from tests.checkpoints import CONFIG, SIZES, TENSORS, Tensors, tensors, tiny, write
 from tests.cli.running import USAGE, Transaxle, flip, lines, only
 from transaxle import __version__
+from transaxle.encodings.codec import active
 
 
 def test_a_checkpoint_fits_on_a_page(ck: Path, transaxle: Transaxle) -> None:
@@ -96,10 +97,10 @@ def test_info_says_what_was_recognised(ck: Path, transaxle: Transaxle) -> None:
     assert found["dtypes"] == {"BF16": {"tensors": TENSORS, "bytes": found["bytes"]}}
     assert found["carried"] == ["config.json"]
     assert found["manifest"]["state"] == "none"
-    assert (found["transaxle"], found["kernels"]) == (__version__, "numpy")
+    assert (found["transaxle"], found["kernels"]) == (__version__, active())
     shown = transaxle("info", ck).out
     assert "hf, which reads 69 of 69 names" in shown
-    assert f"{__version__}, kernels: numpy" in shown
+    assert f"{__version__}, kernels: {active()}" in shown
 
 
 def test_info_finds_a_prefix(here: Path, transaxle: Transaxle) -> None:
@@ -130,7 +131,7 @@ def test_info_alone_describes_the_installation(transaxle: Transaxle) -> None:
     found = transaxle("info", "--json").json
     assert found["packages"]["numpy"] == np.__version__
     assert "hf" in found["families"]["qwen3_moe"]
-    assert "kernels: numpy" in transaxle("info").out
+    assert f"kernels: {active()}" in transaxle("info").out
 
 
 @pytest.mark.parametrize("option", [("--axis", "q=3"), ("--family", "qwen3_mo"), ("--from", "hff")])
@@ -151,3 +152,15 @@ def test_a_flipped_header_is_refused_or_seen(converted: Callable[[str], Path], t
     folder = converted("automodel")
     flip(only(list(folder.glob("*.safetensors"))), 9)
     assert transaxle("info", folder, "--json").code == 3
+
+
+def test_info_shows_parameter_groups(here: Path, transaxle: Transaxle) -> None:
+    """In few words for people; whole in JSON, where a number with a type of its own is a number."""
+    torch = pytest.importorskip("torch")
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([("w", parameter)], lr=torch.tensor(0.5), momentum=0.9, foreach=False)
+    torch.save({"model": {"w": parameter.data}, "optimizer": optimizer.state_dict()}, here / "a.pt")
+    assert "groups" in transaxle("info", "a.pt").out
+    assert "1 parameter: lr=0.5 momentum=0.9" in transaxle("info", "a.pt").out
+    (group,) = transaxle("info", "a.pt", "--json").json["metadata"]["param_groups"]
+    assert (group["lr"], group["momentum"], group["params"]) == (0.5, 0.9, ["w"])

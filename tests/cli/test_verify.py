@@ -118,3 +118,17 @@ def test_a_long_list_is_cut_and_says_so(here: Path, transaxle: Transaxle) -> Non
     write(here / "b", {f"name_{chr(97 + n)}": np.ones(n + 1, np.float32) for n in range(25)})
     assert "… and 5 more rows (--all or --json shows them)" in transaxle("diff", "a", "b").out
     assert transaxle("diff", "a", "b", "--all").out.count("values differ") == 25
+
+
+def test_state_that_one_side_left_behind_is_said_to_be_that(here: Path, transaxle: Transaxle) -> None:
+    held = {**tensors(), f"optim/{GATE}/step": np.array(3.0, np.float32)}
+    whole = write(here / "whole", held, config=CONFIG)
+    assert f"optim/{GATE}/step" in transaxle("convert", whole, "hub", "--to", "hf").out
+    found = transaxle("verify", whole, "hub")
+    assert found.code == DIFFERENT
+    assert "--no-optimizer compares the rest" in found.out
+    assert transaxle("verify", whole, "hub", "--no-optimizer").code == 0
+    assert transaxle("convert", whole, "checked", "--to", "hf", "--verify").code == 0
+    assert transaxle("convert", whole, "both", "--to", "hf", "--optimizer", "--verify").code == 0
+    assert transaxle("verify", whole, "both").code == 0
+    assert "--no-optimizer" not in transaxle("verify", _changed(here / "other", GATE), "hub").out

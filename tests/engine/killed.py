@@ -1,10 +1,10 @@
 """Run as a program: convert again and again, die at one more point each time, and look at what is left.
 
-    python -m tests.engine.killed SOURCE FOLDER REFERENCE OLD
+    python -m tests.engine.killed SOURCE FOLDER REFERENCE OLD [TO EVERY]
 
-Each child dies by SIGKILL before or after its n-th call that changes the disk. The parent then demands that the target
-is what it was or complete, lets another run finish the work, and demands the reference's bytes. It prints how many
-children died.
+Each child dies by SIGKILL before or after its n-th call that changes the disk, for every n or each EVERY-th. The parent
+then demands that the target is what it was or complete, lets another run finish the work, and demands the reference's
+bytes. It prints how many children died.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def convert(source: Path, target: Path, **options: Any) -> None:
-    tx.convert(source, target, to=TO, shard_size=SHARD_SIZE, jobs=JOBS, **options)
+def convert(source: Path, target: Path, to: str = TO, **options: Any) -> None:
+    tx.convert(source, target, to=to, shard_size=SHARD_SIZE, jobs=JOBS, **options)
 
 
 def died(source: Path, target: Path, at: int, **options: Any) -> bool:
@@ -88,7 +88,7 @@ def _durable(fd: object) -> None:
     """Stand in for fsync: a kill loses nothing that was written, and waiting for the disk takes most of the time."""
 
 
-def main(source: Path, folder: Path, reference: Path, old: Path) -> None:
+def main(source: Path, folder: Path, reference: Path, old: Path, to: str = TO, every: int = 1) -> None:
     os.fsync = _durable
     wanted, before = contents(reference), contents(old)
     untouched = contents(source)
@@ -99,22 +99,24 @@ def main(source: Path, folder: Path, reference: Path, old: Path) -> None:
             if replacing:
                 shutil.copytree(old, target)
             resume = at % 3 != 2
-            if not died(source, target, at, overwrite=replacing, resume=at % 2 == 1):
+            if not died(source, target, at, to=to, overwrite=replacing, resume=at % 2 == 1):
                 break
             found = contents(target) if target.exists() else None
             assert found in ([before, wanted] if replacing else [None, wanted]), f"point {at}: a mixed checkpoint"
             if found == wanted and not resume:
                 shutil.rmtree(target)
-            convert(source, target, overwrite=replacing, resume=resume)
+            convert(source, target, to, overwrite=replacing, resume=resume)
             assert contents(target) == wanted, f"point {at}: another result"
             left = [path.name for path in folder.iterdir() if path != target]
             assert left == [], f"point {at}: {left}"
             shutil.rmtree(target)
-            at += 1
+            at += every
         shutil.rmtree(target)
-        sys.stdout.write(f"{at}\n")
+        sys.stdout.write(f"{at // every}\n")
     assert contents(source) == untouched
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    source, folder, reference, old = map(Path, sys.argv[1:5])
+    to, every = sys.argv[5:] or (TO, "1")
+    main(source, folder, reference, old, to, int(every))

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import transaxle as tx
 from tests import checkpoints
-from tests.engine import law
+from tests.engine import law, quantized
 from tests.formats import files
 from transaxle.engine.compare import compare
 from transaxle.engine.produce import limits
@@ -230,6 +230,27 @@ def test_a_tie_is_looked_through(tmp_path: Path) -> None:
     assert str(c) in difference.detail
 
 
+def test_a_tie_stored_twice_is_the_one_that_the_dialect_stores(tmp_path: Path) -> None:
+    """What `--to hf` leaves out as a copy is no difference; a copy that is none is one, and so is a lost original."""
+    config = {**checkpoints.CONFIG, "tie_word_embeddings": True}
+    held = checkpoints.tensors()
+    twice = {**held, HEAD: held[EMBED].copy()}
+    first = checkpoints.write(tmp_path / "first", twice, config=config)
+    tx.convert(first, tmp_path / "second", to="hf", sync=False)
+    assert HEAD not in checkpoints.read(tmp_path / "second")
+    assert tx.verify(first, tmp_path / "second").equal
+    assert tx.verify(tmp_path / "second", first).equal
+    untied = checkpoints.write(tmp_path / "untied", {**held, HEAD: held[EMBED][::-1].copy()}, config=config)
+    for pair in ((untied, tmp_path / "second"), (tmp_path / "second", untied)):
+        (difference,) = tx.diff(*pair).differences
+        assert (difference.kind, str(untied) in difference.detail) == ("copies", True)
+    neither = {name: array for name, array in held.items() if name not in {HEAD, EMBED}}
+    lost = checkpoints.write(tmp_path / "lost", neither, config=config)
+    alone = checkpoints.write(tmp_path / "alone", {**neither, HEAD: held[EMBED]}, config=config)
+    assert [d.name for d in tx.diff(alone, lost).differences] == [HEAD]
+    assert {d.name for d in tx.diff(first, lost).differences} >= {EMBED}
+
+
 def test_settings_of_the_first_are_not_those_of_the_second(tmp_path: Path) -> None:
     one = stored(tmp_path / "one")
     tx.convert(one, tmp_path / "two", to="megatron", sync=False)
@@ -249,3 +270,77 @@ def test_files_of_no_family_are_compared_by_name(tmp_path: Path) -> None:
     two = plain(tmp_path / "two", {"x": np.arange(5), "y": np.float32(1)})
     found = tx.diff(one, two)
     assert (found.equal, found.dialect) == (True, None)
+
+
+# Number formats.
+
+
+def test_other_encodings_differ_unless_values_are_compared(tmp_path: Path) -> None:
+    """The same codes under two exponents, twice as large: other bits, other encodings, equal values."""
+    codes, scale = quantized.blocks((128, 256))
+    mine = {"a.weight": codes, "a.weight_scale_inv": scale, "b": np.arange(3.0)}
+    one = quantized.store(tmp_path / "one", (mine, {"quantization_config": quantized.FP8}))
+    values = quantized.dequantized(codes, scale).astype(np.float32)
+    two = quantized.store(tmp_path / "two", ({"a.weight": values, "b": np.arange(3.0)}, {}))
+    for a, b in ((one, two), (two, one)):
+        (difference,) = tx.diff(a, b).differences
+        assert (difference.name, difference.kind) == ("a.weight", "encoding")
+        assert {"F32", "float8_block"} <= set(difference.detail.replace("(", " ").split())
+        found = tx.diff(a, b, numeric=True)
+        assert found.equal
+        assert sum(found.compared.values()) == 2
+        assert list(found.across.values()) == [1]
+        assert found.as_json()["across"] == dict(found.across)
+    assert tx.diff(one, one, numeric=True).equal
+
+
+def test_distances_across_number_formats_are_those_of_the_values(tmp_path: Path) -> None:
+    codes, scale = quantized.blocks((130, 200))
+    codes = codes.copy()
+    one = quantized.store(tmp_path / "one", ({"a.weight": codes, "a.weight_scale_inv": scale}, {}))
+    values = quantized.dequantized(codes, scale).astype(np.float32)
+    other = values.copy()
+    other[::3, 5] += np.float32(0.25)
+    other[129, 199] = 0
+    two = quantized.store(tmp_path / "two", ({"a.weight": other}, {}))
+    (difference,) = tx.diff(one, two, numeric=True).differences
+    apart = values.astype("f8") - other.astype("f8")
+    assert difference.elements == np.count_nonzero(apart)
+    assert difference.max_abs == np.abs(apart).max()
+    assert difference.rms == pytest.approx(np.sqrt((apart**2).mean()))
+    assert difference.relative == pytest.approx(np.linalg.norm(apart) / np.linalg.norm(other.astype("f8")))
+
+
+def test_types_are_compared_by_value_where_asked(tmp_path: Path) -> None:
+    wide = np.array([[0.5, -0.0, np.nan, np.inf], [1, 2, 3, 4]], np.float32)
+    for kind in ("f2", "f8", quantized.BF16):
+        one = plain(tmp_path / f"{kind} one", {"x": wide})
+        two = plain(tmp_path / f"{kind} two", {"x": wide.astype(kind)})
+        assert [d.kind for d in tx.diff(one, two).differences] == ["dtype"]
+        assert tx.diff(one, two, numeric=True).equal
+        changed = wide.astype(kind)
+        changed[1, 1], changed[0, 2] = 2.5, 0
+        three = plain(tmp_path / f"{kind} three", {"x": changed})
+        (difference,) = tx.diff(one, three, numeric=True).differences
+        assert (difference.elements, difference.max_abs) == (2, np.inf)
+    one, whole = (plain(tmp_path / n, {"x": x}) for n, x in (("one", wide), ("two", np.arange(8).reshape(2, 4))))
+    (difference,) = tx.diff(one, whole, numeric=True).differences
+    assert difference.kind == "dtype"
+
+
+def test_one_encoding_in_two_conventions_differs_by_name_only(tmp_path: Path) -> None:
+    codes, scale = quantized.blocks((128, 128))
+    one = quantized.store(tmp_path / "one", ({"a.weight": codes, "a.weight_scale_inv": scale}, {}))
+    section = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {
+        "num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}}},
+        "quant_method": "compressed-tensors", "format": "float-quantized"}  # fmt: skip
+    two = quantized.store(
+        tmp_path / "two", ({"a.weight": codes, "a.weight_scale": scale}, {"quantization_config": section})
+    )
+    (difference,) = tx.diff(one, two).differences
+    assert difference.kind == "encoding"
+    assert "deepseek" in difference.detail
+    assert "compressed_tensors" in difference.detail
+    found = tx.diff(one, two, numeric=True)
+    assert found.equal
+    assert list(found.across) == ["float8_block"]

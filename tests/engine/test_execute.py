@@ -384,6 +384,20 @@ def test_converting_a_checkpoint_onto_itself(source: Path, wanted: Mapping[str, 
     assert contents(source) == wanted
 
 
+def test_a_checkpoint_is_not_replaced_by_a_part_of_itself(tmp_path: Path) -> None:
+    """Optimizer state stays behind where a model is written for a hub; in the place of its source it would be gone."""
+    held = checkpoints.tensors(SIZES)
+    state = {"optim/model.norm.weight/exp_avg": held["model.norm.weight"].astype(np.float32)}
+    source = checkpoints.write(tmp_path / "source", {**held, **state}, config=CONFIG)
+    before = contents(source)
+    with pytest.raises(tx.TransaxleError, match="the source itself") as caught:
+        tx.convert(source, source, to="hf", overwrite=True)
+    assert caught.value.code == "EXISTS"
+    assert contents(source) == before
+    tx.convert(source, source / "hub", to="hf", sync=False)
+    tx.convert(source, source / "hub", to="hf", overwrite=True, sync=False)
+
+
 def test_a_target_around_the_source_is_refused(source: Path) -> None:
     """Replacing it would delete the source, and everything beside it."""
     shutil.copytree(source, source / "inner")

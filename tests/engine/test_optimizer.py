@@ -66,7 +66,7 @@ def test_moments_move_as_the_weight_moves(tmp_path: Path, dialect: str) -> None:
     steps = alone(got, STEP)
     assert steps.keys() == weights
     assert {(array.shape, array.dtype.name, float(array)) for array in steps.values()} == {((), "float32", 7.0)}
-    tx.convert(tmp_path / "out", tmp_path / "back", to="hf", sync=False)
+    tx.convert(tmp_path / "out", tmp_path / "back", to="hf", optimizer=True, sync=False)
     assert checkpoints.same(source, tmp_path / "back")
     assert tx.diff(source, tmp_path / "out").equal
 
@@ -89,12 +89,24 @@ def test_steps_become_one_only_if_they_are_equal(tmp_path: Path) -> None:
     assert codes == {"UNEQUAL_COPIES"}
     assert state_of(STACK, STEP) in str(caught.value)
     assert not (tmp_path / "out").exists()
-    assert tx.convert(source, tmp_path / "same", to="hf", sync=False).checks == 0
+    assert tx.convert(source, tmp_path / "same", to="hf", optimizer=True, sync=False).checks == 0
     assert checkpoints.same(source, tmp_path / "same")
     # megatron keeps an expert's gate and up together, and those of no two experts.
     with pytest.raises(tx.TransaxleError, match="UNEQUAL_COPIES"):
         tx.convert(source, tmp_path / "out", to="megatron")
     assert tx.diff(source, tmp_path / "same").equal
+
+
+def test_a_step_of_some_experts_only_is_not_spread_to_all(tmp_path: Path) -> None:
+    held = trained()
+    step = state_of(GATE, STEP)
+    others = [n for n in held if n.endswith(f"gate_proj.weight/{STEP}") and ".layers.0." in n and n != step]
+    source = store(tmp_path / "source", {name: array for name, array in held.items() if name not in others})
+    with pytest.raises(tx.TransaxleError) as found:
+        tx.convert(source, tmp_path / "out", to="automodel", sync=False)
+    assert found.value.code == "INCOMPLETE"
+    assert found.value.where.tensor == state_of(STACK, STEP)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_prefix_is_the_states_too(tmp_path: Path) -> None:
@@ -142,3 +154,34 @@ def test_a_shape_that_is_neither_a_moment_nor_a_step_is_refused(tmp_path: Path) 
     held[state_of(GATE, "exp_avg")] = np.zeros((2, 2), np.float32)
     plan = tx.plan(store(tmp_path / "source", held), tmp_path / "out", to="automodel")
     assert any(refusal.code == "SHAPE_MISMATCH" for refusal in plan.refusals)
+
+
+def test_a_model_for_a_hub_is_written_without_it(tmp_path: Path) -> None:
+    """`hf` leaves the optimizer's state behind and says so; asked, it takes it; so does every other target."""
+    held = trained()
+    source = store(tmp_path / "source", held)
+    state = {name for name in held if name.startswith("optim/")}
+    report = tx.convert(source, tmp_path / "hub", to="hf", sync=False)
+    assert checkpoints.read(tmp_path / "hub").keys() == held.keys() - state
+    assert set(report.ignored) == state
+    assert report.checks == 0
+    for to in ("safetensors", "torch:hf", "dcp:hf", "transformers"):
+        assert not tx.plan(source, tmp_path / "x", to=to).ignored, to
+    assert not tx.plan(source, tmp_path / "x", to="hf", optimizer=True).ignored
+    assert tx.plan(source, tmp_path / "x", to="dcp", optimizer=False).ignored == report.ignored
+
+
+def test_a_checkpoint_can_be_seen_without_it(tmp_path: Path) -> None:
+    source = store(tmp_path / "source", trained())
+    tx.convert(source, tmp_path / "whole", to="safetensors", sync=False)
+    tx.convert(source, tmp_path / "hub", to="hf", sync=False)
+    found = tx.verify(source, tmp_path / "hub")
+    assert not found.equal
+    assert found.optimizer_only
+    assert tx.verify(source, tmp_path / "hub", optimizer=False).equal
+    held = checkpoints.tensors()
+    with tx.open(tmp_path / "whole", optimizer=False) as checkpoint:
+        assert checkpoint.keys() == held.keys()
+        alone = tx.verify(checkpoint)
+        assert alone.ok
+        assert alone.tensors == len(held)

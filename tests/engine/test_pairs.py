@@ -18,11 +18,30 @@ from tests.oracles.hub import WEIGHTS
 
 pytestmark = peers.pytestmark
 
-MOVING = {"llama": 50, "qwen2": 20, "qwen3": 45, "mixtral": 30, "qwen3_moe": 190, "step3p5": 20}
+MOVING = {
+    "llama": 50,
+    "qwen2": 20,
+    "qwen3": 45,
+    "mixtral": 30,
+    "qwen3_moe": 190,
+    "step3p5": 20,
+    "deepseek_v3": 200,
+    "gpt_oss": 85,
+}
 """Pairs that must at least differ in some name, shape or byte: what a test of copies would not see."""
 
-CONFIGLESS = {"llama": 8, "qwen2": 6, "qwen3": 25, "mixtral": 2, "qwen3_moe": 30, "step3p5": 2}
-"""Pairs that need no config: what they move apart is told by shapes."""
+CONFIGLESS = {
+    "llama": 8,
+    "qwen2": 6,
+    "qwen3": 25,
+    "mixtral": 2,
+    "qwen3_moe": 30,
+    "step3p5": 2,
+    "deepseek_v3": 0,
+    "gpt_oss": 30,
+}
+"""Pairs that need no config: what they move apart is told by shapes. Latent attention always needs one: a dim holds two
+parts per head, and no shape tells how wide each is."""
 
 
 def _stored(folder: Path, family: str, variant: str, *, config: bool = True) -> dict[str, Path]:
@@ -88,7 +107,7 @@ def test_without_a_config_sizes_come_from_the_shapes(family: str, variant: str, 
 
 
 @pytest.mark.parametrize(
-    ("family", "variant"), [(f, v) for f in VARIANTS for v in ("asymmetric", "tied") if v in VARIANTS[f]]
+    ("family", "variant"), [(f, v) for f in VARIANTS for v in ("asymmetric", "tied", "ahead") if v in VARIANTS[f]]
 )
 def test_peers_take_our_files_back(family: str, variant: str, tmp_path: Path) -> None:
     """Their own converter, on what we wrote, gives the Hugging Face tensors."""

@@ -79,7 +79,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _converted(source: Path, out: Path, to: str, said: dict[str, Any]) -> tuple[set[str], tx.Report | None]:
     try:
-        return set(), tx.convert(source, out, to=to, sync=False, jobs=1, **said)
+        return set(), tx.convert(source, out, to=to, optimizer=True, sync=False, jobs=1, **said)
     except tx.TransaxleError as error:
         return {refusal.code for refusal in error.refusals if refusal.message}, None
 

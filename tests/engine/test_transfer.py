@@ -136,7 +136,7 @@ def test_blocks_hold_each_byte_once(several: list[Transfer], block: int) -> None
             whole[target] = memory.content[source]
     out = np.zeros(size, np.uint8)
     scratch, seen, before = Scratch(16), 0, 0
-    for start, stop, parts in active(placed, block, size):
+    for start, stop, parts in active(placed, [*range(block, size, block), size] if size else []):
         assert start == before
         assert stop - start <= block
         held = np.zeros(stop - start, np.uint8)

@@ -10,13 +10,15 @@ import click
 from transaxle.cli import options
 from transaxle.cli.plan import print_others
 from transaxle.cli.program import Command
+from transaxle.cli.recoded import print_measured
 from transaxle.cli.screen import Screen
 from transaxle.cli.units import duration, plural, size, speed
 from transaxle.cli.verify import print_comparison, print_verification
-from transaxle.engine.checkpoint import Checkpoint, open_checkpoint
+from transaxle.engine.checkpoint import open_checkpoint
 from transaxle.engine.compare import Comparison, compare
 from transaxle.engine.execute import Report, execute
-from transaxle.engine.plan import make_plan, ready
+from transaxle.engine.finished import reproduced
+from transaxle.engine.plan import Prepared, make_plan, ready
 from transaxle.engine.produce import Limits
 from transaxle.engine.verify import Verification, verify
 
@@ -29,6 +31,8 @@ from transaxle.engine.verify import Verification, verify
         ("transaxle convert out/ back/ --to hf --verify", "read it back and compare"),
         ("transaxle convert Qwen3-30B-A3B/ out/ --to hf --shard-size 10GB", "only other files"),
         ("transaxle convert Qwen3-30B-A3B/ out/ --to megatron --resume", "go on after an interruption"),
+        ("transaxle convert DeepSeek-V3/ out/ --to hf --decode bf16", "plain numbers; errors are listed"),
+        ("transaxle convert Qwen3-30B-A3B/ out/ --to hf --encode float8_block", "codes and scales"),
     ),
     help="""Convert a checkpoint, exactly or not at all.
 
@@ -37,6 +41,9 @@ from transaxle.engine.verify import Verification, verify
     say --overwrite or --resume, and it appears when it is complete. Everything that stands against the conversion
     is listed before the first byte is written.
 
+    Quantized tensors move as they are, codes and scales, unless you say --decode; other tensors are quantized with
+    --encode. Then every tensor whose numbers changed is listed, with its largest and its RMS error.
+
     --resume continues what an interrupted run left, and keeps what is there if this one is interrupted too; where
     nothing was left it starts from the beginning.""",
 )
@@ -44,6 +51,7 @@ from transaxle.engine.verify import Verification, verify
 @click.argument("dst", type=click.Path())
 @options.planning
 @options.reading
+@options.recoding
 @click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted conversion.")
 @click.option("--verify", "check", is_flag=True, help="Read the result back: against its manifest, and against SRC.")
@@ -77,7 +85,7 @@ def command(
                 prepared, dst, overwrite=overwrite, resume=resume, sync=not no_sync, limit=limit, progress=progress
             )
         screen.consequence, screen.way_on = f"{dst} is written, but not verified", ""
-        checked = _verified(screen, source, dst, said, limit, replaced=replaced) if check else []
+        checked = _verified(screen, prepared, dst, said, limit, replaced=replaced) if check else []
     if screen.as_json:
         screen.document({**report.as_json(), **{_KEYS[type(found)]: found.as_json() for found in checked}})
     else:
@@ -96,16 +104,18 @@ _KEYS = {Verification: "verification", Comparison: "comparison"}
 
 
 def _verified(
-    screen: Screen, source: Checkpoint, dst: str, said: dict[str, Any], limit: Limits, *, replaced: bool
+    screen: Screen, prepared: Prepared, dst: str, said: dict[str, Any], limit: Limits, *, replaced: bool
 ) -> list[Verification | Comparison]:
-    """Hold what was written against its manifest, and against the source."""
-    with open_checkpoint(dst, **options.of_second(said)) as written:
+    """Hold what was written against its manifest, and against the source: encoded once more, where it was encoded."""
+    with open_checkpoint(dst, **options.of_target(said)) as written:
         total = sum(entry.nbytes for entry in written.container.entries.values())
         with screen.progress(total if replaced else 2 * total) as progress:
             alone = verify(written, limit, progress)
             if replaced:
                 return [alone]
-            return [alone, compare(source, written, limit=limit, progress=progress)]
+            if prepared.plan.band:
+                return [alone, reproduced(prepared, written, limit, progress)]
+            return [alone, compare(prepared.checkpoint, written, limit=limit, progress=progress)]
 
 
 def _is_well(found: Verification | Comparison) -> bool:
@@ -127,6 +137,7 @@ def _print(screen: Screen, report: Report) -> None:
         screen.line(f"  {plural(report.resumed, 'tensor')} had been written by an earlier run")
     if report.checks:
         screen.line(f"  {plural(report.checks, 'copy', 'copies')} proved equal")
+    print_measured(screen, report.recoded)
     print_others(screen, report.kept, report.ignored, report.carried)
     if not report.synced:
         screen.line("  not synced (--no-sync): a power cut in the next minutes may damage it")

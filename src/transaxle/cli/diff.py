@@ -13,7 +13,7 @@ from transaxle.cli.fold import fold
 from transaxle.cli.program import Command
 from transaxle.cli.screen import Screen
 from transaxle.cli.units import plural
-from transaxle.cli.verify import print_comparison
+from transaxle.cli.verify import print_across, print_comparison
 from transaxle.engine.checkpoint import Checkpoint, open_checkpoint
 from transaxle.engine.compare import Comparison, Difference, compare
 from transaxle.engine.plan import natural
@@ -22,6 +22,8 @@ from transaxle.engine.produce import Limits
 _ROWS = 20
 _NO_TABLE = "(in no table)"
 _ALONE = frozenset({"only_first", "only_second"})
+_UNCOMPARED = _ALONE | {"encoding"}
+"""Differences between tensors that were not held against each other."""
 
 
 @click.command(
@@ -35,13 +37,18 @@ _ALONE = frozenset({"only_first", "only_second"})
     help="""Say where two checkpoints differ, across formats and dialects.
 
     Exits with 0 if they are equal and with 1 if not. The first is seen in the dialect of the second, and compared bit
-    by bit: -0.0 and 0.0 differ, two NaNs of the same bits do not.""",
+    by bit: -0.0 and 0.0 differ, two NaNs of the same bits do not.
+
+    With --numeric, values are compared: what is quantized is decoded for it, and a tensor may be in one number format
+    here and in another there. For each tensor that differs it prints the largest absolute difference, its root mean
+    square, and its norm over the norm of the second.""",
 )
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
 @click.option("--stat", is_flag=True, help="Count by logical tensor instead of listing names.")
-@click.option("--numeric", is_flag=True, help="Measure how far values are apart.")
+@click.option("--numeric", is_flag=True, help="Compare values, across number formats too, and measure the distance.")
 @options.reading
+@options.decoding
 @options.working
 @options.printing
 def command(screen: Screen, a: str, b: str, stat: bool, numeric: bool, said: dict[str, Any], limit: Limits) -> int:
@@ -71,8 +78,11 @@ def _print_names(screen: Screen, found: Comparison) -> None:
     left = screen.table(cells, most=_ROWS)
     if left:
         screen.line(f"  … and {left:,} more rows (--all or --json shows them)")
-    equal = sum(found.compared.values()) - sum(d.kind not in _ALONE for d in found.differences)
+    equal = sum(found.compared.values()) - sum(d.kind not in _UNCOMPARED for d in found.differences)
     screen.line(f"  {plural(len(names), 'tensor')} {'differs' if len(names) == 1 else 'differ'}, {equal:,} equal")
+    if any(difference.kind == "encoding" for difference in found.differences):
+        screen.line("  encodings differ: --numeric compares the values")
+    print_across(screen, found)
 
 
 def _what(difference: Difference, found: Comparison) -> str:
@@ -84,18 +94,23 @@ def _what(difference: Difference, found: Comparison) -> str:
             return f"only in {found.second}"
         case "values":
             return "values differ"
-        case "copies":
+        case "copies" | "encoding":
             return difference.detail
     return f"{difference.kind} {difference.detail}"
 
 
 def _measured(group: Iterable[Difference]) -> str:
     """Return how far the values of a group are apart, where it was measured."""
-    measured = [(d.elements, d.max_abs) for d in group if d.elements is not None and d.max_abs is not None]
+    measured = [
+        (d.elements, d.max_abs, d.rms or 0.0, d.relative or 0.0)
+        for d in group
+        if d.elements is not None and d.max_abs is not None
+    ]
     if not measured:
         return ""
-    elements, furthest = sum(count for count, _ in measured), max(apart for _, apart in measured)
-    return f"{plural(elements, 'element')}, max |Δ| {furthest:.1e}"
+    elements, furthest, rms, relative = zip(*measured, strict=True)
+    words = f"{plural(sum(elements), 'element')}, max |Δ| {max(furthest):.1e}"
+    return f"{words}, RMS {max(rms):.1e}, relative {max(relative):.1e}"
 
 
 def _components(checkpoint: Checkpoint) -> dict[str, str]:
@@ -117,7 +132,7 @@ def _print_stat(screen: Screen, found: Comparison, components: Mapping[str, str]
     groups: dict[str, list[Difference]] = defaultdict(list)
     alone: dict[str, int] = defaultdict(int)
     for difference in found.differences:
-        if difference.kind in _ALONE:
+        if difference.kind in _UNCOMPARED:
             alone[_what(difference, found)] += 1
         else:
             groups[components.get(difference.name, _NO_TABLE)].append(difference)

@@ -145,7 +145,7 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "model.layers.3.mlp.shared_experts.gate_proj.weight\n"
         "    [gate:f | up:f] d  with f = 576: row 576 of the target starts inside a 128-row tile of the source (576 "
         "= 4 x 128 + 64)",
-        "Choose a dialect that keeps these weights apart, or start from the unquantized weights.",
+        "Choose a dialect that keeps these weights apart, or have plain numbers with --decode bf16.",
     ),
     "UNSUPPORTED": Explanation(
         "Understood, but not something this release can do.",

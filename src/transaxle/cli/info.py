@@ -18,15 +18,16 @@ from transaxle.cli.program import COMMANDS, Command
 from transaxle.cli.screen import Screen
 from transaxle.cli.summary import totals
 from transaxle.cli.units import parameters, percent, plural, size
+from transaxle.encodings.codec import active
 from transaxle.engine.checkpoint import Checkpoint, open_checkpoint
 from transaxle.engine.manifest import load, stale
 from transaxle.engine.plan import SINKS
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.families import builtin
 from transaxle.formats.detect import STEPS
+from transaxle.formats.groups import GROUPS, PARAMS, Group
+from transaxle.formats.torch_file.quantized import NOTE
 
-_KERNELS = "numpy"
-"""What moves strided data: no compiled kernel ships yet."""
 _FACTS = (
     "model_type", "architectures", "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads",
     "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "num_experts",
@@ -34,6 +35,8 @@ _FACTS = (
     "torch_dtype", "dtype", "quantization_config",
 )  # fmt: skip
 """Config keys that a person asks for first, as far as a config has them."""
+_TOLD = frozenset({GROUPS, NOTE})
+"""Keys of the metadata of which lines of their own tell: `groups`, `encodings`."""
 _SHOWN = 6
 _LABELS = 24
 """Columns that labels and the space around them take at most."""
@@ -73,7 +76,14 @@ def command(screen: Screen, path: str | None, said: dict[str, Any]) -> int:
 def _recognised(checkpoint: Checkpoint) -> Facts:
     """Return what family and dialect it is of, and what follows from them; or why that is not known."""
     facts: Facts = {"format": checkpoint.format, "family": None, "dialect": None, "reason": None, "prefix": None}
-    facts |= {"read": None, "unknown": [], "axes": {}, "tied": [], "aliases": {}}
+    facts |= {
+        "read": None,
+        "names": len(checkpoint.catalog.entries),
+        "unknown": [],
+        "axes": {},
+        "tied": [],
+        "aliases": {},
+    }
     try:
         found = checkpoint.recognised
         bound = checkpoint.bound
@@ -112,12 +122,23 @@ def _contents(checkpoint: Checkpoint) -> Facts:
         "bytes": amount.bytes,
         "config": {key: checkpoint.config[key] for key in _FACTS if key in checkpoint.config},
         "dtypes": {code: {"tensors": count[code], "bytes": held} for code, held in dtypes.most_common()},
+        "encodings": _encodings(checkpoint),
+        "misfits": [refusal.as_json() for refusal in checkpoint.catalog.refusals],
         "files": dict(container.files),
         "carried": list(container.carried),
         "ignored": list(container.ignored),
         "metadata": dict(container.metadata),
         "manifest": _manifest(checkpoint),
     }
+
+
+def _encodings(checkpoint: Checkpoint) -> list[Facts]:
+    """Return in which encodings tensors are stored, and how many."""
+    count = Counter((one.encoding.name, one.convention) for one in checkpoint.encoded.values())
+    return [
+        {"encoding": encoding, "convention": convention, "tensors": tensors}
+        for (encoding, convention), tensors in count.most_common()
+    ]
 
 
 def _manifest(checkpoint: Checkpoint) -> Facts:
@@ -136,7 +157,7 @@ def _manifest(checkpoint: Checkpoint) -> Facts:
 
 def _installation(*, whole: bool) -> Facts:
     """Return what this installation is."""
-    facts: Facts = {"transaxle": __version__, "kernels": _KERNELS, "python": platform.python_version()}
+    facts: Facts = {"transaxle": __version__, "kernels": active(), "python": platform.python_version()}
     if whole:
         needed = ("numpy", "ml_dtypes", "safetensors", "torch", "transformers")
         facts |= {
@@ -183,7 +204,7 @@ def _checkpoint_lines(screen: Screen, facts: Facts) -> list[tuple[str, str]]:
     if reason is None:
         lines += [
             ("family", facts["family"]),
-            ("dialect", f"{facts['dialect']}, which reads {facts['read']:,} of {plural(facts['tensors'], 'name')}"),
+            ("dialect", f"{facts['dialect']}, which reads {facts['read']:,} of {plural(facts['names'], 'name')}"),
             ("prefix", facts["prefix"]),
         ]
     else:
@@ -192,6 +213,7 @@ def _checkpoint_lines(screen: Screen, facts: Facts) -> list[tuple[str, str]]:
         ("unknown", _some(screen, list(folded(tuple(facts["unknown"]))))),
         ("holds", f"{plural(facts['tensors'], 'tensor')}, {parameters(facts['parameters'])}, {size(facts['bytes'])}"),
         ("dtypes", _dtypes(facts)),
+        ("encodings", _encoding_words(facts)),
         ("config", ", ".join(f"{key} {_value(value)}" for key, value in facts["config"].items())),
         ("axes", " ".join(f"{axis}={count}" for axis, count in facts["axes"].items())),
         ("tied", ", ".join(facts["tied"])),
@@ -199,10 +221,17 @@ def _checkpoint_lines(screen: Screen, facts: Facts) -> list[tuple[str, str]]:
         ("files", _files(screen, facts["files"])),
         ("carried", _some(screen, facts["carried"])),
         ("ignored", _some(screen, list(folded(tuple(facts["ignored"]))))),
-        ("metadata", _some(screen, [f"{key}={value}" for key, value in facts["metadata"].items()])),
+        ("groups", _some(screen, [_group(group) for group in facts["metadata"].get(GROUPS, ())])),
+        ("metadata", _some(screen, [f"{key}={held}" for key, held in facts["metadata"].items() if key not in _TOLD])),
         ("manifest", _manifest_line(facts["manifest"])),
     ]
     return lines
+
+
+def _group(group: Group) -> str:
+    """Return a parameter group in words, without what is not set."""
+    said = [f"{key}={value}" for key, value in group.items() if key != PARAMS and value is not None]
+    return f"{plural(len(group[PARAMS]), 'parameter')}: {' '.join(said)}"
 
 
 def _files(screen: Screen, files: dict[str, int]) -> str:
@@ -218,6 +247,14 @@ def _dtypes(facts: Facts) -> str:
         f"{code} {percent(found['bytes'], facts['bytes'])} in {plural(found['tensors'], 'tensor')}"
         for code, found in held
     )
+
+
+def _encoding_words(facts: Facts) -> str:
+    found = [f"{plural(e['tensors'], 'tensor')} in {e['encoding']} ({e['convention']})" for e in facts["encodings"]]
+    if facts["misfits"]:
+        first = facts["misfits"][0]
+        found.append(f"not understood: {first['tensor'] or first['file'] or ''} {first['message']}".replace("  ", " "))
+    return ", ".join(found)
 
 
 def _value(value: Any) -> str:

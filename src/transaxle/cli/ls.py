@@ -35,6 +35,7 @@ from transaxle.engine.checkpoint import open_checkpoint
     help="List it as it would be in another dialect.",
 )
 @options.reading
+@options.decoding
 @options.printing
 def command(screen: Screen, path: str, seen_as: str | None, said: dict[str, Any]) -> int:
     """List a checkpoint."""

@@ -78,6 +78,10 @@ _READING = (
     click.option("--format", metavar="FORMAT", help="Format of the source, where a folder holds several."),
     click.option("--weights", type=click.Choice(["fp32", "lp"]),
                  help="Of a DeepSpeed checkpoint: the weights that the optimizer keeps, or those in low precision."),
+    click.option("--optimizer/--no-optimizer", default=None,
+                 help="Take the optimizer's state, or leave it.  [default: take it, except `--to hf`]"),
+    click.option("--average-replicas", "average", is_flag=True, default=None,
+                 help="Of a DeepSpeed checkpoint: take replicas that differ between ranks as their mean."),
 )  # fmt: skip
 _PLANNING = (
     click.option("--to", metavar="TARGET", required=True, shell_complete=completing(_targets),
@@ -86,6 +90,17 @@ _PLANNING = (
                  help="Tensors in one file that is written."),
     click.option("--allow-lossy", is_flag=True, help="Allow arithmetic that a table marks as lossy."),
     click.option("--strict", is_flag=True, help="Refuse tensors that the target dialect has no line for."),
+)  # fmt: skip
+_DECODE = click.option("--decode", type=click.Choice(["bf16", "fp32"]),
+                       help="Take encoded tensors as plain ones of this type.")  # fmt: skip
+_RECODING = (
+    _DECODE,
+    click.option("--encode", type=click.Choice(["float8_block", "mxfp8", "nvfp4"]),
+                 help="Write the weights of linear layers in this encoding."),
+    click.option("--only", metavar="PATTERN", multiple=True,
+                 help="Decode or encode the tensors of these names; * stands for anything.  May be repeated."),
+    click.option("--skip", metavar="PATTERN", multiple=True,
+                 help="Leave the tensors of these names as they are.  May be repeated."),
 )  # fmt: skip
 _WORKING = (
     click.option("--jobs", metavar="N", type=click.IntRange(1, 1024), help="Workers.  [default: cores, up to 8]"),
@@ -121,7 +136,7 @@ def reading(body: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(body)
     def command(*args: Any, axes: dict[str, int], **rest: Any) -> int:
-        names = ("family", "config", "rules", "dialect", "format", "weights")
+        names = ("family", "config", "rules", "dialect", "format", "weights", "optimizer", "average")
         said = {name: rest.pop(name) for name in names}
         given = {name: value for name, value in said.items() if value is not None}
         return body(*args, said={**given, **({"axes": axes} if axes else {})}, **rest)
@@ -132,6 +147,45 @@ def reading(body: Callable[..., int]) -> Callable[..., int]:
 def planning(body: Callable[..., int]) -> Callable[..., int]:
     """Add the options that say what is to be written."""
     return _with(_PLANNING, body)
+
+
+def decoding(body: Callable[..., int]) -> Callable[..., int]:
+    """Add the option that shows encoded tensors as plain ones. Below `reading`: it goes into the command's `said`."""
+
+    @functools.wraps(body)
+    def command(*args: Any, said: dict[str, Any], decode: str | None, **rest: Any) -> int:
+        return body(*args, said={**said, "decode": decode} if decode else said, **rest)
+
+    return _with((_DECODE,), command)
+
+
+def recoding(body: Callable[..., int]) -> Callable[..., int]:
+    """Add the options by which numbers change. Below `reading`: what is decoded goes into the command's `said`.
+
+    The command gets `encode`: what is encoded, or None.
+    """
+
+    @functools.wraps(body)
+    def command(
+        *args: Any,
+        said: dict[str, Any],
+        decode: str | None,
+        encode: str | None,
+        only: tuple[str, ...],
+        skip: tuple[str, ...],
+        **rest: Any,
+    ) -> int:
+        from transaxle.engine.encode import Encode
+
+        if decode and encode:
+            raise click.UsageError("--decode and --encode: one of them at a time")
+        if (only or skip) and not (decode or encode):
+            raise click.UsageError("--only and --skip go with --decode or --encode")
+        if decode:
+            said = {**said, "decode": decode, "only": only, "skip": skip}
+        return body(*args, said=said, encode=Encode(encode, only, skip) if encode else None, **rest)
+
+    return _with(_RECODING, command)
 
 
 def working(body: Callable[..., int]) -> Callable[..., int]:
@@ -155,5 +209,10 @@ def _with(
 
 
 def of_second(said: dict[str, Any]) -> dict[str, Any]:
-    """Return what also holds for the second checkpoint of a comparison: all but its own dialect and format."""
-    return {name: value for name, value in said.items() if name not in {"dialect", "format"}}
+    """Return what also holds for the second checkpoint of a comparison: all that is not said of names and files."""
+    return {name: value for name, value in said.items() if name not in {"dialect", "format", "only", "skip"}}
+
+
+def of_target(said: dict[str, Any]) -> dict[str, Any]:
+    """Return what also holds for what a conversion wrote: not how the source's numbers were read."""
+    return {name: value for name, value in of_second(said).items() if name != "decode"}

@@ -11,6 +11,7 @@ from transaxle.cli import options
 from transaxle.cli.fold import fold
 from transaxle.cli.moves import UNCHANGED, rules, words
 from transaxle.cli.program import Command
+from transaxle.cli.recoded import print_recoded
 from transaxle.cli.refusals import error_document, print_refusals
 from transaxle.cli.screen import Screen
 from transaxle.cli.units import percent, plural, size
@@ -39,6 +40,7 @@ _GAP = "  "
 @click.argument("dst", type=click.Path())
 @options.planning
 @options.reading
+@options.recoding
 @options.working
 @options.printing
 def command(screen: Screen, src: str, dst: str, to: str, said: dict[str, Any], limit: Limits, **shaping: Any) -> int:
@@ -47,7 +49,7 @@ def command(screen: Screen, src: str, dst: str, to: str, said: dict[str, Any], l
         plan = make_plan(checkpoint, to, target=dst, **shaping).plan
     error = gathered(plan.refusals) if plan.refusals else None
     if screen.as_json:
-        shown = {"target": dst, **plan.as_json(copies=False), "buffers": limit.peak}
+        shown = {"target": dst, **plan.as_json(copies=False), "buffers": limit.holding(plan.band).peak}
         screen.document(shown if error is None else {**error_document(error), **shown})
     else:
         _print(screen, plan, limit)
@@ -62,6 +64,7 @@ def _print(screen: Screen, plan: Plan, limit: Limits) -> None:
     screen.line((" · ".join(part for part in head if part), "bold"))
     _print_routes(screen, plan)
     print_others(screen, plan.kept, plan.ignored, plan.carried)
+    print_recoded(screen, plan.recoded)
     if plan.aliases:
         screen.line(f"  tied: {', '.join(f'{name} = {of}' for name, of in plan.aliases.items())}")
     if plan.checks:
@@ -70,7 +73,7 @@ def _print(screen: Screen, plan: Plan, limit: Limits) -> None:
         f"read {size(plan.bytes_read)}",
         f"write {size(plan.bytes_written)} in {plural(len(plan.files), 'file')}",
         f"{plural(plan.copies, 'copy', 'copies')}, {percent(plan.contiguous, plan.copies)} contiguous",
-        f"peak memory {size(limit.peak)} of buffers",
+        f"peak memory {size(limit.holding(plan.band).peak)} of buffers",
     ]
     screen.line(_GAP + _GAP.join(amount if plan.refusals else [*amount, "nothing refused"]))
 

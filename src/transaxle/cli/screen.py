@@ -61,7 +61,7 @@ class Screen:
 
     def document(self, data: Mapping[str, Any]) -> None:
         """Print the result as the one JSON document."""
-        sys.stdout.write(json.dumps(data, indent=2) + "\n")
+        sys.stdout.write(json.dumps(data, indent=2, default=_number) + "\n")
         sys.stdout.flush()
 
     def table(self, rows: Sequence[Sequence[str]], *, indent: str = "  ", most: int | None = None) -> int:
@@ -138,6 +138,11 @@ class Screen:
             text = printable(text)
             written.append(f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if style and coloured else text)
         stream.write("".join(written) + "\n")
+
+
+def _number(value: Any) -> object:
+    """Return a numpy scalar, such as a setting of an optimizer, as a plain number."""
+    return value.item()
 
 
 def _watched(stream: TextIO) -> bool:

@@ -35,7 +35,7 @@ def totals(checkpoint: Checkpoint) -> Totals:
     """Count a checkpoint, in the dialect in which it is seen."""
     tensors = list(checkpoint.values())
     held = {extent.file for entry in checkpoint.container.entries.values() for extent in entry.extents}
-    return Totals(len(tensors), sum(t.parameters for t in tensors), sum(t.nbytes for t in tensors), len(held))
+    return Totals(len(tensors), checkpoint.parameters, sum(t.nbytes for t in tensors), len(held))
 
 
 def headline(checkpoint: Checkpoint, view: Checkpoint) -> str:

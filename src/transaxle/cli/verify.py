@@ -33,6 +33,7 @@ from transaxle.engine.verify import Verification, verify
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path(), required=False)
 @options.reading
+@options.decoding
 @options.working
 @options.printing
 def command(screen: Screen, a: str, b: str | None, said: dict[str, Any], limit: Limits) -> int:
@@ -75,9 +76,18 @@ def print_comparison(screen: Screen, found: Comparison) -> None:
     if found.equal:
         counts = f"{first} = {second} tensors" if first != second else plural(found.tensors[0], "tensor")
         screen.line(("equal", "green"), f": {counts}, {parameters(found.parameters)}")
+        print_across(screen, found)
         return
     screen.line(
         ("different", "red"),
         f": {plural(len(found.differences), 'tensor')}; {found.first} has {first}, {found.second} {second}",
     )
     screen.line(f"  where: transaxle diff {found.first} {found.second}")
+    if found.optimizer_only:
+        screen.line("  all of it is optimizer state that one of them does not hold: --no-optimizer compares the rest")
+
+
+def print_across(screen: Screen, found: Comparison) -> None:
+    """Print which tensors were compared by their values, because they are stored in two number formats."""
+    for formats, count in found.across.items():
+        screen.line(f"  {plural(count, 'tensor')} compared by value, stored as {formats}")

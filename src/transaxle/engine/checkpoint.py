@@ -6,7 +6,7 @@ Nothing is loaded until a tensor is read, and a read touches only the bytes of i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -16,75 +16,40 @@ import numpy as np
 
 from transaxle.axes.bind import Bound, bind
 from transaxle.axes.family import Sizes
-from transaxle.axes.piece import Interval, Move
-from transaxle.axes.relayout import Check, Copier, Target, unchanged
-from transaxle.axes.translate import Translation, translate
+from transaxle.axes.form import PLAIN, Form, Recode, same
+from transaxle.axes.piece import Interval
+from transaxle.axes.relayout import Check, Target, unchanged
+from transaxle.axes.translate import translate
+from transaxle.encodings.encoding import Encoded
+from transaxle.encodings.quantization import MODELOPT_CONFIG
 from transaxle.engine.arithmetic import affine
+from transaxle.engine.averaged import averaged
+from transaxle.engine.choice import chosen
+from transaxle.engine.cutting import cutter, stored_config
+from transaxle.engine.decoded import DTYPES, decoded
+from transaxle.engine.described import Intervals, positions
+from transaxle.engine.encoded import Catalog, View, catalog, viewed
+from transaxle.engine.groups import regrouped
 from transaxle.engine.manifest import Manifest, read_manifest
 from transaxle.engine.recognise import IDENTITY, Recognised, pick_dialect, recognise
-from transaxle.engine.settings import CONFIG, Settings, parse_config, settings
-from transaxle.engine.transfer import Bytes, Scratch, Transfer, fill, lower
+from transaxle.engine.settings import CONFIG, Settings, settings
+from transaxle.engine.source import Source
+from transaxle.engine.transfer import Bytes, Scratch, Transfer, fill
 from transaxle.errors import TransaxleError, gathered, refuse
-from transaxle.formats.catalog import Container, Entry
+from transaxle.formats.catalog import Container
 from transaxle.formats.detect import open_container
 from transaxle.formats.dtype import ITEM_BITS, nbytes, numpy_dtype, packed_width
+from transaxle.formats.groups import GROUPS
+from transaxle.formats.state import LEFT_BEHIND, OPTIMIZER
 
 _SCRATCH, _LEAST_SCRATCH = 8 << 20, 1 << 16
 _WASTE, _GAP = 1.25, 64
 """A read of a box may take so many bytes for each one wanted, or gaps of so many bytes between two runs."""
-_LARGEST_CONFIG = 64 << 20
+_VALUES = frozenset(DTYPES.values())
 _UNRECOGNISED = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
+_OF_THE_FILES = frozenset({"manifest", "config", "catalog", "decoded", "_recognition", "sizes", "bound"})
+"""Cached properties that are the same in every view."""
 Box = tuple[slice, ...]
-Intervals = Sequence[Sequence[Interval]]
-
-
-class Source:
-    """A container's catalog turned into transfers: the one place where copies in elements become copies in bytes."""
-
-    def __init__(self, container: Container) -> None:
-        self.container = container
-        self._copier = Copier(container.entries)
-
-    def transfers(self, target: Target, intervals: Intervals | None = None) -> list[Transfer]:
-        """Return the transfers that fill a target tensor, or a chunk of it, sorted by where they land.
-
-        Raises:
-            Refused: INCOMPLETE; UNSUPPORTED where packed elements would have to be taken apart.
-        """
-        bits = ITEM_BITS.get(target.dtype, 8)
-        entries = self.container.entries
-        found = []
-        for copy in self._copier.copies(target, intervals):
-            move = copy.move
-            if move.size == 0:
-                continue
-            extent = entries[copy.source].extents[copy.chunk]
-            if bits < 8:
-                move = _in_bytes(entries[copy.source], bits, move)
-            item = max(bits // 8, 1)
-            found.append(lower(extent.file, extent.offset, item, move.source_offset, move.target_offset, move.loops))
-        found.sort(key=_landing)
-        return found
-
-
-def _landing(transfer: Transfer) -> int:
-    return transfer.target
-
-
-def _in_bytes(entry: Entry, bits: int, move: Move) -> Move:
-    """Turn a copy of elements smaller than a byte into one of bytes: it must not take any of them apart."""
-    loops = move.loops or ((1, 1, 1),)
-    *outer, (count, source, target) = loops
-    edges = [move.source_offset, move.target_offset, count, *(step for _, *steps in outer for step in steps)]
-    if (source, target) != (1, 1) or any(edge * bits % 8 for edge in edges):
-        raise refuse(
-            "UNSUPPORTED",
-            f"{entry.dtype} elements have {bits} bits; this layout would take a byte of them apart",
-            tensor=entry.name,
-        )
-    scaled = [(n, s * bits // 8, t * bits // 8) for n, s, t in outer]
-    run = (count * bits // 8, 1, 1)
-    return Move(move.source_offset * bits // 8, move.target_offset * bits // 8, (*scaled, run))
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,13 +74,18 @@ class StoredTensor:
 
     @property
     def parameters(self) -> int:
-        """Number of elements."""
-        return prod(self.shape)
+        """Number of elements; packed ones are counted one by one."""
+        return prod(self._target.shape)
 
     @property
     def component(self) -> str:
         """Logical tensors in it, `gate, up`; empty where no table was needed to read it."""
         return self._target.component
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """Names of the stored tensors that it comes from, as the tables have them."""
+        return frozenset(origin.name for part in self._target.parts for origin in part.origins)
 
     def transfers(self, intervals: Intervals | None = None) -> list[Transfer]:
         """Return the transfers that produce the tensor, or the chunk of it that holds `intervals`, in order.
@@ -123,7 +93,11 @@ class StoredTensor:
         Args:
             intervals: per dim, the positions that the chunk holds, in chunk order; None: the whole tensor.
         """
-        return self._source.transfers(self._target, intervals)
+        target = self._target
+        if intervals is None or (self.dtype, self.shape) == (target.dtype, target.shape):
+            return self._source.transfers(target, intervals)
+        inside = positions(self.name, intervals, self.dtype, self.shape, target.dtype, target.shape)
+        return [] if inside is None else self._source.transfers(target, inside)
 
     def read(self, box: Box | None = None) -> np.ndarray:
         """Read the tensor or a box of it.
@@ -186,20 +160,43 @@ class Checkpoint(Mapping[str, StoredTensor]):
     Attributes:
         container: the files behind it.
         settings: what the user said about it.
-        source: turns its tensors into transfers.
+        undecoded: the checkpoint as it is stored, where this one is decoded.
+        decoded: what was encoded there and is plain here, by table name.
     """
 
-    def __init__(self, container: Container, said: Settings, view: Translation | None, label: str | None) -> None:
+    def __init__(
+        self,
+        container: Container,
+        said: Settings,
+        view: View | None,
+        label: str | None,
+        undecoded: Checkpoint | None = None,
+    ) -> None:
         self.container = container
         self.settings = said
+        self.undecoded = undecoded
         self._view = view
         self._label = label
-        self.source = Source(container)
 
     @cached_property
     def manifest(self) -> Manifest | None:
         """The checkpoint's `transaxle.json`; None where there is none, or its files were changed since."""
-        return read_manifest(self.container)
+        return read_manifest(self.container) if self.undecoded is None else self.undecoded.manifest
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """The stored tensors as tables see them: what is encoded is one tensor."""
+        beside = MODELOPT_CONFIG in self.container.carried
+        modelopt = stored_config(self.container.storage, MODELOPT_CONFIG) if beside else None
+        return catalog(self.container, self.config, modelopt)
+
+    @cached_property
+    def decoded(self) -> Mapping[str, Encoded]:
+        """What is plain here and encoded where it is stored, by table name."""
+        if self.undecoded is None:
+            return {}
+        held = self.undecoded.catalog.encoded
+        return {name: one for name, one in held.items() if name not in self.catalog.encoded}
 
     @property
     def format(self) -> str:
@@ -213,21 +210,18 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the container says beside its tensors."""
-        return self.container.metadata
+        """What the container says beside its tensors; parameter groups by the names of this view."""
+        said = self.container.metadata
+        if self._view is None or GROUPS not in said:
+            return said
+        return {**said, GROUPS: regrouped(said[GROUPS], self._view.targets, [])}
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The model's config.json: the user's, or the checkpoint's; empty where there is none."""
         if self.settings.config is not None:
             return self.settings.config
-        if CONFIG not in self.container.carried:
-            return {}
-        storage = self.container.storage
-        size = storage.size(CONFIG)
-        if size > _LARGEST_CONFIG:
-            raise refuse("CORRUPT", f"a config of {size} bytes is longer than any real one", file=CONFIG)
-        return parse_config(storage.read(CONFIG, 0, size), CONFIG)
+        return stored_config(self.container.storage) if CONFIG in self.container.carried else {}
 
     @property
     def recognised(self) -> Recognised:
@@ -250,7 +244,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
             if dialect is None and family == known.name and known.dialect(self.manifest.dialect) is not None:
                 dialect = self.manifest.dialect
         try:
-            return recognise(tuple(self.container.entries), self.config, said.families, family, dialect)
+            return recognise(tuple(self.catalog.entries), self.config, said.families, family, dialect)
         except TransaxleError as error:
             return error
 
@@ -288,21 +282,28 @@ class Checkpoint(Mapping[str, StoredTensor]):
     def bound(self) -> Bound:
         """The stored names read through the dialect."""
         found = self.recognised
-        return bind(tuple(self.container.entries), found.family, found.dialect, self.sizes, found.prefix)
+        held = self.catalog
+        stored_as = {name: one.encoding.name for name, one in (*held.encoded.items(), *self.decoded.items())}
+        names = tuple(held.entries)
+        return bind(names, found.family, found.dialect, self.sizes, found.prefix, stored_as)
 
-    def translation(self, dialect: str) -> Translation:
+    def translation(self, dialect: str, recode: Recode = same) -> View:
         """Return this checkpoint's tensors in another dialect, with everything that stands against it.
+
+        Args:
+            dialect: its label; `identity` for the stored tensors under their own names.
+            recode: target name and form -> form in which it is written, where tensors are encoded afterwards.
 
         Raises:
             UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
         """
-        entries = self.container.entries
         if dialect == IDENTITY:
-            targets = {name: unchanged(name, entry) for name, entry in entries.items()}
-            axes = self.sizes.at({}) if self.family else {}
-            return Translation(targets, (), (), (), {}, (), axes)
+            targets = {name: unchanged(name, entry) for name, entry in self.container.entries.items()}
+            return View(targets, (), (), (), {}, (), self.sizes.at({}) if self.family else {})
         target = pick_dialect(self.recognised.family, dialect)
-        return translate(self.bound, entries, target, self.sizes)
+        entries, partial = self.catalog.entries, self.settings.partial
+        found = translate(self.bound, entries, target, self.sizes, _plainly(recode), partial=partial)
+        return viewed(found, self.catalog)
 
     def as_dialect(self, dialect: str) -> Checkpoint:
         """Return the same checkpoint lazily re-expressed in another dialect; nothing is converted or written.
@@ -322,12 +323,52 @@ class Checkpoint(Mapping[str, StoredTensor]):
         if problems:
             raise gathered(problems)
         label = IDENTITY if dialect == IDENTITY else pick_dialect(self.recognised.family, dialect).label
-        return Checkpoint(self.container, self.settings, view, label)
+        return self._seen(view, label)
+
+    def _seen(self, view: View | None, label: str | None) -> Checkpoint:
+        """Return another view of the same files; what is known of them is not looked up again."""
+        found = Checkpoint(self.container, self.settings, view, label, self.undecoded)
+        vars(found).update({key: value for key, value in vars(self).items() if key in _OF_THE_FILES})
+        return found
+
+    def without_optimizer(self) -> Checkpoint:
+        """Return the same checkpoint without the optimizer's state and settings."""
+        state = {name for name in self.container.entries if name.startswith(OPTIMIZER)}
+        said = dict(self.container.metadata)
+        if said.pop(GROUPS, None) is not None:
+            said[LEFT_BEHIND] = {**said.get(LEFT_BEHIND, {}), GROUPS: "settings"}
+        elif not state:
+            return self
+        return Checkpoint(
+            replace(self.container.without(state), metadata=said), self.settings, None, None, self.undecoded
+        )
+
+    def decode(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:
+        """Return the same checkpoint with encoded tensors as plain ones, which are decoded when they are read.
+
+        Args:
+            to: `bf16` or `fp32`.
+            only: patterns of the names to be decoded, as tables have them; none: all.
+            skip: patterns of names that stay as they are.
+
+        Raises:
+            Refused: what stands against telling their buffers apart.
+            UsageError: AMBIGUOUS for an unknown type, and for a pattern that no encoded tensor has.
+        """
+        if to not in DTYPES:
+            raise refuse("AMBIGUOUS", f"cannot decode to {to!r}", hint=f"say one of: {', '.join(DTYPES)}")
+        held = self.stored.catalog
+        if held.refusals:
+            raise gathered(held.refusals)
+        names = chosen(held.encoded, only, skip, "encoded tensor")
+        if not names:
+            return self.stored
+        return Checkpoint(decoded(held, names, DTYPES[to]), self.settings, None, None, self.undecoded or self.stored)
 
     @property
     def stored(self) -> Checkpoint:
         """The checkpoint under its own names, whatever dialect this view is in."""
-        return self if self._view is None else Checkpoint(self.container, self.settings, None, None)
+        return self if self._view is None else self._seen(None, None)
 
     @property
     def checks(self) -> tuple[Check, ...]:
@@ -335,15 +376,38 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return () if self._view is None else self._view.checks
 
     @cached_property
-    def targets(self) -> Mapping[str, Target]:
+    def view(self) -> View:
         """The tensors of this view, as the planner sees them."""
-        if self._view is not None:
-            return self._view.targets
-        return {name: unchanged(name, entry) for name, entry in self.container.entries.items()}
+        return self.translation(IDENTITY) if self._view is None else self._view
+
+    @property
+    def targets(self) -> Mapping[str, Target]:
+        """The tensors of this view by stored name."""
+        return self.view.targets
+
+    @cached_property
+    def source(self) -> Source:
+        """What turns the tensors of this view into transfers."""
+        return self.source_of(self._label)
+
+    def source_of(self, dialect: str | None) -> Source:
+        """Return what turns the tensors of a translation into transfers; None: under their stored names."""
+        return Source(self.container, None if dialect in (None, IDENTITY) else self.catalog.buffers)
+
+    @property
+    def encoded(self) -> Mapping[str, Encoded]:
+        """The encoded tensors of this view by table name, with the names of their buffers."""
+        return self.catalog.encoded if self._label in (None, IDENTITY) else self.view.encoded
+
+    @property
+    def parameters(self) -> int:
+        """Number of the model's elements: what is encoded counts once, and its scales do not."""
+        parts = {stored for one in self.encoded.values() for stored in one.parts.values()}
+        plain = sum(tensor.parameters for name, tensor in self.items() if name not in parts)
+        return plain + sum(prod(one.shape) for one in self.encoded.values())
 
     def __getitem__(self, name: str) -> StoredTensor:
-        target = self.targets[name]
-        return StoredTensor(name, target.dtype, target.shape, target, self.source)
+        return StoredTensor(name, *self.view.described(name), self.targets[name], self.source)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.targets)
@@ -368,16 +432,35 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return f"<checkpoint {self.path} · {self.format} · {len(self)} tensors>"
 
 
-def open_checkpoint(path: str | Path, **said: Any) -> Checkpoint:
+def _plainly(recode: Recode) -> Recode:
+    """Let what was decoded be written as plain numbers, and what was not as `recode` says."""
+
+    def form(name: str, stored: Form) -> Form:
+        return recode(name, Form(stored.dtype, PLAIN) if stored.encoding and stored.dtype in _VALUES else stored)
+
+    return form
+
+
+def open_checkpoint(
+    path: str | Path, *, decode: str | None = None, only: Sequence[str] = (), skip: Sequence[str] = (), **said: Any
+) -> Checkpoint:
     """Open a checkpoint of any known format; nothing is loaded, and torch is not imported.
 
     Args:
         path: a folder or a file.
-        **said: `format`, `family`, `dialect`, `config`, `axes`, `rules`, `weights`: see `settings`.
+        decode: `bf16` or `fp32`: encoded tensors are seen as plain ones, decoded when they are read.
+        only: patterns of the names to be decoded.
+        skip: patterns of names that stay encoded.
+        **said: `format`, `family`, `dialect`, `config`, `axes`, `rules`, `weights`, `optimizer`, `average`: see
+            `settings`.
 
     Raises:
         StorageError: IO where it is missing or unreadable.
         Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem of its files.
     """
     given = settings(**said)
-    return Checkpoint(open_container(str(path), given.format, given.weights), given, None, None)
+    container = open_container(str(path), given.format, given.weights, cutter(given))
+    found = Checkpoint(averaged(container) if given.average else container, given, None, None)
+    if given.optimizer is False:
+        found = found.without_optimizer()
+    return found if decode is None else found.decode(decode, only, skip)

@@ -13,8 +13,8 @@ from functools import partial
 import msgspec
 
 from transaxle.axes.relayout import Check, unchanged
-from transaxle.engine.checkpoint import Source
 from transaxle.engine.produce import Limits, Pair, share
+from transaxle.engine.source import Source
 from transaxle.engine.transfer import Reader, Transfer
 from transaxle.errors import Refusal, TransaxleError, Where
 from transaxle.formats.catalog import Container

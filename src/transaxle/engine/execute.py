@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,17 @@ from typing import Any
 import msgspec
 import xxhash
 
+from transaxle.encodings.codec import Error
+from transaxle.engine.averaged import averages_of
 from transaxle.engine.copies import unequal
 from transaxle.engine.finished import is_finished, manifest_of
-from transaxle.engine.journal import Journal
+from transaxle.engine.journal import Done, Journal
+from transaxle.engine.made import Sizes, Summed, decoding_errors, made, measured_sizes
 from transaxle.engine.manifest import digest, encode
 from transaxle.engine.plan import Plan, PlannedTensor, Prepared, ready
 from transaxle.engine.portions import in_turn, portions
 from transaxle.engine.produce import Limits, Progress, Worker, limits, share, unwatched
+from transaxle.engine.product import Measured
 from transaxle.engine.transfer import landing
 from transaxle.errors import gathered, refuse
 from transaxle.formats.company import MANIFEST
@@ -59,10 +63,13 @@ class Report:
     """Source tensors and files left behind."""
     carried: tuple[str, ...]
     """Files copied beside the tensors."""
+    recoded: tuple[Measured, ...] = ()
+    """Tensors that were decoded or encoded, with how far their values moved."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
-        data = asdict(self)
+        data = asdict(replace(self, recoded=()))
+        data["recoded"] = [each.as_json() for each in self.recoded]
         return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
 
 
@@ -93,15 +100,18 @@ def execute(
             it was.
     """
     plan = ready(prepared)
-    limit = limit or limits()
+    limit = (limit or limits()).holding(plan.band)
     begin = time.monotonic()
-    _refuse_around(prepared.checkpoint.path, target)
-    if resume and not overwrite and is_finished(prepared, target, limit, progress):
+    _refuse_around(prepared, target)
+    errors = dict[str, Error]()
+    if resume and not overwrite and is_finished(prepared, target, limit, progress, errors):
         resumed, single = len(plan.tensors), not Path(target).is_dir()
+        recoded = _measured(prepared, limit, errors)
     else:
         with staging_at(target, overwrite=overwrite, resume=resume, sync=sync) as staging:
             single = staging.single is not None
-            resumed = _write(prepared, staging, limit, progress)
+            resumed = _write(prepared, staging, limit, progress, errors)
+            recoded = _measured(prepared, limit, errors)
             staging.commit()
     return Report(
         path=shown(target),
@@ -117,20 +127,51 @@ def execute(
         kept=plan.kept,
         ignored=(*plan.ignored, *plan.carried) if single else plan.ignored,
         carried=() if single else plan.carried,
+        recoded=recoded,
     )
 
 
-def _refuse_around(source: str, target: str) -> None:
-    """Refuse a local target that contains the source: replacing it would delete what is read, and what lies beside."""
+def _measured(prepared: Prepared, limit: Limits, encoded: Mapping[str, Error]) -> tuple[Measured, ...]:
+    """Return how far each tensor is from what it was; those that are decoded are read once more for it."""
+    recoded = prepared.plan.recoded
+    names = [each.name for each in recoded if each.action == "decoded"]
+    decoded = decoding_errors(prepared.checkpoint.container.storage, names, limit)
+    averaged = averages_of(prepared.checkpoint.container.storage)
+    found = {"decoded": decoded, "encoded": encoded, "averaged": averaged}
+    return tuple(Measured(each, found[each.action][each.name]) for each in recoded)
+
+
+def _refuse_around(prepared: Prepared, target: str) -> None:
+    """Refuse a local target that contains the source, or that is the source, or some of it, and would hold less.
+
+    Raises:
+        UsageError: EXISTS: replacing it would delete what is read, and what lies beside.
+    """
+    source, ignored = prepared.checkpoint.path, prepared.plan.ignored
     if is_url(source) or is_url(target):
         return
-    if Path(target).resolve() in Path(source).resolve().parents:
-        hint = "Choose another place."
+    here, there = Path(source).resolve(), Path(target).resolve()
+    hint = "Choose another place."
+    if there in here.parents:
         raise refuse("EXISTS", f"the source {source} lies inside of it and would be deleted", file=target, hint=hint)
+    folder = here if here.is_dir() else here.parent
+    files = [folder / name for name in prepared.checkpoint.container.files]
+    if ignored and any(there == file or there in file.parents for file in files):
+        lost = f"{ignored[0]} and {len(ignored) - 1} more" if len(ignored) > 1 else ignored[0]
+        message = f"it is the source itself, and would be replaced by something without {lost}"
+        raise refuse("EXISTS", message, file=target, hint=hint)
 
 
-def _write(prepared: Prepared, staging: Stage, limit: Limits, progress: Progress) -> int:
-    """Write everything but the commit; return how many tensors an earlier run had finished."""
+def _write(prepared: Prepared, staging: Stage, limit: Limits, progress: Progress, errors: dict[str, Error]) -> int:
+    """Write everything but the commit; return how many tensors an earlier run had finished.
+
+    Args:
+        prepared: the plan.
+        staging: where to.
+        limit: workers and memory.
+        progress: told the bytes of each block written.
+        errors: gets how far each tensor is that is encoded, by table name.
+    """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     single = staging.single is not None
     state = _state(prepared)
@@ -140,17 +181,18 @@ def _write(prepared: Prepared, staging: Stage, limit: Limits, progress: Progress
     differing = unequal(plan.checks, storage, limit)
     if differing:
         raise gathered(differing)
-    tensors, carried = dict[str, str](), dict[str, str]()
+    tensors, carried = dict[str, Done](), dict[str, Done]()
     journal = Journal(staging.scratch, _key(plan, state))
+    workers = partial(Worker, storage, limit)
+    sizes: Sizes = {}
 
-    def copy(worker: Worker, item: PlannedTensor, progress: Progress) -> str:
-        hashed = xxhash.xxh3_128()
-        blocks = worker.blocks(item.transfers, item.nbytes, dtype=item.dtype, arithmetic=item.arithmetic)
-        for file, offset, part in landing(blocks, item.places):
+    def copy(worker: Worker, item: PlannedTensor, progress: Progress) -> Done:
+        hashed, measured = xxhash.xxh3_128(), Summed()
+        for file, offset, part in landing(made(worker, item, sizes, measured), item.places):
             staging.pwrite(file, offset, part)
             hashed.update(part)
             progress(len(part))
-        return hashed.hexdigest()
+        return Done(hashed.hexdigest(), measured.error if item.codes_of is not None else None)
 
     def write(worker: Worker, tensor: PlannedTensor) -> None:
         tensors[tensor.name] = copy(worker, tensor, progress)
@@ -164,14 +206,19 @@ def _write(prepared: Prepared, staging: Stage, limit: Limits, progress: Progress
         todo = [tensor for tensor in plan.tensors if tensor.name not in tensors]
         resumed = len(plan.tensors) - len(todo)
         progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in todo))
-        workers = partial(Worker, storage, limit)
+        sizes = measured_sizes(todo, limit, workers)
         share(portions(todo, ordered=staging.ordered), limit.jobs, workers, in_turn(write))
         share(() if single else plan.carried_files, limit.jobs, workers, carry)
     finally:
         journal.close()
+    for tensor in plan.tensors:
+        error = tensors[tensor.name].error
+        if tensor.codes_of is not None and error is not None:
+            errors[tensor.codes_of] = error
     storage.recheck()
     if not single:
-        staging.write(MANIFEST, encode(manifest_of(prepared, tensors, carried)))
+        hashes = ({name: done.hash for name, done in each.items()} for each in (tensors, carried))
+        staging.write(MANIFEST, encode(manifest_of(prepared, *hashes)))
     return resumed
 
 
@@ -188,7 +235,7 @@ def _key(plan: Plan, state: str) -> str:
     return digest(what + state.encode())
 
 
-def _still_there(staging: Stage, plan: Plan, recorded: Mapping[str, str], kept: frozenset[str]) -> dict[str, str]:
+def _still_there(staging: Stage, plan: Plan, recorded: Mapping[str, Done], kept: frozenset[str]) -> dict[str, Done]:
     """Return the recorded tensors whose bytes in the unfinished files still have the recorded hash."""
     if not recorded:
         return {}
@@ -202,7 +249,7 @@ def _still_there(staging: Stage, plan: Plan, recorded: Mapping[str, str], kept: 
                     for start in range(0, place.width, _BLOCK):
                         size = min(_BLOCK, place.width - start)
                         hashed.update(storage.read(place.file, place.source + start, size))
-                if hashed.hexdigest() == recorded[tensor.name]:
+                if hashed.hexdigest() == recorded[tensor.name].hash:
                     found[tensor.name] = recorded[tensor.name]
     finally:
         storage.close()

@@ -6,17 +6,21 @@ every byte is what would be written, and refused like any other existing target 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import xxhash
 
+from transaxle.encodings.codec import Error
+from transaxle.engine.checkpoint import Checkpoint
+from transaxle.engine.compare import Comparison, Difference
 from transaxle.engine.copies import unequal
+from transaxle.engine.made import Summed, made, measured_sizes
 from transaxle.engine.manifest import FileRecord, Manifest, TensorRecord, digest, encode
 from transaxle.engine.plan import PlannedTensor, Prepared
-from transaxle.engine.produce import Limits, Pair, Progress, share
-from transaxle.engine.transfer import Transfer
+from transaxle.engine.produce import Limits, Progress, Worker, share
+from transaxle.engine.transfer import landing
 from transaxle.formats.catalog import Fragment
 from transaxle.formats.company import MANIFEST, WHOLE
 from transaxle.formats.local import LocalStorage
@@ -56,8 +60,15 @@ def _record(size: int, fragments: Sequence[Fragment]) -> FileRecord:
     return FileRecord(size, len(known), digest(known))
 
 
-def is_finished(prepared: Prepared, target: str, limit: Limits, progress: Progress) -> bool:
+def is_finished(prepared: Prepared, target: str, limit: Limits, progress: Progress, errors: dict[str, Error]) -> bool:
     """Tell whether a target exists and is, byte for byte, what a plan would write.
+
+    Args:
+        prepared: the plan.
+        target: where it may be.
+        limit: workers and memory.
+        progress: told the bytes of each block compared.
+        errors: gets how far each tensor is that is encoded, by table name.
 
     Raises:
         TransaxleError: what reading the source or the target raises.
@@ -69,7 +80,7 @@ def is_finished(prepared: Prepared, target: str, limit: Limits, progress: Progre
     try:
         if not _alike(prepared, storage) or unequal(prepared.plan.checks, _source(prepared), limit):
             return False
-        return _same_bytes(prepared, storage, limit, progress)
+        return _same_bytes(prepared, storage, limit, progress, errors)
     finally:
         storage.close()
 
@@ -82,7 +93,7 @@ def _alike(prepared: Prepared, storage: LocalStorage) -> bool:
     """Compare the names, the sizes and the headers."""
     plan, single = prepared.plan, storage.single
     if single is None:
-        if set(storage.names()) != {*plan.files, MANIFEST}:
+        if set(_files(storage)) != {*plan.files, MANIFEST}:
             return False
         sizes = plan.files
     else:
@@ -97,32 +108,93 @@ def _alike(prepared: Prepared, storage: LocalStorage) -> bool:
     )
 
 
-def _same_bytes(prepared: Prepared, storage: LocalStorage, limit: Limits, progress: Progress) -> bool:
+def _files(storage: LocalStorage, folder: str = "") -> Iterator[str]:
+    """Yield the names of all files, those in sub-folders included."""
+    found = storage.listing(folder)
+    begin = f"{folder}/" if folder else ""
+    yield from (begin + name for name in found.everything())
+    for inner in found.folders:
+        yield from _files(storage, begin + inner)
+
+
+def _same_bytes(
+    prepared: Prepared, storage: LocalStorage, limit: Limits, progress: Progress, errors: dict[str, Error]
+) -> bool:
     """Produce every tensor and every carried file once more, and compare; then the manifest."""
     plan, single = prepared.plan, storage.single
-    pairs = partial(Pair, _source(prepared), storage, limit)
-    differing: list[str] = []
-
-    def compared(items: Sequence[PlannedTensor]) -> dict[str, str]:
-        hashes: dict[str, str] = {}
-
-        def compare(pair: Pair, item: PlannedTensor) -> None:
-            hashed = xxhash.xxh3_128()
-            there = [Transfer(single or run.file, run.source, run.target, run.width) for run in item.places]
-            for mine, theirs in pair.blocks(item.transfers, there, item.nbytes, item.dtype, item.arithmetic):
-                if differing or mine != theirs:
-                    differing.append(item.name)
-                    return
-                hashed.update(mine)
-                progress(len(mine))
-            hashes[item.name] = hashed.hexdigest()
-
-        share(items, limit.jobs, pairs, compare)
-        return hashes
-
-    tensors = compared(plan.tensors)
-    carried = compared(() if single else plan.carried_files)
-    if differing or single:
-        return not differing
+    tensors = _compared(prepared, plan.tensors, storage, limit, progress, errors)
+    if tensors is None:
+        return False
+    if single:
+        return True
+    carried = _compared(prepared, plan.carried_files, storage, limit, progress, errors)
+    if carried is None:
+        return False
     text = encode(manifest_of(prepared, tensors, carried))
     return storage.size(MANIFEST) == len(text) and storage.read(MANIFEST, 0, len(text)) == text
+
+
+def _compared(
+    prepared: Prepared,
+    items: Sequence[PlannedTensor],
+    storage: Storage,
+    limit: Limits,
+    progress: Progress,
+    errors: dict[str, Error],
+    differing: list[str] | None = None,
+) -> dict[str, str] | None:
+    """Produce tensors once more, and compare them with what is stored.
+
+    Args:
+        prepared: the plan.
+        items: tensors of it.
+        storage: what was written.
+        limit: workers and memory.
+        progress: told the bytes of each block compared.
+        errors: gets how far each tensor is that is encoded, by table name.
+        differing: gets the names of those that differ; None: the first one ends it.
+
+    Returns:
+        The hash of each; None where one differs.
+    """
+    single, hashes, wrong = storage.single, dict[str, str](), dict[str, None]()
+    workers = partial(Worker, _source(prepared), limit)
+    sizes = measured_sizes(items, limit, workers)
+
+    def compare(worker: Worker, item: PlannedTensor) -> None:
+        hashed, measured = xxhash.xxh3_128(), Summed()
+        for file, offset, mine in landing(made(worker, item, sizes, measured), item.places):
+            if wrong and differing is None:
+                return
+            if storage.read(single or file, offset, len(mine)) != mine:
+                wrong[item.name] = None
+                return
+            hashed.update(mine)
+            progress(len(mine))
+        hashes[item.name] = hashed.hexdigest()
+        if item.codes_of is not None:
+            errors[item.codes_of] = measured.error
+
+    share(items, limit.jobs, workers, compare)
+    if differing is not None:
+        differing.extend(wrong)
+    return None if wrong else hashes
+
+
+def reproduced(prepared: Prepared, written: Checkpoint, limit: Limits, progress: Progress) -> Comparison:
+    """Compare what was written with what the plan gives when its tensors are produced, and encoded, once more."""
+    plan, differing = prepared.plan, list[str]()
+    _compared(prepared, plan.tensors, written.container.storage, limit.holding(plan.band), progress, {}, differing)
+    return Comparison(
+        first=prepared.checkpoint.path,
+        second=written.path,
+        dialect=plan.dialect,
+        tensors=(len(plan.tensors), len(written)),
+        compared={"": len(plan.tensors) - len(differing)},
+        parameters=prepared.checkpoint.parameters,
+        bytes_read=plan.bytes_read + sum(tensor.nbytes for tensor in plan.tensors),
+        differences=tuple(
+            Difference(name, "", "values", "it is not what the source gives when it is encoded")
+            for name in sorted(differing)
+        ),
+    )

@@ -10,14 +10,41 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 from typing import IO
 
+from transaxle.encodings.codec import Error
 from transaxle.engine.manifest import digest
 from transaxle.formats.failure import failed
 
 _NAME = "journal"
+_NONE = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A tensor whose bytes are written."""
+
+    hash: str
+    """xxh3-128 of its bytes."""
+    error: Error | None = None
+    """How far the values are that it encodes, where it is encoded."""
+
+
+def _written(error: Error | None) -> str:
+    if error is None:
+        return _NONE
+    return f"{error.max!r},{error.square_sum!r},{error.count},{error.unequal}"
+
+
+def _error(text: str) -> Error | None:
+    """Inverse of `_written`."""
+    if text == _NONE:
+        return None
+    most, squares, count, unequal = text.split(",")
+    return Error(float(most), float(squares), int(count), int(unequal))
 
 
 class Journal:
@@ -34,25 +61,25 @@ class Journal:
     def __init__(self, folder: Path, key: str) -> None:
         self._path = folder / _NAME
         self._lock = Lock()
-        self._first_line = f"transaxle journal 1 {key}".encode()
+        self._first_line = f"transaxle journal 2 {key}".encode()
         with self._named("reading"):
             self.finished = self._read()
-            """Tensor -> hash, as recorded by an earlier run of the same plan."""
+            """What an earlier run of the same plan recorded, by tensor."""
         with self._named("beginning"):
             self._file: IO[bytes] = self._open()
 
-    def _read(self) -> dict[str, str]:
+    def _read(self) -> dict[str, Done]:
         if not self._path.exists():
             return {}
         lines = self._path.read_bytes().split(b"\n")
         if lines[0] != self._first_line:
             return {}
-        found: dict[str, str] = {}
+        found: dict[str, Done] = {}
         for line in lines[1:]:
             checksum, _, rest = line.partition(b" ")
             if digest(rest).encode() == checksum:
-                tensor_hash, _, name = rest.decode().partition(" ")
-                found[name] = tensor_hash
+                tensor_hash, error, name = rest.decode().split(" ", 2)
+                found[name] = Done(tensor_hash, _error(error))
         return found
 
     def _open(self) -> IO[bytes]:
@@ -73,7 +100,7 @@ class Journal:
         except OSError as error:
             raise failed(error, f"{doing} the journal", os.fspath(self._path)) from error
 
-    def add(self, name: str, tensor_hash: str) -> None:
+    def add(self, name: str, done: Done) -> None:
         """Record a tensor whose bytes are written; names with line breaks are not recorded, only done again.
 
         Raises:
@@ -81,7 +108,7 @@ class Journal:
         """
         if "\n" in name:
             return
-        rest = f"{tensor_hash} {name}".encode()
+        rest = f"{done.hash} {_written(done.error)} {name}".encode()
         with self._lock, self._named("writing"):
             self._file.write(b"\n" + digest(rest).encode() + b" " + rest)  # first the break: a torn line stays alone
 

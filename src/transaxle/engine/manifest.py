@@ -152,7 +152,7 @@ def _size(container: Container, name: str, present: Collection[str]) -> int | No
 def _held(container: Container) -> dict[str, list[tuple[int, int]]]:
     """Return the byte ranges of every file that hold tensors."""
     found: dict[str, list[tuple[int, int]]] = {}
-    for entry in container.entries.values():
+    for entry in (*container.entries.values(), *container.left.values()):
         for extent in entry.extents:
             size = nbytes(entry.dtype, extent.shape)
             if size:

@@ -6,18 +6,26 @@ Making a plan reads catalogs only. All refusals are gathered before anything is 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from transaxle.axes.family import Dialect
-from transaxle.axes.translate import Translation
+from transaxle.encodings.encoding import Role
 from transaxle.engine.arithmetic import Affine, affine
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.copies import PlannedCheck, plan_checks
+from transaxle.engine.encode import Encode, Step, choose
+from transaxle.engine.encoded import View
+from transaxle.engine.groups import regrouped
+from transaxle.engine.model_config import rewritten, with_files
+from transaxle.engine.notes import joined, without_notes
+from transaxle.engine.product import Product, Recoded, products
+from transaxle.engine.recoding import components, displaced, recoded, recoding
 from transaxle.engine.recognise import IDENTITY, pick_dialect
+from transaxle.engine.source import Source
 from transaxle.engine.transfer import Transfer
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Draft, Entry, Spec
@@ -31,6 +39,7 @@ from transaxle.formats.deepspeed.run import RUN
 from transaxle.formats.deepspeed.universal_draft import draft as universal_draft
 from transaxle.formats.detect import FORMATS
 from transaxle.formats.dtype import nbytes
+from transaxle.formats.groups import GROUPS, Group
 from transaxle.formats.safetensors.draft import draft as safetensors_draft
 from transaxle.formats.safetensors.index import FORMAT as SAFETENSORS
 from transaxle.formats.state import LEFT_BEHIND, ROOT
@@ -63,6 +72,13 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
     """Sorted by where they land."""
     arithmetic: Affine | None = None
     """What is done to every value, where the user allowed it."""
+    step: Step | None = None
+    """How the values that the transfers move become what is written; None: they are what is written."""
+
+    @property
+    def codes_of(self) -> str | None:
+        """Table name of the tensor whose codes these are, where it is encoded here."""
+        return self.step.tensor if self.step is not None and self.step.role == Role.CODES else None
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -113,6 +129,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Axis sizes, as far as they are the same in every layer."""
     refusals: tuple[Refusal, ...]
     """Why it may not run; empty when it may."""
+    recoded: tuple[Recoded, ...] = ()
+    """Tensors that are decoded or encoded."""
+
+    @property
+    def band(self) -> int:
+        """Bytes of values that must be held at once to encode the largest tensor."""
+        return max((tensor.step.band for tensor in self.tensors if tensor.step is not None), default=0)
 
     @property
     def bytes_written(self) -> int:
@@ -180,6 +203,8 @@ SINKS: Mapping[str, Sink] = {
     UNIVERSAL: universal_draft,
 }
 """Formats that can be written."""
+HUB = (SAFETENSORS, "hf")
+"""Format and dialect of a model on a hub: the optimizer's state stays behind unless it is asked for."""
 _INFORMED = frozenset({UNIVERSAL})
 """Formats that also record the run: their sinks are told what the source says of it."""
 _FILES: Mapping[str, str | tuple[str, ...]] = {SAFETENSORS: SAFETENSORS_FILE, TORCH: TORCH_FILES}
@@ -218,6 +243,7 @@ def make_plan(
     allow_lossy: bool = False,
     strict: bool = False,
     target: str | None = None,
+    encode: Encode | None = None,
 ) -> Prepared:
     """Plan a conversion.
 
@@ -228,29 +254,40 @@ def make_plan(
         allow_lossy: run a dialect's arithmetic.
         strict: refuse tensors that have no line in the target dialect instead of keeping them under their names.
         target: where it is to be written; where that is one file, there are no shards.
+        encode: which tensors are encoded on the way, and how.
 
     Returns:
         The plan, with all refusals in `plan.refusals`; only usage errors and unreadable sources raise.
     """
     form, label = parse_to(to)
     wanted = label or IDENTITY
-    translation = checkpoint.translation(wanted)
-    problems = list(translation.refusals)
+    if (form, wanted.partition("@")[0]) == HUB and checkpoint.settings.optimizer is None:
+        checkpoint = checkpoint.without_optimizer()
+    view, names, problems = _viewed(checkpoint, wanted, encode)
     if strict:
         problems.extend(
             Refusal(
                 "UNEXPECTED_TENSOR", f"dialect {wanted} has no line for it", Where(None, name), "leave out --strict"
             )
-            for name in translation.kept
+            for name in view.kept
         )
     single = target is not None and target.endswith(WHOLE)
     if target is not None and single and not target.endswith(_FILES.get(form, ())):
         message = f"the name says that it is a file of another format; {form} is to be written"
         problems.append(Refusal("UNSUPPORTED", message, Where(target), "Choose another name, or another --to."))
-    draft, lost = _drafted(checkpoint, form, translation, None if single else shard_size, problems)
-    tensors = _planned(checkpoint, translation, draft, allow_lossy, problems)
-    checks = plan_checks(checkpoint.source, translation.checks, problems)
+    source = checkpoint.source_of(wanted)
+    written = _by_name(products(view, names, encode.encoding if encode else ""), problems)
+    groups = regrouped(checkpoint.container.metadata.get(GROUPS, ()), view.targets, problems)
+    told = _told(checkpoint, view, source, groups) if form in _INFORMED else {"groups": groups}
+    notes = joined(checkpoint.metadata) if wanted == IDENTITY else without_notes(checkpoint.metadata)
+    draft, lost = _drafted(checkpoint, form, written, notes, told, None if single else shard_size, problems)
+    tensors = _planned(source, written, draft, allow_lossy, problems)
+    checks = plan_checks(source, view.checks, problems)
     carried = _carried(checkpoint, draft, problems)
+    configs = {} if single else rewritten(checkpoint, wanted, view, written.values(), problems)
+    carried = {name: size for name, size in carried.items() if name not in configs}
+    lost.extend(name for name, text in configs.items() if text is None)
+    draft = with_files(draft, {name: text for name, text in configs.items() if text is not None})
     found = checkpoint.recognised if wanted != IDENTITY else None
     family = found.family.name if found else checkpoint.family
     own = checkpoint.dialect
@@ -263,19 +300,50 @@ def make_plan(
         dialect=pick_dialect(found.family, wanted).label if found else (own or IDENTITY),
         tensors=tuple(tensors),
         checks=tuple(checks),
-        routes=_routes(checkpoint, translation) if found else (),
+        routes=_routes(checkpoint, view) if found else (),
         files={**draft.files, **carried},
         carried=tuple(carried),
-        kept=translation.kept,
-        ignored=(*translation.ignored, *checkpoint.container.ignored, *lost),
-        aliases=dict(translation.aliases),
-        axes=_axes(checkpoint, translation, found.family.dialect(wanted) if found else None),
+        kept=view.kept,
+        ignored=(*view.ignored, *checkpoint.container.left, *checkpoint.container.ignored, *lost),
+        aliases=dict(view.aliases),
+        axes=_axes(checkpoint, view, found.family.dialect(wanted) if found else None),
         refusals=tuple(problems),
+        recoded=tuple(recoded(checkpoint, [(written[tensor.name], tensor.transfers) for tensor in tensors])),
     )
     return Prepared(plan, checkpoint, draft)
 
 
-def _axes(checkpoint: Checkpoint, translation: Translation, target: Dialect | None) -> dict[str, int]:
+def _viewed(checkpoint: Checkpoint, wanted: str, encode: Encode | None) -> tuple[View, Sequence[str], list[Refusal]]:
+    """Return the tensors of the target, which of them are encoded, and what stands against both.
+
+    A dialect may have other lines for encoded tensors: which these are decides how they lie.
+    """
+    view = checkpoint.translation(wanted)
+    if wanted == IDENTITY and (encode is not None or checkpoint.decoded):
+        held = checkpoint.catalog
+        view = replace(view, encoded=held.encoded, refusals=held.refusals)
+    names: Sequence[str] = ()
+    misfits: list[Refusal] = []
+    if encode is not None:
+        names, misfits = choose(view, encode, components(checkpoint, None if wanted == IDENTITY else view))
+        if wanted != IDENTITY:
+            view = checkpoint.translation(wanted, recoding(names, encode.encoding))
+    if wanted == IDENTITY:
+        misfits.extend(displaced(checkpoint, names))
+    return view, [name for name in names if name in view.targets], [*view.refusals, *misfits]
+
+
+def _by_name(written: Sequence[Product], problems: list[Refusal]) -> dict[str, Product]:
+    found: dict[str, Product] = {}
+    for product in written:
+        if product.name in found:
+            message = f"{product.target.rule}\nwrites the name of {found[product.name].target.rule}"
+            problems.append(Refusal("NAME_COLLISION", message, Where(None, product.name)))
+        found[product.name] = product
+    return found
+
+
+def _axes(checkpoint: Checkpoint, translation: View, target: Dialect | None) -> dict[str, int]:
     """Return the axis sizes to remember: how a target without padding would be padded elsewhere is not one of them."""
     if target is None:
         return dict(translation.axes)
@@ -288,14 +356,20 @@ def _padding(dialect: Dialect) -> set[str]:
 
 
 def _drafted(
-    checkpoint: Checkpoint, form: str, translation: Translation, shard_size: int | None, problems: list[Refusal]
+    checkpoint: Checkpoint,
+    form: str,
+    written: Mapping[str, Product],
+    notes: Mapping[str, Any],
+    told: Mapping[str, Any],
+    shard_size: int | None,
+    problems: list[Refusal],
 ) -> tuple[Draft, list[str]]:
     """Lay the target files out; also return the notes of the source that they have no place for."""
-    specs = [Spec(name, target.dtype, target.shape) for name, target in translation.targets.items()]
+    specs = [Spec(product.name, product.dtype, product.shape) for product in written.values()]
     specs.sort(key=lambda spec: natural(spec.name))
     files = checkpoint.container.files
     metadata, lost = dict(_FRAMEWORK), []
-    for key, value in checkpoint.metadata.items():
+    for key, value in notes.items():
         if key == LEFT_BEHIND:
             lost.extend(value)
         elif not isinstance(value, str) or key == ROOT or _FRAMEWORK.get(key) == value:
@@ -304,7 +378,6 @@ def _drafted(
             lost.append(f"note {key}")  # that of another format, or of one shard only
         else:
             metadata[key] = value
-    told = _told(checkpoint, translation) if form in _INFORMED else {}
     try:
         return SINKS[form](specs, metadata=metadata, shard_size=shard_size, **told), lost
     except TransaxleError as error:
@@ -312,14 +385,13 @@ def _drafted(
         return Draft(form, {}, {}, ()), lost
 
 
-def _told(checkpoint: Checkpoint, translation: Translation) -> dict[str, Any]:
+def _told(checkpoint: Checkpoint, view: View, source: Source, groups: Sequence[Group]) -> dict[str, Any]:
     """Return what a sink is told of the run: counters and settings, and a way to read small tensors."""
 
     def read(name: str) -> bytes:
-        target = translation.targets[name]
-        return StoredTensor(name, target.dtype, target.shape, target, checkpoint.source).tobytes()
+        return StoredTensor(name, *view.described(name), view.targets[name], source).tobytes()
 
-    return {"run": checkpoint.metadata.get(RUN, {}), "read": read}
+    return {"run": {**checkpoint.metadata.get(RUN, {}), GROUPS: groups}, "read": read}
 
 
 def _carried(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]) -> dict[str, int]:
@@ -339,25 +411,24 @@ def _carried(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]) -> d
 
 
 def _planned(
-    checkpoint: Checkpoint, translation: Translation, draft: Draft, allow_lossy: bool, problems: list[Refusal]
+    source: Source, written: Mapping[str, Product], draft: Draft, allow_lossy: bool, problems: list[Refusal]
 ) -> list[PlannedTensor]:
     """Plan every tensor, in file order; where the files could not be laid out, look for what else is wrong."""
     planned = []
-    for name in draft.entries or translation.targets:
-        target = translation.targets[name]
+    for name in draft.entries or written:
+        product = written[name]
         try:
-            arithmetic = affine(target, allowed=allow_lossy)
-            transfers = tuple(checkpoint.source.transfers(target))
+            arithmetic = affine(product.target, allowed=allow_lossy)
+            transfers = tuple(source.transfers(product.target))
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
         if name not in draft.entries:
             continue
-        places = _places(draft.entries[name])
-        size = nbytes(target.dtype, target.shape)
-        planned.append(
-            PlannedTensor(name, target.dtype, target.shape, places, size, target.rule, transfers, arithmetic)
-        )
+        shape, places = draft.entries[name].shape, _places(draft.entries[name])
+        size, rule = nbytes(product.dtype, shape), product.target.rule
+        step = product.step
+        planned.append(PlannedTensor(name, product.dtype, shape, places, size, rule, transfers, arithmetic, step))
     return planned
 
 
@@ -372,7 +443,7 @@ def _places(entry: Entry) -> tuple[Transfer, ...]:
     return tuple(found)
 
 
-def _routes(checkpoint: Checkpoint, translation: Translation) -> tuple[Route, ...]:
+def _routes(checkpoint: Checkpoint, translation: View) -> tuple[Route, ...]:
     """Group the targets by rule."""
     rules = {component: line.text for line, _ in checkpoint.bound.found for component in line.expression.components}
     counts: dict[tuple[str, str], int] = {}

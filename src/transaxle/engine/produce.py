@@ -49,12 +49,19 @@ class Limits:
     """Worker threads."""
     memory: int
     """Bytes of all buffers together."""
+    band: int = 0
+    """Bytes that a worker must be able to hold at once, however little memory there is."""
 
     @property
     def strided_block(self) -> int:
         """Bytes of the target that a worker produces at once where runs are short."""
         fair = self.memory // self.jobs // _PARTS
         return max(_SMALLEST, min(_STRIDED_BLOCK, fair)) // _GRAIN * _GRAIN
+
+    @property
+    def block(self) -> int:
+        """Bytes of a worker's block."""
+        return max(self.strided_block, -(-self.band // _GRAIN) * _GRAIN)
 
     @property
     def scratch(self) -> int:
@@ -64,7 +71,12 @@ class Limits:
     @property
     def peak(self) -> int:
         """Bytes of all buffers together, as used."""
-        return self.jobs * (self.strided_block + self.scratch)
+        return self.jobs * (self.block + self.scratch)
+
+    def holding(self, band: int) -> Limits:
+        """Return the same memory for workers that must hold so many bytes at once: fewer of them, at least one."""
+        jobs = min(self.jobs, max(1, self.memory // (_PARTS * band))) if band else self.jobs
+        return Limits(jobs, self.memory, band)
 
     @property
     def halved(self) -> Limits:
@@ -102,8 +114,13 @@ class Worker:
     def __init__(self, reader: Reader, limit: Limits, stop: threading.Event) -> None:
         self._reader = reader
         self._stop = stop
-        self._block: Bytes = np.empty(limit.strided_block, np.uint8)
+        self._block: Bytes = np.empty(limit.block, np.uint8)
         self._scratch = Scratch(limit.scratch)
+
+    @property
+    def room(self) -> int:
+        """Bytes that are produced at once at most."""
+        return len(self._block)
 
     def blocks(
         self,
@@ -125,8 +142,15 @@ class Worker:
         """
         if length is None:
             plain = all(transfer.width >= _SMALLEST for transfer in transfers)
-            length = _BLOCK if plain else len(self._block)
-        for start, stop, parts in active(transfers, min(length, len(self._block)), size):
+            length = _BLOCK if plain else self.room
+        ends = range(min(length, self.room), size, min(length, self.room))
+        return self.cut(transfers, [*ends, size] if size else (), dtype=dtype, arithmetic=arithmetic)
+
+    def cut(
+        self, transfers: Sequence[Transfer], ends: Iterable[int], *, dtype: str = "U8", arithmetic: Affine | None = None
+    ) -> Iterator[memoryview]:
+        """Produce a tensor in order, in blocks that end at these bytes; otherwise as `blocks`."""
+        for start, stop, parts in active(transfers, ends):
             if self._stop.is_set():
                 raise StoppedError
             held = self._block[: stop - start]
@@ -155,19 +179,22 @@ class Pair:
         self._workers = Worker(first, limit.halved, stop), Worker(second, limit.halved, stop)
 
     def blocks(
-        self,
-        first: Sequence[Transfer],
-        second: Sequence[Transfer],
-        size: int,
-        dtype: str = "U8",
-        arithmetic: Affine | None = None,
+        self, first: Sequence[Transfer], second: Sequence[Transfer], size: int, other: int | None = None
     ) -> Iterator[tuple[memoryview, memoryview]]:
-        """Produce two tensors of `size` bytes in order; `dtype` and `arithmetic` are for the first."""
+        """Produce two tensors of as many elements in order, block by block.
+
+        Args:
+            first: what fills the first.
+            second: what fills the second.
+            size: bytes of the first.
+            other: bytes of the second; None: the same.
+        """
         one, two = self._workers
+        sizes = size, size if other is None else other
+        most = min(_BLOCK, one.room)
+        lengths = [most * each // max(*sizes, 1) or 1 for each in sizes]  # as many elements: items are powers of two
         yield from zip(
-            one.blocks(first, size, length=_BLOCK, dtype=dtype, arithmetic=arithmetic),
-            two.blocks(second, size, length=_BLOCK),
-            strict=True,
+            one.blocks(first, sizes[0], length=lengths[0]), two.blocks(second, sizes[1], length=lengths[1]), strict=True
         )
 
 

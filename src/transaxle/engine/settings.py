@@ -34,6 +34,12 @@ class Settings:
     """Known families."""
     weights: Weights | None = None
     """Of a DeepSpeed checkpoint, which weights; None: those the optimizer keeps."""
+    optimizer: bool | None = None
+    """Whether the optimizer's state is part of it; None: yes, but `safetensors:hf` is written without it."""
+    average: bool = False
+    """Of a DeepSpeed checkpoint: whether replicas that differ between ranks are taken as their mean."""
+    partial: bool = False
+    """Whether it is a part of a model on purpose (one rank's, one stage's): tensors may be absent."""
 
 
 def settings(
@@ -45,6 +51,8 @@ def settings(
     axes: Mapping[str, int] | None = None,
     rules: str | Path | None = None,
     weights: Weights | None = None,
+    optimizer: bool | None = None,
+    average: bool = False,
 ) -> Settings:
     """Build settings from what the user wrote.
 
@@ -56,6 +64,8 @@ def settings(
         axes: axis sizes.
         rules: path of a rules file.
         weights: of a DeepSpeed checkpoint, `fp32` (those the optimizer keeps) or `lp` (the module's own).
+        optimizer: take the optimizer's state, or leave it; None: take it, except into `safetensors:hf`.
+        average: take replicated parameters of a DeepSpeed checkpoint that differ between ranks as their mean.
 
     Raises:
         Refused: CORRUPT where the config or the rules do not parse.
@@ -70,7 +80,7 @@ def settings(
             raise refuse("UNKNOWN_AXIS", f"no family has an axis {axis!r}", hint=f"axes: {', '.join(sorted(known))}")
     if config is not None and not isinstance(config, Mapping):
         config = parse_config(_text(config), str(config))
-    return Settings(format, family, dialect, config, given, families, weights)
+    return Settings(format, family, dialect, config, given, families, weights, optimizer, average)
 
 
 def _text(path: str | Path) -> str:

@@ -243,23 +243,22 @@ def landing(blocks: Iterable[memoryview], places: Iterable[Transfer]) -> Iterato
             offset, left = offset + taken, left - taken
 
 
-def active(transfers: Sequence[Transfer], block: int, size: int) -> Iterator[tuple[int, int, list[Transfer]]]:
-    """Walk a target of `size` bytes block by block, in order.
+def active(transfers: Sequence[Transfer], ends: Iterable[int]) -> Iterator[tuple[int, int, list[Transfer]]]:
+    """Walk a target block by block, in order.
 
     Args:
         transfers: sorted by their first target byte.
-        block: bytes per block.
-        size: bytes of the target.
+        ends: where the blocks end, in bytes of the target; the first one begins at 0.
 
     Yields:
         `(start, stop, the transfers' parts in that range)`.
     """
     running: list[Transfer] = []
-    coming = 0
-    for start in range(0, size, block):
-        stop = min(start + block, size)
+    coming = start = 0
+    for stop in ends:
         running = [transfer for transfer in running if transfer.target_end > start]
         while coming < len(transfers) and transfers[coming].target < stop:
             running.append(transfers[coming])
             coming += 1
         yield start, stop, [part for transfer in running for part in clip(transfer, start, stop)]
+        start = stop

@@ -63,7 +63,8 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
     Raises:
         Refused: CORRUPT where the manifest itself is damaged.
     """
-    stored, container = checkpoint.stored, checkpoint.container
+    stored = (checkpoint.undecoded or checkpoint).stored
+    container = stored.container
     manifest = load(container)
     recorded: Mapping[str, TensorRecord] = {}
     problems: list[Refusal] = []
@@ -71,7 +72,7 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
     if manifest is not None:
         recorded = manifest.tensors
         problems.extend(stale(manifest, container))
-        problems.extend(_listed(recorded.keys(), stored.keys()))
+        problems.extend(_listed(recorded.keys() - container.left.keys(), stored.keys()))
         extra = tuple(name for name in container.storage.names() if name not in manifest.files and name != MANIFEST)
     damaged: dict[str, Refusal] = {}
 
@@ -101,7 +102,7 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
             problems.append(Refusal("CORRUPT", message, Where(checksum.file)))
     return Verification(
         len(stored),
-        sum(tensor.parameters for tensor in stored.values()),
+        stored.parameters,
         sum(tensor.nbytes for tensor in stored.values()),
         "structure" if manifest is None else "manifest",
         (*problems, *(damaged[name] for name in stored if name in damaged)),

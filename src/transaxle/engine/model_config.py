@@ -1,0 +1,81 @@
+"""The model's config files, made to agree with what is written beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from transaxle.axes.bind import WEIGHT, split_slot
+from transaxle.encodings.convention import MODELOPT
+from transaxle.encodings.quantization import MODELOPT_CONFIG
+from transaxle.encodings.rewriting import written
+from transaxle.engine.checkpoint import Checkpoint
+from transaxle.engine.cutting import stored_config
+from transaxle.engine.decoded import decoders_of
+from transaxle.engine.encoded import View
+from transaxle.engine.product import Product, encoded_tensors
+from transaxle.engine.recognise import IDENTITY
+from transaxle.engine.settings import CONFIG
+from transaxle.errors import Refusal, TransaxleError
+from transaxle.formats.catalog import Draft, Fragment
+
+
+def rewritten(
+    checkpoint: Checkpoint, dialect: str, view: View, products: Iterable[Product], problems: list[Refusal]
+) -> dict[str, bytes | None]:
+    """Return the config files that are not true of the target as they stand.
+
+    Args:
+        checkpoint: the source.
+        dialect: of the target.
+        view: its tensors.
+        products: what they are written as.
+        problems: gets what stands against it.
+
+    Returns:
+        Name -> what is written instead; None for a file that has nothing more to say.
+    """
+    listed = list(products)
+    held = checkpoint.catalog
+    changing = bool(checkpoint.decoded) or any(product.step is not None for product in listed)
+    if not changing and (dialect == IDENTITY or (held.quantization is None and not held.encoded)):
+        return {}
+    encoded = encoded_tensors(view, listed)
+    buffers = {stored for one in encoded.values() for stored in one.parts.values()}
+    plain = {p.name: p.target for p in listed if p.name not in buffers and split_slot(p.name)[1] == WEIGHT}
+    decoded = [name for name, target in plain.items() if _origins(target) & checkpoint.decoded.keys()]
+    dtypes = {decoder.dtype for decoder in decoders_of(checkpoint.container.storage).values()}
+    shapes = {name: target.shape for name, target in plain.items()}
+    dtype = dtypes.pop() if len(dtypes) == 1 else None
+    speaks = MODELOPT_CONFIG if held.quantization is not None and held.quantization.file == MODELOPT_CONFIG else CONFIG
+    found: dict[str, bytes | None] = {}
+    modelopt = {one.convention for one in encoded.values()} == {MODELOPT}
+    for file in {CONFIG, MODELOPT_CONFIG}.intersection(checkpoint.container.carried):
+        if file == MODELOPT_CONFIG != speaks and not modelopt:  # it repeats config.json, and can say this no longer
+            found[file] = None
+            continue
+        try:
+            before = stored_config(checkpoint.container.storage, file)
+            elsewhere = file == CONFIG != speaks
+            after = written(before, encoded, shapes, decoded=decoded, dtype=dtype, elsewhere=elsewhere)
+        except TransaxleError as error:
+            problems.extend(error.refusals)
+            continue
+        if file == MODELOPT_CONFIG and not encoded:
+            found[file] = None
+        elif after != before:
+            found[file] = json.dumps(after, indent=2, ensure_ascii=False).encode() + b"\n"
+    return found
+
+
+def _origins(target: Any) -> set[str]:
+    return {origin.name for part in target.parts for origin in part.origins}
+
+
+def with_files(draft: Draft, files: Mapping[str, bytes]) -> Draft:
+    """Return a draft with more files, all of which is known."""
+    fragments = (Fragment(name, 0, text) for name, text in sorted(files.items()))
+    sizes = {name: len(text) for name, text in sorted(files.items())}
+    return replace(draft, files={**draft.files, **sizes}, fragments=(*draft.fragments, *fragments))

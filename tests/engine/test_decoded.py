@@ -1,0 +1,324 @@
+"""Decoding as a view: every range of every dialect is that range of the full decode, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import threading
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import transaxle as tx
+from tests.engine import quantized
+from tests.engine.counting import CountingStorage
+from tests.engine.quantized import BF16, BLOCKS, FP8, SCALE, SCALES, Array, Tensors
+from transaxle.engine.checkpoint import Checkpoint
+from transaxle.engine.settings import settings as said
+from transaxle.errors import UsageError
+from transaxle.formats.catalog import Container, Entry, Extent
+
+NAMES = {"block": "b.weight", "stack": "s.weight", "four": "m.down_proj", "nv": "n.weight", "tensor": "t.weight"}
+
+
+def nvfp4(shape: tuple[int, int], seed: int = 5) -> tuple[Array, Array, Array]:
+    """Codes, scales and the global scale of ModelOpt: `code x scale x global`."""
+    rng = quantized.random(seed)
+    rows, columns = shape
+    codes = rng.integers(0, 256, (rows, columns // 2), np.uint8)
+    return (
+        codes,
+        rng.integers(1, 120, (rows, columns // 16), np.uint8).view(quantized.E4M3),
+        np.array(0.0123, np.float32),
+    )
+
+
+def of_nvfp4(codes: Array, scale: Array, factor: Array) -> Array:
+    return quantized.nibbles(codes).astype(np.float64) * scale.astype(np.float64).repeat(16, 1) * np.float64(factor)
+
+
+def store(folder: Path, held: Tensors, section: dict[str, Any]) -> Path:
+    return quantized.store(folder, (held, {"quantization_config": section}))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Array]]:
+    """One tensor of each kind, and what it stands for in double precision."""
+    folder = tmp_path_factory.mktemp("decoded")
+    found: dict[str, tuple[Path, Array]] = {}
+    for kind, shape in {"block": (300, 260), "stack": (3, 150, 140)}.items():
+        held: Tensors = {}
+        if len(shape) == 2:
+            quantized.put(held, NAMES[kind], shape)
+        else:
+            parts = [quantized.blocks(shape[1:], seed) for seed in range(shape[0])]
+            held = {NAMES[kind]: np.stack([c for c, _ in parts]), NAMES[kind] + SCALE: np.stack([s for _, s in parts])}
+        found[kind] = (
+            store(folder / kind, held, FP8),
+            quantized.dequantized(held[NAMES[kind]], held[NAMES[kind] + SCALE]),
+        )
+    codes, scale = quantized.fours((3, 10, 96))
+    found["four"] = (
+        store(folder / "four", {NAMES["four"] + BLOCKS: codes, NAMES["four"] + SCALES: scale}, quantized.MXFP4),
+        quantized.of_fours(codes, scale),
+    )
+    codes, scale, factor = nvfp4((37, 96))
+    held = {"n.weight": codes, "n.weight_scale": scale, "n.weight_scale_2": factor, "n.input_scale": np.array(2, "f4")}
+    section = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    found["nv"] = store(folder / "nv", held, section), of_nvfp4(codes, scale, factor)
+    single = {"t.weight": quantized.blocks((50, 70))[0], "t.weight" + SCALE: np.array(0.37, np.float32)}
+    section = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "dynamic"}
+    wanted = single["t.weight"].astype(np.float64) * np.float64(np.float32(0.37))
+    found["tensor"] = store(folder / "tensor", single, section), wanted
+    return found
+
+
+def rounded(wanted: Array, dtype: str) -> Array:
+    """The nearest float32, and from that the nearest value of the type."""
+    single = wanted.astype(np.float32)
+    return single if dtype == "fp32" else single.astype(BF16)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", NAMES)
+def test_a_tensor_is_its_codes_times_its_scales(sources: dict[str, tuple[Path, Array]], kind: str, dtype: str) -> None:
+    source, wanted = sources[kind]
+    with tx.open(source, decode=dtype) as checkpoint:
+        tensor = checkpoint[NAMES[kind]]
+        assert (tensor.dtype, tensor.shape) == ({"fp32": "F32", "bf16": "BF16"}[dtype], wanted.shape)
+        found = tensor.read()
+        if kind == "nv":  # scale and global scale are multiplied first, and rounded
+            assert np.allclose(found.astype(np.float64), wanted, rtol=2**-22 if dtype == "fp32" else 2**-8, atol=0)
+        else:
+            assert found.tobytes() == rounded(wanted, dtype).tobytes()
+        assert list(checkpoint) == [NAMES[kind]]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", NAMES)
+def test_any_range_of_bytes_is_that_range_of_all_of_them(
+    sources: dict[str, tuple[Path, Array]], kind: str, dtype: str, data: st.DataObject
+) -> None:
+    source, _ = sources[kind]
+    with tx.open(source, decode=dtype) as checkpoint:
+        whole = checkpoint[NAMES[kind]].tobytes()
+        (extent,) = checkpoint.container.entries[NAMES[kind]].extents
+        start = data.draw(st.integers(0, len(whole)))
+        stop = data.draw(st.integers(start, min(len(whole), start + 4000)))
+        assert checkpoint.container.storage.read(extent.file, start, stop - start) == whole[start:stop]
+        assert checkpoint.container.storage.size(extent.file) == len(whole)
+
+
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+@pytest.mark.parametrize("kind", NAMES)
+def test_any_box_is_that_box_of_the_whole(
+    sources: dict[str, tuple[Path, Array]], kind: str, data: st.DataObject
+) -> None:
+    source, _ = sources[kind]
+    with tx.open(source, decode="bf16") as checkpoint:
+        tensor = checkpoint[NAMES[kind]]
+        ends = [sorted(data.draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in tensor.shape]
+        box = tuple(slice(*pair) for pair in ends)
+        assert tensor.read(box).tobytes() == tensor.read()[box].tobytes()
+
+
+def test_a_box_reads_its_own_codes_only(sources: dict[str, tuple[Path, Array]]) -> None:
+    source, _ = sources["block"]
+    with tx.open(source) as checkpoint:
+        storage = CountingStorage(checkpoint.container.storage)
+        counted = Checkpoint(replace(checkpoint.container, storage=storage), checkpoint.settings, None, None)
+        tensor = counted.decode("bf16")["b.weight"]
+        storage.bytes = 0
+        tensor.read((slice(130, 140), slice(None)))
+        assert storage.bytes <= 10 * 260 + 4 * 9
+
+
+def test_threads_may_share_it(sources: dict[str, tuple[Path, Array]]) -> None:
+    source, _ = sources["stack"]
+    with tx.open(source, decode="fp32") as checkpoint:
+        whole = checkpoint["s.weight"].tobytes()
+        file = checkpoint.container.entries["s.weight"].extents[0].file
+        wrong: list[int] = []
+
+        def look(seed: int) -> None:
+            rng = quantized.random(seed)
+            for _ in range(150):
+                start = int(rng.integers(0, len(whole) - 1))
+                size = int(rng.integers(1, min(5000, len(whole) - start) + 1))
+                if checkpoint.container.storage.read(file, start, size) != whole[start : start + size]:
+                    wrong.append(seed)
+
+        threads = [threading.Thread(target=look, args=(seed,)) for seed in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not wrong
+
+
+def test_codes_and_scales_in_chunks_decode_alike(sources: dict[str, tuple[Path, Array]]) -> None:
+    """As DCP stores them: each buffer in several boxes, cut where the writer's ranks were cut."""
+    source, wanted = sources["four"]
+    with tx.open(source) as checkpoint:
+        held = checkpoint.container
+        chunked = {}
+        for name, entry in held.entries.items():
+            whole = checkpoint[name].read()
+            cuts = [(0, 1), (1, 3)], [(0, 4), (4, 10)], [(0, 2), (2, 3)]
+            extents, data = [], b""
+            for e0, e1 in cuts[0]:
+                for r0, r1 in cuts[1]:
+                    for b0, b1 in cuts[2]:
+                        part = whole[e0:e1, r0:r1, b0:b1]
+                        start = (e0, r0, b0) + (0,) * (whole.ndim - 3)
+                        extents.append(Extent(start, part.shape, name, len(data)))
+                        data += part.tobytes()
+            chunked[name] = (Entry(name, entry.dtype, entry.shape, tuple(extents)), data)
+
+        class Memory(CountingStorage):
+            def read_into(self, name: str, offset: int, view: memoryview) -> None:
+                view[:] = chunked[name][1][offset : offset + len(view)]
+
+        container = Container(
+            "memory", "memory", Memory(held.storage), {n: entry for n, (entry, _) in chunked.items()},
+            {n: len(data) for n, (_, data) in chunked.items()},
+        )  # fmt: skip
+        config = {"quantization_config": quantized.MXFP4}
+        decoded = Checkpoint(container, said(config=config), None, None).decode("fp32")
+        assert decoded["m.down_proj"].tobytes() == wanted.astype(np.float32).tobytes()
+        box = (slice(0, 2), slice(3, 7), slice(31, 66))
+        assert decoded["m.down_proj"].read(box).tobytes() == wanted[box].astype(np.float32).tobytes()
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp", "torch"])
+@pytest.mark.parametrize("dialect", ["megatron", "torchtitan", "hf"])
+def test_a_conversion_decodes_into_every_dialect_and_container(tmp_path: Path, form: str, dialect: str) -> None:
+    """Equal to decoding by hand first, and then converting what is plain."""
+    held, config = quantized.llama(d=256, f=384, g=2, r=1, head=128)
+    source = quantized.store(tmp_path / "source", (held, config), shards=3)
+    by_hand = {n: quantized.dequantized(a, held[n + SCALE]).astype(np.float32).astype(BF16) if n + SCALE in held else a
+               for n, a in held.items() if not n.endswith(SCALE)}  # fmt: skip
+    plain = quantized.store(
+        tmp_path / "plain", (by_hand, {k: v for k, v in config.items() if k != "quantization_config"})
+    )
+    report = tx.convert(source, tmp_path / "out", to=f"{form}:{dialect}", decode="bf16", sync=False)
+    assert tx.diff(plain, tmp_path / "out").equal
+    assert tx.verify(tmp_path / "out").ok
+    assert {measured.what.name for measured in report.recoded} == {
+        n.removesuffix(SCALE) for n in held if n.endswith(SCALE)
+    }
+    written = quantized.config_of(tmp_path / "out")
+    assert "quantization_config" not in written
+    assert written["torch_dtype"] == "bfloat16"
+    assert tx.diff(source, tmp_path / "out", numeric=True).differences  # bf16 has not all bits of the products
+
+
+def test_the_report_says_how_far_values_moved(tmp_path: Path) -> None:
+    held, config = quantized.llama(d=128, f=256, g=1, r=1, head=128)
+    exact = "model.layers.0.mlp.up_proj.weight"
+    held[exact + SCALE] = np.exp2(np.round(np.log2(held[exact + SCALE]))).astype(np.float32)
+    source = quantized.store(tmp_path / "source", (held, config))
+    report = tx.convert(source, tmp_path / "out", to="hf", decode="bf16", sync=False)
+    for measured in report.recoded:
+        name = measured.what.name
+        product = quantized.dequantized(held[name], held[name + SCALE])
+        apart = np.abs(product.astype(np.float32).astype(BF16).astype(np.float64) - product)
+        assert measured.error.max == apart.max()
+        assert measured.error.rms == pytest.approx(np.sqrt((apart**2).mean()), rel=1e-9)
+        assert measured.error.exact == (name == exact) == (not apart.any())
+        assert measured.as_json() == {
+            "name": name, "action": "decoded", "encoding": "float8_block", "convention": "deepseek", "dtype": "BF16",
+            "shape": list(product.shape), "max_abs": apart.max(), "rms": measured.error.rms, "exact": name == exact,
+        }  # fmt: skip
+    again = tx.convert(source, tmp_path / "out", to="hf", decode="bf16", resume=True, sync=False)
+    assert again.resumed == report.tensors
+    assert [m.as_json() for m in again.recoded] == [m.as_json() for m in report.recoded]
+    plan = tx.plan(source, tmp_path / "x", to="hf", decode="bf16")
+    assert [what.name for what in plan.recoded] == [m.what.name for m in report.recoded]
+
+
+def test_patterns_choose_what_is_decoded(tmp_path: Path) -> None:
+    held, config = quantized.llama(d=128, f=128, g=1, r=1, head=128, layers=2)
+    source = quantized.store(tmp_path / "source", (held, config))
+    out = tmp_path / "out"
+    tx.convert(source, out, to="hf", decode="fp32", only="*.mlp.*", skip=["*layers.1*"], sync=False)
+    got = quantized.read(out)
+    mine = {name for name, array in got.items() if array.dtype == np.float32 and not name.endswith(SCALE)}
+    assert mine == {f"model.layers.0.mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    rest = {name for name in held if not any(name.startswith(one) for one in mine)}
+    assert {n: got[n].tobytes() for n in rest} == {n: held[n].tobytes() for n in rest}
+    assert got.keys() == rest | mine
+    with tx.open(out) as checkpoint:  # the config tells what is left
+        assert {n.removesuffix(SCALE) for n in rest if n.endswith(SCALE)} == checkpoint.encoded.keys()
+        assert not checkpoint.catalog.refusals
+    assert tx.diff(source, out, numeric=True).equal
+    for only, skip in (("*.mpl.*", ()), ((), ["nothing*"])):
+        with pytest.raises(UsageError, match="no encoded tensor has a name like"):
+            tx.convert(source, tmp_path / "x", to="hf", decode="bf16", only=only, skip=skip)
+    with pytest.raises(TypeError, match="only and skip"):
+        tx.convert(source, tmp_path / "x", to="hf", only="*")
+    with pytest.raises(UsageError, match="cannot decode to"):
+        tx.open(source, decode="fp16")
+
+
+def test_both_files_in_which_modelopt_speaks_stay_true(tmp_path: Path) -> None:
+    """Its newer exports say the same in config.json and in hf_quant_config.json."""
+    said = {"quant_algo": "FP8"}
+    config = {"quantization_config": {"quant_method": "modelopt", "ignore": ["lm_head"], **said}}
+    held = {"lm_head.weight": quantized.plain((8, 8))}
+    for name in ("a", "b"):
+        held |= {f"{name}.weight": quantized.blocks((8, 8))[0], f"{name}.weight_scale": np.array(0.5, np.float32)}
+    source = quantized.store(tmp_path / "source", (held, config))
+    file = "hf_quant_config.json"
+    own = {"producer": {"name": "modelopt"}, "quantization": {"exclude_modules": ["lm_head"], **said}}
+    (source / file).write_text(json.dumps(own))
+    tx.convert(source, tmp_path / "same", to="safetensors", sync=False)
+    assert json.loads((tmp_path / "same" / file).read_text()) == own
+    tx.convert(source, tmp_path / "part", to="safetensors", decode="bf16", only="a.*", sync=False)
+    assert quantized.config_of(tmp_path / "part")["quantization_config"]["ignore"] == ["lm_head", "a"]
+    assert json.loads((tmp_path / "part" / file).read_text())["quantization"]["exclude_modules"] == ["lm_head", "a"]
+    report = tx.convert(source, tmp_path / "all", to="safetensors", decode="bf16", sync=False)
+    assert "quantization_config" not in quantized.config_of(tmp_path / "all")
+    assert file in report.ignored
+    assert not (tmp_path / "all" / file).exists()
+
+
+def test_what_belongs_to_activations_is_left_behind(sources: dict[str, tuple[Path, Array]], tmp_path: Path) -> None:
+    source, _ = sources["nv"]
+    report = tx.convert(source, tmp_path / "out", to="safetensors", decode="bf16", sync=False)
+    assert report.ignored == ("n.input_scale",)
+    assert quantized.read(tmp_path / "out").keys() == {"n.weight"}
+
+
+def test_a_layout_that_depends_on_the_encoding_needs_its_dialect(tmp_path: Path) -> None:
+    """gpt-oss keeps plain experts transposed: under their own names and in the order of the codes nobody reads them."""
+    source = quantized.store(tmp_path / "source", quantized.gpt_oss(d=64, f=96, e=2))
+    found = tx.plan(source, tmp_path / "x", to="safetensors", decode="bf16").refusals
+    assert [(refusal.code, "FORMAT:hf" in refusal.hint) for refusal in found] == [("UNSUPPORTED", True)] * 2
+    tx.convert(source, tmp_path / "out", to="hf", decode="bf16", sync=False)
+    held = quantized.read(source)
+    stem = "model.layers.0.mlp.experts.gate_up_proj"
+    wanted = quantized.of_fours(held[stem + BLOCKS], held[stem + SCALES]).swapaxes(1, 2)
+    assert np.array_equal(quantized.read(tmp_path / "out")[stem].astype(np.float64), wanted)
+
+
+def test_memory_stays_small(tmp_path: Path) -> None:
+    """A tensor of 96 MB of float32 is decoded in a few MB."""
+    held: Tensors = {"w.weight": quantized.blocks((4096, 6144))[0]}
+    held["w.weight" + SCALE] = quantized.blocks((4096, 6144))[1]
+    source = store(tmp_path / "source", held, FP8)
+    tracemalloc.start()
+    try:
+        tx.convert(source, tmp_path / "out", to="safetensors", decode="fp32", jobs=1, memory=6 << 20, sync=False)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 40 << 20
