@@ -1,0 +1,22 @@
+"""Quantized training: tensors that live as codes and scales."""
+
+from transaxle.quant.linear import linear
+from transaxle.quant.masters import MasterWeights
+from transaxle.quant.modules import quantize_, quantized_init
+from transaxle.quant.quantizers import MXFP8, NVFP4, DelayedScaling, Float8Block, Float8CurrentScaling, Quantizer
+from transaxle.quant.tensor import QuantizedTensor, from_components
+
+__all__ = [
+    "MXFP8",
+    "NVFP4",
+    "DelayedScaling",
+    "Float8Block",
+    "Float8CurrentScaling",
+    "MasterWeights",
+    "QuantizedTensor",
+    "Quantizer",
+    "from_components",
+    "linear",
+    "quantize_",
+    "quantized_init",
+]

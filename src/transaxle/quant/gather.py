@@ -1,0 +1,75 @@
+"""How FSDP2 gathers quantized parameters: codes, and scales that are cut with them, as bytes.
+
+Scales that stand for tiles of several rows are on every rank already, and do not travel. Ranks with fewer rows than
+the first one send padding, which is dropped on arrival.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from transaxle.errors import refuse
+from transaxle.quant.frame import ORIGIN, Frame
+from transaxle.quant.tensor import QuantizedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What a rank knows of the whole matrix when it sends its rows."""
+
+    shard: Frame
+    """Its own rows, and the shared buffers."""
+    buffers: tuple[tuple[str, torch.Tensor], ...]
+    """Name of each buffer that is sent, and what of it is."""
+
+
+def sent(tensor: QuantizedTensor, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Sent]:
+    """Return the bytes to gather, padded to what the first rank has, and what to know on arrival.
+
+    Raises:
+        Refused: `UNSUPPORTED` for rows that are not those that FSDP2 cuts for this rank.
+    """
+    frame, world = tensor.frame, mesh.size()
+    padded = -(-frame.whole // world)
+    start = min(padded * mesh.get_local_rank(), frame.whole)
+    if tensor.height and frame.tall and frame.start + tensor.skip != start:
+        raise refuse(
+            "UNSUPPORTED",
+            f"rows from {frame.start + tensor.skip} of {frame.whole}; FSDP2 gathers rows from {start} of {world} ranks",
+            hint="fully_shard along dim 0, over one mesh dim",
+        )
+    buffers = []
+    for name, buffer in frame.cut.items():
+        if name == ORIGIN:
+            continue
+        rows = buffer[tensor.skip : tensor.skip + padded].view(torch.uint8)
+        if len(rows) < padded:
+            rows = torch.cat([rows, rows.new_zeros((padded - len(rows), rows.shape[1]))])
+        buffers.append((name, rows.contiguous()))
+    return tuple(rows for _, rows in buffers), Sent(frame, tuple(buffers))
+
+
+def received(
+    outputs: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, out: torch.Tensor | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+    """Return the whole matrix around the gathered bytes, or put it into `out`, made so before.
+
+    A world of one gets the first output only (torch copies no more); the others are its own.
+    """
+    assert isinstance(metadata, Sent)
+    shard = metadata.shard
+    cut = {}
+    for place, (name, own) in enumerate(metadata.buffers):
+        whole = outputs[place] if place < len(outputs) else own
+        cut[name] = whole[: shard.whole].view(shard.cut[name].dtype)
+    frame = Frame(shard.quantizer, shard.columns, shard.whole, cut, dict(shard.shared))
+    if out is None:
+        return QuantizedTensor(frame, 0, shard.whole, dtype), ()
+    if not isinstance(out, QuantizedTensor) or out.dtype != dtype:
+        raise refuse("UNSUPPORTED", f"gathered into {type(out).__name__} of {out.dtype}, expected quantized {dtype}")
+    out.frame.cut, out.frame.shared = frame.cut, frame.shared
+    return None

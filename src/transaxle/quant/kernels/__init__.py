@@ -1,0 +1,204 @@
+"""Quantize and dequantize matrices in torch: Triton programs on a GPU, `transaxle.encodings` on a CPU.
+
+Both devices give the same bits. The GPU side reads the input once for rowwise and columnwise codes together, never
+waits for the device, and can be captured in a CUDA graph. Triton is imported when the first CUDA tensor comes.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+
+from transaxle.encodings.encoding import WHOLE, Encoding
+from transaxle.errors import TransaxleError, refuse
+from transaxle.quant.kernels.components import DTYPES, Components, allocated, columnwise_of, fitting, layout
+
+VALUES = (torch.bfloat16, torch.float16, torch.float32)
+"""What is quantized, and what codes are dequantized to."""
+_PER_TENSOR = (WHOLE, WHOLE)
+_SCALES = {("F32", False), ("F8_E8M0", False), ("F8_E4M3", True)}
+"""Types of scales, each with whether there is another one for the tensor."""
+_LARGEST_TILE = 128 * 128
+
+
+def quantize(
+    x: torch.Tensor,
+    encoding: Encoding,
+    *,
+    amax: torch.Tensor | float | None = None,
+    scale: torch.Tensor | float | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    over: tuple[int, int] | None = None,
+    out: Components | None = None,
+) -> Components:
+    """Quantize a matrix by the rules of `transaxle.encodings`, bit for bit.
+
+    Args:
+        x: [M, K] of bfloat16, float16 or float32, with any strides. Tiles that do not fit are cut short.
+        encoding: what to make.
+        amax: float8 and nvfp4: the largest magnitude to scale for, where it is not that of `x` alone (shards of one
+            tensor must agree); float32 [1] on the device of `x`, or a number. Found in `x` if not given.
+        scale: float8: what `x` is multiplied by, given instead of an amax; float32 [1] or a number.
+        rowwise: make codes whose tiles run along rows.
+        columnwise: make codes whose tiles run down columns (mxfp8), in the same pass.
+        over: elements that share an amax, a multiple of the encoding's tile: `(16, 16)` for weights in nvfp4, where
+            sixteen rows have equal scales. The tile itself unless given.
+        out: buffers to write; made here if not given.
+
+    Returns:
+        The buffers asked for.
+
+    Raises:
+        Refused: `UNSUPPORTED`, `SHAPE_MISMATCH`, `DTYPE_MISMATCH` or `MISSING_TENSOR`, for what does not fit together.
+    """
+    _values(x)
+    _known(encoding)
+    _fits(encoding, amax=amax, scale=scale, rowwise=rowwise, columnwise=columnwise)
+    _shared(encoding, over, columnwise=columnwise)
+    x = x.detach()
+    wanted = layout(encoding, (x.shape[0], x.shape[1]), rowwise=rowwise, columnwise=columnwise)
+    parts = allocated(wanted, x.device) if out is None else fitting(out, wanted, x.device)
+    most = None if amax is None else _number(amax, x.device)
+    if encoding.has_global and parts.amax is not None:
+        most = parts.amax.copy_(most) if most is not None else _amax(x, parts.amax)
+    elif encoding.tile == _PER_TENSOR and scale is None and most is None:
+        most = _amax(x, torch.empty(1, dtype=torch.float32, device=x.device))
+    given = None if scale is None else _number(scale, x.device)
+    _side(x.device).quantize(x, encoding, parts, amax=most, scale=given, over=over)
+    return parts
+
+
+def dequantize(
+    components: Components, encoding: Encoding, dtype: torch.dtype, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the values of a quantized matrix: code times scale in float32, rounded once to the dtype.
+
+    The rowwise codes are read where there are both.
+
+    Args:
+        components: codes, scales and, for nvfp4, the amax.
+        encoding: what they are.
+        dtype: bfloat16, float16 or float32.
+        out: [M, K] to write; made here if not given.
+
+    Raises:
+        Refused: `UNSUPPORTED`, `SHAPE_MISMATCH`, `DTYPE_MISMATCH` or `MISSING_TENSOR`, for what does not fit together.
+    """
+    _known(encoding)
+    rowwise = components.data is not None
+    codes = components.data if rowwise else components.columnwise_data
+    if codes is None:
+        raise refuse("MISSING_TENSOR", "there are no codes, neither rowwise nor columnwise")
+    if codes.dim() != 2:
+        raise refuse("SHAPE_MISMATCH", f"codes of shape {list(codes.shape)}, expected a matrix")
+    shape = codes.shape[0], codes.shape[1] * (8 // encoding.code_bits)
+    parts = fitting(components, layout(encoding, shape, rowwise=rowwise, columnwise=not rowwise), codes.device)
+    if dtype not in VALUES:
+        raise _not_a_value(dtype)
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=codes.device)
+    if tuple(out.shape) != shape or out.dtype != dtype or out.device != codes.device:
+        raise refuse(
+            "SHAPE_MISMATCH",
+            f"out is {out.dtype} {list(out.shape)} on {out.device}, expected {dtype} {list(shape)} on {codes.device}",
+        )
+    if out.shape[1] > 1 and out.stride(1) != 1:
+        raise refuse("UNSUPPORTED", "the rows of out are not contiguous")
+    turned = encoding if rowwise else columnwise_of(encoding)
+    scales = parts.scale_inv if rowwise else parts.columnwise_scale_inv
+    assert turned is not None
+    assert scales is not None
+    _side(codes.device).dequantize(codes, scales, parts.amax, turned, out)
+    return out
+
+
+def amax(x: torch.Tensor) -> torch.Tensor:
+    """Return the largest magnitude of a matrix, float32 [1] on its device: NaN if there is one, 0 if it is empty.
+
+    Raises:
+        Refused: `DTYPE_MISMATCH` or `SHAPE_MISMATCH`.
+    """
+    _values(x)
+    return _amax(x.detach(), torch.empty(1, dtype=torch.float32, device=x.device))
+
+
+def _side(device: torch.device) -> Any:
+    """The module that does the work on this device; the two have the same functions."""
+    if device.type == "cuda":
+        from transaxle.quant.kernels import device as cuda
+
+        return cuda
+    if device.type != "cpu":
+        raise refuse(
+            "UNSUPPORTED", f"there are no kernels for {device}", hint="move the tensor to a CPU or a CUDA device"
+        )
+    from transaxle.quant.kernels import host
+
+    return host
+
+
+def _amax(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    _side(x.device).amax(x, out)
+    return out
+
+
+def _number(given: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    """A float32 [1] on the device, made there from a number."""
+    if not isinstance(given, torch.Tensor):
+        return torch.full((1,), given, dtype=torch.float32, device=device)
+    if given.dtype != torch.float32 or given.numel() != 1 or given.device != device:
+        raise refuse(
+            "SHAPE_MISMATCH",
+            f"an amax or scale: {given.dtype} {list(given.shape)} on {given.device}, expected one float32 on {device}",
+        )
+    return given.reshape(1)
+
+
+def _not_a_value(dtype: torch.dtype) -> TransaxleError:
+    return refuse("DTYPE_MISMATCH", f"{dtype}, expected one of {', '.join(map(str, VALUES))}")
+
+
+def _values(x: torch.Tensor) -> None:
+    if x.dtype not in VALUES:
+        raise _not_a_value(x.dtype)
+    if x.dim() != 2:
+        raise refuse("SHAPE_MISMATCH", f"a tensor of shape {list(x.shape)}, expected a matrix")
+
+
+def _known(encoding: Encoding) -> None:
+    """Refuse encodings that the kernels have no rule or no tiles for."""
+    if (encoding.scale, encoding.has_global) not in _SCALES or encoding.code not in DTYPES:
+        more = ", and one for the tensor" if encoding.has_global else ""
+        raise refuse("UNSUPPORTED", f"{encoding.name}: codes {encoding.code} with scales {encoding.scale}{more}")
+    if encoding.tile != _PER_TENSOR and not _regular(encoding.tile):
+        raise refuse("UNSUPPORTED", f"{encoding.name}: no kernels for tiles {encoding.tile}")
+
+
+def _regular(tile: tuple[int, ...]) -> bool:
+    """Whether a program can hold the tile: a power of two along each dim, and not too many elements."""
+    return len(tile) == 2 and all(side > 0 and not side & (side - 1) for side in tile) and prod(tile) <= _LARGEST_TILE
+
+
+def _fits(encoding: Encoding, *, amax: Any, scale: Any, rowwise: bool, columnwise: bool) -> None:
+    per_tensor = encoding.tile == _PER_TENSOR
+    if amax is not None and not (per_tensor or encoding.has_global):
+        raise refuse("UNSUPPORTED", f"{encoding.name} has an amax for each tile; none can be given")
+    if scale is not None and (amax is not None or not per_tensor):
+        raise refuse("UNSUPPORTED", f"{encoding.name}: a scale is given for float8 only, and instead of an amax")
+    if not (rowwise or columnwise):
+        raise refuse("UNSUPPORTED", "nothing to make: neither rowwise nor columnwise codes were asked for")
+
+
+def _shared(encoding: Encoding, over: tuple[int, int] | None, *, columnwise: bool) -> None:
+    """Refuse to share an amax over what is not whole tiles."""
+    if over is None:
+        return
+    whole = all(step and not size % step for size, step in zip(over, encoding.tile, strict=True))
+    if not whole or columnwise or not _regular(over):
+        raise refuse("UNSUPPORTED", f"{encoding.name}: an amax over {over} elements, with tiles of {encoding.tile}")
+
+
+__all__ = ["Components", "amax", "dequantize", "quantize"]

@@ -1,0 +1,114 @@
+"""The buffers of a quantized matrix as torch tensors: which there are, of what dtype and shape."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from transaxle.encodings.encoding import Encoding
+from transaxle.errors import Refusal, Where, gathered, refuse
+
+DTYPES = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F4": torch.uint8,
+    "F32": torch.float32,
+}
+"""Torch dtype of a buffer by its safetensors code; codes of 4 bits lie two to a byte, the low nibble first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Components:
+    """A quantized matrix [M, K]: plain tensors, compact (no padding, no swizzle)."""
+
+    data: torch.Tensor | None = None
+    """Codes, [M, K]; of 4 bits [M, K / 2]. None where only the columnwise ones were asked for."""
+    scale_inv: torch.Tensor | None = None
+    """What codes are multiplied by, one for each tile: [tiles down, tiles across]; of a whole tensor [1]."""
+    amax: torch.Tensor | None = None
+    """nvfp4 only: the largest magnitude of the whole tensor, float32 [1]."""
+    columnwise_data: torch.Tensor | None = None
+    """Codes [M, K] with tiles that run down the columns; not transposed."""
+    columnwise_scale_inv: torch.Tensor | None = None
+    """Their scales: [tiles down, tiles across]."""
+
+    def present(self) -> dict[str, torch.Tensor]:
+        """Return the buffers that there are, by name, in the order of the fields."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: buffer for name, buffer in named.items() if buffer is not None}
+
+
+def columnwise_of(encoding: Encoding) -> Encoding | None:
+    """Return the encoding of the columnwise buffers, None where the format has none of its own.
+
+    Only mxfp8 has: its tiles turned by a quarter. Of the others a transposed matrix is quantized (`x.t()`).
+    """
+    rows, columns = encoding.tile
+    if encoding.scale != "F8_E8M0" or encoding.code_bits != 8:
+        return None
+    return replace(encoding, tile=(columns, rows))
+
+
+def layout(
+    encoding: Encoding, shape: tuple[int, int], *, rowwise: bool = True, columnwise: bool = False
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtype and shape of each buffer of a matrix, by the names of `Components`.
+
+    Raises:
+        Refused: `UNSUPPORTED` for columnwise buffers of a format that has none; `SHAPE_MISMATCH` for codes of 4 bits
+            in rows of odd length.
+    """
+    turned = columnwise_of(encoding)
+    if columnwise and turned is None:
+        raise refuse(
+            "UNSUPPORTED",
+            f"{encoding.name} has no columnwise codes of its own",
+            hint="quantize the transposed matrix: quantize(x.t(), ...)",
+        )
+    if encoding.code_bits == 4 and shape[1] % 2:
+        raise refuse("SHAPE_MISMATCH", f"rows of {shape[1]} codes of 4 bits do not fill whole bytes")
+    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for wanted, of, stem in ((rowwise, encoding, ""), (columnwise, turned, "columnwise_")):
+        if wanted and of is not None:
+            whole = of.tile == (0, 0)
+            found[f"{stem}data"] = (DTYPES[of.code], (shape[0], shape[1] * of.code_bits // 8))
+            found[f"{stem}scale_inv"] = (DTYPES[of.scale], (1,) if whole else of.grid(shape))
+    if encoding.has_global:
+        found["amax"] = (torch.float32, (1,))
+    return found
+
+
+def allocated(wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device) -> Components:
+    """Make the buffers, uninitialized."""
+    return Components(
+        **{name: torch.empty(shape, dtype=dtype, device=device) for name, (dtype, shape) in wanted.items()}
+    )
+
+
+def fitting(
+    components: Components, wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
+) -> Components:
+    """Return the buffers asked for, once each is there and has its dtype, shape, device and unit column stride.
+
+    Raises:
+        Refused: `MISSING_TENSOR`, `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED`: all that is wrong, at once.
+    """
+    present, wrong = components.present(), []
+    for name, (dtype, shape) in wanted.items():
+        buffer = present.get(name)
+        where = Where(tensor=name)
+        if buffer is None:
+            wrong.append(Refusal("MISSING_TENSOR", f"the buffer {name!r} is not there", where))
+        elif buffer.dtype != dtype:
+            wrong.append(Refusal("DTYPE_MISMATCH", f"{buffer.dtype}, expected {dtype}", where))
+        elif tuple(buffer.shape) != shape:
+            wrong.append(Refusal("SHAPE_MISMATCH", f"{list(buffer.shape)}, expected {list(shape)}", where))
+        elif buffer.device != device:
+            wrong.append(Refusal("UNSUPPORTED", f"lies on {buffer.device}, the matrix on {device}", where))
+        elif buffer.shape[-1] > 1 and buffer.stride(-1) != 1:
+            wrong.append(Refusal("UNSUPPORTED", "its rows are not contiguous", where))
+    if wrong:
+        raise gathered(wrong)
+    return Components(**{name: present[name] for name in wanted})

@@ -1,0 +1,151 @@
+"""Quantize and dequantize where the tensors are: launches of the Triton programs.
+
+Nothing here waits for the device or reads from it, so all of it can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from transaxle.encodings.encoding import WHOLE, Encoding
+from transaxle.quant.kernels import programs
+from transaxle.quant.kernels.components import Components
+
+MANTISSA = {"F8_E4M3": 3, "F8_E5M2": 2, "F4": 1}
+"""Bits of mantissa of a code."""
+HOPPER = (9, 0)
+"""First compute capability whose conversions are used: they round float32 to float8 at once."""
+WORKERS = 1056
+"""Programs that share the search for the largest magnitude: eight for each multiprocessor of an H100."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one program works on."""
+
+    rows: int
+    columns: int
+    warps: int
+
+
+SMALL = 8192
+"""Elements up to which a block is small."""
+DEQUANTIZED = Block(8, 512, 4)
+"""What one program dequantizes."""
+
+
+def _block(tile: tuple[int, int], *, columnwise: bool) -> Block:
+    """A block of whole tiles: rows long enough for the memory, few enough numbers for the registers.
+
+    Columnwise tiles go down through it too, and are the faster the fewer warps share one.
+    """
+    if columnwise:
+        rows, columns = max(32, *tile), max(128, *tile)
+        return Block(rows, columns, 2 if rows * columns <= SMALL else 8)
+    rows, columns = max(16, tile[0]), max(256 if tile[0] < 32 else 128, tile[1])
+    return Block(rows, columns, 4 if rows * columns <= SMALL else 8)
+
+
+def _raw(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The tensor as the programs take it: bfloat16 as 16 bits, float8 as 8."""
+    if tensor is None or tensor.dtype in (torch.float32, torch.float16, torch.uint8):
+        return tensor
+    return tensor.view(torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint8)
+
+
+def _stride(tensor: torch.Tensor | None) -> int:
+    """Distance between rows; of one number per tensor, none."""
+    return tensor.stride(0) if tensor is not None and tensor.dim() > 1 else 0
+
+
+def _native(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
+
+
+def _scheme(encoding: Encoding) -> Any:
+    if encoding.tile == (WHOLE, WHOLE):
+        return programs.TENSOR
+    return {"F32": programs.BLOCK, "F8_E8M0": programs.E8M0, "F8_E4M3": programs.E4M3}[encoding.scale]
+
+
+def _tile(encoding: Encoding) -> tuple[int, int]:
+    """Rows and columns of a tile; of float8, which has one scale, any."""
+    rows, columns = encoding.tile
+    return max(rows, 1), max(columns, 1)
+
+
+def _launch(program: Any, blocks: int, device: torch.device, *arguments: Any, warps: int = 4, **constants: Any) -> None:
+    if not blocks:
+        return
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            program[(blocks,)](*arguments, **constants, **options)
+    else:
+        program[(blocks,)](*arguments, **constants, **options)
+
+
+def amax(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the largest magnitude of a matrix into `out`, float32 [1]."""
+    out.zero_()
+    block = Block(16, 256, 4)
+    blocks = triton.cdiv(x.shape[0], block.rows) * triton.cdiv(x.shape[1], block.columns)
+    _launch(
+        programs.amax_program, min(blocks, WORKERS), x.device,
+        _raw(x), out.view(torch.int32), *x.shape, *x.stride(),
+        block_rows=block.rows, block_columns=block.columns, warps=block.warps,
+    )  # fmt: skip
+
+
+def quantize(
+    x: torch.Tensor,
+    encoding: Encoding,
+    out: Components,
+    *,
+    amax: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    over: tuple[int, int] | None,
+) -> None:
+    """Write the codes that `out` has buffers for, and the scales of tiles.
+
+    `amax` [1] is the tensor's, for float8 and nvfp4; of float8 the scale can be given instead. `over` says which
+    elements share an amax, if more than a tile.
+    """
+    tile = _tile(encoding)
+    shared = over or tile
+    block = _block(shared, columnwise=out.columnwise_data is not None)
+    blocks = triton.cdiv(x.shape[0], block.rows) * triton.cdiv(x.shape[1], block.columns)
+    if encoding.tile == (WHOLE, WHOLE):
+        blocks = max(blocks, 1)  # an empty matrix has a scale
+    _launch(
+        programs.quantize_program, blocks, x.device,
+        _raw(x), _raw(out.data), _raw(out.scale_inv), _raw(out.columnwise_data), _raw(out.columnwise_scale_inv),
+        amax if scale is None else scale,
+        *x.shape, *x.stride(),
+        _stride(out.data), _stride(out.scale_inv), _stride(out.columnwise_data), _stride(out.columnwise_scale_inv),
+        block_rows=block.rows, block_columns=block.columns, rows=shared[0], columns=shared[1],
+        repeat_rows=shared[0] // tile[0], repeat_columns=shared[1] // tile[1],
+        scheme=_scheme(encoding) if scale is None else programs.GIVEN,
+        mantissa=MANTISSA[encoding.code], scale_max=encoding.scale_max, largest=torch.finfo(x.dtype).max,
+        even=encoding.power_of_two, native=_native(x.device), warps=block.warps,
+    )  # fmt: skip
+
+
+def dequantize(
+    codes: torch.Tensor, scales: torch.Tensor, total: torch.Tensor | None, encoding: Encoding, out: torch.Tensor
+) -> None:
+    """Write the values of codes into `out`: a matrix of bfloat16, float16 or float32."""
+    tile, block = _tile(encoding), DEQUANTIZED
+    _launch(
+        programs.dequantize_program,
+        triton.cdiv(out.shape[0], block.rows) * triton.cdiv(out.shape[1], block.columns),
+        out.device,
+        _raw(codes), _raw(scales), total, _raw(out), *out.shape, _stride(codes), _stride(scales), _stride(out),
+        divisor=encoding.scale_max * encoding.code_max, block_rows=block.rows, block_columns=block.columns,
+        rows=tile[0], columns=tile[1], scheme=_scheme(encoding), mantissa=MANTISSA[encoding.code],
+        native=_native(out.device), warps=block.warps,
+    )  # fmt: skip

@@ -1,0 +1,104 @@
+"""Quantize and dequantize on a CPU: the codec of `transaxle.encodings`, on the tensors' own memory.
+
+The same functions as in `device`, for the same callers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from transaxle.encodings import codec, kernel, vectorised
+from transaxle.encodings.encoding import WHOLE, Encoding
+from transaxle.encodings.minifloat import MINIFLOATS
+from transaxle.encodings.scaling import scales
+from transaxle.encodings.tiling import tiling
+from transaxle.quant.kernels.components import Components, columnwise_of
+
+WIDE: dict[torch.dtype, codec.Wide] = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+
+
+def _array(tensor: torch.Tensor) -> NDArray[Any]:
+    """The tensor's memory as numpy sees it; codes and scales of eight bits as bytes."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return (tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor).numpy()
+
+
+def _read(tensor: torch.Tensor) -> NDArray[Any]:
+    """As `_array`, to read only. `Tensor.numpy` would leave a storage that FSDP can no longer resize."""
+    return np.from_dlpack(tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach())
+
+
+def amax(x: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the largest magnitude of a matrix into `out`, float32 [1]."""
+    out.fill_(float(codec.amax(_array(x))))
+
+
+def quantize(
+    x: torch.Tensor,
+    encoding: Encoding,
+    out: Components,
+    *,
+    amax: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    over: tuple[int, int] | None,
+) -> None:
+    """Write the codes that `out` has buffers for, and the scales of tiles.
+
+    `amax` [1] is the tensor's, for float8 and nvfp4; of float8 the scale can be given instead. `over` says which
+    elements share an amax, if more than a tile.
+    """
+    values = _array(x)
+    if encoding.tile == (WHOLE, WHOLE):
+        assert out.data is not None
+        assert out.scale_inv is not None
+        widest = torch.finfo(x.dtype).max
+        _scaled(values, encoding, _array(out.data), _array(out.scale_inv), amax=amax, scale=scale, widest=widest)
+        return
+    sides = (
+        (encoding, out.data, out.scale_inv),
+        (columnwise_of(encoding), out.columnwise_data, out.columnwise_scale_inv),
+    )
+    most = None if amax is None else amax.item()
+    for of, codes, stored in sides:
+        if of is not None and codes is not None and stored is not None:
+            _array(stored)[...] = codec.encode_rows(of, values, amax=most, over=over, codes_out=_array(codes))[1]
+
+
+def _scaled(
+    values: NDArray[Any],
+    encoding: Encoding,
+    codes: NDArray[np.uint8],
+    stored: NDArray[np.float32],
+    *,
+    amax: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    widest: float,
+) -> None:
+    """Round values times one scale, which is given or follows from the amax; a matrix without values has one too."""
+    if scale is None:
+        assert amax is not None
+        made = scales(encoding, _array(amax), widest=widest)
+        multiplier, stored[...] = made.multiplier, made.stored
+    else:
+        multiplier = _array(scale)
+        stored[...] = np.float32(1) / multiplier
+    adjacent = values if values.shape[1] < 2 or values.strides[1] == values.itemsize else np.ascontiguousarray(values)
+    tiles = tiling(encoding, (values.shape[0], values.shape[1]))
+    (kernel.load() or vectorised).cast(adjacent, tiles, multiplier.reshape(1, 1), MINIFLOATS[encoding.code], codes)
+
+
+def dequantize(
+    codes: torch.Tensor, stored: torch.Tensor, total: torch.Tensor | None, encoding: Encoding, out: torch.Tensor
+) -> None:
+    """Write the values of codes into `out`: a matrix of bfloat16, float16 or float32."""
+    factor = 1.0 if total is None else total.item() / (encoding.code_max * encoding.scale_max)
+    if not out.numel():
+        return
+    held = _read(stored).reshape(encoding.grid((out.shape[0], out.shape[1])))
+    codec.decode_box(encoding, _read(codes), held, factor=factor, dtype=WIDE[out.dtype], out=_array(out))

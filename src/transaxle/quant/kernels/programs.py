@@ -1,0 +1,391 @@
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False
+"""The Triton programs: what one block of a matrix goes through on the device.
+
+Rounding is done on the bits of float32 numbers, so that the interpreter (which gets bfloat16 and float8 wrong) and
+every GPU give the same codes: bfloat16 comes in as its 16 bits, float8 goes out as its 8. Where the chip has an
+instruction that gives the same bits (`native`: Hopper and later), that is used instead; the tests compare the two.
+
+Two things must not be left to the compiler: a product and a sum fused into one rounding (launched with
+`enable_fp_fusion=False`), and `/`, which divides approximately (`div_rn` here).
+
+Importing this module imports triton, and fixes whether the interpreter runs (`TRITON_INTERPRET`).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ABS = tl.constexpr(0x7FFFFFFF)
+"""Mask: the bits of a float32 but for its sign. Without sign, floats sort like their bits, NaN above all."""
+INFINITY = tl.constexpr(0x7F800000)
+NAN = tl.constexpr(0x7FC00000)
+LARGEST = tl.constexpr(3.4028234663852886e38)
+"""The largest finite float32."""
+
+TENSOR = tl.constexpr(0)
+"""Scales: one float32 for the whole tensor, made from its amax."""
+GIVEN = tl.constexpr(4)
+"""Scales: one float32 for the whole tensor, given."""
+BLOCK = tl.constexpr(1)
+"""Scales: a float32 per tile."""
+E8M0 = tl.constexpr(2)
+"""Scales: a power of two per tile, stored as its exponent."""
+E4M3 = tl.constexpr(3)
+"""Scales: an E4M3 number per tile, and one factor for the tensor."""
+
+
+def _packed_cast(to: str, gather: str) -> tl.constexpr:
+    """PTX for four codes at once, in one register: four floats are rounded, and the signs come from what was loaded.
+
+    Not Triton's own cast: where it is followed by a change of layout, Triton 3.6 gave wrong codes on an H200.
+    """
+    return tl.constexpr(f"""{{
+        .reg .b16 low, high;
+        .reg .b32 codes, signs, more;
+        cvt.rn.satfinite.{to}x2.f32 low, $2, $1;
+        cvt.rn.satfinite.{to}x2.f32 high, $4, $3;
+        mov.b32 codes, {{low, high}};
+        {gather}
+        lop3.b32 $0, signs, 0x80808080, codes, 0xEA;
+    }}""")
+
+
+_FROM_HALVES = "prmt.b32 signs, $5, $6, 0x7531;"
+"""The upper bytes of four halves, which come in two registers."""
+_FROM_WORDS = "prmt.b32 signs, $5, $6, 0x0073; prmt.b32 more, $7, $8, 0x0073; prmt.b32 signs, signs, more, 0x5410;"
+"""The upper bytes of four words."""
+HALVES_TO_E4M3, HALVES_TO_E5M2 = _packed_cast("e4m3", _FROM_HALVES), _packed_cast("e5m2", _FROM_HALVES)
+WORDS_TO_E4M3, WORDS_TO_E5M2 = _packed_cast("e4m3", _FROM_WORDS), _packed_cast("e5m2", _FROM_WORDS)
+
+
+@triton.jit
+def as_float(raw):
+    """Float32 values of what was loaded: bfloat16 as 16 bits, float16 or float32."""
+    wide = raw.to(tl.uint32) << 16 if raw.dtype == tl.uint16 else raw.to(tl.float32)
+    return wide.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sign_of(raw):
+    """Sign bits (int32, 128 or 0) of what was loaded. A NaN has one too, which arithmetic would lose."""
+    high = raw.to(tl.uint32, bitcast=True) >> 24 if raw.dtype == tl.float32 else raw.to(tl.uint16, bitcast=True) >> 8
+    return high.to(tl.int32) & 0x80
+
+
+@triton.jit
+def rounded(value, mantissa: tl.constexpr, bias: tl.constexpr, largest: tl.constexpr, nan: tl.constexpr):
+    """Codes (int32, without sign) of float32 values: to the nearest, ties to even, what is too large to the largest.
+
+    `largest` is the code of the largest finite number and `nan` the code that NaN gets. Below the smallest normal
+    number codes count equal steps: adding the float whose last bit is worth one step rounds to them.
+    """
+    size = value.to(tl.int32, bitcast=True) & ABS
+    shift: tl.constexpr = 23 - mantissa
+    normal = (size + ((1 << (shift - 1)) - 1) + ((size >> shift) & 1)) >> shift
+    normal = tl.minimum(normal - ((127 - bias) << mantissa), largest)
+    magic: tl.constexpr = (127 + 24 - bias - mantissa) << 23
+    step = tl.full(value.shape, magic, tl.int32).to(tl.float32, bitcast=True)
+    small = (size.to(tl.float32, bitcast=True) + step).to(tl.int32, bitcast=True) - magic
+    code = tl.where(size < ((128 - bias) << 23), small, normal)
+    return tl.where(size > INFINITY, nan, code)
+
+
+@triton.jit
+def float8_codes(value, raw, mantissa: tl.constexpr, native: tl.constexpr):
+    """Float8 codes (uint8) of float32 values, E4M3 (3 bits of mantissa) or E5M2 (2), with the signs of `raw`."""
+    if not native:
+        size = rounded(value, mantissa, 7 if mantissa == 3 else 15, 0x7E if mantissa == 3 else 0x7B, 0x7F)
+        made = (size | sign_of(raw)).to(tl.uint8)
+    elif raw.dtype == tl.float32:
+        words: tl.constexpr = WORDS_TO_E4M3 if mantissa == 3 else WORDS_TO_E5M2
+        made = tl.inline_asm_elementwise(words, "=r,r,r,r,r,r,r,r,r", [value, raw], tl.uint8, is_pure=True, pack=4)
+    else:
+        halves: tl.constexpr = HALVES_TO_E4M3 if mantissa == 3 else HALVES_TO_E5M2
+        made = tl.inline_asm_elementwise(halves, "=r,r,r,r,r,r,r", [value, raw], tl.uint8, is_pure=True, pack=4)
+    return made
+
+
+@triton.jit
+def float8_values(code, mantissa: tl.constexpr, native: tl.constexpr):
+    """Float32 values of float8 codes (uint8)."""
+    if native:
+        value = code.to(tl.float8e4nv if mantissa == 3 else tl.float8e5, bitcast=True).to(tl.float32)
+    else:
+        # The exponent is off by the difference of two biases; a product puts it right, subnormals included.
+        raw = code.to(tl.int32) & 0x7F
+        power = tl.full(code.shape, (254 - (7 if mantissa == 3 else 15)) << 23, tl.int32).to(tl.float32, bitcast=True)
+        size = ((raw << (23 - mantissa)).to(tl.float32, bitcast=True) * power).to(tl.int32, bitcast=True)
+        if mantissa == 3:
+            size = tl.where(raw == 0x7F, NAN, size)
+        else:
+            size = tl.where(raw > 0x7C, NAN, tl.where(raw == 0x7C, INFINITY, size))
+        value = (size | ((code.to(tl.int32) & 0x80) << 24)).to(tl.float32, bitcast=True)
+    return value
+
+
+@triton.jit
+def nibble_values(code):
+    """Float32 values of E2M1 codes (int32, 0 to 15): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same below zero."""
+    size = code & 7
+    normal = (size + (126 << 1)) << 22
+    value = tl.where(size > 1, normal, size * (126 << 23))
+    return (value | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def power_of_two(code):
+    """Float32 values of E8M0 codes (int32): two to the code minus 127; 255 is NaN."""
+    bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, NAN, code << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e8m0_scale(amax, code_max: tl.constexpr):
+    """E8M0 code (int32) of a tile and what its elements are multiplied by: amax / code_max, rounded up to a power of
+    two. Infinity gives 254, NaN 255; a tile so small that its code is 0 is not multiplied.
+    """
+    bits = (amax * (1.0 / code_max)).to(tl.uint32, bitcast=True)
+    # Adding all ones below the exponent rounds up; of a subnormal the first mantissa bit stands for 2^-127, code 0.
+    up = (bits + tl.where(bits < 0x800000, 0x3FFFFF, 0x7FFFFF)) >> 23
+    code = up.to(tl.int32) - (bits >= INFINITY).to(tl.int32)
+    by = tl.where(code >= 254, tl.where(code == 254, 0x400000, NAN), (254 - code) << 23)
+    return code, tl.where(code == 0, 1.0, by.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def float8_scale(amax, code_max: tl.constexpr, largest: tl.constexpr, even: tl.constexpr):
+    """What a tile's elements are multiplied by, from its amax: to the code's largest value, `even` a power of two.
+
+    `largest` is the largest finite number of the input's dtype: the scale where the quotient overflows.
+    """
+    scale = tl.div_rn(tl.full(amax.shape, code_max, tl.float32), amax)
+    scale = tl.where(scale == float("inf"), largest, scale)
+    scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
+    if even:
+        scale = (scale.to(tl.int32, bitcast=True) & INFINITY).to(tl.float32, bitcast=True)
+    return scale
+
+
+@triton.jit
+def inverse(value):
+    """One over a float32, rounded once."""
+    return tl.div_rn(tl.full(value.shape, 1.0, tl.float32), value)
+
+
+@triton.jit
+def smaller(value, limit):
+    """The smaller of the two; the limit where the value is NaN."""
+    return tl.where(value < limit, value, limit)
+
+
+@triton.jit
+def e4m3_scale(amax, total, code_max: tl.constexpr, scale_max: tl.constexpr):
+    """E4M3 code of a block and what its elements are multiplied by; `total` is the tensor's amax (a scalar)."""
+    whole = tl.zeros([1], tl.float32) + total
+    spread = smaller(tl.div_rn(tl.full([1], scale_max * code_max, tl.float32), whole), LARGEST)
+    spread = tl.where((whole == 0) | (spread == 0), 1.0, spread)
+    by, back = tl.max(spread * (1.0 / code_max), axis=0), tl.max(inverse(spread), axis=0)
+    code = rounded(amax * by, 3, 7, 0x7E, 0x7F).to(tl.uint8)
+    return code, smaller(inverse(float8_values(code, 3, False) * back), LARGEST)
+
+
+@triton.jit
+def place(rows, columns, row_stride, column_stride):
+    """Offsets of a grid of elements; wide, as a tensor may hold more than 2^31."""
+    return rows.to(tl.int64)[:, None] * row_stride + columns.to(tl.int64)[None, :] * column_stride
+
+
+@triton.jit
+def tile_max(x, rows: tl.constexpr, columns: tl.constexpr):
+    """Largest magnitude in each tile of a block [R, C]: [R / rows, C / columns]; NaN where there is one."""
+    high: tl.constexpr = x.shape[0] // rows
+    wide: tl.constexpr = x.shape[1] // columns
+    size = x.to(tl.int32, bitcast=True) & ABS
+    most = tl.max(tl.reshape(size, [high, rows, wide, columns]), axis=3)
+    return tl.max(most, axis=1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def times(x, scale, rows: tl.constexpr, columns: tl.constexpr):
+    """Multiply each tile of a block [R, C] by its own scale: [R / rows, C / columns]."""
+    high: tl.constexpr = x.shape[0] // rows
+    wide: tl.constexpr = x.shape[1] // columns
+    tiles = tl.reshape(x, [high, rows, wide, columns]) * scale[:, None, :, None]
+    return tl.reshape(tiles, [x.shape[0], x.shape[1]])
+
+
+@triton.jit
+def write_block(
+    raw, codes, scales, total, row, column, height, width, code_stride, scale_stride,
+    rows: tl.constexpr, columns: tl.constexpr, repeat_rows: tl.constexpr, repeat_columns: tl.constexpr,
+    scheme: tl.constexpr, mantissa: tl.constexpr, scale_max: tl.constexpr, largest: tl.constexpr,
+    even: tl.constexpr, native: tl.constexpr,
+):  # fmt: skip
+    """Quantize one block that starts at (row, column), and store codes and scales.
+
+    Tiles of rows x columns share an amax, and their scale is stored repeat_rows x repeat_columns times.
+    """
+    x = as_float(raw)
+    high: tl.constexpr = x.shape[0] // rows
+    wide: tl.constexpr = x.shape[1] // columns
+    amax = tile_max(x, rows, columns)
+    code_max: tl.constexpr = 448.0 if mantissa == 3 else 57344.0 if mantissa == 2 else 6.0
+    if scheme == BLOCK:
+        scale = float8_scale(amax, code_max, largest, even)
+        stored = inverse(scale)
+    elif scheme == E8M0:
+        stored, scale = e8m0_scale(amax, code_max)
+        stored = stored.to(tl.uint8)
+    else:
+        stored, scale = e4m3_scale(amax, total, code_max, scale_max)
+    if repeat_rows * repeat_columns > 1:
+        stored = tl.broadcast_to(stored[:, None, :, None], [high, repeat_rows, wide, repeat_columns])
+        stored = tl.reshape(stored, [high * repeat_rows, wide * repeat_columns])
+    step_rows: tl.constexpr = rows // repeat_rows
+    step_columns: tl.constexpr = columns // repeat_columns
+    tile_rows = row // step_rows + tl.arange(0, high * repeat_rows)
+    tile_columns = column // step_columns + tl.arange(0, wide * repeat_columns)
+    inside = (tile_rows[:, None] * step_rows < height) & (tile_columns[None, :] * step_columns < width)
+    tl.store(scales + place(tile_rows, tile_columns, scale_stride, 1), stored, mask=inside)
+    store_codes(times(x, scale, rows, columns), raw, codes, row, column, height, width, code_stride, mantissa, native)
+
+
+@triton.jit
+def store_codes(x, raw, codes, row, column, height, width, stride, mantissa: tl.constexpr, native: tl.constexpr):
+    """Round a block of scaled values and store its codes, those of 4 bits in pairs. Signs are those of the input."""
+    down = row + tl.arange(0, x.shape[0])
+    if mantissa == 1:
+        nibbles = rounded(x, 1, 1, 7, 7) | (sign_of(raw) >> 4)
+        low, high = tl.split(tl.reshape(nibbles, [x.shape[0], x.shape[1] // 2, 2]))
+        along = column // 2 + tl.arange(0, x.shape[1] // 2)
+        inside = (down[:, None] < height) & (along[None, :] < width // 2)
+        tl.store(codes + place(down, along, stride, 1), (low | (high << 4)).to(tl.uint8), mask=inside)
+    else:
+        along = column + tl.arange(0, x.shape[1])
+        inside = (down[:, None] < height) & (along[None, :] < width)
+        tl.store(codes + place(down, along, stride, 1), float8_codes(x, raw, mantissa, native), mask=inside)
+
+
+@triton.jit
+def quantize_program(
+    x, codes, scales, column_codes, column_scales, total,
+    height, width, x_row, x_column, code_row, scale_row, column_code_row, column_scale_row,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    repeat_rows: tl.constexpr, repeat_columns: tl.constexpr, scheme: tl.constexpr, mantissa: tl.constexpr,
+    scale_max: tl.constexpr, largest: tl.constexpr, even: tl.constexpr, native: tl.constexpr,
+):  # fmt: skip
+    """Quantize one block of a matrix: read once, written by rows, by columns or both.
+
+    The columnwise codes have tiles of columns x rows. Pointers that are None are not written. `total` is one float32:
+    the tensor's amax or, by the scheme, the scale that was given; None where tiles have amaxes of their own only.
+    """
+    across = tl.maximum(tl.cdiv(width, block_columns), 1)
+    program = tl.program_id(0).to(tl.int64)
+    row, column = (program // across) * block_rows, (program % across) * block_columns
+    down, along = row + tl.arange(0, block_rows), column + tl.arange(0, block_columns)
+    inside = (down[:, None] < height) & (along[None, :] < width)
+    raw = tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0)
+    if scheme == TENSOR or scheme == GIVEN:  # noqa: SIM109 - Triton has no `in`
+        scale = tl.load(total + tl.arange(0, 1))
+        if scheme == TENSOR:
+            scale = float8_scale(scale, 448.0 if mantissa == 3 else 57344.0, largest, even)
+        tl.store(scales + tl.arange(0, 1), inverse(scale), mask=program == 0)
+        scaled = as_float(raw) * scale[:, None]
+        store_codes(scaled, raw, codes, row, column, height, width, code_row, mantissa, native)
+    else:
+        whole = tl.load(total) if scheme == E4M3 else 0.0
+        if codes is not None:
+            write_block(
+                raw, codes, scales, whole, row, column, height, width, code_row, scale_row,
+                rows, columns, repeat_rows, repeat_columns, scheme, mantissa, scale_max, largest, even, native,
+            )  # fmt: skip
+        if column_codes is not None:
+            if codes is not None:  # read again, from the cache: kept till here it would take up too many registers
+                raw = tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0)
+            write_block(
+                raw, column_codes, column_scales, whole, row, column, height, width, column_code_row,
+                column_scale_row, columns, rows, 1, 1, scheme, mantissa, scale_max, largest, even, native,
+            )  # fmt: skip
+
+
+@triton.jit
+def amax_program(x, most, height, width, x_row, x_column, block_rows: tl.constexpr, block_columns: tl.constexpr):
+    """Largest magnitude of a matrix, as bits, into `most` (int32, 0 before): each program takes every n-th block."""
+    across = tl.cdiv(width, block_columns).to(tl.int64)
+    blocks = tl.cdiv(height, block_rows) * across
+    found = tl.zeros([block_rows, block_columns], tl.int32)
+    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+        down = (block // across) * block_rows + tl.arange(0, block_rows)
+        along = (block % across) * block_columns + tl.arange(0, block_columns)
+        inside = (down[:, None] < height) & (along[None, :] < width)
+        value = as_float(tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0))
+        found = tl.maximum(found, value.to(tl.int32, bitcast=True) & ABS)
+    tl.atomic_max(most, tl.max(tl.max(found, axis=1), axis=0), sem="relaxed")
+
+
+@triton.jit
+def as_stored(value, sign, out, native: tl.constexpr):
+    """Round float32 values to the type behind the pointer `out`: bfloat16 as 16 bits, float16 or float32.
+
+    A NaN gets the sign given (int32, 128 or 0) and no payload.
+    """
+    sound = value == value
+    if out.dtype.element_ty == tl.float32:
+        bits = tl.where(sound, value.to(tl.int32, bitcast=True), NAN | (sign << 24)).to(tl.float32, bitcast=True)
+    elif out.dtype.element_ty == tl.float16:
+        half = value.to(tl.float16).to(tl.int16, bitcast=True)
+        bits = tl.where(sound, half, (0x7E00 | (sign << 8)).to(tl.int16)).to(tl.float16, bitcast=True)
+    else:
+        if native:
+            short = value.to(tl.bfloat16).to(tl.uint16, bitcast=True)
+        else:
+            wide = value.to(tl.uint32, bitcast=True)
+            short = ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).to(tl.uint16)
+        bits = tl.where(sound, short, (0x7FC0 | (sign << 8)).to(tl.uint16))
+    return bits
+
+
+@triton.jit
+def dequantize_program(
+    codes, scales, total, out, height, width, code_row, scale_row, out_row, divisor: tl.constexpr,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    scheme: tl.constexpr, mantissa: tl.constexpr, native: tl.constexpr,
+):  # fmt: skip
+    """Values of one block of codes: code times scale in float32, rounded once.
+
+    The scale of nvfp4 takes in the factor of the tensor, its amax (`total`) over `divisor`.
+    Blocks lie inside tiles or are whole tiles, in either dim.
+    """
+    across = tl.cdiv(width, block_columns)
+    program = tl.program_id(0).to(tl.int64)
+    row, column = (program // across) * block_rows, (program % across) * block_columns
+    down, along = row + tl.arange(0, block_rows), column + tl.arange(0, block_columns)
+    if mantissa == 1:
+        pairs = column // 2 + tl.arange(0, block_columns // 2)
+        held = (down[:, None] < height) & (pairs[None, :] < width // 2)
+        both = tl.load(codes + place(down, pairs, code_row, 1), mask=held, other=0).to(tl.int32)
+        code = tl.reshape(tl.join(both & 15, both >> 4), [block_rows, block_columns])
+        value, sign = nibble_values(code), (code & 8) << 4
+    else:
+        held = (down[:, None] < height) & (along[None, :] < width)
+        code = tl.load(codes + place(down, along, code_row, 1), mask=held, other=0)
+        value, sign = float8_values(code, mantissa, native), (code & 0x80).to(tl.int32)
+    if scheme == TENSOR:
+        value *= tl.load(scales)
+    else:
+        share_rows: tl.constexpr = min(rows, block_rows)
+        share_columns: tl.constexpr = min(columns, block_columns)
+        tile_rows = (row + share_rows * tl.arange(0, block_rows // share_rows)) // rows
+        tile_columns = (column + share_columns * tl.arange(0, block_columns // share_columns)) // columns
+        held = (tile_rows[:, None] * rows < height) & (tile_columns[None, :] * columns < width)
+        scale = tl.load(scales + place(tile_rows, tile_columns, scale_row, 1), mask=held, other=0)
+        if scheme == E8M0:
+            scale = power_of_two(scale.to(tl.int32))
+        elif scheme == E4M3:
+            # In double precision, rounded once.
+            factor = tl.load(total).to(tl.float64) / divisor
+            scale = (float8_values(scale, 3, False).to(tl.float64) * factor).to(tl.float32)
+        value = times(value, scale, share_rows, share_columns)
+    inside = (down[:, None] < height) & (along[None, :] < width)
+    tl.store(out + place(down, along, out_row, 1), as_stored(value, sign, out, native), mask=inside)

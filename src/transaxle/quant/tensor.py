@@ -1,0 +1,358 @@
+"""`QuantizedTensor`: a matrix that lives as codes and scales and passes for a tensor of its values' dtype.
+
+The wrapper has no memory of its own: its storage is empty and its data pointer 0. What operations do with it is
+written down in `transaxle.quant.dispatch`, how FSDP2 gathers it in `transaxle.quant.gather`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.quant import kernels
+from transaxle.quant.frame import COLUMN_DATA, COLUMN_SCALE, COMPONENTS, DATA, ORIGIN, STATE, Frame, buffers_of, is_cut
+from transaxle.quant.quantizers import QUANTIZERS, Quantizer
+from transaxle.quant.whole import frame_of, place
+
+
+class QuantizedTensor(torch.Tensor):
+    """Rows of a quantized matrix.
+
+    Made by a quantizer or by `from_components`. Views by rows share codes and scales with what they are views of.
+    """
+
+    frame: Frame
+    """The buffers, which views share."""
+    skip: int
+    """Row of the frame that is the first one here."""
+    height: int
+    """Rows."""
+
+    @staticmethod
+    def __new__(
+        cls, frame: Frame, skip: int, height: int, dtype: torch.dtype, shape: tuple[int, ...] | None = None
+    ) -> QuantizedTensor:
+        """Make a wrapper without memory."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            (height, frame.columns) if shape is None else shape,
+            dtype=dtype,
+            device=frame.device,
+            storage_size=0,
+        )
+
+    def __init__(
+        self,
+        frame: Frame,
+        skip: int,
+        height: int,
+        dtype: torch.dtype,  # noqa: ARG002 - `__new__` takes the same
+        shape: tuple[int, ...] | None = None,  # noqa: ARG002
+    ) -> None:
+        assert prod(self.shape) == height * frame.columns
+        self.frame, self.skip, self.height = frame, skip, height
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """What made the codes."""
+        return self.frame.quantizer
+
+    @property
+    def components(self) -> dict[str, torch.Tensor]:
+        """Codes and scales as plain tensors that share memory with this: `data`, `scale_inv`, of nvfp4 `amax`.
+
+        Compact: without padding and not swizzled. Of a shard, what stands for tiles of several rows is there whole.
+        """
+        held = self.frame.buffers(self.skip, self.height)
+        return {name: held[name] for name in COMPONENTS if name in held}
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """What the next values are scaled by, where that is not their own amax: `amax_history` and `scaled_for`."""
+        return {name: self.frame.shared[name] for name in STATE if name in self.frame.shared}
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Return the values as a plain tensor, in this tensor's dtype or another: code times scale, rounded once.
+
+        Raises:
+            Refused: `DTYPE_MISMATCH` for a dtype that is not bfloat16, float16 or float32.
+        """
+        wanted = self.dtype if dtype is None else dtype
+        if self.device.type == "meta":
+            return torch.empty(self.shape, dtype=wanted, device=self.device)
+        parts, encoding = self.frame.operands(self.skip, self.height)
+        return kernels.dequantize(parts, encoding, wanted).view(self.shape)
+
+    def quantize_(self, values: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> QuantizedTensor:
+        """Put other values here, quantized in the same way, into the same buffers.
+
+        Args:
+            values: a plain tensor of this shape.
+            group: the ranks that hold the other rows, if there are any. Each of them calls this.
+
+        Raises:
+            Refused: `SHAPE_MISMATCH`; `UNSUPPORTED` for a shard without a group, where tiles may lie on other ranks.
+        """
+        if values.shape != self.shape:
+            raise refuse("SHAPE_MISMATCH", f"values {list(values.shape)} for a tensor {list(self.shape)}")
+        frame = self.frame
+        alone = self.height == frame.whole
+        reduced = frame.tall or frame.quantizer.grain[0] != 1 or frame.encoding.has_global
+        if reduced and group is None and not (alone or frame.blank):
+            raise refuse(
+                "UNSUPPORTED",
+                f"{self.height} of {frame.whole} rows: their scales depend on the others",
+                hint="quantize_(values, group=...) on every rank of the group, or MasterWeights",
+            )
+        wide = values.detach().reshape(self.height, frame.columns)
+        if wide.dtype not in kernels.VALUES:
+            wide = wide.to(self.dtype)
+        if frame.blank and group is None:
+            at = place(wide, None, 0, self.height)
+        else:
+            at = place(wide, group, frame.start + self.skip, frame.whole)
+        self.adopt(frame_of(frame.quantizer, wide.to(frame.device), at, frame), 0, self.height)
+        return self
+
+    def adopt(self, source: Frame, skip: int, rows: int) -> None:
+        """Copy buffers of another frame of the same encoding into this one's, raw.
+
+        Raises:
+            Refused: `BLOCK_MISALIGNED` or `UNEQUAL_COPIES` where other rows here would be left under wrong scales.
+        """
+        frame = self.frame
+        used = frame.rows if frame.used is None else frame.used
+        covers = frame.blank or (self.skip == 0 and self.height >= used)
+        here, there = frame.start + self.skip, source.start + skip
+        if frame.tall and not frame.blank and (here, frame.whole) != (there, source.whole):
+            raise refuse(
+                "BLOCK_MISALIGNED",
+                f"rows from {there} of {source.whole} cannot become rows from {here} of {frame.whole}: "
+                "tiles would be cut elsewhere",
+                hint="dequantize() the source to quantize it again",
+            )
+        if frame.tall and there < self.skip and frame.blank:
+            raise refuse(
+                "BLOCK_MISALIGNED",
+                f"rows from {there} of {source.whole} cannot lie {self.skip} rows below others, which would be outside",
+                hint="dequantize() the source to quantize it again",
+            )
+        if not covers and not _same(frame.shared, source.shared):
+            raise refuse(
+                "UNEQUAL_COPIES",
+                f"{self.height} of {used} rows: the others would be left under scales that are not theirs",
+                hint="copy the whole tensor",
+            )
+        if frame.blank:
+            frame.start, frame.whole, frame.blank = there - self.skip, source.whole, False
+            frame.used = 0
+            if ORIGIN in source.cut:
+                frame.cut[ORIGIN] = source.cut[ORIGIN].new_zeros((frame.rows, frame.columns))
+        if frame.used is not None:
+            frame.used = max(frame.used, self.skip + self.height)
+        for name in list(frame.cut):
+            if name in source.cut:
+                frame.cut[name][self.skip : self.skip + rows].copy_(source.cut[name][skip : skip + rows])
+            elif name == COLUMN_DATA:  # not in the source: they would be stale
+                del frame.cut[name]
+        _refresh(frame, source)
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Return the codes, and scales that are cut, as bytes to gather; see `transaxle.quant.gather`."""
+        from transaxle.quant import gather
+
+        return gather.sent(self, mesh)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Put the gathered bytes together; see `transaxle.quant.gather`."""
+        from transaxle.quant import gather
+
+        return gather.received(all_gather_outputs, metadata, param_dtype, out)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from transaxle.quant import dispatch
+
+        return dispatch.run(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.nn.functional.linear:
+            from transaxle.quant.linear import linear
+
+            return linear(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) not in memo:
+            memo[id(self)] = self._as(self.detach().clone())
+        return cast("QuantizedTensor", memo[id(self)])
+
+    def _as(self, other: torch.Tensor) -> torch.Tensor:
+        """Return the other, a parameter if this is one, with this one's `requires_grad`."""
+        if getattr(self, "_is_param", False):
+            return torch.nn.Parameter(other, requires_grad=self.requires_grad)
+        return other.requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        frame = self.frame.taken(self.skip, self.height, torch.clone)
+        settings = {name: getattr(frame.quantizer, name) for name in _settings(frame.quantizer)}
+        buffers = {name: _raw(buffer) for name, buffer in frame.buffers(0, self.height).items()}
+        flags = (self.requires_grad, bool(getattr(self, "_is_param", False)))
+        at = (frame.start, frame.whole)
+        return rebuilt, (type(frame.quantizer).__name__, settings, buffers, tuple(self.shape), self.dtype, at, flags)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"QuantizedTensor({self.quantizer!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+        )
+
+
+def _settings(quantizer: Quantizer) -> tuple[str, ...]:
+    return tuple(name for kind in type(quantizer).__mro__ for name in getattr(kind, "__slots__", ()))
+
+
+def _raw(buffer: torch.Tensor) -> torch.Tensor:
+    """The bytes of codes: plain pickle cannot read float8 tensors back."""
+    return buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
+
+
+def _same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
+    """Whether buffers have equal bytes."""
+    return first.keys() == second.keys() and all(
+        first[name].shape == second[name].shape
+        and torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8))
+        for name in first
+    )
+
+
+def _refresh(frame: Frame, source: Frame) -> None:
+    """Bring the shared buffers of a frame to what another's are, in place where they fit."""
+    for name in list(frame.shared):
+        if name not in source.shared and name not in STATE:
+            del frame.shared[name]
+    for name, buffer in source.shared.items():
+        old = frame.shared.get(name)
+        if old is not None and old.shape == buffer.shape:
+            old.copy_(buffer)
+        elif old is not None or name != COLUMN_SCALE:
+            frame.shared[name] = buffer.to(frame.device, copy=True)
+
+
+def quantized(
+    quantizer: Quantizer,
+    x: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    start: int | None = None,
+    whole: int | None = None,
+) -> QuantizedTensor:
+    """Quantize a matrix or, with a group, this rank's rows of one; see `Quantizer.quantize`."""
+    if x.dim() != 2:
+        raise refuse("SHAPE_MISMATCH", f"a tensor of shape {list(x.shape)}, expected a matrix")
+    if isinstance(x, QuantizedTensor):
+        raise refuse(
+            "UNSUPPORTED", f"the tensor is quantized already, by {x.quantizer}", hint="x.dequantize() to do it again"
+        )
+    plain = x.detach()
+    frame = frame_of(quantizer, plain, place(plain, group, start, whole))
+    return QuantizedTensor(frame, 0, x.shape[0], x.dtype)
+
+
+def from_components(
+    quantizer: Quantizer,
+    components: Mapping[str, torch.Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    start: int = 0,
+    whole: int | None = None,
+) -> QuantizedTensor:
+    """Make a quantized tensor of codes and scales, which it shares memory with.
+
+    Args:
+        quantizer: what made them.
+        components: `data`, `scale_inv` and what else `QuantizedTensor.components` and `.state` have. State that is
+            missing begins anew.
+        shape: [M, K].
+        dtype: of the values.
+        start: of a shard, the matrix's row that is its first one.
+        whole: of a shard, rows of the matrix. Scales of tiles of several rows are those of all of it.
+
+    Raises:
+        Refused: `MISSING_TENSOR`, `UNEXPECTED_TENSOR`, `DTYPE_MISMATCH` or `SHAPE_MISMATCH`: all that is wrong at once.
+    """
+    if len(shape) != 2 or dtype not in kernels.VALUES:
+        raise refuse("SHAPE_MISMATCH", f"{dtype} {list(shape)}, expected a matrix of bfloat16, float16 or float32")
+    rows, columns = shape
+    total = rows if whole is None else whole
+    both = COLUMN_DATA in components
+    encoding, wrong = quantizer.encoding, []
+    here = buffers_of(quantizer, (rows, columns), columnwise=both)
+    everywhere = buffers_of(quantizer, (total, columns), columnwise=both)
+    device = components[DATA].device if DATA in components else torch.device("cpu")
+    for name in here:
+        kind, size = here[name] if is_cut(encoding, name) else everywhere[name]
+        found = components.get(name)
+        if found is None:
+            if name not in STATE:
+                wrong.append(Refusal("MISSING_TENSOR", f"the buffer {name!r} is not there", Where(tensor=name)))
+        elif found.dtype != kind:
+            wrong.append(Refusal("DTYPE_MISMATCH", f"{found.dtype}, expected {kind}", Where(tensor=name)))
+        elif tuple(found.shape) != size or found.device != device:
+            message = f"{list(found.shape)} on {found.device}, expected {list(size)} on {device}"
+            wrong.append(Refusal("SHAPE_MISMATCH", message, Where(tensor=name)))
+    wrong += [
+        Refusal("UNEXPECTED_TENSOR", f"{quantizer} has no such buffer", Where(tensor=name))
+        for name in components
+        if name not in here
+    ]
+    if wrong:
+        raise gathered(wrong)
+    cut = {name: buffer for name, buffer in components.items() if is_cut(encoding, name)}
+    shared = {name: buffer for name, buffer in components.items() if name not in cut}
+    return QuantizedTensor(Frame(quantizer, columns, total, cut, shared, start), 0, rows, dtype)
+
+
+def rebuilt(
+    kind: str,
+    settings: dict[str, Any],
+    buffers: dict[str, torch.Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    at: tuple[int, int],
+    flags: tuple[bool, bool],
+) -> torch.Tensor:
+    """Make a tensor of what was pickled: names, plain numbers and buffers.
+
+    Raises:
+        Refused: `UNSUPPORTED` for a quantizer that there is not; what `from_components` refuses.
+    """
+    if kind not in QUANTIZERS:
+        raise refuse("UNSUPPORTED", f"a tensor quantized by {kind}; {', '.join(QUANTIZERS)} are known")
+    quantizer = QUANTIZERS[kind](**settings)
+    rows = buffers[DATA].shape[0]
+    columns = buffers[DATA].shape[1] * (8 // quantizer.encoding.code_bits)
+    wanted = buffers_of(quantizer, (rows, columns), columnwise=COLUMN_DATA in buffers)
+    typed = {name: buffer.view(wanted[name][0]) if name in wanted else buffer for name, buffer in buffers.items()}
+    made: torch.Tensor = from_components(quantizer, typed, (rows, columns), dtype, start=at[0], whole=at[1])
+    made = made.view(shape)
+    return torch.nn.Parameter(made, requires_grad=flags[0]) if flags[1] else made.requires_grad_(flags[0])

@@ -1,0 +1,155 @@
+"""Quantize rows of a matrix as if the whole of it were here: amaxes are reduced over the ranks that have the rest.
+
+Where elements of several ranks share an amax, the largest magnitudes of all tiles are reduced, as integers, which
+keeps NaN. A rank then has fewer rows of a tile than the tile has; in place of the missing ones it sets a row that holds
+the tile's amax, quantizes, and drops it. So there is one rule for codes, the kernels', with the same bits as if the
+matrix lay in one piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from transaxle.encodings.encoding import WHOLE
+from transaxle.errors import refuse
+from transaxle.quant import kernels
+from transaxle.quant.frame import AMAX, COLUMN_SCALE, HISTORY, SCALE, SCALED_FOR, Frame, blank, is_cut
+from transaxle.quant.quantizers import Quantizer
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a matrix some rows lie."""
+
+    start: int
+    """The first of them."""
+    whole: int
+    """Rows of the matrix."""
+    group: dist.ProcessGroup | None = None
+    """Ranks that have its rows; None where all of them are here."""
+
+
+def place(x: torch.Tensor, group: dist.ProcessGroup | None, start: int | None, whole: int | None) -> Place:
+    """Return where rows lie, from what is given; what is not is found by asking the ranks of the group.
+
+    Raises:
+        Refused: `SHAPE_MISMATCH` for rows that are not inside.
+    """
+    rows = x.shape[0]
+    if group is not None and (start is None or whole is None):
+        counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=x.device)
+        counts[dist.get_rank(group)] = rows
+        dist.all_reduce(counts, group=group)
+        found = counts.tolist()
+        start, whole = sum(found[: dist.get_rank(group)]), sum(found)
+    first, total = start or 0, rows if whole is None else whole
+    if first < 0 or first + rows > total:
+        raise refuse("SHAPE_MISMATCH", f"rows {first} to {first + rows} of a matrix of {total}")
+    return Place(first, total, group)
+
+
+def frame_of(quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None = None) -> Frame:
+    """Quantize rows of a matrix.
+
+    Args:
+        quantizer: how.
+        x: [M, K].
+        at: where they lie.
+        old: what they replace; its history decides the scale in delayed scaling.
+    """
+    if x.device.type == "meta":
+        empty = blank(quantizer, at.whole, x.shape[1], x.device)
+        rows = empty.taken(at.start, x.shape[0], lambda buffer: buffer)
+        return replace(rows, shared=empty.shared, blank=False)
+    if quantizer.encoding.tile == (WHOLE, WHOLE):
+        return _per_tensor(quantizer, x, at, old)
+    most = None
+    if quantizer.encoding.has_global:
+        most = _largest(kernels.amax(x), at.group)
+    grain = quantizer.grain[0]
+    if at.group is not None and (grain > 1 or quantizer.columnwise):
+        return _shared(quantizer, x, at, most)
+    made = kernels.quantize(x, quantizer.encoding, amax=most, over=quantizer.over, columnwise=quantizer.columnwise)
+    return _frame(quantizer, x, at, made.present())
+
+
+def _frame(quantizer: Quantizer, x: torch.Tensor, at: Place, buffers: dict[str, torch.Tensor]) -> Frame:
+    cut = {name: buffer for name, buffer in buffers.items() if is_cut(quantizer.encoding, name)}
+    shared = {name: buffer for name, buffer in buffers.items() if name not in cut}
+    return Frame(quantizer, x.shape[1], at.whole, cut, shared, at.start)
+
+
+def _largest(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The largest of the ranks' amaxes, element by element: as integers their order is the same, and NaN is above."""
+    if group is not None:
+        dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+    return amax
+
+
+def _per_tensor(quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None) -> Frame:
+    most = _largest(kernels.amax(x), at.group)
+    if not quantizer.state_sizes:
+        return _frame(quantizer, x, at, kernels.quantize(x, quantizer.encoding, amax=most).present())
+    if old is None or old.blank or HISTORY not in old.shared:
+        history, scaled_for = torch.zeros(quantizer.state_sizes[HISTORY], device=x.device), most.clone()
+    else:
+        history, scaled_for = old.shared[HISTORY], old.shared[SCALED_FOR]
+    made = kernels.quantize(x, quantizer.encoding, amax=scaled_for).present()
+    history = torch.cat([most, history[:-1]])
+    peak = history.max().reshape(1)
+    following = torch.where(torch.isfinite(peak) & (peak > 0), peak, scaled_for)
+    return _frame(quantizer, x, at, made | {HISTORY: history, SCALED_FOR: following})
+
+
+def _shared(quantizer: Quantizer, x: torch.Tensor, at: Place, most: torch.Tensor | None) -> Frame:
+    """Quantize rows some of whose tiles may lie on several ranks."""
+    encoding, columns = quantizer.encoding, x.shape[1]
+    buffers: dict[str, torch.Tensor] = {} if most is None else {AMAX: most}
+    grain = (32, 1) if quantizer.columnwise else quantizer.grain
+    tiles = _largest(_tile_amax(x, grain, at), at.group)
+    full, skip = _stand_in(x, grain, tiles, at)
+    made = kernels.quantize(full, encoding, amax=most, over=quantizer.over, columnwise=quantizer.columnwise)
+    for name, buffer in made.present().items():
+        if is_cut(encoding, name):
+            buffers[name] = buffer[skip : skip + x.shape[0]].contiguous()
+    for name in (SCALE, COLUMN_SCALE):
+        if name in made.present() and name not in buffers:
+            # A matrix of the amaxes with tiles of one element has the scales of the tiles they are of.
+            scales = kernels.quantize(tiles.to(x.dtype), replace(encoding, tile=(1, 1))).scale_inv
+            assert scales is not None
+            buffers[name] = scales.reshape(-(-at.whole // grain[0]), -(-columns // grain[1]))
+    return _frame(quantizer, x, at, buffers)
+
+
+def _tile_amax(x: torch.Tensor, grain: tuple[int, int], at: Place) -> torch.Tensor:
+    """Largest magnitude in each tile of the whole matrix, 0 where none of it is here: [tiles down, tiles across]."""
+    (rows, columns), (high, wide) = x.shape, grain
+    across, first = -(-columns // wide), at.start // high
+    here = -(-(at.start + rows) // high) - first
+    tiles = torch.zeros((-(-at.whole // high), across), dtype=torch.float32, device=x.device)
+    if x.numel():
+        size = x.new_zeros((here * high, across * wide))
+        skip = at.start - first * high
+        size[skip : skip + rows, :columns] = x.detach().abs()
+        tiles[first : first + here] = size.view(here, high, across, wide).amax((1, 3)).float()
+    return tiles
+
+
+def _stand_in(x: torch.Tensor, grain: tuple[int, int], tiles: torch.Tensor, at: Place) -> tuple[torch.Tensor, int]:
+    """Return the rows completed to whole tiles, and how many were put before them."""
+    high, wide = grain
+    rows, columns = x.shape
+    end = at.start + rows
+    before = at.start % high
+    after = min(-(-end // high) * high, at.whole) - end
+    if not rows or not (before or after):
+        return x.detach(), 0
+    full = x.new_zeros((before + rows + after, columns))
+    full[before : before + rows] = x.detach()
+    for missing, row, tile in ((before, 0, at.start // high), (after, before + rows, (end - 1) // high)):
+        if missing:
+            full[row] = tiles[tile].repeat_interleave(wide)[:columns].to(x.dtype)
+    return full, before

@@ -1,0 +1,332 @@
+"""The Triton programs give the codec's bits: on a GPU here, and in Triton's interpreter where `test_interpreter` runs
+this file. There the tensors lie on the CPU, and the door is made to take the device's side.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from tests.quant.kernels.cases import (
+    CASES,
+    CODES,
+    DTYPES,
+    TABLES,
+    Case,
+    array,
+    bits,
+    encoded,
+    nearest,
+    ordinary,
+    strange,
+)
+from transaxle.encodings import codec
+from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding
+from transaxle.encodings.minifloat import power_of_two
+from transaxle.quant import kernels
+from transaxle.quant.kernels import Components
+from transaxle.quant.kernels.components import columnwise_of
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = "cpu" if INTERPRETED else "cuda"
+SHAPES = [(1, 2), (37, 130)] + ([] if INTERPRETED else [(1, 8192), (129, 34), (1000, 3330), (1024, 2048)])
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")] if INTERPRETED else [pytest.mark.gpu]
+only_on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no streams, no float8 and little time")
+
+
+@pytest.fixture(autouse=True)
+def _devices_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transaxle.quant.kernels import device
+
+    monkeypatch.setattr(kernels, "_side", lambda _: device)
+
+
+def same(got: torch.Tensor | None, expected: NDArray[Any]) -> None:
+    """Equal bit for bit; the first difference is named."""
+    found, wanted = bits(got), bits(expected)
+    assert found.shape == wanted.shape
+    wrong = np.argwhere(found != wanted)
+    if len(wrong):
+        at = tuple(wrong[0])
+        pytest.fail(f"{len(wrong)} of {found.size} differ, first at {at}: {found[at]:#x}, expected {wanted[at]:#x}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_codes_and_scales_are_the_codecs(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    for shape in SHAPES:
+        for make in (ordinary, strange):
+            x = make(shape, dtype)
+            made = kernels.quantize(x.to(DEVICE), case.encoding, over=case.over)
+            codes, scales = encoded(case, x)
+            same(made.data, codes)
+            same(made.scale_inv, scales.reshape(-1) if case.encoding.tile == (0, 0) else scales)
+            if case.encoding.has_global:
+                assert made.amax is not None
+                np.testing.assert_array_equal(array(made.amax)[0], codec.amax(array(x)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_values_are_the_codecs(name: str, dtype: torch.dtype) -> None:
+    case = CASES[name]
+    for shape in SHAPES:
+        made = kernels.quantize(strange(shape, torch.float32).to(DEVICE), case.encoding, over=case.over, amax=None)
+        factor = 1.0
+        if made.amax is not None:
+            made.amax.fill_(3.7)
+            factor = float(np.float32(3.7)) / (6.0 * case.encoding.scale_max)
+        assert made.scale_inv is not None
+        scales = array(made.scale_inv)
+        scales = scales.reshape(1, 1) if case.encoding.tile == (0, 0) else scales
+        expected = codec.decode_box(
+            case.encoding, bits(made.data), scales, factor=factor, dtype=CODES[dtype], path="numpy"
+        )
+        same(kernels.dequantize(made, case.encoding, dtype), expected)
+
+
+def test_rowwise_and_columnwise_codes_come_from_one_pass() -> None:
+    turned = columnwise_of(MXFP8)
+    assert turned is not None
+    for shape in SHAPES:
+        x = strange(shape, torch.bfloat16)
+        both = kernels.quantize(x.to(DEVICE), MXFP8, columnwise=True)
+        alone = kernels.quantize(x.to(DEVICE), MXFP8, rowwise=False, columnwise=True)
+        for made, codes, scales in (
+            (both, both.data, both.scale_inv),
+            (both, both.columnwise_data, both.columnwise_scale_inv),
+            (alone, alone.columnwise_data, alone.columnwise_scale_inv),
+        ):
+            wanted = encoded(Case(MXFP8 if codes is both.data else turned), x)
+            same(codes, wanted[0])
+            same(scales, wanted[1])
+            assert (made.data is None) == (made is alone)
+        expected = codec.decode_box(turned, *encoded(Case(turned), x), dtype="F32")
+        same(kernels.dequantize(alone, MXFP8, torch.float32), expected)
+
+
+@pytest.mark.parametrize("code", ["F8_E4M3", "F8_E5M2"])
+def test_every_bfloat16_by_scales(code: str) -> None:
+    """All 65536 patterns; what is no NaN against a search of the table of codes."""
+    x = torch.arange(65536, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16).reshape(256, 256)
+    encoding = replace(FLOAT8, code=code)
+    for scale in (1.0, 0.37, 2.0**-20, 3.0e5, 2.0**127, 2.0**-126):
+        made = kernels.quantize(x.to(DEVICE), encoding, scale=scale)
+        with np.errstate(all="ignore"):
+            product = x.float().numpy() * np.float32(scale)
+            assert made.scale_inv is not None
+            np.testing.assert_array_equal(array(made.scale_inv), [np.float32(1) / np.float32(scale)])
+        wanted = nearest(product, code)
+        sign = np.signbit(x.float().numpy()).astype(np.uint8) << 7
+        same(made.data, np.where(np.isnan(product), 0x7F | sign, wanted).astype(np.uint8))
+
+
+@pytest.mark.parametrize("encoding", [MXFP8, MXFP4], ids=lambda encoding: encoding.name)
+def test_every_code_by_every_power_of_two(encoding: Encoding) -> None:
+    table = TABLES[encoding.code].astype(np.float32)
+    codes = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
+    elements = codes if encoding.code_bits == 8 else np.stack([codes & 15, codes >> 4], -1).reshape(256, 512)
+    scales = np.tile(np.arange(256, dtype=np.uint8)[:, None], (1, elements.shape[1] // 32))
+    parts = Components(
+        data=torch.from_numpy(codes).view(torch.float8_e4m3fn if encoding is MXFP8 else torch.uint8).to(DEVICE),
+        scale_inv=torch.from_numpy(scales).view(torch.float8_e8m0fnu).to(DEVICE),
+    )
+    with np.errstate(all="ignore"):
+        product = table[elements] * power_of_two(np.arange(256, dtype=np.uint8))[:, None]
+    for dtype in DTYPES:
+        got = kernels.dequantize(parts, encoding, dtype)
+        same(got, codec.decode_box(encoding, codes, scales, dtype=CODES[dtype]))
+        plain = torch.from_numpy(product).to(dtype)
+        sound = ~np.isnan(product)
+        np.testing.assert_array_equal(bits(got)[sound], bits(plain)[sound])
+
+
+def test_every_nibble_by_every_scale_of_nvfp4() -> None:
+    codes = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
+    scales = np.tile(np.arange(256, dtype=np.uint8)[:, None], (1, 32))
+    for most in (3.7, 1e-38) if INTERPRETED else (1.0, 3.7, 0.0, 1e-38, 3e38, float("inf"), float("nan")):
+        parts = Components(
+            data=torch.from_numpy(codes).to(DEVICE),
+            scale_inv=torch.from_numpy(scales).view(torch.float8_e4m3fn).to(DEVICE),
+            amax=torch.tensor([most], device=DEVICE),
+        )
+        factor = float(np.float32(most)) / 2688
+        for dtype in DTYPES[:1] if INTERPRETED else DTYPES:
+            expected = codec.decode_box(NVFP4, codes, scales, factor=factor, dtype=CODES[dtype])
+            same(kernels.dequantize(parts, NVFP4, dtype), expected)
+
+
+@pytest.mark.parametrize("code", ["F8_E4M3", "F8_E5M2"])
+def test_any_float32_as_scale(code: str) -> None:
+    """Every code by bit patterns of float32, subnormals, infinities and NaN among them."""
+    encoding = replace(FLOAT8_BLOCK, code=code, tile=(1, 128))
+    rows = 64 if INTERPRETED else 65536
+    scales = np.random.default_rng(3).integers(0, 2**32, (rows, 2), dtype=np.uint32)
+    scales[:4, 0] = [0, 1, 0x7F800000, 0x80000000]
+    codes = np.tile(np.arange(256, dtype=np.uint8), (rows, 1))
+    parts = Components(
+        data=torch.from_numpy(codes).view(torch.float8_e4m3fn if code == "F8_E4M3" else torch.float8_e5m2).to(DEVICE),
+        scale_inv=torch.from_numpy(scales.view(np.float32)).to(DEVICE),
+    )
+    for dtype in DTYPES:
+        expected = codec.decode_box(encoding, codes, scales.view(np.float32), dtype=CODES[dtype])
+        same(kernels.dequantize(parts, encoding, dtype), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_every_exponent_boundary(dtype: torch.dtype) -> None:
+    """Tiles whose amax is 448 and 6 times each power of two, and its neighbours on either side."""
+    powers = np.arange(-149, 128, dtype=np.float64)
+    edges = (np.array([[448.0], [6.0], [1.0], [1.75]]) * np.exp2(powers)).reshape(-1)
+    edges = edges[edges < 3.3e38].astype(np.float32)
+    around = np.concatenate([np.nextafter(edges, np.float32(0)), edges, np.nextafter(edges, np.float32(np.inf))])
+    x = torch.from_numpy(around).to(dtype)[:, None] * torch.linspace(1, -1, 32)[None].to(dtype)
+    for encoding in (MXFP8, MXFP4, NVFP4, replace(FLOAT8_BLOCK, tile=(1, 32), power_of_two=False)):
+        x = x[:64] if INTERPRETED else x
+        made = kernels.quantize(x.to(DEVICE), encoding)
+        codes, scales = encoded(Case(encoding), x)
+        same(made.scale_inv, scales)
+        same(made.data, codes)
+
+
+def test_views_with_strides_and_given_buffers() -> None:
+    wide = ordinary((70, 300), torch.bfloat16).to(DEVICE)
+    for x in (wide[3:50, 5:227], wide.t(), wide[::2, ::3][:, :98], wide[:, 7:8].expand(70, 64)):
+        for encoding in (FLOAT8, MXFP8, NVFP4):
+            codes, scales = encoded(Case(encoding), x)
+            made = kernels.quantize(x, encoding)
+            same(made.data, codes)
+            same(made.scale_inv, scales.reshape(-1) if encoding is FLOAT8 else scales)
+    x = wide[:40, :64]
+    codes, scales = encoded(Case(MXFP8), x)
+    room = torch.full((40, 100), 0x55, dtype=torch.uint8, device=DEVICE)
+    grid = torch.full((40, 8), 0x55, dtype=torch.uint8, device=DEVICE)
+    given = Components(data=room.view(torch.float8_e4m3fn)[:, 16:80], scale_inv=grid.view(torch.float8_e8m0fnu)[:, 2:4])
+    made = kernels.quantize(x, MXFP8, out=given)
+    assert made.data is given.data
+    same(made.data, codes)
+    same(made.scale_inv, scales)
+    assert (array(room)[:, :16] == 0x55).all()
+    assert (array(room)[:, 80:] == 0x55).all()
+    assert (array(grid)[:, :2] == 0x55).all()
+    assert (array(grid)[:, 4:] == 0x55).all()
+    place = torch.full((40, 80), 7.0, device=DEVICE)
+    got = kernels.dequantize(made, MXFP8, torch.float32, out=place[:, 8:72])
+    assert got.data_ptr() == place[:, 8:72].data_ptr()
+    same(got, codec.decode_box(MXFP8, codes, scales, dtype="F32"))
+    assert (array(place)[:, :8] == 7).all()
+    assert (array(place)[:, 72:] == 7).all()
+
+
+def test_an_amax_or_a_scale_can_be_given() -> None:
+    x = ordinary((40, 64), torch.bfloat16)
+    for most in (100.0, torch.tensor([100.0], device=DEVICE)):
+        for case in (CASES["float8"], CASES["nvfp4"], CASES["float8, E5M2"]):
+            made = kernels.quantize(x.to(DEVICE), case.encoding, amax=most)
+            codes, scales = encoded(case, x, 100.0)
+            same(made.data, codes)
+            same(made.scale_inv, scales.reshape(-1) if case.encoding.tile == (0, 0) else scales)
+    halves = [kernels.quantize(half.to(DEVICE), NVFP4, amax=kernels.amax(x.to(DEVICE))) for half in x.split(20)]
+    together = np.concatenate([bits(half.data) for half in halves])
+    np.testing.assert_array_equal(together, encoded(CASES["nvfp4"], x)[0])
+
+
+def test_amax() -> None:
+    for dtype in DTYPES:
+        for shape in [*SHAPES, (300, 1)]:
+            x = ordinary(shape, dtype)
+            np.testing.assert_array_equal(array(kernels.amax(x.to(DEVICE))), [x.float().abs().max().item()])
+            x[-1, -1] = float("-inf")
+            assert kernels.amax(x.to(DEVICE)).item() == float("inf")
+            x[0, 0] = float("nan")
+            assert np.isnan(kernels.amax(x.to(DEVICE)).item())
+    assert kernels.amax(torch.empty(0, 7, device=DEVICE)).item() == 0
+
+
+def test_empty_matrices() -> None:
+    for shape in ((0, 32), (3, 0), (0, 0)):
+        x = torch.empty(shape, device=DEVICE)
+        for case in CASES.values():
+            made = kernels.quantize(x, case.encoding, over=case.over)
+            assert tuple(kernels.dequantize(made, case.encoding, torch.bfloat16).shape) == shape
+        shard = kernels.quantize(x, FLOAT8, amax=3.5)
+        assert shard.scale_inv is not None
+        assert shard.scale_inv.item() == np.float32(1) / np.float32(128)
+
+
+@only_on_a_gpu
+def test_the_chips_conversions_round_as_the_bits_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every float32 there is, through both: to E4M3, E5M2, and (as products with 1) to bfloat16."""
+    from transaxle.quant.kernels import device
+
+    if torch.cuda.get_device_capability() < device.HOPPER:
+        pytest.skip("this chip's conversions are not used")
+    narrow = replace(FLOAT8_BLOCK, tile=(1, 1))
+    for part in range(16):
+        patterns = torch.arange(part << 28, (part + 1) << 28, device=DEVICE).to(torch.int32).view(1 << 14, 1 << 14)
+        x = patterns.view(torch.float32)
+        ones = torch.full_like(patterns, 0x38, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        seen = []
+        for native in (True, False):
+            monkeypatch.setattr(device, "_native", lambda _, native=native: native)
+            made = [kernels.quantize(x, replace(FLOAT8, code=code), scale=1.0).data for code in ("F8_E4M3", "F8_E5M2")]
+            made.append(kernels.dequantize(Components(ones, x), narrow, torch.bfloat16))
+            seen.append(made)
+        for chip, plain in zip(*seen, strict=True):
+            assert chip is not None
+            assert plain is not None
+            whole = torch.int16 if chip.dtype == torch.bfloat16 else torch.uint8
+            assert torch.equal(chip.view(whole), plain.view(whole))
+
+
+@only_on_a_gpu
+def test_nothing_waits_and_all_can_be_captured() -> None:
+    first, second = (strange((256, 384), torch.bfloat16, seed).to(DEVICE) for seed in (1, 2))
+    x = first.clone()
+    for name, case in CASES.items():
+        made = kernels.quantize(x, case.encoding, over=case.over)
+        values = kernels.dequantize(made, case.encoding, torch.bfloat16)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.cuda.graph(graph):
+                kernels.quantize(x, case.encoding, over=case.over, out=made)
+                kernels.dequantize(made, case.encoding, torch.bfloat16, out=values)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        x.copy_(second)
+        graph.replay()
+        codes, _ = encoded(case, second)
+        same(made.data, codes)
+        fresh = kernels.dequantize(made, case.encoding, torch.bfloat16)
+        assert torch.equal(values.view(torch.int16), fresh.view(torch.int16)), name
+        x.copy_(first)
+
+
+@only_on_a_gpu
+def test_more_elements_than_an_int32_counts() -> None:
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("needs 24 GB of free memory")
+    x = torch.randn(70_016, 32_768, dtype=torch.bfloat16, device=DEVICE)
+    tail = x[-128:]
+    x[-1, -1] = 1000
+    assert kernels.amax(x).item() == 1000
+    for encoding in (FLOAT8_BLOCK, MXFP8, NVFP4):
+        made = kernels.quantize(x, encoding, amax=1000.0 if encoding.has_global else None)
+        codes, scales = encoded(Case(encoding), tail, 1000.0 if encoding.has_global else None)
+        assert made.data is not None
+        assert made.scale_inv is not None
+        same(made.data[-128:], codes)
+        same(made.scale_inv[-len(scales) :], scales)
+        values = kernels.dequantize(made, encoding, torch.bfloat16)
+        factor = 1000.0 / 2688 if encoding.has_global else 1.0
+        same(values[-128:], codec.decode_box(encoding, codes, scales, factor=factor))
+        del made, values

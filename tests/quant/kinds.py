@@ -1,0 +1,45 @@
+"""The quantizers that tests run over, and bytes to compare."""
+
+from __future__ import annotations
+
+import torch
+
+from transaxle.quant import MXFP8, NVFP4, DelayedScaling, Float8Block, Float8CurrentScaling, QuantizedTensor, Quantizer
+
+KINDS: dict[str, Quantizer] = {
+    "float8": Float8CurrentScaling(),
+    "float8 delayed": DelayedScaling(length=4),
+    "float8_block": Float8Block(),
+    "mxfp8": MXFP8(),
+    "nvfp4": NVFP4(),
+}
+"""One quantizer for each kind of scaling."""
+MORE: dict[str, Quantizer] = {
+    **KINDS,
+    "float8, E5M2": Float8CurrentScaling(code="F8_E5M2"),
+    "float8_block, 1x128": Float8Block(block=(1, 128)),
+    "mxfp8, both ways": MXFP8(columnwise=True),
+    "nvfp4, 16x16": NVFP4(square=True),
+}
+"""Those and their variants."""
+
+
+def values(rows: int, columns: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    """Random numbers whose size differs from place to place, the largest of them last."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn((rows, columns), generator=generator) * torch.exp2(torch.arange(rows).remainder(7) - 4)[:, None]
+    x[-1, -1] = 1000 + seed
+    return x.to(dtype)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a plain tensor."""
+    assert type(tensor) is torch.Tensor
+    whole = tensor.detach().contiguous()
+    return (whole if whole.dim() else whole.reshape(1)).view(torch.uint8)
+
+
+def same(first: QuantizedTensor, second: QuantizedTensor) -> bool:
+    """Whether two have the same buffers, byte by byte."""
+    one, two = first.components, second.components
+    return one.keys() == two.keys() and all(torch.equal(raw(one[name]), raw(two[name])) for name in one)

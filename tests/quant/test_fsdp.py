@@ -1,0 +1,316 @@
+"""Quantized parameters under FSDP2, on real ranks: what is gathered, trained, saved and loaded is bit for bit right."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.live.ranks import run
+from tests.quant.kinds import MORE, raw, same, values
+from transaxle.errors import TransaxleError
+from transaxle.quant import MasterWeights, QuantizedTensor, quantize_
+
+kinds = pytest.mark.parametrize("kind", MORE)
+WIDTH, HIDDEN, OUT = 64, 166, 51
+"""Sizes that no world cuts evenly, and that are no multiples of tiles."""
+
+
+def _model(kind: str, mesh: DeviceMesh | None, seed: int = 0, **options: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    layers = nn.Linear(WIDTH, HIDDEN, bias=False), nn.ReLU(), nn.Linear(HIDDEN, OUT)
+    model = nn.Sequential(*layers).bfloat16()
+    quantize_(model, MORE[kind], preserve_high_precision_init=True)
+    if mesh is not None:
+        fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def _mesh(world: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (world,))
+
+
+def _optimizer(model: nn.Module) -> MasterWeights:
+    return MasterWeights(model.parameters(), partial(torch.optim.AdamW, lr=1e-2, foreach=False))
+
+
+def _steps(model: nn.Module, optimizer: MasterWeights, steps: int, seed: int = 5) -> list[float]:
+    generator, losses = torch.Generator().manual_seed(seed), []
+    for _ in range(steps):
+        loss = model(torch.randn(8, WIDTH, generator=generator).bfloat16()).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _shards(model: nn.Module) -> list[tuple[DTensor, QuantizedTensor]]:
+    found: list[tuple[DTensor, QuantizedTensor]] = []
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        inner = parameter.to_local()
+        if isinstance(inner, QuantizedTensor):
+            found.append((parameter, inner))
+    return found
+
+
+def _quantize_shards(rank: int, world: int, kind: str, rows: int) -> None:
+    x = values(rows, 150)
+    whole, shard = MORE[kind].quantize(x), (x.chunk(world)[rank] if rank < len(x.chunk(world)) else x[:0])
+    made = MORE[kind].quantize(shard, group=dist.group.WORLD)
+    step = -(-rows // world)
+    wanted = whole[min(step * rank, rows) : min(step * (rank + 1), rows)]
+    assert isinstance(wanted, QuantizedTensor)
+    assert same(made, wanted)
+
+
+@kinds
+@pytest.mark.parametrize(("world", "rows"), [(2, 201), (2, 3), (3, 4), (3, 260)])
+def test_sharded_is_unsharded(kind: str, world: int, rows: int) -> None:
+    """Each rank has its own rows, the largest value among the last ones, and one rank may have none."""
+    run(world, _quantize_shards, kind, rows)
+
+
+def _train(rank: int, world: int, kind: str) -> None:
+    model, alone = _model(kind, _mesh(world)), _model(kind, None)
+    optimizer, other = _optimizer(model), _optimizer(alone)
+    for step in range(3):
+        losses = _steps(model, optimizer, 1, seed=step), _steps(alone, other, 1, seed=step)
+        if world < 3:  # the mean of three equal gradients in bfloat16 is not that gradient
+            assert losses[0] == losses[1]
+        for (parameter, shard), master, twin in zip(
+            _shards(model), optimizer.masters, alone.parameters(), strict=False
+        ):
+            assert isinstance(master, DTensor)
+            assert isinstance(twin, QuantizedTensor)
+            whole = twin.detach() if world < 3 else None
+            if whole is None and not shard.state:
+                whole = shard.quantizer.quantize(master.full_tensor().detach().bfloat16())
+            if whole is not None:
+                start = min(-(-parameter.shape[0] // world) * rank, parameter.shape[0])
+                part = whole[start : start + shard.height]
+                assert isinstance(part, QuantizedTensor)
+                assert same(shard, part)
+
+
+@kinds
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_training_is_that_of_one_rank(kind: str, world: int) -> None:
+    run(world, _train, kind)
+
+
+class _Counting:
+    """An all-gather that counts bytes."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        assert output_tensor.dtype == torch.uint8
+        self.bytes += output_tensor.nbytes
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def _gather_bytes(rank: int, world: int, kind: str) -> tuple[int, int]:
+    torch.manual_seed(0)
+    model = nn.Linear(128, 256, bias=False).bfloat16()
+    quantize_(model, MORE[kind])
+    weight: torch.Tensor = model.weight
+    assert isinstance(weight, QuantizedTensor)
+    shared = weight.frame.shared
+    wanted = sum(buffer.nbytes for name, buffer in weight.components.items() if name not in shared)
+    sharded, counting = fully_shard(model, mesh=_mesh(world)), _Counting()
+    assert isinstance(sharded, FSDPModule)
+    sharded.set_custom_all_gather(counting)  # type: ignore[arg-type]
+    model(values(4, 128))
+    return counting.bytes, wanted
+
+
+@kinds
+def test_what_travels_are_codes_and_cut_scales(kind: str) -> None:
+    for counted, wanted in run(2, _gather_bytes, kind):
+        assert counted == wanted
+        assert counted < 2 * 128 * 256 or MORE[kind].columnwise
+
+
+def _save(rank: int, world: int, kind: str, folder: str, asynchronous: bool) -> dict[str, torch.Tensor]:
+    model = _model(kind, _mesh(world))
+    _steps(model, _optimizer(model), 2)
+    kept = {name: _whole(entry) for name, entry in model.state_dict().items()}
+    if asynchronous:
+        # In the background, and so over a group of its own.
+        own = dist.new_group(backend="gloo")
+        job = async_save(get_model_state_dict(model), checkpoint_id=folder, process_group=own)
+        _steps(model, _optimizer(model), 1)  # what is saved does not follow
+        job.result()  # type: ignore[union-attr]
+    else:
+        save(model.state_dict(), checkpoint_id=folder)
+    return kept
+
+
+def _whole(entry: torch.Tensor) -> torch.Tensor:
+    """All of an entry, as bytes."""
+    if not isinstance(entry, DTensor):
+        return raw(entry.detach())
+    local = entry.to_local().detach().contiguous()
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, local.view(torch.uint8).clone())
+    cut = any(placement.is_shard() for placement in entry.placements)
+    return torch.cat(held) if cut else cast(torch.Tensor, held[0])
+
+
+def _load(rank: int, world: int, kind: str, folder: str, way: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model = _model(kind, _mesh(world), seed=1)
+    optimizer = _optimizer(model)
+    if way == "in place":
+        load(model.state_dict(), checkpoint_id=folder)
+    else:
+        state: dict[str, Any] = {
+            name: torch.zeros_like(cast(torch.Tensor, entry)) for name, entry in get_model_state_dict(model).items()
+        }
+        load(state, checkpoint_id=folder)
+        set_model_state_dict(model, state)
+    found = {name: _whole(entry) for name, entry in model.state_dict().items()}
+    del optimizer
+    x = values(4, WIDTH)
+    return found, model(x).float().flatten().tolist()
+
+
+@kinds
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_checkpoints_reshard_bit_for_bit(kind: str, asynchronous: bool, tmp_path: Path) -> None:
+    kept = run(2, _save, kind, str(tmp_path), asynchronous)[0]
+    outputs = []
+    ways = [(2, "in place"), (1, "in place"), (3, "set_model_state_dict")]
+    for world, way in [*ways, (4, "in place")] if kind == "float8_block" else ways:
+        for found, output in run(world, _load, kind, str(tmp_path), way):
+            assert found.keys() == kept.keys()
+            assert all(torch.equal(found[name], kept[name]) for name in kept)
+            outputs.append(output)
+    assert all(output == outputs[0] for output in outputs)
+
+
+def _stop(rank: int, world: int, kind: str, folder: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model = _model(kind, _mesh(world))
+    optimizer = _optimizer(model)
+    _steps(model, optimizer, 2)
+    save({"model": model.state_dict(), "training": optimizer.state_dict()}, checkpoint_id=folder)
+    return _masters(optimizer), _steps(model, optimizer, 3, seed=9)
+
+
+def _go_on(rank: int, world: int, kind: str, folder: str) -> tuple[dict[str, torch.Tensor], list[float]]:
+    model = _model(kind, _mesh(world), seed=1)
+    optimizer = _optimizer(model)
+    _steps(model, optimizer, 1)  # makes the moments
+    state = {"model": model.state_dict(), "training": optimizer.state_dict()}
+    load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["training"])
+    return _masters(optimizer), _steps(model, optimizer, 3, seed=9)
+
+
+def _masters(optimizer: MasterWeights) -> dict[str, torch.Tensor]:
+    found = {f"master {place}": _whole(master) for place, master in enumerate(optimizer.masters)}
+    for place, state in enumerate(optimizer.optimizer.state.values()):
+        found |= {f"{name} {place}": _whole(moment) for name, moment in state.items()}
+    return found
+
+
+@kinds
+def test_training_goes_on_where_it_was(kind: str, tmp_path: Path) -> None:
+    """At the same degree with the same losses; masters and moments are the same bytes at any."""
+    kept, losses = run(2, _stop, kind, str(tmp_path))[0]
+    for world in (2, 1):
+        for found, after in run(world, _go_on, kind, str(tmp_path)):
+            assert found.keys() == kept.keys()
+            assert all(torch.equal(found[name], kept[name]) for name in kept)
+            assert after == losses
+
+
+def _hybrid(rank: int, world: int, shape: tuple[int, int], kind: str) -> list[float]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards"))
+    model = _model(kind, mesh)
+    return _steps(model, _optimizer(model), 2)
+
+
+@kinds
+def test_hybrid_sharding(kind: str) -> None:
+    """A shard group of one: two copies."""
+    losses = run(2, _hybrid, (2, 1), kind)
+    alone = _model(kind, None)
+    assert losses[0] == losses[1] == _steps(alone, _optimizer(alone), 2)
+
+
+def _offload(rank: int, world: int, kind: str) -> None:
+    model, alone = _model(kind, _mesh(world), offload_policy=CPUOffloadPolicy(pin_memory=False)), _model(kind, None)
+    assert _steps(model, _optimizer(model), 2) == _steps(alone, _optimizer(alone), 2)
+
+
+@kinds
+def test_cpu_offload_keeps_codes(kind: str) -> None:
+    run(2, _offload, kind)
+
+
+def _wide_checkpoint(rank: int, world: int, kind: str) -> None:
+    torch.manual_seed(7)
+    plain = nn.Sequential(nn.Linear(WIDTH, HIDDEN, bias=False), nn.ReLU(), nn.Linear(HIDDEN, OUT)).bfloat16()
+    model = _model(kind, _mesh(world))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        model.load_state_dict({**model.state_dict(), "0.weight": plain[0].weight, "2.weight": plain[2].weight})
+    assert sum("are quantized once" in str(one.message) for one in told) == 2
+    for (parameter, shard), layer in zip(_shards(model), (plain[0], plain[2]), strict=True):
+        weight = layer.weight
+        assert isinstance(weight, torch.Tensor)
+        start = min(-(-parameter.shape[0] // world) * rank, parameter.shape[0])
+        part = MORE[kind].quantize(weight)[start : start + shard.height]
+        assert isinstance(part, QuantizedTensor)
+        assert same(shard, part)
+
+
+@kinds
+def test_a_wide_checkpoint_is_quantized_as_if_unsharded(kind: str) -> None:
+    run(2, _wide_checkpoint, kind)
+
+
+def _full(rank: int, world: int, kind: str) -> None:
+    model = _model(kind, _mesh(world))
+    alone = [tensor for tensor in _model(kind, None).parameters() if isinstance(tensor, QuantizedTensor)]
+    for (parameter, _), whole in zip(_shards(model), alone, strict=True):
+        found = parameter.full_tensor()
+        assert torch.equal(found.dequantize() if isinstance(found, QuantizedTensor) else found, whole.dequantize())
+
+
+@kinds
+@pytest.mark.parametrize("world", [1, 2])
+def test_full_tensors_have_the_values_of_the_whole(kind: str, world: int) -> None:
+    run(world, _full, kind)
+
+
+def _twice(rank: int, world: int) -> None:
+    model = nn.Linear(WIDTH, OUT)
+    fully_shard(model, mesh=_mesh(world))
+    quantize_(model, MORE["mxfp8"])
+
+
+def test_sharded_models_are_refused() -> None:
+    with pytest.raises(TransaxleError, match="quantize the model before it is sharded"):
+        run(1, _twice)

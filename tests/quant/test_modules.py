@@ -1,0 +1,167 @@
+"""Models with quantized weights: which layers, their products and gradients, training with masters."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.quant.kinds import KINDS, MORE, same, values
+from transaxle.quant import MasterWeights, QuantizedTensor, Quantizer, linear, quantize_, quantized_init
+
+kinds = pytest.mark.parametrize("quantizer", MORE.values(), ids=MORE.keys())
+five = pytest.mark.parametrize("quantizer", KINDS.values(), ids=KINDS.keys())
+
+
+@kinds
+@pytest.mark.parametrize("shape", [(64,), (3, 64), (2, 3, 64)], ids=str)
+def test_products_and_gradients_are_those_of_the_values(quantizer: Quantizer, shape: tuple[int, ...]) -> None:
+    weight = nn.Parameter(quantizer.quantize(values(48, 64)))
+    assert isinstance(weight, QuantizedTensor)
+    plain = weight.dequantize().detach().requires_grad_()
+    bias = [torch.arange(48).bfloat16().requires_grad_() for _ in range(2)]
+    x = [torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_() for _ in range(2)]
+    made = nn.functional.linear(x[0], weight, bias[0])
+    wanted = x[1] @ plain.t() + bias[1]
+    assert torch.equal(made, wanted)
+    made.float().square().sum().backward()
+    wanted.float().square().sum().backward()
+    assert weight.grad is not None
+    assert type(weight.grad) is torch.Tensor
+    assert plain.grad is not None
+    assert torch.equal(weight.grad, plain.grad)
+    for quantized, usual in (x, bias):
+        assert quantized.grad is not None
+        assert usual.grad is not None
+        assert torch.equal(quantized.grad, usual.grad)
+
+
+def test_plain_weights_are_multiplied_as_usual() -> None:
+    x, weight = values(3, 64), values(48, 64)
+    assert torch.equal(linear(x, weight), nn.functional.linear(x, weight))
+
+
+def test_a_filter_chooses_and_shared_weights_stay_shared() -> None:
+    model = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("a", "b", "c", "head")})
+    model["embedding"] = nn.Embedding(32, 32)
+    model["head"].weight = model["embedding"].weight
+    model["b"].weight = model["a"].weight
+    assert quantize_(model, KINDS["mxfp8"], lambda name, _: name != "c") == ["a.weight", "b.weight"]
+    assert model["a"].weight is model["b"].weight
+    assert isinstance(model["a"].weight, QuantizedTensor)
+    assert not isinstance(model["c"].weight, QuantizedTensor)
+    assert model["head"].weight is model["embedding"].weight
+    assert quantize_(model["a"], KINDS["mxfp8"]) == []
+
+
+@kinds
+def test_masters_are_updated_and_quantized(quantizer: Quantizer) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 48).bfloat16()
+    initial, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    quantize_(model, quantizer, preserve_high_precision_init=True)
+    optimizer = MasterWeights(model.parameters(), partial(torch.optim.SGD, lr=0.5))
+    assert torch.equal(optimizer.masters[0], initial.float())
+    model(values(5, 64)).float().sum().backward()
+    grad, of_bias = model.weight.grad, model.bias.grad
+    assert grad is not None
+    assert of_bias is not None
+    optimizer.step()
+    wanted = initial.float() - 0.5 * grad.float()
+    assert torch.equal(optimizer.masters[0], wanted)
+    assert torch.equal(model.bias, bias - 0.5 * of_bias)
+    assert isinstance(model.weight, QuantizedTensor)
+    if not model.weight.state:
+        assert same(model.weight, quantizer.quantize(wanted.bfloat16()))
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+
+
+def test_the_state_of_masters_goes_on_where_it_was() -> None:
+    def made() -> tuple[nn.Module, MasterWeights]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).bfloat16()
+        quantize_(model, KINDS["float8_block"])
+        return model, MasterWeights(model.parameters(), partial(torch.optim.AdamW, lr=1e-2))
+
+    def step(model: nn.Module, optimizer: MasterWeights) -> float:
+        loss = model(values(5, 64)).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.item())
+
+    first, second = made(), made()
+    for _ in range(2):
+        step(*first)
+    second[0].load_state_dict(first[0].state_dict())
+    second[1].load_state_dict(copy.deepcopy(first[1].state_dict()))
+    assert [step(*first) for _ in range(2)] == [step(*second) for _ in range(2)]
+
+
+def _llama(meta: bool = False) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 128}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    torch.manual_seed(0)
+    with torch.device("meta" if meta else "cpu"):
+        return LlamaForCausalLM(config)
+
+
+@five
+@pytest.mark.filterwarnings("ignore")
+def test_hugging_face_models_are_built_quantized(quantizer: Quantizer) -> None:
+    wide, tokens = _llama(), torch.arange(12).reshape(2, 6)
+    with quantized_init(quantizer):
+        model = _llama()
+    linears = [module for name, module in model.named_modules() if name.endswith("_proj")]
+    assert len(linears) == 7
+    assert all(isinstance(module.weight, QuantizedTensor) for module in linears)
+    assert not isinstance(model.lm_head.weight, QuantizedTensor)
+    named = dict(wide.named_modules())
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            assert same(module.weight, quantizer.quantize(named[name].weight))
+            named[name].weight.data.copy_(module.weight.dequantize())
+    assert torch.equal(model(tokens).logits, wide(tokens).logits)
+    model(tokens, labels=tokens).loss.backward()
+    assert all(type(module.weight.grad) is torch.Tensor for module in linears)
+    with quantized_init(quantizer):
+        empty = _llama(meta=True)
+    assert all(module.weight.is_meta for module in empty.modules() if isinstance(module, nn.Linear))
+    empty.load_state_dict(model.state_dict(), assign=True)
+    assert empty.state_dict().keys() == model.state_dict().keys()
+
+
+@pytest.mark.gpu
+def test_float8_products_on_a_gpu_are_near_those_of_values() -> None:
+    torch.manual_seed(0)
+    wide = torch.randn(512, 1024, device="cuda").bfloat16().requires_grad_()
+    weight = nn.Parameter(KINDS["float8"].quantize(wide.detach()))
+    x = torch.randn(4, 64, 1024, device="cuda").bfloat16().requires_grad_()
+    grad = torch.randn(4, 64, 512, device="cuda").bfloat16()
+    made, wanted = linear(x, weight), nn.functional.linear(x, wide)
+    found = torch.autograd.grad(made, (x, weight), grad)
+    told = torch.autograd.grad(wanted, (x, wide), grad)
+    for one, other in zip((made, *found), (wanted, *told), strict=True):
+        assert one.dtype == torch.bfloat16
+        assert ((one - other).norm() / other.norm()).item() < 0.06
+
+
+@pytest.mark.gpu
+@five
+def test_a_move_to_a_gpu_and_back_keeps_every_byte(quantizer: Quantizer) -> None:
+    made = quantizer.quantize(values(200, 256))
+    there = made.to("cuda", non_blocking=True)
+    assert isinstance(there, QuantizedTensor)
+    assert all(buffer.is_cuda for buffer in there.components.values())
+    assert torch.equal(there.dequantize().cpu(), made.dequantize())
+    back = there.cpu()
+    assert isinstance(back, QuantizedTensor)
+    assert same(made, back)
+    assert same(quantizer.quantize(values(200, 256).cuda()).cpu(), made)  # type: ignore[arg-type]

@@ -1,0 +1,76 @@
+"""Quantized models and Transaxle's own save and load, and what transformers makes of the folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import transaxle as tx
+from tests.quant.kinds import MORE, raw
+from transaxle.quant import Float8Block, QuantizedTensor, quantize_
+
+HEAD = "lm_head"
+"""Engines leave it as it is."""
+
+
+def _equal(first: nn.Module, second: nn.Module) -> bool:
+    one, two = first.state_dict(), second.state_dict()
+    return one.keys() == two.keys() and all(torch.equal(raw(one[n].detach()), raw(two[n].detach())) for n in one)
+
+
+def _model(kind: str, seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 166), nn.Linear(166, 48)).bfloat16()
+    quantize_(model, MORE[kind])
+    return model
+
+
+@pytest.mark.parametrize("kind", MORE)
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["save", "async_save"])
+def test_every_format_is_saved_and_loaded_bit_for_bit(kind: str, asynchronous: bool, tmp_path: Path) -> None:
+    model, kept, other = _model(kind, 0), _model(kind, 0), _model(kind, 1)
+    if asynchronous:
+        job = tx.async_save(model, tmp_path / "saved", to="identity")
+        for entry in model.state_dict().values():
+            raw(entry.detach()).bitwise_not_()
+        job.result()
+    else:
+        tx.save(model, tmp_path / "saved", to="identity")
+    assert not _equal(kept, other)
+    tx.load(other, tmp_path / "saved", dialect="identity")
+    assert _equal(kept, other)
+
+
+def _llama(seed: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 128}
+    torch.manual_seed(seed)
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=False)
+    model = LlamaForCausalLM(config).bfloat16()
+    quantize_(model, Float8Block(), lambda name, _: name != HEAD)
+    return model
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_loads_a_block_model_as_fp8(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    model, other = _llama(0), _llama(1)
+    tx.save(model, tmp_path / "saved", to="hf", config=json.loads(model.config.to_json_string(use_diff=False)))
+    told = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert (told["quant_method"], told["weight_block_size"]) == ("fp8", [128, 128])
+    tx.load(other, tmp_path / "saved")
+    assert _equal(model, other)
+    method = FineGrainedFP8Config(dequantize=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=method, dtype=torch.bfloat16)
+    theirs = dict(loaded.named_parameters())
+    for name, parameter in model.named_parameters():
+        values = parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter
+        assert torch.equal(theirs[name], values)
