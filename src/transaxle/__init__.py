@@ -4,6 +4,7 @@ import transaxle as tx
 
 ck = tx.open("Qwen3-30B-A3B/")          # a mapping; nothing is loaded, torch is not imported
 tx.convert(ck, "out/", to="torchtitan")
+tx.load(model, "out/")                  # a live model, sharded in any way; this imports torch
 """
 
 from __future__ import annotations
@@ -17,8 +18,30 @@ __version__ = "0.1.0"
 
 _LAZY = "transaxle._api"
 """Where everything below lives that is not imported above: it is loaded when it is first used."""
+_LIVE = {
+    "AccelerateHooks": "callbacks",
+    "LoadPlanner": "dcp",
+    "LoadReport": "report",
+    "Random": "extras",
+    "ReshardReport": "reshard",
+    "SaveJob": "asynchronous",
+    "SavePlanner": "dcp",
+    "SaveReport": "report",
+    "TrainerCheckpoints": "callbacks",
+    "as_runs": "runs",
+    "async_save": "asynchronous",
+    "load": "load",
+    "reshard": "reshard",
+    "save": "save",
+    "state_dict_as": "adapt",
+}
+"""What works on live models -> its module; these import torch."""
+
+_ROOMS = frozenset({"quant"})
+"""Rooms with public names of their own, `tx.quant.MXFP8`; they import torch."""
 
 if TYPE_CHECKING:
+    from transaxle import quant
     from transaxle._api import (
         Checkpoint,
         Comparison,
@@ -32,9 +55,23 @@ if TYPE_CHECKING:
         plan,
         verify,
     )
+    from transaxle.live.adapt import state_dict_as
+    from transaxle.live.asynchronous import SaveJob, async_save
+    from transaxle.live.callbacks import AccelerateHooks, TrainerCheckpoints
+    from transaxle.live.dcp import LoadPlanner, SavePlanner
+    from transaxle.live.extras import Random
+    from transaxle.live.load import load
+    from transaxle.live.report import LoadReport, SaveReport
+    from transaxle.live.reshard import ReshardReport, reshard
+    from transaxle.live.runs import as_runs
+    from transaxle.live.save import save
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"{__name__}.{name}")
+    if name in _LIVE:
+        return getattr(import_module(f"transaxle.live.{_LIVE[name]}"), name)
     if name in __all__:
         return getattr(import_module(_LAZY), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -42,18 +79,34 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "CODES",
+    "AccelerateHooks",
     "Checkpoint",
     "Comparison",
+    "LoadPlanner",
+    "LoadReport",
     "Plan",
+    "Random",
     "Refusal",
     "Report",
+    "ReshardReport",
+    "SaveJob",
+    "SavePlanner",
+    "SaveReport",
     "StoredTensor",
+    "TrainerCheckpoints",
     "TransaxleError",
     "Verification",
     "__version__",
+    "as_runs",
+    "async_save",
     "convert",
     "diff",
+    "load",
     "open",
     "plan",
+    "quant",
+    "reshard",
+    "save",
+    "state_dict_as",
     "verify",
 ]

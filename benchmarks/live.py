@@ -1,0 +1,284 @@
+"""Sharded checkpoints against torch's own: loading at another sharding, saving for a hub, saving in the background.
+
+Promises, at about 1.3 GB on four ranks: a load at another sharding reads at most 1.05 bytes per byte needed for cuts of
+rows and 1.5 for cuts of columns, in half of dcp.load's time; a save in safetensors takes a third of the time of DCP's
+HF writer with consolidation where the shards are rows, a tenth where they are columns, and writes at most 1.02 bytes
+per byte; `async_save` keeps training for a quarter of what `save` takes. What misses a promise is marked.
+
+Both sides run in the same processes (gloo on loopback), one after the other, with the source in the page cache. A run
+takes as long as its slowest rank; of several rounds the best one of each side counts, for the machine may be busy with
+other things. Bytes read are those of read calls, bytes written those of pages handed to the disk, as Linux counts them
+for all ranks together (/proc/self/io; on a file system in memory the latter are 0). DCP's HF reader maps its files, so
+its reads are not counted. Ours hashes what it writes, and reads it back for that; DCP does not. Both sides leave out
+waiting for the disk, but for the stall.
+
+    python benchmarks/live.py [--quick] [--megabytes 1342] [--rounds 3] [--part load] [--folder DIR]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import transaxle as tx
+
+RANKS, SIDE, FILES = 4, 4096, 4
+OURS, DCP, HF = "transaxle", "dcp", "dcp hf"
+PARTS = ("load", "save", "stall")
+State = dict[str, torch.Tensor]
+Found = dict[str, Any]
+
+
+def full(number: int, side: int) -> torch.Tensor:
+    """One weight: numbers that differ from row to row, column to column and weight to weight."""
+    codes = torch.arange(side * side, dtype=torch.int32) * (2 * number + 3)
+    return (codes % 32749).to(torch.int16).view(torch.bfloat16).reshape(side, side)
+
+
+def state(count: int, side: int, dim: int, *, filled: bool) -> State:
+    """A state dict of bfloat16 matrices, cut along one dim over all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found: State = {}
+    for number in range(count):
+        whole = full(number, side) if filled else torch.zeros(side, side, dtype=torch.bfloat16)
+        part = distribute_tensor(whole, mesh, [Shard(dim)], src_data_rank=None)
+        own = part.to_local().clone()
+        found[f"layers.{number}.weight"] = DTensor.from_local(
+            own, mesh, [Shard(dim)], shape=whole.shape, stride=(side, 1)
+        )
+    return found
+
+
+def check(found: State, side: int, dim: int) -> None:
+    """Hold the first and the last loaded tensor against a cut by torch."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for number in (0, len(found) - 1):
+        truth = distribute_tensor(full(number, side), mesh, [Shard(dim)], src_data_rank=None)
+        loaded = found[f"layers.{number}.weight"]
+        assert isinstance(loaded, DTensor)
+        assert torch.equal(loaded.to_local().view(torch.int16), truth.to_local().view(torch.int16))
+
+
+def counted() -> tuple[int, int]:
+    """Bytes that this process has read and written so far."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text("ascii").splitlines())
+    return int(lines["rchar"]), int(lines["write_bytes"])
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, int, int]:
+    """Run something on all ranks; return the slowest one's seconds, and the bytes that all read and wrote."""
+    dist.barrier()
+    begin, (read, written) = time.monotonic(), counted()
+    work()
+    took, now = time.monotonic() - begin, counted()
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, (took, now[0] - read, now[1] - written))
+    slowest, reads, writes = zip(*every, strict=True)
+    return max(slowest), sum(reads), sum(writes)
+
+
+def best(rounds: int, sides: dict[str, Callable[[], Any]], after: Callable[[], None]) -> Found:
+    """Let the sides take turns; keep the best round of each."""
+    found: dict[str, tuple[float, int, int]] = {}
+    for _ in range(rounds):
+        for side, work in sides.items():
+            took = timed(work)
+            after()
+            found[side] = min(found.get(side, took), took)
+    return dict(found)
+
+
+def remove(folder: Path) -> None:
+    """Remove what a save has written, once all ranks are done with it."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    dist.barrier()
+
+
+def sources(folder: Path, said: argparse.Namespace) -> Found:
+    """Write what the loads read: by four ranks, cut by rows; as a DCP folder, and as files of whole tensors."""
+    held = state(said.count, said.side, 0, filled=True)
+    dcp.save(held, checkpoint_id=str(folder / DCP))
+    hf_save(held, folder / HF)
+    return {}
+
+
+def hf_save(held: State, folder: Path) -> None:
+    """Save with DCP's HF writer, consolidation included."""
+    index = {name: 1 + number * FILES // len(held) for number, name in enumerate(held)}
+    writer = HuggingFaceStorageWriter(
+        str(folder), fqn_to_index_mapping=index, save_distributed=True, enable_consolidation=True,
+        thread_count_consolidation=FILES,
+    )  # fmt: skip
+    dcp.save(held, storage_writer=writer)
+
+
+def loads(folder: Path, said: argparse.Namespace, dim: int) -> Found:
+    """Load both sources, cut along `dim` over the ranks there are, with both tools."""
+    held = state(said.count, said.side, dim, filled=False)
+    needed = said.count * said.side * said.side * 2
+    checked = []
+
+    def loaded() -> None:
+        check(held, said.side, dim)
+        checked.append(True)
+        for tensor in held.values():
+            assert isinstance(tensor, DTensor)
+            tensor.to_local().zero_()
+
+    from_dcp = {
+        OURS: lambda: tx.load(held, folder / DCP),
+        DCP: lambda: dcp.load(held, checkpoint_id=str(folder / DCP)),
+    }
+    from_hf = {
+        OURS: lambda: tx.load(held, folder / HF),
+        HF: lambda: dcp.load(held, storage_reader=HuggingFaceStorageReader(str(folder / HF))),
+    }
+    found = {DCP: best(said.rounds, from_dcp, loaded), HF: best(said.rounds, from_hf, loaded), "needed": needed}
+    assert len(checked) == 4 * said.rounds
+    return found
+
+
+def saves(folder: Path, said: argparse.Namespace, dim: int) -> Found:
+    """Save a state cut along `dim` for a hub, with both tools."""
+    held = state(said.count, said.side, dim, filled=True)
+    size = -(-said.count // FILES) * said.side * said.side * 2
+    target = folder / "saved"
+    target.parent.mkdir(exist_ok=True)
+
+    def written() -> None:
+        if dist.get_rank() == 0:
+            ck = tx.open(target)
+            name = f"layers.{said.count - 1}.weight"
+            assert ck[name].tobytes() == full(said.count - 1, said.side).view(torch.int16).numpy().tobytes()
+        remove(target)
+
+    sides = {
+        OURS: lambda: tx.save(held, target, to="safetensors", shard_size=size, sync=False),
+        HF: lambda: hf_save(held, target),
+    }
+    return {HF: best(said.rounds, sides, written), "needed": said.count * said.side * said.side * 2}
+
+
+def stalls(folder: Path, said: argparse.Namespace) -> Found:
+    """Save a state in the foreground and in the background, both durable."""
+    held = state(said.count, said.side, 0, filled=True)
+    target = folder / "stalled"
+    jobs: list[tx.SaveJob] = []
+    sides = {
+        "save": lambda: tx.save(held, target, to="safetensors"),
+        "async_save": lambda: jobs.append(tx.async_save(held, target, to="safetensors")),
+    }
+
+    def written() -> None:
+        for job in jobs:
+            job.result()
+        jobs.clear()
+        remove(target)
+
+    sides["async_save"]()  # the first one starts the background process and makes its buffers
+    written()
+    return {"stall": best(said.rounds, sides, written)}
+
+
+def _rank(rank: int, world: int, task: Callable[..., Found], args: tuple[Any, ...], meeting: str) -> None:
+    warnings.simplefilter("ignore")
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=world)
+    found = task(*args)
+    if rank == 0:
+        Path(f"{meeting}.json").write_text(json.dumps(found), "utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def run(world: int, task: Callable[..., Found], *args: Any) -> Found:
+    """Run a task on so many ranks; return what rank 0 found."""
+    with tempfile.TemporaryDirectory() as folder:
+        meeting = str(Path(folder, "meeting"))
+        mp.spawn(_rank, (world, task, args, meeting), nprocs=world, daemon=False)
+        found: Found = json.loads(Path(f"{meeting}.json").read_text("utf-8"))
+    return found
+
+
+@contextmanager
+def workplace(said: argparse.Namespace) -> Iterator[Path]:
+    """A folder for all that is written."""
+    with tempfile.TemporaryDirectory(dir=said.folder, prefix="live-") as folder:
+        yield Path(folder)
+
+
+def line(what: str, other: str, found: Found, needed: int, promised: float | None, most: float, at: int) -> None:
+    """Print one comparison: times, their ratio, and bytes per byte needed (`at`: 1 read, 2 written)."""
+    mine, theirs = found[OURS], found[other]
+    ratio, moved = theirs[0] / mine[0], mine[at] / needed
+    mapped = other == HF and at == 1
+    fine = ratio >= (promised or 0) and moved <= most
+    peer = "mapped" if mapped else f"{theirs[at] / needed:6.2f}"
+    times = f"{mine[0]:7.2f} s {theirs[0]:7.2f} s   {ratio:6.2f} x"
+    print(
+        f"  {what:34s} {times} {f'(>= {promised:g})' if promised else '':8s}"
+        f"   {moved:5.2f} vs {peer:>6s} (<= {most:g})  {'' if fine else 'MISSED'}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="67 MB of smaller matrices, at most two rounds")
+    parser.add_argument("--megabytes", type=int, default=1342, help="size of the state")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; the best one counts")
+    parser.add_argument("--part", choices=PARTS, action="append", help="what to measure; default: everything")
+    parser.add_argument("--folder", type=Path, help="where to write; default: the system's temporary folder")
+    said = parser.parse_args()
+    said.side = 2048 if said.quick else SIDE
+    said.rounds = min(said.rounds, 2) if said.quick else said.rounds
+    said.count = max(FILES, (67 if said.quick else said.megabytes) * 1_000_000 // (said.side * said.side * 2))
+    parts = said.part or PARTS
+    total = said.count * said.side * said.side * 2
+    what = f"{said.count} matrices of {said.side}^2 bf16"
+    print(f"{total / 1e9:.2f} GB, {what}, {os.cpu_count()} cores, best of {said.rounds}")
+    print(f"  {'':34s} {OURS:>9s} {'torch':>9s}   {'time ratio':17s}   bytes per byte needed")
+    with workplace(said) as folder:
+        if "load" in parts:
+            run(RANKS, sources, folder, said)
+            for what, world, dim, most in (
+                ("rows 4 -> 2", 2, 0, 1.05),
+                ("rows 4 -> 3", 3, 0, 1.05),
+                ("rows -> columns", 4, 1, 1.5),
+            ):
+                found = run(world, loads, folder, said, dim)
+                line(f"load {what}, DCP folder", DCP, found[DCP], found["needed"], 2, most, 1)
+                line(f"load {what}, safetensors", HF, found[HF], found["needed"], None, most, 1)
+        if "save" in parts:
+            for what, dim, promised in (("rows", 0, 3.0), ("columns", 1, 10.0)):
+                found = run(RANKS, saves, folder, said, dim)
+                line(f"save {what} as safetensors", HF, found[HF], found["needed"], promised, 1.02, 2)
+        if "stall" in parts:
+            found = run(RANKS, stalls, folder, said)["stall"]
+            (save, *_), (stall, *_) = found["save"], found["async_save"]
+            missed = "" if stall <= save / 4 else "MISSED"
+            what = "async_save against save"
+            print(f"  {what:34s} {stall:7.2f} s {save:7.2f} s   {save / stall:6.2f} x (>= 4)  {missed}")
+
+
+if __name__ == "__main__":
+    main()

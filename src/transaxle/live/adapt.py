@@ -1,0 +1,306 @@
+"""The adapter: a live state dict under another dialect's names and shapes, its placements worked out, not copied along.
+
+For every tensor of the target dialect the placement is looked for under which each rank's part is made of what that
+rank holds already; then nothing is sent. Placements are tried, and each trial is decided by the same box copies that
+will fill the tensor: there is no rule per framework that could be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from transaxle.axes.strided import row_major
+from transaxle.engine.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.settings import Settings
+from transaxle.engine.source import Source
+from transaxle.engine.transfer import Transfer
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.live.census import Census, own_census
+from transaxle.live.config import own_config
+from transaxle.live.dtype import torch_dtype
+from transaxle.live.landing import local_of
+from transaxle.live.leaves import State, leaves
+from transaxle.live.memory import container, own_entry, rank_of, tensor_of
+from transaxle.live.placement import Held, Placement, cut_of, local_shape
+from transaxle.live.world import World
+
+_At = int
+"""A coordinate of a mesh dim: only ranks there have the tensor."""
+_Choice = TorchPlacement | _At
+_ABSENT = "INCOMPLETE"
+
+
+def state_dict_as(
+    state: State,
+    dialect: str,
+    *,
+    family: str | None = None,
+    source: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return a model's or state dict's tensors in another dialect; no disk, and nothing is sent between ranks.
+
+    Args:
+        state: a model, or a state dict whose leaves are tensors or DTensors, with any rank's share of the names.
+        dialect: the dialect wanted, such as `hf`.
+        family: model family; None: recognised.
+        source: dialect of the names as they are; None: recognised.
+        config: the model's config; None: that of the model, where it has one.
+
+    Returns:
+        Names of which this rank holds anything -> tensor or DTensor. A DTensor is on the mesh of its sources, or on the
+        part of it whose ranks hold the name, with global shape and stride. What needs no rearrangement shares storage.
+
+    Raises:
+        Refused: UNSUPPORTED where a rank would need what another holds; what stands against the translation.
+        UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
+    """
+    adapter = _adapter(state, dialect, family, source, config)
+    return adapter.all()
+
+
+def loadable_as(
+    state: State,
+    dialect: str,
+    *,
+    family: str | None = None,
+    source: str | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
+    """Return tensors of another dialect to be written into, and what then gives their values to the state's own.
+
+    The arguments are those of `state_dict_as`, whose result is the first part.
+
+    Raises:
+        Refused: as `state_dict_as`; INCOMPLETE for a tensor of the state that these are not all of.
+    """
+    adapter = _adapter(state, dialect, family, source, config)
+    made = adapter.all()
+    adapter.check_complete(made)
+    return made, lambda: adapter.give_back(made)
+
+
+def _adapter(
+    state: State, dialect: str, family: str | None, source: str | None, config: Mapping[str, Any] | None
+) -> _Adapter:
+    rank = World().rank
+    mine = leaves(state).tensors
+    everything = own_census(mine, rank)
+    told = own_config(state) if config is None else config
+    said = Settings(family=family, dialect=source, partial=True)
+    seen = Checkpoint(container(everything, mine, rank, told), said, None, None).as_dialect(dialect)
+    return _Adapter(seen, everything, mine, rank)
+
+
+class _Adapter:
+    """Makes the tensors of one view out of this rank's tensors."""
+
+    def __init__(self, seen: Checkpoint, everything: Census, mine: Mapping[str, torch.Tensor], rank: int) -> None:
+        self._seen = seen
+        self._everything = everything
+        self._mine = mine
+        self._rank = rank
+        self._known: dict[Any, tuple[_Choice, ...]] = {}
+        self._sources: dict[int, Source] = {}
+        self._given: dict[str, list[Transfer]] = {}
+
+    def all(self) -> dict[str, torch.Tensor]:
+        """Return every tensor of which this rank has anything."""
+        made = {name: self.make(name) for name in self._seen}
+        return {name: tensor for name, tensor in made.items() if tensor is not None}
+
+    def check_complete(self, made: Mapping[str, torch.Tensor]) -> None:
+        """Refuse tensors of which some bytes went nowhere.
+
+        Raises:
+            Refused: INCOMPLETE.
+        """
+        given = dict.fromkeys(self._mine, 0)
+        for name in made:
+            for transfer in self._given[name]:
+                given[tensor_of(transfer.file)] += transfer.size
+        problems = []
+        for name, size in given.items():
+            local = local_of(self._mine[name])
+            if size < local.numel() * local.element_size():
+                message = f"{size} of this rank's {local.numel() * local.element_size()} bytes are in the other dialect"
+                problems.append(Refusal("INCOMPLETE", message, Where(None, name)))
+        if problems:
+            raise gathered(problems)
+
+    def give_back(self, made: Mapping[str, torch.Tensor]) -> None:
+        """Write the values of made tensors into those that they were made of."""
+        flat = {name: _flat(tensor) for name, tensor in self._mine.items()}
+        with torch.no_grad():
+            for name, tensor in made.items():
+                for transfer in self._given[name]:
+                    _copy(transfer, flat[tensor_of(transfer.file)], _flat(tensor), back=True)
+            for name, tensor in self._mine.items():
+                local = local_of(tensor)
+                if local.numel() and not local.is_contiguous():
+                    local.copy_(flat[name].view(local.shape))
+
+    def make(self, name: str) -> torch.Tensor | None:
+        """Return one tensor, or None where this rank has nothing of it.
+
+        Raises:
+            Refused: UNSUPPORTED.
+        """
+        origins = sorted(self._seen[name].origins)
+        tensors = [self._mine[origin] for origin in origins]
+        distributed = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+        meshes = {tensor.device_mesh for tensor in distributed}
+        if not meshes:
+            return self._local(name, tuple(((0, size),) for size in self._seen[name].shape))
+        if len(meshes) > 1 or len(distributed) < len(tensors):
+            message = f"it is made of tensors on different meshes: {', '.join(origins)}"
+            raise refuse("UNSUPPORTED", message, tensor=name, hint="redistribute them to one mesh first")
+        mesh = meshes.pop()
+        ranks = mesh.mesh.flatten().tolist()
+        coordinates = {rank: tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in ranks}
+        choices = self._choices(name, mesh, coordinates, tuple(t.placements for t in distributed))
+        if choices is None:
+            placed = ", ".join(f"{o} {list(t.placements)}" for o, t in zip(origins, distributed, strict=True))
+            message = f"no placement gives every rank a part that it holds already; it is made of {placed}"
+            hint = "tx.reshard moves what other ranks hold; or redistribute the sources"
+            raise refuse("UNSUPPORTED", message, tensor=name, hint=hint)
+        here = coordinates[self._rank]
+        if not _present(choices, here):
+            return None
+        local = self._local(name, self._held(name, mesh, choices)[self._rank])
+        return _distributed(local, mesh, choices, self._seen[name].shape, name)
+
+    def _choices(
+        self,
+        name: str,
+        mesh: DeviceMesh,
+        coordinates: Mapping[int, tuple[int, ...]],
+        placements: tuple[tuple[TorchPlacement, ...], ...],
+    ) -> tuple[_Choice, ...] | None:
+        """Return, per mesh dim, where a tensor lies; None where no choice does without sending."""
+        stored = self._seen[name]
+        owners = [coordinates[rank_of(transfer.file)] for transfer in stored.transfers()]
+        at = tuple(found.pop() if len(found := set(column)) == 1 else None for column in zip(*owners, strict=True))
+        key = self._seen.targets[name].rule, stored.shape, placements, mesh
+        known = self._known.get(key)
+        if known is not None:
+            moved = tuple(a if isinstance(c, int) and a is not None else c for c, a in zip(known, at, strict=True))
+            if self._works(name, mesh, coordinates, moved):
+                return moved
+        for choices in _candidates(len(stored.shape), mesh, at):
+            if self._works(name, mesh, coordinates, choices):
+                self._known[key] = choices
+                return choices
+        return None
+
+    def _works(
+        self, name: str, mesh: DeviceMesh, coordinates: Mapping[int, tuple[int, ...]], choices: tuple[_Choice, ...]
+    ) -> bool:
+        """Tell whether every rank holds all that its part is made of."""
+        held = self._held(name, mesh, choices)
+        return all(
+            self._transfers(name, held[rank], rank) is not None
+            for rank, coordinate in coordinates.items()
+            if _present(choices, coordinate)
+        )
+
+    def _held(self, name: str, mesh: DeviceMesh, choices: tuple[_Choice, ...]) -> Mapping[int, Held]:
+        ranks = tuple(mesh.mesh.flatten().tolist())
+        cuts = tuple(cut_of(Replicate() if isinstance(choice, int) else choice, name) for choice in choices)
+        return Placement(tuple(mesh.mesh.shape), ranks, cuts).held(self._seen[name].shape)
+
+    def _transfers(self, name: str, held: Held, rank: int) -> list[Transfer] | None:
+        """Return what makes a part of a tensor out of one rank's memory; None where something is missing there."""
+        source = self._sources.get(rank)
+        if source is None:
+            entries = {n: own_entry(t, rank) for n, t in self._everything.items() if rank in t.held}
+            source = self._sources[rank] = Source(self._seen.container, entries)
+        stored = self._seen[name]
+        part = StoredTensor(name, stored.dtype, stored.shape, self._seen.targets[name], source)
+        try:
+            return part.transfers(held)
+        except KeyError:
+            return None
+        except TransaxleError as error:
+            if error.code != _ABSENT:
+                raise
+            return None
+
+    def _local(self, name: str, held: Held) -> torch.Tensor:
+        """Make this rank's part of a tensor."""
+        stored = self._seen[name]
+        transfers = self._given[name] = self._transfers(name, held, self._rank) or []
+        dtype, shape = torch_dtype(stored.dtype, tensor=name), local_shape(held)
+        first = self._mine[min(stored.origins)]
+        if len(transfers) == 1 and not transfers[0].loops and transfers[0].size == prod(shape) * dtype.itemsize:
+            only = transfers[0]
+            flat = _flat(self._mine[tensor_of(only.file)])
+            start = only.source // dtype.itemsize
+            return flat[start : start + prod(shape)].view(shape)
+        filled = sum(transfer.size for transfer in transfers) == prod(shape) * dtype.itemsize
+        out = (torch.empty if filled else torch.zeros)(shape, dtype=dtype, device=local_of(first).device)
+        for transfer in transfers:
+            _copy(transfer, _flat(self._mine[tensor_of(transfer.file)]), out.view(-1))
+        return out
+
+
+def _candidates(dims: int, mesh: DeviceMesh, at: tuple[int | None, ...]) -> Iterator[tuple[_Choice, ...]]:
+    """Yield what a tensor's placement may be, those that hold most first."""
+    sizes = tuple(mesh.mesh.shape)
+    factors = sorted({size for size in (*sizes, prod(sizes)) if size > 1})
+    cuts: list[_Choice] = [Shard(dim) for dim in range(dims)]
+    cuts += [_StridedShard(dim, split_factor=factor) for dim in range(dims) for factor in factors]
+    per_dim: list[list[_Choice]] = []
+    for size, coordinate in zip(sizes, at, strict=True):
+        alone: list[_Choice] = [coordinate] if coordinate is not None and size > 1 else []
+        per_dim.append([Replicate(), *alone, *cuts] if size > 1 else [Replicate()])
+    yield from product(*per_dim)
+
+
+def _present(choices: tuple[_Choice, ...], coordinate: tuple[int, ...]) -> bool:
+    return all(not isinstance(c, int) or c == here for c, here in zip(choices, coordinate, strict=True))
+
+
+def _distributed(
+    local: torch.Tensor, mesh: DeviceMesh, choices: tuple[_Choice, ...], shape: tuple[int, ...], name: str
+) -> torch.Tensor:
+    """Wrap a local part; on the part of the mesh that has the tensor, if that is not all of it."""
+    placements = [choice for choice in choices if not isinstance(choice, int)]
+    if not placements:
+        return local
+    if len(placements) < len(choices):
+        names = mesh.mesh_dim_names
+        if names is None:
+            message = "only some ranks of the mesh have it, and the mesh dims have no names to tell which"
+            raise refuse("UNSUPPORTED", message, tensor=name, hint="give init_device_mesh mesh_dim_names")
+        mesh = mesh[tuple(n for n, choice in zip(names, choices, strict=True) if not isinstance(choice, int))]
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(row_major(shape))
+    )
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part as one dim; it shares storage if it is contiguous."""
+    return local_of(tensor).contiguous().view(-1)
+
+
+def _copy(transfer: Transfer, source: torch.Tensor, out: torch.Tensor, *, back: bool = False) -> None:
+    """Carry a copy out between two flat tensors of one type; `back`: from its target to its source."""
+    item = out.element_size()
+    shape = [*(count for count, _, _ in transfer.loops), transfer.width // item]
+    steps = [[*(loop[side] // item for loop in transfer.loops), 1] for side in (1, 2)]
+    into = out.as_strided(shape, steps[1], out.storage_offset() + transfer.target // item)
+    given = source.as_strided(shape, steps[0], source.storage_offset() + transfer.source // item)
+    if back:
+        given.copy_(into)
+    else:
+        into.copy_(given)

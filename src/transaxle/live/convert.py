@@ -1,0 +1,70 @@
+"""Conversions that `decode=` allows: which types become which, and whether a value was rounded on the way.
+
+Codes without their scales are no values: a tensor of fp8 that no encoding explains is converted by nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from transaxle.engine.checkpoint import Checkpoint
+
+ALLOWED: Mapping[str, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+"""Values of `decode=`, and the safetensors codes of the parameters that may be converted to."""
+_DECODED_AS: Mapping[str, str] = {"bf16": "bf16", "fp16": "fp32", "fp32": "fp32"}
+"""Type in which encoded values are computed."""
+_PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
+_WIDENED = frozenset({("F16", "F32"), ("BF16", "F32")})
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One tensor whose values were not copied as they are."""
+
+    name: str
+    """The model's name."""
+    stored: str
+    """Safetensors code it had, or the encoding's name."""
+    to: str
+    """Safetensors code it has now."""
+    exact: bool | None
+    """Whether every value is the stored one; None for an encoded tensor: how far codes times scales are from what they
+    became is not measured while loading."""
+
+
+def may_become(stored: str, wanted: str, decode: str | None) -> bool:
+    """Tell whether values of one type may become another."""
+    return decode is not None and stored in _PLAIN and ALLOWED[decode] == wanted
+
+
+def decode_hint(stored: str, wanted: str) -> str:
+    """Return what a user can do about two types."""
+    said = next((key for key, code in ALLOWED.items() if code == wanted), None)
+    if said is None or not stored.startswith(("F", "BF")):
+        return ""
+    return f'decode="{said}" converts what is stored to the parameter\'s type'
+
+
+def decoded(checkpoint: Checkpoint, decode: str | None) -> Checkpoint:
+    """Return a checkpoint whose encoded tensors are plain ones, if `decode` says so.
+
+    Raises:
+        Refused: what stands against telling encoded buffers apart.
+    """
+    return checkpoint if decode is None else checkpoint.decode(_DECODED_AS[decode])
+
+
+def cast(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+    """Convert values; also tell whether all of them, NaN included, are what they were."""
+    found = values.to(dtype)
+    back = found.to(values.dtype)
+    same = (back == values) | (values != values)
+    return found, bool(same.all())
+
+
+def widens(stored: str, to: str) -> bool:
+    """Tell whether every value of a type is one of another."""
+    return stored == to or (stored, to) in _WIDENED

@@ -1,0 +1,108 @@
+"""Leaves: the tensors of a model or of a state dict, by the names a checkpoint knows them by.
+
+Wrappers put segments of their own into names (`_orig_mod`, `_checkpoint_wrapped_module`, `_fsdp_wrapped_module`, DDP's
+`module`); these are no part of the model and are taken out, segment by segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from transaxle.errors import Refusal, Where, gathered
+
+State = nn.Module | Mapping[str, Any]
+"""A model, or a state dict, nested or flat."""
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+_SEPARATOR = "."
+EXTRA_STATE = "_extra_state"
+"""Last part of the name under which a module keeps what its `get_extra_state` gives."""
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """What a model or state dict holds."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """Tensors and DTensors, by name; parameters are the parameters themselves."""
+    others: Mapping[str, Any]
+    """Everything else, by name: of a state dict what is no tensor, of a model the extra states of its modules."""
+
+
+def own_name(name: str) -> str:
+    """Return a name without the segments that wrappers add."""
+    return _SEPARATOR.join(part for part in name.split(_SEPARATOR) if part not in _WRAPPERS)
+
+
+def leaves(state: State) -> Leaves:
+    """Collect the leaves of a model or state dict.
+
+    Args:
+        state: a module (its persistent buffers included), or a mapping whose leaves may be anything; nested mappings
+            and lists are flattened with `.`.
+
+    Raises:
+        Refused: NAME_COLLISION where two paths have one name.
+    """
+    if isinstance(state, DistributedDataParallel):
+        state = state.module
+    clean = isinstance(state, nn.Module)
+    found = iter(state.state_dict(keep_vars=True).items()) if isinstance(state, nn.Module) else _flat(state, "")
+    tensors: dict[str, torch.Tensor] = {}
+    others: dict[str, Any] = {}
+    problems = []
+    for path, value in found:
+        name = own_name(path) if clean else path
+        if name in tensors or name in others:
+            problems.append(Refusal("NAME_COLLISION", f"two entries have this name, one is {path}", Where(None, name)))
+        extra = clean and name.endswith(EXTRA_STATE)
+        if isinstance(value, torch.Tensor) and not extra:
+            tensors[name] = value
+        else:
+            others[name] = value
+    if problems:
+        raise gathered(problems)
+    return Leaves(tensors, others)
+
+
+def tied(tensors: Mapping[str, torch.Tensor], present: Container[str]) -> dict[str, str]:
+    """Return the names that need no values of their own: their tensor is that of another name, which has them.
+
+    Args:
+        tensors: a model's, by name; tied parameters are one object under several names.
+        present: names that have values.
+    """
+    loaded = {id(tensor): name for name, tensor in tensors.items() if name in present}
+    return {name: loaded[id(t)] for name, t in tensors.items() if name not in present and id(t) in loaded}
+
+
+def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) of nested mappings and lists."""
+    if isinstance(value, Mapping):
+        items: Iterator[tuple[Any, Any]] = iter(value.items())
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        items = iter(enumerate(value))
+    else:
+        yield path, value
+        return
+    for key, child in items:
+        yield from _flat(child, f"{path}{_SEPARATOR}{key}" if path else str(key))
+
+
+def set_extra_state(model: nn.Module, name: str, state: Any) -> None:
+    """Hand an extra state to the module that it belongs to.
+
+    Args:
+        model: the whole model.
+        name: the state's name, see `leaves`.
+        state: as the module's `get_extra_state` gave it.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    owner = name.removesuffix(EXTRA_STATE).removesuffix(_SEPARATOR)
+    next(module for path, module in model.named_modules() if own_name(path) == owner).set_extra_state(state)

@@ -1,0 +1,305 @@
+"""Loading: each rank reads just the bytes of its own shards, from any format and dialect, into the tensors' storage.
+
+Everything is planned and agreed on by all ranks before the first byte is written. What several ranks hold alike is
+read by one of them and sent to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from transaxle.engine.checkpoint import Checkpoint, StoredTensor, open_checkpoint
+from transaxle.engine.copies import plan_checks, unequal
+from transaxle.engine.groups import regrouped
+from transaxle.engine.produce import limits, share
+from transaxle.engine.transfer import Reader, Scratch
+from transaxle.errors import Refusal, gathered
+from transaxle.formats.groups import GROUPS, PARAMS, Group
+from transaxle.live.beside import Beside
+from transaxle.live.census import Census, census
+from transaxle.live.clock import Clock
+from transaxle.live.convert import Conversion, decoded
+from transaxle.live.deferred import Deferred
+from transaxle.live.exchange import Parcel, exchange
+from transaxle.live.groups import restore, settings_for
+from transaxle.live.landing import Landing
+from transaxle.live.leaves import State, leaves, tied
+from transaxle.live.matching import compared, unmatched
+from transaxle.live.meta import materialise, unloadable
+from transaxle.live.optimizer import follow, install, names_of, rooms_for
+from transaxle.live.reading import Counting, Unit, units
+from transaxle.live.report import LoadReport
+from transaxle.live.view import View, view
+from transaxle.live.world import World
+
+_WASTE, _GAP = 1.4, 64
+"""Bytes that may be read for each one needed, and the gap between runs that is read along in any case."""
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """What all ranks agreed on."""
+
+    seen: View
+    """The source in the model's dialect."""
+    stored: Mapping[str, StoredTensor]
+    """The source's tensors by the model's names."""
+    wanted: Census
+    """What is loaded, as all ranks hold it."""
+    named: Mapping[str, torch.Tensor]
+    """The optimizer's parameters by name."""
+    missing: tuple[str, ...]
+    """Names that only the model has."""
+    unexpected: tuple[str, ...]
+    """Names that only the source has."""
+    conversions: Mapping[str, Conversion]
+    """What is converted, as far as it is known beforehand, by the model's names."""
+    settings: list[Mapping[str, Any]]
+    """For each group of the optimizer, the settings that the source has."""
+    beside: Beside
+    """What is no tensor."""
+
+
+def load(
+    state: State,
+    src: str | Path | Checkpoint,
+    *,
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    family: str | None = None,
+    dialect: str | None = None,
+    config: str | Path | Mapping[str, Any] | None = None,
+    strict: bool = True,
+    decode: Literal["bf16", "fp16", "fp32"] | None = None,
+    broadcast_replicated: bool = True,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | None = None,
+    jobs: int | None = None,
+) -> LoadReport:
+    """Load a checkpoint into a model or state dict; collective over the group.
+
+    Args:
+        state: a model under any parallelism, or a state dict whose leaves are tensors or DTensors.
+        src: path of a checkpoint of any format and dialect, or an opened one.
+        optimizer: the model's optimizer, whose state and settings are loaded too; it need not have made a step yet.
+        extra: what else is restored, by name: objects with `load_state_dict` get their states, the states of any other
+            names are in the report. A state that differed between ranks needs as many ranks as saved it.
+        family: model family; None: recognised.
+        dialect: dialect of the model's names; None: recognised.
+        config: config.json of the source, where it has none.
+        strict: refuse names that only one side has; otherwise they are reported.
+        decode: parameters of this type take encoded tensors, decoded, and floating-point ones of other types, rounded;
+            None: a type that differs is refused.
+        broadcast_replicated: read what several ranks hold once, and send it.
+        group: the ranks that load together; None: all.
+        device: where plain meta tensors go; None: the current GPU, or the CPU where there is none.
+        jobs: reading threads per rank.
+
+    Raises:
+        TransaxleError: on every rank, before anything is written, with every problem of every rank.
+    """
+    world, clock = World(group), Clock()
+    with _opened(src, config, world) as opened:
+        base = _base(opened, decode)
+        reader = Counting(base.container.storage)
+        with world.together():
+            checkpoint = decoded(_counted(base, reader), decode)
+        with clock.stage("plan"):
+            planned = _plan(state, checkpoint, optimizer, extra or {}, family, dialect, world, strict, decode)
+            plan = units(planned.wanted, planned.stored, once=broadcast_replicated)
+        with clock.stage("check"), world.together():
+            _check_copies(planned.seen, world, jobs)
+        with world.together():
+            if isinstance(state, nn.Module):
+                materialise(state, planned.stored, device or _default_device())
+            mine = dict(leaves(state).tensors)
+            states: dict[str, torch.Tensor] = {}
+            if optimizer is not None:
+                follow(optimizer, planned.named, mine)
+                states = rooms_for(optimizer, {name: mine[name] for name in planned.named}, planned.stored)
+            landings = {
+                name: Landing(tensor, planned.stored[name].dtype)
+                for name, tensor in {**mine, **states}.items()
+                if name in planned.wanted
+            }
+        before, storage = reader.count, planned.seen.checkpoint.container.storage
+        with clock.stage("read"), world.together():
+            planned.beside.read()
+            _read_own(plan, landings, storage, world.rank, jobs)
+        with clock.stage("exchange"), world.together():
+            received = _read_shared(plan, landings, storage, world)
+    with world.together():
+        if optimizer is not None:
+            install(optimizer, {name: mine[name] for name in planned.named}, states)
+            restore(optimizer, planned.settings)
+        planned.beside.install()
+    return LoadReport(
+        path=checkpoint.path,
+        format=checkpoint.format,
+        dialect=planned.seen.dialect,
+        tensors=len(landings),
+        bytes_needed=sum(landing.size for landing in landings.values()),
+        bytes_read=reader.count - before,
+        bytes_received=received,
+        bytes_written=sum(landing.written for landing in landings.values()),
+        converted=_converted(planned.conversions, landings, world),
+        missing=(*planned.missing, *planned.beside.missing),
+        unexpected=planned.unexpected,
+        scalars=planned.beside.scalars,
+        extra=planned.beside.extra,
+        seconds=clock.seconds,
+    )
+
+
+@contextmanager
+def _opened(
+    src: str | Path | Checkpoint, config: str | Path | Mapping[str, Any] | None, world: World
+) -> Iterator[Checkpoint]:
+    """Give the source; one that is opened here is closed again."""
+    if isinstance(src, Checkpoint):
+        yield src
+        return
+    with world.together():
+        checkpoint = open_checkpoint(src, config=config)
+    with checkpoint:
+        yield checkpoint
+
+
+def _base(opened: Checkpoint, decode: str | None) -> Checkpoint:
+    """Return the checkpoint that is decoded here, if any is: not one that the caller has decoded already."""
+    return opened if decode is None or opened.undecoded is None else opened.undecoded
+
+
+def _counted(base: Checkpoint, reader: Counting) -> Checkpoint:
+    """Return a checkpoint under its stored names, whose bytes are counted when they are read."""
+    return Checkpoint(replace(base.container, storage=reader), base.settings, None, None, base.undecoded)
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _plan(
+    state: State,
+    checkpoint: Checkpoint,
+    optimizer: Optimizer | None,
+    extra: Mapping[str, Any],
+    family: str | None,
+    dialect: str | None,
+    world: World,
+    strict: bool,
+    decode: str | None,
+) -> _Planned:
+    """Find out what every rank needs and where it lies; collective."""
+    with world.together():
+        found = leaves(state)
+        mine = found.tensors
+    names = census(mine, world)
+    with world.together():
+        seen = view(checkpoint, names, family, dialect)
+        stored = seen.tensors()
+        named = {} if optimizer is None else names_of(optimizer, mine)
+        states = {} if optimizer is None else rooms_for(optimizer, named, stored)
+    ties = {name for each in world.gather(tied(mine, stored)) for name in each}
+    everything = {**{name: t for name, t in names.items() if name not in ties}, **census(states, world)}
+    others = {name for each in world.gather(tuple(found.others)) for name in each}
+    with world.together():
+        problems, missing, unexpected = compared(everything, stored, optimizer is not None, decode)
+        unexpected = tuple(name for name in unexpected if name not in others)
+        beside = Beside(state, found.others, extra, checkpoint, stored, world)
+        problems += beside.problems
+        if strict:
+            problems += [*unmatched(missing, unexpected), *beside.lacking]
+        problems += unloadable(state, stored.keys() | ties)
+        settings, unlike = ([], []) if optimizer is None else settings_for(optimizer, named, _groups(seen, problems))
+        problems += unlike
+        if problems:
+            raise gathered(problems)
+    wanted = {name: tensor for name, tensor in everything.items() if name not in missing}
+    conversions = _conversions(wanted, seen, stored)
+    return _Planned(seen, stored, wanted, named, missing, unexpected, conversions, settings, beside)
+
+
+def _groups(seen: View, problems: list[Refusal]) -> list[Group]:
+    """Return the source's parameter groups by the model's names."""
+    groups = seen.checkpoint.container.metadata.get(GROUPS, ())
+    found = regrouped(groups, seen.checkpoint.targets, problems)
+    return [{**group, PARAMS: [seen.named(name) for name in group[PARAMS]]} for group in found]
+
+
+def _conversions(wanted: Census, seen: View, stored: Mapping[str, StoredTensor]) -> dict[str, Conversion]:
+    """Return what is converted; whether casts are exact is known when they are done."""
+    held = seen.checkpoint.decoded
+    found = {}
+    for name, tensor in wanted.items():
+        source = stored[name]
+        codes = next((held[origin] for origin in source.origins if origin in held), None)
+        if codes is not None:
+            found[name] = Conversion(name, codes.encoding.name, tensor.dtype, None)
+        elif source.dtype != tensor.dtype:
+            found[name] = Conversion(name, source.dtype, tensor.dtype, exact=True)
+    return found
+
+
+def _converted(
+    planned: Mapping[str, Conversion], landings: Mapping[str, Landing], world: World
+) -> tuple[Conversion, ...]:
+    """Return what was converted, with what all ranks know of its exactness; collective."""
+    if not planned:
+        return ()
+    mine = {name for name, landing in landings.items() if not landing.exact}
+    rounded = {name for each in world.gather(mine) for name in each}
+    return tuple(replace(each, exact=False) if name in rounded else each for name, each in planned.items())
+
+
+def _check_copies(seen: View, world: World, jobs: int | None) -> None:
+    """Prove stored copies equal, each pair by one rank."""
+    problems: list[Refusal] = []
+    checks = plan_checks(seen.checkpoint.source, seen.checkpoint.checks, problems)
+    place = world.ranks.index(world.rank)
+    problems += unequal(checks[place :: world.size], seen.checkpoint.container.storage, limits(jobs))
+    if problems:
+        raise gathered(problems)
+
+
+def _read_own(plan: list[Unit], landings: Mapping[str, Landing], reader: Reader, rank: int, jobs: int | None) -> None:
+    """Read what this rank alone needs, by several threads, straight into place."""
+    limit = limits(jobs)
+
+    def work(scratch: Scratch, unit: Unit) -> None:
+        landing = landings[unit.name]
+        unit.read(reader, landing.part(unit.start, unit.stop), scratch)
+        landing.done(unit.stop - unit.start)
+
+    alone = [unit for unit in plan if unit.ranks == (rank,)]
+    share(alone, limit.jobs, lambda _: Scratch(limit.scratch, _WASTE, _GAP), work)
+
+
+def _read_shared(plan: list[Unit], landings: Mapping[str, Landing], reader: Reader, world: World) -> int:
+    """Read what several ranks need, each unit by its reader, and send it; return the bytes received."""
+    shared = [unit for unit in plan if len(unit.ranks) > 1]
+    scratch = Scratch(limits(1).scratch, _WASTE, _GAP)
+
+    def fill(number: int, buffer: np.ndarray) -> None:
+        shared[number].read(reader, buffer, scratch)
+
+    def take(number: int, buffer: np.ndarray) -> None:
+        unit = shared[number]
+        landings[unit.name].part(unit.start, unit.stop)[:] = buffer
+        landings[unit.name].done(unit.stop - unit.start)
+
+    later = Deferred()
+    parcels = [Parcel(unit.reader, unit.ranks, unit.stop - unit.start) for unit in shared]
+    received = exchange(world, parcels, later(fill), later(take))
+    later.check()
+    return received

@@ -1,0 +1,194 @@
+"""Live tensors as a container: every rank's shards are the chunks of the stored tensors, its memory the files.
+
+The catalog is the same on all ranks, so all of them plan alike; only this rank's own chunks can be read here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+
+from transaxle.axes.strided import row_major
+from transaxle.errors import refuse
+from transaxle.formats.catalog import Container, Entry, Extent
+from transaxle.formats.dtype import nbytes
+from transaxle.formats.groups import GROUPS, Group
+from transaxle.formats.storage import Listing
+from transaxle.live.census import Census, Global
+from transaxle.live.landing import as_bytes, local_of
+from transaxle.live.placement import Held, local_shape
+
+FORMAT = "live"
+CONFIG = "config.json"
+_SEPARATOR = "/"
+
+
+def file_of(rank: int, name: str) -> str:
+    """Return the name of the file that stands for a rank's part of a tensor."""
+    return f"{rank}{_SEPARATOR}{name}"
+
+
+def rank_of(file: str) -> int:
+    """Return the rank whose memory a file stands for."""
+    return int(file.partition(_SEPARATOR)[0])
+
+
+def tensor_of(file: str) -> str:
+    """Return the tensor whose local part a file stands for."""
+    return file.partition(_SEPARATOR)[2]
+
+
+class Memory:
+    """This rank's tensors as files of row-major bytes; see `Storage`.
+
+    A tensor on a GPU, or not contiguous, is copied to the CPU when it is first read, and let go when the next is.
+
+    Args:
+        tensors: this rank's, by name.
+        rank: this rank.
+        files: other files of the checkpoint, with their bytes.
+    """
+
+    single = None
+    path = FORMAT
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], rank: int, files: Mapping[str, bytes]) -> None:
+        self._tensors = tensors
+        self._rank = rank
+        self._files = files
+        self._held: dict[str, Any] = {}
+
+    def listing(self, folder: str = "") -> Listing:
+        """See `Storage`."""
+        return Listing(tuple(sorted(self._files)) if not folder else (), (), {})
+
+    def names(self) -> tuple[str, ...]:
+        """See `Storage`."""
+        return tuple(sorted(self._files))
+
+    def size(self, name: str) -> int:
+        """See `Storage`."""
+        return len(self._bytes(name))
+
+    def version(self, name: str) -> str:
+        """See `Storage`."""
+        return name
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """See `Storage`."""
+        view[:] = memoryview(self._bytes(name))[offset : offset + len(view)]
+
+    def read(self, name: str, offset: int, size: int) -> bytes:
+        """See `Storage`."""
+        return bytes(memoryview(self._bytes(name))[offset : offset + size])
+
+    def recheck(self) -> None:
+        """Memory of a live model does not change behind our back."""
+
+    def close(self) -> None:
+        """Let copies go."""
+        self._held.clear()
+
+    def _bytes(self, name: str) -> Any:
+        if name in self._files:
+            return self._files[name]
+        rank, _, tensor = name.partition(_SEPARATOR)
+        if int(rank) != self._rank:
+            raise refuse("IO", f"it is in the memory of rank {rank}; this is rank {self._rank}", tensor=tensor)
+        local = local_of(self._tensors[tensor])
+        if local.device.type == "cpu" and local.is_contiguous():
+            return as_bytes(local)
+        held = self._held.get(name)
+        if held is None:
+            self._held = {name: as_bytes(local.contiguous().cpu())}
+            held = self._held[name]
+        return held
+
+
+def container(
+    everything: Census,
+    tensors: Mapping[str, torch.Tensor],
+    rank: int,
+    config: Mapping[str, Any] | None,
+    *,
+    groups: Sequence[Group] = (),
+    files: Mapping[str, bytes] | None = None,
+) -> Container:
+    """Return the live tensors of all ranks as one container.
+
+    Args:
+        everything: what all ranks hold.
+        tensors: what this rank holds.
+        rank: this rank.
+        config: the model's config, which becomes the checkpoint's config.json.
+        groups: parameter groups of the optimizer, by the names of the parameters.
+        files: other files that travel along.
+
+    Post-condition: of replicas, one is read: that of the rank which has least to give so far.
+
+    Raises:
+        Refused: INCOMPLETE where no rank holds some part of a tensor.
+    """
+    given: dict[int, int] = {}
+    entries = {name: _entry(tensor, given) for name, tensor in everything.items()}
+    beside = dict(files or {})
+    if config is not None:
+        beside[CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
+    metadata = {GROUPS: list(groups)} if groups else {}
+    return Container(FORMAT, FORMAT, Memory(tensors, rank, beside), entries, {}, metadata, carried=tuple(beside))
+
+
+def own_entry(tensor: Global, rank: int) -> Entry:
+    """Return what one rank holds of a tensor, as an entry that has holes where others hold the rest."""
+    chunks = _extents(tensor, tensor.held[rank], file_of(rank, tensor.name))
+    return Entry(tensor.name, tensor.dtype, tensor.shape, tuple(extent for _, extent in chunks))
+
+
+def _entry(tensor: Global, given: dict[int, int]) -> Entry:
+    extents: list[Extent] = []
+    covered: set[tuple[tuple[int, int], ...]] = set()
+    for held, ranks in tensor.boxes.items():
+        owner = min(ranks, key=lambda rank: (given.get(rank, 0), rank))
+        given[owner] = given.get(owner, 0) + nbytes(tensor.dtype, local_shape(held))
+        for spans, extent in _extents(tensor, held, file_of(owner, tensor.name)):
+            if spans not in covered:
+                covered.add(spans)
+                extents.append(extent)
+    size = sum(_count(extent.shape) for extent in extents)
+    if size != _count(tensor.shape):
+        message = f"all ranks together hold {size} of its {_count(tensor.shape)} elements"
+        raise refuse("INCOMPLETE", message, tensor=tensor.name)
+    return Entry(tensor.name, tensor.dtype, tensor.shape, tuple(extents))
+
+
+def _extents(tensor: Global, held: Held, file: str) -> list[tuple[tuple[tuple[int, int], ...], Extent]]:
+    """Return the chunks of one rank's part: one for each combination of its intervals."""
+    strides = row_major(local_shape(held))
+    item = nbytes(tensor.dtype, (1,)) if tensor.shape else 1
+    per_dim = []
+    for intervals in held:
+        base, found = 0, []
+        for first, last in intervals:
+            found.append((first, last, base))
+            base += last - first
+        per_dim.append(found)
+    chunks = []
+    for parts in product(*per_dim):
+        offset = sum(base * stride for (_, _, base), stride in zip(parts, strides, strict=True)) * item
+        start = tuple(first for first, _, _ in parts)
+        shape = tuple(last - first for first, last, _ in parts)
+        if _count(shape) or not _count(tensor.shape):
+            spans = tuple((first, last) for first, last, _ in parts)
+            chunks.append((spans, Extent(start, shape, file, offset, strides)))
+    return chunks
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

@@ -1,0 +1,99 @@
+"""Placements: what each rank of a mesh holds of a live tensor, as interval lists.
+
+DTensor's placements become the chunk rules of `axes`, so what a rank holds is computed once, in one way, for `Shard`,
+`Shard(-1)`, `_StridedShard` and every order of mesh dims; torch is asked for placements, never for offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from transaxle.axes.chunk import Cut, Intervals, Replicated, Rule, Shard, StridedShard, place
+from transaxle.errors import refuse
+
+Held = tuple[Intervals, ...]
+"""Per dim, the positions that a rank holds, in local order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """How a tensor lies on a mesh; equal on all ranks of the mesh."""
+
+    mesh: tuple[int, ...]
+    """Ranks along each mesh dim."""
+    ranks: tuple[int, ...]
+    """Global ranks of the mesh, row-major."""
+    cuts: tuple[tuple[int | None, Rule], ...]
+    """For each mesh dim, the tensor's dim that it cuts (None: it does not) and how."""
+
+    def held(self, shape: tuple[int, ...]) -> Mapping[int, Held]:
+        """Return what each rank of the mesh holds of a tensor of this shape."""
+        found: dict[int, Held] = {}
+        for number, rank in enumerate(self.ranks):
+            rest, coordinates = number, []
+            for size in reversed(self.mesh):
+                rest, coordinate = divmod(rest, size)
+                coordinates.append(coordinate)
+            steps = zip(self.cuts, self.mesh, reversed(coordinates), strict=True)
+            found[rank] = place(shape, [Cut(dim, size, coordinate, rule) for (dim, rule), size, coordinate in steps])
+        return found
+
+
+def alone(rank: int) -> Placement:
+    """Return the placement of a plain tensor: this rank has all of it."""
+    return Placement((1,), (rank,), ((None, Replicated()),))
+
+
+def cut_of(placement: TorchPlacement, name: str) -> tuple[int | None, Rule]:
+    """Return the dim that a torch placement cuts, None for none, and how.
+
+    Args:
+        placement: of one mesh dim.
+        name: the tensor's name, for refusals.
+
+    Raises:
+        Refused: UNSUPPORTED for `Partial`.
+    """
+    if isinstance(placement, _StridedShard):
+        return placement.dim, StridedShard(int(placement.split_factor))
+    if placement.is_shard():
+        return placement.dim, Shard()  # type: ignore[attr-defined]  # `is_shard` does not narrow
+    if placement.is_replicate():
+        return None, Replicated()
+    message = f"its placement {placement} is no cut: ranks hold terms of a sum"
+    raise refuse("UNSUPPORTED", message, tensor=name, hint="redistribute it to Replicate() or Shard(dim) first")
+
+
+def placement_of(tensor: torch.Tensor, rank: int, name: str) -> Placement:
+    """Return how a live tensor lies on its mesh.
+
+    Args:
+        tensor: a tensor or DTensor.
+        rank: this process's global rank.
+        name: its name, for refusals.
+
+    Raises:
+        Refused: UNSUPPORTED for `Partial` placements.
+    """
+    if not isinstance(tensor, DTensor):
+        return alone(rank)
+    mesh = tensor.device_mesh
+    ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
+    return Placement(tuple(mesh.mesh.shape), ranks, tuple(cut_of(p, name) for p in tensor.placements))
+
+
+def local_shape(held: Held) -> tuple[int, ...]:
+    """Return the shape of the local tensor that holds these positions."""
+    return tuple(sum(stop - start for start, stop in intervals) for intervals in held)
+
+
+def elements(held: Held) -> int:
+    """Return the number of elements in it."""
+    return prod(local_shape(held))

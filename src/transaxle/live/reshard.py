@@ -1,0 +1,102 @@
+"""Resharding: from tensors of one mesh and dialect into those of another, over the process group, without a disk."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from transaxle.engine.checkpoint import Checkpoint
+from transaxle.engine.settings import Settings
+from transaxle.errors import gathered
+from transaxle.formats.dtype import nbytes
+from transaxle.live.assemble import Item, Run, assemble
+from transaxle.live.census import census
+from transaxle.live.config import shared_config
+from transaxle.live.landing import Bytes, Landing
+from transaxle.live.leaves import State, leaves
+from transaxle.live.matching import compared, unmatched
+from transaxle.live.memory import container
+from transaxle.live.placement import local_shape
+from transaxle.live.view import view
+from transaxle.live.world import World
+
+
+@dataclass(frozen=True)
+class ReshardReport:
+    """What `reshard` did on this rank."""
+
+    tensors: int
+    """Target tensors of which this rank holds anything."""
+    bytes_written: int
+    """Bytes written into them."""
+    bytes_received: int
+    """Bytes that came from other ranks."""
+    seconds: float
+    """Wall time."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain JSON data."""
+        return asdict(self)
+
+
+def reshard(
+    src_state: State,
+    dst_state: State,
+    group: dist.ProcessGroup | None = None,
+    *,
+    family: str | None = None,
+    dialect: str | None = None,
+    config: dict[str, Any] | None = None,
+    strict: bool = True,
+) -> ReshardReport:
+    """Copy live tensors into others of any placement and dialect of the same family; collective over the group.
+
+    Args:
+        src_state: model or state dict to read, such as a trainer's; a rank that has none of it gives `{}`.
+        dst_state: model or state dict to write, such as an inference engine's; likewise.
+        group: ranks of both sides; None: all.
+        family: model family; None: recognised.
+        dialect: dialect of the target's names; None: recognised.
+        config: the model's config; None: `src_state.config`, where it has one on this rank or another.
+        strict: refuse names that only one side has.
+
+    Raises:
+        TransaxleError: on every rank, before anything is written.
+    """
+    begin = time.monotonic()
+    world = World(group)
+    with world.together():
+        mine, theirs = leaves(src_state).tensors, leaves(dst_state).tensors
+    told = shared_config(src_state, config, world)
+    source, target = census(mine, world), census(theirs, world)
+    with world.together():
+        held = container(source, mine, world.rank, told)
+        seen = view(Checkpoint(held, Settings(family=family, partial=True), None, None), target, family, dialect)
+        stored = seen.tensors()
+        problems, missing, unexpected = compared(target, stored, optimizer=True)
+        if strict:
+            problems += unmatched(missing, unexpected)
+        if problems:
+            raise gathered(problems)
+        landings = {name: Landing(tensor, stored[name].dtype) for name, tensor in theirs.items() if name in stored}
+        items, names = list[Item](), list[str]()
+        for name, tensor in target.items():
+            if name not in stored:
+                continue
+            for share, ranks in tensor.boxes.items():
+                size = nbytes(stored[name].dtype, local_shape(share))
+                items.append(Item(len(items), size, stored[name].transfers(share), ranks))
+                names.append(name)
+
+    def write(run: Run, data: Bytes) -> None:
+        landing = landings[names[run.item.key]]
+        landing.part(run.start, run.stop)[:] = data
+        landing.done(run.size)
+
+    with world.together():
+        received = assemble(items, held.storage, world, write)
+    written = sum(landing.written for landing in landings.values())
+    return ReshardReport(len(landings), written, received, time.monotonic() - begin)

@@ -1,0 +1,140 @@
+"""Running a function on several ranks: processes over gloo on loopback, which report what they return or raise.
+
+Starting processes that import torch costs seconds, so the ranks of one world size stay alive for all tests of a
+session and take functions in turn; each call has a process group of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from transaxle.errors import TransaxleError
+
+TIMEOUT = timedelta(seconds=60)
+_PATIENCE = 150.0
+"""Seconds after which ranks that have not answered are taken for hung."""
+Task = Callable[..., Any]
+"""A function of a module under `tests`, at its top."""
+_TESTS = "tests"
+DIED = "died"
+"""What a rank is said to have raised that was killed."""
+
+
+def _serve(rank: int, world: int, pipe: Any, timeout: timedelta) -> None:
+    """Take tasks from a pipe until it closes."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    while True:
+        try:
+            module, name, args, meeting = pipe.recv()
+        except EOFError:
+            return
+        task = getattr(import_module(module), name)
+        dist.init_process_group("gloo", f"file://{meeting}", timeout=timeout, rank=rank, world_size=world)
+        try:
+            answer = (True, task(rank, world, *args))
+        except TransaxleError as error:
+            answer = (False, error)
+        except BaseException:  # noqa: BLE001 - it is told, and raised, in the test
+            answer = (False, traceback.format_exc())
+        finally:
+            dist.destroy_process_group()
+        pipe.send(answer)
+
+
+def _module(task: Task) -> str:
+    """The name under which another process can import a task's module: pytest leaves `tests` out."""
+    own = task.__module__
+    return own if own.startswith(f"{_TESTS}.") else f"{_TESTS}.{own}"
+
+
+class Ranks:
+    """Processes that act as the ranks of one world."""
+
+    def __init__(self, world: int, timeout: timedelta = TIMEOUT) -> None:
+        context = mp.get_context("spawn")
+        self.world = world
+        self.pipes = []
+        self.processes = []
+        for rank in range(world):
+            here, there = context.Pipe()
+            # Only a process that is no daemon may have processes of its own.
+            process = context.Process(target=_serve, args=(rank, world, there, timeout))
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def answers(self, task: Task, *args: Any) -> list[tuple[bool, Any]]:
+        """Run `task(rank, world, *args)` on every rank; return (whether it returned, what it returned or raised)."""
+        with tempfile.TemporaryDirectory() as folder:
+            for pipe in self.pipes:
+                pipe.send((_module(task), task.__name__, args, str(Path(folder, "meeting"))))
+            found = []
+            for rank, pipe in enumerate(self.pipes):
+                if not pipe.poll(_PATIENCE):
+                    self.stop()
+                    raise TimeoutError(f"rank {rank} of {self.world} hangs in {task.__name__}")
+                try:
+                    found.append(pipe.recv())
+                except EOFError:
+                    found.append((False, DIED))
+        return found
+
+    def run(self, task: Task, *args: Any) -> list[Any]:
+        """Run it everywhere and return what the ranks return.
+
+        Raises:
+            TransaxleError: what a rank raised; AssertionError with the traceback for any other exception.
+        """
+        answers = self.answers(task, *args)
+        for rank, (fine, value) in enumerate(answers):
+            if not fine and not isinstance(value, TransaxleError):
+                raise AssertionError(f"rank {rank} of {self.world}:\n{value}")
+        for fine, value in answers:
+            if not fine:
+                raise value
+        return [value for _, value in answers]
+
+    def stop(self) -> None:
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+_ALIVE: dict[int, Ranks] = {}
+
+
+def ranks(world: int) -> Ranks:
+    """Return the living ranks of a world size."""
+    found = _ALIVE.get(world)
+    if found is None or not all(process.is_alive() for process in found.processes):
+        found = _ALIVE[world] = Ranks(world)
+    return found
+
+
+def run(world: int, task: Task, *args: Any) -> list[Any]:
+    """Run `task(rank, world, *args)` on every rank of a world; see `Ranks.run`."""
+    return ranks(world).run(task, *args)
+
+
+def stop_all() -> None:
+    """Stop all ranks."""
+    for found in _ALIVE.values():
+        found.stop()
+    _ALIVE.clear()

@@ -1,0 +1,101 @@
+"""`decode=`: what is encoded, or of another type, becomes what the parameter is; unasked, it is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from transaxle.errors import TransaxleError
+from transaxle.live.convert import Conversion
+from transaxle.live.load import load
+
+
+def _save(place: Path, **tensors: torch.Tensor) -> str:
+    save_file(tensors, place / "model.safetensors")
+    return str(place)
+
+
+def test_a_type_that_differs_needs_leave(tmp_path: Path) -> None:
+    source = _save(tmp_path, a=torch.arange(6.0) + 1 / 3, b=torch.arange(6.0), c=torch.arange(6.0).bfloat16())
+    state = {"a": torch.ones(6, dtype=torch.bfloat16), "b": torch.ones(6, dtype=torch.bfloat16), "c": torch.ones(6)}
+    with pytest.raises(TransaxleError) as found:
+        load(state, source)
+    assert [r.where.tensor for r in found.value.refusals] == ["a", "b", "c"]
+    assert {r.code for r in found.value.refusals} == {"DTYPE_MISMATCH"}
+    assert 'decode="bf16"' in found.value.refusals[0].hint
+    assert 'decode="fp32"' in found.value.refusals[2].hint
+    with pytest.raises(TransaxleError) as found:
+        load(state, source, decode="bf16")
+    assert [r.where.tensor for r in found.value.refusals] == ["c"]
+    assert all(bool((tensor == 1).all()) for tensor in state.values())
+    state["c"] = state["c"].bfloat16()
+    report = load(state, source, decode="bf16")
+    assert torch.equal(state["a"], (torch.arange(6.0) + 1 / 3).bfloat16())
+    assert torch.equal(state["b"], torch.arange(6.0).bfloat16())
+    assert report.converted == (Conversion("a", "F32", "BF16", exact=False), Conversion("b", "F32", "BF16", exact=True))
+
+
+TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@pytest.mark.parametrize("decode", TYPES)
+def test_every_plain_type_is_converted_as_torch_does(tmp_path: Path, decode: Any) -> None:
+    dtype = TYPES[decode]
+    values = torch.linspace(-3, 3, 40, dtype=torch.float64)
+    values[7] = float("nan")
+    kinds = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+    tensors = {str(kind): values.to(kind) for kind in kinds}
+    save_file(tensors, tmp_path / "model.safetensors")
+    state = {name: torch.zeros(40, dtype=dtype) for name in tensors}
+    report = load(state, tmp_path, decode=decode)
+    for name, tensor in tensors.items():
+        assert torch.equal(state[name].nan_to_num(77), tensor.to(dtype).nan_to_num(77))
+    for each in report.converted:
+        back = tensors[each.name].to(dtype).to(tensors[each.name].dtype)
+        assert each.exact == torch.equal(back.nan_to_num(77), tensors[each.name].nan_to_num(77))
+    assert len(report.converted) == 3
+
+
+def test_codes_without_scales_are_no_values(tmp_path: Path) -> None:
+    codes = torch.arange(16, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    source = _save(tmp_path, w=codes, n=torch.arange(4))
+    for decode in (None, "bf16"):
+        with pytest.raises(TransaxleError) as found:
+            load({"w": torch.ones(16, dtype=torch.bfloat16), "n": torch.ones(4)}, source, decode=decode)
+        assert [r.code for r in found.value.refusals] == ["DTYPE_MISMATCH"] * 2
+
+
+BLOCK = 128
+
+
+def _fp8(place: Path) -> torch.Tensor:
+    """A matrix of fp8 codes with a scale for each block, as DeepSeek writes them; return its values."""
+    torch.manual_seed(0)
+    codes = torch.randn(256, 384).to(torch.float8_e4m3fn)
+    scale = torch.rand(2, 3) + 0.5
+    quantization = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "activation_scheme": "dynamic"}
+    (place / "config.json").write_text(json.dumps({"model_type": "none", "quantization_config": quantization}))
+    tensors = {"layer.weight": codes, "layer.weight_scale_inv": scale, "layer.bias": torch.arange(256.0)}
+    save_file(tensors, place / "model.safetensors")
+    return codes.float() * scale.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+
+
+def test_codes_with_scales_are_decoded_if_asked(tmp_path: Path) -> None:
+    values = _fp8(tmp_path)
+    state = {"layer.weight": torch.ones(256, 384), "layer.bias": torch.zeros(256)}
+    with pytest.raises(TransaxleError) as found:
+        load(state, tmp_path)
+    assert {r.code for r in found.value.refusals} == {"DTYPE_MISMATCH", "UNEXPECTED_TENSOR"}
+    assert bool((state["layer.weight"] == 1).all())
+    report = load(state, tmp_path, decode="fp32")
+    assert torch.equal(state["layer.weight"], values)
+    assert [(each.name, each.to, each.exact) for each in report.converted] == [("layer.weight", "F32", None)]
+    assert report.bytes_read < 256 * 384 * 2 < report.bytes_written
+    half = {"layer.weight": torch.ones(256, 384, dtype=torch.float16), "layer.bias": torch.zeros(256, dtype=torch.half)}
+    load(half, tmp_path, decode="fp16")
+    assert torch.equal(half["layer.weight"], values.half())
