@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -14,6 +16,8 @@ import numpy as np
 import pytest
 
 from tests.checkpoints import CONFIG, tensors, tiny, write
+from tests.engine import quantized
+from tests.formats.deepspeed.built import write_old
 from transaxle.errors import CODES, refuse
 
 ROOT = Path(__file__).parent.parent
@@ -90,12 +94,20 @@ def _beside(page: str, folder: Path) -> None:
     text = (ROOT / "docs" / f"{page}.md").read_text("utf-8")
     if "save_pretrained" not in text:
         tiny(folder / TINY)
+    if "examples/" in text:
+        shutil.copytree(ROOT / "examples", folder / "examples")
     if "finetuned" in text:
         changed = tensors()
         for name in (f"model.layers.1.mlp.experts.{n}.down_proj.weight" for n in (2, 5)):
             changed[name][0, 0] += 1
         changed["model.norm.weight"][0] += 1
         write(folder / "finetuned", changed, config=CONFIG)
+    if "mine.rules" in text:
+        (rules,) = (block for _, block in _blocks(text, "text") if block.startswith("family"))
+        (folder / "mine.rules").write_text(rules)
+        _old_run(folder / "old-run")
+    if "tiny-llama-fp8" in text:
+        quantized.store(folder / "tiny-llama-fp8", quantized.llama(d=256, f=384, g=2, r=2, head=128, layers=2))
     if "toy.rules" in text:
         (folder / "toy.rules").write_text(_blocks(text, "text")[0][1])
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (7, 4)}
@@ -105,8 +117,41 @@ def _beside(page: str, folder: Path) -> None:
         write(folder / "my-toy", held, config={"model_type": "toy"})
 
 
+def _old_run(folder: Path) -> None:
+    """Build what the page on DeepSpeed speaks of: two tensor-parallel ranks that do not say how they are cut."""
+    random = np.random.default_rng(0)
+    (g, r, c, d, n), layers = (2, 2, 3, 4, 8), 2
+    whole: dict[str, np.ndarray] = {"embed.weight": random.standard_normal((n, d), np.float32)}
+    ranks: list[dict[str, np.ndarray]] = [{"embed.weight": half} for half in np.split(whole["embed.weight"], 2)]
+    for layer in range(layers):
+        norm, o = random.standard_normal(d, np.float32), random.standard_normal((d, g * r * c), np.float32)
+        q, *kv = (random.standard_normal((rows, d), np.float32) for rows in (g * r * c, g * c, g * c))
+        for rank, mine in enumerate(ranks):
+            parts = [np.split(part, 2)[rank] for part in (q, *kv)]
+            mine[f"layers.{layer}.norm.weight"] = norm
+            mine[f"layers.{layer}.qkv_proj.weight"] = np.concatenate(parts)
+            mine[f"layers.{layer}.o_proj.weight"] = np.ascontiguousarray(np.split(o, 2, 1)[rank])
+    write_old(folder, ranks)
+    config = {"model_type": "mine", "num_hidden_layers": layers, "vocab_size": n, "hidden_size": d, "head_dim": c}
+    config |= {"num_key_value_heads": g, "num_attention_heads": g * r}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize(
-    "page", ["tutorial", "how-to/convert", "how-to/verify", "how-to/urls", "how-to/add-a-family", "reference/cli"]
+    "page",
+    [
+        "tutorial",
+        "how-to/convert",
+        "how-to/verify",
+        "how-to/urls",
+        "how-to/add-a-family",
+        "how-to/deepspeed",
+        "how-to/quantized",
+        "how-to/training",
+        "how-to/inference",
+        "how-to/dcp",
+        "reference/cli",
+    ],
 )
 def test_what_the_pages_tell_to_type_prints_what_they_show(page: str, tmp_path: Path) -> None:
     """Run a page's blocks in order; below a command, a page shows what it prints, with `…` for what is left out."""

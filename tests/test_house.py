@@ -51,7 +51,7 @@ HOUSE = {
     "parallel": _room("live", needs=CORE | TRAINING),
     "nn": _room("quant", "axes", needs=CORE | TRAINING),
     "live": _room("engine", needs=CORE | TRAINING),
-    "quant": _room("encodings", needs=CORE | TRAINING),
+    "quant": _room("encodings", needs=CORE | TRAINING | {"triton"}),
     # The core.
     "engine": _room("formats", "encodings", "families", "axes"),
     "formats": _room("axes"),
