@@ -134,7 +134,7 @@ def torchao(kind: str, seed: int) -> Made:
     """A small Llama whose linears torchao quantized, flattened by torchao for safetensors.
 
     `kind` is `float8_row`, `float8_tensor`, `float8_block`, `mxfp8`, `mxfp4`, `nvfp4`, `nvfp4_one_level`; or
-    `nvfp4_swizzled`, as torchao's own config makes it; or `int8`.
+    `nvfp4_swizzled`, `mxfp8_swizzled`, `mxfp4_swizzled`, as torchao's own configs make them; or `int8`.
     """
     with quiet():
         from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
@@ -162,8 +162,8 @@ def _torchao_tensor(value: torch.Tensor, kind: str) -> Any:
         granularity = {"row": PerRow(), "tensor": PerTensor(), "block": PerBlock([128, 128])}[kind.split("_")[1]]
         return Float8Tensor.from_hp(value, granularity=granularity)
     if kind.startswith("mxfp"):
-        code = torch.float8_e4m3fn if kind == "mxfp8" else torch.float4_e2m1fn_x2
-        return MXTensor.to_mx(value, code, 32)
+        code = torch.float8_e4m3fn if kind.startswith("mxfp8") else torch.float4_e2m1fn_x2
+        return MXTensor.to_mx(value, code, 32, is_swizzled_scales=kind.endswith("swizzled"))
     if kind == "int8":
         return Int8Tensor.from_hp(value, PerRow())
     whole = None if kind.endswith("one_level") else per_tensor_amax_to_scale(value.abs().max())

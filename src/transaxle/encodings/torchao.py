@@ -100,6 +100,49 @@ def described(metadata: Mapping[str, object]) -> Mapping[str, Described]:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class Swizzled:
+    """A tensor whose scales lie in the order of a matrix-multiply kernel."""
+
+    codes: str
+    """Stored name of its codes."""
+    scale: str
+    """Stored name of its scales."""
+    per_byte: int
+    """Codes in one stored element."""
+    block: int
+    """Codes along a row that share a scale."""
+    compact: Mapping[str, Any]
+    """Its description, were they in compact order."""
+
+
+def swizzled(metadata: Mapping[str, object]) -> Mapping[str, Swizzled]:
+    """Return the tensors that torchao's files describe with such scales, by name; what is malformed is not among them.
+
+    Args:
+        metadata: see `described`.
+    """
+    found: dict[str, Swizzled] = {}
+    for name, said in described(metadata).items():
+        text = str(metadata.get(name))
+        if said.encoding is not None or _SWIZZLED not in text:
+            continue
+        try:
+            tensor = _tensor.decode(text)
+            whole = msgspec.json.decode(text, type=dict[str, Any])
+            if tensor.type not in _BLOCKED or tensor.data.get(_SWIZZLED) is not True:
+                continue
+            whole[_DATA] = {**whole[_DATA], _SWIZZLED: False}
+            encoding = _encoding(_tensor.decode(msgspec.json.encode(whole)))
+        except (msgspec.MsgspecError, _UnknownError, UnicodeError, RecursionError):
+            continue
+        head, dot, segment = name.rpartition(".")
+        codes, scale = (f"{head}{dot}_{segment}_{part}" for part in _BUFFERS)
+        if {codes, scale} <= set(said.parts):
+            found[name] = Swizzled(codes, scale, 8 // encoding.code_bits, encoding.tile[-1], whole)
+    return found
+
+
 def _described(name: str, text: object) -> Described | None:
     """Read what the metadata says of one tensor; None for a plain one."""
     if text is None:
@@ -154,4 +197,8 @@ def _compact(swizzled: bool) -> None:
 
 
 _GLOBAL = "per_tensor_scale"
+_SWIZZLED = "is_swizzled_scales"
+_DATA = "_data"
+_BUFFERS = ("qdata", "scale")
+_BLOCKED = ("MXTensor", "NVFP4Tensor")
 _KNOWN = ("Float8Tensor", "MXTensor", "NVFP4Tensor")

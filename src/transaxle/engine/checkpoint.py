@@ -25,6 +25,7 @@ from transaxle.encodings.quantization import MODELOPT_CONFIG
 from transaxle.engine.arithmetic import affine
 from transaxle.engine.averaged import averaged
 from transaxle.engine.choice import chosen
+from transaxle.engine.compacted import ordering
 from transaxle.engine.cutting import cutter, stored_config
 from transaxle.engine.decoded import DTYPES, decoded
 from transaxle.engine.described import Intervals, positions
@@ -459,7 +460,7 @@ def open_checkpoint(
         Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem of its files.
     """
     given = settings(**said)
-    container = open_container(str(path), given.format, given.weights, cutter(given))
+    container = ordering(open_container(str(path), given.format, given.weights, cutter(given)))
     found = Checkpoint(averaged(container) if given.average else container, given, None, None)
     if given.optimizer is False:
         found = found.without_optimizer()

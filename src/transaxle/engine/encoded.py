@@ -20,6 +20,7 @@ from transaxle.encodings.convention import CONVENTIONS, PREFERRED, Convention
 from transaxle.encodings.encoding import WHOLE, Encoded, Encoding, Role
 from transaxle.encodings.group import group
 from transaxle.encodings.quantization import Quantization, read
+from transaxle.engine.compacted import compacted
 from transaxle.engine.described import redescribed
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog import Container, Entry
@@ -93,6 +94,7 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
     Returns:
         Its tensors for the tables; with refusals where the buffers do not fit together.
     """
+    container = compacted(container)
     try:
         quantization = read(config, modelopt=modelopt)
         found = group(container.entries, quantization, container.metadata)
