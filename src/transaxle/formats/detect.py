@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -99,10 +99,21 @@ def _said(folder: Folder, file: str) -> str | None:
     """Return the sub-folder that a file with a tag names."""
     if file not in folder.names or not folder.folders:
         return None
+    tag = _tag_in(folder, file)
+    return tag if tag in folder.folders else None
+
+
+def _tag_in(folder: Folder, file: str) -> str:
     whole = f"{folder.inside}{file}"
     size = min(folder.storage.size(whole), _LONGEST_TAG)
-    tag = folder.storage.read(whole, 0, size).decode("utf-8", "replace").strip()
-    return tag if tag in folder.folders else None
+    return folder.storage.read(whole, 0, size).decode("utf-8", "replace").strip()
+
+
+def _stale(folder: Folder, file: str | None) -> tuple[str, ...]:
+    """Return what is to be said of a file with a tag that names no folder which is there: it is not followed."""
+    if file not in folder.names or not folder.folders or _said(folder, file) is not None:
+        return ()
+    return (f"{file}, which names {_tag_in(folder, file)!r}: there is no such folder",)
 
 
 def _is_universal(folder: Folder, name: str) -> bool:
@@ -146,6 +157,8 @@ STEPS: tuple[tuple[Row, ...], ...] = (
 )
 """The questions, in order. Rows of one step are equals: if there are two candidates among them, the user decides."""
 
+_POINTERS = {deepspeed.FORMAT: deepspeed.LATEST, deepspeed.UNIVERSAL: deepspeed.LATEST_UNIVERSAL}
+"""Format -> file that names the newest of several checkpoints."""
 FORMATS = tuple(dict.fromkeys(row.format for step in STEPS for row in step))
 """Names of the formats that are recognised."""
 
@@ -197,12 +210,13 @@ def _open(storage: Storage, wanted: str | None, weights: Weights | None, cutter:
         message = f"this is shard {int(shard[1])} of {int(shard[2])}; the others and their index are not there"
         raise refuse("INCOMPLETE", message, file=member, hint="To read it all the same, name the file itself.")
     options: dict[str, Any] = {"cutter": cutter} if row.format == deepspeed.FORMAT else {}
-    if weights is None:
-        return row.open(storage, storage.path, member, **options)
-    if row.format not in _TWO_PRECISIONS:
+    if weights is not None and row.format not in _TWO_PRECISIONS:
         message = f"{row.what} holds its weights once: there is no choice of precision"
         raise refuse("UNSUPPORTED", message, file=storage.path, hint="Leave out --weights.")
-    return row.open(storage, storage.path, member, weights, **options)
+    precision = () if weights is None else (weights,)
+    container = row.open(storage, storage.path, member, *precision, **options)
+    stale = _stale(folder, _POINTERS.get(row.format))
+    return replace(container, ignored=(*container.ignored, *stale)) if stale else container
 
 
 def _folder(storage: Storage, inside: str = "") -> Folder:

@@ -257,3 +257,4 @@ def test_latest_never_leads_out(universal: Path, said: str) -> None:
     with tx.open(universal) as found:
         assert found.format == UNIVERSAL
         assert f"{OPTIMIZER}{NAME}/exp_avg" in found
+        assert [each for each in found.container.ignored if repr(said) in each]
