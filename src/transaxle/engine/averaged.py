@@ -7,29 +7,42 @@ refuses them; on request they are one tensor, the mean of all copies: summed in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from transaxle.axes.relayout import unchanged
 from transaxle.encodings.error import Error
 from transaxle.engine.source import Source
-from transaxle.engine.transfer import Scratch, fill
 from transaxle.errors import refuse
 from transaxle.formats.catalog import Container, Entry, Extent, Twin
 from transaxle.formats.dtype import numpy_dtype
-from transaxle.formats.storage import Overlay, Storage
+from transaxle.formats.storage import Beside, Storage, layer
 
 _LARGEST = 256 << 20
 """Bytes of a replica at most: all copies of one are in memory at once."""
-_SCRATCH = 1 << 20
 _REAL = frozenset({"F64", "F32", "F16", "BF16"})
 _FILE = "\0mean of "
 """What the name of a file that does not exist begins with."""
 
 
-class AveragedStorage(Overlay):
+@dataclass(frozen=True, slots=True)
+class _Mean:
+    """The mean of one tensor's replicas, as a file."""
+
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """See `Virtual`."""
+        return len(self.data)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """See `Virtual`."""
+        view.cast("B")[:] = self.data[offset : offset + view.nbytes]
+
+
+class AveragedStorage(Beside):
     """The files of a checkpoint, and beside them one for each tensor that is a mean.
 
     Args:
@@ -38,35 +51,16 @@ class AveragedStorage(Overlay):
         errors: by tensor: how far the copies are from the mean, all of them together.
     """
 
-    def __init__(self, below: Storage, means: Mapping[str, bytes], errors: Mapping[str, Error]) -> None:
-        super().__init__(below)
-        self._means = means
+    def __init__(self, below: Storage, means: Mapping[str, _Mean], errors: Mapping[str, Error]) -> None:
+        super().__init__(below, means)
         self.errors = errors
         """By tensor."""
-
-    def size(self, name: str) -> int:
-        """See `Storage`."""
-        return len(self._means[name]) if name in self._means else super().size(name)
-
-    def version(self, name: str) -> str:
-        """See `Storage`; a mean changes with the files that it comes from."""
-        return "" if name in self._means else super().version(name)
-
-    def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """See `Storage`."""
-        if name in self._means:
-            view.cast("B")[:] = self._means[name][offset : offset + view.nbytes]
-        else:
-            super().read_into(name, offset, view)
 
 
 def averages_of(storage: Storage) -> Mapping[str, Error]:
     """Return the tensors of a storage that are means, and how far their copies are from them."""
-    while isinstance(storage, Overlay):
-        if isinstance(storage, AveragedStorage):
-            return storage.errors
-        storage = storage.below
-    return {}
+    found = layer(storage, AveragedStorage)
+    return {} if found is None else found.errors
 
 
 def averaged(container: Container) -> Container:
@@ -76,7 +70,7 @@ def averaged(container: Container) -> Container:
         Refused: UNSUPPORTED for replicas of more than 256 MiB, or of numbers that have no mean.
     """
     entries, twins = dict(container.entries), list(container.twins)
-    means: dict[str, bytes] = {}
+    means: dict[str, _Mean] = {}
     errors: dict[str, Error] = {}
     for name, pairs in _replicas(container).items():
         copies = {copy.extents: copy for pair in pairs for copy in (pair.first, pair.second)}
@@ -89,7 +83,7 @@ def averaged(container: Container) -> Container:
             raise refuse("UNSUPPORTED", message, tensor=name)
         mean = np.mean([one.astype(np.float64) for one in held], axis=0).astype(held[0].dtype)
         file = _FILE + name
-        means[file] = mean.tobytes()
+        means[file] = _Mean(mean.tobytes())
         errors[name] = sum((_error(one, mean) for one in held), Error())
         extent = Extent((0,) * len(entry.shape), entry.shape, file, 0)
         entries[name] = Entry(name, entry.dtype, entry.shape, (extent,))
@@ -115,12 +109,8 @@ def _replicas(container: Container) -> dict[str, list[Twin]]:
 
 
 def _read(container: Container, copy: Entry) -> npt.NDArray[np.generic]:
-    out = np.empty(copy.nbytes, np.uint8)
-    scratch = Scratch(_SCRATCH)
-    source = Source(container, {copy.name: copy})
-    for transfer in source.transfers(unchanged(copy.name, copy)):
-        fill(container.storage, transfer, out, 0, scratch)
-    return out.view(numpy_dtype(copy.dtype)).reshape(copy.shape)
+    octets = Source(container, {copy.name: copy}).read(copy.name)
+    return octets.view(numpy_dtype(copy.dtype)).reshape(copy.shape)
 
 
 def _error(copy: npt.NDArray[np.generic], mean: npt.NDArray[np.generic]) -> Error:

@@ -9,93 +9,66 @@ own name it stays what it is.
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
-from transaxle.axes.relayout import unchanged
 from transaxle.encodings.torchao import Swizzled, swizzled
 from transaxle.engine.source import Source
-from transaxle.engine.transfer import Scratch, fill
+from transaxle.engine.transfer import Bytes
 from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import ITEM_BITS
-from transaxle.formats.storage import Overlay
+from transaxle.formats.storage import Beside, layer
 
 _ROWS, _COLUMNS, _LANES = 128, 4, 32
 """Scales of one tile of the kernel along both dims, and how many of its rows lie one below the other."""
-_SCRATCH = 1 << 20
 _KEPT = 8
 """Buffers in compact order that are kept, so that reading one piece by piece orders it once."""
 _FILE = "\0compact "
 """What the name of a file that does not exist begins with."""
 
-Bytes = npt.NDArray[np.uint8]
-
 
 @dataclass(frozen=True, slots=True)
 class _Scales:
-    """One buffer in the kernel's order."""
+    """One buffer in the kernel's order; as a file, in compact order."""
 
     source: Entry
     """As it is stored."""
     shape: tuple[int, int]
     """Scales along both dims, padding left out."""
+    compact: Callable[[str], Bytes]
+    """Gives a stored buffer in compact order, by its name."""
+
+    @property
+    def nbytes(self) -> int:
+        """See `Virtual`."""
+        return self.shape[0] * self.shape[1]
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """See `Virtual`."""
+        view.cast("B")[:] = self.compact(self.source.name)[offset : offset + view.nbytes].data
 
 
-class CompactedStorage(Overlay):
+class CompactedStorage(Beside):
     """The files of a checkpoint, and beside them one for each buffer that is put in order when it is read."""
 
-    def __init__(self, container: Container, scales: Mapping[str, _Scales], notes: Mapping[str, str]) -> None:
-        super().__init__(container.storage)
-        self._scales = scales
-        self.notes = notes
+    def __init__(self, container: Container, said: Mapping[str, Swizzled]) -> None:
+        entries = container.entries
+        shapes = {name: (entries[one.scale], shape) for name, one in said.items() if (shape := _shape(entries, one))}
+        source = Source(container, {entry.name: entry for entry, _ in shapes.values()})
+        by_name = {entry.name: shape for entry, shape in shapes.values()}
+        kept = lru_cache(_KEPT)(lambda name: ordered(source.read(name), by_name[name]))
+        files = {_FILE + entry.name: _Scales(entry, shape, kept) for entry, shape in shapes.values()}
+        super().__init__(container.storage, files)
+        self.notes = {name: json.dumps(said[name].compact) for name in shapes}
         """What the header would say of the tensors, were their scales compact."""
         self.entries = {
             one.source.name: replace(one.source, shape=one.shape, extents=(Extent((0, 0), one.shape, file, 0),))
-            for file, one in scales.items()
+            for file, one in files.items()
         }
         """The buffers in compact order, by stored name."""
-        self._source = Source(container, {one.source.name: one.source for one in scales.values()})
-        self._kept: dict[str, Bytes] = {}
-        self._lock = threading.Lock()
-
-    def size(self, name: str) -> int:
-        """See `Storage`."""
-        found = self._scales.get(name)
-        return super().size(name) if found is None else found.shape[0] * found.shape[1]
-
-    def version(self, name: str) -> str:
-        """See `Storage`; the buffer changes with the file that it comes from."""
-        return "" if name in self._scales else super().version(name)
-
-    def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """See `Storage`."""
-        if name in self._scales:
-            octets = view.cast("B")
-            octets[:] = self._ordered(name)[offset : offset + len(octets)].data
-        else:
-            super().read_into(name, offset, view)
-
-    def _ordered(self, name: str) -> Bytes:
-        """Return a buffer in compact order."""
-        with self._lock:
-            found = self._kept.get(name)
-        if found is not None:
-            return found
-        one = self._scales[name]
-        stored = np.empty(one.source.nbytes, np.uint8)
-        scratch = Scratch(_SCRATCH)
-        for transfer in self._source.transfers(unchanged(one.source.name, one.source)):
-            fill(self.below, transfer, stored, 0, scratch)
-        found = ordered(stored, one.shape)
-        with self._lock:
-            while len(self._kept) >= _KEPT:
-                self._kept.pop(next(iter(self._kept)))
-            self._kept[name] = found
-        return found
 
 
 def ordered(stored: Bytes, shape: tuple[int, int]) -> Bytes:
@@ -115,34 +88,25 @@ def ordered(stored: Bytes, shape: tuple[int, int]) -> Bytes:
 
 def ordering(container: Container) -> Container:
     """Return the same container, whose storage can read torchao's scales in compact order too."""
-    scales: dict[str, _Scales] = {}
-    notes: dict[str, str] = {}
-    for name, said in swizzled(container.metadata).items():
-        found = _scales(container.entries, said)
-        if found is not None:
-            scales[_FILE + found.source.name] = found
-            notes[name] = json.dumps(said.compact)
-    return replace(container, storage=CompactedStorage(container, scales, notes)) if scales else container
+    said = swizzled(container.metadata)
+    return replace(container, storage=CompactedStorage(container, said)) if said else container
 
 
 def compacted(container: Container) -> Container:
     """Return a container whose scales are compact, as tables need them; see `ordering`."""
-    storage = container.storage
-    while isinstance(storage, Overlay):
-        if isinstance(storage, CompactedStorage):
-            entries = {name: storage.entries.get(name, entry) for name, entry in container.entries.items()}
-            notes = {key: storage.notes.get(key, value) for key, value in container.metadata.items()}
-            return replace(container, entries=entries, metadata=notes)
-        storage = storage.below
-    return container
+    storage = layer(container.storage, CompactedStorage)
+    if storage is None:
+        return container
+    entries = {name: storage.entries.get(name, entry) for name, entry in container.entries.items()}
+    notes = {key: storage.notes.get(key, value) for key, value in container.metadata.items()}
+    return replace(container, entries=entries, metadata=notes)
 
 
-def _scales(entries: Mapping[str, Entry], said: Swizzled) -> _Scales | None:
-    """Return the scales of a tensor, if they are as many as its codes need in the kernel's order."""
+def _shape(entries: Mapping[str, Entry], said: Swizzled) -> tuple[int, int] | None:
+    """Return how many scales a tensor has along both dims, if those stored are as many as the kernel's order needs."""
     codes, scale = entries.get(said.codes), entries.get(said.scale)
     if codes is None or scale is None or len(codes.shape) != 2 or ITEM_BITS.get(scale.dtype) != 8:
         return None
-    rows, bytes_ = codes.shape
-    shape = rows, -(-bytes_ * said.per_byte // said.block)
+    shape = codes.shape[0], -(-codes.shape[1] * said.per_byte // said.block)
     tiles = -(-shape[0] // _ROWS) * -(-shape[1] // _COLUMNS)
-    return _Scales(scale, shape) if scale.nbytes == tiles * _ROWS * _COLUMNS and scale.nbytes else None
+    return shape if scale.nbytes == tiles * _ROWS * _COLUMNS and scale.nbytes else None

@@ -28,7 +28,7 @@ from transaxle.engine.transfer import Bytes, Reader, Scratch, Transfer, clip, fi
 from transaxle.errors import refuse
 from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes, numpy_dtype
-from transaxle.formats.storage import Overlay, Storage
+from transaxle.formats.storage import Beside, Storage, layer
 
 DTYPES: Mapping[str, Wide] = {"bf16": "BF16", "fp32": "F32"}
 """Types that can be decoded to, as users write them, and their safetensors codes."""
@@ -258,35 +258,19 @@ class Decoder:
         return factors * (count // len(factors))
 
 
-class DecodedStorage(Overlay):
+class DecodedStorage(Beside):
     """The files of a checkpoint, and beside them one file for each tensor that is decoded when it is read."""
 
     def __init__(self, below: Storage, decoders: Mapping[str, Decoder]) -> None:
-        super().__init__(below)
         self.decoders: Mapping[str, Decoder] = {**decoders_of(below), **decoders}
         """By the file that they are."""
-
-    def size(self, name: str) -> int:
-        """See `Storage`."""
-        found = self.decoders.get(name)
-        return super().size(name) if found is None else found.nbytes
-
-    def version(self, name: str) -> str:
-        """See `Storage`; a decoded file changes with those that it comes from."""
-        return "" if name in self.decoders else super().version(name)
-
-    def read_into(self, name: str, offset: int, view: memoryview) -> None:
-        """See `Storage`."""
-        found = self.decoders.get(name)
-        if found is None:
-            super().read_into(name, offset, view)
-        else:
-            found.read_into(offset, view)
+        super().__init__(below, self.decoders)
 
 
 def decoders_of(storage: Storage) -> Mapping[str, Decoder]:
     """Return what decodes the files of a storage that do not exist, by their names."""
-    return storage.decoders if isinstance(storage, DecodedStorage) else {}
+    found = layer(storage, DecodedStorage)
+    return {} if found is None else found.decoders
 
 
 def decoded(held: Catalog, chosen: Collection[str], dtype: Wide) -> Container:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from transaxle.errors import Refusal
 
@@ -136,3 +136,56 @@ class Overlay(Storage):
     def close(self) -> None:
         """See `Storage`."""
         self.below.close()
+
+
+class Virtual(Protocol):
+    """A file that does not exist: its bytes are made when they are read."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many there are."""
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill a writable contiguous view with the bytes that start at `offset`; safe from several threads."""
+
+
+class Beside(Overlay):
+    """A storage, and beside its files some that do not exist.
+
+    Args:
+        below: the files that do.
+        files: the others, by names that no file has.
+    """
+
+    def __init__(self, below: Storage, files: Mapping[str, Virtual]) -> None:
+        super().__init__(below)
+        self._files = files
+
+    def size(self, name: str) -> int:
+        """See `Storage`."""
+        found = self._files.get(name)
+        return super().size(name) if found is None else found.nbytes
+
+    def version(self, name: str) -> str:
+        """See `Storage`; what is made changes with the files that it is made of."""
+        return "" if name in self._files else super().version(name)
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """See `Storage`."""
+        found = self._files.get(name)
+        if found is None:
+            super().read_into(name, offset, view)
+        else:
+            found.read_into(offset, view)
+
+
+Layer = TypeVar("Layer", bound=Overlay)
+
+
+def layer(storage: Storage, kind: type[Layer]) -> Layer | None:
+    """Return the uppermost overlay of a kind in a storage; None where there is none."""
+    while isinstance(storage, Overlay):
+        if isinstance(storage, kind):
+            return storage
+        storage = storage.below
+    return None

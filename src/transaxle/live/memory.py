@@ -17,7 +17,7 @@ from transaxle.errors import refuse
 from transaxle.formats.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.groups import GROUPS, Group
-from transaxle.formats.storage import Listing
+from transaxle.formats.storage import Listing, Storage
 from transaxle.live.census import Census, Global
 from transaxle.live.landing import as_bytes, local_of
 from transaxle.live.placement import Held, local_shape
@@ -42,7 +42,7 @@ def tensor_of(file: str) -> str:
     return file.partition(_SEPARATOR)[2]
 
 
-class Memory:
+class Memory(Storage):
     """This rank's tensors as files of row-major bytes; see `Storage`.
 
     A tensor on a GPU, or not contiguous, is copied to the CPU when it is first read, and let go when the next is.
@@ -66,10 +66,6 @@ class Memory:
         """See `Storage`."""
         return Listing(tuple(sorted(self._files)) if not folder else (), (), {})
 
-    def names(self) -> tuple[str, ...]:
-        """See `Storage`."""
-        return tuple(sorted(self._files))
-
     def size(self, name: str) -> int:
         """See `Storage`."""
         return len(self._bytes(name))
@@ -81,10 +77,6 @@ class Memory:
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """See `Storage`."""
         view[:] = memoryview(self._bytes(name))[offset : offset + len(view)]
-
-    def read(self, name: str, offset: int, size: int) -> bytes:
-        """See `Storage`."""
-        return bytes(memoryview(self._bytes(name))[offset : offset + size])
 
     def recheck(self) -> None:
         """Memory of a live model does not change behind our back."""

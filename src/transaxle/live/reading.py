@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transaxle.engine.checkpoint import StoredTensor
 from transaxle.engine.transfer import Reader, Scratch, Transfer, clip, fill
 from transaxle.formats.dtype import nbytes
-from transaxle.formats.storage import Listing, Storage
+from transaxle.formats.storage import Overlay, Storage
 from transaxle.live.census import Census
 from transaxle.live.landing import Bytes
 from transaxle.live.placement import local_shape
@@ -18,64 +18,19 @@ UNIT = 8 << 20
 """Bytes that are read, or sent, at once."""
 
 
-class Counting:
-    """A storage that counts the bytes read from it; safe to share between threads.
+class Counting(Overlay):
+    """A storage that counts the bytes read from it; safe to share between threads."""
 
-    Args:
-        storage: what is read from.
-    """
-
-    def __init__(self, storage: Storage) -> None:
-        self._storage = storage
+    def __init__(self, below: Storage) -> None:
+        super().__init__(below)
         self._lock = threading.Lock()
         self.count = 0
 
-    @property
-    def path(self) -> str:
-        """See `Storage`."""
-        return self._storage.path
-
-    @property
-    def single(self) -> str | None:
-        """See `Storage`."""
-        return self._storage.single
-
-    def names(self) -> tuple[str, ...]:
-        """See `Storage`."""
-        return self._storage.names()
-
-    def listing(self, folder: str = "") -> Listing:
-        """See `Storage`."""
-        return self._storage.listing(folder)
-
-    def size(self, name: str) -> int:
-        """See `Storage`."""
-        return self._storage.size(name)
-
-    def version(self, name: str) -> str:
-        """See `Storage`."""
-        return self._storage.version(name)
-
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """See `Storage`."""
-        self._storage.read_into(name, offset, view)
+        super().read_into(name, offset, view)
         with self._lock:
             self.count += view.nbytes
-
-    def read(self, name: str, offset: int, size: int) -> bytes:
-        """See `Storage`."""
-        found = self._storage.read(name, offset, size)
-        with self._lock:
-            self.count += size
-        return found
-
-    def recheck(self) -> None:
-        """See `Storage`."""
-        self._storage.recheck()
-
-    def close(self) -> None:
-        """See `Storage`."""
-        self._storage.close()
 
 
 @dataclass(frozen=True, slots=True)
