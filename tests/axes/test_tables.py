@@ -310,3 +310,12 @@ def test_the_families_that_ship_are_read() -> None:
 def test_the_error_is_one_exception() -> None:
     with pytest.raises(TransaxleError, match="line 1"):
         tables.read("family 1")
+
+
+def test_what_ranks_share_out_within_an_axis() -> None:
+    text = "family toy\n  axes g=groups r=heads/groups\n  q : g r\n  cut tp = g\n  cut tp = r within g\n"
+    (family,) = tables.read(text)
+    assert family.within == {"g": "r"}
+    assert [cut.text for cut in family.cuts] == ["g"]
+    with pytest.raises(TransaxleError, match="declared axes only; 's' is not in 'axes'"):
+        tables.read(text.replace("r within", "s within"))

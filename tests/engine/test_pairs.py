@@ -27,6 +27,8 @@ MOVING = {
     "step3p5": 20,
     "deepseek_v3": 200,
     "gpt_oss": 85,
+    "phi3": 2,
+    "gemma3": 2,
 }
 """Pairs that must at least differ in some name, shape or byte: what a test of copies would not see."""
 
@@ -39,9 +41,11 @@ CONFIGLESS = {
     "step3p5": 2,
     "deepseek_v3": 0,
     "gpt_oss": 30,
+    "phi3": 0,
+    "gemma3": 2,
 }
 """Pairs that need no config: what they move apart is told by shapes. Latent attention always needs one: a dim holds two
-parts per head, and no shape tells how wide each is."""
+parts per head, and no shape tells how wide each is. So does one projection for q, k and v."""
 
 
 def _stored(folder: Path, family: str, variant: str, *, config: bool = True) -> dict[str, Path]:

@@ -165,6 +165,9 @@ _OSS = {
 }
 
 _TIED = {"tie_word_embeddings": True}
+_UNTIED = {"tie_word_embeddings": False}
+_PHI = {"pad_token_id": 0, **_UNTIED}
+_GEMMA = {"model_type": "gemma3_text", "pad_token_id": 0}
 _BIAS = {"attention_bias": True}
 _EXPERTS = {"num_experts": 6, "moe_intermediate_size": 24, "num_experts_per_tok": 2, "norm_topk_prob": True}
 _SQUARE_EXPERTS = {**_EXPERTS, "num_experts": 16, "moe_intermediate_size": 16}
@@ -330,6 +333,17 @@ PLANS: dict[str, dict[str, Plan]] = {
         "asymmetric": Plan({**_SIZES, **_OSS}, _OSSES),
         "square": Plan({**_SQUARE, **_OSS, "intermediate_size": 16, "num_local_experts": 16}, _OSSES),
         "tied": Plan({**_SIZES, **_OSS, **_TIED}, (TRANSFORMERS, MEGATRON)),
+    },
+    # These two have no peer but transformers.
+    "phi3": {
+        "asymmetric": Plan({**_SIZES, **_PHI}, (TRANSFORMERS,)),
+        "square": Plan({**_SQUARE, **_PHI}, (TRANSFORMERS,)),
+        "tied": Plan({**_SIZES, **_PHI, **_TIED}, (TRANSFORMERS,)),
+    },
+    "gemma3": {
+        "asymmetric": Plan({**_SIZES, **_GEMMA, **_UNTIED}, (TRANSFORMERS,)),
+        "square": Plan({**_SQUARE, **_GEMMA, **_UNTIED}, (TRANSFORMERS,)),
+        "tied": Plan({**_SIZES, **_GEMMA}, (TRANSFORMERS,)),
     },
 }
 

@@ -211,13 +211,18 @@ class Cut:
     """How the dim is divided."""
 
 
-def place(shape: Sequence[int], cuts: Sequence[Cut]) -> tuple[Intervals, ...]:
+def place(shape: Sequence[int], cuts: Sequence[Cut], base: Sequence[Intervals] | None = None) -> tuple[Intervals, ...]:
     """Return what one rank holds of a stored tensor, per dim; mesh dims compose left to right.
+
+    Args:
+        shape: of the stored tensor.
+        cuts: one for each mesh dim.
+        base: what is cut, per dim; None: all of it.
 
     Raises:
         Refused: what a rule refuses; SHAPE_MISMATCH for a dim the tensor does not have.
     """
-    held = [whole(size) for size in shape]
+    held = [whole(size) for size in shape] if base is None else list(base)
     for step in cuts:
         if step.dim is None:
             continue

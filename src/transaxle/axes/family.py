@@ -144,6 +144,9 @@ class Family:
     """Tensors that may be one."""
     cuts: tuple[Cuttable, ...] = ()
     """Axes that tensor-parallel ranks may share out."""
+    within: Mapping[str, str] = field(default_factory=dict)
+    """Axis -> the axis that ranks share out among them where several have to share one index of the first. What has
+    only the first (keys and values, shared by query heads) each of them holds."""
     named: Mapping[str, Formula] = field(default_factory=dict)
     """Formulas with a name (`let`)."""
     dialects: tuple[Dialect, ...] = ()

@@ -48,6 +48,7 @@ _TENSOR = re.compile(rf"({_WORD})\s*:\s*((?:{_WORD}\s*)*)")
 _TIE = re.compile(rf"tie\s+({_WORD})\s*=\s*({_WORD})")
 _CUT_ITEM = rf"{_WORD}\b|\((?:\s*{_WORD}\b)+\s*\)"
 _CUT = re.compile(rf"cut\s+(tp)\s*=((?:\s*(?:{_CUT_ITEM}))+?)(?:\s+of((?:\s+{_WORD}\b)+))?")
+_WITHIN = re.compile(rf"cut\s+tp\s*=\s*({_WORD})\s+within\s+({_WORD})")
 _LOSSY = re.compile(rf"(?:({_NUMBER})\s*\*\s*)?({_WORD})(?:\s*([+-])\s*({_NUMBER}))?")
 _LOSSY_MARK = " lossy:"
 _OPTIONAL = " optional"
@@ -217,9 +218,17 @@ class _Reader:
 
     def cut(self, text: str) -> None:
         assert self.family is not None
+        nested = _WITHIN.fullmatch(text)
+        if nested is not None:
+            inner, outer = nested.groups()
+            for axis in sorted({inner, outer} - self.family.axes.keys()):
+                self.problem(f"declared axes only; {axis!r} is not in 'axes'", axis)
+            self.touch(replace(self.family, within={**self.family.within, outer: inner}))
+            return
         match = _CUT.fullmatch(text)
         if match is None:
-            raise self.expected("'cut tp = AXIS …' or 'cut tp = AXIS … of TENSOR …'; '(AXIS AXIS)' counts through both")
+            forms = "'cut tp = AXIS …', 'cut tp = AXIS … of TENSOR …' or 'cut tp = AXIS within AXIS'"
+            raise self.expected(f"{forms}; '(AXIS AXIS)' counts through both")
         mesh, items, owners = match.groups()
         tensors = None if owners is None else frozenset(owners.split())
         for name in sorted((tensors or frozenset()) - self.family.tensors.keys()):
