@@ -1,8 +1,9 @@
-"""Builds the compiled kernel when the package is installed or packed, where there is a C compiler.
+"""Builds the compiled parts when the package is installed or packed, where there is a C compiler.
 
-Without one the install still succeeds: encodings are then computed with numpy, to the same bits, and `transaxle info`
-says so. What is built is found beside its source, so that it serves an editable install too; it is rebuilt when it is
-not of this source or cannot be loaded here, and replaced in one step, because a running process may have it open.
+There are two: the kernel of the encodings, and the loop that reads the runs of a file. Without a compiler the install
+still succeeds: encodings are then computed with numpy, to the same bits, and `transaxle info` says so; runs are read
+one by one. What is built is found beside its source, so that it serves an editable install too; it is rebuilt when it
+is not of this source or cannot be loaded here, and replaced in one step, because a running process may have it open.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-FOLDER = Path("src/transaxle/encodings")
-SOURCE = FOLDER / "kernel.c"
-LIBRARY = FOLDER / "libkernel.so"
+PACKAGE = Path("src/transaxle")
+PARTS = {
+    "encodings/kernel.c": "encodings will be computed with numpy, to the same bits",
+    "formats/runs.c": "the runs of a file will be read one by one",
+}
+"""Sources, and what happens without them; `libNAME.so` is built beside `NAME.c`."""
 
 FLAGS = ("-std=c11", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 """No fast-math: each operation rounds as IEEE 754 says. The last two drop the error flags, which nobody reads."""
@@ -31,42 +35,50 @@ VARIANTS = (("-DCLONES",), ())
 
 
 class KernelHook(BuildHookInterface):
-    """Adds the kernel to wheels, and makes wheels that hold it wheels of this platform."""
+    """Adds what is compiled to wheels, and makes wheels that hold it wheels of this platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
         """Build, unless what is there is up to date."""
         if self.target_name != "wheel":
             return
         root = Path(self.root)
-        stamp = zlib.crc32((root / SOURCE).read_bytes())
-        if not up_to_date(root / LIBRARY, stamp) and not self.built(root, stamp):
+        made = [made for part in PARTS if (made := self.library(root, part)) is not None]
+        if not made:
             return
-        build_data["artifacts"].append(f"/{LIBRARY}")
+        build_data["artifacts"] += [f"/{library.as_posix()}" for library in made]
         build_data["pure_python"] = False
         platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
         build_data["tag"] = f"py3-none-{platform}"
 
-    def built(self, root: Path, stamp: int) -> bool:
+    def library(self, root: Path, part: str) -> Path | None:
+        """Return the library of a source, built unless what is there is up to date; None where that fails."""
+        source = PACKAGE / part
+        found = source.with_name(f"lib{source.stem}.so")
+        stamp = zlib.crc32((root / source).read_bytes())
+        return found if up_to_date(root / found, stamp) or self.built(root, part, found, stamp) else None
+
+    def built(self, root: Path, part: str, library: Path, stamp: int) -> bool:
         """Compile; say why, if that fails."""
+        source, instead = root / PACKAGE / part, PARTS[part]
         command = compiler()
         if command is None:
-            self.app.display_warning("no C compiler: encodings will be computed with numpy, to the same bits")
+            self.app.display_warning(f"no C compiler: {instead}")
             return False
         complaint = ""
         try:
             for variant in VARIANTS:
-                with tempfile.TemporaryDirectory(dir=root / FOLDER.parent.parent, prefix=".build-") as place:
-                    made = Path(place) / LIBRARY.name
-                    line = [*command, *FLAGS, *variant, f"-DSTAMP={stamp}u", str(root / SOURCE), "-o", str(made)]
+                with tempfile.TemporaryDirectory(dir=root / PACKAGE.parent, prefix=".build-") as place:
+                    made = Path(place) / library.name
+                    line = [*command, *FLAGS, *variant, f"-DSTAMP={stamp}u", str(source), "-o", str(made)]
                     done = subprocess.run(line, capture_output=True, text=True, check=False)
                     if done.returncode == 0 and up_to_date(made, stamp):
-                        made.replace(root / LIBRARY)
+                        made.replace(root / library)
                         return True
                     complaint = done.stderr.strip() or "what it made cannot be loaded"
         except OSError as error:
             complaint = str(error)
         self.app.display_warning(f"{shlex.join(command)}: {complaint}")
-        self.app.display_warning("encodings will be computed with numpy, to the same bits")
+        self.app.display_warning(instead)
         return False
 
 

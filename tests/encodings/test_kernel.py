@@ -19,8 +19,10 @@ import pytest
 
 from transaxle.encodings import codec, kernel
 from transaxle.encodings.encoding import MXFP8
+from transaxle.formats import strided
 
 ROOT = Path(__file__).parent.parent.parent
+LIBRARIES = {kernel.LIBRARY.name, strided.LIBRARY.name}
 HOOK = "hatch_build.py"
 compilers = [path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
 needs_compiler = pytest.mark.skipif(not compilers, reason="no C compiler")
@@ -36,9 +38,9 @@ def reloaded() -> Iterator[None]:
 
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The package's sources, without a built kernel, as someone gets them who builds it."""
+    """The package's sources, without what is compiled, as someone gets them who builds it."""
     place = tmp_path / "tree"
-    wanted = shutil.ignore_patterns("__pycache__", kernel.LIBRARY.name)
+    wanted = shutil.ignore_patterns("__pycache__", *LIBRARIES)
     shutil.copytree(ROOT / "src", place / "src", ignore=wanted)
     for name in (HOOK, "pyproject.toml", "README.md", "LICENSE", ".gitignore"):
         shutil.copy(ROOT / name, place / name)
@@ -64,28 +66,31 @@ def held(made: Path) -> set[str]:
 @pytest.mark.slow
 def test_a_wheel_holds_the_kernel_and_works_where_it_is_unpacked(copy: Path, tmp_path: Path) -> None:
     made, _ = wheel(copy)
-    assert kernel.LIBRARY.name in held(made)
+    assert held(made) >= LIBRARIES
     assert re.fullmatch(r"transaxle-.*-py3-none-(?!any).*\.whl", made.name)
     assert not list((copy / "src").glob(".build-*"))
     installed = tmp_path / "installed"
     zipfile.ZipFile(made).extractall(installed)
-    program = "from transaxle.encodings import codec; print(codec.__file__, codec.active())"
+    program = """from transaxle.encodings import codec; from transaxle.formats import strided
+print(codec.__file__, codec.active(), strided.load() is not None)"""
     environment = os.environ | {"PYTHONPATH": str(installed)}
     command = [sys.executable, "-c", program]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert said.stdout.split() == [str(installed / "transaxle" / "encodings" / "codec.py"), "compiled"]
+    assert said.stdout.split() == [str(installed / "transaxle" / "encodings" / "codec.py"), "compiled", "True"]
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false"])
 def test_without_a_compiler_the_install_succeeds_and_numpy_computes(copy: Path, compiler: str) -> None:
     made, said = wheel(copy, CC=compiler)
-    assert kernel.LIBRARY.name not in held(made)
+    assert not held(made) & LIBRARIES
     assert made.name.endswith("-py3-none-any.whl")
     assert "computed with numpy" in said
+    assert "read one by one" in said
     program = """
         import json, numpy as np
         from transaxle.encodings import codec
         from transaxle.encodings.encoding import MXFP8
+from transaxle.formats import strided
         codes, scale = codec.encode_rows(MXFP8, np.arange(64, dtype=np.float32).reshape(2, 32))
         print(json.dumps([codec.active(), codes.tolist(), scale.tolist()]))
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 
 import numpy as np
@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine import law
+from transaxle.axes.strided import Loop
 from transaxle.engine.transfer import Scratch, Transfer, active, clip, fill, lower
+from transaxle.formats.strided import read_each
 
 FILE = "source"
 BASE = 3
@@ -197,3 +199,53 @@ def test_a_transpose_reads_whole_stretches(room: int) -> None:
     np.testing.assert_array_equal(out.view(np.uint16).reshape(columns, rows), source.T)
     assert memory.read == rows * columns * 2
     assert min(size for _, size in memory.calls) >= min(room // 4, columns * 2)
+
+
+class Strides(Memory):
+    """One that reads many runs at once."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.at_once: list[int] = []
+
+    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
+        before = len(self.calls)
+        read_each(self, name, offset, view, width, loops)
+        self.at_once.append(len(self.calls) - before)
+
+
+@given(transfers(), st.sampled_from([1, 16, 64, 100_000]), st.sampled_from([1.0, 4.0]), st.integers(0, 30))
+@law
+def test_runs_read_at_once_are_the_same_reads(transfer: Transfer, room: int, waste: float, gap: int) -> None:
+    """A reader that takes many runs in one call is asked for the bytes that any other one is asked for."""
+    memories = Memory(transfer.source + transfer.source_span), Strides(transfer.source + transfer.source_span)
+    outs = [np.zeros(transfer.size + 7 * 512, np.uint8) for _ in memories]
+    for memory, out in zip(memories, outs, strict=True):
+        for part in clip(transfer, transfer.target, transfer.target + len(out)):
+            fill(memory, part, out, transfer.target, Scratch(room, waste, gap))
+    np.testing.assert_array_equal(outs[0], outs[1])
+    np.testing.assert_array_equal(
+        outs[0], expected(transfer, memories[0], transfer.target, transfer.target + len(outs[0]))
+    )
+    assert memories[0].calls == memories[1].calls
+
+
+def test_a_cut_of_columns_is_one_call() -> None:
+    """Three blocks of rows, whose columns 5 to 10 of 100 are wanted: distant runs in two loops."""
+    memory = Strides(20_000)
+    out = np.zeros(3 * 20 * 5, np.uint8)
+    columns = Transfer(FILE, 5, 0, 5, ((3, 5000, 100), (20, 100, 5)))
+    fill(memory, columns, out, 0, Scratch(1 << 16, waste=1.4, gap=64))
+    assert memory.at_once == [60]
+    blocks = memory.content[:15_000].reshape(3, 50, 100)[:, :20, 5:10]
+    np.testing.assert_array_equal(out.reshape(3, 20, 5), blocks)
+
+
+def test_runs_that_are_wanted_twice_are_read_once() -> None:
+    """A broadcast of distant runs is spread from a buffer."""
+    memory = Strides(20_000)
+    out = np.zeros(4 * 10 * 5, np.uint8)
+    fill(memory, Transfer(FILE, 5, 0, 5, ((4, 0, 50), (10, 1000, 5))), out, 0, Scratch(1 << 12, waste=1.4, gap=64))
+    assert memory.read == 10 * 5
+    runs = memory.content[:10_000].reshape(10, 1000)[:, 5:10]
+    np.testing.assert_array_equal(out.reshape(4, 10, 5), np.broadcast_to(runs, (4, 10, 5)))

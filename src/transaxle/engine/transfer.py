@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transaxle.axes.strided import Loop, lexicographic_boxes, rank
+from transaxle.formats.strided import read_strided
 
 Bytes = npt.NDArray[np.uint8]
 """One-dimensional."""
@@ -131,6 +132,14 @@ class Scratch:
         wanted = transfer.width * prod(count for count, step, _ in transfer.loops if step)
         return span <= wanted * self.waste or _widest_gap(transfer) <= self.gap
 
+    def apart(self, transfer: Transfer) -> bool:
+        """Tell whether each run is best read alone, straight into place: it is wanted once, and not next to another."""
+        times, step, into = min(transfer.loops, key=lambda loop: loop[1])
+        if not step:
+            return False
+        near = min(times, (len(self.array) - transfer.width) // step + 1)
+        return near < 2 or not self.takes(Transfer(transfer.file, 0, 0, transfer.width, ((near, step, into),)))
+
 
 def _widest_gap(transfer: Transfer) -> int:
     """Return the most bytes that lie unread between two runs of a transfer."""
@@ -161,7 +170,11 @@ def fill(reader: Reader, transfer: Transfer, out: Bytes, start: int, scratch: Sc
     if scratch.takes(transfer):
         held = scratch.array[: transfer.source_span]
         reader.read_into(transfer.file, transfer.source, held.data)
-        _scatter(held, transfer, out, at)
+        scatter(held, transfer, out, at)
+        return
+    if scratch.apart(transfer):
+        end = transfer.target_end - start
+        read_strided(reader, transfer.file, transfer.source, out.data[at:end], transfer.width, transfer.loops)
         return
     widest = max(range(len(transfer.loops)), key=lambda i: transfer.loops[i][1])
     count, step, into = transfer.loops[widest]
@@ -186,7 +199,7 @@ def fill(reader: Reader, transfer: Transfer, out: Bytes, start: int, scratch: Sc
             for slot in range(taken):
                 view = scratch.array.data[slot * span : (slot + 1) * span]
                 reader.read_into(one.file, one.source + (first + slot) * step, view)
-            _scatter(scratch.array[: taken * span], side_by_side, out, side_by_side.target - start)
+            scatter(scratch.array[: taken * span], side_by_side, out, side_by_side.target - start)
     else:
         for first in range(count):
             fill(reader, part(first, 1), out, start, scratch)
@@ -195,7 +208,7 @@ def fill(reader: Reader, transfer: Transfer, out: Bytes, start: int, scratch: Sc
 _WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2, 4, 8)}
 
 
-def _scatter(held: Bytes, transfer: Transfer, out: Bytes, at: int) -> None:
+def scatter(held: Bytes, transfer: Transfer, out: Bytes, at: int) -> None:
     """Copy strided runs from one buffer to the other, as the widest words that fit.
 
     Args:

@@ -7,9 +7,12 @@ put into a pseudo-file that is read like the real ones, under a name that no fil
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 
+from transaxle.axes.strided import Loop
 from transaxle.formats.catalog import Extent
 from transaxle.formats.storage import Overlay, Storage
+from transaxle.formats.strided import read_each, read_strided
 
 NUMBERS = "//numbers"
 """Name of the pseudo-file; as a path it would have an empty part."""
@@ -63,3 +66,10 @@ class Inline(Overlay):
             view.cast("B")[:] = self._numbers[offset : offset + view.nbytes]
         else:
             super().read_into(name, offset, view)
+
+    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
+        """See `formats.strided.read_strided`."""
+        if name == NUMBERS:
+            read_each(self, name, offset, view, width, loops)
+        else:
+            read_strided(self.below, name, offset, view, width, loops)

@@ -11,13 +11,17 @@ from __future__ import annotations
 import difflib
 import os
 import stat
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
+from transaxle.axes.strided import Loop
 from transaxle.errors import Refusal, TransaxleError, refuse
 from transaxle.formats.failure import failed
 from transaxle.formats.handles import Handles
 from transaxle.formats.names import checked_parts
 from transaxle.formats.storage import Listing, Storage
+from transaxle.formats.strided import read_runs
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
 _KINDS = {
@@ -111,21 +115,12 @@ class LocalStorage(Storage):
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """Fill a writable contiguous view with the bytes that start at `offset`; see `Storage.read_into`."""
         with view.cast("B") as octets, self._handles.use(name) as fd:
-            done, wanted = 0, octets.nbytes
-            while done < wanted:
-                try:
-                    count = os.preadv(fd, [octets[done:]], offset + done)
-                except OSError as error:
-                    raise failed(error, f"reading {wanted - done} bytes at offset {offset + done}", name) from error
-                if not count:
-                    raise refuse(
-                        "CORRUPT",
-                        f"the file is truncated: bytes {offset} to {offset + wanted} were asked for, "
-                        f"it ends at {offset + done}",
-                        file=name,
-                        hint="Copy or download the file again.",
-                    )
-                done += count
+            _read(fd, name, offset, octets)
+
+    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
+        """Read runs of a file at once; see `formats.strided.read_strided`."""
+        with self._handles.use(name) as fd:
+            read_runs(fd, offset, view.cast("B"), width, loops, partial(_read, fd, name))
 
     def recheck(self) -> None:
         """Check that no file that was read has changed since; see `Storage.recheck`."""
@@ -178,6 +173,25 @@ class LocalStorage(Storage):
         stamp = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
         if self._stamps.setdefault(name, stamp) != stamp:
             raise refuse("CORRUPT", "the file was changed while the checkpoint was open", file=name)
+
+
+def _read(fd: int, name: str, offset: int, octets: memoryview) -> None:
+    """Fill a view of bytes from an open file; see `Storage.read_into`."""
+    done, wanted = 0, octets.nbytes
+    while done < wanted:
+        try:
+            count = os.preadv(fd, [octets[done:]], offset + done)
+        except OSError as error:
+            raise failed(error, f"reading {wanted - done} bytes at offset {offset + done}", name) from error
+        if not count:
+            raise refuse(
+                "CORRUPT",
+                f"the file is truncated: bytes {offset} to {offset + wanted} were asked for, "
+                f"it ends at {offset + done}",
+                file=name,
+                hint="Copy or download the file again.",
+            )
+        done += count
 
 
 def _kind_of(path: str) -> int:

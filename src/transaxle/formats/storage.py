@@ -6,11 +6,13 @@ checkpoint, a short read is an error, nothing is memory-mapped) holds for every 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from transaxle.axes.strided import Loop
 from transaxle.errors import Refusal
+from transaxle.formats.strided import read_each, read_strided
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +179,13 @@ class Beside(Overlay):
             super().read_into(name, offset, view)
         else:
             found.read_into(offset, view)
+
+    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
+        """See `formats.strided.read_strided`."""
+        if name in self._files:
+            read_each(self, name, offset, view, width, loops)
+        else:
+            read_strided(self.below, name, offset, view, width, loops)
 
 
 Layer = TypeVar("Layer", bound=Overlay)

@@ -1,0 +1,228 @@
+"""Strided reads: every run is the slice of the file that it is said to be, by whichever way it is read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from transaxle.axes.strided import Loop
+from transaxle.errors import Refused, StorageError
+from transaxle.formats import strided
+from transaxle.formats.inline import NUMBERS, Inline
+from transaxle.formats.local import LocalStorage
+from transaxle.formats.storage import Beside
+from transaxle.formats.strided import read_strided
+
+FILE, MADE = "a.bin", "made"
+DATA = np.random.default_rng(0).integers(1, 256, 1 << 16, np.uint8).tobytes()
+"""No byte is 0: what no run writes stays 0."""
+COMPILED = strided.load()
+compilers = [path for name in ("cc", "gcc", "clang") if (path := shutil.which(name))]
+needs_loop = pytest.mark.skipif(COMPILED is None, reason="the loop is not built here")
+
+
+def alone(*said: int) -> int:
+    """The loop as it is where nothing can be read whole."""
+    return said[-1]
+
+
+def halting(*said: int) -> int:
+    """The compiled loop, which stops at every third run."""
+    assert COMPILED is not None
+    return min(COMPILED(*said), said[-1] - said[-1] % 3 + 2)
+
+
+WAYS: dict[str, Callable[..., int] | None] = {"plain": None, "alone": alone}
+WAYS |= {} if COMPILED is None else {"compiled": COMPILED, "halting": halting}
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way of reading in turn."""
+    monkeypatch.setattr(strided, "load", lambda: WAYS[request.param])
+
+
+@pytest.fixture
+def storage(tmp_path: Path) -> Iterator[LocalStorage]:
+    tmp_path.joinpath(FILE).write_bytes(DATA)
+    found = LocalStorage(tmp_path)
+    yield found
+    found.close()
+
+
+def places(loops: Sequence[Loop]) -> list[tuple[int, int]]:
+    """Where each run begins on both sides, by walking over the indices."""
+    found = []
+    for index in product(*(range(count) for count, _, _ in loops)):
+        pairs = list(zip(index, loops, strict=True))
+        found.append((sum(i * step for i, (_, step, _) in pairs), sum(i * into for i, (_, _, into) in pairs)))
+    return found
+
+
+def expected(data: bytes, offset: int, size: int, width: int, loops: Sequence[Loop]) -> bytes:
+    out = bytearray(size)
+    for source, target in places(loops):
+        out[target : target + width] = data[offset + source : offset + source + width]
+    return bytes(out)
+
+
+@st.composite
+def copies(draw: st.DrawFn) -> tuple[int, int, list[Loop]]:
+    """Offset, width and loops of runs in any order in the file, side by side or apart in memory."""
+    width = draw(st.sampled_from([0, 1, 2, 3, 7, 64, 129]))
+    counts = draw(st.lists(st.integers(0, 6), max_size=3))
+    span, loops = max(width, 1), []
+    for count in reversed(counts):
+        into = span + draw(st.integers(0, 5))
+        loops.append((count, draw(st.integers(0, 900)), into))
+        span = max(count - 1, 0) * into + span
+    return draw(st.integers(0, 333)), width, loops[::-1]
+
+
+@given(copies())
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_every_run_is_its_slice(way: None, storage: LocalStorage, copy: tuple[int, int, list[Loop]]) -> None:
+    offset, width, loops = copy
+    size = max((target + width for _, target in places(loops)), default=0) + 3
+    out = bytearray(size)
+    read_strided(storage, FILE, offset, memoryview(out), width, loops)
+    assert bytes(out) == expected(DATA, offset, size, width, loops)
+
+
+def test_a_view_of_wider_items_is_filled_too(way: None, storage: LocalStorage) -> None:
+    out = np.zeros((4, 4), np.uint32)
+    read_strided(storage, FILE, 5, out.data, 3, [(5, 7, 9)])
+    assert out.tobytes() == expected(DATA, 5, 64, 3, [(5, 7, 9)])
+
+
+def test_beyond_two_gigabytes(way: None, tmp_path: Path) -> None:
+    """The file is sparse."""
+    base, step = (2 << 30) - 3, 1 << 30
+    with tmp_path.joinpath("long").open("wb") as file:
+        for row in range(3):
+            file.seek(base + row * step)
+            file.write(DATA[row * 10 : row * 10 + 10])
+    out = bytearray(18)
+    read_strided(LocalStorage(tmp_path), "long", base + 2, memoryview(out), 6, [(3, step, 6)])
+    assert bytes(out) == b"".join(DATA[row * 10 + 2 : row * 10 + 8] for row in range(3))
+
+
+def test_a_file_that_ends_inside_a_run_is_named(way: None, storage: LocalStorage) -> None:
+    """The runs before the end are in place, and the message says which bytes are lacking."""
+    out = bytearray(4 * 16)
+    with pytest.raises(Refused, match="truncated") as caught:
+        read_strided(storage, FILE, len(DATA) - 150, memoryview(out), 16, [(4, 47, 16)])
+    assert (caught.value.code, caught.value.where.file) == ("CORRUPT", FILE)
+    assert f"bytes {len(DATA) - 9} to {len(DATA) + 7}" in str(caught.value)
+    assert f"ends at {len(DATA)}" in str(caught.value)
+    assert out[:48] == expected(DATA, len(DATA) - 150, 48, 16, [(3, 47, 16)])
+
+
+def test_a_failing_disk_is_named(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiled loop only says which run it did not read; the ordinary way says why."""
+
+    def broken(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(strided, "load", lambda: alone)
+    monkeypatch.setattr(os, "preadv", broken)
+    with pytest.raises(StorageError) as caught:
+        read_strided(storage, FILE, 10, memoryview(bytearray(8)), 4, [(2, 100, 4)])
+    assert (caught.value.code, caught.value.where.file) == ("IO", FILE)
+    assert "offset 10" in str(caught.value)
+
+
+@needs_loop
+def test_the_loop_names_the_run_that_a_descriptor_refuses(tmp_path: Path) -> None:
+    """A descriptor that is only open for writing: the first run is asked for in the ordinary way."""
+    asked: list[int] = []
+    place = tmp_path / FILE
+    place.write_bytes(DATA)
+    fd = os.open(place, os.O_WRONLY)
+    try:
+        strided.read_runs(fd, 3, memoryview(bytearray(8)), 4, [(2, 100, 4)], lambda at, _: asked.append(at))
+    finally:
+        os.close(fd)
+    assert asked == [3, 103]
+
+
+@pytest.mark.parametrize(("size", "loops"), [(63, [(4, 100, 16)]), (64, [(4, 100, 17)]), (15, []), (99, [(2, 9, -16)])])
+def test_no_run_leaves_the_view(way: None, storage: LocalStorage, size: int, loops: list[Loop]) -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        read_strided(storage, FILE, 0, memoryview(bytearray(size)), 16, loops)
+
+
+def test_a_missing_file_is_named(storage: LocalStorage) -> None:
+    with pytest.raises(StorageError) as caught:
+        read_strided(storage, "b.bin", 0, memoryview(bytearray(16)), 4, [(2, 100, 4)])
+    assert caught.value.where.file == "b.bin"
+
+
+class Made:
+    """A file that counts upwards."""
+
+    nbytes = 1000
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        self.asked.append((offset, view.nbytes))
+        view[:] = bytes((offset + i) % 251 for i in range(view.nbytes))
+
+
+def test_what_stands_beside_files_is_asked_for_each_run(storage: LocalStorage) -> None:
+    made = Made()
+    both = Inline(Beside(storage, {MADE: made}))
+    numbers = both.add(b"0123456789")
+    assert numbers.offset == 0
+    out = bytearray(12)
+    for name, data in ((MADE, bytes(i % 251 for i in range(1000))), (FILE, DATA), (NUMBERS, b"0123456789")):
+        offset = 0 if name == NUMBERS else 40
+        read_strided(both, name, offset, memoryview(out), 3, [(2, 5, 6), (2, 1, 3)])
+        assert bytes(out) == expected(data, offset, 12, 3, [(2, 5, 6), (2, 1, 3)])
+    assert made.asked == [(40, 3), (41, 3), (45, 3), (46, 3)]
+
+
+@needs_loop
+def test_files_beside_made_ones_are_read_in_one_call(storage: LocalStorage, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run goes through `preadv` of Python."""
+    monkeypatch.delattr(os, "preadv")
+    loops = [(3, 2000, 700), (7, 200, 100)]
+    out = bytearray(2100)
+    read_strided(Inline(Beside(storage, {MADE: Made()})), FILE, 1, memoryview(out), 100, loops)
+    assert bytes(out) == expected(DATA, 1, prod(count for count, _, _ in loops) * 100, 100, loops)
+
+
+@needs_loop
+def test_a_loop_of_another_source_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    changed = tmp_path / strided.SOURCE.name
+    changed.write_bytes(strided.SOURCE.read_bytes() + b"\n")
+    false = tmp_path / strided.LIBRARY.name
+    false.write_bytes(b"\x7fELF")
+    load = strided.load.__wrapped__
+    assert load() is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(strided, "SOURCE", changed)
+        assert load() is None
+    monkeypatch.setattr(strided, "LIBRARY", false)
+    assert load() is None
+
+
+@pytest.mark.skipif(not compilers, reason="no C compiler")
+def test_the_loop_compiles_without_a_warning() -> None:
+    strict = ["-std=c11", "-Wall", "-Wextra", "-Wconversion", "-Wno-sign-conversion", "-pedantic", "-Werror"]
+    command = [compilers[0], *strict, "-fsyntax-only", "-DSTAMP=1u", str(strided.SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
