@@ -41,6 +41,8 @@ Code = Literal[
 CODES: tuple[Code, ...] = get_args(Code)
 
 _USAGE: frozenset[Code] = frozenset({"AMBIGUOUS", "UNKNOWN_FAMILY", "UNKNOWN_AXIS", "EXISTS"})
+_SHOWN = 30
+"""Refusals that the text of an error spells out."""
 _STORAGE: frozenset[Code] = frozenset({"IO", "NO_SPACE"})
 
 
@@ -101,7 +103,10 @@ class TransaxleError(Exception):
     exit_code = 3
 
     def __init__(self, refusals: Sequence[Refusal]) -> None:
-        super().__init__("\n".join(str(refusal) for refusal in refusals))
+        lines = [str(refusal) for refusal in refusals[:_SHOWN]]
+        if len(refusals) > _SHOWN:
+            lines.append(f"… and {len(refusals) - _SHOWN:,} more, in .refusals")
+        super().__init__("\n".join(lines))
         self.refusals: tuple[Refusal, ...] = tuple(refusals)
 
     def __reduce__(self) -> tuple[type[TransaxleError], tuple[tuple[Refusal, ...]]]:

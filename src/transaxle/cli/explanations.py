@@ -132,10 +132,12 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "Copies that should be equal are not.",
         "Two stored tensors stand for one weight: tied embeddings, or the copies of a replicated tensor. The target "
         "has room for one. They were compared before anything was committed, and their bytes differ, so one of them "
-        "would be lost.",
+        "would be lost. Of a live model it is a tensor that several ranks hold, and that has drifted apart between "
+        "them; the message names the ranks, those with equal values together.",
         "lm_head.weight\n    head = embed (tie_word_embeddings)\n    but their bytes differ",
         "If the model was trained untied, correct tie_word_embeddings in config.json (or in a file given with "
-        "--config). Otherwise find out which of the two is current, and remove the other.",
+        "--config). Otherwise find out which of the two is current, and remove the other. In a live model broadcast it "
+        "from one rank, and look for a gradient that is not summed; tx.save(..., check_copies=False) writes one copy.",
     ),
     "BLOCK_MISALIGNED": Explanation(
         "One scale would have to serve rows of two scales.",

@@ -223,7 +223,7 @@ def parse_to(to: str) -> tuple[str, str | None]:
     first, colon, second = to.partition(":")
     if first in SINKS:
         return first, second or None
-    if colon or first in FORMATS:
+    if colon or not first or first in FORMATS:
         raise refuse("UNSUPPORTED", f"cannot write format {first!r}; these can be: {', '.join(SINKS)}")
     return SAFETENSORS, first
 

@@ -129,7 +129,7 @@ def recognise(
         raise refuse(
             "AMBIGUOUS",
             f"{most} of {len(names)} names are read alike by {listed}",
-            hint="say which with --family NAME and --from DIALECT",
+            hint="say which with --family NAME and --from DIALECT (family=, dialect=)",
         )
     chosen = best[0]
     if family is None and told and not any(t in chosen.family.model_types for t in told):
@@ -155,7 +155,7 @@ def _nothing(
     names: Sequence[str], told: Sequence[str], candidates: Sequence[Family], dialect: str | None
 ) -> TransaxleError:
     """Build the refusal where no dialect reads any name, with the closest one."""
-    samples = [skeleton(name) for name in names[:200]]
+    samples = list(dict.fromkeys(skeleton(name) for name in names[:200]))
     close: list[str] = []
     for family in candidates:
         for each in family.dialects:
@@ -165,9 +165,6 @@ def _nothing(
     wanted = f"dialect {dialect!r} reads none" if dialect else "no table reads any"
     first = ", ".join(names[:3]) or "(no tensors)"
     model = f" (config.json says {told[0]!r})" if told else ""
-    hint = (
-        f"closest: {close[0]}"
-        if close
-        else "convert it under its own names with --to FORMAT:identity, or add --rules FILE"
-    )
+    own = 'convert it under its own names with --to FORMAT:identity (to="FORMAT:identity"), or add --rules FILE'
+    hint = f"closest: {close[0]}" if close else own
     return refuse("UNKNOWN_FAMILY", f"{wanted} of its names: {first}{model}", hint=hint)

@@ -77,7 +77,7 @@ class Place:
         if not os.path.lexists(self.typed if not self._overwrite else self.target):
             return
         if not self._overwrite:
-            hint = "Choose another place, or replace it with --overwrite."
+            hint = "Choose another place, or replace it with --overwrite (overwrite=True)."
             raise refuse("EXISTS", "it exists already", file=self.typed, hint=hint)
         reason = self._irreplaceable()
         if reason:

@@ -30,6 +30,8 @@ _MOST_PARTS = 10_000
 _GRAIN = 1 << 20
 _MOST_EARLY = 64 << 20
 """Bytes of a file that are kept until it is their turn."""
+_OWN = "memory"
+"""Scheme of a store that is in the memory of one process."""
 _OPENERS = (INDEX, ".metadata", "latest", "latest_universal", "_model_states.pt")
 """Ends of the names of files that make the files around them a checkpoint."""
 
@@ -58,7 +60,7 @@ class Upload:
         if resume:
             hint = "Run it without --resume, or convert to a local folder and upload that."
             raise refuse("UNSUPPORTED", "an upload cannot be resumed", file=self._shown, hint=hint)
-        if not self._service.path.strip("/").partition("/")[2] and self._service.scheme != "memory":
+        if not self._service.path.strip("/").partition("/")[2] and self._service.scheme != _OWN:
             raise refuse("EXISTS", "it is the root of the store", file=self._shown, hint="Name a folder in it.")
         self._overwrite = overwrite
         self._part = part
@@ -145,6 +147,11 @@ class Upload:
     def flush(self, file: str) -> None:
         """Do nothing: a file is complete, and closed, with its last byte."""
 
+    @property
+    def shared(self) -> bool:
+        """Whether other processes see what is written there."""
+        return self._service.scheme != _OWN
+
     def commit(self) -> None:
         """Let everything appear. All threads must be done writing.
 
@@ -154,16 +161,45 @@ class Upload:
             UsageError: EXISTS if the target appeared in the meantime.
             StorageError: IO, also if the service does not hold what was sent.
         """
+        self.complete()
+        self.make_way()
+        self.appear()
+        self.keep()
+
+    def complete(self) -> None:
+        """Send what is left of all files: the first step of `commit`, for those who upload with others.
+
+        Raises:
+            StorageError: IO.
+        """
         for file in self._streams.values():
             file.close()
+
+    def make_way(self) -> None:
+        """Check the target once more, and delete what is replaced: the second step, which one of many takes.
+
+        Raises:
+            UsageError: EXISTS if the target appeared in the meantime.
+            StorageError: IO.
+        """
         found = self._service.info(self._service.path, self._shown)
         self._check(there=found is not None, is_file=found is not None and found.get("type") == FILE)
         if self._overwrite and not self._single:
             self._delete_old()
+
+    def appear(self) -> None:
+        """Let the files appear: the third step. Until the last one they are taken back if the context fails.
+
+        Raises:
+            StorageError: IO, also if the service does not hold what was sent.
+        """
         for name in sorted(self._streams, key=_turn):
             self._appeared.append(name)  # also if it fails: then it may have appeared all the same
             self._streams[name].commit()
             self._compare(name)
+
+    def keep(self) -> None:
+        """Let what has appeared stay: the last step."""
         self._streams.clear()
         self._appeared.clear()
         self._finish()
@@ -188,7 +224,7 @@ class Upload:
         if not there:
             return
         if not self._overwrite:
-            hint = "Choose another place, or replace it with --overwrite."
+            hint = "Choose another place, or replace it with --overwrite (overwrite=True)."
             raise refuse("EXISTS", "it exists already", file=self._shown, hint=hint)
         reason = ""
         if is_file and not self._single:
@@ -315,6 +351,11 @@ def part_size(size: int, part: int = PART) -> int:
     """
     least = -(-size // _MOST_PARTS)
     return max(part, -(-least // _GRAIN) * _GRAIN)
+
+
+def opens(name: str) -> bool:
+    """Tell whether a file makes the files around it a checkpoint, so that it must appear after them."""
+    return _turn(name)[0] > 1
 
 
 def _turn(name: str) -> tuple[int, str]:
