@@ -19,11 +19,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from transaxle.errors import TransaxleError
 
 TIMEOUT = timedelta(seconds=60)
-_PATIENCE = 150.0
+_PATIENCE = 240.0
 """Seconds after which ranks that have not answered are taken for hung."""
 Task = Callable[..., Any]
 """A function of a module under `tests`, at its top."""
@@ -52,6 +53,7 @@ def _serve(rank: int, world: int, pipe: Any, timeout: timedelta) -> None:
             answer = (False, traceback.format_exc())
         finally:
             dist.destroy_process_group()
+            _clear_sharding_prop_cache()  # it names groups that are no more
         pipe.send(answer)
 
 

@@ -20,6 +20,8 @@ MORE: dict[str, Quantizer] = {
     "float8_block, 1x128": Float8Block(block=(1, 128)),
     "mxfp8, both ways": MXFP8(columnwise=True),
     "nvfp4, 16x16": NVFP4(square=True),
+    "nvfp4, both ways": NVFP4(columnwise=True),
+    "nvfp4, 16x16, both ways": NVFP4(square=True, columnwise=True),
 }
 """Those and their variants."""
 

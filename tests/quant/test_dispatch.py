@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn import functional
 
 from tests.quant.kinds import KINDS, raw, values
 from transaxle.errors import TransaxleError
@@ -28,6 +29,11 @@ def _twin(q: torch.Tensor, seed: int = 0) -> torch.Tensor:
     return q.quantizer.quantize(x) if isinstance(q, QuantizedTensor) else x
 
 
+def _three(q: torch.Tensor) -> torch.Tensor:
+    """A stack of three matrices."""
+    return torch.stack([q[128:], q[:128], q[128:]])
+
+
 OPERATIONS: dict[str, list[Operation]] = {
     "`q.detach()`": [lambda q: q.detach()],
     "`q.clone()`": [lambda q: q.clone()],
@@ -47,7 +53,29 @@ OPERATIONS: dict[str, list[Operation]] = {
     "`torch.cat` of its chunks": [lambda q: torch.cat(q.chunk(3)), lambda q: torch.cat(q.chunk(3)[1:])],
     "`torch.cat` along columns, on tiles": [lambda q: torch.cat([q[:, :128], q[:, 256:]], 1)],
     "`torch.cat` with a plain tensor": [lambda q: torch.cat([q, torch.ones(2, COLUMNS, dtype=q.dtype)])],
-    "`torch.stack`": [lambda q: torch.stack([q, q])],
+    "`torch.stack` of matrices": [
+        lambda q: torch.stack([q, q]),
+        lambda q: torch.stack([q[:128].clone(), q[128:].clone()]),
+    ],
+    "`torch.stack` along another dim": [lambda q: torch.stack([q, q], 1), lambda q: torch.stack([_three(q)] * 2)],
+    "`s[e]`, `s.unbind()` of a stack `s`": [
+        lambda q: _three(q)[1],
+        lambda q: _three(q)[-1],
+        lambda q: _three(q).unbind(),
+    ],
+    "`s[a:b]`, `s.split(n)`, `s.view(-1)`": [
+        lambda q: _three(q)[1:],
+        lambda q: _three(q).split(2),
+        lambda q: _three(q).view(-1),
+    ],
+    "`torch.cat` of stacks": [lambda q: torch.cat([_three(q), _three(q)[:1]])],
+    "`s[:, a:b]`, `s.unbind(1)`": [lambda q: _three(q)[:, :64], lambda q: _three(q).unbind(1)],
+    "`s[index]`, `s.transpose(1, 2)`": [lambda q: _three(q)[torch.tensor([2, 0])], lambda q: _three(q).transpose(1, 2)],
+    "`F.pad` with rows of zeros": [lambda q: functional.pad(q, (0, 0, 0, 7))],
+    "`F.pad` of anything else": [
+        lambda q: functional.pad(q, (0, 2, 0, 7)),
+        lambda q: functional.pad(q, (0, 0, 0, 1), value=1.0),
+    ],
     "`q.copy_(q)`": [lambda q: q.copy_(_twin(q))],
     "`q.copy_(plain)`": [lambda q: q.copy_(values(ROWS, COLUMNS))],
     "`q.copy_(another encoding)`": [lambda q: q.copy_(_other(q))],
@@ -61,6 +89,7 @@ OPERATIONS: dict[str, list[Operation]] = {
     "`q + 1`, `q @ x`": [lambda q: q + 1, lambda q: q @ values(COLUMNS, 3), torch.abs],
     "`q.add_(1)`, `q.mul_(2)`": [lambda q: q.add_(1), lambda q: q.mul_(2), lambda q: q.normal_()],
     "`q.fill_(1)`": [lambda q: q.fill_(1)],
+    "`q[0] = x`, `q[0, 0] = x`": [lambda q: q.__setitem__(0, 1.0), lambda q: q.__setitem__((0, 0), 1.0)],
     "`q.unsqueeze(0)`": [lambda q: q.unsqueeze(0)],
 }
 
@@ -136,5 +165,21 @@ def test_classes_follow_the_schema_where_the_table_is_silent() -> None:
     assert dispatch.class_of(aten.squeeze.default, (made,)) == "raises"
 
 
-def test_no_dims_are_one_element() -> None:
-    assert KINDS["float8"].quantize(values(4, 32)).new_empty(()).numel() == 1
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("quantizer", KINDS.values(), ids=KINDS.keys())
+def test_no_dims_are_one_element(quantizer: Quantizer, device: str) -> None:
+    made = quantizer.quantize(values(4, 32)).new_empty((), device=device)
+    assert isinstance(made, QuantizedTensor)
+    assert (made.numel(), made.dequantize().shape, made.clone().device.type) == (1, (), device)
+
+
+@pytest.mark.parametrize("quantizer", KINDS.values(), ids=KINDS.keys())
+def test_assigned_rows_are_quantized(quantizer: Quantizer) -> None:
+    made, x = quantizer.quantize(values(ROWS, COLUMNS)), values(ROWS, COLUMNS, seed=3)
+    plain = torch.zeros(ROWS, COLUMNS, dtype=made.dtype)
+    expected = made.clone().copy_(x)
+    made[:] = x
+    plain[2:] = made[2:]
+    assert torch.equal(made.dequantize(), expected.dequantize())
+    assert not plain[:2].any()
+    assert plain[2:].any()

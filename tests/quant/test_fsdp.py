@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.live.ranks import run
 from tests.quant.kinds import MORE, raw, same, values
@@ -104,6 +104,34 @@ def _train(rank: int, world: int, kind: str) -> None:
                 part = whole[start : start + shard.height]
                 assert isinstance(part, QuantizedTensor)
                 assert same(shard, part)
+
+
+def _grow(rank: int, world: int) -> None:
+    layers = [nn.Linear(WIDTH, 2, bias=False).bfloat16() for _ in range(2)]
+    for layer in layers:
+        nn.init.constant_(layer.weight, 3.0)
+        quantize_(layer, MORE["float8 delayed"])
+    fully_shard(layers[0], mesh=_mesh(world))
+    for step in range(3):
+        for layer in layers:
+            weight = layer.weight
+            inner = weight.to_local() if isinstance(weight, DTensor) else weight
+            assert isinstance(inner, QuantizedTensor)
+            group = dist.group.WORLD if isinstance(weight, DTensor) else None
+            inner.quantize_(torch.full(tuple(inner.shape), 5.0 + step).bfloat16(), group=group)
+    shard, whole = layers[0].weight, layers[1].weight
+    assert isinstance(shard, DTensor)
+    inner = shard.to_local()
+    assert isinstance(inner, QuantizedTensor)
+    assert isinstance(whole, QuantizedTensor)
+    assert len(inner) == (1 if rank < 2 else 0)
+    assert torch.equal(inner.components["scale_inv"], whole.components["scale_inv"])
+    assert all(torch.equal(inner.state[name], whole.state[name]) for name in whole.state)
+
+
+def test_a_rank_without_rows_keeps_the_history() -> None:
+    """It gathers the others' codes under its own copy of the scale."""
+    run(3, _grow)
 
 
 @kinds
@@ -295,13 +323,20 @@ def _full(rank: int, world: int, kind: str) -> None:
     model = _model(kind, _mesh(world))
     alone = [tensor for tensor in _model(kind, None).parameters() if isinstance(tensor, QuantizedTensor)]
     for (parameter, _), whole in zip(_shards(model), alone, strict=True):
-        found = parameter.full_tensor()
-        assert torch.equal(found.dequantize() if isinstance(found, QuantizedTensor) else found, whole.dequantize())
+        replicated = parameter.redistribute(placements=[Replicate()])
+        for found in (parameter.full_tensor(), replicated.to_local()):
+            assert isinstance(found, QuantizedTensor)
+            assert same(found, whole)
+            assert torch.equal(found.dequantize(), whole.dequantize())
+        again, shard = replicated.redistribute(placements=[Shard(0)]).to_local(), parameter.to_local()
+        assert isinstance(again, QuantizedTensor)
+        assert isinstance(shard, QuantizedTensor)
+        assert same(again, shard)
 
 
 @kinds
-@pytest.mark.parametrize("world", [1, 2])
-def test_full_tensors_have_the_values_of_the_whole(kind: str, world: int) -> None:
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_full_tensors_are_the_whole_one(kind: str, world: int) -> None:
     run(world, _full, kind)
 
 

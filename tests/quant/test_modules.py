@@ -40,6 +40,36 @@ def test_products_and_gradients_are_those_of_the_values(quantizer: Quantizer, sh
         assert torch.equal(quantized.grad, usual.grad)
 
 
+def test_autocast_and_wider_weights_give_the_input_s_dtype() -> None:
+    layers = [nn.Linear(64, 48) for _ in range(2)]
+    quantize_(layers[0], KINDS["mxfp8"])
+    assert isinstance(layers[0].weight, QuantizedTensor)
+    layers[1].load_state_dict({"weight": layers[0].weight.dequantize(), "bias": layers[0].bias})
+    made = []
+    for layer in layers:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            made.append(layer(values(3, 64, dtype=torch.float32)))
+        made[-1].float().square().sum().backward()
+    assert made[0].dtype == made[1].dtype == torch.bfloat16
+    torch.testing.assert_close(made[0], made[1], rtol=2e-2, atol=1e-2)
+    assert layers[0].weight.grad is not None
+    torch.testing.assert_close(layers[0].weight.grad, layers[1].weight.grad, rtol=2e-2, atol=0.5)
+    assert layers[0](values(3, 64)).dtype == torch.bfloat16
+
+
+def test_copies_made_in_the_block_are_quantized() -> None:
+    with quantized_init(KINDS["mxfp8"]):
+        model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2)
+    found = [name for name, parameter in model.named_parameters() if isinstance(parameter, QuantizedTensor)]
+    assert [name.removeprefix("layers.1.") for name in found[3:]] == [
+        "self_attn.out_proj.weight",
+        "linear1.weight",
+        "linear2.weight",
+    ]
+    assert copy.deepcopy(nn.Linear(8, 8)).weight.__class__ is nn.Parameter
+    assert model(torch.randn(1, 3, 32)).shape == (1, 3, 32)
+
+
 def test_plain_weights_are_multiplied_as_usual() -> None:
     x, weight = values(3, 64), values(48, 64)
     assert torch.equal(linear(x, weight), nn.functional.linear(x, weight))

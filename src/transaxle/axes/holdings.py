@@ -21,6 +21,8 @@ from transaxle.axes.solve import Shape, fill, solve
 from transaxle.axes.unify import Basis, factors
 from transaxle.errors import Refusal, TransaxleError, Where
 
+_BYTES = "U8"
+"""Safetensors code of what holds two codes of four bits."""
 Key = tuple[str, str]
 """(logical tensor, slot)."""
 _Filled = tuple[Layout, dict[str, int]]
@@ -93,10 +95,18 @@ def solved(bound: Bound, stored: Mapping[str, Stored], sizes: Sizes) -> Sizes:
     for (line, slot), names in bound.found.items():
         for position, axis in enumerate(line.name.axes):
             counted[axis] = max(counted.get(axis, 0), *(index[position] + 1 for index in names))
-        for index, name in names.items() if slot == WEIGHT else ():
-            equations[line.expression].setdefault(stored[name].shape, dict(zip(line.name.axes, index, strict=True)))
+        weights = bound.found.get((line, WEIGHT), {})
+        for index, name in names.items():
+            if slot == WEIGHT or (index in weights and _unpacks(stored[name], stored[weights[index]])):
+                equations[line.expression].setdefault(stored[name].shape, dict(zip(line.name.axes, index, strict=True)))
     known = sizes.at({})
     return solve(equations, sizes.giving({axis: count for axis, count in counted.items() if axis not in known}))
+
+
+def _unpacks(state: Stored, weight: Stored) -> bool:
+    """Tell whether a parameter is codes, two in a byte, and its state one number for each: it has twice the columns."""
+    columns = weight.shape[-1:] if weight.dtype == _BYTES else ()
+    return columns != () and state.shape == (*weight.shape[:-1], 2 * columns[0])
 
 
 class Holdings:

@@ -5,6 +5,7 @@ from transaxle.quant.masters import MasterWeights
 from transaxle.quant.modules import quantize_, quantized_init
 from transaxle.quant.quantizers import MXFP8, NVFP4, DelayedScaling, Float8Block, Float8CurrentScaling, Quantizer
 from transaxle.quant.tensor import QuantizedTensor, from_components
+from transaxle.quant.torchao import from_torchao, to_torchao
 
 __all__ = [
     "MXFP8",
@@ -16,7 +17,9 @@ __all__ = [
     "QuantizedTensor",
     "Quantizer",
     "from_components",
+    "from_torchao",
     "linear",
     "quantize_",
     "quantized_init",
+    "to_torchao",
 ]

@@ -12,19 +12,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch.utils._pytree import tree_map_only
 
-from transaxle.errors import TransaxleError, refuse
-from transaxle.quant.frame import DATA, ORIGIN, SCALE, STATE, blank
-from transaxle.quant.tensor import QuantizedTensor, _same
+from transaxle.errors import refuse
+from transaxle.quant.collective import all_gather, padded
+from transaxle.quant.frame import COLUMN_DATA, COLUMN_SCALE, DATA, ORIGIN, SCALE, STATE, blank
+from transaxle.quant.join import cat, is_whole, refused, stack
+from transaxle.quant.tensor import QuantizedTensor
 
 aten = torch.ops.aten
+collectives = torch.ops._c10d_functional
+_WAITS = ("wait_tensor", "_wrap_tensor_autograd")
+"""What follows a functional collective; the second one from torch 2.13 on."""
 Class = Literal["raw", "dequantizes", "raises"]
 """What an operation does."""
 Handler = Callable[..., Any]
+_STACK = 3
+"""Dims of a stack of matrices."""
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -80,16 +87,6 @@ def _rows(tensor: QuantizedTensor, first: int, rows: int) -> QuantizedTensor:
     return QuantizedTensor(tensor.frame, tensor.skip + first, rows, tensor.dtype)
 
 
-def _is_matrix(tensor: QuantizedTensor) -> bool:
-    return tuple(tensor.shape) == (tensor.height, tensor.frame.columns)
-
-
-def _refused(what: str, tensor: QuantizedTensor, why: str) -> TransaxleError:
-    return refuse(
-        "BLOCK_MISALIGNED", f"{what} of {tuple(tensor.shape)} in {tensor.quantizer}: {why}", hint="dequantize() first"
-    )
-
-
 def _detach(tensor: QuantizedTensor) -> QuantizedTensor:
     return QuantizedTensor(tensor.frame, tensor.skip, tensor.height, tensor.dtype, tuple(tensor.shape))
 
@@ -109,7 +106,7 @@ def _as_strided(
     columns, offset = tensor.frame.columns, storage_offset or 0
     adjacent = all(stride[dim] == prod(size[dim + 1 :]) or size[dim] <= 1 for dim in range(len(size)))
     if not adjacent or not columns or offset % columns or prod(size) % columns:
-        raise _refused("as_strided", tensor, f"size {list(size)}, {list(stride)} from {offset} is not whole rows")
+        raise refused("as_strided", tensor, f"size {list(size)}, {list(stride)} from {offset} is not whole rows")
     first, rows = offset // columns, prod(size) // columns
     if first + rows > tensor.height:
         raise refuse("SHAPE_MISMATCH", f"{prod(size)} elements from {offset} of {tensor.numel()}")
@@ -127,14 +124,36 @@ def _slice(
     first, last, _ = slice(start, end).indices(tensor.shape[along])
     size = max(last - first, 0)
     if step != 1:
-        raise _refused("slice", tensor, f"a step of {step}")
+        raise refused("slice", tensor, f"a step of {step}")
     if size == tensor.shape[along]:
         return _detach(tensor)
     if tensor.dim() == 1 and tensor.height != 1 and tensor.frame.columns:
         return _as_strided(tensor, (size,), (1,), first)
-    if not _is_matrix(tensor):
-        raise _refused("slice", tensor, "it is a view of another shape")
-    return _rows(tensor, first, size) if along == 0 else _columns(tensor, first, size)
+    if not is_whole(tensor):
+        raise refused("slice", tensor, "it is a view of another shape")
+    if along == 0:
+        return _rows(tensor, first, size)
+    if tensor.frame.matrix is not None:
+        raise refused("slice", tensor, "a stack is cut between matrices")
+    return _columns(tensor, first, size)
+
+
+def _select(tensor: QuantizedTensor, dim: int, index: int) -> torch.Tensor:
+    """One matrix of a stack, as a view; of other dims, the values."""
+    matrix = tensor.frame.matrix
+    if matrix is None or dim % tensor.dim() or not is_whole(tensor):
+        return cast(torch.Tensor, _on_values(aten.select.int, (tensor, dim, index), {}))
+    if not -tensor.height <= index < tensor.height:
+        raise IndexError(f"matrix {index} of a stack of {tensor.height}")
+    frame = tensor.frame.member(tensor.skip + index % tensor.height)
+    return QuantizedTensor(frame, 0, matrix[0], tensor.dtype)
+
+
+def _unbind(tensor: QuantizedTensor, dim: int = 0) -> list[torch.Tensor]:
+    """The matrices of a stack, as views."""
+    if tensor.frame.matrix is None or dim % tensor.dim() or not is_whole(tensor):
+        raise refused("unbind", tensor, "only a stack of matrices has parts with scales of their own")
+    return [_select(tensor, 0, place) for place in range(tensor.height)]
 
 
 def _columns(tensor: QuantizedTensor, first: int, size: int) -> QuantizedTensor:
@@ -143,15 +162,15 @@ def _columns(tensor: QuantizedTensor, first: int, size: int) -> QuantizedTensor:
     step = max(tensor.quantizer.grain[1], encoding.tile[1])
     last = first + size
     if step and (first % step or (last % step and last != frame.columns)):
-        raise _refused("slice", tensor, f"columns {first} to {last} cut tiles of {step}")
+        raise refused("slice", tensor, f"columns {first} to {last} cut tiles of {step}")
     per_byte = 8 // encoding.code_bits
 
     def cut(name: str, buffer: torch.Tensor) -> torch.Tensor:
-        if name == DATA:
+        if name in (DATA, COLUMN_DATA):
             return buffer[..., first // per_byte : last // per_byte]
         if name == SCALE:
             return buffer[..., first // step : -(-last // step)] if step else buffer
-        return buffer[..., first:last] if name.startswith("columnwise") or name == ORIGIN else buffer
+        return buffer[..., first:last] if name in (COLUMN_SCALE, ORIGIN) else buffer
 
     made = replace(
         frame,
@@ -159,6 +178,8 @@ def _columns(tensor: QuantizedTensor, first: int, size: int) -> QuantizedTensor:
         cut={name: cut(name, buffer) for name, buffer in frame.cut.items()},
         shared={name: cut(name, buffer) for name, buffer in frame.shared.items()},
         blank=False,
+        of=None,
+        width=frame.width or frame.columns,
         used=frame.rows + 1,  # other columns are under the same scales: no copy into these covers them
     )
     return QuantizedTensor(made, tensor.skip, tensor.height, tensor.dtype)
@@ -219,7 +240,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
             f"codes of {source.quantizer} cannot become codes of {target.quantizer}",
             hint="copy source.dequantize() to quantize it again",
         )
-    if target.shape != source.shape or target.frame.columns != source.frame.columns:
+    if target.shape != source.shape or target.frame.row != source.frame.row:
         raise refuse("SHAPE_MISMATCH", f"{list(source.shape)} into {list(target.shape)}")
     target.adopt(source.frame, source.skip, source.height)
     return target
@@ -227,11 +248,13 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 
 def _zero(tensor: QuantizedTensor) -> QuantizedTensor:
     """Zeros: of the codes, of scales that are cut with them, and of the others where nothing else is under them."""
-    for buffer in tensor.frame.cut.values():
+    for name, buffer in tensor.frame.cut.items():
+        if name in STATE:
+            continue
         rows = buffer[tensor.skip : tensor.skip + tensor.height]
         (rows.view(torch.uint8) if buffer.dtype.itemsize == 1 else rows).zero_()
     if tensor.skip == 0 and tensor.height >= (tensor.frame.used or tensor.frame.rows):
-        fresh = blank(tensor.quantizer, tensor.frame.whole, tensor.frame.columns, tensor.device)
+        fresh = blank(tensor.quantizer, (tensor.frame.whole, *tensor.frame.row), tensor.device)
         for name, old in tensor.frame.shared.items():
             if name not in STATE:
                 old.copy_(fresh.shared.get(name, old))
@@ -239,17 +262,28 @@ def _zero(tensor: QuantizedTensor) -> QuantizedTensor:
 
 
 def _new(tensor: QuantizedTensor, size: Sequence[int], device: Any, pin_memory: bool | None) -> QuantizedTensor:
-    """A quantized tensor of zeros; its last dim is the row, and no dims are one element."""
-    rows, columns = (prod(size[:-1]), size[-1]) if size else (1, 1)
+    """A quantized tensor of zeros: a stack of three dims; else its last dim is the row, and no dims are one element.
+
+    With rows as this one's, and not more of them, it may be for a part of the same matrix. Then it knows the whole, as
+    it has to on ranks that FSDP2 leaves without rows and never copies any into.
+    """
+    shape = tuple(size) if len(size) == _STACK else (prod(size[:-1]), size[-1]) if size else (1, 1)
     target = tensor.device if device is None else torch.device(device)
-    frame = blank(tensor.quantizer, rows, columns, target, columnwise=tensor.frame.columnwise)
+    old = tensor.frame
+    frame = blank(tensor.quantizer, shape, target, columnwise=old.columnwise)
+    if frame.row == old.row and shape[0] <= old.whole:
+        shared = blank(tensor.quantizer, (old.whole, *old.row), target, columnwise=old.columnwise).shared
+        if old.device.type != "meta":
+            shared = {name: buffer.to(target, copy=True) for name, buffer in old.shared.items()}
+        start = old.start + tensor.skip if shape[0] == tensor.height else 0
+        frame = replace(frame, whole=old.whole, shared=shared, start=start)
     if pin_memory:
         frame = replace(
             frame,
             cut={name: buffer.pin_memory() for name, buffer in frame.cut.items()},
             shared={name: buffer.pin_memory() for name, buffer in frame.shared.items()},
         )
-    return QuantizedTensor(frame, 0, rows, tensor.dtype, tuple(size))
+    return QuantizedTensor(frame, 0, shape[0], tensor.dtype, tuple(size))
 
 
 def _new_sized(
@@ -277,93 +311,25 @@ def _empty_like(
     return _new_sized(tensor, tuple(tensor.shape), dtype=dtype, device=device, pin_memory=pin_memory)
 
 
-def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Put matrices together along a dim that keeps tiles whole; with plain tensors among them, their values."""
-    parts = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
-    if len(parts) < len(tensors):
-        return torch.cat([t.dequantize() if isinstance(t, QuantizedTensor) else t for t in tensors], dim)
-    first = parts[0]
-    if any(part.quantizer.encoding != first.quantizer.encoding for part in parts) or not all(map(_is_matrix, parts)):
-        raise _refused("cat", first, "the tensors are not matrices of one encoding")
-    parts = [part for part in parts if part.numel()] or parts[:1]
-    first = parts[0]
-    return _cat_columns(parts) if dim % 2 else _cat_rows(parts)
-
-
-def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
-    first = parts[0]
-    encoding, frame = first.frame.encoding, first.frame
-    both = all(part.frame.columnwise for part in parts)
-    held = [part.frame.buffers(part.skip, part.height) for part in parts]
-    names = [name for name in held[0] if both or not name.startswith("columnwise")]
-    cut = {name: torch.cat([one[name].view(torch.uint8) for one in held]) for name in names if name in frame.cut}
-    cut = {name: buffer.view(held[0][name].dtype) for name, buffer in cut.items()}
-    shared = {name: frame.shared[name] for name in names if name in frame.shared}
-    rows = sum(part.height for part in parts)
-    step = 32 if both else encoding.tile[0]
-    alike = all(_same({n: part.frame.shared[n] for n in shared if n in part.frame.shared}, shared) for part in parts)
-    ends = [part.frame.start + part.skip + part.height for part in parts]
-    starts = [part.frame.start + part.skip for part in parts]
-    if alike and starts[1:] == ends[:-1] and all(part.frame.whole == frame.whole for part in parts):
-        start, whole = starts[0], frame.whole
-    elif step > 1:
-        complete = all(part.height == part.frame.whole for part in parts)
-        if not complete or any(part.height % step for part in parts[:-1]):
-            raise _refused("cat", first, f"tiles of {step} rows would not stay whole")
-        start, whole = 0, rows
-        shared = {name: torch.cat([part.frame.shared[name] for part in parts]) for name in shared}
-    elif not alike:
-        raise refuse(
-            "UNEQUAL_COPIES",
-            f"{len(parts)} tensors of {first.quantizer} under differing scales of whole tensors",
-            hint="quantize them with one amax: quantize(x, group=...)",
-        )
-    else:
-        start, whole = 0, rows
-    made = replace(frame, cut=cut, shared={n: b.clone() for n, b in shared.items()}, start=start, whole=whole)
-    return QuantizedTensor(replace(made, used=None, blank=False), 0, rows, first.dtype)
-
-
-def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
-    first = parts[0]
-    frame, step = first.frame, max(first.quantizer.grain[1], first.frame.encoding.tile[1])
-    place = (frame.start + first.skip, frame.whole, first.height)
-    if any((part.frame.start + part.skip, part.frame.whole, part.height) != place for part in parts):
-        raise _refused("cat", first, "the tensors are not the same rows")
-    if step and any(part.frame.columns % step for part in parts[:-1]):
-        raise _refused("cat", first, f"tiles of {step} columns would not stay whole")
-    flat = [{n: b for n, b in part.frame.shared.items() if b.dim() == 1} for part in parts]
-    if not all(_same(one, flat[0]) for one in flat):
-        raise refuse("UNEQUAL_COPIES", f"{len(parts)} tensors of {first.quantizer} under differing scales")
-    both = all(part.frame.columnwise for part in parts)
-    held = [part.frame.buffers(part.skip, part.height) for part in parts]
-    joined = {}
-    for name, buffer in held[0].items():
-        if both or not name.startswith("columnwise"):
-            wide = buffer.dim() > 1
-            joined[name] = (
-                torch.cat([one[name].view(torch.uint8) for one in held], 1).view(buffer.dtype)
-                if wide and buffer.dtype.itemsize == 1
-                else torch.cat([one[name] for one in held], 1)
-                if wide
-                else buffer.clone()
-            )
-    made = replace(
-        frame,
-        columns=sum(part.frame.columns for part in parts),
-        cut={name: buffer for name, buffer in joined.items() if name in frame.cut},
-        shared={name: buffer for name, buffer in joined.items() if name in frame.shared},
-        start=frame.start + first.skip,
-    )
-    return QuantizedTensor(replace(made, used=None, blank=False), 0, first.height, first.dtype)
-
-
 def _is_pinned(tensor: QuantizedTensor, *_: Any, **__: Any) -> bool:
     return all(buffer.is_pinned() for buffer in tensor.frame.buffers(0, tensor.frame.rows).values())
 
 
 def _pin(tensor: QuantizedTensor, *_: Any, **__: Any) -> QuantizedTensor:
     return _changed(tensor, lambda buffer: buffer.contiguous().pin_memory())
+
+
+def _pad(tensor: QuantizedTensor, pad: Sequence[int], value: float = 0) -> torch.Tensor:
+    """Rows of zeros after the others, as DTensor puts them there before it gathers; any other padding is of values."""
+    last = 2 * tensor.dim() - 1
+    if len(pad) != last + 1 or any(pad[:last]) or pad[last] < 0 or value or not is_whole(tensor):
+        return cast(torch.Tensor, _on_values(aten.constant_pad_nd.default, (tensor, pad, value), {}))
+    return padded(tensor, tensor.height + pad[last])
+
+
+def _waited(tensor: QuantizedTensor) -> QuantizedTensor:
+    """What a collective made, which has been waited for."""
+    return tensor
 
 
 TABLE: Mapping[Any, Handler] = MappingProxyType(
@@ -383,12 +349,18 @@ TABLE: Mapping[Any, Handler] = MappingProxyType(
         aten.new_zeros.default: _new_sized,
         aten.new_empty.default: _new_sized,
         aten.empty_like.default: _empty_like,
-        aten.cat.default: _cat,
+        aten.select.int: _select,
+        aten.unbind.int: _unbind,
+        aten.cat.default: cat,
+        aten.stack.default: stack,
         aten.is_pinned.default: _is_pinned,
         aten._pin_memory.default: _pin,
+        aten.constant_pad_nd.default: _pad,
+        collectives.all_gather_into_tensor.default: all_gather,
+        **{getattr(collectives, name).default: _waited for name in _WAITS if hasattr(collectives, name)},
     }
 )
 """Operations on codes and scales."""
 
-COPIES = frozenset({aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default, aten.select.int})
+COPIES = frozenset({aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default})
 """Operations that torch calls views and that give plain copies here: a write into one does not reach the codes."""

@@ -34,6 +34,10 @@ def sent(tensor: QuantizedTensor, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor,
         Refused: `UNSUPPORTED` for rows that are not those that FSDP2 cuts for this rank.
     """
     frame, world = tensor.frame, mesh.size()
+    if frame.width is not None:
+        raise refuse(
+            "UNSUPPORTED", f"{frame.columns} of {frame.width} columns on each rank", hint="fully_shard along dim 0"
+        )
     padded = -(-frame.whole // world)
     start = min(padded * mesh.get_local_rank(), frame.whole)
     if tensor.height and frame.tall and frame.start + tensor.skip != start:
@@ -48,7 +52,7 @@ def sent(tensor: QuantizedTensor, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor,
             continue
         rows = buffer[tensor.skip : tensor.skip + padded].view(torch.uint8)
         if len(rows) < padded:
-            rows = torch.cat([rows, rows.new_zeros((padded - len(rows), rows.shape[1]))])
+            rows = torch.cat([rows, rows.new_zeros((padded - len(rows), *rows.shape[1:]))])
         buffers.append((name, rows.contiguous()))
     return tuple(rows for _, rows in buffers), Sent(frame, tuple(buffers))
 
@@ -66,7 +70,7 @@ def received(
     for place, (name, own) in enumerate(metadata.buffers):
         whole = outputs[place] if place < len(outputs) else own
         cut[name] = whole[: shard.whole].view(shard.cut[name].dtype)
-    frame = Frame(shard.quantizer, shard.columns, shard.whole, cut, dict(shard.shared))
+    frame = Frame(shard.quantizer, shard.columns, shard.whole, cut, dict(shard.shared), matrix=shard.matrix)
     if out is None:
         return QuantizedTensor(frame, 0, shard.whole, dtype), ()
     if not isinstance(out, QuantizedTensor) or out.dtype != dtype:

@@ -24,7 +24,8 @@ _CAPABLE = (8, 9)
 
 def multiplies(x: torch.Tensor, weight: QuantizedTensor) -> bool:
     """Whether the device multiplies this weight's codes as they are."""
-    if x.device.type != "cuda" or weight.frame.encoding.tile != (WHOLE, WHOLE):
+    matrix = weight.frame.matrix is None and weight.dim() == 2
+    if not matrix or x.device.type != "cuda" or weight.frame.encoding.tile != (WHOLE, WHOLE):
         return False
     sizes = (x.numel() // max(x.shape[-1], 1), *weight.shape)
     capable = torch.cuda.get_device_capability(x.device) >= _CAPABLE
@@ -32,7 +33,7 @@ def multiplies(x: torch.Tensor, weight: QuantizedTensor) -> bool:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return `x @ weight.T + bias`; gradients are plain tensors, also the weight's.
+    """Return `x @ weight.T + bias` in the input's dtype, or that of autocast; gradients are plain, also the weight's.
 
     Args:
         x: [..., K], plain.
@@ -43,8 +44,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         plain = x.dequantize() if isinstance(x, QuantizedTensor) else x
         return functional.linear(plain, weight, bias)
     with torch._C.DisableTorchFunctionSubclass():
+        if torch.is_autocast_enabled(x.device.type):  # which sees nothing of a function's backward
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         made: torch.Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
-        return made if bias is None else made + bias
+        return made if bias is None else made + bias.to(made.dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -62,17 +65,18 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        x, weight = ctx.saved_tensors
+        x, weight = ctx.saved_tensors  # of values, where a hook like `save_on_cpu(pin_memory=True)` has copied them
         rows, grad = x.reshape(-1, x.shape[-1]), grads[0].reshape(-1, weight.shape[0])
         of_x, of_weight = ctx.needs_input_grad
-        quick = multiplies(x, weight)
+        quick = isinstance(weight, QuantizedTensor) and multiplies(x, weight)
         codes = _codes(grad) if quick else None
         first = second = None
         if of_x and codes is not None:
             held = weight.components
             first = _product(codes, (held["data"].t().contiguous(), held["scale_inv"]), x.dtype).view(x.shape)
         elif of_x:
-            first = (grad @ weight.dequantize(grad.dtype)).view(x.shape)
+            values = weight.dequantize(grad.dtype) if isinstance(weight, QuantizedTensor) else weight.to(grad.dtype)
+            first = (grad @ values).view(x.shape)
         if of_weight and codes is not None:
             turned = codes[0].t().contiguous(), codes[1]
             across = _codes(rows)

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 
-from transaxle.errors import refuse
+from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.quant.entries import give_entries
 from transaxle.quant.frame import ORIGIN
 from transaxle.quant.quantizers import Quantizer
 from transaxle.quant.tensor import QuantizedTensor
 
-Filter = Callable[[str, nn.Linear], bool]
-"""Says by name and module whether a linear layer is to be quantized."""
+Filter = Callable[[str, nn.Module], bool]
+"""Says by name and module whether a linear layer, or experts in stacks, are to be quantized."""
+
+
+@runtime_checkable
+class Quantizable(Protocol):
+    """A module that says itself what of it is quantized, as `transaxle.nn.GroupedLinear` does."""
+
+    def quantizable(self) -> Sequence[str]:
+        """Return names of its own parameters."""
+
+    def check_recipe(self, recipe: Quantizer) -> None:
+        """Refuse what it cannot compute with.
+
+        Raises:
+            Refused: UNSUPPORTED.
+        """
+
+
+EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+"""Parameters of three dims that hold a matrix for each expert, [E, out, in], as modules of transformers have them."""
+CUTS = "_transaxle_cuts"
+"""Attribute of modules that tensor parallelism has cut: how each parameter is; see `transaxle.parallel`."""
+_WEIGHT = "weight"
+_STACK = 3
+_TRANSPOSED = "is_transposed"
+"""What transformers sets on experts of [E, in, out], as gpt-oss's are: tiles would lie across their rows; they stay."""
 
 
 def quantize_(
@@ -27,7 +52,9 @@ def quantize_(
     *,
     preserve_high_precision_init: bool = False,
 ) -> list[str]:
-    """Quantize the weights of linear layers, in place; call it before `fully_shard`. Meta models can be quantized too.
+    """Quantize the weights of linear and grouped layers, and experts' stacks, in place; of meta models too.
+
+    Call it before `fully_shard`. Stacks are parameters named as in `EXPERTS`, as the experts of transformers have them.
 
     A weight that a module of another kind shares, as an embedding does a head's, is left as it is. Layers that share a
     weight share the quantized one.
@@ -35,92 +62,143 @@ def quantize_(
     Args:
         model: what to change.
         recipe: how.
-        filter: which layers; all of them if not given.
+        filter: which layers and modules of experts; all of them if not given.
         preserve_high_precision_init: keep the values for `MasterWeights`, which otherwise starts from the codes.
 
     Returns:
         Names of the weights that are quantized now.
 
     Raises:
-        Refused: `UNSUPPORTED` for weights that are sharded already.
+        Refused: `UNSUPPORTED` for weights that are sharded or cut already, and for a recipe that a layer cannot compute
+            with.
     """
-    named = [
-        (name, module)
+    wanted = [
+        (name, key, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not isinstance(module.weight, QuantizedTensor)
+        for key in _weights(module)
+        if filter is None or filter(name, module)
     ]
-    wanted = [(name, module) for name, module in named if filter is None or filter(name, module)]
-    chosen = {id(module) for _, module in wanted}
+    chosen = {(id(module), key) for _, key, module in wanted}
     elsewhere = {
         id(parameter)
         for module in model.modules()
         for key, parameter in module._parameters.items()
-        if parameter is not None and not (key == "weight" and id(module) in chosen)
+        if parameter is not None and (id(module), key) not in chosen
     }
+    kept = [
+        (f"{name}.{key}" if name else key, key, module)
+        for name, key, module in wanted
+        if id(getattr(module, key)) not in elsewhere
+    ]
+    problems = [fault for full, key, module in kept for fault in _faults(full, key, module, recipe)]
+    if problems:
+        raise gathered(problems)
     made: dict[int, nn.Parameter] = {}
-    found = []
-    for name, module in wanted:
-        old = module.weight
-        if id(old) not in elsewhere:
-            if id(old) not in made:
-                made[id(old)] = _parameter(f"{name}.weight", old, recipe, keep=preserve_high_precision_init)
-            found.append((f"{name}.weight", module, made[id(old)]))
-    for _, module, parameter in found:
-        module.weight = parameter
+    for _, key, module in kept:
+        old = getattr(module, key)
+        if id(old) not in made:
+            made[id(old)] = _parameter(old, recipe, keep=preserve_high_precision_init)
+    for _, key, module in kept:
+        setattr(module, key, made[id(getattr(module, key))])
         give_entries(module)
-    return [name for name, _, _ in found]
+    return [full for full, *_ in kept]
+
+
+def _weights(module: nn.Module) -> list[str]:
+    """Return the names of a module's own parameters that are quantized: what inputs are multiplied with."""
+    if isinstance(module, Quantizable):
+        names = tuple(module.quantizable())
+    elif isinstance(module, nn.Linear):
+        names = (_WEIGHT,)
+    else:
+        found = {} if getattr(module, _TRANSPOSED, False) else module._parameters
+        names = tuple(name for name in EXPERTS if (one := found.get(name)) is not None and one.dim() == _STACK)
+    held = {name: module._parameters.get(name) for name in names}
+    return [name for name, one in held.items() if one is not None and not isinstance(one, QuantizedTensor)]
+
+
+def _faults(name: str, key: str, module: nn.Module, recipe: Quantizer) -> list[Refusal]:
+    """What stands against quantizing a weight."""
+    found = []
+    kind = type(getattr(module, key).data)
+    if CUTS in module.__dict__:
+        message = "this rank has its part of a weight that tensor parallelism has cut"
+        hint = "quantize what is saved: transaxle convert --encode"
+        return [Refusal("UNSUPPORTED", message, Where(tensor=name), hint)]
+    if kind is not torch.Tensor:
+        hint = "quantize the model before it is sharded"
+        found.append(Refusal("UNSUPPORTED", f"a weight of {kind.__name__}", Where(tensor=name), hint))
+    if isinstance(module, Quantizable):
+        try:
+            module.check_recipe(recipe)
+        except TransaxleError as error:
+            found += [Refusal(each.code, each.message, Where(tensor=name), each.hint) for each in error.refusals]
+    return found
 
 
 @contextmanager
 def quantized_init(
     recipe: Quantizer,
     *,
-    filter: Callable[[nn.Linear], bool] | None = None,  # noqa: A002 - the word for it
+    filter: Callable[[nn.Module], bool] | None = None,  # noqa: A002 - the word for it
     preserve_high_precision_init: bool = False,
 ) -> Iterator[None]:
-    """Quantize the linear layers of models built in this block, when it ends and they have their initial values.
+    """Quantize linear and grouped layers, and experts' stacks, of models built in this block, when it ends.
 
-    Works for any code that makes `torch.nn.Linear` modules, Hugging Face models and `torch.device("meta")` included.
+    Works for any code that makes `torch.nn.Linear` modules, or copies of them as `torch.nn.TransformerEncoder` does,
+    Hugging Face models and `torch.device("meta")` included.
+    What was quantized in the block, by a recipe of its own, stays as it is.
 
     Args:
         recipe: how.
         filter: which layers; all of them if not given, but for those that share their weight with an embedding.
         preserve_high_precision_init: keep the values for `MasterWeights`, which otherwise starts from the codes.
     """
-    built: list[nn.Module] = []
+    built: dict[int, nn.Module] = {}
     originals = {kind: kind.__init__ for kind in (nn.Linear, nn.Embedding)}
+    registers = nn.Module.register_parameter
+    copies: Callable[[nn.Module, Any], None] = nn.Module.__setstate__
 
     def recording(original: Callable[..., None]) -> Callable[..., None]:
         @wraps(original)
         def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
-            built.append(self)
+            built[id(self)] = self
 
         return init
 
+    @wraps(registers)
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        registers(self, name, param)
+        if param is not None and (name in EXPERTS or isinstance(self, Quantizable)):
+            built[id(self)] = self
+
+    @wraps(copies)
+    def copied(self: nn.Module, state: dict[str, Any]) -> None:
+        copies(self, state)
+        if isinstance(self, (*originals, Quantizable)) or not self._parameters.keys().isdisjoint(EXPERTS):
+            built[id(self)] = self
+
     for kind, original in originals.items():
         kind.__init__ = recording(original)  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.__setstate__ = copied  # type: ignore[method-assign]
     try:
         yield
     finally:
         for kind, original in originals.items():
             kind.__init__ = original  # type: ignore[method-assign]
+        nn.Module.register_parameter = registers  # type: ignore[method-assign]
+        nn.Module.__setstate__ = copies  # type: ignore[method-assign]
     quantize_(
-        nn.ModuleList(built),
+        nn.ModuleList(built.values()),
         recipe,
         None if filter is None else lambda _, module: filter(module),
         preserve_high_precision_init=preserve_high_precision_init,
     )
 
 
-def _parameter(name: str, old: torch.Tensor, recipe: Quantizer, *, keep: bool) -> nn.Parameter:
-    if type(old.data) is not torch.Tensor:
-        raise refuse(
-            "UNSUPPORTED",
-            f"a weight of {type(old.data).__name__}",
-            tensor=name,
-            hint="quantize the model before it is sharded",
-        )
+def _parameter(old: torch.Tensor, recipe: Quantizer, *, keep: bool) -> nn.Parameter:
     made = recipe.quantize(old.data)
     if keep and old.device.type != "meta":
         made.frame.cut[ORIGIN] = old.data.clone()

@@ -155,12 +155,14 @@ class MXFP8(Quantizer):
 
 @dataclass(frozen=True, slots=True)
 class NVFP4(Quantizer):
-    """An E4M3 scale for each 16 elements of a row, and an amax for the tensor."""
+    """An E4M3 scale for each 16 elements of a row, on request others for each 16 of a column, and one amax for all."""
 
     square: bool = False
     """Whether 16 x 16 elements share an amax, so that the transpose has the same scales: the rule for weights."""
     scale_max: int = 448
     """Largest value of a block scale; 256 in the `4 over 6` variant."""
+    columnwise: bool = False
+    """Whether to make codes for both directions."""
 
     @property
     def encoding(self) -> Encoding:

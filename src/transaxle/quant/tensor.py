@@ -1,4 +1,4 @@
-"""`QuantizedTensor`: a matrix that lives as codes and scales and passes for a tensor of its values' dtype.
+"""`QuantizedTensor`: a matrix, or a stack of them, that lives as codes and scales and passes for a tensor of values.
 
 The wrapper has no memory of its own: its storage is empty and its data pointer 0. What operations do with it is
 written down in `transaxle.quant.dispatch`, how FSDP2 gathers it in `transaxle.quant.gather`.
@@ -6,8 +6,9 @@ written down in `transaxle.quant.dispatch`, how FSDP2 gathers it in `transaxle.q
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast
 
 import torch
@@ -16,23 +17,37 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.quant import kernels
-from transaxle.quant.frame import COLUMN_DATA, COLUMN_SCALE, COMPONENTS, DATA, ORIGIN, STATE, Frame, buffers_of, is_cut
+from transaxle.quant.frame import (
+    COLUMN_DATA,
+    COLUMN_SCALE,
+    COMPONENTS,
+    DATA,
+    ORIGIN,
+    SCALE,
+    STATE,
+    Frame,
+    buffers_of,
+    framed,
+    is_cut,
+)
 from transaxle.quant.quantizers import QUANTIZERS, Quantizer
+from transaxle.quant.usage import both_ways
 from transaxle.quant.whole import frame_of, place
 
 
 class QuantizedTensor(torch.Tensor):
-    """Rows of a quantized matrix.
+    """Rows of a quantized matrix [M, K], or matrices of a stack [E, M, K], each with scales of its own.
 
-    Made by a quantizer or by `from_components`. Views by rows share codes and scales with what they are views of.
+    Made by a quantizer or by `from_components`. Views by rows, and matrices of a stack, share codes and scales with
+    what they are views of.
     """
 
     frame: Frame
     """The buffers, which views share."""
     skip: int
-    """Row of the frame that is the first one here."""
+    """Row of the frame that is the first one here; of a stack, matrix."""
     height: int
-    """Rows."""
+    """Rows; of a stack, matrices."""
 
     @staticmethod
     def __new__(
@@ -41,7 +56,7 @@ class QuantizedTensor(torch.Tensor):
         """Make a wrapper without memory."""
         return torch.Tensor._make_wrapper_subclass(
             cls,
-            (height, frame.columns) if shape is None else shape,
+            (height, *frame.row) if shape is None else shape,
             dtype=dtype,
             device=frame.device,
             storage_size=0,
@@ -67,7 +82,9 @@ class QuantizedTensor(torch.Tensor):
     def components(self) -> dict[str, torch.Tensor]:
         """Codes and scales as plain tensors that share memory with this: `data`, `scale_inv`, of nvfp4 `amax`.
 
-        Compact: without padding and not swizzled. Of a shard, what stands for tiles of several rows is there whole.
+        On request of the quantizer, `columnwise_data` and `columnwise_scale_inv` come after them.
+        Compact: without padding and not swizzled. Of a shard, what stands for tiles of several rows is there whole. Of
+        a stack each has one more dim than of a matrix, before the others: `scale_inv` of float8 is [E, 1].
         """
         held = self.frame.buffers(self.skip, self.height)
         return {name: held[name] for name in COMPONENTS if name in held}
@@ -75,19 +92,29 @@ class QuantizedTensor(torch.Tensor):
     @property
     def state(self) -> dict[str, torch.Tensor]:
         """What the next values are scaled by, where that is not their own amax: `amax_history` and `scaled_for`."""
-        return {name: self.frame.shared[name] for name in STATE if name in self.frame.shared}
+        held = self.frame.buffers(self.skip, self.height)
+        return {name: held[name] for name in STATE if name in held}
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype | None = None, *, columnwise: bool = False) -> torch.Tensor:
         """Return the values as a plain tensor, in this tensor's dtype or another: code times scale, rounded once.
 
+        Args:
+            dtype: of the values; this tensor's if not given.
+            columnwise: read the columnwise codes.
+
         Raises:
-            Refused: `DTYPE_MISMATCH` for a dtype that is not bfloat16, float16 or float32.
+            Refused: `DTYPE_MISMATCH` for a dtype that is not bfloat16, float16 or float32; `MISSING_TENSOR` where there
+                are no columnwise codes.
         """
+        if columnwise and not self.frame.columnwise:
+            raise refuse("MISSING_TENSOR", f"{self.quantizer}: there are no columnwise codes", tensor=COLUMN_DATA)
         wanted = self.dtype if dtype is None else dtype
         if self.device.type == "meta":
             return torch.empty(self.shape, dtype=wanted, device=self.device)
-        parts, encoding = self.frame.operands(self.skip, self.height)
-        return kernels.dequantize(parts, encoding, wanted).view(self.shape)
+        if self.frame.matrix is not None:
+            return values_of(self.frame, self.skip, self.height, wanted, columnwise=columnwise).view(self.shape)
+        parts, encoding = self.frame.operands(self.skip, self.height, columnwise=columnwise)
+        return kernels.dequantize(parts, encoding, wanted)[:, : self.frame.columns].view(self.shape)
 
     def quantize_(self, values: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> QuantizedTensor:
         """Put other values here, quantized in the same way, into the same buffers.
@@ -103,16 +130,22 @@ class QuantizedTensor(torch.Tensor):
             raise refuse("SHAPE_MISMATCH", f"values {list(values.shape)} for a tensor {list(self.shape)}")
         frame = self.frame
         alone = self.height == frame.whole
-        reduced = frame.tall or frame.quantizer.grain[0] != 1 or frame.encoding.has_global
+        grain = frame.quantizer.grain[0]
+        reduced = frame.matrix is None and (frame.tall or grain != 1 or frame.encoding.has_global)
         if reduced and group is None and not (alone or frame.blank):
             raise refuse(
                 "UNSUPPORTED",
                 f"{self.height} of {frame.whole} rows: their scales depend on the others",
                 hint="quantize_(values, group=...) on every rank of the group, or MasterWeights",
             )
-        wide = values.detach().reshape(self.height, frame.columns)
+        wide = values.detach().reshape(self.height, *frame.row)
         if wide.dtype not in kernels.VALUES:
             wide = wide.to(self.dtype)
+        if frame.matrix is not None and frame.quantizer.state_sizes:  # a history for each matrix
+            for place_, matrix in enumerate(wide, self.skip):
+                QuantizedTensor(frame.member(place_), 0, frame.matrix[0], self.dtype).quantize_(matrix)
+            frame.blank = False
+            return self
         if frame.blank and group is None:
             at = place(wide, None, 0, self.height)
         else:
@@ -127,6 +160,8 @@ class QuantizedTensor(torch.Tensor):
             Refused: `BLOCK_MISALIGNED` or `UNEQUAL_COPIES` where other rows here would be left under wrong scales.
         """
         frame = self.frame
+        if frame.columnwise and not source.columnwise:
+            source = both_ways(source, skip, rows)
         used = frame.rows if frame.used is None else frame.used
         covers = frame.blank or (self.skip == 0 and self.height >= used)
         here, there = frame.start + self.skip, source.start + skip
@@ -149,19 +184,29 @@ class QuantizedTensor(torch.Tensor):
                 f"{self.height} of {used} rows: the others would be left under scales that are not theirs",
                 hint="copy the whole tensor",
             )
+        lengths = [name for name in STATE if name in frame.cut and name in source.cut]
+        if any(frame.cut[name].shape[1:] != source.cut[name].shape[1:] for name in lengths):
+            raise refuse("SHAPE_MISMATCH", f"the history of {source.quantizer} into one of {frame.quantizer}")
         if frame.blank:
             frame.start, frame.whole, frame.blank = there - self.skip, source.whole, False
+            frame.width = source.width
             frame.used = 0
             if ORIGIN in source.cut:
-                frame.cut[ORIGIN] = source.cut[ORIGIN].new_zeros((frame.rows, frame.columns))
+                frame.cut[ORIGIN] = source.cut[ORIGIN].new_zeros((frame.rows, *frame.row))
         if frame.used is not None:
             frame.used = max(frame.used, self.skip + self.height)
         for name in list(frame.cut):
             if name in source.cut:
                 frame.cut[name][self.skip : self.skip + rows].copy_(source.cut[name][skip : skip + rows])
-            elif name == COLUMN_DATA:  # not in the source: they would be stale
-                del frame.cut[name]
+            elif name in (COLUMN_DATA, COLUMN_SCALE):  # not in the source: they would be stale
+                frame.drop(name)
         _refresh(frame, source)
+
+    def transposed(self) -> QuantizedTensor:
+        """Return the transpose, raw: its codes are the columnwise ones; see `transaxle.quant.usage`."""
+        from transaxle.quant import usage
+
+        return QuantizedTensor(frame := usage.turned(self), 0, frame.rows, self.dtype)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Return the codes, and scales that are cut, as bytes to gather; see `transaxle.quant.gather`."""
@@ -194,10 +239,11 @@ class QuantizedTensor(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is torch.nn.functional.linear:
-            from transaxle.quant.linear import linear
+        from transaxle.quant import functions
 
-            return linear(*args, **(kwargs or {}))
+        own = functions.TABLE.get(func)
+        if own is not None:
+            return own(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -213,7 +259,11 @@ class QuantizedTensor(torch.Tensor):
         return other.requires_grad_(self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        frame = self.frame.taken(self.skip, self.height, torch.clone)
+        return self.reduced(torch.clone)
+
+    def reduced(self, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
+        """Return what pickles hold: a function of this module, numbers, and what `change` makes of the buffers."""
+        frame = self.frame.taken(self.skip, self.height, change)
         settings = {name: getattr(frame.quantizer, name) for name in _settings(frame.quantizer)}
         buffers = {name: _raw(buffer) for name, buffer in frame.buffers(0, self.height).items()}
         flags = (self.requires_grad, bool(getattr(self, "_is_param", False)))
@@ -224,6 +274,14 @@ class QuantizedTensor(torch.Tensor):
         return (
             f"QuantizedTensor({self.quantizer!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
         )
+
+
+def _sent(tensor: QuantizedTensor) -> tuple[Any, ...]:
+    """What goes to another process: the buffers' shared memory, not copies of them."""
+    return tensor.reduced(lambda buffer: buffer)
+
+
+ForkingPickler.register(QuantizedTensor, _sent)
 
 
 def _settings(quantizer: Quantizer) -> tuple[str, ...]:
@@ -248,13 +306,29 @@ def _refresh(frame: Frame, source: Frame) -> None:
     """Bring the shared buffers of a frame to what another's are, in place where they fit."""
     for name in list(frame.shared):
         if name not in source.shared and name not in STATE:
-            del frame.shared[name]
+            frame.drop(name)
     for name, buffer in source.shared.items():
         old = frame.shared.get(name)
         if old is not None and old.shape == buffer.shape:
             old.copy_(buffer)
         elif old is not None or name != COLUMN_SCALE:
             frame.shared[name] = buffer.to(frame.device, copy=True)
+
+
+def values_of(frame: Frame, first: int, count: int, dtype: torch.dtype, *, columnwise: bool = False) -> torch.Tensor:
+    """Return the values of matrices of a stack; in one go where matrices below each other have the same tiles."""
+    assert frame.matrix is not None
+    rows, columns = frame.matrix
+    encoding, last = frame.encoding, first + count
+    step = encoding.tile[0]
+    if step and not rows % step and not encoding.has_global and count and rows and not columnwise:
+        codes, scale = frame.cut[DATA][first:last].flatten(0, 1), frame.cut[SCALE][first:last].flatten(0, 1)
+        return kernels.dequantize(kernels.Components(codes, scale), encoding, dtype).view(count, rows, columns)
+    made = torch.empty((count, rows, columns), dtype=dtype, device=frame.device)
+    for place_ in range(count):
+        parts, encoding = frame.member(first + place_).operands(0, rows, columnwise=columnwise)
+        kernels.dequantize(parts, encoding, dtype, out=made[place_])
+    return made
 
 
 def quantized(
@@ -265,9 +339,9 @@ def quantized(
     start: int | None = None,
     whole: int | None = None,
 ) -> QuantizedTensor:
-    """Quantize a matrix or, with a group, this rank's rows of one; see `Quantizer.quantize`."""
-    if x.dim() != 2:
-        raise refuse("SHAPE_MISMATCH", f"a tensor of shape {list(x.shape)}, expected a matrix")
+    """Quantize a matrix, a stack of them or, with a group, this rank's part of one; see `Quantizer.quantize`."""
+    if x.dim() not in (2, 3):
+        raise refuse("SHAPE_MISMATCH", f"a tensor of shape {list(x.shape)}, expected a matrix or a stack of them")
     if isinstance(x, QuantizedTensor):
         raise refuse(
             "UNSUPPORTED", f"the tensor is quantized already, by {x.quantizer}", hint="x.dequantize() to do it again"
@@ -292,25 +366,24 @@ def from_components(
         quantizer: what made them.
         components: `data`, `scale_inv` and what else `QuantizedTensor.components` and `.state` have. State that is
             missing begins anew.
-        shape: [M, K].
+        shape: [M, K], of a stack [E, M, K]: each of the components has the E before its other dims.
         dtype: of the values.
-        start: of a shard, the matrix's row that is its first one.
+        start: of a shard, the matrix's row that is its first one; of a stack, the matrix.
         whole: of a shard, rows of the matrix. Scales of tiles of several rows are those of all of it.
 
     Raises:
         Refused: `MISSING_TENSOR`, `UNEXPECTED_TENSOR`, `DTYPE_MISMATCH` or `SHAPE_MISMATCH`: all that is wrong at once.
     """
-    if len(shape) != 2 or dtype not in kernels.VALUES:
-        raise refuse("SHAPE_MISMATCH", f"{dtype} {list(shape)}, expected a matrix of bfloat16, float16 or float32")
-    rows, columns = shape
-    total = rows if whole is None else whole
+    if len(shape) not in (2, 3) or dtype not in kernels.VALUES:
+        expected = "a matrix of bfloat16, float16 or float32, or a stack of them"
+        raise refuse("SHAPE_MISMATCH", f"{dtype} {list(shape)}, expected {expected}")
     both = COLUMN_DATA in components
     encoding, wrong = quantizer.encoding, []
-    here = buffers_of(quantizer, (rows, columns), columnwise=both)
-    everywhere = buffers_of(quantizer, (total, columns), columnwise=both)
+    here = buffers_of(quantizer, shape, columnwise=both)
+    everywhere = buffers_of(quantizer, (shape[0] if whole is None else whole, *shape[1:]), columnwise=both)
     device = components[DATA].device if DATA in components else torch.device("cpu")
     for name in here:
-        kind, size = here[name] if is_cut(encoding, name) else everywhere[name]
+        kind, size = here[name] if is_cut(encoding, name, len(shape)) else everywhere[name]
         found = components.get(name)
         if found is None:
             if name not in STATE:
@@ -327,9 +400,7 @@ def from_components(
     ]
     if wrong:
         raise gathered(wrong)
-    cut = {name: buffer for name, buffer in components.items() if is_cut(encoding, name)}
-    shared = {name: buffer for name, buffer in components.items() if name not in cut}
-    return QuantizedTensor(Frame(quantizer, columns, total, cut, shared, start), 0, rows, dtype)
+    return QuantizedTensor(framed(quantizer, components, shape, start=start, whole=whole), 0, shape[0], dtype)
 
 
 def rebuilt(
@@ -349,10 +420,10 @@ def rebuilt(
     if kind not in QUANTIZERS:
         raise refuse("UNSUPPORTED", f"a tensor quantized by {kind}; {', '.join(QUANTIZERS)} are known")
     quantizer = QUANTIZERS[kind](**settings)
-    rows = buffers[DATA].shape[0]
-    columns = buffers[DATA].shape[1] * (8 // quantizer.encoding.code_bits)
-    wanted = buffers_of(quantizer, (rows, columns), columnwise=COLUMN_DATA in buffers)
+    *leading, packed = buffers[DATA].shape
+    stored = (*leading, packed * (8 // quantizer.encoding.code_bits))
+    wanted = buffers_of(quantizer, stored, columnwise=COLUMN_DATA in buffers)
     typed = {name: buffer.view(wanted[name][0]) if name in wanted else buffer for name, buffer in buffers.items()}
-    made: torch.Tensor = from_components(quantizer, typed, (rows, columns), dtype, start=at[0], whole=at[1])
+    made: torch.Tensor = from_components(quantizer, typed, stored, dtype, start=at[0], whole=at[1])
     made = made.view(shape)
     return torch.nn.Parameter(made, requires_grad=flags[0]) if flags[1] else made.requires_grad_(flags[0])

@@ -8,6 +8,7 @@ matrix lay in one piece.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +17,19 @@ import torch.distributed as dist
 from transaxle.encodings.encoding import WHOLE
 from transaxle.errors import refuse
 from transaxle.quant import kernels
-from transaxle.quant.frame import AMAX, COLUMN_SCALE, HISTORY, SCALE, SCALED_FOR, Frame, blank, is_cut
+from transaxle.quant.frame import (
+    AMAX,
+    COLUMN_SCALE,
+    HISTORY,
+    SCALE,
+    SCALED_FOR,
+    Frame,
+    blank,
+    buffers_of,
+    framed,
+    is_cut,
+)
+from transaxle.quant.kernels.components import columnwise_of
 from transaxle.quant.quantizers import Quantizer
 
 
@@ -52,18 +65,20 @@ def place(x: torch.Tensor, group: dist.ProcessGroup | None, start: int | None, w
 
 
 def frame_of(quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None = None) -> Frame:
-    """Quantize rows of a matrix.
+    """Quantize rows of a matrix, or matrices of a stack.
 
     Args:
         quantizer: how.
-        x: [M, K].
+        x: [M, K] or [E, M, K].
         at: where they lie.
-        old: what they replace; its history decides the scale in delayed scaling.
+        old: what a matrix replaces; its history decides the scale in delayed scaling.
     """
     if x.device.type == "meta":
-        empty = blank(quantizer, at.whole, x.shape[1], x.device)
+        empty = blank(quantizer, (at.whole, *x.shape[1:]), x.device)
         rows = empty.taken(at.start, x.shape[0], lambda buffer: buffer)
         return replace(rows, shared=empty.shared, blank=False)
+    if x.dim() > 2:
+        return _stack(quantizer, x, at)
     if quantizer.encoding.tile == (WHOLE, WHOLE):
         return _per_tensor(quantizer, x, at, old)
     most = None
@@ -76,10 +91,33 @@ def frame_of(quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None
     return _frame(quantizer, x, at, made.present())
 
 
+def _stack(quantizer: Quantizer, x: torch.Tensor, at: Place) -> Frame:
+    """Quantize each matrix for itself; in one go where matrices below each other have the same tiles."""
+    count, rows, columns = x.shape
+    grain = _grain(quantizer)[0]
+    alone = quantizer.encoding.has_global or bool(quantizer.state_sizes) or not grain or rows % grain
+    if count and x.numel() and not alone:
+        flat = frame_of(quantizer, x.reshape(count * rows, columns), Place(0, count * rows))
+        wanted = buffers_of(quantizer, (count, rows, columns))
+        made = {name: buffer.view(wanted[name][1]) for name, buffer in (flat.cut | flat.shared).items()}
+    else:
+        each = [frame_of(quantizer, matrix, Place(0, rows)) for matrix in x]
+        parts = [frame.cut | frame.shared for frame in each]
+        empty = blank(quantizer, (0, rows, columns), x.device).cut
+        made = {name: stacked([one[name] for one in parts]) if parts else empty[name] for name in empty}
+    return framed(quantizer, made, (count, rows, columns), start=at.start, whole=at.whole)
+
+
+def stacked(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return buffers of several matrices as one; those of eight bits as bytes, which torch stacks always."""
+    kind = buffers[0].dtype
+    if kind.itemsize > 1:
+        return torch.stack(list(buffers))
+    return torch.stack([one.view(torch.uint8) for one in buffers]).view(kind)
+
+
 def _frame(quantizer: Quantizer, x: torch.Tensor, at: Place, buffers: dict[str, torch.Tensor]) -> Frame:
-    cut = {name: buffer for name, buffer in buffers.items() if is_cut(quantizer.encoding, name)}
-    shared = {name: buffer for name, buffer in buffers.items() if name not in cut}
-    return Frame(quantizer, x.shape[1], at.whole, cut, shared, at.start)
+    return framed(quantizer, buffers, tuple(x.shape), start=at.start, whole=at.whole)
 
 
 def _largest(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -93,10 +131,12 @@ def _per_tensor(quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | N
     most = _largest(kernels.amax(x), at.group)
     if not quantizer.state_sizes:
         return _frame(quantizer, x, at, kernels.quantize(x, quantizer.encoding, amax=most).present())
-    if old is None or old.blank or HISTORY not in old.shared:
+    # A rank that FSDP2 gave no rows never has any copied into its frame, but knows the history like the others.
+    if old is None or (old.blank and len(x)) or HISTORY not in old.shared:
         history, scaled_for = torch.zeros(quantizer.state_sizes[HISTORY], device=x.device), most.clone()
     else:
-        history, scaled_for = old.shared[HISTORY], old.shared[SCALED_FOR]
+        history = old.shared[HISTORY]
+        scaled_for = torch.where(old.shared[SCALED_FOR] > 0, old.shared[SCALED_FOR], most)  # 0: only zeros until now
     made = kernels.quantize(x, quantizer.encoding, amax=scaled_for).present()
     history = torch.cat([most, history[:-1]])
     peak = history.max().reshape(1)
@@ -108,7 +148,7 @@ def _shared(quantizer: Quantizer, x: torch.Tensor, at: Place, most: torch.Tensor
     """Quantize rows some of whose tiles may lie on several ranks."""
     encoding, columns = quantizer.encoding, x.shape[1]
     buffers: dict[str, torch.Tensor] = {} if most is None else {AMAX: most}
-    grain = (32, 1) if quantizer.columnwise else quantizer.grain
+    grain = _grain(quantizer)
     tiles = _largest(_tile_amax(x, grain, at), at.group)
     full, skip = _stand_in(x, grain, tiles, at)
     made = kernels.quantize(full, encoding, amax=most, over=quantizer.over, columnwise=quantizer.columnwise)
@@ -118,10 +158,18 @@ def _shared(quantizer: Quantizer, x: torch.Tensor, at: Place, most: torch.Tensor
     for name in (SCALE, COLUMN_SCALE):
         if name in made.present() and name not in buffers:
             # A matrix of the amaxes with tiles of one element has the scales of the tiles they are of.
-            scales = kernels.quantize(tiles.to(x.dtype), replace(encoding, tile=(1, 1))).scale_inv
+            if name == COLUMN_SCALE and grain[1] > 1:  # each of several columns has the scale
+                tiles = tiles.repeat_interleave(grain[1], 1)[:, :columns]
+            scales = kernels.quantize(tiles.to(x.dtype), replace(encoding, tile=(1, 1)), amax=most).scale_inv
             assert scales is not None
-            buffers[name] = scales.reshape(-(-at.whole // grain[0]), -(-columns // grain[1]))
+            buffers[name] = scales.reshape(tiles.shape)
     return _frame(quantizer, x, at, buffers)
+
+
+def _grain(quantizer: Quantizer) -> tuple[int, int]:
+    """Elements along rows and columns that share an amax, of both directions together if there are both."""
+    turned = columnwise_of(quantizer.encoding) if quantizer.columnwise and quantizer.over is None else None
+    return quantizer.grain if turned is None else (turned.tile[0], turned.tile[1])
 
 
 def _tile_amax(x: torch.Tensor, grain: tuple[int, int], at: Place) -> torch.Tensor:

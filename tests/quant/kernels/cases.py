@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import ml_dtypes
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 from transaxle.encodings import codec
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding
+from transaxle.quant.kernels import Components
 
 WEIGHTS = (16, 16)
 """Elements of an nvfp4 weight that share an amax."""
@@ -22,6 +24,9 @@ TABLES = {
     "F8_E5M2": np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e5m2),
     "F4": np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn),
 }
+
+GROUPS = ([5, 5, 37], [37], [0, 0, 1, 1], [0, 0, 0], [3, 4, 20, 30, 36])
+"""Where groups of 37 rows end; the last rows may belong to none."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ CASES = {
     "mxfp4": Case(MXFP4),
     "nvfp4": Case(NVFP4),
     "nvfp4, 16x16": Case(NVFP4, WEIGHTS),
+    "nvfp4, columns": Case(replace(NVFP4, tile=(16, 1))),
     "nvfp4, 256": Case(replace(NVFP4, scale_max=256)),
 }
 
@@ -106,3 +112,20 @@ def nearest(values: NDArray[np.float32], code: str) -> NDArray[np.uint8]:
     found = np.where((low < high) | ((low == high) & (above % 2 == 1)), above - 1, above)
     found = found + np.signbit(values) * (len(table) // 2)
     return np.where(np.isnan(values), 255, found).astype(np.uint8)
+
+
+def alone(made: Components, encoding: Encoding, offsets: list[int], group: int) -> dict[str, torch.Tensor]:
+    """The buffers of one of several groups of rows, cut out by hand."""
+    ends = [0, *offsets]
+    start, stop = ends[group : group + 2]
+    found = {}
+    for name, buffer in made.present().items():
+        if name in ("data", "columnwise_data"):
+            found[name] = buffer[start:stop]
+        elif name == "amax" or encoding.tile == (0, 0):
+            found[name] = buffer[group : group + 1]
+        else:
+            high = encoding.tile[1] if name.startswith("columnwise") else encoding.tile[0]
+            tiles = [-(-(last - first) // high) for first, last in pairwise(ends)]
+            found[name] = buffer[sum(tiles[:group]) :][: tiles[group]]
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import textwrap
@@ -13,7 +14,20 @@ import numpy as np
 import pytest
 import torch
 
-from tests.quant.kernels.cases import CASES, CODES, DTYPES, TABLES, array, bits, encoded, nearest, ordinary, strange
+from tests.quant.kernels.cases import (
+    CASES,
+    CODES,
+    DTYPES,
+    GROUPS,
+    TABLES,
+    alone,
+    array,
+    bits,
+    encoded,
+    nearest,
+    ordinary,
+    strange,
+)
 from transaxle.encodings import codec
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4
 from transaxle.errors import TransaxleError
@@ -117,6 +131,26 @@ def test_given_buffers_are_written_and_returned() -> None:
     assert torch.equal(out, kernels.dequantize(made, NVFP4, torch.float16))
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_groups_of_rows_are_quantized_one_by_one(name: str) -> None:
+    case = CASES[name]
+    columnwise = case.encoding is MXFP8
+    for ends in GROUPS:
+        x = ordinary((37, 130), torch.bfloat16)
+        offsets = torch.tensor(ends, dtype=torch.int32)
+        made = kernels.quantize_groups(x, offsets, case.encoding, over=case.over, columnwise=columnwise)
+        again = kernels.quantize_groups(x, offsets, case.encoding, over=case.over, columnwise=columnwise, out=made)
+        assert all(again.present()[buffer].data_ptr() == one.data_ptr() for buffer, one in made.present().items())
+        for group, (start, stop) in enumerate(itertools.pairwise([0, *ends])):
+            wanted = kernels.quantize(x[start:stop], case.encoding, over=case.over, columnwise=columnwise).present()
+            found = alone(made, case.encoding, ends, group)
+            assert found.keys() == wanted.keys()
+            for buffer, one in wanted.items():
+                np.testing.assert_array_equal(bits(found[buffer]), bits(one))
+    high = max(case.encoding.tile[0], 1)
+    assert kernels.first_tiles(torch.tensor([5, 5, 37]), 37, high).tolist() == [0, -(-5 // high), -(-5 // high)]
+
+
 def test_a_parameter_is_read_without_its_graph() -> None:
     weight = torch.nn.Parameter(ordinary((8, 32), torch.float32))
     made = kernels.quantize(weight, MXFP8)
@@ -126,6 +160,10 @@ def test_a_parameter_is_read_without_its_graph() -> None:
 
 def _x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(shape, dtype=dtype)
+
+
+def _ends(*rows: int) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
 
 
 def _swapped(**buffers: Any) -> Components:
@@ -153,8 +191,19 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "scales of bfloat16": ("UNSUPPORTED", lambda: kernels.quantize(_x(4, 96), replace(FLOAT8, scale="BF16"))),
     "a scale per row": ("UNSUPPORTED", lambda: kernels.quantize(_x(4, 96), replace(FLOAT8, tile=(1, 0)))),
     "part of a tile": ("UNSUPPORTED", lambda: kernels.quantize(_x(4, 96), NVFP4, over=(16, 8))),
+    "an amax over 16 x 32, both ways": (
+        "UNSUPPORTED",
+        lambda: kernels.quantize(_x(32, 96), NVFP4, columnwise=True, over=(16, 32)),
+    ),
     "an amax over three rows": ("UNSUPPORTED", lambda: kernels.quantize(_x(4, 96), NVFP4, over=(3, 16))),
     "over the tensor": ("UNSUPPORTED", lambda: kernels.quantize(_x(4, 96), FLOAT8, over=(16, 16))),
+    "offsets of int64": ("SHAPE_MISMATCH", lambda: kernels.quantize_groups(_x(4, 64), torch.tensor([4]), MXFP8)),
+    "groups that go back": ("SHAPE_MISMATCH", lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 2), FLOAT8)),
+    "groups beyond the end": ("SHAPE_MISMATCH", lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 5), MXFP8)),
+    "out for other groups": (
+        "SHAPE_MISMATCH",
+        lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 4), FLOAT8, out=kernels.quantize(_x(4, 64), FLOAT8)),
+    ),
     "out too small": ("SHAPE_MISMATCH", lambda: kernels.quantize(_x(8, 64), MXFP8, out=_swapped())),
     "out of bytes": ("DTYPE_MISMATCH", lambda: kernels.quantize(_x(4, 64), MXFP8, out=_swapped(data=_x(4, 64)))),
     "no codes": ("MISSING_TENSOR", lambda: kernels.dequantize(Components(), MXFP8, torch.float32)),

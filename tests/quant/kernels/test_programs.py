@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,11 @@ from tests.quant.kernels.cases import (
     CASES,
     CODES,
     DTYPES,
+    GROUPS,
     TABLES,
+    WEIGHTS,
     Case,
+    alone,
     array,
     bits,
     encoded,
@@ -92,24 +96,29 @@ def test_values_are_the_codecs(name: str, dtype: torch.dtype) -> None:
         same(kernels.dequantize(made, case.encoding, dtype), expected)
 
 
-def test_rowwise_and_columnwise_codes_come_from_one_pass() -> None:
-    turned = columnwise_of(MXFP8)
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4", "nvfp4, 16x16"])
+def test_rowwise_and_columnwise_codes_come_from_one_pass(name: str) -> None:
+    encoding, over = CASES[name].encoding, CASES[name].over
+    turned = columnwise_of(encoding)
     assert turned is not None
     for shape in SHAPES:
         x = strange(shape, torch.bfloat16)
-        both = kernels.quantize(x.to(DEVICE), MXFP8, columnwise=True)
-        alone = kernels.quantize(x.to(DEVICE), MXFP8, rowwise=False, columnwise=True)
+        if encoding.has_global:
+            x = torch.where(torch.isfinite(x), x, 1)  # of a NaN amax all codes are the same
+        both = kernels.quantize(x.to(DEVICE), encoding, columnwise=True, over=over)
+        alone = kernels.quantize(x.to(DEVICE), encoding, rowwise=False, columnwise=True, over=over)
         for made, codes, scales in (
             (both, both.data, both.scale_inv),
             (both, both.columnwise_data, both.columnwise_scale_inv),
             (alone, alone.columnwise_data, alone.columnwise_scale_inv),
         ):
-            wanted = encoded(Case(MXFP8 if codes is both.data else turned), x)
+            wanted = encoded(Case(encoding if codes is both.data else turned, over), x)
             same(codes, wanted[0])
             same(scales, wanted[1])
             assert (made.data is None) == (made is alone)
-        expected = codec.decode_box(turned, *encoded(Case(turned), x), dtype="F32")
-        same(kernels.dequantize(alone, MXFP8, torch.float32), expected)
+        factor = 1.0 if alone.amax is None else alone.amax.item() / (6.0 * 448.0)
+        expected = codec.decode_box(turned, *encoded(Case(turned, over), x), factor=factor, dtype="F32")
+        same(kernels.dequantize(alone, encoding, torch.float32), expected)
 
 
 @pytest.mark.parametrize("code", ["F8_E4M3", "F8_E5M2"])
@@ -259,6 +268,91 @@ def test_empty_matrices() -> None:
         shard = kernels.quantize(x, FLOAT8, amax=3.5)
         assert shard.scale_inv is not None
         assert shard.scale_inv.item() == np.float32(1) / np.float32(128)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_groups_come_out_as_if_alone(name: str) -> None:
+    case = CASES[name]
+    for seed, ends in enumerate(GROUPS[::2][:2] if INTERPRETED else GROUPS):
+        x = ordinary((37, 130), DTYPES[seed % len(DTYPES)], seed)
+        offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        made = kernels.quantize_groups(x.to(DEVICE), offsets, case.encoding, over=case.over)
+        for group, (start, stop) in enumerate(pairwise([0, *ends])):
+            found = alone(made, case.encoding, ends, group)
+            if start == stop:
+                wanted = kernels.quantize(x[start:stop].to(DEVICE), case.encoding, over=case.over).present()
+                assert found.keys() == wanted.keys()
+                assert all(found[buffer].shape == one.shape for buffer, one in wanted.items())
+                same(found["scale_inv"], bits(wanted["scale_inv"]))
+                continue
+            codes, scales = encoded(case, x[start:stop])
+            same(found["data"], codes)
+            same(found["scale_inv"], scales.reshape(-1) if case.encoding.tile == (0, 0) else scales)
+            if case.encoding.has_global:
+                np.testing.assert_array_equal(array(found["amax"])[0], codec.amax(array(x[start:stop])))
+
+
+@pytest.mark.parametrize("case", [Case(MXFP8), Case(NVFP4), Case(NVFP4, WEIGHTS)], ids=str)
+def test_groups_of_both_directions(case: Case) -> None:
+    for ends in GROUPS[:1] if INTERPRETED else GROUPS:
+        x = strange((37, 130), torch.bfloat16)
+        offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        both = kernels.quantize_groups(x.to(DEVICE), offsets, case.encoding, over=case.over, columnwise=True)
+        lone = kernels.quantize_groups(
+            x.to(DEVICE), offsets, case.encoding, over=case.over, rowwise=False, columnwise=True
+        )
+        start = 0
+        for group, stop in enumerate(ends):
+            wanted = kernels.quantize(
+                x[start:stop].to(DEVICE), case.encoding, over=case.over, columnwise=True
+            ).present()
+            found = alone(both, case.encoding, ends, group)
+            found_lone = alone(lone, case.encoding, ends, group)
+            assert found.keys() == wanted.keys()
+            for buffer, one in wanted.items():
+                same(found[buffer], bits(one))
+                if buffer in found_lone:
+                    same(found_lone[buffer], bits(one))
+            assert len(found_lone) == 2 + case.encoding.has_global
+            start = stop
+
+
+def test_wrong_offsets_of_a_device_lead_nowhere_outside() -> None:
+    x = ordinary((37, 64), torch.bfloat16).to(DEVICE)
+    room = torch.full((64, 64), 0x55, dtype=torch.uint8, device=DEVICE)
+    grid = torch.full((32, 1), 7.0, device=DEVICE)
+    given = Components(data=room.view(torch.float8_e4m3fn)[8:45], scale_inv=grid[8:12])
+    for ends in ([40, -3, 99, 12], [37, 0, 37, 0], [-1, -2, -3, -4]):
+        offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        kernels.quantize_groups(x, offsets, FLOAT8_BLOCK, out=given)
+        assert (array(room)[:8] == 0x55).all()
+        assert (array(room)[45:] == 0x55).all()
+        assert (array(grid)[:8] == 7).all()
+        assert (array(grid)[12:] == 7).all()
+
+
+@only_on_a_gpu
+def test_one_graph_serves_all_groups() -> None:
+    x = strange((256, 384), torch.bfloat16).to(DEVICE)
+    for name, case in CASES.items():
+        offsets = torch.tensor([64, 128, 192, 256], dtype=torch.int32, device=DEVICE)
+        made = kernels.quantize_groups(x, offsets, case.encoding, over=case.over)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.cuda.graph(graph):
+                kernels.quantize_groups(x, offsets, case.encoding, over=case.over, out=made)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for ends in ([0, 0, 256, 256], [1, 100, 101, 250]):
+            offsets.copy_(torch.tensor(ends, dtype=torch.int32))
+            graph.replay()
+            fresh = kernels.quantize_groups(x, offsets, case.encoding, over=case.over)
+            for group in range(len(ends)):
+                wanted = alone(fresh, case.encoding, ends, group)
+                for buffer, found in alone(made, case.encoding, ends, group).items():
+                    assert torch.equal(found.view(torch.uint8), wanted[buffer].view(torch.uint8)), (name, buffer)
 
 
 @only_on_a_gpu

@@ -13,7 +13,16 @@ import torch
 
 from transaxle.encodings.encoding import WHOLE, Encoding
 from transaxle.errors import TransaxleError, refuse
-from transaxle.quant.kernels.components import DTYPES, Components, allocated, columnwise_of, fitting, layout
+from transaxle.quant.kernels.components import (
+    DTYPES,
+    Components,
+    allocated,
+    columnwise_of,
+    first_tiles,
+    fitting,
+    group_layout,
+    layout,
+)
 
 VALUES = (torch.bfloat16, torch.float16, torch.float32)
 """What is quantized, and what codes are dequantized to."""
@@ -43,7 +52,7 @@ def quantize(
             tensor must agree); float32 [1] on the device of `x`, or a number. Found in `x` if not given.
         scale: float8: what `x` is multiplied by, given instead of an amax; float32 [1] or a number.
         rowwise: make codes whose tiles run along rows.
-        columnwise: make codes whose tiles run down columns (mxfp8), in the same pass.
+        columnwise: make codes whose tiles run down columns (mxfp8, nvfp4), in the same pass.
         over: elements that share an amax, a multiple of the encoding's tile: `(16, 16)` for weights in nvfp4, where
             sixteen rows have equal scales. The tile itself unless given.
         out: buffers to write; made here if not given.
@@ -68,6 +77,58 @@ def quantize(
         most = _amax(x, torch.empty(1, dtype=torch.float32, device=x.device))
     given = None if scale is None else _number(scale, x.device)
     _side(x.device).quantize(x, encoding, parts, amax=most, scale=given, over=over)
+    return parts
+
+
+def quantize_groups(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    encoding: Encoding,
+    *,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    over: tuple[int, int] | None = None,
+    out: Components | None = None,
+) -> Components:
+    """Quantize groups of rows of a matrix, each as `quantize` does one that is alone, bit for bit.
+
+    On a GPU that is one launch for all groups, the same for all offsets, which stay on the device; one more finds the
+    groups' amaxes for float8 and nvfp4.
+
+    Args:
+        x: [M, K], as for `quantize`.
+        offsets: row at which each group ends, int32 [groups] on the device of `x`. On a CPU, wrong ones are refused; on
+            a GPU they lead nowhere outside.
+        encoding: what to make.
+        rowwise: make codes whose tiles run along rows.
+        columnwise: make codes whose tiles run down columns, as for `quantize`, in the same pass.
+        over: as for `quantize`.
+        out: buffers to write; made here if not given.
+
+    Returns:
+        The buffers asked for, `amax` and float8's `scale_inv` with one number for each group. Where tiles have several
+        rows, those of a group begin at the row of scales that `first_tiles` tells, and there are as many such rows as
+        the matrix has whole tiles, and one more for each group. What belongs to no group is not written.
+
+    Raises:
+        Refused: as `quantize`.
+    """
+    _values(x)
+    _known(encoding)
+    _fits(encoding, amax=None, scale=None, rowwise=rowwise, columnwise=columnwise)
+    _shared(encoding, over, columnwise=columnwise)
+    if offsets.dtype != torch.int32 or offsets.dim() != 1 or offsets.device != x.device or not offsets.is_contiguous():
+        found = f"{offsets.dtype} {list(offsets.shape)} on {offsets.device}"
+        raise refuse("SHAPE_MISMATCH", f"offsets: {found}, expected int32 [groups] on {x.device}, contiguous")
+    x, groups = x.detach(), offsets.shape[0]
+    wanted = group_layout(encoding, (x.shape[0], x.shape[1]), groups, rowwise=rowwise, columnwise=columnwise)
+    parts = allocated(wanted, x.device) if out is None else fitting(out, wanted, x.device)
+    most = parts.amax
+    if encoding.tile == _PER_TENSOR:
+        most = torch.empty(groups, dtype=torch.float32, device=x.device)
+    if most is not None:
+        _side(x.device).amax_groups(x, offsets, most)
+    _side(x.device).quantize_groups(x, offsets, encoding, parts, amax=most, over=over)
     return parts
 
 
@@ -196,9 +257,10 @@ def _shared(encoding: Encoding, over: tuple[int, int] | None, *, columnwise: boo
     """Refuse to share an amax over what is not whole tiles."""
     if over is None:
         return
-    whole = all(step and not size % step for size, step in zip(over, encoding.tile, strict=True))
-    if not whole or columnwise or not _regular(over):
+    tiles = [encoding.tile, encoding.tile[::-1]] if columnwise else [encoding.tile]
+    whole = all(step and not size % step for tile in tiles for size, step in zip(over, tile, strict=True))
+    if not whole or not _regular(over) or (columnwise and over[0] != over[1]):
         raise refuse("UNSUPPORTED", f"{encoding.name}: an amax over {over} elements, with tiles of {encoding.tile}")
 
 
-__all__ = ["Components", "amax", "dequantize", "quantize"]
+__all__ = ["Components", "amax", "dequantize", "first_tiles", "quantize", "quantize_groups"]

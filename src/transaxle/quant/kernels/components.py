@@ -30,7 +30,7 @@ class Components:
     amax: torch.Tensor | None = None
     """nvfp4 only: the largest magnitude of the whole tensor, float32 [1]."""
     columnwise_data: torch.Tensor | None = None
-    """Codes [M, K] with tiles that run down the columns; not transposed."""
+    """Codes with tiles that run down the columns, in the places of the others: [M, K], of 4 bits [M, K / 2]."""
     columnwise_scale_inv: torch.Tensor | None = None
     """Their scales: [tiles down, tiles across]."""
 
@@ -43,10 +43,10 @@ class Components:
 def columnwise_of(encoding: Encoding) -> Encoding | None:
     """Return the encoding of the columnwise buffers, None where the format has none of its own.
 
-    Only mxfp8 has: its tiles turned by a quarter. Of the others a transposed matrix is quantized (`x.t()`).
+    Those of mxfp8 and nvfp4: its tiles turned by a quarter. Of the others a transposed matrix is quantized (`x.t()`).
     """
     rows, columns = encoding.tile
-    if encoding.scale != "F8_E8M0" or encoding.code_bits != 8:
+    if (encoding.scale, encoding.code_bits) not in (("F8_E8M0", 8), ("F8_E4M3", 4)):
         return None
     return replace(encoding, tile=(columns, rows))
 
@@ -78,6 +78,43 @@ def layout(
     if encoding.has_global:
         found["amax"] = (torch.float32, (1,))
     return found
+
+
+def group_layout(
+    encoding: Encoding, shape: tuple[int, int], groups: int, *, rowwise: bool, columnwise: bool
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return the same for a matrix whose rows are quantized group by group.
+
+    What a matrix has one of, each group has. Tiles of several rows start anew in each group: there is room for the
+    rows of tiles of any groups, one more for each than the matrix would have whole.
+
+    Raises:
+        Refused: see `layout`.
+    """
+    found = layout(encoding, shape, rowwise=rowwise, columnwise=columnwise)
+    turned = columnwise_of(encoding)
+    for name, high in (("scale_inv", encoding.tile[0]), ("columnwise_scale_inv", turned.tile[0] if turned else 1)):
+        if name in found and high == 0:
+            found[name] = found[name][0], (groups,)
+        elif name in found and high > 1:
+            dtype, grid = found[name]
+            found[name] = dtype, (shape[0] // high + groups, grid[1])
+    if encoding.has_global:
+        found["amax"] = (torch.float32, (groups,))
+    return found
+
+
+def first_tiles(offsets: torch.Tensor, rows: int, high: int) -> torch.Tensor:
+    """Return at which row of tiles each group's begin, int64 [groups], where the offsets are.
+
+    Args:
+        offsets: row at which each group ends.
+        rows: of the matrix.
+        high: rows of a tile.
+    """
+    ends = offsets.to(torch.int64).clamp(0, rows)
+    tiles = (torch.diff(ends, prepend=ends.new_zeros(1)).clamp(min=0) + high - 1) // high
+    return tiles.cumsum(0) - tiles
 
 
 def allocated(wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device) -> Components:

@@ -12,7 +12,7 @@ import torch
 import triton
 
 from transaxle.encodings.encoding import WHOLE, Encoding
-from transaxle.quant.kernels import programs
+from transaxle.quant.kernels import group_programs, programs
 from transaxle.quant.kernels.components import Components
 
 MANTISSA = {"F8_E4M3": 3, "F8_E5M2": 2, "F4": 1}
@@ -116,8 +116,7 @@ def quantize(
     elements share an amax, if more than a tile.
     """
     tile = _tile(encoding)
-    shared = over or tile
-    block = _block(shared, columnwise=out.columnwise_data is not None)
+    block = _block(over or tile, columnwise=out.columnwise_data is not None)
     blocks = triton.cdiv(x.shape[0], block.rows) * triton.cdiv(x.shape[1], block.columns)
     if encoding.tile == (WHOLE, WHOLE):
         blocks = max(blocks, 1)  # an empty matrix has a scale
@@ -127,11 +126,65 @@ def quantize(
         amax if scale is None else scale,
         *x.shape, *x.stride(),
         _stride(out.data), _stride(out.scale_inv), _stride(out.columnwise_data), _stride(out.columnwise_scale_inv),
-        block_rows=block.rows, block_columns=block.columns, rows=shared[0], columns=shared[1],
-        repeat_rows=shared[0] // tile[0], repeat_columns=shared[1] // tile[1],
         scheme=_scheme(encoding) if scale is None else programs.GIVEN,
-        mantissa=MANTISSA[encoding.code], scale_max=encoding.scale_max, largest=torch.finfo(x.dtype).max,
-        even=encoding.power_of_two, native=_native(x.device), warps=block.warps,
+        **_constants(x, encoding, block, over or tile), warps=block.warps,
+    )  # fmt: skip
+
+
+def _constants(x: torch.Tensor, encoding: Encoding, block: Block, shared: tuple[int, int]) -> dict[str, Any]:
+    """What a program that quantizes is compiled for, beside its scheme."""
+    tile = _tile(encoding)
+    return {
+        "block_rows": block.rows,
+        "block_columns": block.columns,
+        "rows": shared[0],
+        "columns": shared[1],
+        "repeat_rows": shared[0] // tile[0],
+        "repeat_columns": shared[1] // tile[1],
+        "mantissa": MANTISSA[encoding.code],
+        "scale_max": encoding.scale_max,
+        "largest": torch.finfo(x.dtype).max,
+        "even": encoding.power_of_two,
+        "native": _native(x.device),
+    }
+
+
+def _group_blocks(x: torch.Tensor, groups: int, block: Block) -> int:
+    """Blocks that are enough for any groups: each has at least one, and starts with a block of its own."""
+    return (x.shape[0] // block.rows + groups) * max(triton.cdiv(x.shape[1], block.columns), 1) if groups else 0
+
+
+def amax_groups(x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the largest magnitude of each group of rows into `out`, float32 [groups]."""
+    out.zero_()
+    block, groups = Block(16, 256, 4), offsets.shape[0]
+    _launch(
+        group_programs.amax_groups_program, _group_blocks(x, groups, block), x.device,
+        _raw(x), offsets, out.view(torch.int32), groups, *x.shape, *x.stride(), size=triton.next_power_of_2(groups),
+        block_rows=block.rows, block_columns=block.columns, warps=block.warps,
+    )  # fmt: skip
+
+
+def quantize_groups(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    encoding: Encoding,
+    out: Components,
+    *,
+    amax: torch.Tensor | None,
+    over: tuple[int, int] | None,
+) -> None:
+    """Write codes and scales of the groups of rows that end at `offsets`; `amax` has one number for each."""
+    tile, groups = _tile(encoding), offsets.shape[0]
+    block = _block(over or tile, columnwise=out.columnwise_data is not None)
+    scales = (out.scale_inv, out.columnwise_scale_inv)
+    _launch(
+        group_programs.quantize_groups_program, _group_blocks(x, groups, block), x.device,
+        _raw(x), offsets, _raw(out.data), _raw(scales[0]), _raw(out.columnwise_data), _raw(scales[1]), amax,
+        groups, *x.shape, *(0 if each is None else each.shape[0] for each in scales), *x.stride(),
+        _stride(out.data), _stride(scales[0]), _stride(out.columnwise_data), _stride(scales[1]),
+        size=triton.next_power_of_2(groups), scheme=_scheme(encoding),
+        **_constants(x, encoding, block, over or tile), warps=block.warps,
     )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ The same functions as in `device`, for the same callers.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import ml_dtypes
@@ -17,7 +18,8 @@ from transaxle.encodings.encoding import WHOLE, Encoding
 from transaxle.encodings.minifloat import MINIFLOATS
 from transaxle.encodings.scaling import scales
 from transaxle.encodings.tiling import tiling
-from transaxle.quant.kernels.components import Components, columnwise_of
+from transaxle.errors import refuse
+from transaxle.quant.kernels.components import Components, columnwise_of, first_tiles
 
 WIDE: dict[torch.dtype, codec.Wide] = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
@@ -91,6 +93,53 @@ def _scaled(
     adjacent = values if values.shape[1] < 2 or values.strides[1] == values.itemsize else np.ascontiguousarray(values)
     tiles = tiling(encoding, (values.shape[0], values.shape[1]))
     (kernel.load() or vectorised).cast(adjacent, tiles, multiplier.reshape(1, 1), MINIFLOATS[encoding.code], codes)
+
+
+def _spans(offsets: torch.Tensor, rows: int) -> list[tuple[int, int]]:
+    """First row of each group, and the row after its last.
+
+    Raises:
+        Refused: SHAPE_MISMATCH for groups that go backwards or beyond the matrix.
+    """
+    ends = [0, *offsets.tolist()]
+    if sorted(ends) != ends or ends[-1] > rows:
+        raise refuse("SHAPE_MISMATCH", f"groups end at rows {ends[1:]} of {rows}; each ends after the one before it")
+    return list(itertools.pairwise(ends))
+
+
+def amax_groups(x: torch.Tensor, offsets: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the largest magnitude of each group of rows into `out`, float32 [groups]."""
+    for group, (start, stop) in enumerate(_spans(offsets, x.shape[0])):
+        amax(x[start:stop], out[group : group + 1])
+
+
+def quantize_groups(
+    x: torch.Tensor,
+    offsets: torch.Tensor,
+    encoding: Encoding,
+    out: Components,
+    *,
+    amax: torch.Tensor | None,
+    over: tuple[int, int] | None,
+) -> None:
+    """Write codes and scales of the groups of rows that end at `offsets`; `amax` has one number for each."""
+    turned = columnwise_of(encoding)
+    sides = (
+        (encoding, out.data, out.scale_inv, "data", "scale_inv"),
+        (turned, out.columnwise_data, out.columnwise_scale_inv, "columnwise_data", "columnwise_scale_inv"),
+    )
+    for group, (start, stop) in enumerate(_spans(offsets, x.shape[0])):
+        parts = {}
+        for of, codes, stored, data, scale in sides:
+            if of is not None and codes is not None and stored is not None:
+                parts[data] = codes[start:stop]
+                if of.tile == (WHOLE, WHOLE):
+                    parts[scale] = stored[group : group + 1]
+                else:
+                    first = int(first_tiles(offsets, x.shape[0], of.tile[0])[group])
+                    parts[scale] = stored[first : first + of.grid((stop - start, x.shape[1]))[0]]
+        most = None if amax is None else amax[group : group + 1]
+        quantize(x[start:stop], encoding, Components(**parts), amax=most, scale=None, over=over)
 
 
 def dequantize(

@@ -268,6 +268,42 @@ def store_codes(x, raw, codes, row, column, height, width, stride, mantissa: tl.
 
 
 @triton.jit
+def quantize_block(
+    x, codes, scales, column_codes, column_scales, total, row, column,
+    height, width, x_row, x_column, code_row, scale_row, column_code_row, column_scale_row,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
+    repeat_rows: tl.constexpr, repeat_columns: tl.constexpr, scheme: tl.constexpr, mantissa: tl.constexpr,
+    scale_max: tl.constexpr, largest: tl.constexpr, even: tl.constexpr, native: tl.constexpr,
+):  # fmt: skip
+    """Quantize the block of a matrix that starts at (row, column): see `quantize_program`."""
+    down, along = row + tl.arange(0, block_rows), column + tl.arange(0, block_columns)
+    inside = (down[:, None] < height) & (along[None, :] < width)
+    raw = tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0)
+    if scheme == TENSOR or scheme == GIVEN:  # noqa: SIM109 - Triton has no `in`
+        scale = tl.load(total + tl.arange(0, 1))
+        if scheme == TENSOR:
+            scale = float8_scale(scale, 448.0 if mantissa == 3 else 57344.0, largest, even)
+        tl.store(scales + tl.arange(0, 1), inverse(scale), mask=row + column == 0)
+        scaled = as_float(raw) * scale[:, None]
+        store_codes(scaled, raw, codes, row, column, height, width, code_row, mantissa, native)
+    else:
+        whole = tl.load(total) if scheme == E4M3 else 0.0
+        if codes is not None:
+            write_block(
+                raw, codes, scales, whole, row, column, height, width, code_row, scale_row,
+                rows, columns, repeat_rows, repeat_columns, scheme, mantissa, scale_max, largest, even, native,
+            )  # fmt: skip
+        if column_codes is not None:
+            if codes is not None:  # read again, from the cache: kept till here it would take up too many registers
+                raw = tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0)
+            write_block(
+                raw, column_codes, column_scales, whole, row, column, height, width, column_code_row,
+                column_scale_row, columns, rows, repeat_columns, repeat_rows,
+                scheme, mantissa, scale_max, largest, even, native,
+            )  # fmt: skip
+
+
+@triton.jit
 def quantize_program(
     x, codes, scales, column_codes, column_scales, total,
     height, width, x_row, x_column, code_row, scale_row, column_code_row, column_scale_row,
@@ -283,30 +319,12 @@ def quantize_program(
     across = tl.maximum(tl.cdiv(width, block_columns), 1)
     program = tl.program_id(0).to(tl.int64)
     row, column = (program // across) * block_rows, (program % across) * block_columns
-    down, along = row + tl.arange(0, block_rows), column + tl.arange(0, block_columns)
-    inside = (down[:, None] < height) & (along[None, :] < width)
-    raw = tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0)
-    if scheme == TENSOR or scheme == GIVEN:  # noqa: SIM109 - Triton has no `in`
-        scale = tl.load(total + tl.arange(0, 1))
-        if scheme == TENSOR:
-            scale = float8_scale(scale, 448.0 if mantissa == 3 else 57344.0, largest, even)
-        tl.store(scales + tl.arange(0, 1), inverse(scale), mask=program == 0)
-        scaled = as_float(raw) * scale[:, None]
-        store_codes(scaled, raw, codes, row, column, height, width, code_row, mantissa, native)
-    else:
-        whole = tl.load(total) if scheme == E4M3 else 0.0
-        if codes is not None:
-            write_block(
-                raw, codes, scales, whole, row, column, height, width, code_row, scale_row,
-                rows, columns, repeat_rows, repeat_columns, scheme, mantissa, scale_max, largest, even, native,
-            )  # fmt: skip
-        if column_codes is not None:
-            if codes is not None:  # read again, from the cache: kept till here it would take up too many registers
-                raw = tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0)
-            write_block(
-                raw, column_codes, column_scales, whole, row, column, height, width, column_code_row,
-                column_scale_row, columns, rows, 1, 1, scheme, mantissa, scale_max, largest, even, native,
-            )  # fmt: skip
+    quantize_block(
+        x, codes, scales, column_codes, column_scales, total, row, column,
+        height, width, x_row, x_column, code_row, scale_row, column_code_row, column_scale_row,
+        block_rows, block_columns, rows, columns, repeat_rows, repeat_columns,
+        scheme, mantissa, scale_max, largest, even, native,
+    )  # fmt: skip
 
 
 @triton.jit

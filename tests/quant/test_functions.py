@@ -1,0 +1,90 @@
+"""Torch functions that look at storage, and what keeps tensors between forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from tests.live.ranks import run
+from tests.quant.kinds import MORE, raw, same, values
+from transaxle.quant import QuantizedTensor, Quantizer, quantize_
+
+kinds = pytest.mark.parametrize("quantizer", MORE.values(), ids=MORE.keys())
+
+
+def _flipped(rank: int, world: int, tensor: QuantizedTensor) -> bool:
+    """In another process: flip each bit of the codes."""
+    tensor.components["data"].view(torch.uint8).bitwise_not_()
+    return bool(tensor.is_shared())  # type: ignore[no-untyped-call]
+
+
+def test_processes_share_codes() -> None:
+    made = MORE["nvfp4"].quantize(values(64, 64))
+    before = raw(made.components["data"]).clone()
+    assert not made.is_shared()  # type: ignore[no-untyped-call]
+    assert made.share_memory_() is made  # type: ignore[no-untyped-call]
+    assert made.is_shared()
+    assert run(1, _flipped, made) == [True]
+    assert torch.equal(raw(made.components["data"]), ~before)
+
+
+@kinds
+def test_modules_change_dtype_and_keep_codes(quantizer: Quantizer) -> None:
+    model = nn.Linear(64, 48).bfloat16()
+    quantize_(model, quantizer)
+    assert isinstance(model.weight, QuantizedTensor)
+    before = model.weight.detach().clone()
+    model.float()
+    assert isinstance(model.weight, QuantizedTensor)
+    assert isinstance(before, QuantizedTensor)
+    assert same(model.weight, before)
+    assert model.weight.dtype == model(torch.ones(2, 64)).dtype == torch.float32
+    assert model.weight.untyped_storage().nbytes() == 0
+    assert torch.equal(model.weight.dequantize(), before.dequantize(torch.float32))
+
+
+@kinds
+def test_data_that_is_set_is_there(quantizer: Quantizer) -> None:
+    model = nn.Linear(64, 48).bfloat16()
+    quantize_(model, quantizer)
+    other = quantizer.quantize(values(48, 64, seed=4))
+    model.weight.data = other
+    assert isinstance(model.weight, QuantizedTensor)
+    assert same(model.weight, other)
+    if not model.weight.state:
+        model.weight.data = values(48, 64, seed=5)
+        assert same(model.weight, quantizer.quantize(values(48, 64, seed=5)))
+
+
+@kinds
+def test_what_is_kept_for_backward_are_codes(quantizer: Quantizer) -> None:
+    """Activation offload copies what is kept, bit for bit; hooks that keep plain tensors only get the values."""
+    weight = nn.Parameter(quantizer.quantize(values(48, 64)))
+    x, kept = values(3, 64).requires_grad_(), []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor.to("cpu", copy=True))
+        return kept[-1]
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to("cpu", copy=True)
+
+    def gradient(*hooks: Any) -> torch.Tensor:
+        with saved_tensors_hooks(*hooks) if hooks else save_on_cpu():
+            made = nn.functional.linear(x, weight)
+        return torch.autograd.grad(made.float().square().sum(), (x,))[0]
+
+    wanted = gradient(lambda tensor: tensor, lambda tensor: tensor)
+    assert torch.equal(gradient(), wanted)
+    assert torch.equal(gradient(pack, unpack), wanted)
+    codes = [tensor for tensor in kept if isinstance(tensor, QuantizedTensor)]
+    assert isinstance(weight, QuantizedTensor)
+    assert len(codes) == 1
+    assert same(codes[0], weight)
+    assert torch.equal(
+        gradient(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor), unpack), wanted
+    )

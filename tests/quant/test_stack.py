@@ -1,0 +1,197 @@
+"""Stacks of matrices, [E, M, K]: as many matrices, each quantized for itself, alone and under FSDP2."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.live.ranks import run
+from tests.quant.kinds import KINDS, MORE, raw, same, values
+from transaxle.errors import TransaxleError
+from transaxle.quant import MXFP8, MasterWeights, QuantizedTensor, Quantizer, from_components
+from transaxle.quant.entries import give_entries
+
+kinds = pytest.mark.parametrize("quantizer", MORE.values(), ids=MORE.keys())
+SHAPES = ((3, 70, 144), (2, 256, 128), (1, 33, 64))
+"""Matrices that are no whole tiles, that are, and one alone."""
+
+
+def stack(count: int, rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Matrices of different sizes of numbers."""
+    return torch.stack([values(rows, columns, seed=seed + place) * 2**place for place in range(count)])
+
+
+def matrices(quantizer: Quantizer, x: torch.Tensor) -> list[QuantizedTensor]:
+    """Each matrix quantized alone."""
+    return [quantizer.quantize(matrix) for matrix in x]
+
+
+@kinds
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_stack_is_its_matrices(quantizer: Quantizer, shape: tuple[int, int, int]) -> None:
+    x = stack(*shape)
+    made, alone = quantizer.quantize(x), matrices(quantizer, x)
+    assert (made.shape, made.dtype) == (torch.Size(shape), torch.bfloat16)
+    for name, buffer in made.components.items():
+        assert type(buffer) is torch.Tensor
+        assert torch.equal(raw(buffer), torch.stack([raw(one.components[name]) for one in alone]))
+    assert torch.equal(made.dequantize(torch.float32), torch.stack([one.dequantize(torch.float32) for one in alone]))
+    again = from_components(quantizer, made.components, shape, torch.bfloat16)
+    twins = again, torch.stack(list(alone)), copy.deepcopy(made), pickle.loads(pickle.dumps(made))  # noqa: S301 - ours
+    for twin in (*twins, torch.cat([made[:1], made[1:]])):
+        assert isinstance(twin, QuantizedTensor)
+        assert same(made, twin)
+
+
+@kinds
+def test_matrices_of_a_stack_are_views(quantizer: Quantizer) -> None:
+    made, other = quantizer.quantize(stack(4, 70, 144)), quantizer.quantize(values(70, 144, seed=9))
+    views = [*made, made[1], made[-1], made.chunk(2)[1][0], made.unbind(0)[0], made.narrow(0, 1, 2)[1]]
+    for view, place in zip(views, (0, 1, 2, 3, 1, 3, 2, 0, 2), strict=True):
+        assert isinstance(view, QuantizedTensor)
+        assert same(view, quantizer.quantize(stack(4, 70, 144)[place]))
+    for place in range(4):
+        made[place].copy_(other)
+        assert all(same(one, other) for one in made[: place + 1])
+        assert not any(same(one, other) for one in made[place + 1 :])
+    made[2:].copy_(values(70, 144, seed=3).expand(2, 70, 144))
+    if not made.state:
+        assert [same(one, other) for one in made] == [True, True, False, False]
+        assert same([*made][3], quantizer.quantize(values(70, 144, seed=3)))
+
+
+def test_columnwise_codes_that_a_matrix_lost_are_not_left_in_the_stack() -> None:
+    made, other = MXFP8(columnwise=True).quantize(stack(2, 64, 64)), MXFP8().quantize(values(64, 64, seed=9))
+    made[1].copy_(other)
+    assert list(made.components) == ["data", "scale_inv"]
+    made = MXFP8(columnwise=True).quantize(stack(2, 64, 64))
+    made.copy_(MXFP8().quantize(stack(2, 64, 64, seed=5)))
+    assert list(made.components) == ["data", "scale_inv"]
+
+
+@kinds
+def test_blank_stacks_are_filled_matrix_by_matrix(quantizer: Quantizer) -> None:
+    made, x = quantizer.quantize(stack(3, 70, 144)), stack(3, 70, 144, seed=7)
+    blank = torch.empty_like(made)
+    for place in (1, 0, 2):
+        blank[place].copy_(made[place])
+    assert isinstance(blank, QuantizedTensor)
+    assert same(blank, made)
+    assert isinstance(blank.zero_(), QuantizedTensor)
+    assert not blank.dequantize().any()
+    blank = torch.empty_like(made)
+    for place in range(3):
+        blank[place].copy_(x[place])
+    assert isinstance(blank, QuantizedTensor)
+    assert same(blank, quantizer.quantize(x))
+
+
+def test_histories_are_of_each_matrix() -> None:
+    quantizer, steps = KINDS["float8 delayed"], [stack(2, 8, 32, seed=seed) * (1 + seed) for seed in range(3)]
+    made, alone = quantizer.quantize(steps[0]), matrices(quantizer, steps[0])
+    for x in steps[1:]:
+        made.quantize_(x)
+        for one, matrix in zip(alone, x, strict=True):
+            one.quantize_(matrix)
+    for one, view in zip(alone, made, strict=True):
+        assert isinstance(view, QuantizedTensor)
+        assert same(one, view)
+        assert all(torch.equal(one.state[name], view.state[name]) for name in one.state)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda q: q[:, 1:],
+        lambda q: q[:, :, 32:],
+        lambda q: q.unbind(1),
+        lambda q: torch.cat([q, q], 1),
+        lambda q: q[0].copy_(q[0].dequantize()[:1].expand(5, 64)),
+        lambda q: q.copy_(q[:1]),
+        lambda q: torch.cat([q, q[0]]),
+    ],
+    ids=["rows", "columns", "unbind rows", "cat of rows", "a matrix of another shape", "one into two", "cat of dims"],
+)
+def test_what_has_no_exact_result_raises(act: object) -> None:
+    made = MXFP8().quantize(stack(2, 64, 64))
+    before = copy.deepcopy(made)
+    with pytest.raises((TransaxleError, RuntimeError)):
+        act(made)  # type: ignore[operator]
+    assert same(before, made)
+
+
+class _Experts(nn.Module):
+    """Experts whose weights lie in one stack."""
+
+    def __init__(self, quantizer: Quantizer, count: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(quantizer.quantize(stack(count, 70, 64) / 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([nn.functional.linear(x, weight) for weight in self.weight])
+
+
+def _made(kind: str, count: int, world: int) -> _Experts:
+    model = _Experts(MORE[kind], count)
+    give_entries(model)
+    if world:
+        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    return model
+
+
+def _step(model: nn.Module) -> float:
+    optimizer = MasterWeights(model.parameters(), partial(torch.optim.AdamW, lr=1e-2, foreach=False))
+    loss = model(values(4, 64)).float().square().mean()
+    loss.backward()
+    optimizer.step()
+    return float(loss.item())
+
+
+def _train(rank: int, world: int, kind: str, count: int, folder: str) -> None:
+    model, alone = _made(kind, count, world), _made(kind, count, 0)
+    losses = _step(model), _step(alone)
+    step = -(-count // world)
+    parameter, whole = model.weight, alone.weight
+    assert isinstance(parameter, DTensor)
+    shard = parameter.to_local()
+    assert isinstance(shard, QuantizedTensor)
+    assert isinstance(whole, QuantizedTensor)
+    if world < 3:  # the mean of three equal gradients in bfloat16 is not that gradient
+        assert losses[0] == losses[1]
+        part = whole.detach()[min(step * rank, count) : step * (rank + 1)]
+        assert isinstance(part, QuantizedTensor)
+        assert same(shard, part)
+    save(model.state_dict(), checkpoint_id=folder)
+
+
+def _restored(rank: int, world: int, kind: str, count: int, folder: str) -> dict[str, torch.Tensor]:
+    model = _made(kind, count, 1)
+    load(model.state_dict(), checkpoint_id=folder)
+    parameter: torch.Tensor = model.weight
+    assert isinstance(parameter, DTensor)
+    local = parameter.to_local()
+    assert isinstance(local, QuantizedTensor)
+    return {name: raw(buffer) for name, buffer in local.components.items()}
+
+
+@pytest.mark.parametrize("kind", MORE)
+@pytest.mark.parametrize(("world", "count"), [(2, 3), (3, 4), (3, 2)])
+def test_experts_are_sharded_trained_saved_and_resharded(kind: str, world: int, count: int, tmp_path: Path) -> None:
+    """Uneven, with a rank that has none, and with fewer experts than ranks."""
+    run(world, _train, kind, count, str(tmp_path))
+    found = run(1, _restored, kind, count, str(tmp_path))[0]
+    assert found["data"].shape[0] == count
+    assert all(buffer.any() for buffer in found.values())
+    assert not any(torch.equal(one, other) for one, other in pairwise(found["data"]))
