@@ -9,8 +9,11 @@ Both sides run in the same processes (gloo on loopback), one after the other, wi
 takes as long as its slowest rank; of several rounds the best one of each side counts, for the machine may be busy with
 other things. Bytes read are those of read calls, bytes written those of pages handed to the disk, as Linux counts them
 for all ranks together (/proc/self/io; on a file system in memory the latter are 0). DCP's HF reader maps its files, so
-its reads are not counted. Ours hashes what it writes, and reads it back for that; DCP does not. Both sides leave out
-waiting for the disk, but for the stall.
+its reads are not counted. The floor is the time that the same processes need for as many bytes of the same files, read
+into the same tensors by nothing but `preadv` of 1 MB. Ours hashes what it writes (rows it reads back for that); DCP
+does not. Both sides leave out waiting for the disk, but for the stall. Below each save stands its first round, which
+also sets things up, and what the machine needs at least: to write the same bytes from memory into files, and to send
+over gloo what changes ranks (between ranks of one machine ours goes through shared memory).
 
     python benchmarks/live.py [--quick] [--megabytes 1342] [--rounds 3] [--part load] [--folder DIR]
 """
@@ -25,7 +28,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +45,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import transaxle as tx
 
 RANKS, SIDE, FILES = 4, 4096, 4
-OURS, DCP, HF = "transaxle", "dcp", "dcp hf"
+OURS, DCP, HF, FLOOR = "transaxle", "dcp", "dcp hf", "floor"
+FIRST, WRITE, SEND = "first", "write", "send"
+BLOCK, CHUNK = 1 << 20, 8 << 20
 PARTS = ("load", "save", "stall")
 State = dict[str, torch.Tensor]
 Found = dict[str, Any]
@@ -95,14 +102,16 @@ def timed(work: Callable[[], Any]) -> tuple[float, int, int]:
 
 
 def best(rounds: int, sides: dict[str, Callable[[], Any]], after: Callable[[], None]) -> Found:
-    """Let the sides take turns; keep the best round of each."""
-    found: dict[str, tuple[float, int, int]] = {}
+    """Let the sides take turns, each but the floor followed by `after`; keep the best round of each, and the first."""
+    found: Found = {FIRST: {}}
     for _ in range(rounds):
         for side, work in sides.items():
             took = timed(work)
-            after()
+            if side != FLOOR:
+                after()
+            found[FIRST].setdefault(side, took[0])
             found[side] = min(found.get(side, took), took)
-    return dict(found)
+    return found
 
 
 def remove(folder: Path) -> None:
@@ -131,6 +140,25 @@ def hf_save(held: State, folder: Path) -> None:
     dcp.save(held, storage_writer=writer)
 
 
+def bare(held: State, folder: Path) -> None:
+    """Fill this rank's tensors with its share of a folder's blocks: what no load of them can beat."""
+    files = [path for path in sorted(folder.iterdir()) if path.stat().st_size >= BLOCK]
+    opened = [os.open(path, os.O_RDONLY) for path in files]
+    blocks = [(fd, at) for fd in opened for at in range(0, os.fstat(fd).st_size - BLOCK, BLOCK)]
+    own = blocks[dist.get_rank() * len(blocks) // dist.get_world_size() :]
+    locals_ = [tensor.to_local() for tensor in held.values() if isinstance(tensor, DTensor)]
+    octets = [local.view(-1).view(torch.uint8).numpy().data for local in locals_]
+    views = [view[start : start + BLOCK] for view in octets for start in range(0, len(view), BLOCK)]
+
+    def read(view: memoryview, block: tuple[int, int]) -> None:
+        os.preadv(block[0], [view], block[1])
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(read, views, cycle(own)))
+    for fd in opened:
+        os.close(fd)
+
+
 def loads(folder: Path, said: argparse.Namespace, dim: int) -> Found:
     """Load both sources, cut along `dim` over the ranks there are, with both tools."""
     held = state(said.count, said.side, dim, filled=False)
@@ -147,10 +175,12 @@ def loads(folder: Path, said: argparse.Namespace, dim: int) -> Found:
     from_dcp = {
         OURS: lambda: tx.load(held, folder / DCP),
         DCP: lambda: dcp.load(held, checkpoint_id=str(folder / DCP)),
+        FLOOR: lambda: bare(held, folder / DCP),
     }
     from_hf = {
         OURS: lambda: tx.load(held, folder / HF),
         HF: lambda: dcp.load(held, storage_reader=HuggingFaceStorageReader(str(folder / HF))),
+        FLOOR: lambda: bare(held, folder / HF),
     }
     found = {DCP: best(said.rounds, from_dcp, loaded), HF: best(said.rounds, from_hf, loaded), "needed": needed}
     assert len(checked) == 4 * said.rounds
@@ -175,7 +205,33 @@ def saves(folder: Path, said: argparse.Namespace, dim: int) -> Found:
         OURS: lambda: tx.save(held, target, to="safetensors", shard_size=size, sync=False),
         HF: lambda: hf_save(held, target),
     }
-    return {HF: best(said.rounds, sides, written), "needed": said.count * said.side * said.side * 2}
+    total = said.count * said.side * said.side * 2
+    ranks = dist.get_world_size()
+    floor = {WRITE: lambda: bare_write(target, total // ranks)}
+    if dim:
+        floor[SEND] = lambda: bare_send(total // ranks * (ranks - 1) // ranks)
+    found = best(said.rounds, sides, written)
+    return {HF: found, "floor": best(said.rounds, floor, lambda: remove(target)), "needed": total}
+
+
+def bare_write(folder: Path, size: int) -> None:
+    """Write so many bytes from each rank's memory, into a file for each that has its space already."""
+    folder.mkdir(exist_ok=True)
+    block = memoryview(bytearray(CHUNK))
+    fd = os.open(folder / str(dist.get_rank()), os.O_RDWR | os.O_CREAT)
+    os.posix_fallocate(fd, 0, size)
+    for start in range(0, size, CHUNK):
+        os.pwrite(fd, block[: min(CHUNK, size - start)], start)
+    os.close(fd)
+
+
+def bare_send(size: int) -> None:
+    """Let each rank send so many bytes to the others, in blocks."""
+    ranks = dist.get_world_size()
+    sent = torch.ones(ranks * CHUNK // 2, dtype=torch.uint8)
+    received = torch.empty_like(sent)
+    for _ in range(-(-size // ((ranks - 1) * CHUNK // 2))):
+        dist.all_to_all_single(received, sent)
 
 
 def stalls(folder: Path, said: argparse.Namespace) -> Found:
@@ -194,9 +250,9 @@ def stalls(folder: Path, said: argparse.Namespace) -> Found:
         jobs.clear()
         remove(target)
 
-    sides["async_save"]()  # the first one starts the background process and makes its buffers
+    first = timed(sides["async_save"])[0]  # it starts the background process and makes its buffers
     written()
-    return {"stall": best(said.rounds, sides, written)}
+    return {"stall": best(said.rounds, sides, written), FIRST: first}
 
 
 def _rank(rank: int, world: int, task: Callable[..., Found], args: tuple[Any, ...], meeting: str) -> None:
@@ -234,11 +290,19 @@ def line(what: str, other: str, found: Found, needed: int, promised: float | Non
     mapped = other == HF and at == 1
     fine = ratio >= (promised or 0) and moved <= most
     peer = "mapped" if mapped else f"{theirs[at] / needed:6.2f}"
-    times = f"{mine[0]:7.2f} s {theirs[0]:7.2f} s   {ratio:6.2f} x"
+    floor = f"{found[FLOOR][0]:7.3f} s" if FLOOR in found else " " * 9
+    times = f"{mine[0]:7.3f} s {theirs[0]:7.3f} s {floor}   {ratio:6.2f} x"
     print(
         f"  {what:34s} {times} {f'(>= {promised:g})' if promised else '':8s}"
         f"   {moved:5.2f} vs {peer:>6s} (<= {most:g})  {'' if fine else 'MISSED'}"
     )
+
+
+def below(first: dict[str, float], floor: Found) -> None:
+    """Print the first round of a save, and what the machine needs for its bytes."""
+    print(f"  {'  the first one':34s} {first[OURS]:7.2f} s {first[HF]:7.2f} s")
+    sending = f", and {floor[SEND][0]:.2f} s to send over gloo what changes ranks" if SEND in floor else ""
+    print(f"  {'  at least':34s} {floor[WRITE][0]:7.2f} s to write it{sending}")
 
 
 def main() -> None:
@@ -256,7 +320,7 @@ def main() -> None:
     total = said.count * said.side * said.side * 2
     what = f"{said.count} matrices of {said.side}^2 bf16"
     print(f"{total / 1e9:.2f} GB, {what}, {os.cpu_count()} cores, best of {said.rounds}")
-    print(f"  {'':34s} {OURS:>9s} {'torch':>9s}   {'time ratio':17s}   bytes per byte needed")
+    print(f"  {'':34s} {OURS:>9s} {'torch':>9s} {FLOOR:>9s}   {'time ratio':17s}   bytes per byte needed")
     with workplace(said) as folder:
         if "load" in parts:
             run(RANKS, sources, folder, said)
@@ -272,12 +336,15 @@ def main() -> None:
             for what, dim, promised in (("rows", 0, 3.0), ("columns", 1, 10.0)):
                 found = run(RANKS, saves, folder, said, dim)
                 line(f"save {what} as safetensors", HF, found[HF], found["needed"], promised, 1.02, 2)
+                below(found[HF][FIRST], found["floor"])
         if "stall" in parts:
-            found = run(RANKS, stalls, folder, said)["stall"]
+            told = run(RANKS, stalls, folder, said)
+            found = told["stall"]
             (save, *_), (stall, *_) = found["save"], found["async_save"]
             missed = "" if stall <= save / 4 else "MISSED"
             what = "async_save against save"
             print(f"  {what:34s} {stall:7.2f} s {save:7.2f} s   {save / stall:6.2f} x (>= 4)  {missed}")
+            print(f"  {'  the first one':34s} {told[FIRST]:7.2f} s")
 
 
 if __name__ == "__main__":

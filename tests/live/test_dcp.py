@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -20,7 +20,7 @@ from tests.live.ranks import ranks, run
 from tests.live.test_adapt import CONFIG, automodel, hub
 from transaxle.errors import TransaxleError
 from transaxle.live.dcp import LoadPlanner, SavePlanner
-from transaxle.live.runs import as_runs
+from transaxle.live.runs import Runs, as_runs
 
 FULL = {
     "packed": torch.arange(24 * 3, dtype=torch.float32).reshape(24, 3),
@@ -41,6 +41,9 @@ TWO: dict[str, list[Any]] = {
     "same": [Replicate(), Replicate()],
 }
 
+ROWS: dict[str, list[Any]] = {name: [Shard(0)] if t.dim() > 1 else [Replicate()] for name, t in FULL.items()}
+"""What torch alone saves and loads right."""
+
 
 def _state(world: int, placements: dict[str, list[Any]], *, fill: float | None = None) -> dict[str, DTensor]:
     sizes = {1: (world,), 2: (2, world // 2)}[len(placements["same"])]
@@ -59,6 +62,17 @@ def _check(world: int, found: dict[str, DTensor], placements: dict[str, list[Any
         assert torch.equal(found[name].to_local(), truth.to_local()), name
 
 
+def _async(state: dict[str, Any], target: str, kind: str, planner: SavePlanner | None = None) -> None:
+    """Save in the background of torch's kinds, and spoil the state meanwhile: what is staged is saved."""
+    job = async_save(state, checkpoint_id=target, planner=planner, async_checkpointer_type=AsyncCheckpointerType[kind])
+    for value in state.values():
+        local = value.to_local() if isinstance(value, DTensor) else value._local if isinstance(value, Runs) else None
+        if local is not None:
+            local.fill_(-9)
+    assert isinstance(job, Future)
+    job.result()
+
+
 def _round(rank: int, world: int, target: str, kind: str, placements: dict[str, list[Any]]) -> None:
     state = _state(world, placements)
     if kind == "planner":
@@ -66,9 +80,7 @@ def _round(rank: int, world: int, target: str, kind: str, placements: dict[str, 
     elif kind == "sync":
         save(as_runs(state), checkpoint_id=target)
     else:
-        job = async_save(as_runs(state), checkpoint_id=target)
-        assert isinstance(job, Future)
-        job.result()
+        _async(as_runs(state), target, kind)
     again = _state(world, placements, fill=-1)
     if kind == "planner":
         load(dict(again), checkpoint_id=target, planner=LoadPlanner())
@@ -83,7 +95,7 @@ def _elsewhere(rank: int, world: int, source: str, placements: dict[str, list[An
     _check(world, again, placements)
 
 
-@pytest.mark.parametrize("kind", ["sync", "async", "planner"])
+@pytest.mark.parametrize("kind", ["sync", "THREAD", "PROCESS", "planner"])
 def test_parts_of_several_runs_are_saved_and_loaded(tmp_path: Path, kind: str) -> None:
     target = str(tmp_path / "out")
     run(2, _round, target, kind, ONE)
@@ -91,8 +103,7 @@ def test_parts_of_several_runs_are_saved_and_loaded(tmp_path: Path, kind: str) -
         for name, tensor in FULL.items():
             assert checkpoint[name].tobytes() == tensor.contiguous().view(torch.uint8).numpy().tobytes()
     run(4, _elsewhere, target, TWO, True)
-    rows = {name: [Shard(0)] if tensor.dim() > 1 else [Replicate()] for name, tensor in FULL.items()}
-    run(2, _elsewhere, target, rows, False)
+    run(2, _elsewhere, target, ROWS, False)
 
 
 def test_on_two_mesh_dims_too(tmp_path: Path) -> None:
@@ -129,7 +140,7 @@ def _experts(world: int, *, fill: float | None = None) -> dict[str, DTensor]:
     return state
 
 
-def _dialects(rank: int, world: int, target: str) -> None:
+def _dialects(rank: int, world: int, target: str, kind: str) -> None:
     state = _experts(world)
     moments = {
         "optimizer": {
@@ -141,7 +152,13 @@ def _dialects(rank: int, world: int, target: str) -> None:
         }
     }  # fmt: skip
     said: dict[str, Any] = {"config": CONFIG, "source": "automodel"}
-    save({**state, **moments, "step": 3}, checkpoint_id=target, planner=SavePlanner("hf", **said))
+    planner = SavePlanner("hf", **said)
+    everything: dict[str, Any] = {**state, **moments, "step": 3}
+    if kind == "sync":
+        save(everything, checkpoint_id=target, planner=planner)
+    else:
+        _async(everything, target, kind, planner)
+        state = _experts(world)
     again = _experts(world, fill=-1)
     other = {
         "optimizer": {"state": {name: {"exp_avg": value} for name, value in _experts(world, fill=-2).items()}},
@@ -156,9 +173,10 @@ def _dialects(rank: int, world: int, target: str) -> None:
     assert mine["step"] == 3
 
 
-def test_a_model_of_one_dialect_and_a_checkpoint_of_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["sync", "THREAD"])
+def test_a_model_of_one_dialect_and_a_checkpoint_of_another(tmp_path: Path, kind: str) -> None:
     target = str(tmp_path / "out")
-    run(4, _dialects, target)
+    run(4, _dialects, target, kind)
     with tx.open(target) as checkpoint:
         for name, tensor in hub(automodel()).items():
             assert checkpoint[name].shape == tuple(tensor.shape)
@@ -229,3 +247,23 @@ def test_where_torch_is_right_both_give_the_same(tmp_path: Path) -> None:
     run(2, _plainly, str(tmp_path))
     ours, theirs = (FileSystemReader(str(tmp_path / name)).read_metadata() for name in ("ours", "torch"))
     assert ours.state_dict_metadata == theirs.state_dict_metadata
+
+
+def _between(rank: int, world: int, folder: str) -> None:
+    """What `tx.save` writes of packed parts, torch loads; what torch writes, `tx.load` puts into packed parts."""
+    tx.save(_state(world, TWO), f"{folder}/ours", to="dcp")
+    for placements, wrapped in ((ROWS, False), (ONE, True), (TWO, True)):
+        again = _state(world, placements, fill=-1)
+        load(as_runs(again) if wrapped else dict(again), checkpoint_id=f"{folder}/ours")
+        _check(world, again, placements)
+    save(dict(_state(world, ROWS)), checkpoint_id=f"{folder}/theirs")
+    save(as_runs(_state(world, TWO)), checkpoint_id=f"{folder}/wrapped")
+    for name in ("theirs", "wrapped"):
+        for placements in (ONE, TWO):
+            again = _state(world, placements, fill=-1)
+            tx.load(again, f"{folder}/{name}")
+            _check(world, again, placements)
+
+
+def test_torch_loads_what_we_save_and_the_reverse(tmp_path: Path) -> None:
+    run(4, _between, str(tmp_path))

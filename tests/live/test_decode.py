@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from tests.live.ranks import run
 from transaxle.errors import TransaxleError
 from transaxle.live.convert import Conversion
 from transaxle.live.load import load
@@ -68,6 +71,8 @@ def test_codes_without_scales_are_no_values(tmp_path: Path) -> None:
         with pytest.raises(TransaxleError) as found:
             load({"w": torch.ones(16, dtype=torch.bfloat16), "n": torch.ones(4)}, source, decode=decode)
         assert [r.code for r in found.value.refusals] == ["DTYPE_MISMATCH"] * 2
+        hint = found.value.refusals[0].hint
+        assert ("scales" in hint) == (decode is not None)
 
 
 BLOCK = 128
@@ -99,3 +104,60 @@ def test_codes_with_scales_are_decoded_if_asked(tmp_path: Path) -> None:
     half = {"layer.weight": torch.ones(256, 384, dtype=torch.float16), "layer.bias": torch.zeros(256, dtype=torch.half)}
     load(half, tmp_path, decode="fp16")
     assert torch.equal(half["layer.weight"], values.half())
+
+
+def _partly(place: Path) -> dict[str, torch.Tensor]:
+    """A checkpoint of which some layers are codes of fp8 and some are bf16; return the values of all."""
+    values = _fp8(place)
+    held = load_file(place / "model.safetensors")
+    held["layer.bias"] = held["layer.bias"].bfloat16()
+    held["plain.weight"] = (torch.arange(24.0) / 7).reshape(4, 6).bfloat16()
+    held["wide.weight"] = torch.arange(8.0) + 1 / 3
+    save_file(held, place / "model.safetensors")
+    return {"layer.weight": values, **{name: held[name] for name in ("layer.bias", "plain.weight", "wide.weight")}}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_checkpoint_that_is_partly_encoded_fills_a_plain_model(tmp_path: Path, world: int) -> None:
+    values = _partly(tmp_path)
+    for found, converted in run(world, _fill, str(tmp_path)):
+        assert all(torch.equal(found[name], tensor.bfloat16()) for name, tensor in values.items())
+        assert converted == {
+            "layer.weight": ("float8_block", "BF16", None),
+            "wide.weight": ("F32", "BF16", False),
+        }
+
+
+def _fill(rank: int, world: int, source: str) -> Any:
+    mesh = init_device_mesh("cpu", (world,))
+    shapes: dict[str, tuple[int, ...]] = {"layer.weight": (256, 384), "layer.bias": (256,), "plain.weight": (4, 6)}
+    shapes["wide.weight"] = (8,)
+    state = {
+        name: distribute_tensor(torch.full(shape, 9.0).bfloat16(), mesh, [Shard(0)], src_data_rank=None)
+        for name, shape in shapes.items()
+    }
+    report = load(state, source, decode="bf16")
+    converted = {each.name: (each.stored, each.to, each.exact) for each in report.converted}
+    return {name: tensor.full_tensor() for name, tensor in state.items()}, converted
+
+
+def test_values_do_not_become_codes(tmp_path: Path) -> None:
+    """The reverse is refused: a parameter of codes takes no values, and is told of with all others."""
+    _partly(tmp_path)
+    state = {
+        "layer.weight": torch.ones(256, 384, dtype=torch.bfloat16),
+        "layer.bias": torch.ones(256, dtype=torch.bfloat16),
+        "plain.weight": torch.ones(4, 6).to(torch.float8_e4m3fn),
+        "wide.weight": torch.ones(8).to(torch.float8_e5m2),
+    }
+    before = {name: tensor.clone() for name, tensor in state.items()}
+    for decode, said in (
+        (None, {"layer.weight", "plain.weight", "wide.weight"}),
+        ("bf16", {"plain.weight", "wide.weight"}),
+    ):
+        with pytest.raises(TransaxleError) as found:
+            load(state, tmp_path, decode=decode)  # type: ignore[arg-type]
+        hints = {r.where.tensor: r.hint for r in found.value.refusals if r.code == "DTYPE_MISMATCH"}
+        assert set(hints) == said
+        assert all("--encode" in hints[name] for name in ("plain.weight", "wide.weight"))
+    assert all(torch.equal(state[name].float(), tensor.float()) for name, tensor in before.items())

@@ -153,28 +153,53 @@ def _background(rank: int, world: int, target: str, who: int, fault: str) -> lis
     said: list[str] = []
     if fault == "killed":
         os.kill(process.pid, signal.SIGSTOP)  # it is killed with its order taken, before it has written
-    job = _job(_state(NEW), target if fault == "killed" else f"{target}/no/such/folder")
+    if fault == "full" and rank == who:  # none of its files may grow beyond this
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    job = _job(_state(NEW), f"{target}/no/such/folder" if fault == "missing" else target)
     if fault == "killed":
         os.kill(process.pid, signal.SIGKILL if rank == who else signal.SIGCONT)
     try:
-        job.result(3 * PATIENCE)
+        if fault != "missing":
+            job.result(3 * PATIENCE)
     except TransaxleError as error:
         said.append(error.code)
-    assert job.done()
+    if fault == "full" and rank == who:
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     try:
         _job(_state(NEW + 1), f"{target}-next")
-    except TransaxleError as error:  # the save before is told of once more: nobody may have asked
+    except TransaxleError as error:  # of the save before, if nobody has asked for its result
         said.append(error.code)
+    assert job.done()
     _job(_state(NEW + 1), f"{target}-next").result()
     return said
 
 
-@pytest.mark.parametrize(("fault", "who"), [("killed", 0), ("killed", 1), ("missing", 0)])
+@pytest.mark.parametrize(("fault", "who"), [("killed", 0), ("killed", 1), ("missing", 0), ("full", 0), ("full", 1)])
 def test_a_background_save_that_fails_is_told_on_every_rank(tmp_path: Path, ranks: Ranks, fault: str, who: int) -> None:
     target = tmp_path / "run"
-    assert ranks.run(_background, str(target), who, fault) == [["IO", "IO"]] * WORLD
+    for said in ranks.run(_background, str(target), who, fault):
+        assert len(said) == 1
+        assert set(said) <= {"IO", "NO_SPACE"}
     assert _holds(target, OLD)
     assert _holds(tmp_path / "run-next", NEW + 1)
+
+
+def _stillborn(rank: int, world: int, target: str) -> str:
+    job = _job(_state(OLD), target)
+    if rank == world - 1:
+        os.kill(_process(world).pid, signal.SIGKILL)  # before it has met the others
+    with pytest.raises(TransaxleError) as error:
+        job.result(3 * PATIENCE)
+    _job(_state(NEW), f"{target}-next").result()  # what was told is not told again
+    return str(error.value)
+
+
+def test_a_background_process_that_never_arrives_is_not_waited_for(tmp_path: Path, ranks: Ranks) -> None:
+    target = tmp_path / "run"
+    for said in ranks.run(_stillborn, str(target)):
+        assert "the background process of rank 1 ended (exit code -9)" in said
+    assert not target.exists()
+    assert _holds(tmp_path / "run-next", NEW)
 
 
 def _mutated(rank: int, world: int, target: str) -> None:
@@ -204,7 +229,7 @@ def _mutated(rank: int, world: int, target: str) -> None:
 
 def _buffers(world: int) -> dict[str, torch.Tensor]:
     saver, _ = asynchronous._SAVERS[tuple(range(world))]
-    return {name: buffer for (name, _, _), buffer in saver._buffers.items()}
+    return saver._buffers
 
 
 def test_what_happens_after_the_snapshot_never_reaches_the_files(tmp_path: Path, ranks: Ranks) -> None:

@@ -2,37 +2,51 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.live.test_models import LLAMA, MOE, full, sharded
+from tests.live.topologies import FSDP, LLAMA, MOE, build, full
 from tests.oracles import hub
 from tests.oracles.quiet import quiet
+from transaxle.live.callbacks import FOLDER
 
 pytestmark = pytest.mark.peers
 TOKENS = [{"input_ids": [(7 * n + 3 * i) % 96 for i in range(8)], "labels": list(range(n, n + 8))} for n in range(16)]
 LOSS, STEP = "loss", "step"
+DDP, PLUGIN = "ddp", "plugin"
 
 
-def _trainer(folder: Path, callbacks: list[Any], steps: int) -> Any:
-    """A Trainer in one process, on weights of seed 1."""
+def _trainer(folder: Path, callbacks: list[Any], steps: int, batch: int = 2, **said: Any) -> Any:
+    """A Trainer on weights of seed 1; call it where the environment is put back."""
     from transformers import Trainer, TrainingArguments
 
     torch.manual_seed(1)
     args = TrainingArguments(
-        output_dir=str(folder), max_steps=steps, save_steps=2, logging_steps=1, per_device_train_batch_size=2,
-        learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True, seed=3,
+        output_dir=str(folder), max_steps=steps, save_steps=2, logging_steps=1, per_device_train_batch_size=batch,
+        learning_rate=1e-2, use_cpu=True, report_to=[], disable_tqdm=True, seed=3, **said,
     )  # fmt: skip
     return Trainer(model=hub.model(MOE, torch.float32), args=args, train_dataset=TOKENS, callbacks=callbacks)
+
+
+def _launched(rank: int, world: int) -> None:
+    """Let this process look to accelerate like one that torchrun has started."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
+    os.environ["MASTER_PORT"] = "29500"  # the process group is there already: nobody listens
 
 
 def _losses(trainer: Any) -> dict[int, float]:
@@ -50,9 +64,7 @@ def _train(rank: int, world: int, folder: str, background: bool) -> None:
         weights = {name: p.detach().clone() for name, p in trainer.model.state_dict().items()}
         checkpoint = out / "checkpoint-2"
         assert tx.verify(checkpoint / "transaxle").ok
-        own = checkpoint / "model.safetensors"
-        save_file({name: t * 0 for name, t in load_file(own).items()}, own, {"format": "pt"})
-        (checkpoint / "optimizer.pt").unlink()
+        _spoil(checkpoint)
         again = _trainer(out, [tx.TrainerCheckpoints()], 4)
         again.train(resume_from_checkpoint=str(checkpoint))
         assert {step: _losses(again)[step] for step in (3, 4)} == {step: losses[step] for step in (3, 4)}
@@ -66,6 +78,96 @@ def _train(rank: int, world: int, folder: str, background: bool) -> None:
 @pytest.mark.parametrize("background", [True, False])
 def test_the_trainer_resumes_from_what_its_callback_wrote(tmp_path: Path, background: bool) -> None:
     run(1, _train, str(tmp_path), background)
+
+
+def _on_many(rank: int, world: int, folder: str, steps: int, resume: str | None, limit: int | None) -> Any:
+    """Train under DDP, four examples a step over all ranks."""
+    with quiet():
+        _launched(rank, world)
+        trainer = _trainer(Path(folder), [tx.TrainerCheckpoints()], steps, 4 // world, save_total_limit=limit)
+        assert trainer.args.world_size == world
+        trainer.train(resume_from_checkpoint=resume)
+    return _losses(trainer), {name: p.detach().clone() for name, p in trainer.model.state_dict().items()}
+
+
+def _spoil(checkpoint: Path) -> None:
+    """Make the Trainer's own copies of weights and moments useless."""
+    own = checkpoint / "model.safetensors"
+    save_file({name: t * 0 for name, t in load_file(own).items()}, own, {"format": "pt"})
+    (checkpoint / "optimizer.pt").unlink()
+
+
+def test_a_trainer_of_two_ranks_resumes_on_two_and_on_one(tmp_path: Path) -> None:
+    first = tmp_path / "first"
+    (losses, weights), (_, same) = run(2, _on_many, str(first), 4, None, None)
+    assert all(torch.equal(same[name], tensor) for name, tensor in weights.items())
+    for world in (2, 1):
+        again = tmp_path / f"on-{world}"
+        shutil.copytree(first / "checkpoint-2", again / "checkpoint-2")
+        _spoil(again / "checkpoint-2")
+        (found, after), *_ = run(world, _on_many, str(again), 4, str(again / "checkpoint-2"), None)
+        want = {step: losses[step] if world == 2 else pytest.approx(losses[step], rel=1e-5) for step in (3, 4)}
+        assert {step: found[step] for step in (3, 4)} == want
+        if world == 2:
+            assert all(torch.equal(after[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_trainer_that_keeps_few_checkpoints_keeps_whole_ones(tmp_path: Path) -> None:
+    """The Trainer deletes an older checkpoint before our callback writes: never one that is being written."""
+    run(2, _on_many, str(tmp_path), 8, None, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-8"]
+    assert tx.verify(tmp_path / "checkpoint-8" / "transaxle").ok
+
+
+def _crash(rank: int, world: int, folder: str) -> None:
+    """Fail while the second checkpoint is being written, and resume from the first; then from another folder."""
+    out = Path(folder, "out")
+    with quiet():
+        trainer = _trainer(out, [tx.TrainerCheckpoints(background=False)], 4)
+        kept, os.pwrite = os.pwrite, _full_from(2)
+        try:
+            with pytest.raises(tx.TransaxleError) as found:
+                trainer.train()
+        finally:
+            os.pwrite = kept
+        assert found.value.code == "NO_SPACE"
+        assert not (out / "checkpoint-4" / FOLDER).exists()
+        assert tx.verify(out / "checkpoint-2" / FOLDER).ok
+        _spoil(out / "checkpoint-2")
+        again = _trainer(out, [tx.TrainerCheckpoints()], 4)
+        again.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+        truth = {name: p.detach().clone() for name, p in again.model.state_dict().items()}
+        # A Trainer does not tell where it resumes from: another run's folder of the same step is not taken for it.
+        elsewhere = Path(folder, "elsewhere")
+        stale = elsewhere / "checkpoint-2"
+        shutil.copytree(out / "checkpoint-4", stale)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            lost = _trainer(elsewhere, [tx.TrainerCheckpoints()], 4)
+            lost.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+        assert any("give resume=" in str(each.message) for each in told)
+        moved = _trainer(elsewhere, [tx.TrainerCheckpoints(resume=out / "checkpoint-2")], 4)
+        moved.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+        assert all(torch.equal(p, truth[name]) for name, p in moved.model.state_dict().items())
+        assert not all(torch.equal(p, truth[name]) for name, p in lost.model.state_dict().items())
+
+
+def _full_from(number: int) -> Any:
+    """A disk that is full when so many files of weights have been begun."""
+    write, seen = os.pwrite, set[int]()
+
+    def pwrite(fd: int, octets: Any, offset: int) -> int:
+        if Path(f"/proc/self/fd/{fd}").readlink().suffix == ".safetensors":
+            seen.add(os.fstat(fd).st_ino)
+        if len(seen) >= number:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, octets, offset)
+
+    return pwrite
+
+
+def test_a_trainer_that_crashed_resumes_from_the_checkpoint_before(tmp_path: Path) -> None:
+    run(1, _crash, str(tmp_path))
 
 
 def test_the_trainers_checkpoint_is_a_model_for_transformers(tmp_path: Path) -> None:
@@ -84,26 +186,48 @@ def _plain(rank: int, world: int, folder: str) -> None:
     assert all(torch.equal(tensor, truth[name]) for name, tensor in found.state_dict().items())
 
 
-def _prepared(rank: int, world: int, seed: int) -> tuple[Any, Any, Any]:
+def _prepared(rank: int, world: int, seed: int, kind: str) -> tuple[Any, Any, Any]:
     """An accelerator with a sharded Llama and its optimizer; call it where the environment is put back."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
 
     torch.manual_seed(seed)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "localhost"}
-    os.environ["MASTER_PORT"] = "29500"  # the process group is there already: nobody listens
+    _launched(rank, world)
+    if kind == PLUGIN:
+        return _under_fsdp2()
     accelerator = Accelerator(cpu=True)
     assert (accelerator.process_index, accelerator.num_processes) == (rank, world)
-    model = sharded(LLAMA, world, meta=False)
+    if kind == DDP:
+        model = hub.model(LLAMA, torch.float32)
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model = build(LLAMA, FSDP, meta=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     accelerator._models.append(model)  # as `prepare` does; it would wrap a sharded model in DDP
     return accelerator, model, optimizer
 
 
-def _save_state(rank: int, world: int, folder: str) -> dict[str, Any]:
+def _under_fsdp2() -> tuple[Any, Any, Any]:
+    """What accelerate's own FSDP2 plugin makes; on CPUs it falls back to DDP unless its state is told otherwise."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        state_dict_type="SHARDED_STATE_DICT",
+    )  # fmt: skip
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    AcceleratorState._shared_state["fsdp_plugin"] = plugin
+    for shared in (AcceleratorState._shared_state, PartialState._shared_state):
+        shared["distributed_type"] = DistributedType.FSDP
+    assert accelerator.is_fsdp2
+    model = hub.model(LLAMA, torch.float32)
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+
+def _save_state(rank: int, world: int, folder: str, kind: str) -> dict[str, Any]:
     with quiet():
-        accelerator, model, optimizer = _prepared(rank, world, 5)
+        accelerator, model, optimizer = _prepared(rank, world, 5, kind)
+        assert kind == DDP or any(isinstance(p, DTensor) for p in model.parameters())
         model.train()
         tokens = torch.arange(24).reshape(2, 12)
         model(input_ids=tokens, labels=tokens).loss.backward()
@@ -111,26 +235,32 @@ def _save_state(rank: int, world: int, folder: str) -> dict[str, Any]:
         tx.AccelerateHooks(model, optimizer).register(accelerator)
         accelerator.save_state(folder)
     assert not list(Path(folder).glob("model*"))
-    names = dict(model.named_parameters())
-    return {name: (full(p), full(optimizer.state[p]["exp_avg"])) for name, p in names.items()}
+    return _held(model, optimizer)
 
 
-def _load_state(rank: int, world: int, folder: str) -> dict[str, Any]:
+def _load_state(rank: int, world: int, folder: str, kind: str) -> dict[str, Any]:
     with quiet():
-        accelerator, model, optimizer = _prepared(rank, world, 6)
+        accelerator, model, optimizer = _prepared(rank, world, 6, kind)
         tx.AccelerateHooks(model, optimizer).register(accelerator)
         accelerator.load_state(folder)
-    names = dict(model.named_parameters())
+    return _held(model, optimizer)
+
+
+def _held(model: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Weights and moments, whole, by the names of the plain model."""
+    names = {name.removeprefix("module."): p for name, p in model.named_parameters()}
     return {name: (full(p), full(optimizer.state[p]["exp_avg"])) for name, p in names.items()}
 
 
-def test_accelerate_loads_at_another_world_what_it_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "worlds"), [(FSDP, (1, 2)), (DDP, (2,)), (PLUGIN, (2, 4))])
+def test_accelerate_loads_at_another_world_what_it_saved(tmp_path: Path, kind: str, worlds: tuple[int, ...]) -> None:
     folder = str(tmp_path / "state")
-    saved, *_ = run(2, _save_state, folder)
-    config = json.loads(Path(folder, "transaxle", "config.json").read_text())
+    saved, *_ = run(2, _save_state, folder, kind)
+    config = json.loads(Path(folder, FOLDER, "config.json").read_text())
     assert config["model_type"] == "llama"
-    for world in (1, 2):
-        found, *_ = run(world, _load_state, folder)
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    for world in worlds:
+        found, *_ = run(world, _load_state, folder, kind)
         assert found.keys() == saved.keys()
         for name, (weight, moment) in saved.items():
             assert torch.equal(found[name][0], weight), name

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from tests.live.ranks import ranks, run
 from transaxle.errors import TransaxleError
 from transaxle.live.load import load
+from transaxle.live.reshard import reshard
 from transaxle.live.save import save
 
 
@@ -138,3 +139,29 @@ def test_without_strict_the_rest_is_loaded_and_reported(tmp_path: Path) -> None:
     assert (report.missing, report.unexpected) == (("c",), ("b",))
     assert torch.equal(state["a"], torch.arange(3.0))
     assert torch.equal(state["c"], torch.full((2,), 9.0))
+
+
+def test_a_tensor_whose_elements_are_one_in_memory_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.arange(3.0), "w": torch.arange(6.0).reshape(2, 3)}, tmp_path / "model.safetensors")
+    state = {"a": torch.zeros(3), "w": torch.zeros(3).expand(2, 3)}
+    for ask in (
+        lambda: load(state, tmp_path),
+        lambda: reshard({n: torch.ones(t.shape) for n, t in state.items()}, state),
+    ):
+        with pytest.raises(TransaxleError) as found:
+            ask()
+        assert [(r.code, r.where.tensor) for r in found.value.refusals] == [("UNSUPPORTED", "w")]
+        assert not state["a"].any()
+
+
+def _unlike(rank: int, world: int, target: str) -> str:
+    with pytest.raises(TransaxleError) as found:
+        save({"w": torch.ones(2)}, f"{target}-{rank}", to="safetensors")
+    return f"{found.value.code} {found.value}"
+
+
+def test_ranks_that_ask_for_different_saves_are_refused(tmp_path: Path) -> None:
+    for said in run(2, _unlike, str(tmp_path / "run")):
+        assert said.startswith("AMBIGUOUS")
+        assert f"dst: rank 1 gave '{tmp_path}/run-1', rank 0 '{tmp_path}/run-0'" in said
+    assert not list(tmp_path.iterdir())

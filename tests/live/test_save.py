@@ -13,14 +13,14 @@ from torch.distributed.tensor import distribute_tensor
 
 import transaxle as tx
 from tests.live.ranks import run
-from tests.live.test_load import FULL, PLACEMENTS, _octets
+from tests.live.test_load import FULL, PLACEMENTS, WORLDS, _octets, on
 from transaxle.live.save import save
 
 
 def _save(rank: int, world: int, target: str, shape: tuple[int, ...]) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", shape)
     state = {
-        f"{name}.{number}": distribute_tensor(FULL[name], mesh, placements, src_data_rank=None)
+        f"{name}.{number}": distribute_tensor(FULL[name], mesh, on(shape, placements), src_data_rank=None)
         for name, choices in PLACEMENTS.items()
         for number, placements in enumerate(choices)
     }
@@ -28,7 +28,7 @@ def _save(rank: int, world: int, target: str, shape: tuple[int, ...]) -> dict[st
     return {"own": report.bytes_own, "all": report.bytes_written}
 
 
-@pytest.mark.parametrize(("world", "shape"), [(1, (1, 1)), (2, (2, 1)), (3, (1, 3)), (4, (2, 2)), (8, (4, 2))])
+@pytest.mark.parametrize(("world", "shape"), WORLDS)
 def test_the_files_hold_the_full_tensors(tmp_path: Path, world: int, shape: tuple[int, ...]) -> None:
     target = str(tmp_path / "out")
     found = run(world, _save, target, shape)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import transaxle as tx
+from tests.live.ranks import run
 from tests.quant.kinds import MORE, raw
-from transaxle.quant import Float8Block, QuantizedTensor, quantize_
+from transaxle.quant import Float8Block, MasterWeights, QuantizedTensor, quantize_
 
 HEAD = "lm_head"
 """Engines leave it as it is."""
@@ -55,6 +59,35 @@ def _llama(seed: int) -> Any:
     model = LlamaForCausalLM(config).bfloat16()
     quantize_(model, Float8Block(), lambda name, _: name != HEAD)
     return model
+
+
+def _train_and_save(rank: int, world: int, folder: Path) -> dict[str, torch.Tensor]:
+    model = _llama(0)
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    optimizer = MasterWeights(model.parameters(), partial(torch.optim.AdamW, lr=1e-2))
+    tokens = torch.arange(24).reshape(2, 12) + rank
+    for _ in range(3):
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tx.save(model, folder, to="hf", config=config)
+    return {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.peers
+@pytest.mark.filterwarnings("ignore")
+def test_transformers_loads_what_was_trained_on_several_ranks(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+
+    trained = run(2, _train_and_save, tmp_path / "saved")[0]
+    method = FineGrainedFP8Config(dequantize=True)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", quantization_config=method, dtype=torch.bfloat16)
+    theirs = dict(loaded.named_parameters())
+    assert theirs.keys() == trained.keys()
+    assert all(torch.equal(theirs[name], values) for name, values in trained.items())
 
 
 @pytest.mark.peers

@@ -7,7 +7,7 @@ will fill the tensor: there is no rule per framework that could be wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 from typing import Any
@@ -18,14 +18,16 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from transaxle.axes.grouped import Stem
 from transaxle.axes.strided import row_major
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.grouped import seen
 from transaxle.engine.settings import Settings
 from transaxle.engine.source import Source
 from transaxle.engine.transfer import Transfer
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.census import Census, own_census
-from transaxle.live.config import own_config
+from transaxle.live.config import Config, own_config, plain
 from transaxle.live.dtype import torch_dtype
 from transaxle.live.landing import local_of
 from transaxle.live.leaves import State, leaves
@@ -45,7 +47,7 @@ def state_dict_as(
     *,
     family: str | None = None,
     source: str | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Config | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return a model's or state dict's tensors in another dialect; no disk, and nothing is sent between ranks.
 
@@ -74,7 +76,7 @@ def loadable_as(
     *,
     family: str | None = None,
     source: str | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Config | None = None,
 ) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
     """Return tensors of another dialect to be written into, and what then gives their values to the state's own.
 
@@ -83,22 +85,35 @@ def loadable_as(
     Raises:
         Refused: as `state_dict_as`; INCOMPLETE for a tensor of the state that these are not all of.
     """
-    adapter = _adapter(state, dialect, family, source, config)
+    return _to_be_filled(_adapter(state, dialect, family, source, config))
+
+
+def regroupable(state: State, given: Sequence[Stem]) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
+    """Do the same with grouped parameters in their other form for the dialect: see `transaxle.engine.grouped`."""
+    return _to_be_filled(_adapted(state, None, Settings(partial=True), lambda held: seen(held, given)))
+
+
+def _to_be_filled(adapter: _Adapter) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
     made = adapter.all()
     adapter.check_complete(made)
     return made, lambda: adapter.give_back(made)
 
 
-def _adapter(
-    state: State, dialect: str, family: str | None, source: str | None, config: Mapping[str, Any] | None
+def _adapter(state: State, dialect: str, family: str | None, source: str | None, config: Config | None) -> _Adapter:
+    told = own_config(state) if config is None else plain(config)
+    said = Settings(family=family, dialect=source, partial=True)
+    return _adapted(state, told, said, lambda held: held.as_dialect(dialect))
+
+
+def _adapted(
+    state: State, config: Mapping[str, Any] | None, said: Settings, change: Callable[[Checkpoint], Checkpoint]
 ) -> _Adapter:
     rank = World().rank
     mine = leaves(state).tensors
     everything = own_census(mine, rank)
-    told = own_config(state) if config is None else config
-    said = Settings(family=family, dialect=source, partial=True)
-    seen = Checkpoint(container(everything, mine, rank, told), said, None, None).as_dialect(dialect)
-    return _Adapter(seen, everything, mine, rank)
+    return _Adapter(
+        change(Checkpoint(container(everything, mine, rank, config), said, None, None)), everything, mine, rank
+    )
 
 
 class _Adapter:
@@ -112,6 +127,7 @@ class _Adapter:
         self._known: dict[Any, tuple[_Choice, ...]] = {}
         self._sources: dict[int, Source] = {}
         self._given: dict[str, list[Transfer]] = {}
+        self._follow: dict[str, str] = {}
 
     def all(self) -> dict[str, torch.Tensor]:
         """Return every tensor of which this rank has anything."""
@@ -129,8 +145,11 @@ class _Adapter:
             for transfer in self._given[name]:
                 given[tensor_of(transfer.file)] += transfer.size
         problems = []
+        self._follow = {name: first for name, first in self._numbers().items() if not given[name]}
         for name, size in given.items():
             local = local_of(self._mine[name])
+            if name in self._follow:
+                continue
             if size < local.numel() * local.element_size():
                 message = f"{size} of this rank's {local.numel() * local.element_size()} bytes are in the other dialect"
                 problems.append(Refusal("INCOMPLETE", message, Where(None, name)))
@@ -148,6 +167,13 @@ class _Adapter:
                 local = local_of(tensor)
                 if local.numel() and not local.is_contiguous():
                     local.copy_(flat[name].view(local.shape))
+            for name, first in self._follow.items():
+                self._mine[name].copy_(self._mine[first])
+
+    def _numbers(self) -> dict[str, str]:
+        """Return the numbers (a step) that are one in the other dialect, each with the one that is taken for all."""
+        pairs = [[side.parts[0].origins[0].name for side in (c.first, c.second)] for c in self._seen.checks]
+        return {second: first for first, second in pairs if self._mine[second].numel() == 1}
 
     def make(self, name: str) -> torch.Tensor | None:
         """Return one tensor, or None where this rank has nothing of it.

@@ -14,11 +14,11 @@ from itertools import pairwise
 import numpy as np
 
 from transaxle.axes.strided import row_major
-from transaxle.engine.transfer import Reader, Scratch, Transfer, clip, fill
+from transaxle.engine.transfer import Transfer, clip, scatter
 from transaxle.live.deferred import Deferred
-from transaxle.live.exchange import Parcel, exchange
+from transaxle.live.exchange import ROUND, Exchange, Parcel
 from transaxle.live.landing import Bytes
-from transaxle.live.memory import rank_of
+from transaxle.live.memory import Memory, rank_of
 from transaxle.live.world import World
 
 RUN = 8 << 20
@@ -27,6 +27,11 @@ _BATCH = 64 << 20
 """Bytes of the runs that one owner has open at once."""
 _LONG = 1 << 20
 """A contiguous copy of so many bytes begins and ends runs: it need not be sent."""
+
+
+def is_long(transfer: Transfer) -> bool:
+    """Tell whether a copy is one long range: then its rank writes it, and nothing is sent."""
+    return transfer.width >= _LONG and not transfer.loops
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +52,7 @@ class Item:
         """Positions at which runs begin, and the end."""
         found = {0, self.size}
         for transfer in self.transfers:
-            if transfer.width >= _LONG and not transfer.loops:
+            if is_long(transfer):
                 found |= {transfer.target, transfer.target_end}
         edges = sorted(found)
         return [at for a, b in pairwise(edges) for at in range(a, b, RUN)] + [self.size]
@@ -74,18 +79,41 @@ class Run:
         return self.stop - self.start
 
     @property
+    def whole(self) -> Transfer | None:
+        """The one byte range that the run is, where it is one."""
+        parts = [part for parts in self.parts.values() for part in parts]
+        alone = len(parts) == 1 and not parts[0].loops and parts[0].width == self.size
+        return parts[0] if alone else None
+
+    @property
     def padded(self) -> bool:
         """Whether there are bytes that no copy fills: zeros."""
         return sum(part.size for parts in self.parts.values() for part in parts) != self.size
 
 
 Consume = Callable[[Run, Bytes], None]
-"""Called at each taker with a run's bytes, which are not kept."""
+"""Called at each taker with a run's bytes, which are neither written to nor kept."""
 
 
-def runs(items: Iterable[Item], world: World) -> Iterator[Run]:
+class _Lane:
+    """Items that the same ranks take, run by run.
+
+    Args:
+        items: in order.
+        taken: bytes that each rank takes so far; kept up to date.
+    """
+
+    def __init__(self, items: Iterable[Item], taken: dict[int, int]) -> None:
+        self._runs = _runs(items, taken)
+        self.head: Run | None = next(self._runs, None)
+
+    def step(self) -> None:
+        """Go on to the next run."""
+        self.head = next(self._runs, None)
+
+
+def _runs(items: Iterable[Item], taken: dict[int, int]) -> Iterator[Run]:
     """Cut items into runs and give each its takers; if any will do, the rank with bytes in it that took least."""
-    taken = dict.fromkeys(world.ranks, 0)
     for item in items:
         coming, running = 0, list[Transfer]()
         for start, stop in pairwise(item.cuts):
@@ -97,38 +125,84 @@ def runs(items: Iterable[Item], world: World) -> Iterator[Run]:
             for transfer in running:
                 parts.setdefault(rank_of(transfer.file), []).extend(clip(transfer, start, stop))
             parts = {rank: found for rank, found in parts.items() if found}
-            takers = item.takers or (min(parts or world.ranks, key=lambda rank: (taken[rank], rank)),)
+            takers = item.takers or (min(parts or taken, key=lambda rank: (taken[rank], rank)),)
             for taker in takers:
                 taken[taker] += stop - start
             yield Run(item, start, stop, parts, takers)
 
 
-def assemble(items: Sequence[Item], reader: Reader, world: World, consume: Consume) -> int:
+class _Room:
+    """What a batch may hold: so that no rank has too much open, sends too much, or receives too much."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, int] = {}
+        self._moved: dict[tuple[int, bool], int] = {}
+
+    def take(self, run: Run) -> bool:
+        """Make a run part of the batch; False if there is no room, which the first one always finds."""
+        opened = {taker: self._open.get(taker, 0) + run.size for taker in run.takers}
+        moved: dict[tuple[int, bool], int] = {}
+        for rank, parts in run.parts.items():
+            size = sum(part.size for part in parts)
+            for taker in run.takers:
+                if taker != rank:
+                    for key in ((rank, True), (taker, False)):
+                        moved[key] = moved.get(key, self._moved.get(key, 0)) + size
+        full = max(opened.values(), default=0) > _BATCH or max(moved.values(), default=0) > ROUND
+        if full and self._open:
+            return False
+        self._open |= opened
+        self._moved |= moved
+        return True
+
+
+def batches(items: Iterable[Item], world: World) -> Iterator[list[Run]]:
+    """Put the runs of items together to batches in which all ranks have something to do.
+
+    Args:
+        items: what is produced.
+        world: the ranks.
+
+    Post-condition: runs of items with the same takers come in order; so do the runs of any item.
+    """
+    groups: dict[tuple[int, ...], list[Item]] = {}
+    for item in items:
+        groups.setdefault(item.takers, []).append(item)
+    taken = dict.fromkeys(world.ranks, 0)
+    lanes = [_Lane(found, taken) for found in groups.values()]
+    while any(lane.head is not None for lane in lanes):
+        room, batch = _Room(), list[Run]()
+        moving = True
+        while moving:
+            moving = False
+            for lane in lanes:
+                if lane.head is not None and room.take(lane.head):
+                    batch.append(lane.head)
+                    lane.step()
+                    moving = True
+        yield batch
+
+
+def assemble(items: Sequence[Item], memory: Memory, world: World, consume: Consume) -> int:
     """Produce items; collective over the world, which must pass equal items on every rank.
 
     Args:
         items: what to produce.
-        reader: reads the tensors of this rank.
+        memory: the tensors of this rank.
         world: the ranks.
-        consume: takes the runs that this rank takes; runs of an item come in order.
+        consume: takes the runs that this rank takes; runs of an item, and of all items with the same takers, come in
+            order.
 
     Returns:
         bytes received from other ranks.
 
     Raises:
-        Exception: what `reader` or `consume` raised, on this rank alone, when all exchanges are over.
+        Exception: what `memory` or `consume` raised, on this rank alone, when all exchanges are over.
     """
-    workshop = _Workshop(reader, world, consume)
-    batch: list[Run] = []
-    begun = dict.fromkeys(world.ranks, 0)
-    for run in runs(items, world):
-        if any(begun[taker] + run.size > _BATCH for taker in run.takers):
-            workshop.produce(batch)
-            batch, begun = [], dict.fromkeys(world.ranks, 0)
-        batch.append(run)
-        for taker in run.takers:
-            begun[taker] += run.size
-    workshop.produce(batch)
+    workshop = _Workshop(memory, world, consume)
+    for batch in batches(items, world):
+        workshop.produce(batch)
+    workshop.close()
     workshop.later.check()
     return workshop.received
 
@@ -136,13 +210,14 @@ def assemble(items: Sequence[Item], reader: Reader, world: World, consume: Consu
 class _Workshop:
     """Produces runs, batch by batch."""
 
-    def __init__(self, reader: Reader, world: World, consume: Consume) -> None:
+    def __init__(self, memory: Memory, world: World, consume: Consume) -> None:
         self.later = Deferred()
         self.received = 0
-        self._reader = reader
+        self._memory = memory
         self._world = world
         self._consume = consume
-        self._scratch = Scratch(_BATCH // 8)
+        self._exchange = Exchange(world)
+        self._buffer: Bytes = np.empty(0, np.uint8)
 
     def produce(self, batch: Sequence[Run]) -> None:
         """Exchange what the runs of a batch need, and hand them over."""
@@ -153,44 +228,65 @@ class _Workshop:
             run, rank = sent[number]
             for part, at in _packed(run.parts[rank]):
                 dense = _with_steps(part, part.source, at, [source for _, source, _ in part.loops], _dense(part))
-                fill(self._reader, dense, buffer, 0, self._scratch)
+                self._lay(dense, buffer, 0)
 
         def take(number: int, buffer: Bytes) -> None:
-            arrived[sent[number]] = buffer.copy()
+            arrived[sent[number]] = buffer
 
         parcels = [
             Parcel(rank, tuple(t for t in run.takers if t != rank), sum(part.size for part in run.parts[rank]))
             for run, rank in sent
         ]
-        self.received += exchange(self._world, parcels, self.later(pack), self.later(take))
+        self.received += self._exchange.round(parcels, self.later(pack), self.later(take))
         for run in batch:
             if self._world.rank in run.takers:
-                self.later(self._finish)(run, {rank: arrived.pop((run, rank), None) for rank in run.parts})
+                self.later(self._finish)(run, {rank: arrived.get((run, rank)) for rank in run.parts})
+
+    def close(self) -> None:
+        """Let go what the batches needed."""
+        self._exchange.close()
 
     def _finish(self, run: Run, arrived: Mapping[int, Bytes | None]) -> None:
         """Put a run together and hand it over."""
-        out = np.zeros(run.size, np.uint8) if run.padded else np.empty(run.size, np.uint8)
+        whole = run.whole
+        if whole is not None:
+            held = arrived[rank_of(whole.file)]
+            self._consume(run, self._memory.lend(whole.file, whole.source, whole.width) if held is None else held)
+            return
+        if len(self._buffer) < run.size:
+            self._buffer = np.empty(max(run.size, RUN), np.uint8)
+        out = self._buffer[: run.size]
+        if run.padded:
+            out[:] = 0
         for rank, parts in run.parts.items():
             sent = arrived[rank]
             if sent is None:
                 for part in parts:
-                    fill(self._reader, part, out, run.start, self._scratch)
+                    self._lay(part, out, run.start)
                 continue
             for part, at in _packed(parts):
                 spread = _with_steps(part, at, part.target, _dense(part), [target for *_, target in part.loops])
-                fill(_Buffer(sent), spread, out, run.start, self._scratch)
+                lay(sent[at : at + part.size], spread, out, part.target - run.start)
         self._consume(run, out)
 
+    def _lay(self, part: Transfer, out: Bytes, start: int) -> None:
+        """Copy from this rank's memory into a buffer that holds the target's bytes from `start` on."""
+        lay(self._memory.lend(part.file, part.source, part.source_span), part, out, part.target - start)
 
-class _Buffer:
-    """Reads from memory."""
 
-    def __init__(self, held: Bytes) -> None:
-        self._held = held
+def lay(held: Bytes, part: Transfer, out: Bytes, at: int) -> None:
+    """Copy the runs of a transfer from one buffer to the other.
 
-    def read_into(self, _: str, offset: int, view: memoryview) -> None:
-        """See `Reader`."""
-        view[:] = self._held[offset : offset + len(view)].data
+    Args:
+        held: the source's bytes from the transfer's first one on.
+        part: its loops and width.
+        out: the target buffer.
+        at: where the transfer's first byte goes.
+    """
+    if part.loops:
+        scatter(held, part, out, at)
+    else:
+        out[at : at + part.width] = held[: part.width]
 
 
 def _packed(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, int]]:

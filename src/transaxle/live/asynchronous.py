@@ -8,67 +8,142 @@ world of their own, so no collective of the training is disturbed.
 from __future__ import annotations
 
 import atexit
-import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from math import inf, prod
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+from multiprocessing.reduction import recv_handle, send_handle
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.optim import Optimizer
 
-from transaxle.engine.plan import SHARD_SIZE
 from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.groups import Group
+from transaxle.live.census import Census
 from transaxle.live.clock import Clock
-from transaxle.live.config import shared_config
 from transaxle.live.landing import local_of
-from transaxle.live.leaves import State
+from transaxle.live.meeting import Meeting, Place
+from transaxle.live.region import Region
 from transaxle.live.report import SaveReport
-from transaxle.live.save import Holding, Wish, fulfil, held
+from transaxle.live.save import Holding, Request, Wish, called_as, fulfil, held
+from transaxle.live.spawned import apart
 from transaxle.live.world import World
 
 _TIMEOUT = timedelta(minutes=30)
 _JOIN = 10.0
+_LOOK = 0.5
+"""Seconds after which one that waits looks for lost processes."""
+_ALIGNED = 64
+"""Tensors begin at multiples of this in the shared memory."""
 Answer = SaveReport | TransaxleError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a tensor's snapshot lies in the shared memory."""
+
+    start: int
+    """First byte."""
+    shape: tuple[int, ...]
+    """Elements along each dim."""
+    dtype: torch.dtype
+    """Their type."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def tensor(self, region: Region) -> torch.Tensor:
+        """Return the tensor in the shared memory."""
+        octets = torch.from_numpy(region.bytes[self.start : self.start + self.size])
+        return octets.view(self.dtype).view(self.shape) if self.size else torch.empty(self.shape, dtype=self.dtype)
+
+
+_Layout = Mapping[str, _Place]
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What seldom changes between two saves."""
+
+    everything: Census
+    """The tensors of all ranks."""
+    layout: _Layout
+    """Where this rank's lie."""
+    size: int
+    """Bytes of the shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Order:
     """What a background process is told to write."""
 
     wish: Wish
-    tensors: Mapping[str, torch.Tensor]
-    holding: Holding
+    """What and how."""
+    groups: Sequence[Group]
+    """The optimizer's groups."""
+    files: Mapping[str, bytes]
+    """Files that travel along."""
+    held: _Held | None
+    """The tensors; None: those of the last order."""
+    region: bool
+    """Whether new shared memory follows."""
 
 
-def _serve(rank: int, ranks: tuple[int, ...], meeting: str, pipe: Connection, timeout: timedelta) -> None:
+def _serve(rank: int, ranks: tuple[int, ...], meeting: Place | None, pipe: Connection, timeout: timedelta) -> None:
     """Write what comes through a pipe, until it closes."""
     torch.set_num_threads(1)
     world = _World(rank, ranks)
-    if len(ranks) > 1:
-        place = ranks.index(rank)
-        dist.init_process_group("gloo", f"file://{meeting}", timeout=timeout, rank=place, world_size=len(ranks))
+    if meeting is not None:
+        meeting.join(ranks.index(rank), len(ranks), timeout)
         world.live, world.size = True, len(ranks)
+    desk = _Desk(pipe)
     while True:
         try:
-            order: _Order = pipe.recv()
+            wish, tensors, holding = desk.next()
         except EOFError:
             break
         answer: Answer
         try:
-            answer = fulfil(order.wish, order.tensors, order.holding, world, Clock())
+            answer = fulfil(wish, tensors, holding, world, Clock())
         except TransaxleError as error:
             answer = error
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told to the one who waits
-            answer = refuse("IO", f"the background process of rank {rank} failed: {error!r}", file=order.wish.dst)
-        del order
+            answer = refuse("IO", f"the background process of rank {rank} failed: {error!r}", file=wish.dst)
         pipe.send(answer)
+
+
+class _Desk:
+    """Where a background process takes its orders.
+
+    Args:
+        pipe: they come through it.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._region: Region | None = None
+        self._held = _Held({}, {}, 0)
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def next(self) -> tuple[Wish, Mapping[str, torch.Tensor], Holding]:
+        """Wait for the next order.
+
+        Raises:
+            EOFError: there will be none.
+        """
+        order: _Order = self._pipe.recv()
+        held = self._held = order.held or self._held
+        if order.region:
+            self._region = Region(held.size, recv_handle(self._pipe))
+        if order.held is not None and self._region is not None:
+            self._tensors = {name: place.tensor(self._region) for name, place in held.layout.items()}
+        return order.wish, self._tensors, Holding(held.everything, order.groups, order.files)
 
 
 class _World(World):
@@ -97,60 +172,103 @@ class Saver:
     def __init__(self, world: World, timeout: timedelta = _TIMEOUT) -> None:
         context = mp.get_context("spawn")
         here, there = context.Pipe()
-        folder = tempfile.mkdtemp(prefix="transaxle-") if world.rank == world.ranks[0] else None
-        folder = world.gather(folder)[0]
-        meeting = str(Path(str(folder), "meeting"))
+        self._rank = world.rank
+        self._meeting = Meeting(world, timeout) if world.size > 1 else None
+        place = None if self._meeting is None else self._meeting.place
         self._pipe = here
-        self._buffers: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = {}
+        self._region: Region | None = None
+        self._new = False
+        self._layout: _Layout = {}
+        self._size = 0
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._held: _Held | None = None
         self._process = context.Process(
-            target=_serve, args=(world.rank, world.ranks, meeting, there, timeout), daemon=True, name="transaxle-save"
+            target=_serve, args=(world.rank, world.ranks, place, there, timeout), daemon=True, name="transaxle-save"
         )
-        self._process.start()
-        there.close()
+        self._there = there
         atexit.register(self.close)
 
-    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy what this rank holds into shared memory, using again the buffers of the last snapshot."""
-        kept: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = {}
-        found = {}
-        for name, tensor in tensors.items():
-            local = local_of(tensor)
-            key = name, tuple(local.shape), local.dtype
-            buffer = self._buffers.get(key)
-            if buffer is None:
-                buffer = torch.empty(local.shape, dtype=local.dtype).share_memory_()
-            with torch.no_grad():
-                buffer.copy_(local, non_blocking=True)
-            kept[key] = found[name] = buffer
-        if any(tensor.is_cuda for tensor in tensors.values()):
+    def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Copy what this rank holds into shared memory, where the last snapshot was if it has the same form."""
+        found = {name: local_of(tensor) for name, tensor in tensors.items()}
+        layout: dict[str, _Place] = {}
+        end = 0
+        for name, local in found.items():
+            layout[name] = _Place(end, tuple(local.shape), local.dtype)
+            end += -(-layout[name].size // _ALIGNED) * _ALIGNED
+        if layout != self._layout:
+            if self._region is None or end > self._region.size:
+                self._buffers, self._region = {}, None  # the old memory goes before the new one comes
+                self._region, self._new = Region(end), True
+            self._layout, self._size = layout, end
+            self._buffers = {name: place.tensor(self._region) for name, place in layout.items()}
+        with torch.no_grad():
+            for name, local in found.items():
+                self._buffers[name].copy_(local, non_blocking=True)
+        if any(local.is_cuda for local in found.values()):
             torch.cuda.synchronize()
-        self._buffers = kept
-        return found
 
-    def order(self, order: _Order) -> None:
-        """Begin to write."""
-        self._pipe.send(order)
+    def order(self, wish: Wish, holding: Holding) -> None:
+        """Begin to write the snapshot, in a process that is started here if it is the first; nothing is waited for."""
+        if self._process.pid is None:
+            with apart():
+                self._process.start()
+            self._there.close()
+        held = _Held(holding.everything, self._layout, self._size)
+        same = held == self._held
+        self._held = held
+        order = _Order(wish, holding.groups, holding.files, None if same else held, self._new)
+        threading.Thread(target=self._send, args=(order,), daemon=True).start()  # a process that starts does not read
+
+    def _send(self, order: _Order) -> None:
+        """Hand an order over; where the process is gone, `answer` will tell."""
+        with suppress(OSError):
+            self._pipe.send(order)
+            if order.region and self._region is not None and self._process.pid is not None:
+                send_handle(self._pipe, self._region.fd, self._process.pid)
+                self._region.close()
+                self._new = False
 
     def answered(self, timeout: float | None) -> bool:
-        """Wait for the answer, or its loss; False if there is none after `timeout` seconds."""
-        return bool(self._pipe.poll(timeout))
+        """Wait for the answer, or the loss of a process; False if there is neither after `timeout` seconds."""
+        end = time.monotonic() + (inf if timeout is None else timeout)
+        while True:
+            left = max(0.0, end - time.monotonic())
+            if self._pipe.poll(min(left, _LOOK)) or self._lost is not None:
+                return True
+            if left <= _LOOK:
+                return False
 
     def answer(self) -> Answer:
         """Return what came of it."""
+        if not self._pipe.poll() and self._lost is not None:
+            self._process.kill()  # it waits for the lost one
+            return refuse("IO", self._lost)
         try:
             found: Answer = self._pipe.recv()
         except (EOFError, OSError):
-            found = refuse("IO", f"the background process of this rank ended (exit code {self._process.exitcode})")
+            self._process.join(_JOIN)
+            message = f"the background process of rank {self._rank} ended (exit code {self._process.exitcode})"
+            if self._meeting is not None:
+                self._meeting.tell(message)
+            found = refuse("IO", message)
         return found
+
+    @property
+    def _lost(self) -> str | None:
+        """What another rank said of its process, if that is lost."""
+        return None if self._meeting is None else self._meeting.lost
 
     @property
     def alive(self) -> bool:
         """Whether the process still runs."""
-        return self._process.is_alive()
+        return self._process.pid is not None and self._process.is_alive()
 
     def close(self) -> None:
         """End the process; what it has not committed is not there."""
         self._pipe.close()
+        if self._process.pid is None:
+            return
         self._process.join(_JOIN)
         if self._process.is_alive():
             self._process.kill()
@@ -163,6 +281,7 @@ class SaveJob:
         self._saver = saver
         self._answer: Answer | None = None
         self._lock = threading.Lock()
+        self._told = False
         self.stall = stall
         """Seconds for which training stood still."""
 
@@ -183,8 +302,14 @@ class SaveJob:
         if not self._wait(timeout):
             raise TimeoutError(f"not saved after {timeout} s")
         if not isinstance(self._answer, SaveReport):
+            self._told = True
             raise self._answer if self._answer is not None else TimeoutError
         return self._answer
+
+    def over(self) -> None:
+        """Wait for it, and raise its error if nobody has been told."""
+        if not self._told:
+            self.result()
 
     def _wait(self, timeout: float | None) -> bool:
         with self._lock:
@@ -197,24 +322,11 @@ _SAVERS: dict[tuple[int, ...], tuple[Saver, SaveJob | None]] = {}
 """For each set of ranks, its background process and its last job."""
 
 
-def async_save(
-    state: State,
-    dst: str | Path,
-    *,
-    to: str = "hf",
-    optimizer: Optimizer | None = None,
-    extra: Mapping[str, Any] | None = None,
-    family: str | None = None,
-    dialect: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    shard_size: int = SHARD_SIZE,
-    overwrite: bool = False,
-    sync: bool = True,
-    group: dist.ProcessGroup | None = None,
-) -> SaveJob:
+@called_as(Request)
+def async_save(request: Request) -> SaveJob:
     """Take a snapshot, and save it in the background; collective over the group. The arguments are those of `save`.
 
-    One save is in flight at a time: another one waits for it, and raises what it failed with.
+    One save is in flight at a time: another one waits for it, and raises what it failed with if nobody has been told.
 
     Returns:
         The job: `.done()`, `.result()`. A job whose result nobody asks for has its error raised by the next save.
@@ -222,33 +334,25 @@ def async_save(
     Raises:
         TransaxleError: on every rank, before the snapshot; or what the save before this one failed with.
     """
-    world = World(group)
+    world = World(request.group)
     begin = time.monotonic()
-    with world.together():
-        saver, last = _SAVERS.get(world.ranks, (None, None))
+    saver, last = _SAVERS.get(world.ranks, (None, None))
+
+    def ready() -> bool:
         if last is not None and saver is not None:
             _SAVERS[world.ranks] = saver, None
-            last.result()
-    tensors, holding = held(state, optimizer, extra, world)
-    told = shared_config(state, config, world)
-    whole = all(world.gather(saver is not None and saver.alive))
+            last.over()
+        return saver is not None and saver.alive
+
+    whole = all(world.pool(ready))
+    tensors, holding, wish = held(request, world)
     if saver is not None and not whole:
         saver.close()  # where one is lost, the others can no longer write together
     if saver is None or not whole:
         saver = Saver(world)
-    wish = Wish(
-        str(dst),
-        to,
-        family,
-        dialect,
-        told,
-        optimizer is not None,
-        shard_size=shard_size,
-        overwrite=overwrite,
-        sync=sync,
-    )
     with world.together():
-        saver.order(_Order(wish, saver.snapshot(tensors), holding))
+        saver.snapshot(tensors)
+    saver.order(wish, holding)  # nobody begins to write, and takes the processor, before all have their snapshots
     job = SaveJob(saver, time.monotonic() - begin)
     _SAVERS[world.ranks] = saver, job
     return job

@@ -11,7 +11,7 @@ from torch import nn
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, Where
 from transaxle.live.dtype import torch_dtype
-from transaxle.live.extras import EXTRA, FILE, MODEL, STATE, Extras, Stateful
+from transaxle.live.extras import EXTRA, FILE, MODEL, STATE, Extras, Random, Stateful
 from transaxle.live.leaves import State, set_extra_state
 from transaxle.live.world import World
 
@@ -59,7 +59,8 @@ class Beside:
         lacking = [(name, self._extras.lacking(f"{self._owner}/{name}")) for name in others if name not in stored]
         lacking += [(name, self._extras.lacking(f"{EXTRA}/{name}")) for name in extra]
         self.missing = tuple(name for name, problem in lacking if problem is not None)
-        self.lacking = [problem for _, problem in lacking if problem is not None]
+        lenient = {name for name, held in extra.items() if isinstance(held, Random) and not held.strict}
+        self.lacking = [problem for name, problem in lacking if problem is not None and name not in lenient]
         self.problems = [
             Refusal("SHAPE_MISMATCH", f"it is a number here, {list(tensor.shape)} in the source", Where(None, name))
             for name, tensor in self._stored.items()

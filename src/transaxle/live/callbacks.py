@@ -6,11 +6,14 @@ a step, so that rotation and resuming work as they do without us.
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from transaxle.live.asynchronous import SaveJob, async_save
@@ -21,6 +24,10 @@ FOLDER = "transaxle"
 """The checkpoint's folder, inside that of the trainer."""
 _EVENT = "on_"
 _SCHEDULE = "lr_scheduler"
+_COMPILED = "_orig_mod"
+"""Where a compiled model keeps the one that it was made of."""
+_STATE_FILE, _HISTORY = "trainer_state.json", "log_history"
+"""File in which the Trainer keeps its progress, and what it has logged so far."""
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -32,21 +39,36 @@ def _torch_optimizer(optimizer: Any) -> Optimizer:
     return getattr(optimizer, "optimizer", optimizer)  # type: ignore[no-any-return]
 
 
+def _inside(model: nn.Module) -> nn.Module:
+    """Return the model without DDP and `torch.compile` around it."""
+    while True:
+        inside = model.module if isinstance(model, DistributedDataParallel) else getattr(model, _COMPILED, None)
+        if not isinstance(inside, nn.Module):
+            return model
+        model = inside
+
+
 class TrainerCheckpoints:
     """A callback for transformers' `Trainer`: each `checkpoint-N` also holds a run's state in any layout.
 
     `trainer.train(resume_from_checkpoint=…)` then takes weights, optimizer and schedule from there, at any world size
-    and sharding; the Trainer's own copies of these are not needed.
+    and sharding, after the Trainer has loaded its own copies. Deleting old checkpoints (`save_total_limit`) stays the
+    Trainer's affair; it does that before this callback writes, so let it keep two.
 
     Args:
         to: `FORMAT[:DIALECT]`, as for `save`.
         background: write while training goes on, as `async_save` does.
+        resume: the folder `checkpoint-N` that the Trainer resumes from, where it is not in its `output_dir`: a Trainer
+            does not tell its callbacks.
         **said: more arguments of `save`, such as `family` and `shard_size`.
     """
 
-    def __init__(self, *, to: str = "hf", background: bool = True, **said: Any) -> None:
+    def __init__(
+        self, *, to: str = "hf", background: bool = True, resume: str | Path | None = None, **said: Any
+    ) -> None:
         self._to = to
         self._background = background
+        self._resume = resume
         self._said = said
         self._job: SaveJob | None = None
 
@@ -56,10 +78,39 @@ class TrainerCheckpoints:
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
-        """Load what was saved, where the Trainer resumes from a checkpoint that this callback has written."""
-        source = _folder(args, state)
-        if state.global_step and source.exists():
+        """Load what was saved, where the Trainer resumes from a checkpoint that this callback has written.
+
+        Warns where it resumes from one without: then weights and state are what the Trainer itself has loaded.
+        """
+        if not state.global_step:
+            return
+        places = [place for place in (self._resume, args.resume_from_checkpoint, _folder(args, state).parent) if place]
+        source = next((Path(place, FOLDER) for place in places if _is_of(state, Path(place))), None)
+        if source is not None and source.exists():
             load(given["model"], source, optimizer=_torch_optimizer(given["optimizer"]), extra=_schedule(given))
+        else:
+            looked = ", ".join(str(Path(place, FOLDER)) for place in places)
+            message = f"no checkpoint of this callback for step {state.global_step}: looked at {looked}; give resume="
+            warnings.warn(f"{message} with the folder checkpoint-N. The Trainer's own copies are used", stacklevel=2)
+
+    def on_step_end(self, _args: Any, _state: Any, control: Any = None, **_: Any) -> None:
+        """Wait for the last save where another is due: before that, the Trainer may delete the one being written.
+
+        Raises:
+            TransaxleError: what it failed with.
+        """
+        if control is not None and control.should_save:
+            self._wait()
+
+    on_epoch_end = on_step_end
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        """Wait for the last save: a Trainer that keeps the best saves right after it has evaluated.
+
+        Raises:
+            TransaxleError: what it failed with.
+        """
+        self._wait()
 
     def on_save(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
         """Save weights, optimizer and schedule beside what the Trainer has just saved."""
@@ -76,6 +127,9 @@ class TrainerCheckpoints:
         Raises:
             TransaxleError: what it failed with.
         """
+        self._wait()
+
+    def _wait(self) -> None:
         if self._job is not None:
             self._job.result()
 
@@ -91,10 +145,20 @@ def _folder(args: Any, state: Any) -> Path:
     return Path(args.output_dir, f"checkpoint-{state.global_step}", FOLDER)
 
 
+def _is_of(state: Any, checkpoint: Path) -> bool:
+    """Tell whether a Trainer's state was loaded from this checkpoint: its history of logs is the one stored there."""
+    try:
+        stored = json.loads((checkpoint / _STATE_FILE).read_bytes())[_HISTORY]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    return json.dumps(stored) == json.dumps(state.log_history)
+
+
 class AccelerateHooks:
     """Hooks for accelerate: `save_state` writes a model through us, `load_state` reads it at any world size.
 
-    `hooks.register(accelerator)` registers both. Weights that accelerate would write (without FSDP) are left out.
+    `hooks.register(accelerator)` registers both. Weights that accelerate would write are left out; with its own FSDP
+    plugin it writes, and reads, model and optimizer before it asks us, and what we load then stands.
 
     Args:
         model: the prepared model.
@@ -117,11 +181,15 @@ class AccelerateHooks:
     def save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         """Save the model, and take its weights out of what accelerate is about to write."""
         save(self._model, Path(output_dir, FOLDER), optimizer=self._optimizer, **self._said)
-        places = [place for place, model in enumerate(models) if model is self._model]
+        places = [place for place, model in enumerate(models) if self._is_ours(model)]
         for place in places if weights else ():
             del weights[place]
 
     def load(self, models: list[nn.Module], input_dir: str) -> None:
         """Load the model, and take it out of what accelerate is about to load."""
         load(self._model, Path(input_dir, FOLDER), optimizer=self._optimizer)
-        models[:] = [model for model in models if model is not self._model]
+        models[:] = [model for model in models if not self._is_ours(model)]
+
+    def _is_ours(self, model: nn.Module) -> bool:
+        """Tell whether accelerate speaks of our model; of what DDP wraps, it knows the inside."""
+        return _inside(model) is _inside(self._model)

@@ -13,6 +13,7 @@ import torch
 
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.dtype import code_of
+from transaxle.live.part import whole_shape
 from transaxle.live.placement import Held, Placement, placement_of
 from transaxle.live.world import World
 
@@ -29,6 +30,8 @@ class Global:
     """Elements along each dim of the whole tensor."""
     held: Mapping[int, Held]
     """What each rank holds that has any of it; ranks without it are absent."""
+    loose: bool = False
+    """Whether it is on no one mesh: then nothing says that ranks which hold the same part hold the same values."""
 
     @property
     def boxes(self) -> dict[Held, tuple[int, ...]]:
@@ -54,17 +57,20 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
     Raises:
         Refused: on every rank: SHAPE_MISMATCH, DTYPE_MISMATCH where ranks differ; UNSUPPORTED placements.
     """
-    placements: dict[Placement, int] = {}
-    told: list[_Told] = []
-    with world.together():
+
+    def told() -> tuple[list[_Told], tuple[Placement, ...]]:
+        placements: dict[Placement, int] = {}
+        mine: list[_Told] = []
         for name, tensor in tensors.items():
             placement = placement_of(tensor, world.rank, name)
             number = placements.setdefault(placement, len(placements))
-            told.append((name, code_of(tensor.dtype), tuple(tensor.shape), number))
+            mine.append((name, code_of(tensor.dtype), whole_shape(tensor), number))
+        return mine, tuple(placements)
+
     found: dict[str, Global] = {}
     shares: dict[tuple[Placement, tuple[int, ...]], Mapping[int, Held]] = {}
     problems = []
-    for rank, (names, known) in zip(world.ranks, world.gather((told, tuple(placements))), strict=True):
+    for rank, (names, known) in zip(world.ranks, world.pool(told), strict=True):
         for name, dtype, shape, number in names:
             placement = known[number]
             held = shares.get((placement, shape))
@@ -80,7 +86,7 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
                 message = f"rank {rank} says {dtype}, another {first.dtype}"
                 problems.append(Refusal("DTYPE_MISMATCH", message, Where(None, name)))
             elif first.held is not held and first.held != held:
-                found[name] = Global(name, dtype, shape, {**first.held, **held})
+                found[name] = Global(name, dtype, shape, {**first.held, **held}, loose=True)
     if problems:
         raise gathered(problems)
     return found
@@ -94,7 +100,7 @@ def own_census(tensors: Mapping[str, torch.Tensor], rank: int) -> Census:
     """
     found = {}
     for name, tensor in tensors.items():
-        shape = tuple(tensor.shape)
+        shape = whole_shape(tensor)
         held = placement_of(tensor, rank, name).held(shape)
         found[name] = Global(name, code_of(tensor.dtype), shape, held)
     return found

@@ -5,18 +5,22 @@ Codes without their scales are no values: a tensor of fp8 that no encoding expla
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from glob import escape
 
 import torch
 
 from transaxle.engine.checkpoint import Checkpoint
+from transaxle.errors import refuse
 
 ALLOWED: Mapping[str, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 """Values of `decode=`, and the safetensors codes of the parameters that may be converted to."""
 _DECODED_AS: Mapping[str, str] = {"bf16": "bf16", "fp16": "fp32", "fp32": "fp32"}
 """Type in which encoded values are computed."""
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
+_CODES = "F8"
+"""Begin of the safetensors codes that stand for no values."""
 _WIDENED = frozenset({("F16", "F32"), ("BF16", "F32")})
 
 
@@ -40,21 +44,40 @@ def may_become(stored: str, wanted: str, decode: str | None) -> bool:
     return decode is not None and stored in _PLAIN and ALLOWED[decode] == wanted
 
 
-def decode_hint(stored: str, wanted: str) -> str:
-    """Return what a user can do about two types."""
+def is_plain(stored: str) -> bool:
+    """Tell whether a safetensors code is that of values, not of codes that need scales."""
+    return stored in _PLAIN
+
+
+def decode_hint(stored: str, wanted: str, decode: str | None = None) -> str:
+    """Return what a user can do about two types that differ, although `decode` was given."""
     said = next((key for key, code in ALLOWED.items() if code == wanted), None)
+    if stored in _PLAIN and wanted.startswith(_CODES):
+        return "values become codes when they are written so, transaxle convert --encode, or in a parameter of tx.quant"
     if said is None or not stored.startswith(("F", "BF")):
         return ""
+    if said == decode:
+        return "codes are values with their scales alone: nothing here says which scales these have"
     return f'decode="{said}" converts what is stored to the parameter\'s type'
 
 
-def decoded(checkpoint: Checkpoint, decode: str | None) -> Checkpoint:
+def decoded(checkpoint: Checkpoint, decode: str | None, keep: Iterable[str] = ()) -> Checkpoint:
     """Return a checkpoint whose encoded tensors are plain ones, if `decode` says so.
+
+    Args:
+        checkpoint: under its stored names.
+        decode: as `load` takes it.
+        keep: names of encoded tensors, as tables have them, that stay as they are.
 
     Raises:
         Refused: what stands against telling encoded buffers apart.
     """
-    return checkpoint if decode is None else checkpoint.decode(_DECODED_AS[decode])
+    if decode is None:
+        return checkpoint
+    if decode not in ALLOWED:
+        named = ", ".join(f'decode="{one}"' for one in ALLOWED)
+        raise refuse("UNSUPPORTED", f"decode={decode!r} is no type that parameters can be converted to", hint=named)
+    return checkpoint.decode(_DECODED_AS[decode], skip=[escape(name) for name in keep])
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:

@@ -25,8 +25,11 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from transaxle.axes.bind import join_slot, split_slot
+from transaxle.axes.grouped import Stem
+from transaxle.engine.grouped import between
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.live.adapt import loadable_as, state_dict_as
+from transaxle.live.adapt import loadable_as, regroupable, state_dict_as
+from transaxle.live.config import Config
 from transaxle.live.convert import decode_hint
 from transaxle.live.dtype import code_of
 from transaxle.live.runs import as_runs
@@ -35,16 +38,8 @@ _STATE = re.compile(r"optimizer\.state\.(.+)\.([^.]+)")
 """Flat name of an optimizer's state: parameter, state."""
 
 
-class SavePlanner(DefaultSavePlanner):
-    """Writes a state dict under the names and in the shapes of a dialect.
-
-    Args:
-        dialect: of the checkpoint, such as `hf`; None: the state dict's own.
-        family: model family; None: recognised.
-        source: dialect of the state dict; None: recognised.
-        config: the model's config, where shapes depend on it.
-        **said: what torch's planner takes.
-    """
+class _Translating:
+    """What a planner is told, beside what torch's own takes."""
 
     def __init__(
         self,
@@ -52,11 +47,20 @@ class SavePlanner(DefaultSavePlanner):
         *,
         family: str | None = None,
         source: str | None = None,
-        config: Mapping[str, Any] | None = None,
+        config: Config | None = None,
         **said: Any,
     ) -> None:
         super().__init__(**said)
-        self._dialect, self._family, self._source, self._config = dialect, family, source, config
+        self._dialect = dialect
+        self._said: dict[str, Any] = {"family": family, "source": source, "config": config}
+
+
+class SavePlanner(_Translating, DefaultSavePlanner):
+    """Writes a state dict under the names and in the shapes of a dialect.
+
+    Its arguments are the `dialect` of the checkpoint (None: that of the state dict), `family`, `source` and `config` as
+    for `state_dict_as`, and those of torch's `DefaultSavePlanner`.
+    """
 
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -68,41 +72,23 @@ class SavePlanner(DefaultSavePlanner):
         """
         if self._dialect is not None:
             tensors, others = _divided(flatten_state_dict(state_dict)[0])
-            made = state_dict_as(tensors, self._dialect, family=self._family, source=self._source, config=self._config)
+            made = state_dict_as(tensors, self._dialect, **self._said)
             state_dict = {**{_flat(name): value for name, value in made.items()}, **others}
         super().set_up_planner(as_runs(state_dict), storage_meta, is_coordinator)
 
 
-class LoadPlanner(DefaultLoadPlanner):
-    """Reads a checkpoint in any dialect into a state dict.
+class LoadPlanner(_Translating, DefaultLoadPlanner):
+    """Reads a checkpoint in any dialect into a state dict; its arguments are those of `SavePlanner`.
 
     Where a tensor of the checkpoint is not one of the model with other names, it is read into memory of its own, and
     the model's tensors are made of these when the last one is there.
-
-    Args:
-        dialect: of the checkpoint, such as `hf`; None: the state dict's own.
-        family: model family; None: recognised.
-        source: dialect of the state dict; None: recognised.
-        config: the model's config, where shapes depend on it.
-        **said: what torch's planner takes.
     """
 
-    def __init__(
-        self,
-        dialect: str | None = None,
-        *,
-        family: str | None = None,
-        source: str | None = None,
-        config: Mapping[str, Any] | None = None,
-        **said: Any,
-    ) -> None:
-        super().__init__(**said)
-        self._dialect, self._family, self._source, self._config = dialect, family, source, config
-        self._given: dict[str, Any] = {}
-        self._paths: FLATTEN_MAPPING = {}
-        self._give_back: Callable[[], None] | None = None
-        self._left = 0
-        self._lock = threading.Lock()
+    _given: dict[str, Any]
+    _paths: FLATTEN_MAPPING
+    _give_back: Callable[[], None] | None
+    _left: int
+    _lock: threading.Lock
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -112,13 +98,16 @@ class LoadPlanner(DefaultLoadPlanner):
         Raises:
             TransaxleError: what `state_dict_as` raises.
         """
+        self._give_back, self._lock = None, threading.Lock()
+        flat, self._paths = flatten_state_dict(state_dict)
+        tensors, others = _divided(flat)
+        made: Mapping[str, torch.Tensor] | None = None
         if self._dialect is not None:
-            flat, self._paths = flatten_state_dict(state_dict)
+            made, self._give_back = loadable_as(tensors, self._dialect, **self._said)
+        elif stems := _grouped(tensors, metadata):
+            made, self._give_back = regroupable(tensors, stems)
+        if made is not None:
             self._given = state_dict
-            tensors, others = _divided(flat)
-            made, self._give_back = loadable_as(
-                tensors, self._dialect, family=self._family, source=self._source, config=self._config
-            )
             state_dict = {**{_flat(name): value for name, value in made.items()}, **others}
         super().set_up_planner(as_runs(state_dict), metadata, is_coordinator)
 
@@ -170,7 +159,7 @@ class LoadPlanner(DefaultLoadPlanner):
             set_element(self.original_state_dict, self.mappings[name], found)
         else:
             self.state_dict[name] = found
-        if self._dialect is not None:
+        if self._give_back is not None:
             set_element(self._given, self._paths[name], found)
         self._one_less()
 
@@ -191,6 +180,13 @@ def _divided(flat: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str
     """Return the tensors of a flat state dict by our names, and the rest under its own."""
     tensors = {_slotted(name): value for name, value in flat.items() if isinstance(value, torch.Tensor)}
     return tensors, {name: value for name, value in flat.items() if not isinstance(value, torch.Tensor)}
+
+
+def _grouped(tensors: Mapping[str, torch.Tensor], metadata: Metadata | None) -> list[Stem]:
+    """Return what is N names on one side and one tensor on the other, where nothing else differs."""
+    stored = {} if metadata is None else metadata.state_dict_metadata
+    sizes = {_slotted(n): tuple(one.size) for n, one in stored.items() if isinstance(one, TensorStorageMetadata)}
+    return between({name: tuple(tensor.shape) for name, tensor in tensors.items()}, sizes)
 
 
 def _slotted(name: str) -> str:

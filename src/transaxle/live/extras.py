@@ -47,7 +47,15 @@ class Stateful(Protocol):
 
 
 class Random:
-    """The states of all random generators of this process: Python's, NumPy's, torch's, and those of its GPUs."""
+    """The states of all random generators of this process: Python's, NumPy's, torch's, and those of its GPUs.
+
+    Args:
+        strict: refuse a checkpoint that has no states for this rank, because another number of ranks has written it;
+            False: leave the generators as they are, and report it.
+    """
+
+    def __init__(self, *, strict: bool = True) -> None:
+        self.strict = strict
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states."""
@@ -130,7 +138,8 @@ class Extras:
             return None
         if name in self._others:
             message = f"{self._saved_by} ranks saved a state each, {self._size} load"
-            return Refusal("UNSUPPORTED", message, Where(FILE, name), "strict=False leaves it as it is")
+            hint = "leave it out of extra, or load with strict=False; Random(strict=False) stays as it is"
+            return Refusal("UNSUPPORTED", message, Where(FILE, name), hint)
         return Refusal("MISSING_TENSOR", "the source has no such state", Where(FILE, name), "strict=False leaves it")
 
 

@@ -11,7 +11,6 @@ from math import prod
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from transaxle.live.convert import cast
 from transaxle.live.dtype import torch_dtype
@@ -23,7 +22,8 @@ Bytes = np.ndarray
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor, sharing its storage."""
     detached = tensor.detach()
-    local = detached.to_local() if isinstance(detached, DTensor) else detached
+    to_local = getattr(detached, "to_local", None)  # of a DTensor, and of `Runs`
+    local: torch.Tensor = detached if to_local is None else to_local()
     return local.detach()
 
 
@@ -77,6 +77,11 @@ class Landing:
             self._staging = self._held = None
 
     @property
+    def left(self) -> int:
+        """Bytes of the source that are still to come."""
+        return self._left
+
+    @property
     def written(self) -> int:
-        """Bytes that are in their place."""
-        return self.size - self._left
+        """Bytes of the tensor that are in their place."""
+        return (self.size - self._left) * self._local.element_size() // self._dtype.itemsize

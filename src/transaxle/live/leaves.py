@@ -7,14 +7,18 @@ Wrappers put segments of their own into names (`_orig_mod`, `_checkpoint_wrapped
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
-from transaxle.errors import Refusal, Where, gathered
+from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.live.landing import local_of
+from transaxle.live.part import mark_all
+from transaxle.quant.entries import is_quantized
 
 State = nn.Module | Mapping[str, Any]
 """A model, or a state dict, nested or flat."""
@@ -32,6 +36,13 @@ class Leaves:
     """Tensors and DTensors, by name; parameters are the parameters themselves."""
     others: Mapping[str, Any]
     """Everything else, by name: of a state dict what is no tensor, of a model the extra states of its modules."""
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Quantized parameters of a model; of these `tensors` has codes and scales, each under a name of its own."""
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """What an optimizer may have been given, by name."""
+        return {**self.tensors, **self.weights}
 
 
 def own_name(name: str) -> str:
@@ -47,11 +58,15 @@ def leaves(state: State) -> Leaves:
             and lists are flattened with `.`.
 
     Raises:
-        Refused: NAME_COLLISION where two paths have one name.
+        Refused: NAME_COLLISION where two paths have one name; UNSUPPORTED for what is no state, and for lazy
+            parameters.
     """
+    _check(state)
     if isinstance(state, DistributedDataParallel):
         state = state.module
     clean = isinstance(state, nn.Module)
+    if isinstance(state, nn.Module):
+        mark_all(state)
     found = iter(state.state_dict(keep_vars=True).items()) if isinstance(state, nn.Module) else _flat(state, "")
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, Any] = {}
@@ -60,6 +75,10 @@ def leaves(state: State) -> Leaves:
         name = own_name(path) if clean else path
         if name in tensors or name in others:
             problems.append(Refusal("NAME_COLLISION", f"two entries have this name, one is {path}", Where(None, name)))
+        if is_lazy(value):
+            message, hint = "it is lazy, and has no shape yet", "run the model once first"
+            problems.append(Refusal("UNSUPPORTED", message, Where(None, name), hint))
+            continue
         extra = clean and name.endswith(EXTRA_STATE)
         if isinstance(value, torch.Tensor) and not extra:
             tensors[name] = value
@@ -67,7 +86,48 @@ def leaves(state: State) -> Leaves:
             others[name] = value
     if problems:
         raise gathered(problems)
-    return Leaves(tensors, others)
+    return Leaves(tensors, others, _quantized(state) if isinstance(state, nn.Module) else {})
+
+
+def _check(state: object) -> None:
+    """Refuse what is neither model nor state dict."""
+    if not isinstance(state, nn.Module | Mapping):
+        hint = "give a torch.nn.Module, or a mapping of names to tensors"
+        raise refuse("UNSUPPORTED", f"a {type(state).__name__} is neither model nor state dict", hint=hint)
+
+
+def _quantized(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {own_name(path): parameter for path, parameter in named if is_quantized(parameter)}
+
+
+def unsavable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
+    """Return a refusal for every tensor that has no bytes to be saved."""
+    problems = []
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            message, hint = "it is on the meta device, and has no values", "load or initialise the model first"
+        elif tensor.layout != torch.strided:
+            message, hint = f"its layout is {tensor.layout}", "give tensor.to_dense()"
+        else:
+            continue
+        problems.append(Refusal("UNSUPPORTED", message, Where(None, name), hint))
+    return problems
+
+
+def unwritable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
+    """Return a refusal for every tensor that cannot take values: not one for each element."""
+    problems = []
+    for name, tensor in tensors.items():
+        local = local_of(tensor)
+        if local.layout != torch.strided:
+            message, hint = f"its layout is {local.layout}", "give a dense tensor"
+        elif any(size > 1 and not step for size, step in zip(local.shape, local.stride(), strict=True)):
+            message, hint = "several of its elements are one in memory (`expand`)", "give tensor.contiguous()"
+        else:
+            continue
+        problems.append(Refusal("UNSUPPORTED", message, Where(None, name), hint))
+    return problems
 
 
 def tied(tensors: Mapping[str, torch.Tensor], present: Container[str]) -> dict[str, str]:

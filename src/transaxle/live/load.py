@@ -18,29 +18,34 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from transaxle.axes.bind import join_slot
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from transaxle.engine.copies import plan_checks, unequal
 from transaxle.engine.groups import regrouped
 from transaxle.engine.produce import limits, share
 from transaxle.engine.transfer import Reader, Scratch
-from transaxle.errors import Refusal, gathered
+from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.groups import GROUPS, PARAMS, Group
 from transaxle.live.beside import Beside
 from transaxle.live.census import Census, census
 from transaxle.live.clock import Clock
-from transaxle.live.convert import Conversion, decoded
+from transaxle.live.config import Config, plain, sizes_that_differ
+from transaxle.live.convert import Conversion
 from transaxle.live.deferred import Deferred
 from transaxle.live.exchange import Parcel, exchange
 from transaxle.live.groups import restore, settings_for
-from transaxle.live.landing import Landing
-from transaxle.live.leaves import State, leaves, tied
+from transaxle.live.landing import Landing, local_of
+from transaxle.live.leaves import Leaves, State, leaves, tied, unwritable
 from transaxle.live.matching import compared, unmatched
 from transaxle.live.meta import materialise, unloadable
-from transaxle.live.optimizer import follow, install, names_of, rooms_for
+from transaxle.live.optimizer import doubled, follow, install, names_of, rooms_for, unrestored
+from transaxle.live.quantized import Weights, stand_in
 from transaxle.live.reading import Counting, Unit, units
 from transaxle.live.report import LoadReport
-from transaxle.live.view import View, view
+from transaxle.live.view import View
 from transaxle.live.world import World
+from transaxle.quant.entries import put_values
+from transaxle.quant.masters import MASTER, MasterWeights
 
 _WASTE, _GAP = 1.4, 64
 """Bytes that may be read for each one needed, and the gap between runs that is read along in any case."""
@@ -68,6 +73,10 @@ class _Planned:
     """For each group of the optimizer, the settings that the source has."""
     beside: Beside
     """What is no tensor."""
+    anew: Mapping[str, str]
+    """Quantized parameters of any rank whose codes are made here, and the safetensors code of the source's values."""
+    gone: frozenset[str]
+    """Names of their entries."""
 
 
 def load(
@@ -78,7 +87,7 @@ def load(
     extra: Mapping[str, Any] | None = None,
     family: str | None = None,
     dialect: str | None = None,
-    config: str | Path | Mapping[str, Any] | None = None,
+    config: str | Path | Config | None = None,
     strict: bool = True,
     decode: Literal["bf16", "fp16", "fp32"] | None = None,
     broadcast_replicated: bool = True,
@@ -96,7 +105,7 @@ def load(
             names are in the report. A state that differed between ranks needs as many ranks as saved it.
         family: model family; None: recognised.
         dialect: dialect of the model's names; None: recognised.
-        config: config.json of the source, where it has none.
+        config: config.json of the source, where it has none: its path, its content or a transformers config.
         strict: refuse names that only one side has; otherwise they are reported.
         decode: parameters of this type take encoded tensors, decoded, and floating-point ones of other types, rounded;
             None: a type that differs is refused.
@@ -112,8 +121,7 @@ def load(
     with _opened(src, config, world) as opened:
         base = _base(opened, decode)
         reader = Counting(base.container.storage)
-        with world.together():
-            checkpoint = decoded(_counted(base, reader), decode)
+        checkpoint = _counted(base, reader)
         with clock.stage("plan"):
             planned = _plan(state, checkpoint, optimizer, extra or {}, family, dialect, world, strict, decode)
             plan = units(planned.wanted, planned.stored, once=broadcast_replicated)
@@ -122,11 +130,17 @@ def load(
         with world.together():
             if isinstance(state, nn.Module):
                 materialise(state, planned.stored, device or _default_device())
-            mine = dict(leaves(state).tensors)
+            held = leaves(state)
+            values = {
+                n: stand_in(held.weights[n], code, meta=False) for n, code in planned.anew.items() if n in held.weights
+            }
+            mine = {**_left(held, planned.gone), **values}
+            named: dict[str, torch.Tensor] = {}
             states: dict[str, torch.Tensor] = {}
             if optimizer is not None:
-                follow(optimizer, planned.named, mine)
-                states = rooms_for(optimizer, {name: mine[name] for name in planned.named}, planned.stored)
+                named = {name: held.parameters[name] for name in planned.named}
+                follow(optimizer, planned.named, named)
+                states = rooms_for(optimizer, named, planned.stored)
             landings = {
                 name: Landing(tensor, planned.stored[name].dtype)
                 for name, tensor in {**mine, **states}.items()
@@ -139,19 +153,26 @@ def load(
         with clock.stage("exchange"), world.together():
             received = _read_shared(plan, landings, storage, world)
     with world.together():
+        _check_landed(landings)
+    with world.together():
+        written = sum(landing.written for name, landing in landings.items() if name not in values)
+        written += sum(put_values(held.weights[name], local_of(plain)) for name, plain in values.items())
         if optimizer is not None:
-            install(optimizer, {name: mine[name] for name in planned.named}, states)
+            install(optimizer, named, states)
             restore(optimizer, planned.settings)
+            if isinstance(optimizer, MasterWeights):
+                _restart(optimizer, held, values, states)
         planned.beside.install()
     return LoadReport(
         path=checkpoint.path,
         format=checkpoint.format,
         dialect=planned.seen.dialect,
         tensors=len(landings),
+        states=sum(name in states for name in landings),
         bytes_needed=sum(landing.size for landing in landings.values()),
         bytes_read=reader.count - before,
         bytes_received=received,
-        bytes_written=sum(landing.written for landing in landings.values()),
+        bytes_written=written,
         converted=_converted(planned.conversions, landings, world),
         missing=(*planned.missing, *planned.beside.missing),
         unexpected=planned.unexpected,
@@ -162,15 +183,14 @@ def load(
 
 
 @contextmanager
-def _opened(
-    src: str | Path | Checkpoint, config: str | Path | Mapping[str, Any] | None, world: World
-) -> Iterator[Checkpoint]:
+def _opened(src: str | Path | Checkpoint, config: str | Path | Config | None, world: World) -> Iterator[Checkpoint]:
     """Give the source; one that is opened here is closed again."""
     if isinstance(src, Checkpoint):
         yield src
         return
     with world.together():
-        checkpoint = open_checkpoint(src, config=config)
+        said = config if isinstance(config, str | Path | None) else plain(config)
+        checkpoint = open_checkpoint(src, config=said)
     with checkpoint:
         yield checkpoint
 
@@ -203,31 +223,75 @@ def _plan(
     """Find out what every rank needs and where it lies; collective."""
     with world.together():
         found = leaves(state)
-        mine = found.tensors
-    names = census(mine, world)
+    names = census(found.tensors, world)
+    weights = Weights(found.weights, world)
     with world.together():
-        seen = view(checkpoint, names, family, dialect)
+        seen = weights.seen(checkpoint, names, family, dialect, decode)
         stored = seen.tensors()
-        named = {} if optimizer is None else names_of(optimizer, mine)
+        filled = weights.sorted(seen, stored)
+        plain = {
+            n: stand_in(found.weights[n], code, meta=True) for n, code in filled.anew.items() if n in found.weights
+        }
+        mine = {**_left(found, filled.gone), **plain}
+        named = {} if optimizer is None else names_of(optimizer, found.parameters)
         states = {} if optimizer is None else rooms_for(optimizer, named, stored)
-    ties = {name for each in world.gather(tied(mine, stored)) for name in each}
-    everything = {**{name: t for name, t in names.items() if name not in ties}, **census(states, world)}
-    others = {name for each in world.gather(tuple(found.others)) for name in each}
+        lost = () if optimizer is None else unrestored(optimizer, named, stored)
+    kept = {name: tensor for name, tensor in names.items() if name not in filled.gone}
+    added = census({**plain, **states}, world)
+    told = world.gather((tied(mine, stored), doubled(named, found.parameters, stored), tuple(found.others)))
+    ties, doubles, others = ({name for each in told for name in each[side]} for side in range(3))
+    everything = {name: tensor for name, tensor in {**kept, **added}.items() if name not in ties}
     with world.together():
-        problems, missing, unexpected = compared(everything, stored, optimizer is not None, decode)
-        unexpected = tuple(name for name in unexpected if name not in others)
-        beside = Beside(state, found.others, extra, checkpoint, stored, world)
+        sizes = sizes_that_differ(state, seen.checkpoint.config)
+        problems, missing, unexpected = compared(everything, stored, optimizer is not None, decode, sizes)
+        problems += filled.problems
+        unexpected = tuple(name for name in unexpected if name not in others | doubles | filled.gone)
+        beside = Beside(state, found.others, extra, seen.checkpoint, stored, world)
         problems += beside.problems
+        missing += lost
         if strict:
-            problems += [*unmatched(missing, unexpected), *beside.lacking]
-        problems += unloadable(state, stored.keys() | ties)
+            names_there = [name for name in checkpoint if name not in everything]
+            problems += [*unmatched(missing, unexpected, names_there), *beside.lacking]
+        problems += [*unloadable(state, stored.keys() | ties), *unwritable(mine)]
         settings, unlike = ([], []) if optimizer is None else settings_for(optimizer, named, _groups(seen, problems))
         problems += unlike
         if problems:
             raise gathered(problems)
     wanted = {name: tensor for name, tensor in everything.items() if name not in missing}
     conversions = _conversions(wanted, seen, stored)
-    return _Planned(seen, stored, wanted, named, missing, unexpected, conversions, settings, beside)
+    conversions |= {each.name: each for each in weights.conversions(filled.anew, seen, stored)}
+    return _Planned(
+        seen, stored, wanted, named, missing, unexpected, conversions, settings, beside, filled.anew, filled.gone
+    )
+
+
+def _left(held: Leaves, gone: frozenset[str]) -> dict[str, torch.Tensor]:
+    """Return a model's tensors without those that nothing is read into."""
+    return {name: tensor for name, tensor in held.tensors.items() if name not in gone}
+
+
+def _check_landed(landings: Mapping[str, Landing]) -> None:
+    """Prove that every byte of every tensor was written.
+
+    Raises:
+        Refused: INCOMPLETE.
+    """
+    short = [
+        Refusal("INCOMPLETE", f"{landing.written} bytes were written, and {landing.left} are left", Where(None, name))
+        for name, landing in landings.items()
+        if landing.left
+    ]
+    if short:
+        raise gathered(short)
+
+
+def _restart(
+    masters: MasterWeights, held: Leaves, values: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor]
+) -> None:
+    """Give masters that the source lacks the values that were loaded."""
+    lacking = [name for name in held.weights if join_slot(name, MASTER) not in states]
+    given = {held.weights[name]: local_of(values[name]) for name in lacking if name in values}
+    masters.restart({**{held.weights[name]: None for name in lacking}, **given})
 
 
 def _groups(seen: View, problems: list[Refusal]) -> list[Group]:

@@ -6,10 +6,12 @@ The catalog is the same on all ranks, so all of them plan alike; only this rank'
 from __future__ import annotations
 
 import json
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import product
 from typing import Any
 
+import numpy as np
 import torch
 
 from transaxle.axes.strided import row_major
@@ -19,12 +21,16 @@ from transaxle.formats.dtype import nbytes
 from transaxle.formats.groups import GROUPS, Group
 from transaxle.formats.storage import Listing, Storage
 from transaxle.live.census import Census, Global
-from transaxle.live.landing import as_bytes, local_of
+from transaxle.live.landing import Bytes, as_bytes, local_of
 from transaxle.live.placement import Held, local_shape
 
 FORMAT = "live"
 CONFIG = "config.json"
 _SEPARATOR = "/"
+_APART = 4
+"""A range is copied alone where the tensor is so many times longer."""
+_KEPT = 1 << 30
+"""Bytes of copied tensors that are kept."""
 
 
 def file_of(rank: int, name: str) -> str:
@@ -45,7 +51,8 @@ def tensor_of(file: str) -> str:
 class Memory(Storage):
     """This rank's tensors as files of row-major bytes; see `Storage`.
 
-    A tensor on a GPU, or not contiguous, is copied to the CPU when it is first read, and let go when the next is.
+    Contiguous tensors of the CPU are lent out as they are. Others are copied there when they are read: the part that is
+    asked for where it is a small one of a contiguous tensor, else all of it, which is kept while there is room.
 
     Args:
         tensors: this rank's, by name.
@@ -60,7 +67,8 @@ class Memory(Storage):
         self._tensors = tensors
         self._rank = rank
         self._files = files
-        self._held: dict[str, Any] = {}
+        self._lent: dict[str, Bytes] = {}
+        self._kept: OrderedDict[str, Bytes] = OrderedDict()
 
     def listing(self, folder: str = "") -> Listing:
         """See `Storage`."""
@@ -68,7 +76,7 @@ class Memory(Storage):
 
     def size(self, name: str) -> int:
         """See `Storage`."""
-        return len(self._bytes(name))
+        return len(self._files[name]) if name in self._files else self._local(name).nbytes
 
     def version(self, name: str) -> str:
         """See `Storage`."""
@@ -76,29 +84,55 @@ class Memory(Storage):
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """See `Storage`."""
-        view[:] = memoryview(self._bytes(name))[offset : offset + len(view)]
+        view[:] = self.lend(name, offset, len(view)).data
+
+    def lend(self, name: str, offset: int, size: int) -> Bytes:
+        """Return bytes of a file without copying them, where they lie in memory as they are; not to be written to."""
+        if name in self._files:
+            return np.frombuffer(self._files[name], np.uint8, size, offset)
+        held = self._lent.get(name)
+        if held is None:
+            local = self._local(name)
+            if local.device.type == "cpu" and local.is_contiguous():
+                held = self._lent[name] = as_bytes(local)
+            elif local.is_contiguous() and _APART * size <= local.nbytes:
+                return as_bytes(local.view(-1).view(torch.uint8)[offset : offset + size].cpu())
+            else:
+                held = self._copied(name, local)
+        return held[offset : offset + size]
 
     def recheck(self) -> None:
         """Memory of a live model does not change behind our back."""
 
     def close(self) -> None:
         """Let copies go."""
-        self._held.clear()
+        self._lent.clear()
+        self._kept.clear()
 
-    def _bytes(self, name: str) -> Any:
-        if name in self._files:
-            return self._files[name]
+    def _local(self, name: str) -> torch.Tensor:
+        """Return this rank's part of a tensor; its own copy of another's number, which a format reads when it plans."""
         rank, _, tensor = name.partition(_SEPARATOR)
-        if int(rank) != self._rank:
+        own = self._tensors.get(tensor)
+        if int(rank) != self._rank and (own is None or own.dim()):
             raise refuse("IO", f"it is in the memory of rank {rank}; this is rank {self._rank}", tensor=tensor)
-        local = local_of(self._tensors[tensor])
-        if local.device.type == "cpu" and local.is_contiguous():
-            return as_bytes(local)
-        held = self._held.get(name)
+        return local_of(self._tensors[tensor])
+
+    def _copied(self, name: str, local: torch.Tensor) -> Bytes:
+        """Copy a tensor to the CPU; the copies that were asked for last are kept."""
+        held = self._kept.pop(name, None)
         if held is None:
-            self._held = {name: as_bytes(local.contiguous().cpu())}
-            held = self._held[name]
+            held = as_bytes(local.contiguous().cpu())
+        self._kept[name] = held
+        while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT:
+            self._kept.popitem(last=False)
         return held
+
+
+def memory_of(container: Container) -> Memory:
+    """Return the memory behind a container of live tensors."""
+    if not isinstance(container.storage, Memory):
+        raise TypeError(f"{container.path} is no memory")
+    return container.storage
 
 
 def container(

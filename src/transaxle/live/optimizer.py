@@ -6,7 +6,7 @@ in the shape and placement of its parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,10 +16,13 @@ from transaxle.axes.bind import join_slot, split_slot
 from transaxle.engine.checkpoint import StoredTensor
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.dtype import torch_dtype
+from transaxle.live.part import mark, part_of, whole_shape
+from transaxle.quant.masters import MASTER, MasterWeights
 
 _PARAMS = "params"
 _ON_DEVICE = ("capturable", "fused")
 """Settings of a group under which its counters live on the parameters' device."""
+_TOO_EARLY = "make the optimizer of this model's parameters, after fully_shard or parallelize_module has replaced them"
 _NUMBERS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Python's numbers, and the types of the tensors that stand for them."""
 
@@ -41,7 +44,7 @@ def names_of(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> dict[
         name = by_identity.get(id(parameter))
         if name is None:
             message = f"parameter {number} of its group {group}, of shape {list(parameter.shape)}, is none of the model"
-            problems.append(Refusal("UNEXPECTED_TENSOR", message, Where(None, f"optimizer group {group}")))
+            problems.append(Refusal("UNEXPECTED_TENSOR", message, Where(None, f"optimizer group {group}"), _TOO_EARLY))
         else:
             found[name] = parameter
     if problems:
@@ -66,18 +69,45 @@ def states_of(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> dict[s
         Refused: UNSUPPORTED for state that is neither tensor nor number.
     """
     found, problems = {}, []
+    states = optimizer.states if isinstance(optimizer, MasterWeights) else optimizer.state
     for name, parameter in named.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
+        for key, value in states.get(parameter, {}).items():
             full = join_slot(name, key)
             held = value if isinstance(value, torch.Tensor) else as_tensor(value)
-            if held is not None:
-                found[full] = held
+            if held is not None and held.dim() and part_of(parameter) is not None and held.shape != parameter.shape:
+                message = (
+                    f"it has the shape {list(held.shape)}, and its parameter, {list(parameter.shape)} here, is cut"
+                )
+                problems.append(Refusal("UNSUPPORTED", message, Where(None, full)))
+            elif held is not None:
+                found[full] = mark(held, part_of(parameter)) if held.dim() else held
             elif value is not None:
                 message = f"it is a {type(value).__name__}, neither a tensor nor a number"
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, full)))
     if problems:
         raise gathered(problems)
     return found
+
+
+def unrestored(optimizer: Optimizer, named: Mapping[str, torch.Tensor], stored: Container[str]) -> tuple[str, ...]:
+    """Return the names of state that an optimizer has made and a source lacks: after a load it would be stale."""
+    return tuple(n for n in states_of(optimizer, named) if n not in stored and split_slot(n)[1] != MASTER)
+
+
+def doubled(
+    named: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
+) -> set[str]:
+    """Return names of state that a source has under another name of a tied parameter beside the optimizer's.
+
+    Args:
+        named: the optimizer's parameters by name.
+        parameters: the model's; a tied one has several names.
+        stored: the source's tensors by the model's names.
+    """
+    first = {id(parameter): name for name, parameter in named.items()}
+    others = {name: first[id(p)] for name, p in parameters.items() if name not in named and id(p) in first}
+    slots = ((full, *split_slot(full)) for full in stored)
+    return {full for full, name, key in slots if key and name in others and join_slot(others[name], key) in stored}
 
 
 def as_tensor(value: object) -> torch.Tensor | None:
@@ -111,10 +141,11 @@ def rooms_for(
         if not key or parameter is None:
             continue
         present = optimizer.state.get(parameter, {}).get(key)
-        if isinstance(present, torch.Tensor):
-            found[full] = present
-        elif source.shape == tuple(parameter.shape) and source.shape:
-            found[full] = torch.zeros_like(parameter, dtype=torch_dtype(source.dtype, tensor=full), requires_grad=False)
+        if isinstance(present, torch.Tensor) and not present.is_meta:
+            found[full] = mark(present, part_of(parameter)) if present.dim() else present
+        elif source.shape == whole_shape(parameter) and source.shape:
+            made = torch.zeros_like(parameter, dtype=torch_dtype(source.dtype, tensor=full), requires_grad=False)
+            found[full] = mark(made, part_of(parameter))
         else:
             where = parameter.device if id(parameter) in on_device else torch.device("cpu")
             found[full] = torch.zeros(source.shape, dtype=torch_dtype(source.dtype, tensor=full), device=where)

@@ -7,7 +7,7 @@ DTensor's placements become the chunk rules of `axes`, so what a rank holds is c
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from transaxle.axes.chunk import Cut, Intervals, Replicated, Rule, Shard, StridedShard, place
 from transaxle.errors import refuse
+from transaxle.live.part import part_of
 
 Held = tuple[Intervals, ...]
 """Per dim, the positions that a rank holds, in local order."""
@@ -32,6 +33,8 @@ class Placement:
     """Global ranks of the mesh, row-major."""
     cuts: tuple[tuple[int | None, Rule], ...]
     """For each mesh dim, the tensor's dim that it cuts (None: it does not) and how."""
+    base: Held | None = None
+    """What the ranks of the mesh hold together; None: all of the tensor."""
 
     def held(self, shape: tuple[int, ...]) -> Mapping[int, Held]:
         """Return what each rank of the mesh holds of a tensor of this shape."""
@@ -42,7 +45,8 @@ class Placement:
                 rest, coordinate = divmod(rest, size)
                 coordinates.append(coordinate)
             steps = zip(self.cuts, self.mesh, reversed(coordinates), strict=True)
-            found[rank] = place(shape, [Cut(dim, size, coordinate, rule) for (dim, rule), size, coordinate in steps])
+            done = [Cut(dim, size, coordinate, rule) for (dim, rule), size, coordinate in steps]
+            found[rank] = place(shape, done, self.base)
         return found
 
 
@@ -82,11 +86,13 @@ def placement_of(tensor: torch.Tensor, rank: int, name: str) -> Placement:
     Raises:
         Refused: UNSUPPORTED for `Partial` placements.
     """
+    part = part_of(tensor)
+    base = None if part is None else part.held
     if not isinstance(tensor, DTensor):
-        return alone(rank)
+        return replace(alone(rank), base=base)
     mesh = tensor.device_mesh
     ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
-    return Placement(tuple(mesh.mesh.shape), ranks, tuple(cut_of(p, name) for p in tensor.placements))
+    return Placement(tuple(mesh.mesh.shape), ranks, tuple(cut_of(p, name) for p in tensor.placements), base)
 
 
 def local_shape(held: Held) -> tuple[int, ...]:

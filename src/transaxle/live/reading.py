@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
+from transaxle.axes.strided import Loop
 from transaxle.engine.checkpoint import StoredTensor
 from transaxle.engine.transfer import Reader, Scratch, Transfer, clip, fill
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage import Overlay, Storage
+from transaxle.formats.strided import read_strided
 from transaxle.live.census import Census
 from transaxle.live.landing import Bytes
 from transaxle.live.placement import local_shape
@@ -31,6 +34,12 @@ class Counting(Overlay):
         super().read_into(name, offset, view)
         with self._lock:
             self.count += view.nbytes
+
+    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
+        """See `formats.strided.read_strided`."""
+        read_strided(self.below, name, offset, view, width, loops)
+        with self._lock:
+            self.count += width * prod(count for count, _, _ in loops)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ class LoadReport:
     """The dialect of the model's names."""
     tensors: int
     """Tensors of which this rank holds anything."""
+    states: int
+    """Those of them that are the optimizer's state."""
     bytes_needed: int
     """Bytes of this rank's shards, as stored."""
     bytes_read: int
@@ -51,7 +53,7 @@ class LoadReport:
         read, needed, received = gigabytes
         took = sum(self.seconds.values())
         return (
-            f"{self.path} · {self.dialect} · {self.tensors} tensors · "
+            f"{self.path} · {self.dialect} · {self.tensors} tensors, {self.states} of the optimizer · "
             f"{read} read of {needed} needed, {received} received, {len(self.converted)} converted, {took:.1f} s"
         )
 
@@ -79,7 +81,7 @@ class SaveReport:
     ignored: tuple[str, ...]
     """What was left behind."""
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Wall time by stage: `plan`, `write`, `hash`, `commit`."""
+    """Wall time by stage: `plan`, `check`, `write`, `hash`, `commit`."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""

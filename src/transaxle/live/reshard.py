@@ -16,9 +16,9 @@ from transaxle.live.assemble import Item, Run, assemble
 from transaxle.live.census import census
 from transaxle.live.config import shared_config
 from transaxle.live.landing import Bytes, Landing
-from transaxle.live.leaves import State, leaves
+from transaxle.live.leaves import State, leaves, unwritable
 from transaxle.live.matching import compared, unmatched
-from transaxle.live.memory import container
+from transaxle.live.memory import container, memory_of
 from transaxle.live.placement import local_shape
 from transaxle.live.view import view
 from transaxle.live.world import World
@@ -77,6 +77,7 @@ def reshard(
         seen = view(Checkpoint(held, Settings(family=family, partial=True), None, None), target, family, dialect)
         stored = seen.tensors()
         problems, missing, unexpected = compared(target, stored, optimizer=True)
+        problems += unwritable(theirs)
         if strict:
             problems += unmatched(missing, unexpected)
         if problems:
@@ -97,6 +98,6 @@ def reshard(
         landing.done(run.size)
 
     with world.together():
-        received = assemble(items, held.storage, world, write)
+        received = assemble(items, memory_of(held), world, write)
     written = sum(landing.written for landing in landings.values())
     return ReshardReport(len(landings), written, received, time.monotonic() - begin)

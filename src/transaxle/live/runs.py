@@ -18,6 +18,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from transaxle.errors import refuse
 from transaxle.live.landing import local_of
+from transaxle.live.part import Part, mark, part_of, whole_shape
 from transaxle.live.placement import Held, placement_of
 from transaxle.live.world import World
 
@@ -46,7 +47,12 @@ class Runs(torch.Tensor):
         found: Runs = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         found._local = local
         found._held = held
+        mark(found, Part(tuple(shape), held))
         return found
+
+    def to_local(self) -> torch.Tensor:
+        """Return what this rank holds, sharing storage."""
+        return self._local
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes it for an ordinary method
@@ -115,8 +121,8 @@ class Runs(torch.Tensor):
         return f"Runs({list(self.shape)}, {self.dtype}, {self._held})"
 
 
-def runs(tensor: DTensor, name: str = "") -> Runs:
-    """Return a DTensor as torch's checkpoint shall see it.
+def runs(tensor: torch.Tensor, name: str = "") -> Runs:
+    """Return a DTensor, or a part of a tensor, as torch's checkpoint shall see it.
 
     Args:
         tensor: of any placements but `Partial`.
@@ -126,8 +132,9 @@ def runs(tensor: DTensor, name: str = "") -> Runs:
         Refused: UNSUPPORTED for `Partial`.
     """
     rank = World().rank
-    held = placement_of(tensor, rank, name).held(tuple(tensor.shape))[rank]
-    return Runs(tensor.shape, local_of(tensor), held)
+    shape = whole_shape(tensor)
+    held = placement_of(tensor, rank, name).held(shape)[rank]
+    return Runs(torch.Size(shape), local_of(tensor), held)
 
 
 def as_runs(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,12 +144,15 @@ def as_runs(state: Mapping[str, Any]) -> dict[str, Any]:
         state: as it would be given to torch, nested or flat.
 
     Returns:
-        The same with every DTensor that has a `_StridedShard` placement replaced; a rank outside of its mesh has none.
+        The same with every DTensor that has a `_StridedShard` placement, and every part of a tensor, replaced; a rank
+        outside of a mesh has none.
     """
     return {str(key): _as_runs(value, str(key)) for key, value in state.items()}
 
 
 def _as_runs(value: Any, name: str) -> Any:
+    if isinstance(value, torch.Tensor) and part_of(value) is not None and not isinstance(value, Runs):
+        return runs(value, name)
     if isinstance(value, DTensor):
         strided = any(isinstance(placement, _StridedShard) for placement in value.placements)
         return runs(value, name) if strided and value.device_mesh.get_coordinate() is not None else value

@@ -5,10 +5,12 @@ All ranks compute the same plan from what they hold together; nothing is consoli
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, fields
+from functools import wraps
+from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,20 +20,25 @@ from torch.optim import Optimizer
 from transaxle.engine.checkpoint import Checkpoint
 from transaxle.engine.plan import SHARD_SIZE, make_plan, ready
 from transaxle.engine.settings import Settings
-from transaxle.errors import refuse
+from transaxle.errors import gathered, refuse
 from transaxle.formats.company import WHOLE
 from transaxle.formats.groups import Group
 from transaxle.live.census import Census, census
 from transaxle.live.clock import Clock
-from transaxle.live.config import shared_config
+from transaxle.live.config import Config, shared_config
+from transaxle.live.copies import compare_copies
 from transaxle.live.extras import EXTRA, FILE, MODEL, STATE, state_of, written
 from transaxle.live.groups import all_groups, groups_of
-from transaxle.live.leaves import State, leaves
+from transaxle.live.leaves import State, leaves, unsavable
 from transaxle.live.memory import container
 from transaxle.live.optimizer import as_tensor, names_of, states_of
 from transaxle.live.report import SaveReport
 from transaxle.live.world import World
 from transaxle.live.writing import write
+
+Given = ParamSpec("Given")
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -68,29 +75,90 @@ class Wish:
     """Replace what is there."""
     sync: bool
     """Make everything durable first."""
+    check_copies: bool
+    """Compare what several ranks hold."""
 
 
-def save(
-    state: State,
-    dst: str | Path,
-    *,
-    to: str = "hf",
-    optimizer: Optimizer | None = None,
-    extra: Mapping[str, Any] | None = None,
-    family: str | None = None,
-    dialect: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    shard_size: int = SHARD_SIZE,
-    overwrite: bool = False,
-    sync: bool = True,
-    group: dist.ProcessGroup | None = None,
-) -> SaveReport:
+@dataclass(frozen=True)
+class Request:
+    """What is asked of `save` and `async_save`: their arguments, which are documented there."""
+
+    state: State
+    """Model or state dict."""
+    dst: str | Path
+    """Folder or URL."""
+    _: KW_ONLY
+    to: str = "hf"
+    """`FORMAT[:DIALECT]`."""
+    optimizer: Optimizer | None = None
+    """The model's optimizer."""
+    extra: Mapping[str, Any] | None = None
+    """What else the run must remember."""
+    family: str | None = None
+    """Model family."""
+    dialect: str | None = None
+    """Dialect of the model's names."""
+    config: Config | None = None
+    """The model's config."""
+    shard_size: int = SHARD_SIZE
+    """Bytes of tensors per file."""
+    overwrite: bool = False
+    """Replace what is there."""
+    sync: bool = True
+    """Make everything durable first."""
+    check_copies: bool = True
+    """Compare what several ranks hold."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that save together."""
+
+    def wish(self, config: Mapping[str, Any] | None) -> Wish:
+        """Return it without the tensors.
+
+        Args:
+            config: the model's config, as all ranks know it.
+        """
+        return Wish(
+            str(self.dst),
+            self.to,
+            self.family,
+            self.dialect,
+            config,
+            self.optimizer is not None,
+            self.shard_size,
+            self.overwrite,
+            self.sync,
+            self.check_copies,
+        )
+
+
+def called_as(made: Callable[Given, Asked]) -> Callable[[Callable[[Asked], Answer]], Callable[Given, Answer]]:
+    """Let a function be called with the arguments of what it takes; its signature then shows these.
+
+    Args:
+        made: makes what the function takes.
+    """
+
+    def decorated(work: Callable[[Asked], Answer]) -> Callable[Given, Answer]:
+        @wraps(work)
+        def call(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
+            return work(made(*args, **kwargs))
+
+        shown = signature(made).replace(return_annotation=signature(work).return_annotation)
+        call.__signature__ = shown  # type: ignore[attr-defined]  # `inspect` looks for it
+        return call
+
+    return decorated
+
+
+@called_as(Request)
+def save(request: Request) -> SaveReport:  # noqa: D417 - the arguments are those of the request
     """Save a model or state dict; collective over the group.
 
     Args:
         state: a model under any parallelism, or a state dict whose leaves are tensors or DTensors.
         dst: folder or URL; it must not exist unless `overwrite`, and then stays readable until the new one is complete.
-            A service takes files from their beginning to their end only: rank 0 sends them, and the others send to it.
+            A service takes files from their beginning to their end only: each is sent by one rank, which gets from the
+            others what they have of it.
         to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
         optimizer: the model's optimizer, whose state and groups are saved too, beside the weights.
         extra: what else the run must remember, by name: plain data, or anything with `state_dict` and
@@ -101,49 +169,37 @@ def save(
         shard_size: bytes of tensors per file.
         overwrite: replace the checkpoint at `dst`.
         sync: make everything durable before `dst` appears.
+        check_copies: compare what several ranks hold without a mesh that keeps it equal, and refuse what differs.
         group: the ranks that save together; None: all.
 
     Raises:
         TransaxleError: on every rank; the target is then as it was.
     """
-    world, clock = World(group), Clock()
+    world, clock = World(request.group), Clock()
     with clock.stage("plan"):
-        tensors, holding = held(state, optimizer, extra, world)
-        told = shared_config(state, config, world)
-    wish = Wish(
-        str(dst),
-        to,
-        family,
-        dialect,
-        told,
-        optimizer is not None,
-        shard_size=shard_size,
-        overwrite=overwrite,
-        sync=sync,
-    )
+        tensors, holding, wish = held(request, world)
     return fulfil(wish, tensors, holding, world, clock)
 
 
-def held(
-    state: State, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, world: World
-) -> tuple[dict[str, torch.Tensor], Holding]:
-    """Return what this rank holds, and what all ranks hold; collective.
+def held(request: Request, world: World) -> tuple[dict[str, torch.Tensor], Holding, Wish]:
+    """Return what this rank holds, what all ranks hold, and what is to be done with it; collective.
 
     Args:
-        state: model or state dict.
-        optimizer: the model's optimizer, if its state belongs to it.
-        extra: what else the run must remember.
+        request: what this rank was asked.
         world: the ranks.
 
     Raises:
         TransaxleError: on every rank.
     """
+    state, optimizer = request.state, request.optimizer
     groups: Sequence[Group] = ()
     with world.together():
         found = leaves(state)
         tensors = dict(found.tensors)
+        if problems := unsavable(tensors):
+            raise gathered(problems)
         if optimizer is not None:
-            named = names_of(optimizer, tensors)
+            named = names_of(optimizer, found.parameters)
             groups = groups_of(optimizer, named)
             tensors |= states_of(optimizer, named)
         numbers = {} if isinstance(state, nn.Module) else {n: as_tensor(value) for n, value in found.others.items()}
@@ -151,10 +207,26 @@ def held(
         rest = {name: value for name, value in found.others.items() if numbers.get(name) is None}
         owner = MODEL if isinstance(state, nn.Module) else STATE
         states = {f"{owner}/{name}": value for name, value in rest.items()}
-        states |= {f"{EXTRA}/{name}": state_of(each) for name, each in (extra or {}).items()}
+        states |= {f"{EXTRA}/{name}": state_of(each) for name, each in (request.extra or {}).items()}
+    _check_alike(request, world)
     text = written(states, world)
     files = {} if text is None else {FILE: text}
-    return tensors, Holding(census(tensors, world), all_groups(groups, world), files)
+    holding = Holding(census(tensors, world), all_groups(groups, world), files)
+    return tensors, holding, request.wish(shared_config(state, request.config, world))
+
+
+def _check_alike(request: Request, world: World) -> None:
+    """Prove that all ranks ask for the same; collective.
+
+    Raises:
+        UsageError: AMBIGUOUS, on every rank.
+    """
+    first, *others = world.gather(request.wish(None))
+    for rank, other in zip(world.ranks[1:], others, strict=True):
+        if other != first:
+            unlike = next(each.name for each in fields(Wish) if getattr(other, each.name) != getattr(first, each.name))
+            asked = f"rank {rank} gave {getattr(other, unlike)!r}, rank {world.ranks[0]} {getattr(first, unlike)!r}"
+            raise refuse("AMBIGUOUS", f"{unlike}: {asked}", hint="give the same arguments on all ranks")
 
 
 def fulfil(wish: Wish, tensors: Mapping[str, torch.Tensor], holding: Holding, world: World, clock: Clock) -> SaveReport:
@@ -180,6 +252,9 @@ def fulfil(wish: Wish, tensors: Mapping[str, torch.Tensor], holding: Holding, wo
         checkpoint = Checkpoint(source, said, None, None)
         prepared = make_plan(checkpoint, wish.to, shard_size=wish.shard_size, target=wish.dst)
         plan = ready(prepared)
+    if wish.check_copies:
+        with clock.stage("check"):
+            compare_copies(everything, tensors, world)
     received, own = write(prepared, wish.dst, world, clock, overwrite=wish.overwrite, sync=wish.sync)
     return SaveReport(
         path=wish.dst,

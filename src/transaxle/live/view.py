@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from transaxle.axes.bind import join_slot, split_slot
+from transaxle.axes.grouped import FAMILY
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.grouped import grouped
 from transaxle.engine.recognise import IDENTITY, recognise
-from transaxle.errors import TransaxleError
+from transaxle.errors import Code, TransaxleError, refuse
 
-_UNREAD = "UNKNOWN_FAMILY"
+_UNREAD: Code = "UNKNOWN_FAMILY"
+_SHOWN = 3
+"""Names of each side that an error shows."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,10 @@ def view(checkpoint: Checkpoint, names: Iterable[str], family: str | None, diale
     known = dialect is None and family is None and all(name in checkpoint for name in wanted)
     if known or dialect == IDENTITY:
         return View(checkpoint, IDENTITY, "")
+    if dialect is None and family is None:
+        packed = grouped(checkpoint, wanted)
+        if packed is not None:
+            return View(packed, FAMILY, "")
     settings = checkpoint.settings
     families = {checkpoint.family: settings.families[checkpoint.family]} if checkpoint.family else settings.families
     said = family is not None or dialect is not None
@@ -61,7 +69,24 @@ def view(checkpoint: Checkpoint, names: Iterable[str], family: str | None, diale
         if not said and error.code == _UNREAD and any(name in checkpoint for name in wanted):
             return View(checkpoint, IDENTITY, "")  # both sides have the same names: which of them differ is to be told
         if checkpoint.family is None or family is not None:
-            raise
-        found = recognise(wanted, {}, settings.families, None, dialect)
+            raise _told(error, wanted, checkpoint, said) from None
+        try:
+            found = recognise(wanted, {}, settings.families, None, dialect)
+        except TransaxleError as again:
+            raise _told(again, wanted, checkpoint, said) from None
     label = found.dialect.label
-    return View(checkpoint.as_dialect(label), label, found.prefix)
+    try:
+        return View(checkpoint.as_dialect(label), label, found.prefix)
+    except TransaxleError as error:
+        raise _told(error, wanted, checkpoint, said) from None
+
+
+def _told(error: TransaxleError, wanted: Sequence[str], checkpoint: Checkpoint, said: bool) -> TransaxleError:
+    """Return the error that tells of both sides, where no table reads the names of one of them."""
+    if said or error.code != _UNREAD or any(name in checkpoint for name in wanted):
+        return error
+    mine, theirs = (", ".join(names[:_SHOWN]) or "(none)" for names in (wanted, list(checkpoint)))
+    unread = error.refusals[0].message
+    message = f"model and source have no name in common\nmodel: {mine}\nsource: {theirs}\n{unread}"
+    hint = "is it the checkpoint of another model? If not, give family=, or a table of its names, tx.open(…, rules=…)"
+    return refuse(_UNREAD, message, file=checkpoint.path, hint=hint)

@@ -1,38 +1,42 @@
 """Writing: all ranks carry one plan out, each its own byte ranges, straight into the final files.
 
 Rank 0 makes the hidden folder and the files; everybody writes into them; rank 0 adds what is known beforehand and the
-manifest, and moves the result to its place. What was written is hashed as it lies in the files.
+manifest, and moves the result to its place. A tensor that one rank writes is hashed on its way, any other one as it
+lies in the files.
 
-A service takes a file from its beginning to its end: there the runs go to rank 0 over the process group, which sends
-them on, so the network of one machine is the limit.
+A service takes a file from its beginning to its end: there every file has one rank that sends it, to which the others
+send what they hold of it. Files appear when all are sent: the tensors' first, then rank 0's manifest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 
 import xxhash
 
 from transaxle.engine.copies import PlannedCheck
 from transaxle.engine.finished import manifest_of
-from transaxle.engine.manifest import digest, encode
+from transaxle.engine.manifest import encode
 from transaxle.engine.plan import PlannedTensor, Prepared
-from transaxle.engine.transfer import Reader, Transfer
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.company import MANIFEST
 from transaxle.formats.local import LocalStorage
 from transaxle.formats.location import Stage, staging_at
-from transaxle.live.assemble import Item, Run, assemble
+from transaxle.formats.upload import Upload
+from transaxle.live.assemble import Item, Run, assemble, is_long
 from transaxle.live.clock import Clock
 from transaxle.live.landing import Bytes
+from transaxle.live.memory import Memory, memory_of, rank_of
+from transaxle.live.passing import Passing, places
+from transaxle.live.uploading import carry, upload
 from transaxle.live.world import World
 from transaxle.live.writer import Writer
 
-Put = Callable[[PlannedTensor, tuple[str, int], memoryview], None]
-"""Takes bytes of a tensor: which one, file and offset, the bytes."""
-_HASHED = 4 << 20
-"""Bytes hashed at once."""
+_HASHED = 1 << 20
+"""Bytes hashed at once: so few that they come from the processor's own memory."""
+_FOLDED = 16 << 20
+"""A tensor shorter than this may be one rank's where that leaves another one with less to write."""
 
 
 def write(prepared: Prepared, dst: str, world: World, clock: Clock, *, overwrite: bool, sync: bool) -> tuple[int, int]:
@@ -53,27 +57,34 @@ def write(prepared: Prepared, dst: str, world: World, clock: Clock, *, overwrite
         TransaxleError: on every rank; the target is then as it was.
     """
     plan = prepared.plan
-    with clock.stage("check"), world.together():
-        _check_copies(plan.checks, prepared.checkpoint.container.storage, world)
-    lead = world.rank == world.ranks[0]
+    if plan.checks:
+        with clock.stage("check"), world.together():
+            _check_copies(plan.checks, memory_of(prepared.checkpoint.container), world)
     with ExitStack() as stack:
         stage: Stage | None = None
-        with world.together():
-            if lead:
-                stage = staging_at(dst, overwrite=overwrite, sync=sync)
-                stack.enter_context(stage)
-                stage.prepare(plan.files if stage.single is None else prepared.draft.files)
-                for fragment in prepared.draft.fragments:
-                    stage.pwrite(fragment.file, fragment.offset, memoryview(fragment.data))
-        folder, ordered = world.gather(None if stage is None else (str(stage.path), stage.ordered))[0] or ("", False)
-        if ordered:
-            received, own, hashes = _send(prepared, stage, world, clock)
-        else:
-            received, own, hashes = _write(prepared, folder, world, clock, sync=sync)
+
+        def begin() -> tuple[str, tuple[int, ...]]:
+            nonlocal stage
+            if world.rank != world.ranks[0]:
+                return "", ()
+            stage = staging_at(dst, overwrite=overwrite, sync=sync)
+            stack.enter_context(stage)
+            if isinstance(stage, Upload):
+                return "", world.ranks if stage.shared else world.ranks[:1]
+            stage.prepare(plan.files if stage.single is None else prepared.draft.files)
+            for fragment in prepared.draft.fragments:
+                stage.pwrite(fragment.file, fragment.offset, memoryview(fragment.data))
+            return str(stage.path), ()
+
+        with clock.stage("prepare"):
+            folder, senders = world.pool(begin)[0]
+        if senders:
+            return upload(prepared, dst, stage if isinstance(stage, Upload) else None, senders, world, clock)
+        received, own, hashes = _write(prepared, folder, world, clock, sync=sync)
         with clock.stage("commit"), world.together():
             if stage is not None:
                 if stage.single is None:
-                    stage.write(MANIFEST, encode(manifest_of(prepared, hashes, _carry(prepared, stage))))
+                    stage.write(MANIFEST, encode(manifest_of(prepared, hashes, carry(prepared, stage))))
                 stage.commit()
     return received, own
 
@@ -82,57 +93,62 @@ def _write(
     prepared: Prepared, folder: str, world: World, clock: Clock, *, sync: bool
 ) -> tuple[int, int, dict[str, str]]:
     """Write every run of bytes from its owner into the files; return bytes received and written, and all hashes."""
-    with clock.stage("write"), world.together():
-        writer = Writer(folder, sync=sync)
-        received, own = _produce(prepared, world, (), lambda _, place, data: writer.pwrite(*place, data))
+    plan = prepared.plan
+    writer = Writer(folder, sync=sync)
+    passing = Passing(plan.tensors, owners(plan.tensors, world), world.rank)
+
+    def put(run: Run, data: Bytes) -> None:
+        for place in places(plan.tensors[run.item.key].places, run.start, run.stop):
+            writer.pwrite(place.file, place.source, data[place.target - run.start :][: place.width].data)
+        passing.take(run, data)
+
+    def produce() -> tuple[int, dict[str, str]]:
+        received = assemble(passing.items, memory_of(prepared.checkpoint.container), world, put)
         writer.finish()
-    with clock.stage("hash"), world.together():
-        hashes = _hashed(prepared.plan.tensors, folder, world)
-    return received, own, {name: digest for each in world.gather(hashes) for name, digest in each.items()}
+        return received, passing.found()
+
+    with clock.stage("write"):
+        written = world.pool(produce)
+    found = [hashes for _, hashes in written]
+    with clock.stage("hash"):
+        if passing.scattered:
+            found += world.pool(lambda: _hashed(passing.scattered, folder, world))
+    received = written[world.ranks.index(world.rank)][0]
+    return received, passing.own, {name: digest for each in found for name, digest in each.items()}
 
 
-def _send(prepared: Prepared, stage: Stage | None, world: World, clock: Clock) -> tuple[int, int, dict[str, str]]:
-    """Send the files from their beginning to their end: all runs go to the first rank, in order.
+def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ...]]:
+    """Give each tensor whose bytes must come together anyway to one rank, so that all have equally much to write.
 
     Returns:
-        as `_write`; the hashes are known to the first rank only, which alone needs them.
+        For each tensor its rank; nobody where several ranks hold long runs, which each writes for itself.
     """
-    hashes = {tensor.name: xxhash.xxh3_128() for tensor in prepared.plan.tensors}
-
-    def put(tensor: PlannedTensor, place: tuple[str, int], data: memoryview) -> None:
-        if stage is not None:
-            stage.pwrite(*place, data)
-            hashes[tensor.name].update(data)
-
-    with clock.stage("write"), world.together():
-        received, own = _produce(prepared, world, world.ranks[:1], put)
-    return received, own, {name: hashed.hexdigest() for name, hashed in hashes.items()}
-
-
-def _produce(prepared: Prepared, world: World, takers: tuple[int, ...], put: Put) -> tuple[int, int]:
-    """Produce the tensors, and put every run of bytes where it belongs, at its owner or at `takers`."""
-    tensors = prepared.plan.tensors
-    storage = prepared.checkpoint.container.storage
-    own = 0
-
-    def write(run: Run, data: Bytes) -> None:
-        nonlocal own
-        tensor = tensors[run.item.key]
-        for place in _places(tensor.places, run.start, run.stop):
-            put(tensor, (place.file, place.source), data[place.target - run.start :][: place.width].data)
-        own += run.size
-
-    items = [Item(number, tensor.nbytes, tensor.transfers, takers) for number, tensor in enumerate(tensors)]
-    received = assemble(items, storage, world, write)
-    return received, own
-
-
-def _places(places: Sequence[Transfer], start: int, stop: int) -> Iterator[Transfer]:
-    """Yield the parts of a tensor's places that hold its bytes `[start, stop)`."""
-    for place in places:
-        low, high = max(start, place.target), min(stop, place.target_end)
-        if low < high:
-            yield Transfer(place.file, place.source + low - place.target, low, high - low)
+    load = dict.fromkeys(world.ranks, 0)
+    found: dict[int, tuple[int, ...]] = {}
+    open_: list[int] = []
+    for number, tensor in enumerate(tensors):
+        ranks = {rank_of(transfer.file) for transfer in tensor.transfers}
+        if len(ranks) == 1:
+            found[number] = tuple(ranks)
+            load[found[number][0]] += tensor.nbytes
+        elif any(is_long(transfer) for transfer in tensor.transfers):
+            found[number] = ()
+            for transfer in tensor.transfers:
+                load[rank_of(transfer.file)] += transfer.size
+        else:
+            open_.append(number)
+    fair = sum(tensor.nbytes for tensor in tensors) // world.size
+    for number in open_:
+        size = tensors[number].nbytes
+        rank = min(load, key=lambda each: (load[each], each))
+        if size > _FOLDED and load[rank] + size > fair + _FOLDED:
+            found[number] = ()  # one rank would be busy with it while the others wait
+            for each in world.ranks:
+                load[each] += size // world.size
+        else:
+            found[number] = (rank,)
+            load[rank] += size
+    return [found[number] for number in range(len(tensors))]
 
 
 def _hashed(tensors: Sequence[PlannedTensor], folder: str, world: World) -> dict[str, str]:
@@ -157,18 +173,7 @@ def _hashed(tensors: Sequence[PlannedTensor], folder: str, world: World) -> dict
     return found
 
 
-def _carry(prepared: Prepared, stage: Stage) -> dict[str, str]:
-    """Write the carried files; return their hashes."""
-    storage = prepared.checkpoint.container.storage
-    found = {}
-    for name in prepared.plan.carried:
-        data = storage.read(name, 0, storage.size(name))
-        stage.pwrite(name, 0, memoryview(data))
-        found[name] = digest(data)
-    return found
-
-
-def _check_copies(checks: Sequence[PlannedCheck], reader: Reader, world: World) -> None:
+def _check_copies(checks: Sequence[PlannedCheck], memory: Memory, world: World) -> None:
     """Prove tensors equal that are stored once for several names; each pair comes together at one rank.
 
     Raises:
@@ -184,7 +189,7 @@ def _check_copies(checks: Sequence[PlannedCheck], reader: Reader, world: World) 
     def take(run: Run, data: Bytes) -> None:
         hashes.setdefault(run.item.key, xxhash.xxh3_128()).update(data.data)
 
-    assemble(items, reader, world, take)
+    assemble(items, memory, world, take)
     problems = [
         Refusal("UNEQUAL_COPIES", f"{check.why}\nbut their bytes differ", Where(None, check.name))
         for number, check in enumerate(checks)

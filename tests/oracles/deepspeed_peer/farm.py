@@ -52,7 +52,14 @@ class Farm:
         return facts(self.folder / name / "truth")
 
     def resumed(
-        self, source: str, target: str, pairs: Sequence[tuple[str, str]], write: Write, *, together: bool = False
+        self,
+        source: str,
+        target: str,
+        pairs: Sequence[tuple[str, str]],
+        write: Write,
+        *,
+        together: bool = False,
+        kind: str = "",
     ) -> Path:
         """The folder in which DeepSpeed, set up as `target`, says what it loaded of `source`.
 
@@ -63,6 +70,7 @@ class Farm:
             write: makes a universal checkpoint of a case's.
             together: all parts of the optimizer count their steps in one tensor, as DeepSpeed 0.19.8 leaves them when
                 it loads a universal checkpoint at ZeRO-3; otherwise each in its own, as everywhere else.
+            kind: tells these resumes from others of the same pairs.
         """
         launch = BY_NAME[target].launch
         mine = [pair for pair in pairs if BY_NAME[pair[1]].launch == launch]
@@ -70,7 +78,7 @@ class Farm:
             self._grown(BY_NAME[one])
             self._grown(BY_NAME[other])
 
-        kind = "together" if together else "apart"
+        kind = kind or ("together" if together else "apart")
 
         def jobs() -> Iterator[dict[str, Any]]:
             for one, other in mine:
