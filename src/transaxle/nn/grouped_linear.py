@@ -1,0 +1,432 @@
+"""`GroupedLinear`: N linear layers of one size, each for its own rows of the input.
+
+Names and meaning are TransformerEngine's. No environment variable has a part in it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from transaxle.errors import refuse
+from transaxle.nn.delayed import mesh_of, placed
+from transaxle.nn.function import Pending, Product, Setting
+from transaxle.nn.grouped_tensor import GroupedTensor, adjacent
+from transaxle.nn.layer import BIAS, WEIGHT, Layer
+from transaxle.nn.path import PER_EXPERT, Path, Way, path
+from transaxle.nn.product import Operands, weights_of
+from transaxle.nn.remap import refuse_codes, remapped
+from transaxle.nn.splits import Splits, read_back, splits
+from transaxle.quant import DelayedScaling, QuantizedTensor, Quantizer, quantize_
+from transaxle.quant.entries import QuantizedEntries, is_quantized
+
+_STD = 0.023
+"""Standard deviation of initial weights, TransformerEngine's."""
+MAIN_GRAD = "main_grad"
+"""Attribute of a weight: where its gradient is summed up."""
+OVERWRITE = "overwrite_main_grad"
+"""Attribute of a weight: the next gradient replaces what is in `main_grad`."""
+ADDED = "grad_added_to_main_grad"
+"""Attribute of a weight that Megatron has set: whether `main_grad` has the gradient already."""
+
+Init = Callable[[torch.Tensor], object]
+"""Gives a weight [out, in] its initial values."""
+
+
+class GroupedLinear(QuantizedEntries):
+    """N linear layers of one size; layer `i` is applied to the next `m_splits[i]` rows.
+
+    Args:
+        num_gemms: N.
+        in_features: size of a row.
+        out_features: size of a row of the output.
+        bias: whether there are biases.
+        return_bias: return the biases beside the output, and do not add them.
+        params_dtype: of the parameters; None: torch's default.
+        device: of the parameters; `meta` leaves them without values until `to_empty` and `reset_parameters`, or a load.
+        init_method: gives each weight [out, in] its values; None: normal, 0.023.
+        fuse_wgrad_accumulation: add gradients of weights to `main_grad` of the parameters; where a parameter has
+            `overwrite_main_grad` set, put them there.
+        delay_wgrad_compute: leave gradients of weights and biases to `backward_dw`.
+        save_original_input: keep the input for backward as it was given, not as it is multiplied.
+        single_grouped_weight: one parameter `weight` [N, out, in] in place of `weight0`, `weight1`, …
+        single_grouped_bias: one parameter `bias` [N, out] in place of `bias0`, `bias1`, …
+        recipe: how weights are quantized; None: they are not.
+
+    Raises:
+        Refused: SHAPE_MISMATCH for sizes that are none; UNSUPPORTED for what does not go together.
+    """
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        init_method: Init | None = None,
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        single_grouped_weight: bool = False,
+        single_grouped_bias: bool = False,
+        *,
+        recipe: Quantizer | None = None,
+    ) -> None:
+        super().__init__()
+        if num_gemms < 1 or in_features < 0 or out_features < 0:
+            raise refuse("SHAPE_MISMATCH", f"{num_gemms} layers of {in_features} to {out_features} features")
+        if single_grouped_bias and not bias:
+            raise refuse("UNSUPPORTED", "single_grouped_bias without bias", hint="bias=True")
+        if return_bias and not bias:
+            raise refuse("UNSUPPORTED", "return_bias without bias", hint="bias=True")
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.use_bias, self.return_bias = bias, return_bias
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.delay_wgrad_compute = delay_wgrad_compute
+        self.save_original_input = save_original_input
+        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
+        self.init_method = init_method
+        every = range(num_gemms)
+        self._names = {
+            WEIGHT: (WEIGHT,) if single_grouped_weight else tuple(f"{WEIGHT}{place}" for place in every),
+            BIAS: (BIAS,) if single_grouped_bias else tuple(f"{BIAS}{place}" for place in every),
+        }
+        self._forced: Way | None = None
+        self._pending: deque[tuple[Pending, dict[str, DeviceMesh | None]]] = deque()
+        self._cached: torch.Tensor | None = None
+        made: dict[str, Any] = {"dtype": params_dtype or torch.get_default_dtype(), "device": device}
+        self._register(WEIGHT, torch.empty((num_gemms, out_features, in_features), **made), single_grouped_weight)
+        if bias:
+            self._register(BIAS, torch.empty((num_gemms, out_features), **made), single_grouped_bias)
+        self.reset_parameters()
+        if recipe is not None:
+            self.quantize_(recipe)
+
+    def _register(self, stem: str, whole: torch.Tensor, single: bool) -> None:
+        """Make parameters of a buffer: one, or one for each expert, which is a view of its part."""
+        if single:
+            self.register_parameter(stem, nn.Parameter(whole))
+            return
+        for place in range(self.num_gemms):
+            self.register_parameter(f"{stem}{place}", nn.Parameter(whole[place]))
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give weights their initial values, and biases zeros."""
+        for weight in self._members(WEIGHT):
+            if weight.device.type != "meta":
+                initial = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+                if self.init_method is None:
+                    nn.init.normal_(initial, std=_STD)
+                else:
+                    self.init_method(initial)
+                weight.copy_(initial)
+        for bias in self._members(BIAS):
+            if bias.device.type != "meta":
+                bias.zero_()
+
+    def quantize_(self, recipe: Quantizer) -> GroupedLinear:
+        """Quantize the weights, each expert's by itself, in place; return the layer. See `transaxle.quant.quantize_`.
+
+        Raises:
+            Refused: UNSUPPORTED for weights that are quantized or sharded already, and for delayed scaling of a layer
+                that keeps its original input.
+        """
+        if any(is_quantized(weight) for _, weight in self._named(WEIGHT)):
+            raise refuse("UNSUPPORTED", "the weights are quantized already", hint="quantize once, before sharding")
+        quantize_(self, recipe)
+        return self
+
+    def quantizable(self) -> Sequence[str]:
+        """Return the names of the weights: see `Quantizable` of `transaxle.quant.modules`."""
+        return self._names[WEIGHT]
+
+    def check_recipe(self, recipe: Quantizer) -> None:
+        """Refuse a recipe that the layer cannot compute with.
+
+        Raises:
+            Refused: UNSUPPORTED for delayed scaling of a layer that keeps its original input.
+        """
+        if self.save_original_input and isinstance(recipe, DelayedScaling):
+            raise refuse(
+                "UNSUPPORTED",
+                "save_original_input with delayed scaling: backward would scale the input by another history",
+                hint="save_original_input=False, or a recipe that scales by the values at hand",
+            )
+
+    def layer(self) -> Layer:
+        """Return what a state dict has to hold for this layer."""
+        single = {WEIGHT: self.single_grouped_weight, BIAS: self.single_grouped_bias}
+        stems = (WEIGHT, BIAS) if self.use_bias else (WEIGHT,)
+        shapes = {WEIGHT: (self.out_features, self.in_features), BIAS: (self.out_features,)}
+        return Layer(self.num_gemms, {stem: shapes[stem] for stem in stems}, {stem: single[stem] for stem in stems})
+
+    def _named(self, stem: str) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters of a stem by name, in the order of the experts; none where there is no bias."""
+        held = self._parameters
+        return [(name, one) for name in self._names[stem] if (one := held.get(name)) is not None]
+
+    def _own(self, stem: str) -> list[torch.Tensor]:
+        """Return the parameters of a stem, of sharded ones what this rank has."""
+        found = [parameter for _, parameter in self._named(stem)]
+        return [one.to_local() if isinstance(one, DTensor) else one for one in found]
+
+    def _members(self, stem: str) -> list[torch.Tensor]:
+        """Return one tensor per expert: the parameters, or views of the one there is."""
+        found = self._own(stem)
+        single = self.single_grouped_weight if stem == WEIGHT else self.single_grouped_bias
+        return [found[0][place] for place in range(found[0].shape[0])] if single and found else found
+
+    @property
+    def grouped_weight(self) -> GroupedTensor:
+        """The weights as one tensor.
+
+        Raises:
+            Refused: UNSUPPORTED where they are one parameter per expert.
+        """
+        if not self.single_grouped_weight:
+            raise refuse("UNSUPPORTED", "one weight per expert", hint="single_grouped_weight=True")
+        return GroupedTensor(self._parameters[WEIGHT])  # type: ignore[arg-type]
+
+    def force_path(self, way: Way | None) -> GroupedLinear:
+        """Say which way the layer goes; None lets it choose. Return the layer.
+
+        Args:
+            way: `grouped` or `per_expert`, which compute the same; or `scaled`, where weights are float8 and the device
+                multiplies their codes: rows of inputs and gradients are then rounded to float8 too.
+        """
+        self._forced, self._cached = way, None
+        return self
+
+    def path(self, inp: torch.Tensor) -> Path:
+        """Return the way that the layer goes for an input, and why.
+
+        Raises:
+            Refused: UNSUPPORTED for one that is forced, and cannot be.
+        """
+        return self._path(self._dtype(inp), inp.device, self._own(WEIGHT)[0])
+
+    def _path(self, dtype: torch.dtype, device: torch.device, weight: torch.Tensor) -> Path:
+        quantizer = weight.quantizer if isinstance(weight, QuantizedTensor) else None
+        return path(dtype, device, (self.out_features, self.in_features), forced=self._forced, quantizer=quantizer)
+
+    def _dtype(self, inp: torch.Tensor) -> torch.dtype:
+        """Return the type that is multiplied: autocast's, or the input's."""
+        if torch.is_autocast_enabled(inp.device.type):
+            return torch.get_autocast_dtype(inp.device.type)
+        return inp.dtype
+
+    def forward(
+        self,
+        inp: torch.Tensor,
+        m_splits: Sequence[int] | torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        out: torch.Tensor | None = None,
+        dgrad_out: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return [..., out]: row by row the product with the weight of the row's expert, plus its bias.
+
+        Rows past the last expert's are zeros, in the output and in the gradient of the input.
+
+        Args:
+            inp: [..., in]; plain or quantized.
+            m_splits: rows of each expert: a list, or an int32 or int64 tensor on any device. What is on the device is
+                not read back where the path is `grouped`.
+            is_first_microbatch: True: keep the weights as they are multiplied (cast, dequantized, in one piece) for
+                the microbatches after this one; False: use these; None: make them anew.
+            out: where the output is written.
+            dgrad_out: where the gradient of the input is written.
+
+        Returns:
+            The output; with `return_bias` also the biases, which are not added.
+
+        Raises:
+            Refused: SHAPE_MISMATCH, DTYPE_MISMATCH, UNSUPPORTED.
+        """
+        if inp.dim() < 1 or inp.shape[-1] != self.in_features:
+            raise refuse("SHAPE_MISMATCH", f"the input is {list(inp.shape)}, expected [..., {self.in_features}]")
+        weights = self._own(WEIGHT)
+        biases = [] if self.return_bias else self._own(BIAS)
+        dtype = self._dtype(inp)
+        if not torch.is_autocast_enabled(inp.device.type) and dtype != weights[0].dtype:
+            raise refuse("DTYPE_MISMATCH", f"an input of {dtype} and weights of {weights[0].dtype}", hint="autocast")
+        rows = inp if inp.dim() == 2 else inp.reshape(-1, self.in_features)
+        chosen = self._path(dtype, inp.device, weights[0])
+        experts = weights[0].shape[0] if self.single_grouped_weight else self.num_gemms
+        split = self._splits(m_splits, experts, rows, chosen)
+        setting = Setting(
+            chosen.way,
+            (self.out_features, self.in_features),
+            dtype,
+            split.counts,
+            len(weights),
+            self.save_original_input,
+            self if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else None,
+        )
+        _fitting(out, (rows.shape[0], self.out_features), dtype, rows.device, "out")
+        _fitting(dgrad_out, (rows.shape[0], self.in_features), inp.dtype, rows.device, "dgrad_out")
+        cached = self._kept(weights, split, setting, is_first_microbatch)
+        made = Product.apply(rows, split.offsets, cached, out, dgrad_out, setting, *weights, *biases)  # type: ignore[no-untyped-call]
+        made = made if inp.dim() == 2 else made.view(*inp.shape[:-1], self.out_features)
+        return (made, self._members(BIAS)) if self.return_bias else made
+
+    def _splits(self, m_splits: Sequence[int] | torch.Tensor, experts: int, rows: torch.Tensor, chosen: Path) -> Splits:
+        split = splits(m_splits, experts, rows.shape[0], rows.device)
+        if chosen.way == PER_EXPERT and split.counts is None:
+            assert isinstance(m_splits, torch.Tensor)
+            return Splits(split.offsets, split.rows, read_back(m_splits, split.rows))
+        return split
+
+    def _kept(
+        self, weights: Sequence[torch.Tensor], split: Splits, setting: Setting, first: bool | None
+    ) -> torch.Tensor | None:
+        """Return the weights as an earlier microbatch multiplied them, or None."""
+        if first is None:
+            return None
+        if first or self._cached is None or self._cached.dtype != setting.dtype:
+            operands = Operands(split, setting.way, setting.features, setting.dtype)
+            with torch.no_grad():
+                self._cached = weights_of(weights, operands)
+        return self._cached
+
+    def need_backward_dw(self) -> bool:
+        """Tell whether `backward_dw` has anything to do with this layer."""
+        return self.delay_wgrad_compute
+
+    def backward_dw(self) -> None:
+        """Compute the gradients of weights and biases that the oldest unfinished backward left out.
+
+        Nothing happens in a layer that does not delay them. Under FSDP2 every rank calls it, after backward: gradients
+        become means over the ranks that share the parameters, in the type of these, and are cut as they are.
+
+        Raises:
+            Refused: UNSUPPORTED where no backward left any, or they do not fit the parameters of now.
+        """
+        if not self.delay_wgrad_compute:
+            return
+        if not self._pending:
+            raise refuse(
+                "UNSUPPORTED", "backward_dw() without a backward before it", hint="call it once after each backward"
+            )
+        pending, meshes = self._pending.popleft()
+        with torch.no_grad():
+            weight = pending.weight()
+            if weight is not None and self.fuse_wgrad_accumulation:
+                self._to_main(weight)
+                weight = None
+            for stem, grad in ((WEIGHT, weight), (BIAS, pending.bias())):
+                self._to_grad(stem, grad, meshes)
+
+    def take(self, pending: Pending) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Take gradients of weights, for `backward_dw` or for `main_grad`; see `Sink`."""
+        if self.delay_wgrad_compute:
+            meshes = {name: mesh_of(one) for stem in self._names for name, one in self._named(stem)}
+            self._pending.append((pending, meshes))
+            return None, None
+        weight = pending.weight()
+        dummy = None if weight is None else self._to_main(weight)
+        return dummy, pending.bias()
+
+    def _to_main(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """Add gradients to `main_grad`, or put them there; return what autograd is to be told, if anything."""
+        single = self.single_grouped_weight
+        told = False
+        for place, (name, parameter) in enumerate(self._named(WEIGHT)):
+            if not parameter.requires_grad:
+                continue
+            main = getattr(parameter, MAIN_GRAD, None)
+            part = grad if single else grad[place]
+            if main is None or main.shape != part.shape:
+                found = "there is none" if main is None else f"it is {list(main.shape)}"
+                raise refuse("SHAPE_MISMATCH", f"main_grad of {list(part.shape)} is needed, {found}", tensor=name)
+            if getattr(parameter, OVERWRITE, False):
+                main.copy_(part)
+            else:
+                main.add_(part)
+            if hasattr(parameter, ADDED):
+                setattr(parameter, ADDED, True)
+                told = True
+        return grad.new_zeros(()).expand(grad.shape) if told else None
+
+    def _to_grad(self, stem: str, grad: torch.Tensor | None, meshes: Mapping[str, DeviceMesh | None]) -> None:
+        """Add gradients to `.grad` of the parameters, as autograd and FSDP2 do."""
+        single = self.single_grouped_weight if stem == WEIGHT else self.single_grouped_bias
+        for place, (name, parameter) in enumerate(self._named(stem) if grad is not None else ()):
+            if not parameter.requires_grad:
+                continue
+            assert grad is not None
+            part = (grad if single else grad[place]).to(parameter.dtype)
+            made = placed(part, parameter, meshes[name])
+            local, own = (one.to_local() if isinstance(one, DTensor) else one for one in (made, parameter))
+            if local.shape != own.shape:
+                message = f"the gradient is {list(local.shape)}, the parameter has become {list(own.shape)}"
+                hint = "backward_dw() before the parameter is replaced or divided"
+                raise refuse("UNSUPPORTED", message, tensor=name, hint=hint)
+            parameter.grad = made if parameter.grad is None else parameter.grad + made
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._cached = None
+        self.pack()
+        return self
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(dict(state))  # type: ignore[no-untyped-call]
+        self.pack()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the layer without what belongs to a step in progress."""
+        return {**self.__dict__, "_pending": deque(), "_cached": None}
+
+    @torch.no_grad()
+    def pack(self) -> None:
+        """Move parameters of the experts into one buffer, where they are plain and not in one: no copies in forward."""
+        for stem in (WEIGHT, BIAS):
+            held = [parameter for _, parameter in self._named(stem)]
+            plain = len(held) > 1 and all(type(one.data) is torch.Tensor for one in held)
+            alike = plain and len({(one.dtype, one.device, one.shape) for one in held}) == 1
+            if alike and held[0].device.type != "meta" and not adjacent(held):
+                for parameter, part in zip(held, torch.stack([one.data for one in held]).unbind(0), strict=True):
+                    parameter.data = part
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        taken = remapped(state_dict, prefix, self.layer())
+        refuse_codes(taken, prefix, self._parameters)
+        super()._load_from_state_dict(taken, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        self._cached = None
+        self.pack()
+
+    def extra_repr(self) -> str:
+        """Return the sizes, for `print`."""
+        single = f"single_grouped_weight={self.single_grouped_weight}"
+        return (
+            f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.use_bias}, {single}"
+        )
+
+
+def _fitting(
+    given: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, name: str
+) -> None:
+    """Refuse a buffer for a result that the result does not fit."""
+    if given is not None and (tuple(given.shape), given.dtype, given.device) != (shape, dtype, device):
+        found = f"{given.dtype} {list(given.shape)} on {given.device}"
+        raise refuse("SHAPE_MISMATCH", f"{name} is {found}, expected {dtype} {list(shape)} on {device}")

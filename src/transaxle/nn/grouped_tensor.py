@@ -1,0 +1,108 @@
+"""Grouped tensors: the matrices of N experts as one tensor of three dims, in one buffer.
+
+The tensor itself is a plain one, a `QuantizedTensor`, or a DTensor of either; those know how to shard, pickle, stack
+and move without leaving their codes. What is here is the view of it as N members.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from transaxle.errors import refuse
+from transaxle.quant import QuantizedTensor, Quantizer
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedTensor:
+    """N matrices of one shape in one buffer."""
+
+    data: torch.Tensor
+    """[N, rows, columns]: plain, quantized, or this rank's and others' parts of such a one."""
+
+    def __post_init__(self) -> None:
+        if self.data.dim() != 3:
+            raise refuse("SHAPE_MISMATCH", f"{list(self.data.shape)}, expected [tensors, rows, columns]")
+
+    @classmethod
+    def make_grouped_tensor(
+        cls,
+        num_tensors: int,
+        shape: tuple[int, int],
+        *,
+        quantizer: Quantizer | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> GroupedTensor:
+        """Make the buffer of N members, of zeros.
+
+        Args:
+            num_tensors: N.
+            shape: rows and columns of each.
+            quantizer: how they are quantized; None: they are plain.
+            device: where; None: torch's default.
+            dtype: of the values; None: torch's default.
+        """
+        data = torch.zeros((num_tensors, *shape), device=device, dtype=dtype)
+        return cls(data if quantizer is None else quantizer.quantize(data))
+
+    @classmethod
+    def stack(cls, members: Sequence[torch.Tensor]) -> GroupedTensor:
+        """Put matrices into one buffer; quantized ones as they are, codes and scales."""
+        return cls(torch.stack(list(members)))
+
+    @property
+    def num_tensors(self) -> int:
+        """N."""
+        return self.data.shape[0]
+
+    @property
+    def quantizer(self) -> Quantizer | None:
+        """What made the codes; None where the members are plain."""
+        return self.data.quantizer if isinstance(self.data, QuantizedTensor) else None
+
+    @property
+    def quantized_tensors(self) -> list[torch.Tensor]:
+        """The members, as views: what is written into one is in the buffer. Quantized ones have their own scales."""
+        return self.split_into_quantized_tensors()
+
+    def split_into_quantized_tensors(self) -> list[torch.Tensor]:
+        """Return the members, as views of the buffer."""
+        return [self.data[place] for place in range(self.num_tensors)]
+
+
+def stacked(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of parameters as one plain tensor, without a copy where they lie so.
+
+    Args:
+        parameters: one with a dim of experts, or one per expert.
+        dims: of what is returned.
+        dtype: of the values.
+    """
+    first = parameters[0]
+    if first.dim() == dims:
+        return values(first.detach(), dtype)
+    if isinstance(first, QuantizedTensor) or not adjacent(parameters):
+        return torch.stack([values(one.detach(), dtype) for one in parameters])
+    whole = (len(parameters), *first.shape)
+    return first.detach().as_strided(whole, (first.numel(), *first.stride())).to(dtype)
+
+
+def values(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the values of a tensor, plain or quantized."""
+    return x.dequantize(dtype) if isinstance(x, QuantizedTensor) else x.to(dtype)
+
+
+def adjacent(parameters: Sequence[torch.Tensor]) -> bool:
+    """Tell whether plain tensors of one shape lie one after the other in one buffer, as members of a grouped one do."""
+    first = parameters[0]
+    if torch.compiler.is_compiling() or type(first.data) is not torch.Tensor:
+        return False  # nothing is known of addresses while a program is traced
+    start, step, storage = first.data_ptr(), first.numel() * first.element_size(), first.untyped_storage()
+    size = step * len(parameters)
+    if not step or start + size > storage.data_ptr() + storage.nbytes():
+        return False  # others may lie next to it in buffers of their own
+    places = [one.data_ptr() for one in parameters]
+    return places == list(range(start, start + size, step)) and all(one.is_contiguous() for one in parameters)

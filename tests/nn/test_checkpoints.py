@@ -1,0 +1,191 @@
+"""Grouped layers and files: `transaxle.load` and the DCP planner read either form, and other frameworks' too."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+import transaxle as tx
+from tests import checkpoints
+from tests.nn.layers import EXPERTS, layer
+from tests.quant.kinds import MORE, raw
+from transaxle.errors import TransaxleError
+from transaxle.nn import GroupedLinear
+from transaxle.quant import QuantizedTensor, kernels
+
+SIZES = checkpoints.SIZES
+SAFETENSORS = "safetensors:identity"
+CASES = [
+    *((SAFETENSORS, kind) for kind in ("plain", *MORE)),
+    *((form, kind) for form in ("dcp:identity", "torch:identity") for kind in ("plain", "mxfp8", "float8 delayed")),
+]
+"""Containers and kinds; what is inside a container does not depend on it, so not every pair is here."""
+
+
+class Model(nn.Module):
+    """Grouped layers in blocks, among other parameters."""
+
+    def __init__(self, single: bool, seed: int, kind: str = "plain") -> None:
+        super().__init__()
+        said: dict[str, Any] = {"in_features": 64, "out_features": 64, "params_dtype": torch.bfloat16}
+        said |= {"recipe": MORE[kind], "bias": False} if kind in MORE else {"single_grouped_bias": single}
+        blocks = [layer(seed + place, single_grouped_weight=single, **said) for place in range(2)]
+        self.blocks = nn.ModuleList(nn.ModuleDict({"fc1": one}) for one in blocks)
+        self.norm = nn.LayerNorm(64)
+
+
+def _stacked(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The bytes of a state dict by the packed form's names: what is per expert is stacked here."""
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        before, dot, last = name.rpartition(".")
+        whole = "".join(c for c in last if not c.isdigit())
+        found.setdefault(f"{before}{dot}{whole}", []).append(value)
+    return {name: raw(held[0] if len(held) == 1 else torch.stack(held)) for name, held in found.items()}
+
+
+def _same(one: nn.Module, two: nn.Module) -> None:
+    first, second = _stacked(one.state_dict()), _stacked(two.state_dict())
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value.view(-1), second[name].view(-1)) for name, value in first.items())
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize(("form", "kind"), CASES)
+def test_transaxle_load_reads_either_form(
+    form: str, kind: str, single: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, made = Model(not single, 1, kind), Model(single, 5, kind)
+    tx.save(source, tmp_path / "saved", to=form)
+    calls: list[Any] = []
+    monkeypatch.setattr(kernels, "dequantize", lambda *a, **_: calls.append(a))
+    monkeypatch.setattr(QuantizedTensor, "dequantize", lambda *a, **_: calls.append(a))
+    report = tx.load(made, tmp_path / "saved")
+    assert calls == []
+    assert report.bytes_written == report.bytes_needed == report.bytes_read
+    assert not report.missing
+    assert not report.unexpected
+    _same(made, source)
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("kind", ["plain", "mxfp8", "nvfp4", "float8 delayed"])
+def test_the_dcp_planner_reads_either_form(kind: str, single: bool, tmp_path: Path) -> None:
+    source, made = Model(not single, 1, kind), Model(single, 5, kind)
+    state = {"model": made.state_dict()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process
+        dcp_save({"model": source.state_dict()}, checkpoint_id=str(tmp_path / "saved"))
+        dcp_load(state, checkpoint_id=str(tmp_path / "saved"), planner=tx.LoadPlanner())
+    made.load_state_dict(state["model"])
+    _same(made, source)
+
+
+def test_meta_models_are_loaded(tmp_path: Path) -> None:
+    source = Model(single=False, seed=1)
+    tx.save(source, tmp_path / "saved", to=SAFETENSORS)
+    with torch.device("meta"):
+        made = Model.__new__(Model)
+        nn.Module.__init__(made)
+        made.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "fc1": GroupedLinear(
+                        EXPERTS,
+                        64,
+                        64,
+                        params_dtype=torch.bfloat16,
+                        single_grouped_weight=True,
+                        single_grouped_bias=True,
+                    )
+                }
+            )
+            for _ in range(2)
+        )
+        made.norm = nn.LayerNorm(64)
+    tx.load(made, tmp_path / "saved")
+    _same(made, source)
+
+
+def test_what_lacks_or_is_too_much_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    source, made = Model(single=False, seed=1), Model(single=True, seed=5)
+    state = source.state_dict()
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    lacking = {name: value for name, value in state.items() if name != "blocks.1.fc1.weight2"}
+    tx.save(lacking, tmp_path / "lacking", to=SAFETENSORS)
+    with pytest.raises(TransaxleError, match=r"blocks\.1\.fc1\.weight2"):
+        tx.load(made, tmp_path / "lacking")
+    fewer = {name: value for name, value in state.items() if not name.endswith("3")}
+    tx.save(fewer, tmp_path / "fewer", to=SAFETENSORS)
+    with pytest.raises(TransaxleError, match=r"the model's is \[4, 64, 64\], the source's \[3, 64, 64\]"):
+        tx.load(made, tmp_path / "fewer", strict=False)
+    assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [torch.empty(0), torch.zeros(3, dtype=torch.uint8), io.BytesIO(), None],
+    ids=["empty", "bytes", "file", "None"],
+)
+@pytest.mark.parametrize("single", [True, False])
+def test_what_transformer_engine_keeps_beside_is_no_reason_to_refuse(extra: Any, single: bool, tmp_path: Path) -> None:
+    source, made = Model(single=False, seed=1), Model(single=single, seed=5)
+    torch.save({**source.state_dict(), "blocks.0.fc1._extra_state": extra}, tmp_path / "saved.pt")
+    report = tx.load(made, tmp_path / "saved.pt")
+    assert ("blocks.0.fc1._extra_state" in report.unexpected) == isinstance(extra, torch.Tensor)
+    _same(made, source)
+
+
+class Megatron(nn.Module):
+    """A Qwen3-MoE's experts under the names of megatron-core, in grouped layers."""
+
+    def __init__(self, single: bool) -> None:
+        super().__init__()
+        d, f, e = SIZES["hidden_size"], SIZES["moe_intermediate_size"], SIZES["num_experts"]
+        said: dict[str, Any] = {"bias": False, "single_grouped_weight": single, "params_dtype": torch.bfloat16}
+
+        def experts() -> nn.ModuleDict:
+            return nn.ModuleDict(
+                {"linear_fc1": GroupedLinear(e, d, 2 * f, **said), "linear_fc2": GroupedLinear(e, f, d, **said)}
+            )
+
+        layers = [
+            nn.ModuleDict({"mlp": nn.ModuleDict({"experts": experts()})}) for _ in range(SIZES["num_hidden_layers"])
+        ]
+        self.decoder = nn.ModuleDict({"layers": nn.ModuleList(layers)})
+
+
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("dialect", ["hf", "torchtitan", "automodel", "transformers", "megatron", "te"])
+def test_other_frameworks_in_one_step(dialect: str, single: bool, tmp_path: Path) -> None:
+    """From the file of any framework into grouped layers, gate|up included, and from these to its names again."""
+    source = checkpoints.tiny(tmp_path / "hf")
+    held = {name: torch.from_numpy(value.view("int16")) for name, value in checkpoints.read(source).items()}
+    if dialect != "hf":
+        tx.convert(source, tmp_path / "other", to=f"safetensors:{dialect}")
+    made = Megatron(single)
+    tx.load(made, tmp_path / ("hf" if dialect == "hf" else "other"), strict=False, config=checkpoints.CONFIG)
+    for number in range(SIZES["num_hidden_layers"]):
+        experts: Any = made.decoder["layers"][number]["mlp"]["experts"]  # type: ignore[index]
+        for e in range(SIZES["num_experts"]):
+            parts = [
+                held[f"model.layers.{number}.mlp.experts.{e}.{part}_proj.weight"] for part in ("gate", "up", "down")
+            ]
+            one, two = experts["linear_fc1"], experts["linear_fc2"]
+            first = one.weight[e] if single else getattr(one, f"weight{e}")
+            second = two.weight[e] if single else getattr(two, f"weight{e}")
+            assert torch.equal(first.view(torch.int16), torch.cat(parts[:2]))
+            assert torch.equal(second.view(torch.int16), parts[2])
+    back = tx.state_dict_as(
+        made, "hf", family="qwen3_moe", source="te" if single else "megatron", config=checkpoints.CONFIG
+    )
+    assert len(back) == SIZES["num_hidden_layers"] * checkpoints.EXPERTS_OF_A_LAYER
+    assert all(torch.equal(value.view(torch.int16), held[name]) for name, value in back.items())

@@ -1,0 +1,161 @@
+"""Gradients of weights that go elsewhere: computed later, summed up in `main_grad`, or put there."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from tests.nn.layers import EXPERTS, expected, layer, of_output, rows
+from transaxle.errors import TransaxleError
+from transaxle.nn import GroupedLinear
+
+BIASES: dict[str, dict[str, bool]] = {
+    "no bias": {"bias": False},
+    "bias per expert": {"single_grouped_bias": False},
+    "one bias": {"single_grouped_bias": True},
+}
+MICROBATCHES = ([3, 0, 5, 2], [0, 12, 0, 0])
+TWO = 2.0
+
+
+def _weights(made: GroupedLinear) -> list[torch.nn.Parameter]:
+    return [parameter for name, parameter in made.named_parameters() if name.startswith("weight")]
+
+
+def _summed(single: bool, biases: dict[str, bool]) -> dict[str, torch.Tensor]:
+    """Gradients of the microbatches together, by the loop."""
+    made = layer(single_grouped_weight=single, **biases)
+    total: dict[str, torch.Tensor] = {}
+    for seed, splits in enumerate(MICROBATCHES):
+        for name, one in expected(made, rows(made, seed), splits, of_output((12, 24), torch.float32, seed)).items():
+            total[name] = total[name] + one if name in total else one
+    return total
+
+
+@pytest.mark.parametrize("way", ["grouped", "per_expert"])
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("biases", BIASES)
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("main", ["grad", "accumulate", "overwrite"])
+def test_every_combination_equals_eager(main: str, delay: bool, biases: str, single: bool, way: Any) -> None:
+    fuse = main != "grad"
+    made = layer(
+        single_grouped_weight=single, delay_wgrad_compute=delay, fuse_wgrad_accumulation=fuse, **BIASES[biases]
+    ).force_path(way)
+    for one in _weights(made):
+        one.main_grad = torch.full(one.shape, TWO)  # type: ignore[attr-defined]
+    for seed, splits in enumerate(MICROBATCHES):
+        for one in _weights(made):
+            one.overwrite_main_grad = main == "overwrite" and seed == 0  # type: ignore[attr-defined]
+        found = made(rows(made, seed), splits)
+        found.backward(of_output(found.shape, found.dtype, seed))
+    if delay:
+        assert made.need_backward_dw()
+        assert all(one.grad is None for one in made.parameters())
+        assert all((one.main_grad == TWO).all() for one in _weights(made))  # type: ignore[attr-defined]
+        for seed, _ in enumerate(MICROBATCHES):
+            for one in _weights(made):
+                one.overwrite_main_grad = main == "overwrite" and seed == 0  # type: ignore[attr-defined]
+            made.backward_dw()
+    wanted = _summed(single, BIASES[biases])
+    for name, one in made.named_parameters():
+        if fuse and name.startswith("weight"):
+            assert one.grad is None
+            base = TWO if main == "accumulate" else 0
+            torch.testing.assert_close(one.main_grad, wanted[name] + base, rtol=1e-6, atol=1e-5)  # type: ignore[attr-defined]
+        else:
+            assert one.grad is not None
+            torch.testing.assert_close(one.grad, wanted[name], rtol=1e-6, atol=1e-5)
+
+
+def test_backward_dw_twice_or_too_early_is_refused() -> None:
+    made = layer(delay_wgrad_compute=True)
+    with pytest.raises(TransaxleError, match="without a backward before it") as caught:
+        made.backward_dw()
+    assert caught.value.code == "UNSUPPORTED"
+    found = made(rows(made), [3, 0, 5, 2])
+    with pytest.raises(TransaxleError, match="without a backward before it"):
+        made.backward_dw()  # out of order: there was only a forward
+    found.sum().backward()
+    made.backward_dw()
+    kept = [one.grad.clone() for one in made.parameters() if one.grad is not None]
+    with pytest.raises(TransaxleError, match="without a backward before it"):
+        made.backward_dw()
+    assert all(
+        torch.equal(one, two.grad) for one, two in zip(kept, made.parameters(), strict=True) if two.grad is not None
+    )
+    now = layer()
+    now.backward_dw()  # nothing is delayed, so there is nothing to do
+    assert not now.need_backward_dw()
+
+
+def test_pending_gradients_come_in_the_order_of_their_backwards() -> None:
+    made = layer(bias=False, delay_wgrad_compute=True)
+    results = [made(rows(made, seed), splits) for seed, splits in enumerate(MICROBATCHES)]
+    for seed in (1, 0):
+        results[seed].backward(of_output((12, 24), torch.float32, seed))
+    wanted = [
+        expected(layer(bias=False), rows(made, seed), splits, of_output((12, 24), torch.float32, seed))
+        for seed, splits in enumerate(MICROBATCHES)
+    ]
+    made.backward_dw()
+    assert torch.equal(made.weight1.grad, wanted[1]["weight1"])
+    made.backward_dw()
+    torch.testing.assert_close(made.weight0.grad, wanted[0]["weight0"] + wanted[1]["weight0"])
+
+
+def test_main_grad_may_be_of_another_type_and_must_be_there() -> None:
+    made = layer(params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True, bias=False)
+    x = rows(made, dtype=torch.bfloat16)
+    with pytest.raises(TransaxleError, match=r"main_grad of \[24, 16\] is needed, there is none"):
+        made(x, [3, 0, 5, 2]).sum().backward()
+    for one in made.parameters():
+        one.main_grad = torch.zeros(one.shape)  # type: ignore[attr-defined]
+    for _ in range(2):
+        made(x, [3, 0, 5, 2]).backward(of_output((12, 24), torch.bfloat16))
+    wanted = expected(layer(params_dtype=torch.bfloat16, bias=False), x, [3, 0, 5, 2])
+    for name, one in made.named_parameters():
+        assert torch.equal(one.main_grad, 2 * wanted[name].float())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_megatron_is_told_that_the_gradient_is_there(single: bool) -> None:
+    """Where a weight has `grad_added_to_main_grad`, its hooks have to run, and find zeros in `.grad`."""
+    made = layer(fuse_wgrad_accumulation=True, single_grouped_weight=single)
+    ran: list[torch.Tensor] = []
+    for one in _weights(made):
+        one.main_grad = torch.zeros(one.shape)  # type: ignore[attr-defined]
+        one.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+        one.register_post_accumulate_grad_hook(ran.append)
+    made(rows(made), [3, 0, 5, 2]).sum().backward()
+    assert len(ran) == (1 if single else EXPERTS)
+    for one in _weights(made):
+        assert one.grad_added_to_main_grad  # type: ignore[attr-defined]
+        assert one.grad is not None
+        assert not one.grad.any()
+        assert one.main_grad.any() or not single  # type: ignore[attr-defined]
+
+
+def test_a_copy_has_none_of_the_steps_in_progress() -> None:
+    made = layer(delay_wgrad_compute=True)
+    made(rows(made), [3, 0, 5, 2]).sum().backward()
+    other = copy.deepcopy(made)
+    with pytest.raises(TransaxleError, match="without a backward"):
+        other.backward_dw()
+    made.backward_dw()
+    assert other.weight0.grad is None
+    assert made.weight0.grad is not None
+
+
+def test_gradients_of_frozen_experts_are_left_out() -> None:
+    made = layer(delay_wgrad_compute=True)
+    made.weight2.requires_grad_(False)
+    found = made(rows(made), [3, 4, 3, 2])
+    found.backward(of_output(found.shape, found.dtype))
+    made.backward_dw()
+    assert made.weight2.grad is None
+    wanted = expected(layer(), rows(made), [3, 4, 3, 2])
+    assert torch.equal(made.weight1.grad, wanted["weight1"])

@@ -1,0 +1,387 @@
+"""`GroupedLinear` against a loop of `functional.linear`: outputs and all gradients, in every configuration."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.nn.layers import (
+    EXPERTS,
+    ROWS,
+    SPLITS,
+    Unreadable,
+    expected,
+    experts,
+    layer,
+    looped,
+    of_output,
+    readable,
+    rows,
+    run,
+)
+from tests.quant.kinds import KINDS
+from transaxle.errors import TransaxleError
+from transaxle.nn import GroupedLinear
+from transaxle.nn.grouped_tensor import adjacent
+from transaxle.quant import DelayedScaling, Float8Block, QuantizedTensor, Quantizer
+
+FORMS = [
+    dict(zip(("single_grouped_weight", "single_grouped_bias"), each, strict=True))
+    for each in product((False, True), repeat=2)
+]
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+"""Of what a bias takes part in: it is added after a rounding that `addmm` does not make, and summed otherwise."""
+
+
+def _alike(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], tolerance: float) -> None:
+    assert found.keys() == wanted.keys()
+    for name, one in found.items():
+        near = tolerance if "bias" in name or name == "output" else 0
+        torch.testing.assert_close(readable(one), wanted[name], rtol=near, atol=near * 10)
+
+
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_it_is_a_loop_of_linears(dtype: torch.dtype, form: dict[str, bool], splits: list[int]) -> None:
+    made = layer(params_dtype=dtype, **form)
+    x = rows(made, dtype=dtype)
+    assert made.path(x).way == "grouped"
+    _alike(run(made, x, torch.tensor(splits)), expected(made, x, splits), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+def test_without_bias_every_bit_is_that_of_the_loop(splits: list[int], single: bool) -> None:
+    made = layer(bias=False, single_grouped_weight=single)
+    x = rows(made)
+    _alike(run(made, x, splits), expected(made, x, splits), 0)
+
+
+@pytest.mark.parametrize("features", [(15, 23), (1, 1), (16, 23), (7, 8)], ids=str)
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+def test_sizes_that_are_no_steps_of_16_bytes_are_padded(
+    dtype: torch.dtype, single: bool, features: tuple[int, int]
+) -> None:
+    made = layer(in_features=features[0], out_features=features[1], params_dtype=dtype, single_grouped_weight=single)
+    x = rows(made, dtype=dtype)
+    found, wanted = run(made, x, [1, 0, 3, 4]), expected(made, x, [1, 0, 3, 4])
+    for name, one in found.items():  # other sizes are summed up in another order
+        torch.testing.assert_close(one, wanted[name], rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype] * 10)
+
+
+@pytest.mark.parametrize("way", ["grouped", "per_expert"])
+@pytest.mark.parametrize("splits", [[3, 0, 4, 2], [0, 0, 0, 0]], ids=str)
+def test_rows_past_the_last_expert_are_zeros_in_both_directions(splits: list[int], way: Any) -> None:
+    made = layer().force_path(way)
+    x = rows(made)
+    with torch.no_grad():
+        x[sum(splits) :] = float("nan")  # nobody looks there
+    for given in (splits, torch.tensor(splits), Unreadable(torch.tensor(splits))):
+        if way == "per_expert" and isinstance(given, Unreadable):
+            continue
+        found = run(made, x, given, of_output((ROWS, made.out_features), torch.float32))
+        assert not readable(found["output"])[sum(splits) :].any()
+        assert not readable(found["input"])[sum(splits) :].any()
+        assert all(readable(one).isfinite().all() for one in found.values())
+
+
+@pytest.mark.parametrize("way", ["grouped", "per_expert"])
+def test_no_rows_at_all(way: Any) -> None:
+    made = layer().force_path(way)
+    x = rows(made, count=0)
+    found = run(made, x, [0] * EXPERTS)
+    assert found["output"].shape == (0, made.out_features)
+    assert all(getattr(made, name).grad is not None for name, _ in made.named_parameters())
+    assert not any(one.any() for one in found.values())
+
+
+@pytest.mark.parametrize("way", ["grouped", "per_expert"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_gradients_of_stride_zero(form: dict[str, bool], way: Any) -> None:
+    made = layer(**form).force_path(way)
+    x = rows(made)
+    one = torch.ones(()).expand(ROWS, made.out_features)
+    _alike(run(made, x, [3, 0, 5, 2], one), expected(made, x, [3, 0, 5, 2], one.contiguous()), 2e-6)
+    made.zero_grad()
+    made(x, [3, 0, 5, 2]).sum().backward()
+
+
+def test_operands_begin_at_steps_of_16_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views at odd places of larger buffers, as data-parallel wrappers make them: a GPU refuses their addresses."""
+    made = layer(single_grouped_weight=True, bias=False)
+    flat = torch.zeros(3 + made.weight.numel())
+    flat[3:] = made.weight.detach().flatten()
+    made.weight.data = flat[3:].view(made.weight.shape)
+    x = torch.zeros(1 + ROWS * 16)[1:].view(ROWS, 16).requires_grad_()
+    with torch.no_grad():
+        x.copy_(rows(made).detach())
+    given: list[torch.Tensor] = []
+    real = torch.nn.functional.grouped_mm
+
+    def seen(*operands: torch.Tensor, **said: Any) -> torch.Tensor:
+        given.extend(operands)
+        return real(*operands, **said)
+
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", seen)
+    found = run(made, x, [3, 0, 5, 4])
+    assert len(given) == 6
+    assert all(one.data_ptr() % 16 == 0 for one in given)
+    wanted = expected(made, x, [3, 0, 5, 4])
+    for name, one in found.items():  # unaligned, the loop sums up in another order
+        torch.testing.assert_close(one, wanted[name], rtol=2e-6, atol=2e-5)
+
+
+def test_more_dims_and_strided_rows() -> None:
+    made = layer()
+    wide = torch.randn(3, 4, 32, generator=torch.Generator().manual_seed(3))
+    x = wide[..., ::2]
+    found = made(x, [3, 0, 5, 4])
+    assert found.shape == (3, 4, made.out_features)
+    torch.testing.assert_close(found.view(-1, made.out_features), looped(made, x.reshape(12, 16), [3, 0, 5, 4]))
+
+
+def test_biases_are_returned_and_not_added() -> None:
+    for form in FORMS:
+        made = layer(return_bias=True, **form)
+        x = rows(made)
+        found, biases = made(x, [3, 0, 5, 4])
+        assert len(biases) == EXPERTS
+        assert all(torch.equal(one, two) for one, two in zip(biases, experts(made, "bias"), strict=True))
+        without = layer(**form)
+        with torch.no_grad():
+            for one in experts(without, "bias"):
+                one.zero_()
+        torch.testing.assert_close(found, without(x, [3, 0, 5, 4]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("way", ["grouped", "per_expert"])
+def test_results_are_written_where_they_are_wanted(way: Any) -> None:
+    made = layer().force_path(way)
+    x = rows(made)
+    out, dgrad = torch.full((ROWS, 24), 7.0), torch.full((ROWS, 16), 7.0)
+    given = made(x, [3, 0, 5, 2], out=out, dgrad_out=dgrad)
+    assert given.data_ptr() == out.data_ptr()
+    assert torch.equal(out, looped(made, x, [3, 0, 5, 2]).detach()) or way == "grouped"
+    torch.testing.assert_close(out, looped(made, x, [3, 0, 5, 2]))
+    given.backward(of_output(given.shape, given.dtype))
+    wanted = expected(made, x.detach().requires_grad_(), [3, 0, 5, 2])
+    assert torch.equal(dgrad, wanted["input"])
+    for bad in (torch.empty(ROWS, 23), torch.empty(ROWS, 24, dtype=torch.float64)):
+        with pytest.raises(TransaxleError, match="SHAPE_MISMATCH"):
+            made(x, [3, 0, 5, 2], out=bad)
+    with pytest.raises(TransaxleError, match="dgrad_out"):
+        made(x, [3, 0, 5, 2], dgrad_out=torch.empty(ROWS, 15))
+
+
+def test_weights_of_the_first_microbatch_serve_the_others() -> None:
+    made = layer(single_grouped_weight=True, bias=False, recipe=Float8Block())
+    x = rows(made)
+    first = made(x, [3, 0, 5, 4], is_first_microbatch=True)
+    with torch.no_grad():
+        made.weight.copy_(torch.ones(EXPERTS, 24, 16))
+    again = made(x, [3, 0, 5, 4], is_first_microbatch=False)
+    assert torch.equal(first, again)
+    again.backward(torch.ones_like(again))
+    kept = x.grad.clone() if x.grad is not None else None
+    assert kept is not None
+    assert not torch.equal(kept, torch.full_like(kept, 24.0))
+    assert torch.equal(made(x, [3, 0, 5, 4], is_first_microbatch=True), looped(made, x, [3, 0, 5, 4]))
+    assert not torch.equal(first, made(x, [3, 0, 5, 4]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize("way", ["grouped", "per_expert"])
+def test_quantized_weights_give_the_products_of_their_values(kind: str, single: bool, way: Any) -> None:
+    recipe = KINDS[kind]
+    made = layer(
+        in_features=32,
+        out_features=64,
+        bias=False,
+        single_grouped_weight=single,
+        params_dtype=torch.bfloat16,
+        recipe=recipe,
+    ).force_path(way)
+    assert all(isinstance(one, QuantizedTensor) for one in made.parameters())
+    x = rows(made, dtype=torch.bfloat16)
+    found = run(made, x, [3, 0, 5, 4])
+    plain = layer(in_features=32, out_features=64, bias=False, params_dtype=torch.bfloat16)
+    with torch.no_grad():
+        for one, two in zip(experts(plain, "weight"), experts(made, "weight"), strict=True):
+            assert isinstance(two, QuantizedTensor)
+            one.copy_(two.dequantize(torch.bfloat16))
+    wanted = expected(plain, x, [3, 0, 5, 4])
+    assert torch.equal(found["output"], wanted["output"])
+    assert torch.equal(found["input"], wanted["input"])
+    gradients = torch.stack([wanted[f"weight{place}"] for place in range(EXPERTS)])
+    mine = found["weight"] if single else torch.stack([found[f"weight{place}"] for place in range(EXPERTS)])
+    assert type(mine) is torch.Tensor
+    assert torch.equal(mine, gradients)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("original", [False, True])
+def test_quantized_inputs_give_the_products_of_their_values(kind: str, original: bool) -> None:
+    recipe: Quantizer = KINDS[kind]
+    made = layer(in_features=32, params_dtype=torch.bfloat16, save_original_input=original)
+    codes = recipe.quantize(rows(made, dtype=torch.bfloat16).detach())
+    saved: list[torch.Tensor] = []
+
+    def packed(one: torch.Tensor) -> torch.Tensor:
+        saved.append(one)
+        return one
+
+    with torch.autograd.graph.saved_tensors_hooks(packed, lambda one: one):
+        found = made(codes, [3, 0, 5, 4])
+    assert torch.equal(found, made(codes.dequantize(), [3, 0, 5, 4]))
+    assert isinstance(saved[0], QuantizedTensor) == original
+    found.backward(of_output(found.shape, found.dtype))
+    mine = [one.grad.clone() for one in made.parameters() if one.grad is not None]
+    wanted = run(made, codes.dequantize().requires_grad_(), [3, 0, 5, 4])
+    assert all(torch.equal(one, wanted[name]) for one, (name, _) in zip(mine, made.named_parameters(), strict=True))
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_activations_can_be_computed_again(single: bool) -> None:
+    made = layer(single_grouped_weight=single)
+    x, splits = rows(made), torch.tensor([3, 0, 5, 2])
+    wanted = run(made, x, splits)
+    made.zero_grad()
+    x.grad = None
+    again = checkpoint(made, x, splits, use_reentrant=False)
+    again.backward(of_output(again.shape, again.dtype))
+    assert torch.equal(_gradient_of(x), wanted["input"])
+    assert all(torch.equal(one.grad, wanted[name]) for name, one in made.named_parameters() if one.grad is not None)
+
+
+def _gradient_of(x: torch.Tensor) -> torch.Tensor:
+    assert x.grad is not None
+    return x.grad
+
+
+def test_autocast_decides_the_type() -> None:
+    made = layer()
+    x = rows(made)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = made(x, [3, 0, 5, 4])
+        wanted = looped(made, x, [3, 0, 5, 4]).to(torch.bfloat16)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=0.1)
+    found.backward(of_output(found.shape, found.dtype))
+    assert x.grad is not None
+    assert x.grad.dtype == made.weight0.grad.dtype == torch.float32
+    with pytest.raises(TransaxleError, match="DTYPE_MISMATCH"):
+        made(x.to(torch.bfloat16), [3, 0, 5, 4])
+
+
+def test_frozen_parameters_get_no_gradients() -> None:
+    made = layer()
+    made.weight1.requires_grad_(False)
+    made.bias0.requires_grad_(False)
+    x = rows(made)
+    wanted = expected(layer(), x, [3, 4, 3, 2])
+    found = run(made, x, [3, 4, 3, 2])
+    assert made.weight1.grad is None
+    assert made.bias0.grad is None
+    assert torch.equal(found["weight0"], wanted["weight0"])
+    torch.testing.assert_close(found["bias1"], wanted["bias1"])
+    for one in made.parameters():
+        one.requires_grad_(False)
+    made(x, [3, 4, 3, 2]).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"save_original_input": True, "recipe": DelayedScaling()}, "save_original_input with delayed scaling"),
+        ({"bias": False, "single_grouped_bias": True}, "without bias"),
+        ({"bias": False, "return_bias": True}, "without bias"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_at_construction(said: dict[str, Any], why: str) -> None:
+    with pytest.raises(TransaxleError, match=why) as caught:
+        layer(**said)
+    assert caught.value.code == "UNSUPPORTED"
+    with pytest.raises(TransaxleError, match="0 layers"):
+        GroupedLinear(0, 16, 16)
+
+
+def test_initial_values() -> None:
+    torch.manual_seed(0)
+    for single in (False, True):
+        made = GroupedLinear(8, 64, 64, single_grouped_weight=single)
+        values = torch.stack(experts(made, "weight"))
+        assert abs(values.std().item() - 0.023) < 0.001
+        assert abs(values.mean().item()) < 0.001
+        assert not torch.stack(experts(made, "bias")).any()
+        told = GroupedLinear(8, 64, 64, single_grouped_weight=single, init_method=nn.init.ones_)
+        assert torch.equal(torch.stack(experts(told, "weight")), torch.ones(8, 64, 64))
+        late = GroupedLinear(8, 64, 64, single_grouped_weight=single, device="meta", init_method=nn.init.ones_)
+        assert all(one.is_meta for one in late.parameters())
+        late.to_empty(device="cpu").reset_parameters()
+        assert torch.equal(torch.stack(experts(late, "weight")), torch.ones(8, 64, 64))
+
+
+def test_experts_lie_in_one_buffer_whatever_happens_to_the_layer() -> None:
+    made = layer()
+
+    def packed(one: GroupedLinear) -> bool:
+        return adjacent([one.weight0, one.weight1, one.weight2, one.weight3])
+
+    assert packed(made)
+    assert packed(copy.deepcopy(made))
+    assert packed(pickle.loads(pickle.dumps(made)))  # noqa: S301
+    assert packed(made.to(torch.bfloat16))
+    copied = copy.deepcopy(made)
+    assert copied.weight0.data_ptr() != made.weight0.data_ptr()
+    assert torch.equal(copied.weight3, made.weight3)
+    made.weight2.data = made.weight2.data.clone()  # behind its back: slower, and right
+    assert not packed(made)
+    x = rows(made, dtype=torch.bfloat16)
+    torch.testing.assert_close(made(x, [3, 0, 5, 4]), looped(made, x, [3, 0, 5, 4]), rtol=2e-2, atol=0.1)
+
+
+def test_it_says_what_it_is() -> None:
+    assert "num_gemms=4, in_features=16, out_features=24, bias=True, single_grouped_weight=False" in repr(layer())
+    with pytest.raises(TransaxleError, match="SHAPE_MISMATCH"):
+        layer()(torch.randn(3, 15), [3, 0, 0, 0])
+    with pytest.raises(TransaxleError, match="one weight per expert"):
+        _ = layer().grouped_weight
+
+
+def test_names_and_defaults_are_those_of_transformer_engine() -> None:
+    """Of August 2026: its `GroupedLinear`, without the arguments for its own kernels and communication."""
+    said = {
+        "bias": True,
+        "return_bias": False,
+        "params_dtype": None,
+        "device": None,
+        "init_method": None,
+        "fuse_wgrad_accumulation": False,
+        "delay_wgrad_compute": False,
+        "save_original_input": False,
+        "single_grouped_weight": False,
+        "single_grouped_bias": False,
+    }
+    call = {"is_first_microbatch": None, "out": None, "dgrad_out": None}
+    needed = inspect.Parameter.empty
+    made = inspect.signature(GroupedLinear).parameters
+    found = {name: one.default for name, one in made.items() if one.kind != inspect.Parameter.KEYWORD_ONLY}
+    assert found == {"num_gemms": needed, "in_features": needed, "out_features": needed, **said}
+    given = inspect.signature(GroupedLinear.forward).parameters
+    assert {name: one.default for name, one in given.items() if name != "self"} == {
+        "inp": needed,
+        "m_splits": needed,
+        **call,
+    }
+    assert list(inspect.signature(GroupedLinear.backward_dw).parameters) == ["self"]

@@ -1,0 +1,131 @@
+"""Expert layouts of other frameworks, to and from grouped layers in one step; the oracle is written-out torch."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from transaxle.errors import TransaxleError
+from transaxle.nn import GroupedLinear, accept_layouts, experts_as
+
+E, D, F = 3, 4, 6
+Tensors = dict[str, torch.Tensor]
+
+
+def _of(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> dict[str, Tensors]:
+    """One layer's experts in every layout, of gate [E, F, D], up [E, F, D] and down [E, D, F]."""
+    fused = torch.cat([gate, up], 1)
+    return {
+        "stacked": {"linear_fc1.weight": fused, "linear_fc2.weight": down},
+        "separate": {f"linear_fc1.weight{e}": fused[e] for e in range(E)}
+        | {f"linear_fc2.weight{e}": down[e] for e in range(E)},
+        "hf": {f"{e}.gate_proj.weight": gate[e] for e in range(E)}
+        | {f"{e}.up_proj.weight": up[e] for e in range(E)}
+        | {f"{e}.down_proj.weight": down[e] for e in range(E)},
+        "transformers": {"gate_up_proj": fused, "down_proj": down},
+        "torchtitan": {"w1_EFD": gate, "w2_EDF": down, "w3_EFD": up},
+        "torchtitan@0.2": {"w1": gate, "w2": down, "w3": up},
+        "automodel": {
+            "gate_and_up_projs": torch.cat([gate.transpose(1, 2), up.transpose(1, 2)], 2),
+            "down_projs": down.transpose(1, 2),
+        },
+    }
+
+
+def _layouts(start: int = 0, features: tuple[int, int] = (D, F)) -> dict[str, Tensors]:
+    d, f = features
+    numbers = torch.arange(start, start + 3 * E * d * f, dtype=torch.float32).view(3, E, f, d)
+    return _of(numbers[0], numbers[1], numbers[2].transpose(1, 2).contiguous())
+
+
+def _same(found: dict[str, Any], wanted: Tensors) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize(("source", "target"), list(permutations(_layouts(), 2)))
+@pytest.mark.parametrize("features", [(D, F), (5, 5)])
+def test_each_layout_becomes_each_other(source: str, target: str, features: tuple[int, int]) -> None:
+    """Also with square matrices, which fit every orientation."""
+    every = _layouts(features=features)
+    given = every[source]
+    kept = {name: value.clone() for name, value in given.items()}
+    _same(experts_as(given, target), every[target])
+    _same(given, kept)
+
+
+def test_names_around_it_and_states_of_an_optimizer_stay_or_follow() -> None:
+    every, moments = _layouts(), _layouts(1000)
+    at = "model.layers.1.mlp.experts."
+    state: dict[str, Any] = {f"{at}{name}": value for name, value in every["hf"].items()}
+    state |= {f"optim/{at}{name}/exp_avg": value for name, value in moments["hf"].items()}
+    state |= {f"optim/{at}{name}/step": torch.tensor(3.0) for name in moments["hf"]}
+    state |= {"model.norm.weight": torch.ones(2), "epoch": 7}
+    wanted = {f"{at}{name}": value for name, value in every["automodel"].items()}
+    wanted |= {f"optim/{at}{name}/exp_avg": value for name, value in moments["automodel"].items()}
+    wanted |= {f"optim/{at}{name}/step": torch.tensor(3.0) for name in moments["automodel"]}
+    found = experts_as(state, "automodel", prefix=at)
+    assert found.pop("epoch") == 7
+    _same(found, {**wanted, "model.norm.weight": torch.ones(2)})
+    assert "epoch" in state
+
+
+def test_what_is_no_layout_is_refused() -> None:
+    every = _layouts()
+    with pytest.raises(TransaxleError, match="no expert layout 'huggingface'"):
+        experts_as(every["hf"], "huggingface")
+    with pytest.raises(TransaxleError, match="no expert layout reads weight"):
+        experts_as({"weight": torch.zeros(2)}, "hf")
+    lacking = {name: value for name, value in every["hf"].items() if name != "1.up_proj.weight"}
+    with pytest.raises(TransaxleError, match=r"1\.up_proj\.weight"):
+        experts_as(lacking, "stacked")
+    other = {**every["hf"], "2.up_proj.weight": torch.zeros(F + 1, D)}
+    with pytest.raises(TransaxleError, match="SHAPE_MISMATCH"):
+        experts_as(other, "stacked")
+    codes = {name: value.to(torch.float8_e4m3fn) for name, value in every["hf"].items()}
+    with pytest.raises(TransaxleError, match="their scales have to follow"):
+        experts_as(codes, "stacked")
+
+
+class Experts(nn.Module):
+    """One layer's experts as two grouped layers."""
+
+    def __init__(self, single: bool) -> None:
+        super().__init__()
+        said: dict[str, Any] = {"bias": False, "single_grouped_weight": single}
+        self.linear_fc1 = GroupedLinear(E, D, 2 * F, **said)
+        self.linear_fc2 = GroupedLinear(E, F, D, **said)
+        accept_layouts(self)
+
+
+@pytest.mark.parametrize("layout", _layouts())
+@pytest.mark.parametrize("single", [True, False])
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_module_loads_any_layout(layout: str, single: bool, assign: bool) -> None:
+    every = _layouts()
+    for depth in range(3):
+        made: nn.Module = Experts(single)
+        prefix = ""
+        for _ in range(depth):
+            made, prefix = nn.ModuleDict({"experts": made}), f"experts.{prefix}"
+        state = {f"{prefix}{name}": value for name, value in every[layout].items()}
+        kept = dict(state)
+        made.load_state_dict(state, assign=assign)
+        wanted = every["stacked" if single else "separate"]
+        _same(made.state_dict(), {f"{prefix}{name}": value for name, value in wanted.items()})
+        assert state.keys() == kept.keys()
+        assert all(state[name] is value for name, value in kept.items())
+
+
+def test_another_number_of_experts_is_refused_in_every_layout() -> None:
+    for layout, state in _layouts().items():
+        made = Experts(single=True)
+        made.linear_fc1 = GroupedLinear(E + 1, D, 2 * F, bias=False)
+        with pytest.raises(TransaxleError, match=f"has {E} experts, the layer {E + 1}"):
+            made.load_state_dict(state, strict=False)
+        assert layout

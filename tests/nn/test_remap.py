@@ -1,0 +1,457 @@
+"""Checkpoints of grouped layers, packed or per expert, loaded into layers of either form.
+
+The tests named after TransformerEngine's open ends say which of them they are.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.nn.layers import EXPERTS, SPLITS, layer, rows
+from tests.quant.kinds import MORE, raw
+from transaxle.errors import TransaxleError
+from transaxle.nn import GroupedLinear
+from transaxle.quant import MXFP8, DelayedScaling, Float8Block, QuantizedTensor, Quantizer, kernels
+
+MULTI: dict[str, Any] = {}
+SINGLE: dict[str, Any] = {"single_grouped_weight": True, "single_grouped_bias": True}
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+PREFIXES = ["", "0.", "block.experts.fc1."]
+State = dict[str, Any]
+
+
+def _packed(state: State) -> State:
+    """A per-expert state dict with its experts stacked: the oracle."""
+    names = dict.fromkeys("".join(c for c in name if not c.isdigit()) for name in state)
+    return {name: torch.stack([_member(state, name, place) for place in range(EXPERTS)]) for name in names}
+
+
+def _member(state: State, name: str, place: int) -> torch.Tensor:
+    stem, _, rest = name.partition("_")
+    found = state[f"{stem}{place}{'_' if rest else ''}{rest}"]
+    assert isinstance(found, torch.Tensor)
+    return found
+
+
+def _equal(found: State, wanted: State) -> None:
+    assert found.keys() == wanted.keys()
+    for name, one in found.items():
+        assert one.shape == wanted[name].shape
+        assert one.dtype == wanted[name].dtype
+        assert torch.equal(raw(one), raw(wanted[name])), name
+
+
+def _nested(made: GroupedLinear, prefix: str) -> nn.Module:
+    """A module in which the layer's names have a prefix."""
+    found: nn.Module = made
+    for part in reversed(prefix.rstrip(".").split(".") if prefix else []):
+        outer = nn.Module()
+        outer.add_module(part, found)
+        found = outer
+    return found
+
+
+def _quantized(recipe: Quantizer, seed: int = 0, **said: Any) -> GroupedLinear:
+    return layer(seed, in_features=64, out_features=64, params_dtype=torch.bfloat16, recipe=recipe, bias=False, **said)
+
+
+@pytest.fixture
+def dequantized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was dequantized during the test."""
+    calls: list[str] = []
+
+    def counted(name: str, real: Any) -> Any:
+        def count(*args: Any, **said: Any) -> Any:
+            calls.append(name)
+            return real(*args, **said)
+
+        return count
+
+    monkeypatch.setattr(kernels, "dequantize", counted("kernel", kernels.dequantize))
+    monkeypatch.setattr(QuantizedTensor, "dequantize", counted("tensor", QuantizedTensor.dequantize))
+    return calls
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("assign", [True, False])
+def test_packed_into_experts_and_back(dtype: torch.dtype, prefix: str, strict: bool, assign: bool) -> None:
+    many, one = (layer(seed, params_dtype=dtype, **form) for seed, form in enumerate((MULTI, SINGLE)))
+    state = many.state_dict()
+    wanted = _packed(state)
+    said = {"strict": strict, "assign": assign}
+    found = _nested(one, prefix).load_state_dict({f"{prefix}{name}": value for name, value in state.items()}, **said)
+    assert not found.missing_keys
+    assert not found.unexpected_keys
+    _equal(one.state_dict(), wanted)
+    again = layer(7, params_dtype=dtype)
+    found = _nested(again, prefix).load_state_dict({f"{prefix}{name}": value for name, value in wanted.items()}, **said)
+    assert not found.missing_keys
+    assert not found.unexpected_keys
+    _equal(again.state_dict(), state)
+    x = rows(many, dtype=dtype)
+    assert torch.equal(again(x, SPLITS[0]), one(x, SPLITS[0]))
+
+
+@pytest.mark.parametrize("kind", MORE)
+@pytest.mark.parametrize("assign", [True, False])
+def test_raw_quantized_conversion(kind: str, assign: bool, dequantized: list[str]) -> None:
+    """TransformerEngine dequantizes, or refuses: here codes, scales and histories move, and nothing is computed."""
+    many, one, again = (_quantized(MORE[kind], seed, single_grouped_weight=seed == 1) for seed in range(3))
+    state = {name: value.clone() for name, value in many.state_dict().items()}
+    assert f"weight3{'_scale_inv'}" in state
+    dequantized.clear()
+    one.load_state_dict(state, assign=assign)
+    _equal(one.state_dict(), _packed(state))
+    again.load_state_dict(one.state_dict(), assign=assign)
+    _equal(again.state_dict(), state)
+    for made in (one, again):
+        assert all(isinstance(parameter, QuantizedTensor) for parameter in made.parameters())
+        assert all(isinstance(parameter, nn.Parameter) for parameter in made.parameters())
+    assert dequantized == []
+    assert torch.equal(one.weight[2].dequantize(), many.weight2.dequantize())
+    assert dequantized
+
+
+@pytest.mark.parametrize("kind", MORE)
+def test_quantized_tensors_in_a_state_dict(kind: str, dequantized: list[str]) -> None:
+    """A dict of parameters, not of their entries."""
+    many, one = _quantized(MORE[kind], 0), _quantized(MORE[kind], 1, single_grouped_weight=True)
+    dequantized.clear()
+    one.load_state_dict(dict(many.named_parameters()))
+    _equal(one.state_dict(), _packed(many.state_dict()))
+    back = _quantized(MORE[kind], 2)
+    back.load_state_dict(dict(one.named_parameters()))
+    _equal(back.state_dict(), many.state_dict())
+    assert dequantized == []
+
+
+def test_mxfp8_cross_format() -> None:
+    """Codes go into parameters of the same format only, packed or not: into another they would be other numbers."""
+    state = _quantized(MXFP8()).state_dict()
+    for form in (MULTI, {"single_grouped_weight": True}):
+        other = _quantized(Float8Block(), 1, **form)
+        before = {name: value.clone() for name, value in other.state_dict().items()}
+        with pytest.raises(TransaxleError, match="DTYPE_MISMATCH"):
+            other.load_state_dict(state)
+        _equal(other.state_dict(), before)
+        plain = layer(in_features=64, out_features=64, params_dtype=torch.bfloat16, bias=False, **form)
+        with pytest.raises(TransaxleError, match=r"codes of torch\.float8_e4m3fn for a parameter of torch\.bfloat16"):
+            plain.load_state_dict(state, strict=False)
+    both = _quantized(MXFP8(columnwise=True), 1, single_grouped_weight=True)
+    with pytest.raises(TransaxleError, match="MISSING_TENSOR"):
+        both.load_state_dict(state)
+
+
+def test_values_are_quantized_once_where_the_layer_is_quantized() -> None:
+    plain = layer(in_features=64, out_features=64, params_dtype=torch.bfloat16, bias=False)
+    for form in (MULTI, {"single_grouped_weight": True}):
+        made = _quantized(MXFP8(), 1, **form)
+        with pytest.warns(UserWarning, match="are quantized once"):
+            made.load_state_dict(plain.state_dict())
+        codes = [MXFP8().quantize(getattr(plain, f"weight{place}").data).components for place in range(EXPERTS)]
+        held = [made.weight[place] if form else getattr(made, f"weight{place}") for place in range(EXPERTS)]
+        for one, two in zip(codes, held, strict=True):
+            assert all(torch.equal(raw(one[name]), raw(two.components[name])) for name in one)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
+def test_assign_keeps_the_class_without_aliasing(form: dict[str, bool], strict: bool) -> None:
+    """TransformerEngine's `assign=True` replaces the class, and makes experts share memory."""
+    source = layer(1)
+    for state in (source.state_dict(), _packed(source.state_dict())):
+        made = layer(2, **form)
+        kinds = {name: type(parameter) for name, parameter in made.named_parameters()}
+        made.load_state_dict(state, assign=True, strict=strict)
+        assert {name: type(parameter) for name, parameter in made.named_parameters()} == kinds
+        for name in [name for name, _ in made.named_parameters()]:
+            others = {other: value.clone() for other, value in made.state_dict().items() if other != name}
+            with torch.no_grad():
+                getattr(made, name).fill_(9)
+            _equal({other: made.state_dict()[other] for other in others}, others)
+
+
+@pytest.mark.parametrize("kind", ["mxfp8", "float8 delayed", "nvfp4"])
+@pytest.mark.parametrize("single", [False, True])
+def test_assigned_quantized_experts_do_not_alias(kind: str, single: bool) -> None:
+    for other in (False, True):
+        source = _quantized(MORE[kind], 1, single_grouped_weight=other)
+        held = {name: value.clone() for name, value in source.state_dict().items()}
+        made = _quantized(MORE[kind], 2, single_grouped_weight=single)
+        made.load_state_dict(source.state_dict(), assign=True)
+        first = made.weight[0] if single else made.weight0
+        rest = [made.weight[place] if single else getattr(made, f"weight{place}") for place in range(1, EXPERTS)]
+        before = [{name: raw(buffer).clone() for name, buffer in one.components.items()} for one in rest]
+        with torch.no_grad():
+            first.copy_(torch.full((64, 64), 3.0, dtype=torch.bfloat16))
+        for one, was in zip(rest, before, strict=True):
+            assert all(torch.equal(raw(buffer), was[name]) for name, buffer in one.components.items())
+        if other != single:
+            _equal(source.state_dict(), held)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
+@pytest.mark.parametrize("count", [2, 5])
+def test_count_mismatch(form: dict[str, bool], packed: bool, strict: bool, count: int) -> None:
+    """Both counts are named, also without `strict`, and nothing is loaded."""
+    source = GroupedLinear(count, 16, 24)
+    state = source.state_dict()
+    if packed:
+        state = {
+            "weight": torch.stack([state[f"weight{place}"] for place in range(count)]),
+            "bias": torch.stack([state[f"bias{place}"] for place in range(count)]),
+        }
+    made = layer(**form)
+    before = {name: value.clone() for name, value in made.state_dict().items()}
+    with pytest.raises(TransaxleError, match=f"has {count} experts, the layer {EXPERTS}") as caught:
+        made.load_state_dict(state, strict=strict)
+    assert caught.value.code == "SHAPE_MISMATCH"
+    assert len(caught.value.refusals) == 2  # of the weight and of the bias
+    _equal(made.state_dict(), before)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
+def test_partial_experts(form: dict[str, bool], strict: bool) -> None:
+    """The missing ones are named."""
+    state = layer(1).state_dict()
+    del state["weight1"], state["weight2"]
+    made = layer(**form)
+    with pytest.raises(TransaxleError, match="experts 1, 2 of 4 lack") as caught:
+        made.load_state_dict(state, strict=strict)
+    assert caught.value.code == "INCOMPLETE"
+    state = layer(1).state_dict()
+    del state["weight3"]
+    with pytest.raises(TransaxleError, match="has 3 experts, the layer 4; 3 lack"):
+        made.load_state_dict(state, strict=strict)
+    state["weight9"] = state["weight0"]
+    with pytest.raises(TransaxleError, match=r"experts 3 of 4 lack; there are experts 9"):
+        made.load_state_dict(state, strict=strict)
+
+
+@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
+def test_conflicting_keys(form: dict[str, bool]) -> None:
+    """Two forms of one parameter: equal ones are accepted, others refused with the experts that differ."""
+    state = layer(1).state_dict()
+    both = {**state, **_packed(state)}
+    made = layer(**form)
+    made.load_state_dict(both)
+    _equal(made.state_dict(), state if not form else _packed(state))
+    some = {name: value for name, value in both.items() if name != "weight2"}
+    made.load_state_dict(some)
+    both["weight2"] = both["weight2"] + 1
+    with pytest.raises(TransaxleError, match="weight and weight2 are both there, and differ for experts 2") as caught:
+        made.load_state_dict(both, strict=False)
+    assert caught.value.code == "UNEQUAL_COPIES"
+    quantized = _quantized(MXFP8())
+    twice = {**quantized.state_dict(), **_packed(quantized.state_dict())}
+    quantized.load_state_dict(twice)
+    twice["weight1_scale_inv"] = twice["weight0_scale_inv"]
+    with pytest.raises(TransaxleError, match="weight_scale_inv and weight1_scale_inv"):
+        quantized.load_state_dict(twice)
+
+
+@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_callers_dict_is_left_as_it_is(form: dict[str, bool], packed: bool) -> None:
+    """At the top, nested, and called directly; `_metadata` survives."""
+    source = layer(1).state_dict()
+    bare = _packed(source) if packed else dict(source)
+    for prefix in PREFIXES:
+        state = OrderedDict({f"{prefix}{name}": value for name, value in bare.items()})
+        state["_extra_state"] = None
+        del state["_extra_state"]
+        state._metadata = {"": {"version": 1}, prefix.rstrip("."): {"version": 3}}  # type: ignore[attr-defined]
+        kept, told = dict(state), dict(state._metadata)  # type: ignore[attr-defined]
+        _nested(layer(**form), prefix).load_state_dict(state)
+        layer(**form)._load_from_state_dict(state, prefix, {}, True, [], [], [])
+        assert list(state) == list(kept)
+        assert all(state[name] is value for name, value in kept.items())
+        assert state._metadata == told  # type: ignore[attr-defined]
+
+
+def test_loading_twice_is_loading_once() -> None:
+    state = layer(1).state_dict()
+    made = layer(2, **SINGLE)
+    made.load_state_dict(state)
+    once = {name: value.clone() for name, value in made.state_dict().items()}
+    made.load_state_dict(state)
+    made.load_state_dict(made.state_dict())
+    _equal(made.state_dict(), once)
+
+
+@pytest.mark.parametrize("recipe", [None, MXFP8(), DelayedScaling(length=4)], ids=str)
+@pytest.mark.parametrize("form", [MULTI, {"single_grouped_weight": True}], ids=str)
+def test_saved_files_load_with_weights_only(form: dict[str, bool], recipe: Quantizer | None) -> None:
+    said: dict[str, Any] = {"in_features": 64, "out_features": 64, "params_dtype": torch.bfloat16, "recipe": recipe}
+    made = layer(1, **said, **form)
+    file = io.BytesIO()
+    torch.save(made.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True, map_location="cpu")
+    for other in (MULTI, {"single_grouped_weight": True}):
+        fresh = layer(2, **said, **other)
+        fresh.load_state_dict(state)
+        x = rows(made, dtype=torch.bfloat16)
+        assert torch.equal(fresh(x, SPLITS[0]), made(x, SPLITS[0]))
+
+
+@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
+@pytest.mark.parametrize("packing", ["[N,O]", "[N,1,O]", "per expert", "[N*O]"])
+def test_biases_of_every_shape(form: dict[str, bool], packing: str) -> None:
+    state = layer(1).state_dict()
+    stack = _packed(state)["bias"]
+    rest = {name: value for name, value in state.items() if name.startswith("weight")}
+    shaped = {
+        "[N,O]": {"bias": stack},
+        "[N,1,O]": {"bias": stack[:, None]},
+        "per expert": {f"bias{place}": stack[place] for place in range(EXPERTS)},
+        "[N*O]": {"bias": stack.reshape(-1)},
+    }[packing]
+    made = layer(2, **form)
+    made.load_state_dict(rest | shaped)
+    _equal(made.state_dict(), _packed(state) if form else state)
+
+
+@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
+def test_biases_that_are_absent_are_missed_and_superfluous_ones_told(form: dict[str, bool]) -> None:
+    state = layer(1).state_dict()
+    without = {name: value for name, value in state.items() if name.startswith("weight")}
+    made = layer(2, **form)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        made.load_state_dict(without)
+    found = made.load_state_dict(without, strict=False)
+    assert found.missing_keys == [name for name, _ in made.named_parameters() if name.startswith("bias")]
+    plain = layer(2, bias=False, single_grouped_weight=bool(form))
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        plain.load_state_dict(state)
+    assert len(plain.load_state_dict(state, strict=False).unexpected_keys) == EXPERTS
+
+
+@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
+def test_experts_below_each_other_are_read_as_experts(form: dict[str, bool]) -> None:
+    """[N * out, in]: the layer knows N and out."""
+    state = layer(1).state_dict()
+    wanted = _packed(state)
+    made = layer(2, **form)
+    made.load_state_dict({**wanted, "weight": wanted["weight"].reshape(-1, 16)})
+    _equal(made.state_dict(), wanted if form else state)
+    with pytest.raises(TransaxleError, match="has 3 experts, the layer 4"):
+        made.load_state_dict({**wanted, "weight": wanted["weight"][:3].reshape(-1, 16)})
+    with pytest.raises(TransaxleError, match="has 95 rows, no whole number of experts"):
+        made.load_state_dict({**wanted, "weight": wanted["weight"].reshape(-1, 16)[:95]})
+
+
+def test_quantized_experts_below_each_other_need_scales_of_their_own() -> None:
+    source = _quantized(MXFP8())
+    wanted = _packed(source.state_dict())
+    below = {name: value.flatten(0, 1) for name, value in wanted.items()}
+    for form in (MULTI, {"single_grouped_weight": True}):
+        made = _quantized(MXFP8(), 2, **form)
+        made.load_state_dict(below)
+        _equal(made.state_dict(), wanted if form else source.state_dict())
+    shared = {"weight": below["weight"], "weight_scale_inv": torch.ones(1)}
+    with pytest.raises(TransaxleError, match="are not the scales of 4 experts"):
+        _quantized(MORE["float8"], 2).load_state_dict(shared)
+
+
+def test_sequential_remap() -> None:
+    """TransformerEngine's operation containers number their layers; every layer reads its own names."""
+
+    class Ops(nn.Sequential):
+        """A container that keeps its layers in a list of operations, as `te.ops.Sequential` does."""
+
+        def __init__(self, *layers: nn.Module) -> None:
+            super().__init__()
+            self.operations = nn.ModuleList([nn.ModuleDict({"op": one}) for one in layers])
+
+    for container, prefix in ((nn.Sequential, "{}."), (nn.ModuleList, "{}."), (Ops, "operations.{}.op.")):
+
+        def build(seed: int, form: dict[str, bool], kind: Any = container) -> nn.Module:
+            layers = [layer(seed, **form), layer(seed + 10, in_features=24, out_features=16, **form)]
+            made: nn.Module = kind(layers) if kind is nn.ModuleList else kind(*layers)
+            return made
+
+        many, one, again = build(1, MULTI), build(2, SINGLE), build(3, MULTI)
+        state = many.state_dict()
+        one.load_state_dict(state)
+        for place in range(2):
+            at = prefix.format(place)
+            own = {name.removeprefix(at): value for name, value in state.items() if name.startswith(at)}
+            found = {name.removeprefix(at): v for name, v in one.state_dict().items() if name.startswith(at)}
+            _equal(found, _packed(own))
+        again.load_state_dict(one.state_dict())
+        _equal(again.state_dict(), state)
+
+
+@pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
+@pytest.mark.parametrize(
+    "extra",
+    [None, torch.empty(0), io.BytesIO(), io.BytesIO(b"cos\nsystem\n(S'false'\ntR."), torch.zeros(3), "absent"],
+    ids=["None", "empty tensor", "empty file", "pickle", "bytes", "absent"],
+)
+def test_extra_state_of_any_kind_is_accepted(form: dict[str, bool], extra: Any) -> None:
+    """Missing, empty, and what earlier releases pickled; nothing of it is opened."""
+    state: State = dict(layer(1).state_dict())
+    if not isinstance(extra, str):
+        state["_extra_state"] = extra
+    made = layer(2, **form)
+    made.load_state_dict(state)
+    made.load_state_dict(dict(state), assign=True)
+    assert "_extra_state" not in made.state_dict()
+    nested = _nested(layer(2, **form), "block.experts.")
+    nested.load_state_dict({f"block.experts.{name}": value for name, value in state.items()})
+
+
+def test_state_of_delayed_scaling_is_plain_tensors() -> None:
+    made = _quantized(DelayedScaling(length=4), single_grouped_weight=True)
+    state = made.state_dict()
+    assert state["weight_amax_history"].shape == (EXPERTS, 4)
+    assert state["weight_scaled_for"].shape == (EXPERTS, 1)
+    assert all(type(value) is torch.Tensor for value in state.values())
+
+
+@pytest.mark.parametrize("recipe", [None, *MORE.values()], ids=str)
+@pytest.mark.parametrize("form", [MULTI, {"single_grouped_weight": True}], ids=str)
+@pytest.mark.parametrize("how", ["meta, assigned", "meta, emptied", "built"])
+def test_own_checkpoint_under_delayed_init(how: str, form: dict[str, bool], recipe: Quantizer | None) -> None:
+    """A layer loads what it saved itself: on the meta device, deferred, with every kind of scaling."""
+    said: dict[str, Any] = {
+        "in_features": 64,
+        "out_features": 64,
+        "params_dtype": torch.bfloat16,
+        "recipe": recipe,
+        **form,
+    }
+    source = layer(1, **said)
+    if isinstance(recipe, DelayedScaling):  # a history that is not that of the beginning
+        with torch.no_grad():
+            for one in source.parameters():
+                one.mul(2) if not isinstance(one, QuantizedTensor) else one.copy_(one.dequantize() * 2)
+    state = {name: value.clone() for name, value in source.state_dict().items()}
+    made = GroupedLinear(EXPERTS, **said) if how == "built" else GroupedLinear(EXPERTS, device="meta", **said)
+    if how == "meta, emptied":
+        made.to_empty(device="cpu")
+    made.load_state_dict(state, assign=how == "meta, assigned")
+    assert not any(one.is_meta for one in made.parameters())
+    _equal(made.state_dict(), state)
+    x = rows(source, dtype=torch.bfloat16)
+    assert torch.equal(made(x, SPLITS[0]), source(x, SPLITS[0]))
+
+
+def test_a_checkpoint_of_meta_tensors_is_of_the_right_form() -> None:
+    with torch.device("meta"):
+        many, one = GroupedLinear(EXPERTS, 16, 24), GroupedLinear(EXPERTS, 16, 24, **SINGLE)
+    one.load_state_dict(many.state_dict(), assign=True)
+    assert one.weight.is_meta
+    assert one.weight.shape == (EXPERTS, 24, 16)

@@ -1,0 +1,159 @@
+"""Grouped layers under FSDP2 and expert parallelism, on real ranks: what they compute, save and load."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import transaxle as tx
+from tests.live.ranks import run
+from tests.nn.layers import EXPERTS, SPLITS, expected, layer, rows
+from tests.nn.layers import run as ran
+from tests.quant.kinds import MORE, raw
+from transaxle.nn import GroupedLinear, GroupedTensor
+
+WORLD = 2
+FORMS = {"experts": {}, "packed": {"single_grouped_weight": True, "single_grouped_bias": True}}
+QUANTIZED = ("float8_block", "mxfp8", "nvfp4")
+
+
+def _layer(seed: int, form: str, kind: str | None = None) -> GroupedLinear:
+    said: dict[str, Any] = dict(FORMS[form])
+    if kind is not None:
+        said |= {"recipe": MORE[kind], "bias": False, "params_dtype": torch.bfloat16}
+        said.pop("single_grouped_bias", None)
+    return layer(seed, in_features=64, out_features=64, **said)
+
+
+def _whole(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, value in state.items():
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        found[name] = raw(whole.detach()).clone()
+    return found
+
+
+def _same(one: dict[str, Any], two: dict[str, Any]) -> bool:
+    first, second = _whole(one), _whole(two)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _fsdp(rank: int, world: int, form: str, kind: str | None, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (world,))
+    alone, made = _layer(1, form, kind), _layer(1, form, kind)
+    dtype = torch.float32 if kind is None else torch.bfloat16
+    fully_shard(made, mesh=mesh)
+    assert all(isinstance(one, DTensor) for one in made.parameters())
+    x = rows(alone, dtype=dtype)
+    wanted, found = ran(alone, x, SPLITS[0]), ran(made, x, torch.tensor(SPLITS[0]))
+    for name, one in wanted.items():
+        mine = found[name]
+        assert torch.equal(mine.full_tensor() if isinstance(mine, DTensor) else mine, one), name
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tx.save(made, Path(folder, "saved"), to="dcp:identity")
+        for other in FORMS:  # the other topology, and both forms
+            fresh = _layer(5, other, kind)
+            fully_shard(fresh, mesh=mesh)
+            tx.load(fresh, Path(folder, "saved"))
+            again = _layer(6, form, kind)
+            again.load_state_dict({name: _full(value) for name, value in fresh.state_dict().items()})
+            assert _same(again.state_dict(), alone.state_dict()), other
+
+
+def _full(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("kind", [None, *QUANTIZED])
+def test_under_fsdp2(form: str, kind: str | None, tmp_path: Path) -> None:
+    """Computes as if unsharded, and its checkpoint loads in both forms: sharded again here, alone below."""
+    run(WORLD, _fsdp, form, kind, str(tmp_path))
+    source = _layer(1, form, kind)
+    for other in FORMS:
+        made = _layer(9, other, kind)
+        tx.load(made, tmp_path / "saved")
+        again = _layer(6, form, kind)
+        again.load_state_dict(made.state_dict())
+        assert _same(again.state_dict(), source.state_dict())
+
+
+def _expert_parallel(rank: int, world: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    whole, made = _layer(1, "packed"), _layer(1, "packed")
+    for name, parameter in list(made.named_parameters()):
+        setattr(made, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    x = rows(whole)
+    each = EXPERTS // world
+    ends = torch.tensor([0, *SPLITS[4]]).cumsum(0).tolist()
+    start, stop = ends[each * rank], ends[each * (rank + 1)]
+    mine = x.detach()[start:stop].requires_grad_()
+    found = made(mine, torch.tensor(SPLITS[4][each * rank : each * (rank + 1)]))
+    wanted = expected(whole, x, SPLITS[4], torch.ones(len(x), 64))
+    assert torch.equal(found, wanted["output"][start:stop]) or torch.allclose(found, wanted["output"][start:stop])
+    found.backward(torch.ones_like(found))
+    assert mine.grad is not None
+    assert torch.equal(mine.grad, wanted["input"][start:stop])
+    grad = made.weight.grad
+    assert isinstance(grad, DTensor)
+    assert grad.placements == (Shard(0),)
+    assert torch.equal(grad.full_tensor(), wanted["weight"])
+    dcp_save({"model": made.state_dict()}, checkpoint_id=str(Path(folder, "dcp")))
+    tx.save(made, Path(folder, "saved"), to="safetensors:identity")
+
+
+def test_under_expert_parallelism(tmp_path: Path) -> None:
+    """Each rank has its experts, the checkpoint all of them: packed at world 2, per expert at world 1."""
+    run(WORLD, _expert_parallel, str(tmp_path))
+    source = _layer(1, "packed").state_dict()
+    made = _layer(9, "experts")
+    tx.load(made, tmp_path / "saved")
+    other = _layer(8, "experts")
+    state = {"model": other.state_dict()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this is one process
+        dcp_load(state, checkpoint_id=str(tmp_path / "dcp"), planner=tx.LoadPlanner())
+    for place in range(EXPERTS):
+        for one in (made, other):
+            assert torch.equal(getattr(one, f"weight{place}"), source["weight"][place])
+            assert torch.equal(getattr(one, f"bias{place}"), source["bias"][place])
+
+
+def _back(rank: int, world: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
+    made = _layer(3, "packed")
+    for name, parameter in list(made.named_parameters()):
+        setattr(made, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+    tx.load(made, Path(folder, "saved"))
+    source = _layer(1, "experts")
+    for place in range(EXPERTS):
+        assert torch.equal(made.weight.full_tensor()[place], getattr(source, f"weight{place}"))
+    # A state dict of DTensors per expert is stacked into DTensors.
+    many = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in source.state_dict().items()}
+    other = _layer(4, "packed")
+    fully_shard(other, mesh=mesh)
+    other.load_state_dict(many)
+    assert torch.equal(other.weight.full_tensor(), made.weight.full_tensor())
+    # And a packed one is taken apart.
+    apart = _layer(5, "experts")
+    fully_shard(apart, mesh=mesh)
+    apart.load_state_dict(other.state_dict())
+    assert torch.equal(apart.weight2.full_tensor(), source.weight2)
+    shared = GroupedTensor(made.weight)
+    assert shared.num_tensors == EXPERTS
+
+
+def test_per_expert_into_expert_parallelism_and_back(tmp_path: Path) -> None:
+    tx.save(_layer(1, "experts"), tmp_path / "saved", to="safetensors:identity")
+    run(WORLD, _back, str(tmp_path))

@@ -1,0 +1,163 @@
+"""Compiled in one graph, and captured in CUDA graphs: splits change, the program does not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.nn.layers import EXPERTS, ROWS, SPLITS, expected, experts, layer, of_output, rows
+from transaxle.errors import TransaxleError
+from transaxle.nn import GroupedLinear
+
+quiet = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+"""Of torch's tracer, which does so itself."""
+SINGLE = {"single_grouped_weight": True, "single_grouped_bias": True}
+WITHIN = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
+
+
+@quiet
+@pytest.mark.parametrize(
+    ("said", "dtype"),
+    [
+        ({}, torch.bfloat16),
+        (SINGLE, torch.bfloat16),
+        (SINGLE, torch.float32),
+        ({"in_features": 15, "out_features": 23}, torch.float32),
+    ],
+    ids=str,
+)
+def test_it_compiles_to_one_graph_for_all_splits(said: dict[str, Any], dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    made = layer(params_dtype=dtype, **said)
+    graphs = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(made, fullgraph=True, backend=backend)
+    x = rows(made, dtype=dtype)
+    for splits in SPLITS:
+        _forget(made, x)
+        found = compiled(x, torch.tensor(splits))
+        found.backward(of_output(found.shape, found.dtype))
+        mine = {name: one.grad.clone() for name, one in made.named_parameters() if one.grad is not None}
+        assert x.grad is not None
+        mine |= {"output": found.detach(), "input": x.grad.clone()}
+        wanted = expected(made, x, splits)
+        for name, one in mine.items():
+            torch.testing.assert_close(one, wanted[name], rtol=WITHIN[dtype], atol=10 * WITHIN[dtype])
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+@quiet
+def test_the_gradients_are_traced_too() -> None:
+    """Ahead of time, forward and backward become two graphs, which know of no number of rows."""
+    torch._dynamo.reset()
+    made = layer(**SINGLE)
+    compiled = torch.compile(made, fullgraph=True, backend="aot_eager")
+    x = rows(made)
+    for splits in SPLITS[:3]:
+        _forget(made, x)
+        found = compiled(x, torch.tensor(splits))
+        found.backward(of_output(found.shape, found.dtype))
+        assert x.grad is not None
+        mine = x.grad.clone()
+        assert torch.equal(mine, expected(made, x, splits)["input"])
+    torch._dynamo.reset()
+
+
+@quiet
+def test_the_other_way_breaks_the_graph_where_it_has_to_read() -> None:
+    torch._dynamo.reset()
+    made = layer().force_path("per_expert")
+    whole = torch.compile(made, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="needs m_splits on the host"):
+        whole(rows(made), torch.tensor(SPLITS[0]))
+    assert torch.equal(whole(rows(made), SPLITS[0]), made(rows(made), SPLITS[0]))
+    broken = torch.compile(made, backend="eager")
+    assert torch.equal(broken(rows(made), torch.tensor(SPLITS[0])), made(rows(made), SPLITS[0]))
+    torch._dynamo.reset()
+
+
+def _forget(made: GroupedLinear, x: torch.Tensor) -> None:
+    made.zero_grad()
+    x.grad = None
+
+
+def _on_gpu(**said: Any) -> GroupedLinear:
+    return layer(in_features=64, out_features=128, params_dtype=torch.bfloat16, **said).to("cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("said", [{}, SINGLE, {"bias": False}], ids=str)
+def test_one_capture_serves_all_splits(said: dict[str, Any]) -> None:
+    """Output and gradients of five replays with changed splits equal eager."""
+    made = _on_gpu(**said)
+    x = torch.randn(ROWS, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    grad = of_output((ROWS, 128), torch.bfloat16).to("cuda")
+    splits = torch.tensor(SPLITS[0], device="cuda")
+    assert made.path(x).way == "grouped"
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            made(x, splits).backward(grad)
+    torch.cuda.current_stream().wait_stream(side)
+    for one in (x, *made.parameters()):
+        one.grad = None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = made(x, splits)
+        found.backward(grad)
+    held = [x.grad, *(one.grad for one in made.parameters())]
+    for numbers in SPLITS:
+        splits.copy_(torch.tensor(numbers))
+        graph.replay()
+        replayed = [found.detach().clone(), *(one.clone() for one in held if one is not None)]
+        other = x.detach().requires_grad_()
+        fresh = _on_gpu(**said)
+        eager = fresh(other, torch.tensor(numbers, device="cuda"))
+        eager.backward(grad)
+        assert other.grad is not None
+        wanted = [eager.detach(), other.grad, *(one.grad for one in fresh.parameters() if one.grad is not None)]
+        assert all(torch.equal(one, two) for one, two in zip(replayed, wanted, strict=True)), numbers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", SPLITS, ids=str)
+def test_on_a_gpu_it_is_a_loop_of_linears(splits: list[int]) -> None:
+    made = _on_gpu()
+    x = torch.randn(ROWS, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    found = made(x, torch.tensor(splits, device="cuda"))
+    found.backward(torch.ones_like(found))
+    mine = [x.grad, *(one.grad for one in made.parameters())]
+    x.grad = None
+    made.zero_grad()
+    start, parts = 0, []
+    for count, weight, bias in zip(splits, experts(made, "weight"), experts(made, "bias"), strict=True):
+        parts.append(torch.nn.functional.linear(x[start : start + count], weight, bias))
+        start += count
+    wanted = torch.cat([*parts, x.new_zeros((ROWS - start, 128))])
+    torch.testing.assert_close(found, wanted, rtol=3e-2, atol=0.3)
+    wanted.backward(torch.ones_like(wanted))
+    for one, two in zip(mine, [x.grad, *(one.grad for one in made.parameters())], strict=True):
+        assert one is not None
+        torch.testing.assert_close(one, torch.zeros_like(one) if two is None else two, rtol=3e-2, atol=0.3)
+
+
+@pytest.mark.gpu
+def test_the_other_way_raises_while_a_graph_is_captured() -> None:
+    made = _on_gpu().force_path("per_expert")
+    x = torch.randn(ROWS, 64, dtype=torch.bfloat16, device="cuda")
+    splits = torch.tensor(SPLITS[0], device="cuda")
+    made(x, splits)
+    with pytest.raises(TransaxleError, match="being captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        made(x, splits)
+
+
+def test_there_are_as_many_experts_as_splits() -> None:
+    assert all(len(splits) == EXPERTS and sum(splits) <= ROWS for splits in SPLITS)
