@@ -148,6 +148,7 @@ def _old_run(folder: Path) -> None:
         "how-to/deepspeed",
         "how-to/quantized",
         "how-to/training",
+        "how-to/moe",
         "how-to/inference",
         "how-to/dcp",
         "reference/cli",

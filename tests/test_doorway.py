@@ -39,6 +39,8 @@ LIVE = {
     "as_runs",
     "async_save",
     "load",
+    "nn",
+    "parallel",
     "quant",
     "reshard",
     "save",

@@ -48,9 +48,9 @@ HOUSE = {
     DOORWAY: _room("_api", "parallel", "nn", "live", "quant", needs=frozenset()),
     "_api": _room("live", "engine"),
     # The training side: only these four may import torch.
-    "parallel": _room("live", needs=CORE | TRAINING),
+    "parallel": _room("live", "nn", needs=CORE | TRAINING),
     "nn": _room("quant", "axes", needs=CORE | TRAINING),
-    "live": _room("engine", needs=CORE | TRAINING),
+    "live": _room("quant", "engine", needs=CORE | TRAINING),
     "quant": _room("encodings", needs=CORE | TRAINING | {"triton"}),
     # The core.
     "engine": _room("formats", "encodings", "families", "axes"),
@@ -61,7 +61,10 @@ HOUSE = {
     "errors": _room(needs=frozenset()),
 }
 
-LAZY_EXTRAS = {"cli/demo.py": frozenset({"torch", "transformers"})}
+LAZY_EXTRAS = {
+    "cli/demo.py": frozenset({"torch", "transformers"}),
+    "quant/torchao.py": frozenset({"torchao"}),
+}
 """Modules that may import more than their room, inside functions only."""
 
 DYNAMIC = frozenset({"__init__.py"})

@@ -37,11 +37,11 @@ _LIVE = {
 }
 """What works on live models -> its module; these import torch."""
 
-_ROOMS = frozenset({"quant"})
+_ROOMS = frozenset({"nn", "parallel", "quant"})
 """Rooms with public names of their own, `tx.quant.MXFP8`; they import torch."""
 
 if TYPE_CHECKING:
-    from transaxle import quant
+    from transaxle import nn, parallel, quant
     from transaxle._api import (
         Checkpoint,
         Comparison,
@@ -102,7 +102,9 @@ __all__ = [
     "convert",
     "diff",
     "load",
+    "nn",
     "open",
+    "parallel",
     "plan",
     "quant",
     "reshard",

@@ -1,0 +1,82 @@
+"""A cut model computes what the whole one does: logits, every gradient, and what five steps make of them."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_ as torch_clips
+
+from tests.live.ranks import run
+from tests.parallel.models import CONFIGS, build, tokens
+from transaxle.live.landing import local_of
+from transaxle.parallel.cutting import everything
+from transaxle.parallel.norm import clip_grad_norm_
+from transaxle.parallel.tensor_parallel import tensor_parallel
+
+STEPS = 5
+LOGITS, GRAD, CLIPPED = "logits", "grad", "clipped"
+CLIP = 0.3
+"""The norm to which the first gradients are scaled down, by a factor of several."""
+ONCE, TRAINED = 2e-5, 1e-4
+"""Largest differences, in units of the largest value of the tensor: some roundings of fp32, and what five steps of
+AdamW make of them. What is cut wrongly is off by a tenth and more."""
+
+
+def _off(mine: Tensor, wanted: Tensor) -> float:
+    scale = max(float(wanted.abs().max()), 1e-12)
+    return float((mine - wanted).abs().max()) / scale
+
+
+def _gradients(whole: nn.Module, cut: nn.Module, kind: str) -> dict[str, float]:
+    named, found = dict(whole.named_parameters()), {}
+    for name, parameter, kept in everything(cut):
+        grad = named[name].grad
+        assert grad is not None
+        assert parameter.grad is not None
+        found[f"{name} {kind}"] = _off(local_of(parameter.grad), kept.take(grad))
+    return found
+
+
+def _compare(rank: int, world: int, config: dict[str, Any], dtensor: bool) -> dict[str, float]:
+    whole = build(config)
+    cut = tensor_parallel(deepcopy(whole), init_device_mesh("cpu", (world,)), dtensor=dtensor)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4) for model in (whole, cut)]
+    found: dict[str, float] = {}
+    named = dict(whole.named_parameters())
+    for step in range(STEPS):
+        ids = tokens(config, step)
+        outputs = [model(input_ids=ids, labels=ids) for model in (whole, cut)]
+        for output in outputs:
+            output.loss.backward()
+        if step == 0:
+            found[LOGITS] = _off(outputs[1].logits, outputs[0].logits)
+            found |= _gradients(whole, cut, GRAD)
+            norms = [torch_clips(whole.parameters(), CLIP), clip_grad_norm_(cut, CLIP)]
+            assert norms[0] > 2 * CLIP
+            found[f"norm {GRAD}"] = _off(norms[1], norms[0])
+            found |= _gradients(whole, cut, CLIPPED)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter, kept in everything(cut):
+        found[name] = _off(local_of(parameter), kept.take(named[name].detach()))
+        for state in ("exp_avg", "exp_avg_sq"):
+            mine, wanted = (o.state[p][state] for o, p in zip(optimizers[::-1], (parameter, named[name]), strict=True))
+            found[f"{name} {state}"] = _off(local_of(mine), kept.take(wanted))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_every_kind_of_model(kind: str, world: int) -> None:
+    for found in run(world, _compare, CONFIGS[kind], world != 3):
+        once = {name: off for name, off in found.items() if name.split()[-1] in (LOGITS, GRAD, CLIPPED)}
+        trained = {name: off for name, off in found.items() if name not in once}
+        assert {name: off for name, off in once.items() if not off < ONCE} == {}
+        assert {name: off for name, off in trained.items() if not off < TRAINED} == {}
+        assert 2 * len(trained) == 3 * (len(once) - 2)
