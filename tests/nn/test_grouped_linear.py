@@ -183,6 +183,37 @@ def test_results_are_written_where_they_are_wanted(way: Any) -> None:
         made(x, [3, 0, 5, 2], dgrad_out=torch.empty(ROWS, 15))
 
 
+def test_results_are_written_into_parts_of_larger_buffers() -> None:
+    """Autograd loses the gradient of the input, where an operation of its own writes into a view."""
+    made = layer()
+    x = rows(made).detach().view(3, -1, 16).requires_grad_()
+    wanted = made(x, [3, 0, 5, 2])
+    grad = of_output(wanted.shape, wanted.dtype)
+    wanted.backward(grad)
+    assert x.grad is not None
+    kept, x.grad = x.grad, None
+    outs, grads = torch.full((2, *wanted.shape), 7.0), torch.full((2, *x.shape), 7.0)
+    found = made(x, [3, 0, 5, 2], out=outs[1], dgrad_out=grads[1])
+    found.backward(grad)
+    assert found.data_ptr() == outs[1].data_ptr()
+    assert torch.equal(outs[1], wanted)
+    assert torch.equal(grads[1], kept)
+    assert torch.equal(torch.as_tensor(x.grad), kept)
+    assert (outs[0] == 7).all()
+
+
+def test_on_the_meta_device_it_has_shapes() -> None:
+    made = layer(device="meta")
+    assert made(torch.empty(12, 16, device="meta"), [3, 0, 5, 2]).shape == (12, 24)
+
+
+def test_weights_that_are_no_parameters_any_more_are_refused() -> None:
+    made = layer()
+    nn.utils.parametrize.register_parametrization(made, "weight1", nn.Identity())
+    with pytest.raises(TransaxleError, match="any more: weight1"):
+        made(rows(made), [3, 0, 5, 2])
+
+
 def test_weights_of_the_first_microbatch_serve_the_others() -> None:
     made = layer(single_grouped_weight=True, bias=False, recipe=Float8Block())
     x = rows(made)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -186,6 +188,14 @@ def _refused(rank: int, world: int) -> list[str]:
             MoE(WIDTH, INNER, experts, CHOSEN, **said)
         found.append(error.value.code)
     return found
+
+
+def test_copies_and_pickles_load_any_layout_too() -> None:
+    theirs, ours = _block(), _mixture()
+    x = _tokens(5)
+    for made in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):  # noqa: S301 - made above
+        made.load_state_dict(theirs.state_dict())
+        torch.testing.assert_close(made(x), theirs(x[None])[0], **CLOSE)
 
 
 def test_what_cannot_be_shared_out_is_refused() -> None:

@@ -154,6 +154,9 @@ def test_states_that_cannot_become_one_are_refused() -> None:
         optimizer_state_as(changed(exp_avg=torch.zeros(3, 3)), other)
     lacking = changed()
     del lacking["state"]["experts.0.weight1"]
+    with pytest.raises(TransaxleError, match=r"experts\.0\.weight1 have no state"):
+        optimizer_state_as(lacking, other)
+    lacking["param_groups"][0]["params"].remove("experts.0.weight1")
     with pytest.raises(TransaxleError, match="experts 1 of 4 lack"):
         optimizer_state_as(lacking, other)
     apart = changed()
@@ -161,3 +164,14 @@ def test_states_that_cannot_become_one_are_refused() -> None:
     apart["param_groups"][1]["params"].append("experts.0.bias1")
     with pytest.raises(TransaxleError, match="its parts are of groups 0 and 1"):
         optimizer_state_as(apart, other)
+
+
+@pairs
+def test_settings_of_an_optimizer_without_state(source: str, target: str) -> None:
+    """Plain gradient descent has none, and still knows which parameters are of which group."""
+    model, other = Model(source, 1), Model(target, 5)
+    optimizer, fresh = (torch.optim.SGD(one.parameters(), lr=lr) for one, lr in ((model, 0.25), (other, 0.5)))
+    state = optimizer_state_as(get_optimizer_state_dict(model, optimizer), other)
+    assert sorted(state["param_groups"][0]["params"]) == sorted(name for name, _ in other.named_parameters())
+    set_optimizer_state_dict(other, fresh, state)
+    assert fresh.param_groups[0]["lr"] == 0.25

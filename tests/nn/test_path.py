@@ -88,6 +88,8 @@ def test_a_device_m_splits_works_where_the_user_forces_the_other_way() -> None:
     assert made.force_path(None).path(x).way == "grouped"
     with pytest.raises(TransaxleError, match="no grouped product"):
         layer(params_dtype=torch.float64).force_path("grouped")(x.double(), [3, 0, 5, 2])
+    with pytest.raises(TransaxleError, match="no way 'faster'"):
+        made.force_path("faster")  # type: ignore[arg-type]
 
 
 def test_wrong_numbers_are_read_as_the_device_takes_them() -> None:

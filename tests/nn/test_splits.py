@@ -77,8 +77,13 @@ def test_a_device_without_numbers_is_enough() -> None:
         (torch.tensor([3, 0, 8, 2]), "SHAPE_MISMATCH", "sums to 13"),
         (torch.tensor([3.0, 0, 5, 2]), "DTYPE_MISMATCH", "float32"),
         (Unreadable(torch.tensor([3, 0, 5])), "SHAPE_MISMATCH", r"\[3\], expected \[4\]"),
+        ([3, 0, 5.5, 2], "DTYPE_MISMATCH", "whole numbers"),
+        ([True, False, True, True], "DTYPE_MISMATCH", "whole numbers"),
+        ("3052", "DTYPE_MISMATCH", "whole numbers"),
+        (None, "DTYPE_MISMATCH", "whole numbers"),
+        ([float("nan"), 0, 5, 2], "DTYPE_MISMATCH", "whole numbers"),
     ],
-    ids=range(9),
+    ids=range(14),
 )
 def test_what_the_host_sees_to_be_wrong_is_refused(given: Any, code: str, why: str) -> None:
     made = layer()

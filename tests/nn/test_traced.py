@@ -71,6 +71,16 @@ def test_the_gradients_are_traced_too() -> None:
 
 
 @quiet
+def test_a_list_of_splits_is_traced_too() -> None:
+    torch._dynamo.reset()
+    made = layer()
+    compiled = torch.compile(made, fullgraph=True, backend="eager")
+    for splits in SPLITS[:3]:
+        assert torch.equal(compiled(rows(made), splits), made(rows(made), splits))
+    torch._dynamo.reset()
+
+
+@quiet
 def test_the_other_way_breaks_the_graph_where_it_has_to_read() -> None:
     torch._dynamo.reset()
     made = layer().force_path("per_expert")

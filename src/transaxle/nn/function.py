@@ -74,7 +74,6 @@ class Product(torch.autograd.Function):
         inp: torch.Tensor,
         offsets: torch.Tensor,
         cached: torch.Tensor | None,
-        out: torch.Tensor | None,
         dgrad_out: torch.Tensor | None,
         setting: Setting,
         *parameters: torch.Tensor,
@@ -86,7 +85,6 @@ class Product(torch.autograd.Function):
             inp: [rows, in]; may be quantized.
             offsets: see `Splits.offsets`.
             cached: the weights as `weights_of` gave them before; None: made here.
-            out: where the result goes, if it is given.
             dgrad_out: where the gradient of the input goes, if it is given.
             setting: the rest.
             *parameters: weights, then biases.
@@ -101,10 +99,6 @@ class Product(torch.autograd.Function):
         ctx.save_for_backward(
             inp if setting.original else x, offsets, *(() if cached is None else (cached,)), *parameters
         )
-        if out is not None:
-            out.copy_(made)
-            ctx.mark_dirty(out)
-            return out
         return made
 
     @staticmethod

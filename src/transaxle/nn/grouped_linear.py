@@ -19,7 +19,7 @@ from transaxle.nn.delayed import mesh_of, placed
 from transaxle.nn.function import Pending, Product, Setting
 from transaxle.nn.grouped_tensor import GroupedTensor, adjacent
 from transaxle.nn.layer import BIAS, WEIGHT, Layer
-from transaxle.nn.path import PER_EXPERT, Path, Way, path
+from transaxle.nn.path import PER_EXPERT, WAYS, Path, Way, path
 from transaxle.nn.product import Operands, weights_of
 from transaxle.nn.remap import refuse_codes, remapped
 from transaxle.nn.splits import Splits, read_back, splits
@@ -178,6 +178,10 @@ class GroupedLinear(QuantizedEntries):
     def _own(self, stem: str) -> list[torch.Tensor]:
         """Return the parameters of a stem, of sharded ones what this rank has."""
         found = [parameter for _, parameter in self._named(stem)]
+        if len(found) != (len(self._names[stem]) if stem == WEIGHT or self.use_bias else 0):
+            lacking = ", ".join(name for name in self._names[stem] if self._parameters.get(name) is None)
+            hint = "torch.nn.utils.parametrize.remove_parametrizations makes it one again"
+            raise refuse("UNSUPPORTED", f"no parameter of the layer any more: {lacking}", hint=hint)
         return [one.to_local() if isinstance(one, DTensor) else one for one in found]
 
     def _members(self, stem: str) -> list[torch.Tensor]:
@@ -203,7 +207,12 @@ class GroupedLinear(QuantizedEntries):
         Args:
             way: `grouped` or `per_expert`, which compute the same; or `scaled`, where weights are float8 and the device
                 multiplies their codes: rows of inputs and gradients are then rounded to float8 too.
+
+        Raises:
+            UsageError: AMBIGUOUS for a way that there is not.
         """
+        if way is not None and way not in WAYS:
+            raise refuse("AMBIGUOUS", f"no way {way!r}; known: {', '.join(WAYS)}")
         self._forced, self._cached = way, None
         return self
 
@@ -221,9 +230,7 @@ class GroupedLinear(QuantizedEntries):
 
     def _dtype(self, inp: torch.Tensor) -> torch.dtype:
         """Return the type that is multiplied: autocast's, or the input's."""
-        if torch.is_autocast_enabled(inp.device.type):
-            return torch.get_autocast_dtype(inp.device.type)
-        return inp.dtype
+        return torch.get_autocast_dtype(inp.device.type) if _is_autocast(inp) else inp.dtype
 
     def forward(
         self,
@@ -243,8 +250,8 @@ class GroupedLinear(QuantizedEntries):
                 not read back where the path is `grouped`.
             is_first_microbatch: True: keep the weights as they are multiplied (cast, dequantized, in one piece) for
                 the microbatches after this one; False: use these; None: make them anew.
-            out: where the output is written.
-            dgrad_out: where the gradient of the input is written.
+            out: where the output is written: of its shape, or rows.
+            dgrad_out: where the gradient of the input is written: of its shape, or rows.
 
         Returns:
             The output; with `return_bias` also the biases, which are not added.
@@ -257,7 +264,7 @@ class GroupedLinear(QuantizedEntries):
         weights = self._own(WEIGHT)
         biases = [] if self.return_bias else self._own(BIAS)
         dtype = self._dtype(inp)
-        if not torch.is_autocast_enabled(inp.device.type) and dtype != weights[0].dtype:
+        if not _is_autocast(inp) and dtype != weights[0].dtype:
             raise refuse("DTYPE_MISMATCH", f"an input of {dtype} and weights of {weights[0].dtype}", hint="autocast")
         rows = inp if inp.dim() == 2 else inp.reshape(-1, self.in_features)
         chosen = self._path(dtype, inp.device, weights[0])
@@ -272,10 +279,13 @@ class GroupedLinear(QuantizedEntries):
             self.save_original_input,
             self if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else None,
         )
+        out, dgrad_out = _as_rows(out, inp), _as_rows(dgrad_out, inp)
         _fitting(out, (rows.shape[0], self.out_features), dtype, rows.device, "out")
         _fitting(dgrad_out, (rows.shape[0], self.in_features), inp.dtype, rows.device, "dgrad_out")
         cached = self._kept(weights, split, setting, is_first_microbatch)
-        made = Product.apply(rows, split.offsets, cached, out, dgrad_out, setting, *weights, *biases)  # type: ignore[no-untyped-call]
+        made = Product.apply(rows, split.offsets, cached, dgrad_out, setting, *weights, *biases)  # type: ignore[no-untyped-call]
+        if out is not None:
+            made = out.copy_(made)  # here, not in `Product`: torch loses gradients there where `out` is a view
         made = made if inp.dim() == 2 else made.view(*inp.shape[:-1], self.out_features)
         return (made, self._members(BIAS)) if self.return_bias else made
 
@@ -421,6 +431,18 @@ class GroupedLinear(QuantizedEntries):
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.use_bias}, {single}"
         )
+
+
+def _is_autocast(inp: torch.Tensor) -> bool:
+    kind = inp.device.type
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # the latter raises for meta
+
+
+def _as_rows(given: torch.Tensor | None, inp: torch.Tensor) -> torch.Tensor | None:
+    """Return a buffer for a result, of the input's dims, as rows; any other as it is."""
+    if given is None or given.dim() == 2 or given.shape[:-1] != inp.shape[:-1] or not given.is_contiguous():
+        return given
+    return given.view(inp.shape[:-1].numel(), given.shape[-1])
 
 
 def _fitting(

@@ -100,6 +100,18 @@ def _refuse_codes(own: Mapping[str, torch.Tensor]) -> None:
             )
 
 
+def _translated(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
+    """Bring experts into the layout `stacked`. A hook of torch, with a name, so that its module can be pickled."""
+    own = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
+    found = recognised(own)
+    if found is None or found.label in (STACKED, SEPARATE):
+        return
+    made = experts_as(state, STACKED, prefix=prefix)
+    for name in [name for name in state if name not in made]:
+        del state[name]  # torch hands the hooks a copy that is theirs
+    state.update(made)
+
+
 def accept_layouts(module: nn.Module) -> nn.Module:
     """Let a module with grouped layers `linear_fc1` and `linear_fc2` load its experts in any layout; return it.
 
@@ -108,16 +120,5 @@ def accept_layouts(module: nn.Module) -> nn.Module:
     Args:
         module: owner of the two layers, of which the first computes gate and up.
     """
-
-    def translated(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
-        own = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
-        found = recognised(own)
-        if found is None or found.label in (STACKED, SEPARATE):
-            return
-        made = experts_as(state, STACKED, prefix=prefix)
-        for name in [name for name in state if name not in made]:
-            del state[name]  # torch hands the hooks a copy that is theirs
-        state.update(made)
-
-    module.register_load_state_dict_pre_hook(translated)
+    module.register_load_state_dict_pre_hook(_translated)
     return module

@@ -14,7 +14,7 @@ from torch import nn
 
 from transaxle.axes.bind import WEIGHT, join_slot, split_slot
 from transaxle.axes.grouped import Stem, regrouped
-from transaxle.errors import Refusal, Where, gathered
+from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.nn.grouped_linear import GroupedLinear
 from transaxle.nn.mover import Entry, described, move
 from transaxle.nn.remap import remapped_stems
@@ -40,17 +40,27 @@ def optimizer_state_as(state: Mapping[str, Any], model: nn.Module) -> dict[str, 
     """
     states = {name: dict(held) for name, held in state[STATE].items()}
     renamed: dict[str, list[str]] = {}
+    trained = {name for group in state.get(GROUPS, []) for name in group[PARAMS]} | states.keys()
     for path, module in model.named_modules():
         if isinstance(module, GroupedLinear):
             layer, prefix = module.layer(), f"{path}." if path else ""
-            for stem in remapped_stems(set(states), prefix, layer):
+            for stem in remapped_stems(trained, prefix, layer):
                 _move(states, stem, layer.shapes[stem.name.removeprefix(prefix)], renamed)
     return {**state, STATE: states, GROUPS: _groups(state.get(GROUPS, []), renamed)}
 
 
 def _move(states: dict[str, dict[str, Any]], stem: Stem, shape: tuple[int, ...], renamed: dict[str, list[str]]) -> None:
-    """Bring the states of one stem's parameters into the other form."""
-    names = [stem.single] if stem.stored else [stem.member(place) for place in range(stem.count)]
+    """Bring the states of one stem's parameters, where they have any yet, into the other form."""
+    names, others = [stem.single], [stem.member(place) for place in range(stem.count)]
+    names, others = (names, others) if stem.stored else (others, names)
+    renamed.update(dict.fromkeys(names, others))
+    lacking = [name for name in names if not states.get(name)]
+    if len(lacking) == len(names):
+        for name in names:
+            states.pop(name, None)
+        return
+    if lacking:
+        raise refuse("INCOMPLETE", f"{', '.join(lacking)} have no state, the others have", tensor=stem.single)
     taken = {
         join_slot(name, slot): value if isinstance(value, torch.Tensor) else torch.tensor(value)
         for name in names
@@ -68,8 +78,6 @@ def _move(states: dict[str, dict[str, Any]], stem: Stem, shape: tuple[int, ...],
         parameter, slot = split_slot(name)
         kept = value if value.dim() else value.clone()  # optimizers count up in place: each parameter has its own step
         states.setdefault(parameter, {})[slot] = kept.item() if slot in numbers else kept
-    others = [name for name in found.targets if split_slot(name)[1] == WEIGHT]
-    renamed.update(dict.fromkeys(names, others))
 
 
 def _groups(groups: list[Mapping[str, Any]], renamed: Mapping[str, list[str]]) -> list[dict[str, Any]]:

@@ -19,6 +19,7 @@ Way = Literal["grouped", "per_expert", "scaled"]
 GROUPED: Way = "grouped"
 PER_EXPERT: Way = "per_expert"
 SCALED: Way = "scaled"
+WAYS: tuple[Way, ...] = (GROUPED, PER_EXPERT, SCALED)
 
 ON_CPU = (torch.bfloat16, torch.float16, torch.float32)
 """What a CPU multiplies in groups."""

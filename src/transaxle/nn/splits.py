@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import index
 
 import torch
 
@@ -82,17 +83,34 @@ def splits(m_splits: Sequence[int] | torch.Tensor, experts: int, rows: int, devi
         if not on_host(m_splits):
             ends = m_splits.to(device, torch.int64).clamp(min=0).cumsum(0).clamp(max=rows)
             return Splits(ends.to(torch.int32), rows, None)
-    counts = tuple(int(count) for count in (m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits))
+    counts = _numbers(m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits)
     _check(counts, experts, rows)
     return Splits(torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device), rows, counts)
+
+
+def _numbers(given: Sequence[int]) -> tuple[int, ...]:
+    """Return whole numbers as such; nothing is rounded to one, and truth is none.
+
+    Raises:
+        Refused: DTYPE_MISMATCH.
+    """
+    numbers: tuple[int, ...] = ()
+    try:
+        numbers = tuple(index(one) for one in given)
+        whole = not any(isinstance(one, bool) for one in given)
+    except TypeError:
+        whole = False
+    if not whole:
+        raise refuse("DTYPE_MISMATCH", f"m_splits is {given!r}, expected whole numbers, one per expert")
+    return numbers
 
 
 def _check(counts: tuple[int, ...], experts: int, rows: int) -> None:
     if len(counts) != experts:
         raise refuse("SHAPE_MISMATCH", f"m_splits has {len(counts)} numbers, expected {experts}: one per expert")
-    if min(counts, default=0) < 0:
-        at = next(place for place, count in enumerate(counts) if count < 0)
-        raise refuse("SHAPE_MISMATCH", f"m_splits has {counts[at]} rows for expert {at}")
+    for expert, count in enumerate(counts):
+        if count < 0:
+            raise refuse("SHAPE_MISMATCH", f"m_splits has {count} rows for expert {expert}")
     if sum(counts) > rows:
         raise refuse("SHAPE_MISMATCH", f"m_splits sums to {sum(counts)}, the input has {rows} rows")
 
