@@ -26,6 +26,7 @@ from transaxle.errors import TransaxleError
 TIMEOUT = timedelta(seconds=60)
 _PATIENCE = 240.0
 """Seconds after which ranks that have not answered are taken for hung."""
+_ATTEMPTS = 3
 Task = Callable[..., Any]
 """A function of a module under `tests`, at its top."""
 _TESTS = "tests"
@@ -40,11 +41,14 @@ def _serve(rank: int, world: int, pipe: Any, timeout: timedelta) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     while True:
         try:
-            module, name, args, meeting = pipe.recv()
+            order = pipe.recv()
         except EOFError:
             return
+        if isinstance(order, str):
+            pipe.send(_met(rank, world, order, timeout))
+            continue
+        module, name, args = order
         task = getattr(import_module(module), name)
-        dist.init_process_group("gloo", f"file://{meeting}", timeout=timeout, rank=rank, world_size=world)
         try:
             answer = (True, task(rank, world, *args))
         except TransaxleError as error:
@@ -55,6 +59,17 @@ def _serve(rank: int, world: int, pipe: Any, timeout: timedelta) -> None:
             dist.destroy_process_group()
             _clear_sharding_prop_cache()  # it names groups that are no more
         pipe.send(answer)
+
+
+def _met(rank: int, world: int, meeting: str, timeout: timedelta) -> bool:
+    """Join the others in a new process group; tell whether that succeeded."""
+    if dist.is_initialized():  # this one had succeeded where another one failed
+        dist.destroy_process_group()
+    try:
+        dist.init_process_group("gloo", f"file://{meeting}", timeout=timeout, rank=rank, world_size=world)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _module(task: Task) -> str:
@@ -83,18 +98,30 @@ class Ranks:
     def answers(self, task: Task, *args: Any) -> list[tuple[bool, Any]]:
         """Run `task(rank, world, *args)` on every rank; return (whether it returned, what it returned or raised)."""
         with tempfile.TemporaryDirectory() as folder:
+            self.meet(folder)
             for pipe in self.pipes:
-                pipe.send((_module(task), task.__name__, args, str(Path(folder, "meeting"))))
-            found = []
-            for rank, pipe in enumerate(self.pipes):
-                if not pipe.poll(_PATIENCE):
-                    self.stop()
-                    raise TimeoutError(f"rank {rank} of {self.world} hangs in {task.__name__}")
-                try:
-                    found.append(pipe.recv())
-                except EOFError:
-                    found.append((False, DIED))
-        return found
+                pipe.send((_module(task), task.__name__, args))
+            return [self._answer(rank, task.__name__) for rank in range(self.world)]
+
+    def meet(self, folder: str) -> None:
+        """Give the ranks a process group; again, if it fails: one in some thousands of gloo's connections is cut."""
+        for attempt in range(_ATTEMPTS):
+            for pipe in self.pipes:
+                pipe.send(str(Path(folder, f"meeting-{attempt}")))
+            met = [self._answer(rank, "a meeting") is True for rank in range(self.world)]
+            if all(met):
+                return
+        raise ConnectionError(f"{self.world} ranks did not meet")
+
+    def _answer(self, rank: int, where: str) -> Any:
+        """Return what a rank says."""
+        if not self.pipes[rank].poll(_PATIENCE):
+            self.stop()
+            raise TimeoutError(f"rank {rank} of {self.world} hangs in {where}")
+        try:
+            return self.pipes[rank].recv()
+        except EOFError:
+            return (False, DIED)
 
     def run(self, task: Task, *args: Any) -> list[Any]:
         """Run it everywhere and return what the ranks return.

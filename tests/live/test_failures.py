@@ -126,10 +126,9 @@ def test_the_former_checkpoint_stays(tmp_path: Path, ranks: Ranks, fault: str, w
 def test_a_rank_that_hangs_is_not_waited_for(tmp_path: Path, ranks: Ranks) -> None:
     target = tmp_path / "run"
     ranks.run(_first, str(target))
-    for rank, pipe in enumerate(ranks.pipes):
-        folder = tmp_path / "meeting"
-        pipe.send(("tests.live.test_failures", _again.__name__, (str(target), 1, "hung"), str(folder)))
-        assert rank < WORLD
+    ranks.meet(str(tmp_path))
+    for pipe in ranks.pipes:
+        pipe.send(("tests.live.test_failures", _again.__name__, (str(target), 1, "hung")))
     assert ranks.pipes[0].poll(3 * PATIENCE)
     fine, error = ranks.pipes[0].recv()
     assert not fine
