@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from transaxle.encodings.encoding import WHOLE, Encoded, Encoding
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor
@@ -24,6 +23,7 @@ from transaxle.live.view import View, view
 from transaxle.live.world import World
 from transaxle.quant.entries import is_state, layout_of
 from transaxle.quant.frame import STATE
+from transaxle.quant.placed import placed_like
 from transaxle.quant.tensor import QuantizedTensor
 
 
@@ -160,16 +160,7 @@ def stand_in(parameter: torch.Tensor, code: str, *, meta: bool) -> torch.Tensor:
     """
     inner = local_of(parameter)
     values = torch.empty(inner.shape, dtype=torch_dtype(code), device="meta" if meta else inner.device)
-    if not isinstance(parameter, DTensor):
-        return values
-    return DTensor.from_local(
-        values,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return placed_like(parameter, values)
 
 
 def _told(name: str, parameter: torch.Tensor) -> _Weight:

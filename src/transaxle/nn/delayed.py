@@ -7,6 +7,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from transaxle.quant.placed import placed_like
+
 
 def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
     """Return the mesh of a parameter; None of one that is not distributed."""
@@ -27,8 +29,7 @@ def placed(grad: torch.Tensor, parameter: torch.Tensor, before: DeviceMesh | Non
     if not isinstance(parameter, DTensor):
         return grad
     local = _mean(grad, parameter, before).to(parameter.to_local().device)
-    mesh, placements, shape, stride = parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return placed_like(parameter, local)
 
 
 def _mean(grad: torch.Tensor, parameter: DTensor, before: DeviceMesh | None) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.quant.frame import DATA, STATE, Frame, buffers_of
-from transaxle.quant.masters import group_of
+from transaxle.quant.placed import group_of
 from transaxle.quant.quantizers import Quantizer
 from transaxle.quant.tensor import QuantizedTensor, from_components
 

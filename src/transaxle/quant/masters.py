@@ -12,12 +12,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.errors import Refusal, Where, gathered
 from transaxle.quant.frame import ORIGIN
+from transaxle.quant.placed import group_of, placed_like
 from transaxle.quant.tensor import QuantizedTensor
 
 MASTER = "master"
@@ -156,7 +156,7 @@ class MasterWeights(Optimizer):
                     continue
                 given = None if values is None else values[parameter]
                 local = inner.dequantize(torch.float32) if given is None else given
-                self._put(number, place, _like(parameter, local.detach().to(self._dtype)))
+                self._put(number, place, placed_like(parameter, local.detach().to(self._dtype)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings and state as torch's optimizers do; of a quantized parameter, `master` is part of it."""
@@ -229,21 +229,7 @@ def _master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     origin = inner.frame.cut.pop(ORIGIN, None)
     kept = None if origin is None else origin[inner.skip : inner.skip + inner.height]
     values = (inner.dequantize(torch.float32) if kept is None else kept).detach().to(dtype, copy=True)
-    return _like(parameter, values).requires_grad_(parameter.requires_grad)
-
-
-def _like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return values of this rank's rows as a tensor with the parameter's shape and placements."""
-    if not isinstance(parameter, DTensor):
-        return values
-    return DTensor.from_local(
-        values,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return placed_like(parameter, values).requires_grad_(parameter.requires_grad)
 
 
 def _moves(group: Mapping[str, Any]) -> bool:
@@ -273,19 +259,3 @@ def _faults(key: Any, values: torch.Tensor | None, master: torch.Tensor | None) 
         message = f"{list(values.shape)}, expected {list(master.shape)}"
         return [Refusal("SHAPE_MISMATCH", message, where)]
     return []
-
-
-def group_of(parameter: torch.Tensor) -> dist.ProcessGroup | None:
-    """The ranks that hold the rows of a parameter's copy that this rank has a part of."""
-    if not isinstance(parameter, DTensor):
-        return None
-    cut = [dim for dim, placement in enumerate(parameter.placements) if isinstance(placement, Shard)]
-    if not cut:
-        return None
-    if len(cut) > 1 or parameter.placements[cut[0]] != Shard(0):
-        raise refuse(
-            "UNSUPPORTED",
-            f"a quantized parameter with placements {parameter.placements}",
-            hint="cut it along dim 0, over one mesh dim",
-        )
-    return parameter.device_mesh.get_group(cut[0])
