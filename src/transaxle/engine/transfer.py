@@ -209,7 +209,7 @@ _WORDS: dict[int, np.dtype[Any]] = {size: np.dtype(f"u{size}") for size in (1, 2
 
 
 def scatter(held: Bytes, transfer: Transfer, out: Bytes, at: int) -> None:
-    """Copy strided runs from one buffer to the other, as the widest words that fit.
+    """Copy the runs of a transfer from one buffer to the other: one at once, several as the widest words that fit.
 
     Args:
         held: the source's bytes from the transfer's first one on.
@@ -218,6 +218,9 @@ def scatter(held: Bytes, transfer: Transfer, out: Bytes, at: int) -> None:
         at: where the transfer's first byte goes.
     """
     width = transfer.width
+    if not transfer.loops:
+        out[at : at + width] = held[:width]
+        return
     steps = [at, width, *(value for _, source, target in transfer.loops for value in (source, target))]
     word = next(size for size in (8, 4, 2, 1) if all(step % size == 0 for step in steps))
     shape = [count for count, _, _ in transfer.loops]

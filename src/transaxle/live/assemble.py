@@ -266,27 +266,12 @@ class _Workshop:
                 continue
             for part, at in _packed(parts):
                 spread = _with_steps(part, at, part.target, _dense(part), [target for *_, target in part.loops])
-                lay(sent[at : at + part.size], spread, out, part.target - run.start)
+                scatter(sent[at : at + part.size], spread, out, part.target - run.start)
         self._consume(run, out)
 
     def _lay(self, part: Transfer, out: Bytes, start: int) -> None:
         """Copy from this rank's memory into a buffer that holds the target's bytes from `start` on."""
-        lay(self._memory.lend(part.file, part.source, part.source_span), part, out, part.target - start)
-
-
-def lay(held: Bytes, part: Transfer, out: Bytes, at: int) -> None:
-    """Copy the runs of a transfer from one buffer to the other.
-
-    Args:
-        held: the source's bytes from the transfer's first one on.
-        part: its loops and width.
-        out: the target buffer.
-        at: where the transfer's first byte goes.
-    """
-    if part.loops:
-        scatter(held, part, out, at)
-    else:
-        out[at : at + part.width] = held[: part.width]
+        scatter(self._memory.lend(part.file, part.source, part.source_span), part, out, part.target - start)
 
 
 def _packed(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, int]]:
