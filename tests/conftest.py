@@ -1,9 +1,10 @@
-"""What every test starts from: no network, one native thread, and process state put back afterwards."""
+"""What every test starts from: no network, one native thread, Ctrl-C, and process state put back afterwards."""
 
 from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ for _name, _value in {
     "TOKENIZERS_PARALLELISM": "false",
 }.items():
     os.environ.setdefault(_name, _value)
+# A shell without job control starts what is followed by `&` with Ctrl-C ignored, and so would every program tested here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
