@@ -99,7 +99,7 @@ def write(folder: Path, held: Tensors, *, shards: int = 1, config: Mapping[str, 
 
 def read(folder: Path) -> Tensors:
     """Read every tensor of a folder with the safetensors library."""
-    return {name: array for file in sorted(folder.glob("*.safetensors")) for name, array in load_file(file).items()}
+    return {name: array for file in sorted(folder.rglob("*.safetensors")) for name, array in load_file(file).items()}
 
 
 def same(first: Path, second: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def model(make: Callable[[int, tuple[int, int]], Tensor]) -> dict[str, Tensor | 
 
 @pytest.mark.parametrize(
     ("make", "convention"),
-    [(mxfp8, "compressed_tensors"), (nvfp4, TE), (float8, "compressed_tensors")],
+    [(mxfp8, "deepseek"), (nvfp4, "compressed_tensors"), (float8, "compressed_tensors")],
     ids=["mxfp8", "nvfp4", "float8"],
 )
 def test_codes_and_scales_into_the_hub_s_layout(
@@ -146,18 +147,28 @@ def test_codes_and_scales_into_the_hub_s_layout(
         decoded = after.decode("fp32")
         for key, values in expected.items():
             found = decoded[f"model.layers.0.{key}.weight"].read()
-            np.testing.assert_allclose(found, values, rtol=2.0**-22 if convention == TE else 0)
+            np.testing.assert_allclose(found, values, rtol=2.0**-22 if make is nvfp4 else 0)
 
 
-def test_a_config_cannot_speak_of_its_nvfp4(tmp_path: Path) -> None:
-    """Its per-tensor number is an amax; no loader of the hub's files knows that, and none is told otherwise."""
-    source = write(tmp_path, model(nvfp4))
+@pytest.mark.parametrize("scale_max", [448, 256])
+def test_a_config_speaks_of_its_nvfp4(tmp_path: Path, scale_max: int) -> None:
+    """Its per-tensor number is an amax; the hub's files have a divisor, which makes the same bfloat16 values."""
+    source = write(tmp_path, model(partial(nvfp4, scale_max=scale_max)))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    with pytest.raises(TransaxleError) as error:
-        tx.convert(source, tmp_path / "out", to="safetensors:hf")
-    assert error.value.code == "UNSUPPORTED"
-    tx.convert(source, tmp_path / "out", to="safetensors:hf", decode="bf16")
-    assert not tx.open(tmp_path / "out").encoded
+    tx.convert(source, tmp_path / "out", to="safetensors:hf")
+    tx.convert(source, tmp_path / "plain", to="safetensors:hf", decode="bf16")
+    said = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert said["format"] == "nvfp4-pack-quantized"
+    with tx.open(tmp_path / "out", decode="bf16") as ours, tx.open(tmp_path / "plain") as theirs:
+        assert not theirs.encoded
+        assert {name: ours[name].tobytes() for name in ours} == {name: theirs[name].tobytes() for name in theirs}
+
+
+def test_its_e5m2_stays_out_of_the_hub_s_layout(tmp_path: Path) -> None:
+    source = write(tmp_path, model(partial(float8, code="e5m2")))
+    with pytest.raises(TransaxleError, match="F8_E5M2") as error:
+        tx.convert(source, tmp_path / "out", to="safetensors:hf", config=CONFIG)
+    assert [refusal.code for refusal in error.value.refusals] == ["UNSUPPORTED"] * 4
 
 
 # The convention, and what the metadata says.

@@ -253,7 +253,7 @@ def store(folder: Path, made: tuple[Tensors, dict[str, Any]], shards: int = 1) -
 
 def read(folder: Path) -> Tensors:
     """Read every tensor of a folder with the safetensors library; that for numpy knows no types of eight bits."""
-    found = {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
+    found = {name: t for file in sorted(folder.rglob("*.safetensors")) for name, t in load_file(file).items()}
     return {name: _array(tensor) for name, tensor in found.items()}
 
 

@@ -536,7 +536,7 @@ def test_names_of_tensors_are_never_paths(tmp_path: Path) -> None:
     assert checkpoints.same(source, inner / "out")
     assert names_in(tmp_path) == ["a"]
     assert names_in(inner) == ["out", "source"]
-    assert len(names_in(inner / "out")) == len(NAMES) + 2
+    assert sum(path.is_file() for path in inner.joinpath("out").rglob("*")) == len(NAMES) + 3
     assert tx.verify(inner / "out").ok
     assert tx.diff(source, inner / "out").equal
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,10 @@ from transaxle.formats.dtype import BITS, nbytes
 from transaxle.formats.safetensors.draft import draft
 from transaxle.formats.safetensors.header import METADATA
 from transaxle.formats.safetensors.reader import open_safetensors
+from transaxle.formats.torch_file.draft import draft as torch_draft
+
+Sink = Callable[..., Draft]
+STATE = "optimizer"
 
 
 def build(plan: Draft, folder: Path, data: Mapping[str, bytes]) -> None:
@@ -35,6 +39,7 @@ def build(plan: Draft, folder: Path, data: Mapping[str, bytes]) -> None:
         files[extent.file][extent.offset : extent.offset + entry.nbytes] = data[name]
     for file, content in files.items():
         assert len(content) == plan.files[file]
+        folder.joinpath(file).parent.mkdir(exist_ok=True)
         folder.joinpath(file).write_bytes(content)
 
 
@@ -125,6 +130,48 @@ def test_transformers_loads_a_draft_in_shards(tmp_path: Path) -> None:
         config.save_pretrained(tmp_path)
         read = LlamaForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(read[name], tensor) for name, tensor in tensors.items())
+
+
+NAMES = ("a", "optim/a/step", "b", "optim/b/step", "optim/b/exp_avg")
+
+
+@pytest.mark.parametrize(("kind", "stem"), [(draft, FILE), (torch_draft, "pytorch_model.bin")])
+@pytest.mark.parametrize(("size", "counts"), [(99, (1, 1)), (2, (2, 3))])
+def test_state_has_files_of_its_own(tmp_path: Path, kind: Sink, stem: str, size: int, counts: tuple[int, int]) -> None:
+    """Whatever loads the model by the files beside its config meets the model's tensors only."""
+    groups = [{"lr": 0.5, "params": ["a", "b"]}]
+    plan = kind([Spec(name, "U8", (2,)) for name in NAMES], shard_size=size, groups=groups)
+    build(plan, tmp_path, {name: f"{at} ".encode() for at, name in enumerate(NAMES)})
+    model, state = ("a", "b"), (NAMES[1], *NAMES[3:])
+    for names, folder, own, count in ((model, tmp_path, stem, counts[0]), (state, tmp_path / STATE, STATE, counts[1])):
+        ending = stem.rpartition(".")[2]
+        files = [path for path in folder.iterdir() if path.suffix == f".{ending}"]
+        assert len(files) == count
+        whole = own if own == stem else f"{own}.{ending}"
+        if count > 1:
+            index = json.loads(folder.joinpath(f"{whole}.index.json").read_text())["weight_map"]
+            assert index.keys() == set(names)
+            assert {folder / file for file in index.values()} == set(files)
+        else:
+            assert files == [folder / whole]
+        if kind is draft:
+            assert {name for file in files for name in library(file.read_bytes())} == set(names)
+    container = open_container(str(tmp_path))
+    assert container.entries == plan.entries
+    assert container.files == plan.files
+    assert container.metadata == {"param_groups": groups}
+    assert container.ignored == ()
+    if counts[0] == 1:
+        assert open_container(str(tmp_path / stem)).entries.keys() == set(model)
+    if kind is draft:
+        assert open_container(str(tmp_path / STATE)).entries.keys() == set(state)
+
+
+def test_all_in_one_file_where_one_is_asked_for(tmp_path: Path) -> None:
+    plan = draft([Spec(name, "U8", (2,)) for name in NAMES])
+    assert list(plan.files) == [FILE]
+    alone = draft([Spec(name, "U8", (2,)) for name in NAMES if "/" in name], shard_size=99)
+    assert list(alone.files) == [FILE]
 
 
 def test_nothing_to_write() -> None:

@@ -254,6 +254,41 @@ def test_metadata_of_shards_and_index(tmp_path: Path) -> None:
     assert said == {"format": "pt", "tool": "x", f"{A}:note": "1", f"{B}:note": "2"}
 
 
+def test_the_optimizer_beside_a_model(tmp_path: Path) -> None:
+    """Its folder is read where it holds the optimizer's state; each fault in it is one of the checkpoint."""
+    state = tmp_path / "optimizer"
+    state.mkdir()
+    write(tmp_path, {"a": A}, **{A: {"a": ONE}})
+    file = state / "optimizer.safetensors"
+
+    def said(*names: str) -> Container:
+        file.write_bytes(made({name: info("F32", [1], 4 * at, 4 * at + 4) for at, name in enumerate(names)}, bytes(8)))
+        return open_container(str(tmp_path))
+
+    whole = said("optim/a/step", "optim/a/exp_avg")
+    assert list(whole.entries) == ["a", "optim/a/step", "optim/a/exp_avg"]
+    assert list(whole.files) == [A, INDEX, "optimizer/optimizer.safetensors"]
+    assert whole.ignored == ()
+    state.joinpath("note.txt").touch()
+    assert open_container(str(tmp_path)).ignored == ("optimizer/note.txt",)
+    foreign = said("optim/a/step", "b")
+    assert (list(foreign.entries), foreign.ignored) == (["a"], ("optimizer/",))
+    file.write_bytes(b"torn")
+    assert problems(tmp_path) == [("CORRUPT", "optimizer/optimizer.safetensors", None)]
+    index = {"weight_map": {"optim/a/step": "x.safetensors", "optim/a/y": "../x"}}
+    state.joinpath("optimizer.safetensors.index.json").write_text(json.dumps(index))
+    assert problems(tmp_path) == [
+        ("PATH_ESCAPE", "optimizer/optimizer.safetensors.index.json", None),
+        ("INCOMPLETE", "optimizer/x.safetensors", None),
+    ]
+    state.joinpath("optimizer.safetensors.index.json").unlink()
+    write(tmp_path, {"a": A, "optim/a/step": A}, **{A: {"a": ONE, "optim/a/step": info("F32", [1], 4, 8)}})
+    file.unlink()
+    assert list(open_container(str(tmp_path)).entries) == ["a", "optim/a/step"]
+    file.write_bytes(made({"optim/a/step": ONE}, bytes(4)))
+    assert problems(tmp_path) == [("NAME_COLLISION", "optimizer/optimizer.safetensors", "optim/a/step")]
+
+
 def test_the_company_of_a_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, {"a": A}, **{A: {"a": ONE}, "consolidated.safetensors": {"a": ONE}})
     carried = ["config.json", "chat_template.jinja", "modeling_x.py", "tokenizer.model", "README.md"]

@@ -309,8 +309,12 @@ def test_an_index_appears_after_its_shards(store: Store, tmp_path: Path, monkeyp
         commit(self)
 
     monkeypatch.setattr(_File, "commit", noted)
-    tx.convert(tiny(tmp_path / "local"), f"{store.url}/out", to="hf", shard_size=10_000)
-    assert (names[0], names[-2:]) == (CONFIG, [INDEX, MANIFEST])
+    held = {"optim/a/m": np.ones((2, 9), np.float32), "a": np.ones((2, 9), np.float32), "b": np.ones(9, np.float32)}
+    tx.convert(write(tmp_path / "local", held, config={}), f"{store.url}/out", to="safetensors", shard_size=72)
+    config, state, *model, index, manifest = names
+    assert (config, state) == (CONFIG, "optimizer/optimizer.safetensors")
+    assert (index, manifest) == (INDEX, MANIFEST)
+    assert [name.partition("-")[0] for name in model] == ["model", "model"]
 
 
 def test_a_target_that_appears_meanwhile(store: Store, tmp_path: Path) -> None:

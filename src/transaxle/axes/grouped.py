@@ -4,24 +4,23 @@
     fc1.weight    = t0[e x y]    fc1.weight_scale_inv    = t1[e x y]    fc1.bias    = t2[e x]
 
 Such a layer may stand anywhere in a model, so the table is made for the names at hand; what is done with it is what is
-done with any table.
+done with any table. Which stems it needs `transaxle.axes.arrange` finds out, for every way into a model.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-from transaxle.axes.bind import bind, split_slot
+from transaxle.axes.bind import WEIGHT, bind, join_slot, split_slot
 from transaxle.axes.expression import parse
 from transaxle.axes.family import Dialect, Family, Line, Sizes, Tensor
 from transaxle.axes.name import Name
-from transaxle.axes.relayout import Stored
-from transaxle.axes.solve import Shape
+from transaxle.axes.relayout import Check, Stored, unchanged
 from transaxle.axes.translate import Translation, translate
+from transaxle.errors import Refusal, Where
 
 FAMILY = "grouped"
 """Name of the family."""
@@ -30,15 +29,19 @@ STORED = "stored"
 WANTED = "wanted"
 """The dialect that is asked for."""
 
-Packing = Literal["stack", "rows", "column"]
-"""How one tensor holds N: `[e x y]`, below each other `[(e x) y]`, or as columns `[e 1 x]`."""
+Form = Literal["members", "stack", "rows", "column"]
+"""How N tensors are there: under N names, or as one: `[e x y]`, below each other `[(e x) y]`, as columns `[e 1 x]`."""
+MEMBERS: Form = "members"
+STACK: Form = "stack"
+ROWS: Form = "rows"
+COLUMN: Form = "column"
 
 _NUMBERED = re.compile(r"(.*[A-Za-z_])(0|[1-9][0-9]{0,9})((?:_[A-Za-z_]+)?)")
 
 
 @dataclass(frozen=True, slots=True)
 class Stem:
-    """N tensors, or one."""
+    """N tensors that a checkpoint has in one form and that are wanted in another."""
 
     name: str
     """Name of the one; of the others what is before the number."""
@@ -46,10 +49,14 @@ class Stem:
     """What follows: nothing, or the name of a buffer, `_scale_inv`."""
     dims: int
     """Of each of N."""
-    stored: Packing | None
-    """How the checkpoint has them as one; None: under N names."""
     count: int
     """N."""
+    stored: Form
+    """How the checkpoint has them."""
+    wanted: Form
+    """How they are asked for."""
+    copies: tuple[int, ...] = ()
+    """Which of them the checkpoint has under a name of their own too: they must equal what the one tensor holds."""
 
     @property
     def single(self) -> str:
@@ -60,60 +67,27 @@ class Stem:
         """Return the name of one of N."""
         return f"{self.name}{place}{self.rest}"
 
+    @property
+    def sources(self) -> list[str]:
+        """Names under which the checkpoint has them, copies included."""
+        places: Iterable[int] = range(self.count) if self.stored == MEMBERS else self.copies
+        return [*([] if self.stored == MEMBERS else [self.single]), *map(self.member, places)]
+
+    @property
+    def targets(self) -> list[str]:
+        """Names under which they are wanted."""
+        return [self.member(place) for place in range(self.count)] if self.wanted == MEMBERS else [self.single]
+
+    def reversed(self) -> Stem:
+        """Return what makes the stored form of the wanted one."""
+        return replace(self, stored=self.wanted, wanted=self.stored, copies=())
+
 
 def numbered(name: str) -> tuple[str, int, str] | None:
     """Split a name at the number of its member: what is before, the number, what follows; None: there is none."""
-    found = _NUMBERED.fullmatch(name.rpartition(".")[2])
-    if found is None:
-        return None
-    before, number, rest = found.groups()
-    return name.rpartition(".")[0] + ("." if "." in name else "") + before, int(number), rest
-
-
-def stems(wanted: Iterable[str], stored: Mapping[str, Shape]) -> list[Stem] | None:
-    """Return what a checkpoint has under numbered names and is wanted as one, or the other way round.
-
-    With a parameter go the buffers beside it: where `weight` is regrouped, `weight_scale_inv` is too.
-
-    Args:
-        wanted: names asked for, without optimizer state.
-        stored: names and shapes that there are.
-
-    Returns:
-        The stems; None where some name is neither there nor in one of these.
-    """
-    here: dict[tuple[str, str], set[int]] = defaultdict(set)
-    for name in stored:
-        split = numbered(name) if split_slot(name)[1] == "" else None
-        if split is not None:
-            here[split[0], split[2]].add(split[1])
-    singles = {f"{before}{rest}": (before, rest) for before, rest in here}
-    found: dict[tuple[str, str], Stem] = {}
-    for name in sorted({name for name in wanted if name not in stored}):
-        split = numbered(name)
-        if split is not None and f"{split[0]}{split[2]}" in stored:
-            found[split[0], split[2]] = _one(split[0], split[2], stored)
-        elif name in singles:
-            found[singles[name]] = _many(*singles[name], here[singles[name]], stored)
-        else:
-            return None
-    for before in {stem.name for stem in found.values() if not stem.stored}:
-        beside = [pair for pair in here if pair[0] == before]
-        found |= {pair: _many(*pair, here[pair], stored) for pair in beside}
-    for stem in [stem for stem in found.values() if stem.stored]:
-        rests = (name.removeprefix(stem.name) for name in stored if name.startswith(f"{stem.name}_"))
-        alike = [rest for rest in rests if "." not in rest and stored[f"{stem.name}{rest}"][:1] == (stem.count,)]
-        found |= {(stem.name, rest): _one(stem.name, rest, stored) for rest in alike}
-    return list(found.values())
-
-
-def _one(before: str, rest: str, stored: Mapping[str, Shape]) -> Stem:
-    shape = stored[f"{before}{rest}"]
-    return Stem(before, rest, len(shape) - 1, "stack", shape[0] if shape else 0)
-
-
-def _many(before: str, rest: str, numbers: set[int], stored: Mapping[str, Shape]) -> Stem:
-    return Stem(before, rest, len(stored[f"{before}{min(numbers)}{rest}"]), None, max(numbers) + 1)
+    before, dot, last = name.rpartition(".")
+    found = _NUMBERED.fullmatch(last)
+    return None if found is None else (f"{before}{dot}{found[1]}", int(found[2]), found[3])
 
 
 def table(given: Sequence[Stem]) -> Family:
@@ -124,10 +98,10 @@ def table(given: Sequence[Stem]) -> Family:
         name, number, dims = f"t{place}", f"e{place}", [f"x{place}_{dim}" for dim in range(stem.dims)]
         tensors[name] = Tensor(name, (number, *dims))
         axes.update(dict.fromkeys([number, *dims]))
-        many = Line(Name(f"{stem.name}{{{number}}}{stem.rest}"), parse(f"{name}[{' '.join(dims)}]"))
-        one = Line(Name(stem.single), parse(_packed(name, number, dims, stem.stored or "stack")))
-        stored.append(one if stem.stored else many)
-        wanted.append(many if stem.stored else one)
+        stored.append(_line(stem, stem.stored, name, number, dims))
+        if stem.copies:  # states of an optimizer may be under either name
+            stored.append(_line(stem, MEMBERS, name, number, dims))
+        wanted.append(_line(stem, stem.wanted, name, number, dims))
     dialects = (Dialect(STORED, None, tuple(stored)), Dialect(WANTED, None, tuple(wanted)))
     return Family(FAMILY, (), dict(axes), tensors, dialects=dialects)
 
@@ -137,11 +111,58 @@ def sizes(given: Sequence[Stem]) -> dict[str, int]:
     return {f"e{place}": stem.count for place, stem in enumerate(given)}
 
 
-def _packed(name: str, number: str, dims: Sequence[str], packing: Packing) -> str:
+def _line(stem: Stem, form: Form, name: str, number: str, dims: Sequence[str]) -> Line:
     inner = " ".join(dims)
-    if packing == "rows":
-        return f"{name}[{' '.join([f'({number} {dims[0]})', *dims[1:]])}]"
-    return f"{name}[{number} 1 {inner}]" if packing == "column" else f"{name}[{number} {inner}]"
+    if form == MEMBERS:
+        return Line(Name(f"{stem.name}{{{number}}}{stem.rest}"), parse(f"{name}[{inner}]"))
+    packed = {
+        STACK: f"{name}[{number} {inner}]",
+        ROWS: f"{name}[{' '.join([f'({number} {dims[0]})', *dims[1:]]) if dims else number}]",
+        COLUMN: f"{name}[{number} 1 {inner}]",
+    }[form]
+    return Line(Name(stem.single), parse(packed))
+
+
+def without_copies(given: Sequence[Stem], names: Iterable[str]) -> list[str]:
+    """Return names of stored tensors but for those of members that the checkpoint has in one tensor too."""
+    known = dict.fromkeys(names)
+    copies = _copies(given, known)
+    return [name for name in known if name not in copies]
+
+
+def _copies(given: Sequence[Stem], names: Collection[str]) -> dict[str, tuple[Stem, int]]:
+    """Return the names of copies, states of an optimizer among them, each with its stem and its number."""
+    members = {stem.member(place): (stem, place) for stem in given for place in stem.copies}
+    found = {}
+    for name in names if members else ():
+        parameter, slot = split_slot(name)
+        if parameter in members and join_slot(members[parameter][0].single, slot) in names:
+            found[name] = members[parameter]
+    return found
+
+
+def copy_checks(given: Sequence[Stem], stored: Mapping[str, Stored]) -> tuple[list[Check], list[Refusal]]:
+    """Return the checks that what a checkpoint has in both forms is equal, and what cannot be.
+
+    Args:
+        given: the stems.
+        stored: the checkpoint's tensors by name.
+    """
+    copies = _copies(given, stored)
+    stems = [replace(stem, wanted=MEMBERS, copies=()) for stem in dict.fromkeys(stem for stem, _ in copies.values())]
+    singles = {stem.single for stem in stems}
+    held = {name: one for name, one in stored.items() if stems and split_slot(name)[0] in singles}
+    parts = regrouped(stems, held).targets if stems else {}
+    checks, problems = [], []
+    for name, (stem, place) in copies.items():
+        whole = join_slot(stem.single, split_slot(name)[1])
+        own, why = unchanged(name, stored[name]), f"{whole} and {name} are both there: expert {place}"
+        if (own.dtype, own.shape) != (parts[name].dtype, parts[name].shape):
+            kinds = " and ".join(f"{one.dtype} {list(one.shape)}" for one in (parts[name], own))
+            problems.append(Refusal("UNEQUAL_COPIES", f"{why}\nbut they are {kinds}", Where(None, name)))
+        else:
+            checks.append(Check(own, parts[name], why))
+    return checks, problems
 
 
 def regrouped(given: Sequence[Stem], stored: Mapping[str, Stored]) -> Translation:
@@ -154,4 +175,11 @@ def regrouped(given: Sequence[Stem], stored: Mapping[str, Stored]) -> Translatio
     family = table(given)
     known = Sizes(family, {}, sizes(given))
     source, target = family.dialects
-    return translate(bind(tuple(stored), family, source, known), stored, target, known)
+    found = translate(bind(without_copies(given, stored), family, source, known), stored, target, known)
+    checks, problems = copy_checks(given, stored)
+    return replace(found, checks=(*found.checks, *checks), refusals=(*found.refusals, *problems))
+
+
+def parameters(names: Iterable[str]) -> Iterable[str]:
+    """Return the names that are no states of an optimizer."""
+    return (name for name in names if split_slot(name)[1] == WEIGHT)

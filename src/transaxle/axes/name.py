@@ -23,6 +23,14 @@ _AXIS = "[A-Za-z_][A-Za-z0-9_]*"
 _HOLE = re.compile(rf"\{{({_AXIS})([+-](?:{_AXIS}|[0-9]+))?(?:@({_AXIS}))?\}}")
 _DIGITS = re.compile(r"[0-9]+")
 _DECIMAL = "(0|[1-9][0-9]{0,9})"
+_SEPARATOR = "."
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+"""Segments that torch's wrappers put into the names of a live model's parameters."""
+
+
+def own_name(name: str) -> str:
+    """Return a name without the segments that wrappers add."""
+    return _SEPARATOR.join(part for part in name.split(_SEPARATOR) if part not in _WRAPPERS)
 
 
 def skeleton(name: str) -> str:

@@ -7,7 +7,7 @@ refuses them; on request they are one tensor, the mean of all copies: summed in 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -17,29 +17,13 @@ from transaxle.engine.source import Source
 from transaxle.errors import refuse
 from transaxle.formats.catalog import Container, Entry, Extent, Twin
 from transaxle.formats.dtype import numpy_dtype
-from transaxle.formats.storage import Beside, Storage, layer
+from transaxle.formats.storage import Beside, Octets, Storage, layer
 
 _LARGEST = 256 << 20
 """Bytes of a replica at most: all copies of one are in memory at once."""
 _REAL = frozenset({"F64", "F32", "F16", "BF16"})
 _FILE = "\0mean of "
 """What the name of a file that does not exist begins with."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Mean:
-    """The mean of one tensor's replicas, as a file."""
-
-    data: bytes
-
-    @property
-    def nbytes(self) -> int:
-        """See `Virtual`."""
-        return len(self.data)
-
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """See `Virtual`."""
-        view.cast("B")[:] = self.data[offset : offset + view.nbytes]
 
 
 class AveragedStorage(Beside):
@@ -51,7 +35,7 @@ class AveragedStorage(Beside):
         errors: by tensor: how far the copies are from the mean, all of them together.
     """
 
-    def __init__(self, below: Storage, means: Mapping[str, _Mean], errors: Mapping[str, Error]) -> None:
+    def __init__(self, below: Storage, means: Mapping[str, Octets], errors: Mapping[str, Error]) -> None:
         super().__init__(below, means)
         self.errors = errors
         """By tensor."""
@@ -70,7 +54,7 @@ def averaged(container: Container) -> Container:
         Refused: UNSUPPORTED for replicas of more than 256 MiB, or of numbers that have no mean.
     """
     entries, twins = dict(container.entries), list(container.twins)
-    means: dict[str, _Mean] = {}
+    means: dict[str, Octets] = {}
     errors: dict[str, Error] = {}
     for name, pairs in _replicas(container).items():
         copies = {copy.extents: copy for pair in pairs for copy in (pair.first, pair.second)}
@@ -83,7 +67,7 @@ def averaged(container: Container) -> Container:
             raise refuse("UNSUPPORTED", message, tensor=name)
         mean = np.mean([one.astype(np.float64) for one in held], axis=0).astype(held[0].dtype)
         file = _FILE + name
-        means[file] = _Mean(mean.tobytes())
+        means[file] = Octets(mean.tobytes())
         errors[name] = sum((_error(one, mean) for one in held), Error())
         extent = Extent((0,) * len(entry.shape), entry.shape, file, 0)
         entries[name] = Entry(name, entry.dtype, entry.shape, (extent,))

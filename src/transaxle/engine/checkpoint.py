@@ -5,6 +5,7 @@ Nothing is loaded until a tensor is read, and a read touches only the bytes of i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -47,6 +48,8 @@ _SCRATCH, _LEAST_SCRATCH = 8 << 20, 1 << 16
 _WASTE, _GAP = 1.25, 64
 """A read of a box may take so many bytes for each one wanted, or gaps of so many bytes between two runs."""
 _VALUES = frozenset(DTYPES.values())
+LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
+"""Codes of what stands against a view where not all is there."""
 _UNRECOGNISED = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
 _OF_THE_FILES = frozenset({"manifest", "config", "catalog", "decoded", "_recognition", "sizes", "bound"})
 """Cached properties that are the same in every view."""
@@ -314,7 +317,22 @@ class Checkpoint(Mapping[str, StoredTensor]):
         Raises:
             TransaxleError: everything that stands against it, at once.
         """
-        view = self.translation(dialect)
+        return self._expressed(self.translation(dialect), dialect)
+
+    def in_part(self, dialect: str) -> Checkpoint:
+        """Return what `as_dialect` does as far as the stored tensors go: one that they are not all of is not there.
+
+        Raises:
+            TransaxleError: everything else that stands against it, at once.
+        """
+        part = Checkpoint(self.container, replace(self.settings, partial=True), None, None, self.undecoded)
+        view, source = part.translation(dialect), part.source_of(dialect)
+        there = {name: target for name, target in view.targets.items() if source.covers(target)}
+        against = tuple(refusal for refusal in view.refusals if refusal.code not in LACKING)
+        return part._expressed(replace(view, targets=there, refusals=against), dialect)
+
+    def _expressed(self, view: View, dialect: str) -> Checkpoint:
+        """Return the same checkpoint under another view, unless something stands against it."""
         problems = list(view.refusals)
         for target in view.targets.values():
             try:
@@ -331,6 +349,10 @@ class Checkpoint(Mapping[str, StoredTensor]):
         found = Checkpoint(self.container, self.settings, view, label, self.undecoded)
         vars(found).update({key: value for key, value in vars(self).items() if key in _OF_THE_FILES})
         return found
+
+    def checking(self, checks: Sequence[Check]) -> Checkpoint:
+        """Return the same view with more stored copies that must be equal for it to be true."""
+        return self if not checks else self._seen(replace(self.view, checks=(*self.checks, *checks)), self._label)
 
     def without_optimizer(self) -> Checkpoint:
         """Return the same checkpoint without the optimizer's state and settings."""
@@ -460,7 +482,7 @@ def open_checkpoint(
         Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem of its files.
     """
     given = settings(**said)
-    container = ordering(open_container(str(path), given.format, given.weights, cutter(given)))
+    container = ordering(open_container(os.fspath(path), given.format, given.weights, cutter(given)))
     found = Checkpoint(averaged(container) if given.average else container, given, None, None)
     if given.optimizer is False:
         found = found.without_optimizer()

@@ -7,30 +7,45 @@ these; the codes and scales of quantized ones are tensors like others, so they m
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from transaxle.axes.bind import WEIGHT, split_slot
-from transaxle.axes.grouped import FAMILY, STORED, WANTED, Stem, sizes, stems, table
+from transaxle.axes.arrange import Arranged, arranged, groups, parameter_shapes
+from transaxle.axes.bind import bind
+from transaxle.axes.grouped import FAMILY, STORED, WANTED, Stem, copy_checks, sizes, table, without_copies
 from transaxle.axes.solve import Shape
 from transaxle.engine.checkpoint import Checkpoint
 from transaxle.engine.encoded import Catalog
+from transaxle.errors import gathered
 
 
-def grouped(checkpoint: Checkpoint, names: Iterable[str]) -> Checkpoint | None:
-    """Return a checkpoint under the names wanted, where it differs from these in grouped parameters only.
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """A checkpoint under the names wanted, as far as these are grouped parameters in another form."""
+
+    checkpoint: Checkpoint
+    """Re-expressed, where anything is to be; sets of experts that do not fit stay as they are."""
+    changed: bool
+    """Whether anything is."""
+    complete: bool
+    """Whether every name wanted is there now, or is of a set that does not fit."""
+
+
+def grouped(checkpoint: Checkpoint, wanted: Mapping[str, Shape], beside: Iterable[str] = ()) -> Grouped:
+    """Return a checkpoint with its grouped parameters in the form that is wanted.
 
     Args:
         checkpoint: under its stored names.
-        names: wanted, without optimizer state.
-
-    Returns:
-        The checkpoint re-expressed; None where some name is neither there nor the other form of one that is.
+        wanted: names and whole shapes, without optimizer state.
+        beside: those of the names that may lack.
 
     Raises:
-        Refused: MISSING_TENSOR for a set of numbered names with holes; what else stands against the translation.
+        Refused: what stands against the translation; UNEQUAL_COPIES for both forms at once, of unlike shapes.
     """
-    found = stems(names, {name: entry.shape for name, entry in checkpoint.container.entries.items()})
-    return seen(checkpoint, found) if found else None
+    entries = {name: entry.shape for name, entry in checkpoint.container.entries.items()}
+    found = arranged(groups(wanted, entries), entries)
+    made = {*found.broken, *beside, *(name for stem in found.stems for name in stem.targets)}
+    complete = all(name in made or name in checkpoint for name in wanted)
+    return Grouped(seen(checkpoint, found.stems) if found.stems else checkpoint, bool(found.stems), complete)
 
 
 def seen(checkpoint: Checkpoint, given: Sequence[Stem]) -> Checkpoint:
@@ -39,35 +54,30 @@ def seen(checkpoint: Checkpoint, given: Sequence[Stem]) -> Checkpoint:
     Raises:
         Refused: see `grouped`.
     """
-    family = table(given)
+    family, container = table(given), checkpoint.container
     said = replace(
         checkpoint.settings, family=FAMILY, dialect=STORED, families={FAMILY: family}, axes=sizes(given), config={}
     )
-    container = checkpoint.container
     made = Checkpoint(container, said, None, None, checkpoint.undecoded)
     vars(made)["catalog"] = Catalog(container, container.entries, {}, None, ())  # codes and scales, each for itself
-    return made.as_dialect(WANTED)
+    names = without_copies(given, container.entries)
+    vars(made)["bound"] = bind(names, family, family.dialects[0], made.sizes)
+    checks, problems = copy_checks(given, container.entries)
+    if problems:
+        raise gathered(problems)
+    return made.as_dialect(WANTED).checking(checks)
 
 
-def between(mine: Mapping[str, Shape], theirs: Mapping[str, Shape]) -> list[Stem]:
-    """Return which tensors of one side are grouped in the other form on the other; none where that is not all.
+def between(mine: Mapping[str, Shape], theirs: Mapping[str, Shape], *, shared_out: bool = True) -> Arranged:
+    """Return how one side holds what the other wants, both with states of optimizers.
 
     Args:
-        mine: names and shapes of tensors and of optimizer states.
-        theirs: the same of the other side.
-
-    Returns:
-        The stems as `mine` has them.
+        mine: names and shapes of what is wanted.
+        theirs: the same of what there is.
+        shared_out: other ranks may want other experts: that there are more of them is nothing against it.
     """
-    found = stems(_parameters(mine), _parameters(theirs)) or ()
-    return [replace(stem, stored=None if stem.stored else "stack") for stem in found]
-
-
-def _parameters(tensors: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return names and shapes of parameters, of those too that are known by their states only."""
-    found: dict[str, Shape] = {}
-    for name, shape in tensors.items():
-        parameter, slot = split_slot(name)
-        if slot == WEIGHT or len(found.get(parameter, ())) <= len(shape):
-            found[parameter] = shape
-    return found
+    wanted, stored = parameter_shapes(mine), parameter_shapes(theirs)
+    found = groups(wanted, stored)
+    if shared_out:
+        found = [one for one in found if one.single or one.whole in stored or not stored.keys() >= {*one.names}]
+    return arranged(found, stored)

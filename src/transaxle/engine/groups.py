@@ -23,15 +23,20 @@ def regrouped(groups: Iterable[Group], targets: Mapping[str, Target], problems: 
         groups: by the source's names.
         targets: the tensors of the target.
         problems: receives UNSUPPORTED for every target tensor whose parameters are of different groups.
+
+    A parameter that has a state and is in no group is as those that it becomes one tensor with: where ranks share out
+    experts, torch's own checkpoints keep the groups of one rank only.
     """
     groups = list(groups)
     group_of = {name: number for number, group in enumerate(groups) for name in group[PARAMS]}
     names: dict[str, list[str]] = {}
+    origins = (origin.name for target in targets.values() for part in target.parts for origin in part.origins)
+    trained = {parameter for parameter, slot in map(split_slot, origins) if slot != WEIGHT} if groups else set()
     for target in targets.values() if groups else ():
         if split_slot(target.name)[1] != WEIGHT:
             continue
         sources = dict.fromkeys(origin.name for part in target.parts for origin in part.origins)
-        found = {group_of.get(source) for source in sources}
+        found = {group_of.get(source) for source in sources if source in group_of or source not in trained}
         if len(found) > 1:
             problems.append(Refusal("UNSUPPORTED", _unlike(target, sources, group_of), Where(None, target.name), _HINT))
             continue

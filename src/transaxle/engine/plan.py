@@ -23,6 +23,7 @@ from transaxle.engine.groups import regrouped
 from transaxle.engine.model_config import rewritten, with_files
 from transaxle.engine.notes import joined, without_notes
 from transaxle.engine.product import Product, Recoded, products
+from transaxle.engine.published import published
 from transaxle.engine.recoding import components, displaced, recoded, recoding
 from transaxle.engine.recognise import IDENTITY, pick_dialect
 from transaxle.engine.source import Source
@@ -228,6 +229,16 @@ def parse_to(to: str) -> tuple[str, str | None]:
     return SAFETENSORS, first
 
 
+def for_hub(to: str) -> bool:
+    """Tell whether `FORMAT[:DIALECT]` is that of a model on a hub.
+
+    Raises:
+        Refused: as `parse_to`.
+    """
+    form, label = parse_to(to)
+    return (form, (label or IDENTITY).partition("@")[0]) == HUB
+
+
 def natural(name: str) -> tuple[str | tuple[int, str], ...]:
     """Return a sort key in which `layers.2` comes before `layers.10`."""
     return tuple(
@@ -261,9 +272,13 @@ def make_plan(
     """
     form, label = parse_to(to)
     wanted = label or IDENTITY
-    if (form, wanted.partition("@")[0]) == HUB and checkpoint.settings.optimizer is None:
-        checkpoint = checkpoint.without_optimizer()
+    against: list[Refusal] = []
+    if for_hub(to):
+        checkpoint, against = published(checkpoint)
+        if checkpoint.settings.optimizer is None:
+            checkpoint = checkpoint.without_optimizer()
     view, names, problems = _viewed(checkpoint, wanted, encode)
+    problems.extend(against)
     if strict:
         problems.extend(
             Refusal(

@@ -10,11 +10,12 @@ from transaxle.axes.piece import Move
 from transaxle.axes.relayout import Copier, Target, unchanged
 from transaxle.engine.described import Intervals
 from transaxle.engine.transfer import Bytes, Scratch, Transfer, fill, lower
-from transaxle.errors import refuse
+from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.catalog import Container, Entry
 from transaxle.formats.dtype import ITEM_BITS
 
 _SCRATCH = 1 << 20
+_ABSENT: Code = "INCOMPLETE"
 
 
 class Source:
@@ -50,6 +51,16 @@ class Source:
             found.append(lower(extent.file, extent.offset, item, move.source_offset, move.target_offset, move.loops))
         found.sort(key=_landing)
         return found
+
+    def covers(self, target: Target) -> bool:
+        """Tell whether everything is there that a target consists of."""
+        try:
+            self.transfers(target)
+        except TransaxleError as error:
+            if error.code != _ABSENT:
+                raise
+            return False
+        return True
 
     def read(self, name: str) -> Bytes:
         """Return the row-major bytes of an entry as it lies; worth it for small ones."""

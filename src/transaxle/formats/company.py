@@ -17,6 +17,8 @@ MANIFEST = "transaxle.json"
 """Our own description of a checkpoint that we wrote; belongs to the engine, and is neither carried nor ignored."""
 INDEX = ".index.json"
 """End of the name of a file that tells which shard holds which tensor."""
+STATE_FOLDER = "optimizer"
+"""Folder for the files of the optimizer's state: frameworks that load a model look at the files beside its config."""
 SAFETENSORS = ".safetensors"
 TORCH = (".bin", ".pt", ".pth")
 WHOLE = (SAFETENSORS, *TORCH)
@@ -59,8 +61,12 @@ def company(storage: Storage, files: Collection[str]) -> Company:
     if storage.single:
         return Company(tuple(name for name in around if name.startswith(_MODEL_FILES)), ())
     carried = tuple(name for name in around if not _left_alone(name))
-    folders = tuple(f"{name}/" for name in listing.folders)
-    left = (*(name for name in around if _left_alone(name)), *listing.special, *folders)
+    used = {file.partition("/")[0] for file in files if "/" in file}
+    folders = tuple(f"{name}/" for name in listing.folders if name not in used)
+    left = [*(name for name in around if _left_alone(name)), *listing.special, *folders]
+    if STATE_FOLDER in used:
+        inside = (f"{STATE_FOLDER}/{name}" for name in storage.listing(STATE_FOLDER).everything())
+        left += [name for name in inside if name not in files]
     return Company(carried, tuple(sorted(left)))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog import Container
-from transaxle.formats.company import INDEX, SAFETENSORS, TORCH
+from transaxle.formats.company import INDEX, SAFETENSORS, STATE_FOLDER, TORCH
 from transaxle.formats.dcp.draft import FORMAT as DCP_FORMAT
 from transaxle.formats.dcp.reader import metadata_files, open_dcp
 from transaxle.formats.dcp.shards import open_shards, shard_files
@@ -273,7 +273,8 @@ def _nothing(folder: Folder, wanted: str | None) -> TransaxleError:
         return refuse("UNSUPPORTED", f"{what}: the name tells no format known here", file=storage.path, hint=hint)
     seen = [*folder.names, *(f"{name}/" for name in folder.folders)]
     path = storage.path.rstrip("/")
-    deeper = [f"{path}/{name}" for name in folder.folders[:_LOOKED_INTO] if _is_one(storage, name, wanted)]
+    others = [name for name in folder.folders if name != STATE_FOLDER]
+    deeper = [f"{path}/{name}" for name in others[:_LOOKED_INTO] if _is_one(storage, name, wanted)]
     hint = f"There is one in {_listed(deeper)}." if deeper else ""
     message = f"{what} here; there is {_listed(seen) or 'nothing'}"
     return refuse("UNSUPPORTED", message, file=storage.path, hint=hint)

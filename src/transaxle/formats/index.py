@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Entry
+from transaxle.formats.company import INDEX, STATE_FOLDER
 from transaxle.formats.faults import Faults
 from transaxle.formats.names import is_plain
+from transaxle.formats.state import OPTIMIZER
 from transaxle.formats.storage import Storage
 from transaxle.formats.strict_json import MAX_PAIRS, NotJsonError, dropped, members, pairs_in, repeated
 
@@ -34,7 +37,30 @@ _EMPTY = msgspec.Raw(b"{}")
 _text: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
 _weight_map: msgspec.json.Decoder[dict[str, str]] = msgspec.json.Decoder(dict[str, str])
 
-Part = TypeVar("Part")
+
+class Held(Protocol):
+    """What one file holds."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Its tensors by name."""
+
+
+Part = TypeVar("Part", bound=Held)
+
+
+@dataclass(frozen=True)
+class Files(Generic[Part]):
+    """The files of a checkpoint, all of which were read."""
+
+    parts: Mapping[str, Part]
+    """What each of them holds, by its name."""
+    entries: Mapping[str, Entry]
+    """All tensors."""
+    said: Mapping[str, str]
+    """Texts of the index's metadata."""
+    sizes: Mapping[str, int]
+    """Bytes of each, the indexes included."""
 
 
 def encode_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
@@ -74,10 +100,62 @@ def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, 
     return weight_map, {key: _text.decode(raw) for key, raw in texts.items()}
 
 
+def read_files(storage: Storage, member: str, read: Callable[[str], Part]) -> Files[Part]:
+    """Read a file, or all shards of an index; and those of the optimizer's state, where they lie in their folder.
+
+    Args:
+        storage: where they are.
+        member: a file, or an index.
+        read: reads one file.
+
+    Raises:
+        Refused: everything that is wrong with the indexes and with all files.
+        StorageError: IO.
+    """
+    faults = Faults()
+    parts, entries, said = _read_set(storage, member, read, faults)
+    names = [*parts, member]
+    beside = _state_beside(storage, member)
+    if beside is not None:
+        more, state, _ = _read_set(storage, beside, read, faults)
+        if all(name.startswith(OPTIMIZER) for name in state):  # else it is somebody else's folder
+            parts |= more
+            names += [*more, beside]
+            for name in state.keys() & entries.keys():
+                holder = entries[name].extents[0].file
+                faults.add("NAME_COLLISION", f"the tensor is in {holder} as well", state[name].extents[0].file, name)
+            entries |= state
+    if faults:
+        raise faults.error()
+    return Files(parts, entries, said, {name: storage.size(name) for name in dict.fromkeys(names)})
+
+
+def _state_beside(storage: Storage, member: str) -> str | None:
+    """Return the file, or the index, of the optimizer's state beside a model's."""
+    if storage.single is not None or STATE_FOLDER not in storage.listing().folders:
+        return None
+    ending = member.removesuffix(INDEX).rpartition(".")[2]
+    whole = f"{STATE_FOLDER}.{ending}"
+    there = storage.listing(STATE_FOLDER).everything()
+    return next((f"{STATE_FOLDER}/{name}" for name in (f"{whole}{INDEX}", whole) if name in there), None)
+
+
+def _read_set(
+    storage: Storage, member: str, read: Callable[[str], Part], faults: Faults
+) -> tuple[dict[str, Part], dict[str, Entry], dict[str, str]]:
+    """Read a file, or all shards of an index; return also their tensors, and the texts of the index's metadata."""
+    if not member.endswith(INDEX):
+        part = read(member)
+        return {member: part}, dict(part.entries), {}
+    weight_map, said = read_index(storage, member)
+    parts = read_shards(storage, member, weight_map, read, faults)
+    return parts, agreed(member, weight_map, {name: part.entries for name, part in parts.items()}, faults), said
+
+
 def read_shards(
     storage: Storage, index: str, weight_map: Mapping[str, str], read: Callable[[str], Part], faults: Faults
 ) -> dict[str, Part]:
-    """Read all shards that an index names, by name.
+    """Read all shards that an index names, by name; they lie beside it.
 
     Args:
         storage: where they are.
@@ -89,7 +167,8 @@ def read_shards(
     Raises:
         StorageError: IO for the folder.
     """
-    listing = storage.listing()
+    begin = _folder_of(index)
+    listing = storage.listing(begin.rstrip("/"))
     parts: dict[str, Part] = {}
     for shard in sorted(set(weight_map.values())):
         if not is_plain(shard):
@@ -99,10 +178,10 @@ def read_shards(
         elif shard not in listing.names:
             lost = sum(named == shard for named in weight_map.values())
             message = f"the shard is not there; the index {index} places {lost} tensors in it"
-            faults.add("INCOMPLETE", message, shard, hint="Copy or download the missing file.")
+            faults.add("INCOMPLETE", message, f"{begin}{shard}", hint="Copy or download the missing file.")
         else:
             try:
-                parts[shard] = read(shard)
+                parts[f"{begin}{shard}"] = read(f"{begin}{shard}")
             except TransaxleError as error:
                 faults.extend(*error.refusals)
     return parts
@@ -112,6 +191,7 @@ def agreed(
     index: str, weight_map: Mapping[str, str], shards: Mapping[str, Mapping[str, Entry]], faults: Faults
 ) -> dict[str, Entry]:
     """Return the tensors of all shards; wherever they and the index differ, that is a fault."""
+    begin = _folder_of(index)
     entries: dict[str, Entry] = {}
     holders: dict[str, str] = {}
     for shard, held in shards.items():
@@ -122,7 +202,8 @@ def agreed(
                 faults.add("CORRUPT", f"the tensor is not in the index {index}", shard, name)
             holders[name] = shard
             entries[name] = entry
-    for name, shard in weight_map.items():
+    for name, named in weight_map.items():
+        shard = f"{begin}{named}"
         if shard not in shards or name in shards[shard]:
             continue
         if name in holders:
@@ -130,3 +211,8 @@ def agreed(
         else:
             faults.add("INCOMPLETE", f"the index {index} says it is here; it is not", shard, name)
     return entries
+
+
+def _folder_of(index: str) -> str:
+    """Return the folder that an index lies in, with a `/` at its end; empty for the checkpoint's own."""
+    return index[: index.rfind("/") + 1]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from transaxle.formats.catalog import Draft, Entry, Fragment, Spec
-from transaxle.formats.company import INDEX
+from transaxle.formats.company import INDEX, STATE_FOLDER
 from transaxle.formats.index import encode_index
+from transaxle.formats.state import OPTIMIZER
 
 Sized = tuple[Spec, int]
 """A tensor and its bytes."""
@@ -17,16 +18,34 @@ Shard = Callable[[str, list[Sized]], tuple[list[Entry], list[Fragment], int]]
 def lay_out_shards(
     form: str, stem: str, ending: str, sized: Sequence[Sized], shard_size: int | None, one: Shard
 ) -> Draft:
-    """Lay out one file, or several with their index.
+    """Lay out one file, or several with their index; the optimizer's state in files of its own, in a folder of its own.
+
+    A framework that loads the model then meets nothing that it does not know.
 
     Args:
         form: name of the format.
         stem: beginning of the file names, `model`.
         ending: their end, `.safetensors`.
         sized: what to write; shards are filled in this order.
-        shard_size: bytes of tensors in one file; a tensor that is larger gets a file of its own. None: one file.
-        one: lays one file out.
+        shard_size: bytes of tensors in one file; a tensor that is larger gets a file of its own. None: one file with
+            everything.
+        one: lays one file out; that of the optimizer's state, if there is any, before the model's.
     """
+    state = [each for each in sized if each[0].name.startswith(OPTIMIZER)]
+    if shard_size is None or len(state) in (0, len(sized)):
+        return _lay_out(form, stem, ending, sized, shard_size, one)
+    beside = _lay_out(form, f"{STATE_FOLDER}/{STATE_FOLDER}", ending, state, shard_size, one)
+    weights = [each for each in sized if not each[0].name.startswith(OPTIMIZER)]
+    model = _lay_out(form, stem, ending, weights, shard_size, one)
+    return Draft(
+        form,
+        {**model.entries, **beside.entries},
+        {**model.files, **beside.files},
+        (*model.fragments, *beside.fragments),
+    )
+
+
+def _lay_out(form: str, stem: str, ending: str, sized: Sequence[Sized], shard_size: int | None, one: Shard) -> Draft:
     shards = split(sized, shard_size)
     entries: dict[str, Entry] = {}
     files: dict[str, int] = {}
@@ -37,7 +56,8 @@ def lay_out_shards(
         fragments.extend(known)
         entries.update((entry.name, entry) for entry in placed)
     if len(shards) > 1:
-        weight_map = {entry.name: entry.extents[0].file for entry in entries.values()}
+        inside = len(stem.rpartition("/")[0]) + 1 if "/" in stem else 0
+        weight_map = {entry.name: entry.extents[0].file[inside:] for entry in entries.values()}
         index, name = encode_index(weight_map, sum(size for _, size in sized)), f"{stem}{ending}{INDEX}"
         fragments.append(Fragment(name, 0, index))
         files[name] = len(index)

@@ -151,6 +151,22 @@ class Virtual(Protocol):
         """Fill a writable contiguous view with the bytes that start at `offset`; safe from several threads."""
 
 
+@dataclass(frozen=True, slots=True)
+class Octets:
+    """Bytes at hand, as a file."""
+
+    data: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """See `Virtual`."""
+        return len(self.data)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """See `Virtual`."""
+        view.cast("B")[:] = self.data[offset : offset + view.nbytes]
+
+
 class Beside(Overlay):
     """A storage, and beside its files some that do not exist.
 

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.company import INDEX, MANIFEST, TENSOR_FILES, WHOLE
+from transaxle.formats.company import INDEX, MANIFEST, STATE_FOLDER, TENSOR_FILES, WHOLE
 from transaxle.formats.names import checked_parts
 from transaxle.formats.place import CHECKPOINT_FILES
 from transaxle.formats.service import FILE, Service, Stream
@@ -359,9 +359,14 @@ def opens(name: str) -> bool:
 
 
 def _turn(name: str) -> tuple[int, str]:
-    """Return when a file appears: what travels along, tensors, what makes them a checkpoint, the manifest."""
+    """Return when a file appears: what travels along, tensors, what makes them a checkpoint, the manifest.
+
+    The optimizer's state comes before the model, which is a checkpoint without it.
+    """
     if name == MANIFEST:
         return 3, name
+    if name.startswith(f"{STATE_FOLDER}/"):
+        return (1 if name.endswith(_OPENERS) else 0), name
     if name.endswith(_OPENERS):
         return 2, name
     return (1 if name.lower().endswith(TENSOR_FILES) else 0), name

@@ -17,6 +17,7 @@ from transaxle.families import builtin
 
 WHOLE = "pytorch_model.bin"
 SAFE = "model.safetensors"
+STATE = "optimizer/optimizer.safetensors"
 CONFIG = {
     "model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 4, "num_experts": 3, "moe_intermediate_size": 6, "vocab_size": 16,
@@ -182,7 +183,8 @@ def test_an_optimizer_travels(tmp_path: Path) -> None:
     tx.convert(tmp_path / "a.pt", tmp_path / "b.pt", to="torch")
     tx.convert(tmp_path / "b.pt", tmp_path / "c", to="safetensors")
     moments = optimizer.state_dict()["state"][0]
-    found = load_file(tmp_path / "c" / SAFE)
+    found = load_file(tmp_path / "c" / STATE)
+    assert load_file(tmp_path / "c" / SAFE).keys() == module.state_dict().keys()
     assert torch.equal(found["optim/weight/exp_avg"], moments["exp_avg"])
     assert torch.equal(found["optim/weight/step"], moments["step"])
     assert tx.open(tmp_path / "a.pt").keys() == tx.open(tmp_path / "b.pt").keys()

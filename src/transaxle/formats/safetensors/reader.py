@@ -11,19 +11,19 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from transaxle.formats.catalog import Container, Entry
-from transaxle.formats.company import INDEX, company
+from transaxle.formats.catalog import Container
+from transaxle.formats.company import company
 from transaxle.formats.dcp.sharding import NOTE, NOTES, starts
 from transaxle.formats.faults import Faults
 from transaxle.formats.groups import GROUPS, KEPT, decode
-from transaxle.formats.index import agreed, read_index, read_shards
+from transaxle.formats.index import read_files
 from transaxle.formats.safetensors.header import Header, read_header
 from transaxle.formats.safetensors.index import FORMAT
 from transaxle.formats.storage import Storage
 
 
 def open_safetensors(storage: Storage, path: str, member: str) -> Container:
-    """Open one safetensors file, or all shards of an index.
+    """Open one safetensors file, or all shards of an index, with the optimizer's state in its folder beside them.
 
     The sizes in the index's metadata are not compared with anything: many published ones are wrong, because tied
     weights were counted twice. They are left out of the container's metadata, which holds the headers' free text and
@@ -39,28 +39,15 @@ def open_safetensors(storage: Storage, path: str, member: str) -> Container:
             tensor that is not there, NAME_COLLISION, OVERLAP, PATH_ESCAPE, UNSUPPORTED.
         StorageError: IO.
     """
-    said: dict[str, str] = {}
-    entries: Mapping[str, Entry]
-    if member.endswith(INDEX):
-        weight_map, said = read_index(storage, member)
-        faults = Faults()
-        headers = read_shards(storage, member, weight_map, lambda shard: read_header(storage, shard), faults)
-        entries = agreed(member, weight_map, {name: header.entries for name, header in headers.items()}, faults)
-        if faults:
-            raise faults.error()
-        files = {name: storage.size(name) for name in (*headers, member)}
-    else:
-        headers = {member: read_header(storage, member)}
-        entries = headers[member].entries
-        files = {member: storage.size(member)}
-    _check_whole(headers)
-    around = company(storage, files)
-    metadata: dict[str, Any] = {**said, **_merged(headers)}
+    found = read_files(storage, member, lambda file: read_header(storage, file))
+    _check_whole(found.parts)
+    around = company(storage, found.sizes)
+    metadata: dict[str, Any] = {**found.said, **_merged(found.parts)}
     groups = decode(metadata.get(KEPT, ""))
     if groups is not None:
         del metadata[KEPT]
         metadata[GROUPS] = groups
-    return Container(FORMAT, path, storage, entries, files, metadata, around.carried, around.ignored)
+    return Container(FORMAT, path, storage, found.entries, found.sizes, metadata, around.carried, around.ignored)
 
 
 def _check_whole(headers: Mapping[str, Header]) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 
 from transaxle.errors import refuse
 from transaxle.formats.catalog import Checksum, Container, Entry
-from transaxle.formats.company import INDEX, company
+from transaxle.formats.company import company
 from transaxle.formats.faults import Faults
 from transaxle.formats.groups import GROUPS, single
-from transaxle.formats.index import agreed, read_index, read_shards
+from transaxle.formats.index import read_files
 from transaxle.formats.inline import Inline, number
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Quantized, Scalar, TensorRef
 from transaxle.formats.pickled.flatten import Odd, flatten
@@ -40,7 +40,7 @@ class Part:
 
 
 def open_torch(storage: Storage, path: str, member: str) -> Container:
-    """Open one torch file, or all shards of an index.
+    """Open one torch file, or all shards of an index, with the optimizer's state in its folder beside them.
 
     Args:
         storage: where the files are.
@@ -53,23 +53,13 @@ def open_torch(storage: Storage, path: str, member: str) -> Container:
         StorageError: IO.
     """
     inline = Inline(storage)
-    said: dict[str, Any] = {}
-    entries: Mapping[str, Entry]
-    if member.endswith(INDEX):
-        weight_map, said = read_index(storage, member)
-        faults = Faults()
-        parts = read_shards(storage, member, weight_map, lambda shard: read_part(inline, shard), faults)
-        entries = agreed(member, weight_map, {name: part.entries for name, part in parts.items()}, faults)
-        if faults:
-            raise faults.error()
-    else:
-        parts = {member: read_part(inline, member)}
-        entries = parts[member].entries
-    files = {name: storage.size(name) for name in (*parts, *([member] if member not in parts else []))}
-    around = company(storage, files)
-    checksums = tuple(checksum for part in parts.values() for checksum in part.checksums)
-    metadata = {**said, **_merged(parts)}
-    return Container(FORMAT, path, inline, entries, files, metadata, around.carried, around.ignored, checksums)
+    found = read_files(storage, member, lambda file: read_part(inline, file))
+    around = company(storage, found.sizes)
+    checksums = tuple(checksum for part in found.parts.values() for checksum in part.checksums)
+    metadata = {**found.said, **_merged(found.parts)}
+    return Container(
+        FORMAT, path, inline, found.entries, found.sizes, metadata, around.carried, around.ignored, checksums
+    )
 
 
 def read_part(inline: Inline, file: str) -> Part:

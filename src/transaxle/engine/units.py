@@ -1,0 +1,33 @@
+"""Numbers with the units people use, for reports and for the command line: 1 GB is 10^9 bytes."""
+
+from __future__ import annotations
+
+_STEPS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
+
+
+def short(value: float) -> str:
+    """Write a number below a thousand with three or four digits that count."""
+    text = f"{value:.2f}" if value < 100 else f"{value:.1f}"
+    return text.rstrip("0").rstrip(".")
+
+
+def size(count: int) -> str:
+    """Write bytes: `61.06 GB`, `512 B`."""
+    for unit, letter in _STEPS:
+        if count >= unit:
+            return f"{short(count / unit)} {letter}B"
+    return f"{count} B"
+
+
+def plural(count: int, noun: str, many: str = "") -> str:
+    """Write a number with its noun: `1 tensor`, `18,867 tensors`."""
+    return f"{count:,} {noun if count == 1 else many or f'{noun}s'}"
+
+
+def duration(seconds: float) -> str:
+    """Write a duration: `0.02 s`, `25.1 s`, `1:02:03`."""
+    if seconds < 60:
+        return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
