@@ -111,6 +111,25 @@ def test_delayed_scaling_starts_anew_from_values() -> None:
     assert torch.equal(model[2].weight.dequantize(), again.dequantize())  # type: ignore[index]
 
 
+def test_delayed_and_current_scaling_take_each_others_codes() -> None:
+    """A history that is not needed is left aside, one that lacks begins anew: what was here is of other values."""
+    delayed, current = _model("float8 delayed"), _model("float8", seed=1)
+    current.load_state_dict(delayed.state_dict())
+    for name, entry in current.state_dict().items():
+        assert torch.equal(raw(entry.detach()), raw(delayed.state_dict()[name].detach()))
+    again = _model("float8 delayed", seed=2)
+    assert again.state_dict()["2.weight_amax_history"].any()
+    again.load_state_dict(current.state_dict())
+    found = again.state_dict()
+    assert all(torch.equal(raw(found[name].detach()), raw(one.detach())) for name, one in current.state_dict().items())
+    assert not found["2.weight_amax_history"].any()
+    assert not found["2.weight_scaled_for"].any()
+    values_ = torch.full((48, 166), 3.0, dtype=torch.bfloat16)
+    with torch.no_grad():
+        again[2].weight.copy_(values_)  # type: ignore[index]
+    assert torch.equal(again[2].weight.dequantize(), values_)  # type: ignore[index]
+
+
 def test_other_encodings_and_missing_scales_are_refused_and_nothing_is_written() -> None:
     blocks, kept = _model("float8_block"), _model("float8_block")
     for state, codes in (

@@ -24,7 +24,7 @@ import transaxle as tx
 from tests.live.ranks import run
 from tests.quant.training import FIVE, built, bytes_of, equal, mesh_of, quantized_of, train, trainer
 from transaxle.errors import TransaxleError
-from transaxle.quant import MasterWeights
+from transaxle.quant import MXFP8, DelayedScaling, Float8Block, MasterWeights, Quantizer, quantize_
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "AdamW": partial(torch.optim.AdamW, lr=1e-2),
@@ -87,6 +87,21 @@ def test_making_state_leaves_codes_and_masters_as_they_are(kind: str) -> None:
     state: Any = get_optimizer_state_dict(model, optimizer)
     assert equal(bytes_of(model), before)
     assert {"exp_avg", "exp_avg_sq", "step", "master"} == state["state"]["head.weight"].keys()
+
+
+@pytest.mark.parametrize("recipe", [MXFP8(columnwise=True), Float8Block((1, 32)), DelayedScaling(length=4)], ids=repr)
+def test_codes_of_what_is_frozen_stay_as_they_are(recipe: Quantizer) -> None:
+    """Their own values, quantized again, have other codes, and another history."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    quantize_(model, recipe)
+    model[0].requires_grad_(False)
+    before = bytes_of(model)
+    optimizer = MasterWeights(model.parameters(), OPTIMIZERS["AdamW"])
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+    changed = {name for name, value in bytes_of(model).items() if not torch.equal(value, before[name])}
+    assert {name.split(".")[0] for name in changed} == {"1"}
 
 
 def test_groups_schedulers_and_closures() -> None:

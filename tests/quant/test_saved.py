@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import transaxle as tx
 from tests.live.ranks import run
 from tests.quant.kinds import MORE, raw
-from transaxle.quant import Float8Block, MasterWeights, QuantizedTensor, quantize_
+from transaxle.quant import NVFP4, Float8Block, MasterWeights, QuantizedTensor, quantize_
 
 HEAD = "lm_head"
 """Engines leave it as it is."""
@@ -107,3 +107,20 @@ def test_transformers_loads_a_block_model_as_fp8(tmp_path: Path) -> None:
     for name, parameter in model.named_parameters():
         values = parameter.dequantize() if isinstance(parameter, QuantizedTensor) else parameter
         assert torch.equal(theirs[name], values)
+
+
+@pytest.mark.parametrize("to", ["dcp", "safetensors"])
+def test_scales_that_reach_elsewhere_say_so(to: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32, bias=False)).bfloat16()
+    quantize_(model, NVFP4(scale_max=256))
+    (weight,) = model.parameters()
+    assert isinstance(weight, QuantizedTensor)
+    tx.save(model, tmp_path / "saved", to=f"{to}:identity")
+    tx.convert(tmp_path / "saved", tmp_path / "decoded", to="safetensors:identity", decode="bf16")
+    with tx.open(tmp_path / "decoded") as files:
+        assert files["0.weight"].tobytes() == raw(weight.dequantize().detach()).numpy().tobytes()
+    other = nn.Sequential(nn.Linear(64, 32, bias=False)).bfloat16()
+    quantize_(other, NVFP4())
+    with pytest.raises(tx.TransaxleError, match="scales up to 256"):
+        tx.load(other, tmp_path / "saved")

@@ -7,6 +7,7 @@ import pickle
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -20,7 +21,15 @@ from torch.distributed.tensor import DTensor
 from tests.live.ranks import run
 from tests.quant.kinds import KINDS, MORE, raw, same, values
 from transaxle.errors import TransaxleError
-from transaxle.quant import MXFP8, MasterWeights, QuantizedTensor, Quantizer, from_components
+from transaxle.quant import (
+    MXFP8,
+    Float8CurrentScaling,
+    MasterWeights,
+    QuantizedTensor,
+    Quantizer,
+    from_components,
+    kernels,
+)
 from transaxle.quant.entries import give_entries
 
 kinds = pytest.mark.parametrize("quantizer", MORE.values(), ids=MORE.keys())
@@ -53,6 +62,17 @@ def test_a_stack_is_its_matrices(quantizer: Quantizer, shape: tuple[int, int, in
     for twin in (*twins, torch.cat([made[:1], made[1:]])):
         assert isinstance(twin, QuantizedTensor)
         assert same(made, twin)
+
+
+@pytest.mark.parametrize("quantizer", [Float8CurrentScaling(), MXFP8()], ids=str)
+def test_a_stack_is_dequantized_in_one_go(quantizer: Quantizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch on a GPU, not one for each expert."""
+    made = quantizer.quantize(stack(5, 64, 96))
+    wanted = torch.stack([one.dequantize() for one in made.unbind()])
+    counted = Mock(wraps=kernels.dequantize)
+    monkeypatch.setattr(kernels, "dequantize", counted)
+    assert torch.equal(made.dequantize(), wanted)
+    assert counted.call_count == 1
 
 
 @kinds

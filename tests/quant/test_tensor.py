@@ -151,6 +151,21 @@ def test_rows_are_not_left_under_scales_that_are_not_theirs() -> None:
         assert torch.equal(before, target.dequantize())
 
 
+@pytest.mark.parametrize("quantizer", [Float8CurrentScaling(), NVFP4()], ids=["float8", "nvfp4"])
+def test_a_shard_takes_no_scale_that_is_of_its_rows_alone(quantizer: Quantizer) -> None:
+    """The other rows, on other ranks, would be left under another one."""
+    shard, other = (quantizer.quantize(values(200, 128, seed))[10:150].clone() for seed in (0, 1))
+    assert isinstance(shard, QuantizedTensor)
+    assert isinstance(other, QuantizedTensor)
+    before = shard.dequantize()
+    with pytest.raises(TransaxleError) as refused:
+        shard.copy_(quantizer.quantize(values(140, 128) * 3))
+    assert refused.value.code == "UNEQUAL_COPIES"
+    assert torch.equal(before, shard.dequantize())
+    shard.copy_(other)
+    assert same(shard, other)
+
+
 def test_a_shard_alone_is_not_quantized_again() -> None:
     shard = Float8Block().quantize(values(200, 128))[10:150].clone()
     with pytest.raises(TransaxleError, match="their scales depend on the others"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from transaxle.errors import refuse
 from transaxle.quant.frame import ORIGIN
 from transaxle.quant.join import is_whole, refused
 from transaxle.quant.tensor import QuantizedTensor
@@ -33,11 +34,18 @@ def all_gather(tensor: QuantizedTensor, group_size: int, group: Any) -> Quantize
     What stands for tiles of several rows is on every rank already.
 
     Raises:
-        Refused: `BLOCK_MISALIGNED` for a view of another shape, or some of the columns.
+        Refused: `BLOCK_MISALIGNED` for a view of another shape, or some of the columns; `UNSUPPORTED` for a part that
+            tensor parallelism has cut.
     """
     frame = tensor.frame
     if not is_whole(tensor) or frame.width is not None:
         raise refused("all_gather", tensor, "it is not rows of a matrix")
+    if frame.share is not None:
+        raise refuse(
+            "UNSUPPORTED",
+            f"all_gather of {list(tensor.shape)}, a rank's part of {list(frame.share.shape)}",
+            hint="full_tensor() of the entries of state_dict(), which are plain; or tx.save",
+        )
     cut = {}
     for name, buffer in frame.cut.items():
         if name != ORIGIN:

@@ -21,6 +21,7 @@ from transaxle.errors import refuse
 from transaxle.quant.collective import all_gather, padded
 from transaxle.quant.frame import COLUMN_DATA, COLUMN_SCALE, DATA, ORIGIN, SCALE, STATE, blank
 from transaxle.quant.join import cat, is_whole, refused, stack
+from transaxle.quant.share import check_common
 from transaxle.quant.tensor import QuantizedTensor
 
 aten = torch.ops.aten
@@ -242,6 +243,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         )
     if target.shape != source.shape or target.frame.row != source.frame.row:
         raise refuse("SHAPE_MISMATCH", f"{list(source.shape)} into {list(target.shape)}")
+    check_common(target, source)
     target.adopt(source.frame, source.skip, source.height)
     return target
 
@@ -276,7 +278,7 @@ def _new(tensor: QuantizedTensor, size: Sequence[int], device: Any, pin_memory: 
         if old.device.type != "meta":
             shared = {name: buffer.to(target, copy=True) for name, buffer in old.shared.items()}
         start = old.start + tensor.skip if shape[0] == tensor.height else 0
-        frame = replace(frame, whole=old.whole, shared=shared, start=start)
+        frame = replace(frame, whole=old.whole, shared=shared, start=start, share=old.share)
     if pin_memory:
         frame = replace(
             frame,

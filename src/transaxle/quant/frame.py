@@ -14,20 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 
 from transaxle.encodings.encoding import Encoding
+from transaxle.encodings.restated import ASIDE
 from transaxle.quant.kernels.components import Components, columnwise_of, layout
 from transaxle.quant.quantizers import Quantizer
+
+if TYPE_CHECKING:
+    from transaxle.quant.share import Share
 
 DATA = "data"
 SCALE = "scale_inv"
 AMAX = "amax"
-COLUMN_DATA = "columnwise_data"
-COLUMN_SCALE = "columnwise_scale_inv"
-HISTORY = "amax_history"
-SCALED_FOR = "scaled_for"
+COLUMN_DATA, COLUMN_SCALE, HISTORY, SCALED_FOR = ASIDE
 ORIGIN = "high_precision_init"
 """Name of the values that the first codes were made of, where they are kept for master weights."""
 COMPONENTS = (DATA, SCALE, AMAX, COLUMN_DATA, COLUMN_SCALE)
@@ -72,6 +74,9 @@ class Frame:
     """Columns of the whole matrix, where these are some of them."""
     of: Frame | None = field(default=None, kw_only=True)
     """The stack that this is one matrix of, as a view."""
+    share: Share | None = field(default=None, kw_only=True)
+    """What the matrix, or stack, is a part of, where tensor parallelism has cut a whole one; then that part counts as
+    the whole everywhere else here."""
 
     @property
     def encoding(self) -> Encoding:
@@ -135,6 +140,7 @@ class Frame:
             {name: buffer for name, buffer in held.items() if name != ORIGIN and not is_cut(self.encoding, name)},
             blank=self.blank,
             of=self,
+            share=None if self.share is None else self.share.member,
         )
 
     def drop(self, name: str) -> None:

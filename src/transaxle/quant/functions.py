@@ -57,11 +57,12 @@ def _set_data(tensor: QuantizedTensor, other: torch.Tensor) -> None:
     """Take over what another tensor holds, as `Module.to` has parameters do.
 
     Values of another dtype, if they are those of the codes, leave these as they are; any others are quantized.
+
+    Raises:
+        Refused: `UNSUPPORTED` for other values of a part that tensor parallelism has cut: another rank may have none.
     """
     if not isinstance(other, QuantizedTensor):
-        if not torch.equal(other, tensor.dequantize(other.dtype)):
-            tensor.quantize_(other)
-        other = QuantizedTensor(tensor.frame, tensor.skip, tensor.height, other.dtype, tuple(tensor.shape))
+        other = tensor.retyped(other)
     with torch._C.DisableTorchFunctionSubclass():
         tensor.data = other
     tensor.frame, tensor.skip, tensor.height = other.frame, other.skip, other.height

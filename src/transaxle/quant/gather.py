@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from transaxle.errors import refuse
 from transaxle.quant.frame import ORIGIN, Frame
@@ -70,9 +71,12 @@ def received(
     for place, (name, own) in enumerate(metadata.buffers):
         whole = outputs[place] if place < len(outputs) else own
         cut[name] = whole[: shard.whole].view(shard.cut[name].dtype)
-    frame = Frame(shard.quantizer, shard.columns, shard.whole, cut, dict(shard.shared), matrix=shard.matrix)
+    shared = dict(shard.shared)
+    frame = Frame(shard.quantizer, shard.columns, shard.whole, cut, shared, matrix=shard.matrix, share=shard.share)
     if out is None:
         return QuantizedTensor(frame, 0, shard.whole, dtype), ()
+    if isinstance(out, DTensor):
+        out = out.to_local()
     if not isinstance(out, QuantizedTensor) or out.dtype != dtype:
         raise refuse("UNSUPPORTED", f"gathered into {type(out).__name__} of {out.dtype}, expected quantized {dtype}")
     out.frame.cut, out.frame.shared = frame.cut, frame.shared

@@ -10,7 +10,7 @@ import torch
 from transaxle.errors import TransaxleError, refuse
 from transaxle.quant.frame import COLUMN_SCALE, SCALE, Frame, framed
 from transaxle.quant.kernels.components import columnwise_of
-from transaxle.quant.tensor import QuantizedTensor, _same
+from transaxle.quant.tensor import QuantizedTensor, same_bytes
 from transaxle.quant.whole import stacked
 
 
@@ -95,17 +95,20 @@ def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
     shared = {name: frame.shared[name] for name in names if name in frame.shared}
     rows = sum(part.height for part in parts)
     step = _step(frame, columnwise=both)
-    alike = all(_same({n: part.frame.shared[n] for n in shared if n in part.frame.shared}, shared) for part in parts)
+    alike = all(
+        same_bytes({n: part.frame.shared[n] for n in shared if n in part.frame.shared}, shared) for part in parts
+    )
     ends = [part.frame.start + part.skip + part.height for part in parts]
     starts = [part.frame.start + part.skip for part in parts]
+    share = None
     if alike and starts[1:] == ends[:-1] and all(part.frame.whole == frame.whole for part in parts):
-        start, whole = starts[0], frame.whole
+        start, whole, share = starts[0], frame.whole, frame.share
     elif step > 1 and frame.matrix is None:
         complete = all(part.height == part.frame.whole for part in parts)
         if not complete or any(part.height % step for part in parts[:-1]):
             raise refused("cat", first, f"tiles of {step} rows would not stay whole")
         single = {name: buffer for name, buffer in shared.items() if buffer.dim() == 1}
-        if not all(_same({name: part.frame.shared[name] for name in single}, single) for part in parts):
+        if not all(same_bytes({name: part.frame.shared[name] for name in single}, single) for part in parts):
             raise _differing(parts)
         start, whole = 0, rows
         shared |= {n: torch.cat([part.frame.shared[n] for part in parts]) for n in shared if n not in single}
@@ -114,7 +117,7 @@ def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
     else:
         start, whole = 0, rows
     made = replace(frame, cut=cut, shared={n: b.clone() for n, b in shared.items()}, start=start, whole=whole)
-    return QuantizedTensor(replace(made, used=None, blank=False, of=None), 0, rows, first.dtype)
+    return QuantizedTensor(replace(made, used=None, blank=False, of=None, share=share), 0, rows, first.dtype)
 
 
 def _step(frame: Frame, *, columnwise: bool) -> int:
@@ -141,7 +144,7 @@ def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
     if step and any(part.frame.columns % step for part in parts[:-1]):
         raise refused("cat", first, f"tiles of {step} columns would not stay whole")
     flat = [{n: b for n, b in part.frame.shared.items() if b.dim() == 1} for part in parts]
-    if not all(_same(one, flat[0]) for one in flat):
+    if not all(same_bytes(one, flat[0]) for one in flat):
         raise refuse("UNEQUAL_COPIES", f"{len(parts)} tensors of {first.quantizer} under differing scales")
     both = all(part.frame.columnwise for part in parts)
     held = [part.frame.buffers(part.skip, part.height) for part in parts]
@@ -163,5 +166,6 @@ def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
         cut={name: buffer for name, buffer in joined.items() if name in frame.cut},
         shared={name: buffer for name, buffer in joined.items() if name in frame.shared},
         start=frame.start + first.skip,
+        share=None if frame.width is None else frame.share,
     )
     return QuantizedTensor(replace(made, used=None, blank=False, of=None), 0, first.height, first.dtype)

@@ -114,7 +114,8 @@ class MasterWeights(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the masters with the parameters' gradients, and quantize them into the parameters.
 
-        The codes of a group whose learning rate is 0 stay as they are: that is how torch makes state that is not there.
+        The codes of a parameter without a gradient, such as a frozen one, stay as they are; its values quantized again
+        can have others. So do those of a group whose learning rate is 0, by which torch makes state that is not there.
 
         Args:
             closure: computes the loss and the gradients anew.
@@ -132,14 +133,14 @@ class MasterWeights(Optimizer):
             master.grad = None
         for group, updated in zip(self.param_groups, self._updated, strict=True):
             if _moves(group):
-                _requantize(group[_PARAMS], updated)
+                both = zip(group[_PARAMS], updated, strict=True)
+                _requantize((each, master) for each, master in both if each.grad is not None)
         return loss
 
     @torch.no_grad()
     def requantize(self) -> None:
         """Quantize the masters into the parameters."""
-        for group, updated in zip(self.param_groups, self._updated, strict=True):
-            _requantize(group[_PARAMS], updated)
+        _requantize(self._pairs())
 
     @torch.no_grad()
     def restart(self, values: Mapping[torch.Tensor, torch.Tensor | None] | None = None) -> None:
@@ -238,8 +239,8 @@ def _moves(group: Mapping[str, Any]) -> bool:
     return bool(rate != 0) if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu" else True
 
 
-def _requantize(parameters: Iterable[torch.Tensor], updated: Iterable[torch.Tensor]) -> None:
-    for parameter, master in zip(parameters, updated, strict=True):
+def _requantize(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for parameter, master in pairs:
         inner = _inner(parameter)
         if inner is not None:
             values = master.to_local() if isinstance(master, DTensor) else master

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
-from transaxle.quant.entries import give_entries
+from transaxle.quant.entries import give_entries, is_quantized
 from transaxle.quant.frame import ORIGIN
+from transaxle.quant.placed import placed_like
 from transaxle.quant.quantizers import Quantizer
-from transaxle.quant.tensor import QuantizedTensor
+from transaxle.quant.share import Share
+from transaxle.quant.tensor import quantized
 
 Filter = Callable[[str, nn.Module], bool]
 """Says by name and module whether a linear layer, or experts in stacks, are to be quantized."""
@@ -35,10 +40,25 @@ class Quantizable(Protocol):
         """
 
 
+class Cut(Protocol):
+    """How tensor parallelism has cut a parameter; see `transaxle.parallel`."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks."""
+
+    @property
+    def share(self) -> Share | None:
+        """What this rank has; None where it has all."""
+
+    def misplaced(self, quantizer: Quantizer) -> Refusal | None:
+        """Return what stands against a quantizer's tiles: a cut that goes through one."""
+
+
 EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 """Parameters of three dims that hold a matrix for each expert, [E, out, in], as modules of transformers have them."""
 CUTS = "_transaxle_cuts"
-"""Attribute of modules that tensor parallelism has cut: how each parameter is; see `transaxle.parallel`."""
+"""Attribute of modules that tensor parallelism has cut: name of a parameter -> how (`Cut`)."""
 _WEIGHT = "weight"
 _STACK = 3
 _TRANSPOSED = "is_transposed"
@@ -54,7 +74,8 @@ def quantize_(
 ) -> list[str]:
     """Quantize the weights of linear and grouped layers, and experts' stacks, in place; of meta models too.
 
-    Call it before `fully_shard`. Stacks are parameters named as in `EXPERTS`, as the experts of transformers have them.
+    Call it before `fully_shard`, and before `tensor_parallel` or, on all of its ranks, after it. Stacks are parameters
+    named as in `EXPERTS`, as the experts of transformers have them.
 
     A weight that a module of another kind shares, as an embedding does a head's, is left as it is. Layers that share a
     weight share the quantized one.
@@ -69,8 +90,8 @@ def quantize_(
         Names of the weights that are quantized now.
 
     Raises:
-        Refused: `UNSUPPORTED` for weights that are sharded or cut already, and for a recipe that a layer cannot compute
-            with.
+        Refused: `UNSUPPORTED` for weights that are sharded already, and for a recipe that a layer cannot compute with;
+            `BLOCK_MISALIGNED` where tensor parallelism has cut a weight inside a tile.
     """
     wanted = [
         (name, key, module)
@@ -97,7 +118,8 @@ def quantize_(
     for _, key, module in kept:
         old = getattr(module, key)
         if id(old) not in made:
-            made[id(old)] = _parameter(old, recipe, keep=preserve_high_precision_init)
+            share = None if (cut := _cut(module, key)) is None else cut.share
+            made[id(old)] = _parameter(old, recipe, share, keep=preserve_high_precision_init)
     for _, key, module in kept:
         setattr(module, key, made[id(getattr(module, key))])
         give_entries(module)
@@ -114,20 +136,27 @@ def _weights(module: nn.Module) -> list[str]:
         found = {} if getattr(module, _TRANSPOSED, False) else module._parameters
         names = tuple(name for name in EXPERTS if (one := found.get(name)) is not None and one.dim() == _STACK)
     held = {name: module._parameters.get(name) for name in names}
-    return [name for name, one in held.items() if one is not None and not isinstance(one, QuantizedTensor)]
+    return [name for name, one in held.items() if one is not None and not is_quantized(one)]
+
+
+def _cut(module: nn.Module, key: str) -> Cut | None:
+    """Return how tensor parallelism has cut a parameter; None of one that it has not."""
+    found: Mapping[str, Cut] = module.__dict__.get(CUTS, {})
+    return found.get(key)
 
 
 def _faults(name: str, key: str, module: nn.Module, recipe: Quantizer) -> list[Refusal]:
     """What stands against quantizing a weight."""
     found = []
-    kind = type(getattr(module, key).data)
-    if CUTS in module.__dict__:
-        message = "this rank has its part of a weight that tensor parallelism has cut"
-        hint = "quantize what is saved: transaxle convert --encode"
-        return [Refusal("UNSUPPORTED", message, Where(tensor=name), hint)]
-    if kind is not torch.Tensor:
-        hint = "quantize the model before it is sharded"
+    weight, cut = getattr(module, key).data, _cut(module, key)
+    kind = type(weight)
+    sharded = isinstance(weight, DTensor) and (cut is None or weight.device_mesh != cut.mesh)
+    if sharded or kind not in (torch.Tensor, DTensor):
+        hint = "quantize the model before it is sharded; of experts that ranks share out, each has to be a parameter"
         found.append(Refusal("UNSUPPORTED", f"a weight of {kind.__name__}", Where(tensor=name), hint))
+    wrong = None if cut is None else cut.misplaced(recipe)
+    if wrong is not None:
+        found.append(replace(wrong, where=Where(tensor=name)))
     if isinstance(module, Quantizable):
         try:
             module.check_recipe(recipe)
@@ -198,8 +227,9 @@ def quantized_init(
     )
 
 
-def _parameter(old: torch.Tensor, recipe: Quantizer, *, keep: bool) -> nn.Parameter:
-    made = recipe.quantize(old.data)
+def _parameter(old: torch.Tensor, recipe: Quantizer, share: Share | None, *, keep: bool) -> nn.Parameter:
+    values = old.data.to_local() if isinstance(old.data, DTensor) else old.data
+    made = quantized(recipe, values, share=share)
     if keep and old.device.type != "meta":
-        made.frame.cut[ORIGIN] = old.data.clone()
-    return nn.Parameter(made, requires_grad=old.requires_grad)
+        made.frame.cut[ORIGIN] = values.clone()
+    return nn.Parameter(placed_like(old.data, made), requires_grad=old.requires_grad)

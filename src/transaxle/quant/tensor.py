@@ -7,14 +7,16 @@ written down in `transaxle.quant.dispatch`, how FSDP2 gathers it in `transaxle.q
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import prod
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from transaxle.encodings.encoding import WHOLE
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.quant import kernels
 from transaxle.quant.frame import (
@@ -33,6 +35,9 @@ from transaxle.quant.frame import (
 from transaxle.quant.quantizers import QUANTIZERS, Quantizer
 from transaxle.quant.usage import both_ways
 from transaxle.quant.whole import frame_of, place
+
+if TYPE_CHECKING:
+    from transaxle.quant.share import Share
 
 
 class QuantizedTensor(torch.Tensor):
@@ -147,11 +152,26 @@ class QuantizedTensor(torch.Tensor):
             frame.blank = False
             return self
         if frame.blank and group is None:
-            at = place(wide, None, 0, self.height)
+            at = place(wide, None, 0, self.height, frame.share)
         else:
-            at = place(wide, group, frame.start + self.skip, frame.whole)
+            at = place(wide, group, frame.start + self.skip, frame.whole, frame.share)
         self.adopt(frame_of(frame.quantizer, wide.to(frame.device), at, frame), 0, self.height)
         return self
+
+    def retyped(self, values: torch.Tensor) -> QuantizedTensor:
+        """Return these codes for values of another dtype, and where those lie; other values are quantized first.
+
+        Raises:
+            Refused: `UNSUPPORTED` for other values of a part that tensor parallelism has cut: others may have none.
+        """
+        here = cast(QuantizedTensor, self.detach().to(values.device))
+        if not values.is_meta and not torch.equal(values, here.dequantize(values.dtype)):
+            share = self.frame.share
+            if share is not None:
+                message = f"other values as the data of {list(self.shape)}, a rank's part of {list(share.shape)}"
+                raise refuse("UNSUPPORTED", message, hint="copy_() them on every rank that has a part")
+            here.quantize_(values)
+        return QuantizedTensor(here.frame, here.skip, here.height, values.dtype, tuple(self.shape))
 
     def adopt(self, source: Frame, skip: int, rows: int) -> None:
         """Copy buffers of another frame of the same encoding into this one's, raw.
@@ -178,7 +198,7 @@ class QuantizedTensor(torch.Tensor):
                 f"rows from {there} of {source.whole} cannot lie {self.skip} rows below others, which would be outside",
                 hint="dequantize() the source to quantize it again",
             )
-        if not covers and not _same(frame.shared, source.shared):
+        if not covers and not same_bytes(frame.shared, source.shared):
             raise refuse(
                 "UNEQUAL_COPIES",
                 f"{self.height} of {used} rows: the others would be left under scales that are not theirs",
@@ -262,7 +282,14 @@ class QuantizedTensor(torch.Tensor):
         return self.reduced(torch.clone)
 
     def reduced(self, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
-        """Return what pickles hold: a function of this module, numbers, and what `change` makes of the buffers."""
+        """Return what pickles hold: a function of this module, numbers, and what `change` makes of the buffers.
+
+        Raises:
+            Refused: `UNSUPPORTED` for a part that tensor parallelism has cut: its ranks cannot be pickled.
+        """
+        if self.frame.share is not None:
+            message = f"{list(self.shape)} is a rank's part of {list(self.frame.share.shape)}, and would forget of what"
+            raise refuse("UNSUPPORTED", message, hint="save state_dict(), which has its codes and scales")
         frame = self.frame.taken(self.skip, self.height, change)
         settings = {name: getattr(frame.quantizer, name) for name in _settings(frame.quantizer)}
         buffers = {name: _raw(buffer) for name, buffer in frame.buffers(0, self.height).items()}
@@ -293,7 +320,7 @@ def _raw(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
 
 
-def _same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
+def same_bytes(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
     """Whether buffers have equal bytes."""
     return first.keys() == second.keys() and all(
         first[name].shape == second[name].shape
@@ -324,6 +351,10 @@ def values_of(frame: Frame, first: int, count: int, dtype: torch.dtype, *, colum
     if step and not rows % step and not encoding.has_global and count and rows and not columnwise:
         codes, scale = frame.cut[DATA][first:last].flatten(0, 1), frame.cut[SCALE][first:last].flatten(0, 1)
         return kernels.dequantize(kernels.Components(codes, scale), encoding, dtype).view(count, rows, columns)
+    if encoding.tile == (WHOLE, WHOLE) and not encoding.has_global and count and rows:
+        codes, scale = frame.cut[DATA][first:last].flatten(1), frame.cut[SCALE][first:last].view(count, 1)
+        flat = replace(encoding, tile=(1, WHOLE))
+        return kernels.dequantize(kernels.Components(codes, scale), flat, dtype).view(count, rows, columns)
     made = torch.empty((count, rows, columns), dtype=dtype, device=frame.device)
     for place_ in range(count):
         parts, encoding = frame.member(first + place_).operands(0, rows, columnwise=columnwise)
@@ -338,8 +369,12 @@ def quantized(
     group: dist.ProcessGroup | None = None,
     start: int | None = None,
     whole: int | None = None,
+    share: Share | None = None,
 ) -> QuantizedTensor:
-    """Quantize a matrix, a stack of them or, with a group, this rank's part of one; see `Quantizer.quantize`."""
+    """Quantize a matrix, a stack of them or, with a group, this rank's part of one; see `Quantizer.quantize`.
+
+    With a share the matrix, or stack, is that part of a whole one, and every rank of the share's group calls this.
+    """
     if x.dim() not in (2, 3):
         raise refuse("SHAPE_MISMATCH", f"a tensor of shape {list(x.shape)}, expected a matrix or a stack of them")
     if isinstance(x, QuantizedTensor):
@@ -347,7 +382,8 @@ def quantized(
             "UNSUPPORTED", f"the tensor is quantized already, by {x.quantizer}", hint="x.dequantize() to do it again"
         )
     plain = x.detach()
-    frame = frame_of(quantizer, plain, place(plain, group, start, whole))
+    frame = frame_of(quantizer, plain, place(plain, group, start, whole, share))
+    frame.share = share
     return QuantizedTensor(frame, 0, x.shape[0], x.dtype)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,9 @@ from transaxle.quant.frame import (
 from transaxle.quant.kernels.components import columnwise_of
 from transaxle.quant.quantizers import Quantizer
 
+if TYPE_CHECKING:
+    from transaxle.quant.share import Share
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -43,9 +47,13 @@ class Place:
     """Rows of the matrix."""
     group: dist.ProcessGroup | None = None
     """Ranks that have its rows; None where all of them are here."""
+    others: dist.ProcessGroup | None = None
+    """Ranks that have other tiles of what this matrix is a share of, and one scale, amax and history with it."""
 
 
-def place(x: torch.Tensor, group: dist.ProcessGroup | None, start: int | None, whole: int | None) -> Place:
+def place(
+    x: torch.Tensor, group: dist.ProcessGroup | None, start: int | None, whole: int | None, share: Share | None = None
+) -> Place:
     """Return where rows lie, from what is given; what is not is found by asking the ranks of the group.
 
     Raises:
@@ -61,10 +69,12 @@ def place(x: torch.Tensor, group: dist.ProcessGroup | None, start: int | None, w
     first, total = start or 0, rows if whole is None else whole
     if first < 0 or first + rows > total:
         raise refuse("SHAPE_MISMATCH", f"rows {first} to {first + rows} of a matrix of {total}")
-    return Place(first, total, group)
+    return Place(first, total, group, None if share is None else share.group)
 
 
-def frame_of(quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None = None) -> Frame:
+def frame_of(
+    quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None = None, most: torch.Tensor | None = None
+) -> Frame:
     """Quantize rows of a matrix, or matrices of a stack.
 
     Args:
@@ -72,6 +82,7 @@ def frame_of(quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None
         x: [M, K] or [E, M, K].
         at: where they lie.
         old: what a matrix replaces; its history decides the scale in delayed scaling.
+        most: the amax of the whole matrix, where it is known.
     """
     if x.device.type == "meta":
         empty = blank(quantizer, (at.whole, *x.shape[1:]), x.device)
@@ -80,10 +91,9 @@ def frame_of(quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None
     if x.dim() > 2:
         return _stack(quantizer, x, at)
     if quantizer.encoding.tile == (WHOLE, WHOLE):
-        return _per_tensor(quantizer, x, at, old)
-    most = None
-    if quantizer.encoding.has_global:
-        most = _largest(kernels.amax(x), at.group)
+        return _per_tensor(quantizer, x, at, old, most)
+    if quantizer.encoding.has_global and most is None:
+        most = _of_all(kernels.amax(x), at)
     grain = quantizer.grain[0]
     if at.group is not None and (grain > 1 or quantizer.columnwise):
         return _shared(quantizer, x, at, most)
@@ -101,7 +111,10 @@ def _stack(quantizer: Quantizer, x: torch.Tensor, at: Place) -> Frame:
         wanted = buffers_of(quantizer, (count, rows, columns))
         made = {name: buffer.view(wanted[name][1]) for name, buffer in (flat.cut | flat.shared).items()}
     else:
-        each = [frame_of(quantizer, matrix, Place(0, rows)) for matrix in x]
+        most: Sequence[torch.Tensor | None] = [None] * count
+        if count and at.others is not None and (quantizer.encoding.has_global or not grain):
+            most = _largest(torch.cat([kernels.amax(matrix) for matrix in x]), at.others).split(1)
+        each = [frame_of(quantizer, matrix, Place(0, rows), most=one) for matrix, one in zip(x, most, strict=True)]
         parts = [frame.cut | frame.shared for frame in each]
         empty = blank(quantizer, (0, rows, columns), x.device).cut
         made = {name: stacked([one[name] for one in parts]) if parts else empty[name] for name in empty}
@@ -127,8 +140,15 @@ def _largest(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tenso
     return amax
 
 
-def _per_tensor(quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None) -> Frame:
-    most = _largest(kernels.amax(x), at.group)
+def _of_all(amax: torch.Tensor, at: Place) -> torch.Tensor:
+    """The largest of all ranks that have any of the whole matrix."""
+    return _largest(_largest(amax, at.group), at.others)
+
+
+def _per_tensor(
+    quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None, most: torch.Tensor | None
+) -> Frame:
+    most = _of_all(kernels.amax(x), at) if most is None else most
     if not quantizer.state_sizes:
         return _frame(quantizer, x, at, kernels.quantize(x, quantizer.encoding, amax=most).present())
     # A rank that FSDP2 gave no rows never has any copied into its frame, but knows the history like the others.

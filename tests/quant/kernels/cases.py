@@ -101,6 +101,18 @@ def encoded(case: Case, x: torch.Tensor, most: float | None = None) -> tuple[NDA
     return codec.encode_rows(case.encoding, array(x), amax=most, over=case.over, path="numpy")
 
 
+def blocked(scales: torch.Tensor) -> torch.Tensor:
+    """Scales [rows, columns], one by one, where cuBLAS's documentation has them: blocks of 128 x 4, 512 bytes each."""
+    rows, columns = scales.shape
+    high, wide = -(-rows // 128), -(-columns // 4)
+    made = torch.zeros(high * wide * 512, dtype=torch.uint8)
+    for row in range(rows):
+        for column in range(columns):
+            block = row // 128 * wide + column // 4
+            made[block * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4] = scales[row, column]
+    return made
+
+
 def nearest(values: NDArray[np.float32], code: str) -> NDArray[np.uint8]:
     """Codes of the nearest value of a table, found by search: ties to the even code, no infinity, NaN left as 255."""
     table = TABLES[code].astype(np.float64)

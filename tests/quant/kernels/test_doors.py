@@ -23,6 +23,7 @@ from tests.quant.kernels.cases import (
     alone,
     array,
     bits,
+    blocked,
     encoded,
     nearest,
     ordinary,
@@ -151,6 +152,49 @@ def test_groups_of_rows_are_quantized_one_by_one(name: str) -> None:
     assert kernels.first_tiles(torch.tensor([5, 5, 37]), 37, high).tolist() == [0, -(-5 // high), -(-5 // high)]
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_are_quantized_one_by_one(dtype: torch.dtype) -> None:
+    x = strange((37, 130), dtype)
+    codes, scales = kernels.quantize_rows(x, _ends(5, 5, 37), FLOAT8)
+    for row in range(37):
+        alone = kernels.quantize(x[row : row + 1], FLOAT8)
+        np.testing.assert_array_equal(bits(codes[row : row + 1]), bits(alone.data))
+        np.testing.assert_array_equal(bits(scales[row : row + 1]), bits(alone.scale_inv))
+
+
+@pytest.mark.parametrize("width", [1, 130, 512, 1030])
+def test_values_of_rows_with_a_scale_each(width: int) -> None:
+    for case in (CASES["float8"], CASES["float8, E5M2"]):
+        x = strange((37, width), torch.bfloat16)
+        codes, scales = kernels.quantize_rows(x, torch.tensor([37], dtype=torch.int32), case.encoding)
+        by_row = replace(case.encoding, tile=(1, 0))
+        for dtype in DTYPES:
+            made = kernels.dequantize(Components(codes, scales.view(-1, 1)), by_row, dtype)
+            for row in range(37):
+                alone = Components(codes[row : row + 1], scales[row : row + 1])
+                wanted = kernels.dequantize(alone, case.encoding, dtype)
+                np.testing.assert_array_equal(bits(made[row : row + 1]), bits(wanted))
+
+
+def test_swizzled_scales_are_padded_group_by_group() -> None:
+    """The order is torchao's."""
+    to_blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
+    x = strange((300, 160), torch.bfloat16)
+    plain = kernels.quantize(x, MXFP8)
+    for ends in ([130, 130, 290], [300, 300, 300], [0, 0, 0]):
+        made = kernels.quantize_groups(x, _ends(*ends), MXFP8, swizzled=True)
+        assert plain.scale_inv is not None
+        assert made.scale_inv is not None
+        np.testing.assert_array_equal(bits(made.data), bits(plain.data))
+        grid = plain.scale_inv.view(torch.uint8)
+        groups = [grid[start:stop] for start, stop in itertools.pairwise([0, *ends]) if start < stop]
+        parts = [to_blocked(one) for one in groups]
+        assert all(torch.equal(part, blocked(one)) for part, one in zip(parts, groups, strict=True))
+        flat = made.scale_inv.view(torch.uint8).flatten()
+        wanted = torch.cat([*parts, flat.new_zeros(len(flat) - sum(map(len, parts)))])
+        assert torch.equal(flat, wanted)
+
+
 def test_a_parameter_is_read_without_its_graph() -> None:
     weight = torch.nn.Parameter(ordinary((8, 32), torch.float32))
     made = kernels.quantize(weight, MXFP8)
@@ -200,6 +244,28 @@ REFUSED: dict[str, tuple[str, Callable[[], object]]] = {
     "offsets of int64": ("SHAPE_MISMATCH", lambda: kernels.quantize_groups(_x(4, 64), torch.tensor([4]), MXFP8)),
     "groups that go back": ("SHAPE_MISMATCH", lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 2), FLOAT8)),
     "groups beyond the end": ("SHAPE_MISMATCH", lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 5), MXFP8)),
+    "rows with a scale for each tile": (
+        "UNSUPPORTED",
+        lambda: kernels.quantize_rows(_x(4, 64), _ends(3, 4), MXFP8),
+    ),
+    "swizzled scales of blocks": (
+        "UNSUPPORTED",
+        lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 4), FLOAT8_BLOCK, swizzled=True),
+    ),
+    "swizzled, both ways": (
+        "UNSUPPORTED",
+        lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 4), MXFP8, swizzled=True, columnwise=True),
+    ),
+    "swizzled, with gaps": (
+        "UNSUPPORTED",
+        lambda: kernels.quantize_groups(
+            _x(4, 64),
+            _ends(3, 4),
+            MXFP8,
+            swizzled=True,
+            out=Components(_x(4, 64).to(E4M3), torch.zeros((256, 8), dtype=U8)[:, :4].view(E8M0)),
+        ),
+    ),
     "out for other groups": (
         "SHAPE_MISMATCH",
         lambda: kernels.quantize_groups(_x(4, 64), _ends(3, 4), FLOAT8, out=kernels.quantize(_x(4, 64), FLOAT8)),

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from tests.quant.kernels.cases import (
     alone,
     array,
     bits,
+    blocked,
     encoded,
     nearest,
     ordinary,
@@ -36,10 +37,12 @@ from transaxle.encodings.minifloat import power_of_two
 from transaxle.quant import kernels
 from transaxle.quant.kernels import Components
 from transaxle.quant.kernels.components import columnwise_of
+from transaxle.quant.kernels.swizzle import swizzled_groups
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 SHAPES = [(1, 2), (37, 130)] + ([] if INTERPRETED else [(1, 8192), (129, 34), (1000, 3330), (1024, 2048)])
+WIDTHS = (0, 1, 512, 1030)
 pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")] if INTERPRETED else [pytest.mark.gpu]
 only_on_a_gpu = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no streams, no float8 and little time")
 
@@ -270,6 +273,19 @@ def test_empty_matrices() -> None:
         assert shard.scale_inv.item() == np.float32(1) / np.float32(128)
 
 
+@pytest.mark.parametrize("groups", [0, 2])
+def test_no_rows_and_no_groups(groups: int) -> None:
+    ends = torch.zeros(groups, dtype=torch.int32, device=DEVICE)
+    for rows in (0, 5):
+        x = torch.ones((rows, 64), device=DEVICE)
+        made = kernels.quantize_groups(x, ends, MXFP8, swizzled=True)
+        assert made.scale_inv is not None
+        assert not made.scale_inv.view(torch.uint8).any()
+        assert not swizzled_groups(torch.ones((rows, 2), dtype=torch.uint8, device=DEVICE), ends).any()
+        codes, scales = kernels.quantize_rows(x, ends, FLOAT8)
+        assert (tuple(codes.shape), tuple(scales.shape)) == ((rows, 64), (rows,))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_groups_come_out_as_if_alone(name: str) -> None:
     case = CASES[name]
@@ -315,6 +331,54 @@ def test_groups_of_both_directions(case: Case) -> None:
                     same(found_lone[buffer], bits(one))
             assert len(found_lone) == 2 + case.encoding.has_global
             start = stop
+
+
+@pytest.mark.parametrize("ends", GROUPS[::2], ids=str)
+def test_rows_come_out_as_if_alone(ends: list[int]) -> None:
+    """Of groups only; the width is of several blocks, of part of one, and none."""
+    for width, dtype in ((1030, torch.bfloat16), (32, torch.float32)) if INTERPRETED else product(WIDTHS, DTYPES):
+        for case in (CASES["float8"], CASES["float8, E5M2"]):
+            x = strange((37, width), dtype) if width else torch.empty((37, 0), dtype=dtype)
+            offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+            codes, scales = kernels.quantize_rows(x.to(DEVICE), offsets, case.encoding)
+            wanted = [encoded(case, row[None]) for row in x[: ends[-1]]]
+            if wanted and width:
+                same(codes[: ends[-1]], np.concatenate([one[0] for one in wanted]))
+                same(scales[: ends[-1]], np.concatenate([one[1].reshape(-1) for one in wanted]))
+
+
+@pytest.mark.parametrize("ends", [[5, 5, 37], [3, 132, 260, 260], [0, 0]], ids=str)
+def test_swizzled_scales_are_those_of_each_group_padded_by_itself(ends: list[int]) -> None:
+    """What is padded is zero, and nothing of a group is where the next one begins."""
+    case, rows = CASES["mxfp8"], max(37, ends[-1] + 3)
+    for columns in (64, 160) if INTERPRETED else (32, 64, 160, 384):
+        x = strange((rows, columns), torch.bfloat16)
+        offsets = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+        made = kernels.quantize_groups(x.to(DEVICE), offsets, case.encoding, swizzled=True)
+        plain = kernels.quantize_groups(x.to(DEVICE), offsets, case.encoding)
+        assert made.data is not None
+        assert made.scale_inv is not None
+        assert plain.data is not None
+        assert plain.scale_inv is not None
+        same(made.data[: ends[-1]], bits(plain.data[: ends[-1]]))
+        scales = plain.scale_inv.view(torch.uint8).cpu()
+        parts = [blocked(scales[start:stop]) for start, stop in pairwise([0, *ends])]
+        flat = made.scale_inv.view(torch.uint8).cpu().flatten()
+        wanted = torch.cat(parts)
+        assert torch.equal(flat[: len(wanted)], wanted)
+        assert not flat[len(wanted) :].any()
+        same(swizzled_groups(plain.scale_inv, offsets), bits(made.scale_inv))
+
+
+@pytest.mark.parametrize("width", [1, 130, 512, 1030])
+def test_values_of_rows_with_a_scale_each(width: int) -> None:
+    x, ends = strange((37, width), torch.bfloat16), torch.tensor([37], dtype=torch.int32, device=DEVICE)
+    for case in (CASES["float8"], CASES["float8, E5M2"]):
+        codes, scales = kernels.quantize_rows(x.to(DEVICE), ends, case.encoding)
+        by_row, grid = replace(case.encoding, tile=(1, 0)), scales.view(-1, 1)
+        for dtype in DTYPES:
+            made = kernels.dequantize(Components(codes, grid), by_row, dtype)
+            same(made, codec.decode_box(by_row, array(codes), array(grid), dtype=CODES[dtype], path="numpy"))
 
 
 def test_wrong_offsets_of_a_device_lead_nowhere_outside() -> None:

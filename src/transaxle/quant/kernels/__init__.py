@@ -6,6 +6,7 @@ waits for the device, and can be captured in a CUDA graph. Triton is imported wh
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -27,6 +28,7 @@ from transaxle.quant.kernels.components import (
 VALUES = (torch.bfloat16, torch.float16, torch.float32)
 """What is quantized, and what codes are dequantized to."""
 _PER_TENSOR = (WHOLE, WHOLE)
+_PER_ROW = (1, WHOLE)
 _SCALES = {("F32", False), ("F8_E8M0", False), ("F8_E4M3", True)}
 """Types of scales, each with whether there is another one for the tensor."""
 _LARGEST_TILE = 128 * 128
@@ -88,6 +90,7 @@ def quantize_groups(
     rowwise: bool = True,
     columnwise: bool = False,
     over: tuple[int, int] | None = None,
+    swizzled: bool = False,
     out: Components | None = None,
 ) -> Components:
     """Quantize groups of rows of a matrix, each as `quantize` does one that is alone, bit for bit.
@@ -103,6 +106,9 @@ def quantize_groups(
         rowwise: make codes whose tiles run along rows.
         columnwise: make codes whose tiles run down columns, as for `quantize`, in the same pass.
         over: as for `quantize`.
+        swizzled: write the scales of tiles in the order that `transaxle.quant.kernels.swizzle` describes, each group's
+            padded by themselves: for codes by rows alone, of mxfp8 and mxfp4. Codes of rows that belong to no group may
+            be written then, and offsets are not looked at.
         out: buffers to write; made here if not given.
 
     Returns:
@@ -117,19 +123,49 @@ def quantize_groups(
     _known(encoding)
     _fits(encoding, amax=None, scale=None, rowwise=rowwise, columnwise=columnwise)
     _shared(encoding, over, columnwise=columnwise)
-    if offsets.dtype != torch.int32 or offsets.dim() != 1 or offsets.device != x.device or not offsets.is_contiguous():
-        found = f"{offsets.dtype} {list(offsets.shape)} on {offsets.device}"
-        raise refuse("SHAPE_MISMATCH", f"offsets: {found}, expected int32 [groups] on {x.device}, contiguous")
+    _ends(offsets, x)
+    alone = rowwise and not columnwise and over is None and encoding.tile[0] == 1
+    if swizzled and not (alone and encoding.scale == "F8_E8M0"):
+        raise refuse("UNSUPPORTED", f"{encoding.name}: swizzled are E8M0 scales of codes by rows alone")
     x, groups = x.detach(), offsets.shape[0]
-    wanted = group_layout(encoding, (x.shape[0], x.shape[1]), groups, rowwise=rowwise, columnwise=columnwise)
+    wanted = group_layout(
+        encoding, (x.shape[0], x.shape[1]), groups, rowwise=rowwise, columnwise=columnwise, swizzled=swizzled
+    )
     parts = allocated(wanted, x.device) if out is None else fitting(out, wanted, x.device)
+    if swizzled and parts.scale_inv is not None and not parts.scale_inv.is_contiguous():
+        raise refuse("UNSUPPORTED", "swizzled scales are one piece", tensor="scale_inv")
     most = parts.amax
     if encoding.tile == _PER_TENSOR:
         most = torch.empty(groups, dtype=torch.float32, device=x.device)
     if most is not None:
         _side(x.device).amax_groups(x, offsets, most)
-    _side(x.device).quantize_groups(x, offsets, encoding, parts, amax=most, over=over)
+    _side(x.device).quantize_groups(x, offsets, encoding, parts, amax=most, over=over, swizzled=swizzled)
     return parts
+
+
+def quantize_rows(x: torch.Tensor, offsets: torch.Tensor, encoding: Encoding) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantize rows, each as `quantize` does a matrix of it alone, bit for bit: on a GPU in one launch.
+
+    Args:
+        x: [M, K], as for `quantize`.
+        offsets: as for `quantize_groups`; only the last one tells, as rows do not depend on their groups.
+        encoding: float8 with one scale for the tensor, which here is the row.
+
+    Returns:
+        Codes [M, K] and scales float32 [M]. Of rows that belong to no group they need not be written.
+
+    Raises:
+        Refused: as `quantize`.
+    """
+    _values(x)
+    _known(encoding)
+    _ends(offsets, x)
+    if encoding.tile != _PER_TENSOR:
+        raise refuse("UNSUPPORTED", f"{encoding.name}: rows have a scale for each tile; use quantize")
+    codes = torch.empty(tuple(x.shape), dtype=DTYPES[encoding.code], device=x.device)
+    scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+    _side(x.device).quantize_rows(x.detach(), offsets, encoding, codes, scales)
+    return codes, scales
 
 
 def dequantize(
@@ -141,14 +177,14 @@ def dequantize(
 
     Args:
         components: codes, scales and, for nvfp4, the amax.
-        encoding: what they are.
+        encoding: what they are; float8 may have a scale for each row here, tiles of `(1, WHOLE)`.
         dtype: bfloat16, float16 or float32.
         out: [M, K] to write; made here if not given.
 
     Raises:
         Refused: `UNSUPPORTED`, `SHAPE_MISMATCH`, `DTYPE_MISMATCH` or `MISSING_TENSOR`, for what does not fit together.
     """
-    _known(encoding)
+    _known(encoding if encoding.tile != _PER_ROW else replace(encoding, tile=_PER_TENSOR))
     rowwise = components.data is not None
     codes = components.data if rowwise else components.columnwise_data
     if codes is None:
@@ -229,6 +265,12 @@ def _values(x: torch.Tensor) -> None:
         raise refuse("SHAPE_MISMATCH", f"a tensor of shape {list(x.shape)}, expected a matrix")
 
 
+def _ends(offsets: torch.Tensor, x: torch.Tensor) -> None:
+    if offsets.dtype != torch.int32 or offsets.dim() != 1 or offsets.device != x.device or not offsets.is_contiguous():
+        found = f"{offsets.dtype} {list(offsets.shape)} on {offsets.device}"
+        raise refuse("SHAPE_MISMATCH", f"offsets: {found}, expected int32 [groups] on {x.device}, contiguous")
+
+
 def _known(encoding: Encoding) -> None:
     """Refuse encodings that the kernels have no rule or no tiles for."""
     if (encoding.scale, encoding.has_global) not in _SCALES or encoding.code not in DTYPES:
@@ -263,4 +305,4 @@ def _shared(encoding: Encoding, over: tuple[int, int] | None, *, columnwise: boo
         raise refuse("UNSUPPORTED", f"{encoding.name}: an amax over {over} elements, with tiles of {encoding.tile}")
 
 
-__all__ = ["Components", "amax", "dequantize", "first_tiles", "quantize", "quantize_groups"]
+__all__ = ["Components", "amax", "dequantize", "first_tiles", "quantize", "quantize_groups", "quantize_rows"]

@@ -8,6 +8,7 @@ import torch
 
 from transaxle.encodings.encoding import Encoding
 from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.quant.kernels.swizzle import room
 
 DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
@@ -21,7 +22,7 @@ DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """A quantized matrix [M, K]: plain tensors, compact (no padding, no swizzle)."""
+    """A quantized matrix [M, K]: plain tensors, compact (no padding, and not swizzled unless that was asked for)."""
 
     data: torch.Tensor | None = None
     """Codes, [M, K]; of 4 bits [M, K / 2]. None where only the columnwise ones were asked for."""
@@ -81,12 +82,13 @@ def layout(
 
 
 def group_layout(
-    encoding: Encoding, shape: tuple[int, int], groups: int, *, rowwise: bool, columnwise: bool
+    encoding: Encoding, shape: tuple[int, int], groups: int, *, rowwise: bool, columnwise: bool, swizzled: bool = False
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     """Return the same for a matrix whose rows are quantized group by group.
 
     What a matrix has one of, each group has. Tiles of several rows start anew in each group: there is room for the
-    rows of tiles of any groups, one more for each than the matrix would have whole.
+    rows of tiles of any groups, one more for each than the matrix would have whole. Swizzled scales are padded, those
+    of each group by themselves.
 
     Raises:
         Refused: see `layout`.
@@ -99,6 +101,9 @@ def group_layout(
         elif name in found and high > 1:
             dtype, grid = found[name]
             found[name] = dtype, (shape[0] // high + groups, grid[1])
+    if swizzled:
+        dtype, grid = found["scale_inv"]
+        found["scale_inv"] = dtype, room(grid[0], grid[1], groups)
     if encoding.has_global:
         found["amax"] = (torch.float32, (groups,))
     return found

@@ -36,6 +36,8 @@ SMALL = 8192
 """Elements up to which a block is small."""
 DEQUANTIZED = Block(8, 512, 4)
 """What one program dequantizes."""
+ROWS = Block(4, 512, 4)
+"""What one program quantizes at a time of rows that have a scale each."""
 
 
 def _block(tile: tuple[int, int], *, columnwise: bool) -> Block:
@@ -173,18 +175,34 @@ def quantize_groups(
     *,
     amax: torch.Tensor | None,
     over: tuple[int, int] | None,
+    swizzled: bool,
 ) -> None:
     """Write codes and scales of the groups of rows that end at `offsets`; `amax` has one number for each."""
     tile, groups = _tile(encoding), offsets.shape[0]
     block = _block(over or tile, columnwise=out.columnwise_data is not None)
     scales = (out.scale_inv, out.columnwise_scale_inv)
+    if swizzled and out.scale_inv is not None:
+        out.scale_inv.view(torch.uint8).zero_()  # padding is read with zeros for codes, and must not be NaN
     _launch(
         group_programs.quantize_groups_program, _group_blocks(x, groups, block), x.device,
         _raw(x), offsets, _raw(out.data), _raw(scales[0]), _raw(out.columnwise_data), _raw(scales[1]), amax,
         groups, *x.shape, *(0 if each is None else each.shape[0] for each in scales), *x.stride(),
         _stride(out.data), _stride(scales[0]), _stride(out.columnwise_data), _stride(scales[1]),
-        size=triton.next_power_of_2(groups), scheme=_scheme(encoding),
+        size=triton.next_power_of_2(groups), scheme=_scheme(encoding), swizzled=swizzled,
         **_constants(x, encoding, block, over or tile), warps=block.warps,
+    )  # fmt: skip
+
+
+def quantize_rows(
+    x: torch.Tensor, offsets: torch.Tensor, encoding: Encoding, codes: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Write codes of rows, each scaled by its own amax, and their scales [M]; rows past the last offset are not."""
+    block, groups = ROWS, offsets.shape[0]
+    _launch(
+        group_programs.quantize_rows_program, triton.cdiv(x.shape[0], block.rows) if groups else 0, x.device,
+        _raw(x), offsets, _raw(codes), scales, groups, *x.shape, *x.stride(), _stride(codes),
+        block_rows=block.rows, block_columns=block.columns, mantissa=MANTISSA[encoding.code],
+        largest=torch.finfo(x.dtype).max, even=encoding.power_of_two, native=_native(x.device), warps=block.warps,
     )  # fmt: skip
 
 
@@ -193,6 +211,8 @@ def dequantize(
 ) -> None:
     """Write the values of codes into `out`: a matrix of bfloat16, float16 or float32."""
     tile, block = _tile(encoding), DEQUANTIZED
+    if encoding.tile == (1, WHOLE):
+        tile = 1, triton.next_power_of_2(max(out.shape[1], 1))  # of which there is one in a row, cut short
     _launch(
         programs.dequantize_program,
         triton.cdiv(out.shape[0], block.rows) * triton.cdiv(out.shape[1], block.columns),

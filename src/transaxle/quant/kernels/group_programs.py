@@ -8,7 +8,20 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from transaxle.quant.kernels.programs import ABS, E4M3, TENSOR, as_float, place, quantize_block
+from transaxle.quant.kernels.programs import (
+    ABS,
+    E4M3,
+    TENSOR,
+    as_float,
+    float8_scale,
+    inverse,
+    place,
+    quantize_block,
+    store_codes,
+)
+
+HIGH = tl.constexpr(128)
+"""Rows of swizzled scales that each group begins a new one of."""
 
 
 @triton.jit
@@ -57,12 +70,13 @@ def quantize_groups_program(
     size: tl.constexpr,
     block_rows: tl.constexpr, block_columns: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
     repeat_rows: tl.constexpr, repeat_columns: tl.constexpr, scheme: tl.constexpr, mantissa: tl.constexpr,
-    scale_max: tl.constexpr, largest: tl.constexpr, even: tl.constexpr, native: tl.constexpr,
+    scale_max: tl.constexpr, largest: tl.constexpr, even: tl.constexpr, native: tl.constexpr, swizzled: tl.constexpr,
 ):  # fmt: skip
     """Quantize one block of one group as if the group were a matrix by itself: see `quantize_program`.
 
-    `total` has one number for each group. Scales of a group's tiles follow those of the group before it; offsets so
-    wrong that they would not fit into the `tile_rows` (and `column_tile_rows`) that there are write nothing.
+    `total` has one number for each group. Scales of a group's tiles follow those of the group before it (`swizzled`:
+    from the next multiple of 128 rows on); offsets so wrong that they would not fit into the `tile_rows` (and
+    `column_tile_rows`) that there are write nothing.
     """
     across = tl.maximum(tl.cdiv(width, block_columns), 1)
     program = tl.program_id(0).to(tl.int64)
@@ -74,9 +88,10 @@ def quantize_groups_program(
         if scheme == TENSOR:
             scales += group
         else:
-            step: tl.constexpr = rows // repeat_rows
-            before = tiles_before(group, offsets, groups, height, step, size)
-            fits = fits & (before + (count + step - 1) // step <= tile_rows)
+            step: tl.constexpr = HIGH if swizzled else rows // repeat_rows
+            many: tl.constexpr = HIGH if swizzled else 1
+            before = tiles_before(group, offsets, groups, height, step, size) * many
+            fits = fits & (before + (count + step - 1) // step * many <= tile_rows)
             scales += before * scale_row
     if column_codes is not None:
         column_codes += first * column_code_row
@@ -91,7 +106,7 @@ def quantize_groups_program(
             x + first * x_row, codes, scales, column_codes, column_scales, total, row, column,
             count, width, x_row, x_column, code_row, scale_row, column_code_row, column_scale_row,
             block_rows, block_columns, rows, columns, repeat_rows, repeat_columns,
-            scheme, mantissa, scale_max, largest, even, native,
+            scheme, mantissa, scale_max, largest, even, native, swizzled,
         )  # fmt: skip
 
 
@@ -110,3 +125,31 @@ def amax_groups_program(
     value = as_float(tl.load(x + first * x_row + place(down, along, x_row, x_column), mask=inside, other=0))
     found = value.to(tl.int32, bitcast=True) & ABS
     tl.atomic_max(most + group, tl.max(tl.max(found, axis=1), axis=0), mask=group < groups, sem="relaxed")
+
+
+@triton.jit
+def quantize_rows_program(
+    x, offsets, codes, scales, groups, height, width, x_row, x_column, code_row,
+    block_rows: tl.constexpr, block_columns: tl.constexpr, mantissa: tl.constexpr,
+    largest: tl.constexpr, even: tl.constexpr, native: tl.constexpr,
+):  # fmt: skip
+    """Quantize some rows, each by its own amax, which a first pass over them finds: those of groups only."""
+    row = tl.program_id(0).to(tl.int64) * block_rows
+    stop = tl.minimum(tl.load(offsets + groups - 1).to(tl.int64), height)
+    down = row + tl.arange(0, block_rows)
+    most = tl.zeros([block_rows, block_columns], tl.int32)
+    if row < stop:
+        for column in range(0, width, block_columns):
+            along = column + tl.arange(0, block_columns)
+            inside = (down[:, None] < stop) & (along[None, :] < width)
+            value = as_float(tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0))
+            most = tl.maximum(most, value.to(tl.int32, bitcast=True) & ABS)
+        code_max: tl.constexpr = 448.0 if mantissa == 3 else 57344.0
+        scale = float8_scale(tl.max(most, axis=1).to(tl.float32, bitcast=True), code_max, largest, even)
+        tl.store(scales + down, inverse(scale), mask=down < stop)
+        for column in range(0, width, block_columns):
+            along = column + tl.arange(0, block_columns)
+            inside = (down[:, None] < stop) & (along[None, :] < width)
+            raw = tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0)
+            scaled = as_float(raw) * scale[:, None]
+            store_codes(scaled, raw, codes, row, column, stop, width, code_row, mantissa, native)

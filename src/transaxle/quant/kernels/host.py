@@ -6,6 +6,7 @@ The same functions as in `device`, for the same callers.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -20,6 +21,7 @@ from transaxle.encodings.scaling import scales
 from transaxle.encodings.tiling import tiling
 from transaxle.errors import refuse
 from transaxle.quant.kernels.components import Components, columnwise_of, first_tiles
+from transaxle.quant.kernels.swizzle import swizzled_groups
 
 WIDE: dict[torch.dtype, codec.Wide] = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
@@ -121,9 +123,16 @@ def quantize_groups(
     *,
     amax: torch.Tensor | None,
     over: tuple[int, int] | None,
+    swizzled: bool,
 ) -> None:
     """Write codes and scales of the groups of rows that end at `offsets`; `amax` has one number for each."""
     turned = columnwise_of(encoding)
+    if swizzled:  # of tiles of one row, which do not depend on the groups
+        assert out.data is not None
+        assert out.scale_inv is not None
+        of_tiles = torch.from_numpy(codec.encode_rows(encoding, _array(x), codes_out=_array(out.data))[1])
+        out.scale_inv.view(torch.uint8).copy_(swizzled_groups(of_tiles, offsets))
+        return
     sides = (
         (encoding, out.data, out.scale_inv, "data", "scale_inv"),
         (turned, out.columnwise_data, out.columnwise_scale_inv, "columnwise_data", "columnwise_scale_inv"),
@@ -140,6 +149,14 @@ def quantize_groups(
                     parts[scale] = stored[first : first + of.grid((stop - start, x.shape[1]))[0]]
         most = None if amax is None else amax[group : group + 1]
         quantize(x[start:stop], encoding, Components(**parts), amax=most, scale=None, over=over)
+
+
+def quantize_rows(
+    x: torch.Tensor, _: torch.Tensor, encoding: Encoding, codes: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Write codes of rows, each scaled by its own amax, and their scales [M]: all of them."""
+    rows = replace(encoding, tile=(1, WHOLE))
+    scales.copy_(torch.from_numpy(codec.encode_rows(rows, _array(x), codes_out=_array(codes))[1]).view(-1))
 
 
 def dequantize(

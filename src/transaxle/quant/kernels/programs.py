@@ -197,6 +197,18 @@ def place(rows, columns, row_stride, column_stride):
 
 
 @triton.jit
+def scale_place(rows, columns, row_stride, swizzled: tl.constexpr):
+    """Offsets of a grid of scales; `swizzled`: as `transaxle.quant.kernels.swizzle` says, in rows padded to 4."""
+    if swizzled:
+        down, along = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
+        block = (down // 128) * (row_stride // 4) + along // 4
+        found = block * 512 + (down % 32) * 16 + (down % 128) // 32 * 4 + along % 4
+    else:
+        found = place(rows, columns, row_stride, 1)
+    return found
+
+
+@triton.jit
 def tile_max(x, rows: tl.constexpr, columns: tl.constexpr):
     """Largest magnitude in each tile of a block [R, C]: [R / rows, C / columns]; NaN where there is one."""
     high: tl.constexpr = x.shape[0] // rows
@@ -220,7 +232,7 @@ def write_block(
     raw, codes, scales, total, row, column, height, width, code_stride, scale_stride,
     rows: tl.constexpr, columns: tl.constexpr, repeat_rows: tl.constexpr, repeat_columns: tl.constexpr,
     scheme: tl.constexpr, mantissa: tl.constexpr, scale_max: tl.constexpr, largest: tl.constexpr,
-    even: tl.constexpr, native: tl.constexpr,
+    even: tl.constexpr, native: tl.constexpr, swizzled: tl.constexpr,
 ):  # fmt: skip
     """Quantize one block that starts at (row, column), and store codes and scales.
 
@@ -247,7 +259,7 @@ def write_block(
     tile_rows = row // step_rows + tl.arange(0, high * repeat_rows)
     tile_columns = column // step_columns + tl.arange(0, wide * repeat_columns)
     inside = (tile_rows[:, None] * step_rows < height) & (tile_columns[None, :] * step_columns < width)
-    tl.store(scales + place(tile_rows, tile_columns, scale_stride, 1), stored, mask=inside)
+    tl.store(scales + scale_place(tile_rows, tile_columns, scale_stride, swizzled), stored, mask=inside)
     store_codes(times(x, scale, rows, columns), raw, codes, row, column, height, width, code_stride, mantissa, native)
 
 
@@ -273,7 +285,7 @@ def quantize_block(
     height, width, x_row, x_column, code_row, scale_row, column_code_row, column_scale_row,
     block_rows: tl.constexpr, block_columns: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr,
     repeat_rows: tl.constexpr, repeat_columns: tl.constexpr, scheme: tl.constexpr, mantissa: tl.constexpr,
-    scale_max: tl.constexpr, largest: tl.constexpr, even: tl.constexpr, native: tl.constexpr,
+    scale_max: tl.constexpr, largest: tl.constexpr, even: tl.constexpr, native: tl.constexpr, swizzled: tl.constexpr,
 ):  # fmt: skip
     """Quantize the block of a matrix that starts at (row, column): see `quantize_program`."""
     down, along = row + tl.arange(0, block_rows), column + tl.arange(0, block_columns)
@@ -291,7 +303,8 @@ def quantize_block(
         if codes is not None:
             write_block(
                 raw, codes, scales, whole, row, column, height, width, code_row, scale_row,
-                rows, columns, repeat_rows, repeat_columns, scheme, mantissa, scale_max, largest, even, native,
+                rows, columns, repeat_rows, repeat_columns,
+                scheme, mantissa, scale_max, largest, even, native, swizzled,
             )  # fmt: skip
         if column_codes is not None:
             if codes is not None:  # read again, from the cache: kept till here it would take up too many registers
@@ -299,7 +312,7 @@ def quantize_block(
             write_block(
                 raw, column_codes, column_scales, whole, row, column, height, width, column_code_row,
                 column_scale_row, columns, rows, repeat_columns, repeat_rows,
-                scheme, mantissa, scale_max, largest, even, native,
+                scheme, mantissa, scale_max, largest, even, native, False,
             )  # fmt: skip
 
 
@@ -323,7 +336,7 @@ def quantize_program(
         x, codes, scales, column_codes, column_scales, total, row, column,
         height, width, x_row, x_column, code_row, scale_row, column_code_row, column_scale_row,
         block_rows, block_columns, rows, columns, repeat_rows, repeat_columns,
-        scheme, mantissa, scale_max, largest, even, native,
+        scheme, mantissa, scale_max, largest, even, native, False,
     )  # fmt: skip
 
 
