@@ -1,8 +1,10 @@
 """Forward and backward of a grouped linear layer, against a loop of linear layers and torch's bare grouped product.
 
-For each number of experts and each kind of splits: time, what is launched, and how long the host is busy. The layer has
-its own defaults and `m_splits` on the device; so has the bare product, which therefore computes offsets too. The loop
-needs them on the host: there they are a list from the start.
+For each number of experts and each kind of splits: time, what is launched, and how long the host is busy, with the
+forward pass alone and with both. The layer has its own defaults, or one parameter for all experts, and `m_splits` on
+the device; so has the bare product, which therefore computes offsets too, and has no biases. The loop needs the numbers
+on the host: there they are a list from the start. `--recipe` adds the layer with quantized weights, by products of
+codes where the device has them.
 
 Nothing is promised yet. On a CPU small sizes are the default, operators are counted in place of kernels, and the host's
 time is the whole.
@@ -15,6 +17,8 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +29,14 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
+from transaxle.quant import MXFP8, Float8CurrentScaling
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 BALANCED, SKEWED = "balanced", "skewed"
-OURS, LOOP, BARE = "GroupedLinear", "loop of linears", "grouped_mm"
+OURS, SINGLE, LOOP, BARE = "GroupedLinear", "GroupedLinear, one parameter", "loop of linears", "grouped_mm"
+RECIPES = {"float8": Float8CurrentScaling(), "mxfp8": MXFP8(columnwise=True)}
 LARGE = {"tokens": 16384, "in_features": 2048, "out_features": 1536}
 """What a GPU runs: the first product of Qwen3-30B-A3B's experts."""
 SMALL = {"tokens": 1024, "in_features": 128, "out_features": 96}
@@ -61,75 +68,108 @@ def divided(tokens: int, experts: int, kind: str) -> list[int]:
     return [*found, left]
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """The best of rounds."""
+
+    whole: float = math.inf
+    """Milliseconds of forward and backward, until the device is done."""
+    forward: float = math.inf
+    """Microseconds until forward returns."""
+    host: float = math.inf
+    """Microseconds until forward and backward return."""
+
+
+Way = Callable[[], torch.Tensor]
+"""A forward pass."""
+
+
 def ways(
-    experts: int, counts: Sequence[int], sizes: argparse.Namespace, device: str
-) -> dict[str, Callable[[], object]]:
-    """One call of each way: forward, backward, and gradients of all weights."""
-    dtype = DTYPES[sizes.dtype]
+    experts: int, counts: Sequence[int], said: argparse.Namespace, device: str
+) -> tuple[dict[str, Way], torch.Tensor, Callable[[], None]]:
+    """Return the forward pass of each way, a gradient of what it returns, and what clears all other gradients."""
+    dtype, sizes = DTYPES[said.dtype], (said.in_features, said.out_features)
     torch.manual_seed(0)
     with torch.device(device):
-        x = torch.randn(sizes.tokens, sizes.in_features, dtype=dtype).requires_grad_()
-        grad = torch.randn(sizes.tokens, sizes.out_features, dtype=dtype)
-        layer = GroupedLinear(experts, sizes.in_features, sizes.out_features, bias=False, params_dtype=dtype)
-        linears = [nn.Linear(sizes.in_features, sizes.out_features, bias=False, dtype=dtype) for _ in range(experts)]
-        weight = torch.randn(experts, sizes.out_features, sizes.in_features, dtype=dtype).requires_grad_()
+        x = torch.randn(said.tokens, said.in_features, dtype=dtype).requires_grad_()
+        grad = torch.randn(said.tokens, said.out_features, dtype=dtype)
+        weight = torch.randn(experts, *sizes[::-1], dtype=dtype).requires_grad_()
         m_splits = torch.tensor(counts)
+        linears = nn.ModuleList([nn.Linear(*sizes, bias=said.bias, dtype=dtype) for _ in range(experts)])
+        both = {"single_grouped_weight": True, "single_grouped_bias": said.bias}
+        layers = {
+            OURS: GroupedLinear(experts, *sizes, bias=said.bias, params_dtype=dtype),
+            SINGLE: GroupedLinear(experts, *sizes, bias=said.bias, params_dtype=dtype, **both),
+        }
+        for name in said.recipe:
+            made = GroupedLinear(experts, *sizes, bias=said.bias, params_dtype=dtype, recipe=RECIPES[name], **both)
+            layers[f"{SINGLE}, {name}, {_codes(made, x)}"] = made
 
-    def clear(parameters: Sequence[torch.Tensor]) -> None:
-        for one in (x, *parameters):
+    def loop() -> torch.Tensor:
+        parts = x.split(list(counts))
+        return torch.cat([linear(part) for linear, part in zip(linears, parts, strict=True)])
+
+    def bare() -> torch.Tensor:
+        offsets = m_splits.cumsum(0).to(torch.int32)
+        return functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets)
+
+    trained = [x, weight, *linears.parameters(), *(one for made in layers.values() for one in made.parameters())]
+
+    def clear() -> None:
+        for one in trained:
             one.grad = None
 
-    held = list(layer.parameters())
-    loose = [linear.weight for linear in linears]
-
-    def ours() -> None:
-        clear(held)
-        layer(x, m_splits).backward(grad)
-
-    def loop() -> None:
-        clear(loose)
-        parts = x.split(list(counts))
-        torch.cat([linear(part) for linear, part in zip(linears, parts, strict=True)]).backward(grad)
-
-    def bare() -> None:
-        clear([weight])
-        offsets = m_splits.cumsum(0).to(torch.int32)
-        functional.grouped_mm(x, weight.transpose(1, 2), offs=offsets).backward(grad)
-
-    return {OURS: ours, LOOP: loop, BARE: bare}
+    calls: dict[str, Way] = {name: partial(made, x, m_splits) for name, made in layers.items()}
+    return {**calls, LOOP: loop, BARE: bare}, grad, clear
 
 
-def measured(calls: Mapping[str, Callable[[], object]], rounds: int, device: str) -> dict[str, tuple[float, float]]:
-    """Return milliseconds of each call, and microseconds until it returns: the best of rounds taken in turn."""
+def _codes(made: GroupedLinear, x: torch.Tensor) -> str:
+    """Let a layer multiply codes, where the device does; return the way it goes."""
+    try:
+        return made.force_path("scaled").path(x).way
+    except TransaxleError:
+        return made.force_path(None).path(x).way
+
+
+def measured(
+    calls: Mapping[str, Way], grad: torch.Tensor, clear: Callable[[], None], rounds: int, device: str
+) -> dict[str, Timed]:
+    """Return what each way takes: the best of rounds taken in turn."""
 
     def wait() -> None:
         if device == "cuda":
             torch.cuda.synchronize()
 
-    found = dict.fromkeys(calls, (math.inf, math.inf))
+    found = dict.fromkeys(calls, Timed())
     for number in range(WARM + rounds):
         for name, call in calls.items():
+            clear()
             wait()
             start = time.perf_counter()
-            call()
+            made = call()
+            forward = time.perf_counter() - start
+            made.backward(grad)
             host = time.perf_counter() - start
             wait()
             whole = time.perf_counter() - start
             if number >= WARM:
-                found[name] = min(found[name][0], whole * 1e3), min(found[name][1], host * 1e6)
+                best = found[name]
+                found[name] = Timed(
+                    min(best.whole, whole * 1e3), min(best.forward, forward * 1e6), min(best.host, host * 1e6)
+                )
     return found
 
 
-def launched(call: Callable[[], object], device: str) -> int:
-    """Return how many kernels a call launches; on a CPU, how many operators it runs."""
+def launched(call: Way, grad: torch.Tensor, device: str) -> int:
+    """Return how many kernels forward and backward launch; on a CPU, how many operators they run."""
     if device == "cuda":
         with profile(activities=[ProfilerActivity.CUDA]) as found:
-            call()
+            call().backward(grad)
             torch.cuda.synchronize()
         names = [event.name for event in found.events() if event.device_type == DeviceType.CUDA]
         return sum(not name.startswith(("Memcpy", "Memset")) for name in names)
     with Counted() as counted:
-        call()
+        call().backward(grad)
     return counted.count
 
 
@@ -137,19 +177,22 @@ def table(said: argparse.Namespace, device: str) -> list[str]:
     """Return the lines of a table of all that is measured."""
     name = torch.cuda.get_device_name() if device == "cuda" else "a CPU, one thread"
     what = "kernels" if device == "cuda" else "operators"
-    sizes = f"{said.tokens} tokens, {said.in_features} to {said.out_features} features, {said.dtype}"
+    biases = "with biases" if said.bias else "no biases"
+    sizes = f"{said.tokens} tokens, {said.in_features} to {said.out_features} features, {said.dtype}, {biases}"
     lines = [
         f"On {name}, torch {torch.__version__}: {sizes}; forward and backward, best of {said.rounds}.",
         "",
-        f"| experts | splits | way | ms | host µs | {what} |",
-        "|---|---|---|---|---|---|",
+        f"| experts | splits | way | ms | forward, host µs | both, host µs | {what} |",
+        "|---|---|---|---|---|---|---|",
     ]
     for experts in said.experts:
         for kind in said.splits:
-            calls = ways(experts, divided(said.tokens, experts, kind), said, device)
-            for way, (whole, host) in measured(calls, said.rounds, device).items():
-                count = launched(calls[way], device)
-                lines.append(f"| {experts} | {kind} | {way} | {whole:.2f} | {host:.0f} | {count} |")
+            calls, grad, clear = ways(experts, divided(said.tokens, experts, kind), said, device)
+            for way, took in measured(calls, grad, clear, said.rounds, device).items():
+                clear()
+                count = launched(calls[way], grad, device)
+                times = f"{took.whole:.2f} | {took.forward:.0f} | {took.host:.0f}"
+                lines.append(f"| {experts} | {kind} | {way} | {times} | {count} |")
                 print(lines[-1], file=sys.stderr)
     return lines
 
@@ -165,6 +208,8 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), default="bfloat16", help="a GPU multiplies bfloat16 in groups"
     )
+    parser.add_argument("--bias", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--recipe", nargs="*", choices=tuple(RECIPES), default=[], help="also with quantized weights")
     for name, size in sizes.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
     parser.add_argument("--rounds", type=int, default=20)

@@ -10,10 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.live.ranks import run
 from tests.nn.layers import EXPERTS, SPLITS, layer, of_output, rows
 from tests.quant.kinds import KINDS
+from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
 
 FORMS: dict[str, dict[str, Any]] = {
@@ -100,3 +102,21 @@ def _with_experts(rank: int, world: int) -> None:
 
 def test_they_are_so_over_expert_parallelism() -> None:
     run(4, _with_experts)
+
+
+def _with_ddp(rank: int, world: int) -> None:
+    made = layer(delay_wgrad_compute=True)
+    x = rows(made, seed=rank)
+    with pytest.raises(TransaxleError, match="reduces gradients before backward_dw"):
+        DistributedDataParallel(made)(x, SPLITS[0])
+    model = nn.Sequential(nn.Linear(16, 16), made)
+    ignored = [f"1.{name}" for name, _ in made.named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    with DistributedDataParallel(model)._inside_ddp_forward():  # as its forward has it
+        made(x, SPLITS[0]).sum().backward()
+    made.backward_dw()
+    assert made.weight0.grad.any()
+
+
+def test_data_parallelism_that_would_miss_them_is_refused() -> None:
+    run(2, _with_ddp)

@@ -92,6 +92,29 @@ def test_backward_dw_twice_or_too_early_is_refused() -> None:
     assert not now.need_backward_dw()
 
 
+@pytest.mark.parametrize("changed", ["input", "grad"])
+def test_gradients_that_come_later_refuse_what_has_changed_since(changed: str) -> None:
+    made = layer(out_features=16, delay_wgrad_compute=True)
+    x, grad = rows(made).detach(), of_output((12, 16), torch.float32)
+    made(x, [3, 0, 5, 2]).backward(grad)
+    (x if changed == "input" else grad).zero_()
+    with pytest.raises(TransaxleError, match="changed in place after backward"):
+        made.backward_dw()
+
+
+def test_gradients_that_come_later_are_added_where_gradients_are() -> None:
+    made = layer(delay_wgrad_compute=True)
+    held = list(made.parameters())
+    buffer = torch.ones(sum(one.numel() for one in held))
+    for one, part in zip(held, buffer.split([one.numel() for one in held]), strict=True):
+        one.grad = part.view(one.shape)
+    x = rows(made)
+    made(x, [3, 0, 5, 2]).backward(of_output((12, 24), torch.float32))
+    made.backward_dw()
+    wanted = expected(layer(), x, [3, 0, 5, 2])
+    torch.testing.assert_close(buffer, torch.cat([wanted[name].flatten() + 1 for name, _ in made.named_parameters()]))
+
+
 def test_pending_gradients_come_in_the_order_of_their_backwards() -> None:
     made = layer(bias=False, delay_wgrad_compute=True)
     results = [made(rows(made, seed), splits) for seed, splits in enumerate(MICROBATCHES)]
@@ -110,8 +133,11 @@ def test_pending_gradients_come_in_the_order_of_their_backwards() -> None:
 def test_main_grad_may_be_of_another_type_and_must_be_there() -> None:
     made = layer(params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True, bias=False)
     x = rows(made, dtype=torch.bfloat16)
-    with pytest.raises(TransaxleError, match=r"main_grad of \[24, 16\] is needed, there is none"):
+    made.weight0.main_grad = torch.zeros(24, 16)
+    with pytest.raises(TransaxleError, match=r"main_grad of \[24, 16\] is needed, there is none") as caught:
         made(x, [3, 0, 5, 2]).sum().backward()
+    assert [one.where.tensor for one in caught.value.refusals] == ["weight1", "weight2", "weight3"]
+    assert not made.weight0.main_grad.any()
     for one in made.parameters():
         one.main_grad = torch.zeros(one.shape)  # type: ignore[attr-defined]
     for _ in range(2):
@@ -148,6 +174,18 @@ def test_a_copy_has_none_of_the_steps_in_progress() -> None:
     made.backward_dw()
     assert other.weight0.grad is None
     assert made.weight0.grad is not None
+
+
+@pytest.mark.parametrize("way", ["grouped", "per_expert"])
+@pytest.mark.parametrize("single", [False, True])
+def test_without_gradients_the_output_is_the_same(single: bool, way: Any) -> None:
+    made = layer(single_grouped_weight=single, single_grouped_bias=single).force_path(way)
+    wanted = made(rows(made), [3, 0, 5, 2])
+    for without in (torch.no_grad(), torch.inference_mode()):
+        with without:
+            found = made(rows(made), [3, 0, 5, 2])
+        assert not found.requires_grad
+        assert torch.equal(found, wanted)
 
 
 def test_gradients_of_frozen_experts_are_left_out() -> None:

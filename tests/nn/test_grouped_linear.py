@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.nn.layers import (
@@ -202,9 +203,35 @@ def test_results_are_written_into_parts_of_larger_buffers() -> None:
     assert (outs[0] == 7).all()
 
 
+@pytest.mark.parametrize("way", ["grouped", "per_expert"])
+@pytest.mark.parametrize("where", ["input", "grad"])
+def test_the_gradient_of_the_input_may_lie_where_operands_were(where: str, way: Any) -> None:
+    made = layer(out_features=16).force_path(way)
+    x, grad = rows(made), of_output((ROWS, 16), torch.float32)
+    wanted = run(made, x, [3, 0, 5, 2], grad)
+    found = run(made, x, [3, 0, 5, 2], grad, dgrad_out=x.detach() if where == "input" else grad)
+    for name, one in found.items():
+        assert torch.equal(one, wanted[name]), name
+
+
+def test_one_buffer_takes_the_outputs_of_all_steps() -> None:
+    made = layer()
+    out = torch.empty(3, 4, 24)
+    for seed in range(3):
+        x = rows(made, seed).detach().view(3, 4, 16).requires_grad_()
+        wanted = run(made, x, [3, 0, 5, 2])
+        for name, one in run(made, x, [3, 0, 5, 2], out=out).items():
+            assert torch.equal(one, wanted[name]), name
+        assert torch.equal(out, wanted["output"])
+
+
 def test_on_the_meta_device_it_has_shapes() -> None:
     made = layer(device="meta")
     assert made(torch.empty(12, 16, device="meta"), [3, 0, 5, 2]).shape == (12, 24)
+    with FakeTensorMode():
+        made = GroupedLinear(EXPERTS, 16, 24)
+        made(torch.randn(12, 16), torch.tensor([3, 0, 5, 2])).sum().backward()
+        assert made.weight0.grad.shape == (24, 16)
 
 
 def test_weights_that_are_no_parameters_any_more_are_refused() -> None:
@@ -313,6 +340,36 @@ def test_autocast_decides_the_type() -> None:
     assert x.grad.dtype == made.weight0.grad.dtype == torch.float32
     with pytest.raises(TransaxleError, match="DTYPE_MISMATCH"):
         made(x.to(torch.bfloat16), [3, 0, 5, 4])
+    double = layer(params_dtype=torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):  # neither does it cast these for `functional.linear`
+        assert torch.equal(double(x.double(), [3, 0, 5, 4]), looped(double, x.double(), [3, 0, 5, 4]))
+        with pytest.raises(TransaxleError, match="DTYPE_MISMATCH"):
+            made(torch.ones(ROWS, 16, dtype=torch.int64), [3, 0, 5, 4])
+
+
+def test_weights_kept_in_inference_mode_serve_no_training() -> None:
+    made = layer()
+    x = rows(made)
+    with torch.autocast("cpu", torch.bfloat16):
+        with torch.inference_mode():
+            made(x, [3, 0, 5, 4], is_first_microbatch=True)
+        made(x, [3, 0, 5, 4], is_first_microbatch=False).sum().backward()
+    assert made.weight0.grad is not None
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["forward", "reversed"])
+def test_parameters_stay_in_the_buffer_that_an_optimizer_works_on(order: int) -> None:
+    made = layer()
+    held = list(made.parameters())[::order]
+    buffer = torch.empty(sum(one.numel() + 1 for one in held))
+    start = 0
+    for one in held:
+        one.data = buffer[start : start + one.numel()].view(one.shape).copy_(one.data)
+        start += one.numel() + 1
+    made.load_state_dict(layer(seed=5).state_dict())
+    made.float()
+    assert all(one.untyped_storage().data_ptr() == buffer.data_ptr() for one in held)
+    assert torch.equal(made(rows(made), SPLITS[0]), layer(seed=5)(rows(made), SPLITS[0]))
 
 
 def test_frozen_parameters_get_no_gradients() -> None:

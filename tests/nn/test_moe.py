@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
+import transaxle as tx
 from tests.live.ranks import run
 from tests.oracles import hub
 from transaxle.errors import TransaxleError
-from transaxle.nn import MoE, experts_as
+from transaxle.nn import GroupedLinear, MoE, experts_as
 from transaxle.nn.order import order
+from transaxle.quant import MXFP8
 
 WIDTH, INNER, EXPERTS, CHOSEN, SHARED = 16, 12, 6, 2, 20
 CONFIG = {
@@ -138,55 +144,165 @@ def test_the_host_reads_nothing() -> None:
     torch._dynamo.reset()
 
 
-def _ranks(rank: int, world: int, rows: list[int]) -> Any:
-    """Output and gradients under EP of this rank's tokens: the experts' in full, those of the router summed."""
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
-    whole = _random(_mixture(single_grouped_weight=True))
-    ours = _mixture(single_grouped_weight=True, ep=mesh)
-    with torch.no_grad():
-        ours.gate.weight.copy_(whole.get_parameter("gate.weight"))
-        for name in ("experts.linear_fc1.weight", "experts.linear_fc2.weight"):
-            own = ours.get_parameter(name)
-            assert isinstance(own, DTensor)
-            assert own.placements == (Shard(0),)
-            own.to_local().copy_(whole.get_parameter(name).chunk(world)[rank])
-    every = _tokens(sum(rows)).detach()
-    x = every.split(rows)[rank].clone().requires_grad_()
-    made = ours(x)
-    made.backward(_tokens(sum(rows), seed=2).detach().split(rows)[rank])
-    dist.all_reduce(ours.gate.weight.grad)
-    grads = {name: one.grad for name, one in ours.named_parameters()}
-    assert x.grad is not None
-    return made.detach(), x.grad, {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+def _own(rank: int, world: int, experts: int) -> list[int]:
+    """Experts of a rank, as torch cuts them."""
+    held = torch.arange(experts).chunk(world)
+    return held[rank].tolist() if rank < len(held) else []
 
 
-@pytest.mark.parametrize("rows", [[9, 9], [17, 1], [5, 0]])
-def test_two_ranks_equal_one(rows: list[int]) -> None:
-    answers = run(2, _ranks, rows)
-    ours = _random(_mixture(single_grouped_weight=True))
-    x = _tokens(sum(rows))
-    made = ours(x)
-    made.backward(_tokens(sum(rows), seed=2).detach())
-    assert x.grad is not None
-    torch.testing.assert_close(torch.cat([each[0] for each in answers]), made.detach(), **CLOSE)
-    torch.testing.assert_close(torch.cat([each[1] for each in answers]), x.grad, **CLOSE)
+def _slices(packed: Mapping[str, torch.Tensor], ours: nn.Module, own: list[int]) -> dict[str, torch.Tensor]:
+    """What a rank is to have, under its own names, of tensors under those of a whole mixture with packed experts."""
+    found = {}
     for name, parameter in ours.named_parameters():
-        for _, _, grads in answers:
-            torch.testing.assert_close(grads[name], parameter.grad, **CLOSE)
+        stem, _, number = name.rpartition(".weight")
+        whole = packed[f"{stem}.weight"]
+        if number:
+            found[name] = whole[int(number)]
+        else:
+            found[name] = whole[own] if isinstance(parameter, DTensor) else whole
+    return found
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+ROWS = ([9, 9, 0, 3], [17, 1, 2, 2], [5, 0, 0, 0])
+"""Tokens of each rank."""
+
+
+def _built(experts: int, packed: bool, ep: Any = None) -> tuple[MoE, torch.optim.Optimizer]:
+    made = MoE(WIDTH, INNER, experts, CHOSEN, single_grouped_weight=packed, ep=ep)
+    return made, torch.optim.AdamW(made.parameters(), lr=1e-2)
+
+
+def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Copies of what this rank has of weights and moments."""
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in model.named_parameters():
+        moments = {f"{name}/{key}": value for key, value in optimizer.state[parameter].items()}
+        found |= {key: _local(value).detach().clone() for key, value in {name: parameter, **moments}.items()}
+    return found
+
+
+def _shared_out(rank: int, world: int, experts: int, packed: bool, folder: str) -> dict[str, torch.Tensor]:
+    """Compute as the mixture of one process does, train a step, save; return what this rank has of it."""
+    mesh, own = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), _own(rank, world, experts)
+    whole, (ours, optimizer) = _random(_built(experts, packed=True)[0]), _built(experts, packed, mesh)
+    names = [name for name, _ in ours.named_parameters() if "linear_fc2" in name]
+    assert names == [f"experts.linear_fc2.weight{number}" for number in ([""] if packed else own)]
+    weights = _slices(dict(whole.named_parameters()), ours, own)
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            assert parameter.shape == (experts, *parameter.shape[1:]) or not isinstance(parameter, DTensor)
+            _local(parameter).copy_(weights[name])
+    for rows in (each[:world] for each in ROWS):
+        _compare(rank, whole, ours, rows, own)
+    optimizer.step()
+    tx.save(ours, f"{folder}/saved", to="dcp:identity", optimizer=optimizer)
+    dcp_save({"model": ours.state_dict()}, checkpoint_id=f"{folder}/torch")
+    ours.load_state_dict(ours.state_dict())
+    return _held(ours, optimizer)
+
+
+def _compare(rank: int, whole: nn.Module, ours: nn.Module, rows: list[int], own: list[int]) -> None:
+    """Output and gradients of this rank's tokens against those of a whole mixture, which has the tokens of all."""
+    every, grad = _tokens(sum(rows)), _tokens(sum(rows), seed=2).detach()
+    x = every.detach().split(rows)[rank].requires_grad_(rows[1] > 0)  # at last nobody asks for it
+    ours.zero_grad()
+    whole.zero_grad()
+    wanted, found = whole(every), ours(x)
+    wanted.backward(grad)
+    found.backward(grad.split(rows)[rank])
+    torch.testing.assert_close(found, wanted.split(rows)[rank], **CLOSE)
+    assert every.grad is not None
+    if x.requires_grad:
+        torch.testing.assert_close(x.grad, every.grad.split(rows)[rank], **CLOSE)
+    router = ours.get_parameter("gate.weight").grad
+    assert router is not None
+    dist.all_reduce(router)
+    grads = {name: one.grad for name, one in whole.named_parameters() if one.grad is not None}
+    for name, one in _slices(grads, ours, own).items():
+        mine = ours.get_parameter(name).grad
+        assert mine is not None
+        torch.testing.assert_close(_local(mine), one, **CLOSE)
+    with torch.inference_mode():
+        torch.testing.assert_close(ours(x), found.detach(), **CLOSE)
+
+
+def _together(parts: list[dict[str, torch.Tensor]], own: list[list[int]]) -> dict[str, torch.Tensor]:
+    """What ranks have, as a mixture of one process with packed experts has it."""
+    found: dict[str, torch.Tensor] = {}
+    stacks: dict[str, dict[int, torch.Tensor]] = {}
+    for part, numbers in zip(parts, own, strict=True):
+        for name, value in part.items():
+            stem, mark, rest = name.partition(".weight")
+            number, slash, slot = rest.partition("/")
+            full = f"{stem}{mark}{slash}{slot}"
+            if number or ("experts" in name and value.dim()):
+                rows = {int(number): value} if number else dict(zip(numbers, value, strict=True))
+                stacks.setdefault(full, {}).update(rows)
+            else:
+                assert torch.equal(found.setdefault(full, value), value)
+    return found | {name: torch.stack([one[n] for n in range(len(one))]) for name, one in stacks.items()}
+
+
+def _loaded(rank: int, world: int, experts: int, packed: bool, folder: str, truth: dict[str, torch.Tensor]) -> None:
+    """Load what was saved elsewhere: ours, and torch's through our planner."""
+    mesh, own = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",)), _own(rank, world, experts)
+    made, optimizer = _built(experts, packed, mesh)
+    tx.load(made, f"{folder}/saved", optimizer=optimizer)
+    other, _ = _built(experts, packed, mesh)
+    state = {"model": other.state_dict()}
+    dcp_load(state, checkpoint_id=f"{folder}/torch", planner=tx.LoadPlanner())
+    other.load_state_dict(state["model"])
+    found = _held(made, optimizer)
+    for name, value in _slices(truth, made, own).items():
+        assert torch.equal(found[name], value), name
+        assert torch.equal(_local(other.get_parameter(name)), value), name
+    for key in ("step", "exp_avg", "exp_avg_sq"):
+        moments = {name.removesuffix(f"/{key}"): value for name, value in truth.items() if name.endswith(f"/{key}")}
+        if key == "step":
+            moments = {name: value.expand(experts) for name, value in moments.items()}
+        for name, value in _slices(moments, made, own).items():
+            mine = found[f"{name}/{key}"]
+            assert torch.equal(mine.expand(value.shape), value), (name, key)
+    if not packed:
+        lone = MoE(WIDTH, INNER, experts, CHOSEN, ep=mesh)
+        lone.load_state_dict({name: value for name, value in truth.items() if "/" not in name})  # of all experts
+        assert all(torch.equal(lone.get_parameter(name), one) for name, one in made.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("world", "experts", "packed", "there"),
+    [(2, 6, True, 4), (4, 6, True, 1), (2, 5, False, 4), (4, 6, False, 2)],
+    ids=["packed", "packed, uneven", "uneven", "uneven, one with none"],
+)
+def test_ranks_that_share_out_experts_equal_one(
+    world: int, experts: int, packed: bool, there: int, tmp_path: Path
+) -> None:
+    """Output, gradients, and checkpoints: loaded by another number of ranks, in the other form and the same."""
+    parts = run(world, _shared_out, experts, packed, str(tmp_path))
+    truth = _together(parts, [_own(rank, world, experts) for rank in range(world)])
+    for form in (packed, not packed):
+        run(there, _loaded, experts, form, str(tmp_path), truth)
 
 
 def _refused(rank: int, world: int) -> list[str]:
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep",))
     grid = init_device_mesh("cpu", (1, world), mesh_dim_names=("ep_shard", "ep"))
-    found: list[str] = []
-    cases: list[tuple[int, dict[str, Any]]] = [
-        (EXPERTS, {"ep": mesh}), (EXPERTS, {"ep": grid, "single_grouped_weight": True}),
-        (5, {"ep": mesh, "single_grouped_weight": True}), (1, {}),
+    quantized = GroupedLinear(EXPERTS, 32, 32, bias=False, recipe=MXFP8())
+    lacking = _mixture(ep=mesh)
+    calls: list[Callable[[], Any]] = [
+        lambda: _mixture(ep=grid), lambda: _mixture().experts.linear_fc1.divide(grid), lambda: quantized.divide(mesh),
+        lambda: lacking.experts.divide(mesh),
+        lambda: lacking.load_state_dict({k: v for k, v in _mixture().state_dict().items() if k[-1] not in "15"}),
     ]  # fmt: skip
-    for experts, said in cases:
+    found = []
+    for call in calls:
         with pytest.raises(TransaxleError) as error:
-            MoE(WIDTH, INNER, experts, CHOSEN, **said)
-        found.append(error.value.code)
+            call()
+        found.append(f"{error.value.code} {error.value.refusals[0].message}")
     return found
 
 
@@ -199,8 +315,11 @@ def test_copies_and_pickles_load_any_layout_too() -> None:
 
 
 def test_what_cannot_be_shared_out_is_refused() -> None:
-    codes = ["UNSUPPORTED", "UNSUPPORTED", "SHAPE_MISMATCH", "SHAPE_MISMATCH"]
-    assert run(2, _refused) == [codes, codes]
+    for rank, said in enumerate(run(2, _refused)):
+        assert [each.partition(" ")[0] for each in said] == ["UNSUPPORTED"] * 4 + ["INCOMPLETE"]
+        assert f"experts {[1, 5][rank]} of 6 lack" in said[-1]
+    with pytest.raises(TransaxleError, match="1 experts"):
+        MoE(WIDTH, INNER, 1, CHOSEN)
 
 
 @pytest.mark.gpu

@@ -9,12 +9,13 @@ import torch
 
 from tests.nn.layers import ROWS, Unreadable, expected, layer, readable, rows, run
 from transaxle.errors import TransaxleError
+from transaxle.nn import grouped_linear
 from transaxle.nn import path as module
-from transaxle.nn.path import path
+from transaxle.nn.path import Path, path
 from transaxle.nn.splits import read_back
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-H200, B200, A100 = (9, 0), (10, 0), (8, 0)
+H200, B200, A100, RTX = (9, 0), (10, 0), (8, 0), (12, 0)
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,8 @@ H200, B200, A100 = (9, 0), (10, 0), (8, 0)
         (torch.float32, CPU, (24, 0), None, "have no elements"),
         (torch.bfloat16, CUDA, (24, 16), H200, None),
         (torch.bfloat16, CUDA, (24, 16), B200, None),
-        (torch.bfloat16, CUDA, (24, 16), A100, r"capability \(8, 0\), below \(9, 0\)"),
+        (torch.bfloat16, CUDA, (24, 16), A100, r"\(8, 0\), where torch reads the offsets back"),
+        (torch.bfloat16, CUDA, (24, 16), RTX, r"\(12, 0\), where torch reads the offsets back"),
         (torch.float16, CUDA, (24, 16), H200, "torch.float16 on cuda"),
         (torch.float32, CUDA, (24, 16), H200, "torch.float32 on cuda"),
         (torch.bfloat16, torch.device("xpu"), (24, 16), None, "no grouped product on xpu"),
@@ -66,6 +68,32 @@ def test_a_device_m_splits_works_where_the_condition_fails(said: dict[str, Any])
     made = layer(**said)
     x = rows(made, dtype=said.get("params_dtype", torch.float32))
     assert made.path(x).way == "per_expert"
+    reads = Counted(torch.tensor([3, 0, 5, 2]))
+    found, wanted = run(made, x, reads), expected(made, x, [3, 0, 5, 2])
+    assert reads.times == 1
+    for name, one in found.items():
+        torch.testing.assert_close(readable(one), wanted[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("said", "why"),
+    [
+        ({"capability": A100}, "reads the offsets back"),
+        ({"capability": RTX}, "reads the offsets back"),
+        ({"capability": H200, "experts": 1024}, "1024 experts, more than 1023"),
+    ],
+    ids=str,
+)
+def test_a_device_m_splits_works_where_the_device_fails(
+    said: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_cuda(dtype: torch.dtype, device: torch.device, features: tuple[int, int], **given: Any) -> Path:
+        return path(dtype, CUDA, features, **{**given, **said})
+
+    monkeypatch.setattr(grouped_linear, "path", on_cuda)
+    made = layer(params_dtype=torch.bfloat16)
+    x = rows(made, dtype=torch.bfloat16)
+    assert why in str(made.path(x))
     reads = Counted(torch.tensor([3, 0, 5, 2]))
     found, wanted = run(made, x, reads), expected(made, x, [3, 0, 5, 2])
     assert reads.times == 1

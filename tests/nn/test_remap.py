@@ -198,6 +198,24 @@ def test_assigned_quantized_experts_do_not_alias(kind: str, single: bool) -> Non
             _equal(source.state_dict(), held)
 
 
+@pytest.mark.parametrize("single", [False, True])
+def test_assigned_experts_that_are_one_tensor_do_not_alias(single: bool) -> None:
+    """All begin alike (upcycling): the state dict holds one matrix N times, or expanded."""
+    for kind in ("mxfp8", "float8 delayed"):
+        state = _quantized(MORE[kind], 1, single_grouped_weight=single).state_dict()
+        for name in state:
+            alike = state[name][:1].expand(state[name].shape) if single else state[name.replace("1", "0")]
+            state[name] = alike
+        made = _quantized(MORE[kind], 2, single_grouped_weight=single)
+        made.load_state_dict(state, assign=True)
+        first, second = (made.weight[0], made.weight[1]) if single else (made.weight0, made.weight1)
+        before = {name: raw(buffer).clone() for name, buffer in second.components.items()}
+        assert all(torch.equal(raw(first.components[name]), buffer) for name, buffer in before.items())
+        with torch.no_grad():
+            first.copy_(torch.full((64, 64), 3.0, dtype=torch.bfloat16))
+        assert all(torch.equal(raw(buffer), before[name]) for name, buffer in second.components.items())
+
+
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
@@ -250,7 +268,9 @@ def test_conflicting_keys(form: dict[str, bool]) -> None:
     some = {name: value for name, value in both.items() if name != "weight2"}
     made.load_state_dict(some)
     both["weight2"] = both["weight2"] + 1
-    with pytest.raises(TransaxleError, match="weight and weight2 are both there, and differ for experts 2") as caught:
+    with pytest.raises(
+        TransaxleError, match=r"weight and weight2 are both there: expert 2\n.*but they differ"
+    ) as caught:
         made.load_state_dict(both, strict=False)
     assert caught.value.code == "UNEQUAL_COPIES"
     quantized = _quantized(MXFP8())
@@ -288,22 +308,6 @@ def test_loading_twice_is_loading_once() -> None:
     made.load_state_dict(state)
     made.load_state_dict(made.state_dict())
     _equal(made.state_dict(), once)
-
-
-@pytest.mark.parametrize("recipe", [None, MXFP8(), DelayedScaling(length=4)], ids=str)
-@pytest.mark.parametrize("form", [MULTI, {"single_grouped_weight": True}], ids=str)
-def test_saved_files_load_with_weights_only(form: dict[str, bool], recipe: Quantizer | None) -> None:
-    said: dict[str, Any] = {"in_features": 64, "out_features": 64, "params_dtype": torch.bfloat16, "recipe": recipe}
-    made = layer(1, **said, **form)
-    file = io.BytesIO()
-    torch.save(made.state_dict(), file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True, map_location="cpu")
-    for other in (MULTI, {"single_grouped_weight": True}):
-        fresh = layer(2, **said, **other)
-        fresh.load_state_dict(state)
-        x = rows(made, dtype=torch.bfloat16)
-        assert torch.equal(fresh(x, SPLITS[0]), made(x, SPLITS[0]))
 
 
 @pytest.mark.parametrize("form", [MULTI, SINGLE], ids=str)
@@ -419,34 +423,6 @@ def test_state_of_delayed_scaling_is_plain_tensors() -> None:
     assert state["weight_amax_history"].shape == (EXPERTS, 4)
     assert state["weight_scaled_for"].shape == (EXPERTS, 1)
     assert all(type(value) is torch.Tensor for value in state.values())
-
-
-@pytest.mark.parametrize("recipe", [None, *MORE.values()], ids=str)
-@pytest.mark.parametrize("form", [MULTI, {"single_grouped_weight": True}], ids=str)
-@pytest.mark.parametrize("how", ["meta, assigned", "meta, emptied", "built"])
-def test_own_checkpoint_under_delayed_init(how: str, form: dict[str, bool], recipe: Quantizer | None) -> None:
-    """A layer loads what it saved itself: on the meta device, deferred, with every kind of scaling."""
-    said: dict[str, Any] = {
-        "in_features": 64,
-        "out_features": 64,
-        "params_dtype": torch.bfloat16,
-        "recipe": recipe,
-        **form,
-    }
-    source = layer(1, **said)
-    if isinstance(recipe, DelayedScaling):  # a history that is not that of the beginning
-        with torch.no_grad():
-            for one in source.parameters():
-                one.mul(2) if not isinstance(one, QuantizedTensor) else one.copy_(one.dequantize() * 2)
-    state = {name: value.clone() for name, value in source.state_dict().items()}
-    made = GroupedLinear(EXPERTS, **said) if how == "built" else GroupedLinear(EXPERTS, device="meta", **said)
-    if how == "meta, emptied":
-        made.to_empty(device="cpu")
-    made.load_state_dict(state, assign=how == "meta, assigned")
-    assert not any(one.is_meta for one in made.parameters())
-    _equal(made.state_dict(), state)
-    x = rows(source, dtype=torch.bfloat16)
-    assert torch.equal(made(x, SPLITS[0]), source(x, SPLITS[0]))
 
 
 def test_a_checkpoint_of_meta_tensors_is_of_the_right_form() -> None:

@@ -157,3 +157,45 @@ def _back(rank: int, world: int, folder: str) -> None:
 def test_per_expert_into_expert_parallelism_and_back(tmp_path: Path) -> None:
     tx.save(_layer(1, "experts"), tmp_path / "saved", to="safetensors:identity")
     run(WORLD, _back, str(tmp_path))
+
+
+def _begun(made: GroupedLinear, seed: int) -> torch.Tensor:
+    """Give a layer of the meta device its values; return what is drawn next."""
+    made.to_empty(device="cpu")
+    torch.manual_seed(seed)
+    made.reset_parameters()
+    return torch.rand(3)
+
+
+def _initial(rank: int, world: int) -> list[str]:
+    """Ways to shard a layer after which its initial values are not those of the whole one."""
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ep_shard", "ep"))
+    flat, wrong, experts = mesh._flatten("all"), [], 5
+    with torch.random.fork_rng():
+        for form, kind in [(form, None) for form in FORMS] + [("packed", "float8_block"), ("experts", "mxfp8")]:
+            said: dict[str, Any] = {**FORMS[form], "device": "meta", "params_dtype": torch.bfloat16}
+            if kind is not None:
+                said |= {"recipe": MORE[kind], "bias": False, "single_grouped_bias": False}
+            whole = GroupedLinear(experts, 64, 96, **said)
+            after = _begun(whole, 3)
+            wanted = _whole(whole.state_dict())
+            for way in ("fsdp", "ep", "ep and fsdp", "ep and columns") if kind is None else ("fsdp",):
+                made = GroupedLinear(experts, 64, 96, **said)
+                if "ep" in way:
+                    made.divide(mesh["ep"])
+                if "fsdp" in way:
+                    fully_shard(made, mesh=flat if way == "fsdp" else mesh["ep_shard"])
+                elif way != "ep":
+                    fully_shard(made, mesh=mesh["ep_shard"], shard_placement_fn=lambda one: Shard(one.dim() - 1))
+                next_ = _begun(made, 3)
+                found = _whole(made.state_dict())
+                own = [name for name in wanted if not name[-1].isdigit() or int(name[-1]) in made.experts]
+                alike = list(found) == own and all(torch.equal(one, wanted[name]) for name, one in found.items())
+                if not alike or not torch.equal(next_, after):
+                    wrong.append(f"{form} {kind} {way}")
+    return wrong
+
+
+def test_initial_values_are_those_of_the_whole_layer() -> None:
+    """Whatever ranks have of the experts, with one seed; and what is drawn afterwards is the same too."""
+    assert run(4, _initial) == [[]] * 4

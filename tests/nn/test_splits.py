@@ -79,11 +79,12 @@ def test_a_device_without_numbers_is_enough() -> None:
         (Unreadable(torch.tensor([3, 0, 5])), "SHAPE_MISMATCH", r"\[3\], expected \[4\]"),
         ([3, 0, 5.5, 2], "DTYPE_MISMATCH", "whole numbers"),
         ([True, False, True, True], "DTYPE_MISMATCH", "whole numbers"),
+        (list(torch.tensor([True, False, True, True])), "DTYPE_MISMATCH", "whole numbers"),
         ("3052", "DTYPE_MISMATCH", "whole numbers"),
         (None, "DTYPE_MISMATCH", "whole numbers"),
         ([float("nan"), 0, 5, 2], "DTYPE_MISMATCH", "whole numbers"),
     ],
-    ids=range(14),
+    ids=range(15),
 )
 def test_what_the_host_sees_to_be_wrong_is_refused(given: Any, code: str, why: str) -> None:
     made = layer()
@@ -92,12 +93,23 @@ def test_what_the_host_sees_to_be_wrong_is_refused(given: Any, code: str, why: s
     assert caught.value.code == code
 
 
+def test_numbers_of_the_host_are_refused_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    for given in ([3, 0, 5, 2], torch.tensor([3, 0, 5, 2])):
+        with pytest.raises(
+            TransaxleError, match="m_splits is on the host, and a CUDA graph is being captured"
+        ) as caught:
+            splits(given, EXPERTS, 12, torch.device("cuda"))
+        assert caught.value.code == "UNSUPPORTED"
+
+
 @pytest.mark.parametrize(
     ("given", "meant"),
     [
         ([3, -2, 5, 2], [3, 0, 5, 2]),
         ([3, 0, 50, 2], [3, 0, 9, 0]),
         ([2**40, 1, 1, 1], [12, 0, 0, 0]),
+        ([2**62, 2**62, 2**62, 2**62], [12, 0, 0, 0]),
         ([-1, -1, -1, -1], [0, 0, 0, 0]),
     ],
 )

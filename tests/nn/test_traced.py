@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.nn.layers import EXPERTS, ROWS, SPLITS, expected, experts, layer, of_output, rows
+from tests.nn.layers import EXPERTS, ROWS, SPLITS, expected, experts, layer, of_output, rows, run
 from transaxle.errors import TransaxleError
 from transaxle.nn import GroupedLinear
+from transaxle.quant import Float8CurrentScaling
 
 quiet = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 """Of torch's tracer, which does so itself."""
@@ -93,6 +94,19 @@ def test_the_other_way_breaks_the_graph_where_it_has_to_read() -> None:
     torch._dynamo.reset()
 
 
+@quiet
+@pytest.mark.parametrize("said", [{"recipe": Float8CurrentScaling()}, {"delay_wgrad_compute": True}], ids=str)
+def test_what_is_not_traced_runs_outside_of_the_graph(said: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    made = layer(**said)
+    x = rows(made)
+    found = run(torch.compile(made, backend="aot_eager"), x, torch.tensor(SPLITS[0]))  # type: ignore[arg-type]
+    assert torch.equal(found["input"], expected(made, x, SPLITS[0])["input"])
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="are not traced"):
+        torch.compile(made, fullgraph=True, backend="eager")(x, torch.tensor(SPLITS[0]))
+    torch._dynamo.reset()
+
+
 def _forget(made: GroupedLinear, x: torch.Tensor) -> None:
     made.zero_grad()
     x.grad = None
@@ -167,6 +181,23 @@ def test_the_other_way_raises_while_a_graph_is_captured() -> None:
     made(x, splits)
     with pytest.raises(TransaxleError, match="being captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         made(x, splits)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", [[3, 0, 5, 2], torch.tensor([3, 0, 5, 2])], ids=["list", "tensor"])
+def test_numbers_of_the_host_are_sent_without_waiting(given: Any) -> None:
+    made = _on_gpu()
+    x = torch.randn(ROWS, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    wanted = made(x, torch.tensor([3, 0, 5, 2], device="cuda"))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = made(x, given)
+        found.backward(torch.ones_like(found))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(found, wanted)
+    with pytest.raises(TransaxleError, match="being captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        made(x, given)
 
 
 def test_there_are_as_many_experts_as_splits() -> None:

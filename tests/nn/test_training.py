@@ -31,7 +31,7 @@ CONFIG = {
     "num_experts_per_tok": CHOSEN, "moe_intermediate_size": INNER, "tie_word_embeddings": False,
     "norm_topk_prob": True, "decoder_sparse_step": 1,
 }  # fmt: skip
-PACKED, SINGLE = ("fsdp x ep, packed", 4), ("fsdp, per expert", 2)
+PACKED, SINGLE = ("fsdp x ep, packed", 4), ("fsdp x ep, per expert", 2)
 """Topologies, and their worlds."""
 ROWS, TOKENS = 4, 6
 BEFORE, AFTER = 3, 5
@@ -55,21 +55,16 @@ def build(*, packed: bool, mesh: DeviceMesh | None = None, meta: bool = True) ->
 def sharded(how: tuple[str, int], *, meta: bool = True) -> Any:
     """The model of a topology, of all ranks there are."""
     world = how[1]
-    if how == SINGLE:
-        model = build(packed=False, meta=meta)
-        whole = init_device_mesh("cpu", (world,))
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=whole)
-    else:
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ep_shard", "ep"))
-        model = build(packed=True, mesh=mesh["ep"], meta=meta)
-        whole = mesh._flatten("dp")
-        for layer in model.model.layers:
-            experts = layer.mlp.experts
-            fully_shard(experts, mesh=mesh["ep_shard"], shard_placement_fn=lambda _: Shard(1))
-            experts.set_gradient_divide_factor(float(world))  # its tokens are those of all ranks
-            experts.set_force_sum_reduction_for_comms(enable=True)  # gloo has no sum that multiplies
-            fully_shard(layer, mesh=whole)
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("ep_shard", "ep"))
+    model = build(packed=how == PACKED, mesh=mesh["ep"], meta=meta)
+    whole = mesh._flatten("dp")
+    for layer in model.model.layers:
+        experts = layer.mlp.experts
+        fully_shard(experts, mesh=mesh["ep_shard"], shard_placement_fn=lambda one: Shard(one.dim() - 2))
+        experts.set_gradient_divide_factor(float(world))  # its tokens are those of all ranks
+        many = mesh["ep_shard"].size() > 1  # gloo has no sum that multiplies; of one rank torch would divide it twice
+        experts.set_force_sum_reduction_for_comms(enable=many)
+        fully_shard(layer, mesh=whole)
     fully_shard(model, mesh=whole)
     return model
 
@@ -88,6 +83,13 @@ def train(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> list[fl
     return losses
 
 
+def everything(model: Any, optimizer: torch.optim.Optimizer) -> Tensors:
+    """All weights and all state in full, of experts that other ranks have too."""
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, gathered(model, optimizer))
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
 def _start(rank: int, world: int, how: tuple[str, int], folder: str) -> Any:
     """Train, save, and go on."""
     model = sharded(how)
@@ -103,7 +105,7 @@ def _start(rank: int, world: int, how: tuple[str, int], folder: str) -> Any:
     for group in optimizer.param_groups:
         group["lr"] *= 0.5
     tx.save(model, f"{folder}/{SAVED}", to="dcp", optimizer=optimizer, config=CONFIG)
-    truth = gathered(model, optimizer)
+    truth = everything(model, optimizer)
     if not rank:
         save_file(truth, f"{folder}/{TRUTH}")
     return settings(model, optimizer), train(model, optimizer, range(BEFORE, BEFORE + AFTER))
@@ -137,7 +139,7 @@ def _resume(rank: int, world: int, how: tuple[str, int], folder: str) -> Any:
     optimizer = adamw(model)
     tx.load(model, f"{folder}/{SAVED}", optimizer=optimizer)
     truth = other_form(load_file(f"{folder}/{TRUTH}"))
-    assert same(truth, gathered(model, optimizer))
+    assert same(truth, everything(model, optimizer))
     said = settings(model, optimizer)
     swapped = _swapped(model, optimizer, truth)
     losses = train(model, optimizer, range(BEFORE, BEFORE + AFTER))
@@ -160,9 +162,9 @@ def _swapped(model: Any, optimizer: torch.optim.Optimizer, truth: Tensors) -> bo
     dist.all_gather(parts, kept.contiguous())
     with torch.no_grad():
         local.copy_(parts[{0: 1, 1: 0}.get(rank, rank)])
-        found = same(truth, gathered(model, optimizer))
+        found = same(truth, everything(model, optimizer))
         local.copy_(kept)
-    assert same(truth, gathered(model, optimizer))
+    assert same(truth, everything(model, optimizer))
     return found
 
 

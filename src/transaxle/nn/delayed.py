@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.parallel import DistributedDataParallel
 
+from transaxle.errors import refuse
 from transaxle.quant.placed import placed_like
+
+_IGNORED = "_ddp_ignored"
+"""Attribute of parameters that DistributedDataParallel was told to ignore."""
+
+
+def refuse_data_parallel(parameters: Iterable[torch.Tensor]) -> None:
+    """Refuse a forward of DistributedDataParallel: it is done with reducing gradients before there are any.
+
+    Args:
+        parameters: whose gradients come later. Those that it was told to ignore are somebody else's affair.
+
+    Raises:
+        Refused: UNSUPPORTED.
+    """
+    if DistributedDataParallel._get_active_ddp_module() is None:
+        return
+    if any(one.requires_grad and not getattr(one, _IGNORED, False) for one in parameters):
+        message = (
+            "delay_wgrad_compute in DistributedDataParallel, which reduces gradients before backward_dw() makes them"
+        )
+        raise refuse("UNSUPPORTED", message, hint="fully_shard, or delay_wgrad_compute=False")
 
 
 def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:

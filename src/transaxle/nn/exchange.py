@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
 from transaxle.nn.order import order
 
@@ -21,13 +22,14 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
+        ctx: Any, rows: torch.Tensor, _: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
         """Return the rows that arrive, those of rank 0 first.
 
         Args:
             ctx: of autograd.
             rows: those for rank 0 first.
+            _: wants a gradient, and gets none: so backward comes here on every rank, whatever it has parameters for.
             received: rows from each rank.
             sent: rows for each rank.
             group: the ranks.
@@ -39,7 +41,7 @@ class _AllToAll(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Send gradients to where their rows came from."""
-        return _swapped(grads[0], *ctx.swapped), None, None, None
+        return _swapped(grads[0], *ctx.swapped), None, None, None, None
 
 
 def _swapped(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -52,6 +54,7 @@ def across(
     experts: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     rows: torch.Tensor,
     counts: torch.Tensor,
+    own: int,
     group: dist.ProcessGroup,
 ) -> torch.Tensor:
     """Return what experts on all ranks make of this rank's rows; every rank of the group calls it.
@@ -59,17 +62,20 @@ def across(
     Args:
         experts: those of this rank: rows in their order, and how many each has, to as many rows.
         rows: [rows, features], in the order of all experts.
-        counts: rows of each expert, int64 [experts]; each rank has equally many, the first ones rank 0.
+        counts: rows of each expert, int64 [experts]; ranks share them out as `torch.chunk` does.
+        own: experts of this rank.
         group: the ranks.
     """
     ranks = dist.get_world_size(group)
-    mine = counts.view(ranks, -1)
+    most = -(-len(counts) // ranks)
+    mine = functional.pad(counts, (0, most * ranks - len(counts))).view(ranks, most)
     theirs = torch.empty_like(mine)
     dist.all_to_all_single(theirs, mine, group=group)
     sent, received = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
-    arrived: torch.Tensor = _AllToAll.apply(rows, received, sent, group)  # type: ignore[no-untyped-call]
-    every = torch.arange(mine.shape[1], device=rows.device).repeat(ranks)
-    held = order(every.repeat_interleave(theirs.flatten(), output_size=sum(received)), mine.shape[1])
-    made = experts(arrived[held.places], held.counts)[held.back]
-    returned: torch.Tensor = _AllToAll.apply(made, sent, received, group)  # type: ignore[no-untyped-call]
+    trained = rows.new_empty(0).requires_grad_()
+    arrived: torch.Tensor = _AllToAll.apply(rows, trained, received, sent, group)  # type: ignore[no-untyped-call]
+    every = torch.arange(most, device=rows.device).repeat(ranks)
+    held = order(every.repeat_interleave(theirs.flatten(), output_size=sum(received)), most)
+    made = experts(arrived[held.places], held.counts[:own])[held.back]
+    returned: torch.Tensor = _AllToAll.apply(made, trained, sent, received, group)  # type: ignore[no-untyped-call]
     return returned

@@ -36,6 +36,10 @@ class Pending:
     wanted: tuple[bool, bool]
     """Whether weights, and whether biases, are trained."""
 
+    def versions(self) -> tuple[int, ...]:
+        """Return numbers that differ once one of the tensors has been changed in place."""
+        return tuple(0 if one.is_inference() else one._version for one in (self.grad, self.x))
+
     def weight(self) -> torch.Tensor | None:
         """Return the gradient of the weights [experts, out, in]."""
         return of_weight(self.grad, self.x, self.operands) if self.wanted[0] else None
@@ -89,12 +93,7 @@ class Product(torch.autograd.Function):
             setting: the rest.
             *parameters: weights, then biases.
         """
-        x = values(inp, setting.dtype)
-        operands = _operands(setting, offsets, x.shape[0])
-        weights, biases = parameters[: setting.weights], parameters[setting.weights :]
-        weight = weights_of(weights, operands) if cached is None else cached
-        bias = stacked(biases, 2, setting.dtype) if biases else None
-        made = forward(x, weight, bias, operands)
+        made, x = _multiplied(inp, offsets, cached, setting, parameters)
         ctx.setting, ctx.dgrad_out, ctx.held = setting, dgrad_out, cached is not None
         ctx.save_for_backward(
             inp if setting.original else x, offsets, *(() if cached is None else (cached,)), *parameters
@@ -118,17 +117,61 @@ class Product(torch.autograd.Function):
         first = None
         if needed[0]:
             first = of_input(grad, weights_of(weights, operands) if cached is None else cached, operands)
-            if ctx.dgrad_out is not None:
-                first = ctx.dgrad_out.copy_(first)
         start = len(needed) - len(rest)
         wanted = any(needed[start : start + setting.weights]), any(needed[start + setting.weights :])
         pending = Pending(grad, x, operands, wanted)
         of_weights, of_biases = (
             (pending.weight(), pending.bias()) if setting.sink is None else setting.sink.take(pending)
         )
+        if first is not None and ctx.dgrad_out is not None:
+            first = ctx.dgrad_out.copy_(first)  # last: it may lie where the input or the gradient of the output does
         found = (*_shared(of_weights, weights), *_shared(of_biases, rest[setting.weights :]))
         kept = (one if need else None for one, need in zip(found, needed[start:], strict=True))
         return (first, *(None,) * (start - 1), *kept)
+
+
+def grouped_product(
+    inp: torch.Tensor,
+    offsets: torch.Tensor,
+    cached: torch.Tensor | None,
+    dgrad_out: torch.Tensor | None,
+    setting: Setting,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Return [rows, out]; see `Product.forward`. Where no gradients are wanted, autograd is not told of anything.
+
+    Args:
+        inp: see there, as what follows.
+        offsets: see there.
+        cached: see there.
+        dgrad_out: see there.
+        setting: see there.
+        weights: one parameter for all experts, or one for each.
+        biases: likewise, or none. They are small: a copy of them costs less than telling autograd of each.
+    """
+    one = torch.stack(list(biases)) if len(biases) > 1 else None
+    parameters = (*weights, *(biases if one is None else (one,)))
+    if torch.is_grad_enabled():
+        made: torch.Tensor = Product.apply(inp, offsets, cached, dgrad_out, setting, *parameters)  # type: ignore[no-untyped-call]
+        return made
+    return _multiplied(inp, offsets, cached, setting, parameters)[0]
+
+
+def _multiplied(
+    inp: torch.Tensor,
+    offsets: torch.Tensor,
+    cached: torch.Tensor | None,
+    setting: Setting,
+    parameters: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the product, and the input as it was multiplied."""
+    x = values(inp, setting.dtype)
+    operands = _operands(setting, offsets, x.shape[0])
+    weights, biases = parameters[: setting.weights], parameters[setting.weights :]
+    weight = weights_of(weights, operands) if cached is None else cached
+    bias = stacked(biases, 2, setting.dtype) if biases else None
+    return forward(x, weight, bias, operands), x
 
 
 def _operands(setting: Setting, offsets: torch.Tensor, rows: int) -> Operands:

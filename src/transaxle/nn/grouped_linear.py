@@ -6,7 +6,7 @@ Names and meaning are TransformerEngine's. No environment variable has a part in
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,33 +14,33 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from transaxle.errors import refuse
-from transaxle.nn.delayed import mesh_of, placed
-from transaxle.nn.function import Pending, Product, Setting
-from transaxle.nn.grouped_tensor import GroupedTensor, adjacent
-from transaxle.nn.layer import BIAS, WEIGHT, Layer
+from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.nn.delayed import mesh_of, placed, refuse_data_parallel
+from transaxle.nn.function import Pending, Setting, grouped_product
+from transaxle.nn.layer import BIAS, WEIGHT
+from transaxle.nn.parameters import GroupedParameters, Init
 from transaxle.nn.path import PER_EXPERT, WAYS, Path, Way, path
 from transaxle.nn.product import Operands, weights_of
-from transaxle.nn.remap import refuse_codes, remapped
 from transaxle.nn.splits import Splits, read_back, splits
 from transaxle.quant import DelayedScaling, QuantizedTensor, Quantizer, quantize_
-from transaxle.quant.entries import QuantizedEntries, is_quantized
+from transaxle.quant.entries import is_quantized
 
-_STD = 0.023
-"""Standard deviation of initial weights, TransformerEngine's."""
 MAIN_GRAD = "main_grad"
 """Attribute of a weight: where its gradient is summed up."""
 OVERWRITE = "overwrite_main_grad"
 """Attribute of a weight: the next gradient replaces what is in `main_grad`."""
 ADDED = "grad_added_to_main_grad"
 """Attribute of a weight that Megatron has set: whether `main_grad` has the gradient already."""
+Made = torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]
+"""The output; or that, and the biases."""
+CAST = (torch.float32, torch.bfloat16, torch.float16)
+"""Types of inputs that autocast casts."""
 
-Init = Callable[[torch.Tensor], object]
-"""Gives a weight [out, in] its initial values."""
 
-
-class GroupedLinear(QuantizedEntries):
+class GroupedLinear(GroupedParameters):
     """N linear layers of one size; layer `i` is applied to the next `m_splits[i]` rows.
+
+    After `divide` these are the layers of this rank, of which `experts` are the numbers among all N.
 
     Args:
         num_gemms: N.
@@ -93,46 +93,14 @@ class GroupedLinear(QuantizedEntries):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.delay_wgrad_compute = delay_wgrad_compute
         self.save_original_input = save_original_input
-        self.single_grouped_weight, self.single_grouped_bias = single_grouped_weight, single_grouped_bias
         self.init_method = init_method
-        every = range(num_gemms)
-        self._names = {
-            WEIGHT: (WEIGHT,) if single_grouped_weight else tuple(f"{WEIGHT}{place}" for place in every),
-            BIAS: (BIAS,) if single_grouped_bias else tuple(f"{BIAS}{place}" for place in every),
-        }
         self._forced: Way | None = None
-        self._pending: deque[tuple[Pending, dict[str, DeviceMesh | None]]] = deque()
+        self._pending: deque[tuple[Pending, tuple[int, ...], dict[str, DeviceMesh | None]]] = deque()
         self._cached: torch.Tensor | None = None
-        made: dict[str, Any] = {"dtype": params_dtype or torch.get_default_dtype(), "device": device}
-        self._register(WEIGHT, torch.empty((num_gemms, out_features, in_features), **made), single_grouped_weight)
-        if bias:
-            self._register(BIAS, torch.empty((num_gemms, out_features), **made), single_grouped_bias)
+        self._make(single_grouped_weight, single_grouped_bias, params_dtype or torch.get_default_dtype(), device)
         self.reset_parameters()
         if recipe is not None:
             self.quantize_(recipe)
-
-    def _register(self, stem: str, whole: torch.Tensor, single: bool) -> None:
-        """Make parameters of a buffer: one, or one for each expert, which is a view of its part."""
-        if single:
-            self.register_parameter(stem, nn.Parameter(whole))
-            return
-        for place in range(self.num_gemms):
-            self.register_parameter(f"{stem}{place}", nn.Parameter(whole[place]))
-
-    @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Give weights their initial values, and biases zeros."""
-        for weight in self._members(WEIGHT):
-            if weight.device.type != "meta":
-                initial = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
-                if self.init_method is None:
-                    nn.init.normal_(initial, std=_STD)
-                else:
-                    self.init_method(initial)
-                weight.copy_(initial)
-        for bias in self._members(BIAS):
-            if bias.device.type != "meta":
-                bias.zero_()
 
     def quantize_(self, recipe: Quantizer) -> GroupedLinear:
         """Quantize the weights, each expert's by itself, in place; return the layer. See `transaxle.quant.quantize_`.
@@ -145,10 +113,6 @@ class GroupedLinear(QuantizedEntries):
             raise refuse("UNSUPPORTED", "the weights are quantized already", hint="quantize once, before sharding")
         quantize_(self, recipe)
         return self
-
-    def quantizable(self) -> Sequence[str]:
-        """Return the names of the weights: see `Quantizable` of `transaxle.quant.modules`."""
-        return self._names[WEIGHT]
 
     def check_recipe(self, recipe: Quantizer) -> None:
         """Refuse a recipe that the layer cannot compute with.
@@ -163,43 +127,10 @@ class GroupedLinear(QuantizedEntries):
                 hint="save_original_input=False, or a recipe that scales by the values at hand",
             )
 
-    def layer(self) -> Layer:
-        """Return what a state dict has to hold for this layer."""
-        single = {WEIGHT: self.single_grouped_weight, BIAS: self.single_grouped_bias}
-        stems = (WEIGHT, BIAS) if self.use_bias else (WEIGHT,)
-        shapes = {WEIGHT: (self.out_features, self.in_features), BIAS: (self.out_features,)}
-        return Layer(self.num_gemms, {stem: shapes[stem] for stem in stems}, {stem: single[stem] for stem in stems})
-
-    def _named(self, stem: str) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters of a stem by name, in the order of the experts; none where there is no bias."""
-        held = self._parameters
-        return [(name, one) for name in self._names[stem] if (one := held.get(name)) is not None]
-
-    def _own(self, stem: str) -> list[torch.Tensor]:
-        """Return the parameters of a stem, of sharded ones what this rank has."""
-        found = [parameter for _, parameter in self._named(stem)]
-        if len(found) != (len(self._names[stem]) if stem == WEIGHT or self.use_bias else 0):
-            lacking = ", ".join(name for name in self._names[stem] if self._parameters.get(name) is None)
-            hint = "torch.nn.utils.parametrize.remove_parametrizations makes it one again"
-            raise refuse("UNSUPPORTED", f"no parameter of the layer any more: {lacking}", hint=hint)
-        return [one.to_local() if isinstance(one, DTensor) else one for one in found]
-
-    def _members(self, stem: str) -> list[torch.Tensor]:
-        """Return one tensor per expert: the parameters, or views of the one there is."""
-        found = self._own(stem)
-        single = self.single_grouped_weight if stem == WEIGHT else self.single_grouped_bias
-        return [found[0][place] for place in range(found[0].shape[0])] if single and found else found
-
-    @property
-    def grouped_weight(self) -> GroupedTensor:
-        """The weights as one tensor.
-
-        Raises:
-            Refused: UNSUPPORTED where they are one parameter per expert.
-        """
-        if not self.single_grouped_weight:
-            raise refuse("UNSUPPORTED", "one weight per expert", hint="single_grouped_weight=True")
-        return GroupedTensor(self._parameters[WEIGHT])  # type: ignore[arg-type]
+    def _weights(self, inp: torch.Tensor) -> list[torch.Tensor]:
+        """Return what is multiplied with an input; for a rank without experts a tensor of none."""
+        none = (0, self.out_features, self.in_features)
+        return self._own(WEIGHT) or [torch.empty(none, dtype=self._dtype(inp), device=inp.device)]
 
     def force_path(self, way: Way | None) -> GroupedLinear:
         """Say which way the layer goes; None lets it choose. Return the layer.
@@ -222,11 +153,13 @@ class GroupedLinear(QuantizedEntries):
         Raises:
             Refused: UNSUPPORTED for one that is forced, and cannot be.
         """
-        return self._path(self._dtype(inp), inp.device, self._own(WEIGHT)[0])
+        return self._path(self._dtype(inp), inp.device, self._weights(inp)[0])
 
     def _path(self, dtype: torch.dtype, device: torch.device, weight: torch.Tensor) -> Path:
-        quantizer = weight.quantizer if isinstance(weight, QuantizedTensor) else None
-        return path(dtype, device, (self.out_features, self.in_features), forced=self._forced, quantizer=quantizer)
+        said: dict[str, Any] = {"forced": self._forced, "experts": len(self.experts)}
+        if isinstance(weight, QuantizedTensor):
+            said |= {"quantizer": weight.quantizer, "columnwise": weight.frame.columnwise}
+        return path(dtype, device, (self.out_features, self.in_features), **said)
 
     def _dtype(self, inp: torch.Tensor) -> torch.dtype:
         """Return the type that is multiplied: autocast's, or the input's."""
@@ -239,7 +172,7 @@ class GroupedLinear(QuantizedEntries):
         is_first_microbatch: bool | None = None,
         out: torch.Tensor | None = None,
         dgrad_out: torch.Tensor | None = None,
-    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+    ) -> Made:
         """Return [..., out]: row by row the product with the weight of the row's expert, plus its bias.
 
         Rows past the last expert's are zeros, in the output and in the gradient of the input.
@@ -250,7 +183,8 @@ class GroupedLinear(QuantizedEntries):
                 not read back where the path is `grouped`.
             is_first_microbatch: True: keep the weights as they are multiplied (cast, dequantized, in one piece) for
                 the microbatches after this one; False: use these; None: make them anew.
-            out: where the output is written: of its shape, or rows.
+            out: where the output is written: of its shape, or rows. It may be used again for the next call. A larger
+                buffer of which it is a part becomes part of autograd's graph; `out=buffer.detach()[…]` does not.
             dgrad_out: where the gradient of the input is written: of its shape, or rows.
 
         Returns:
@@ -261,14 +195,20 @@ class GroupedLinear(QuantizedEntries):
         """
         if inp.dim() < 1 or inp.shape[-1] != self.in_features:
             raise refuse("SHAPE_MISMATCH", f"the input is {list(inp.shape)}, expected [..., {self.in_features}]")
-        weights = self._own(WEIGHT)
+        weights = self._weights(inp)
+        if torch.compiler.is_compiling() and (
+            self.delay_wgrad_compute or any(isinstance(one, QuantizedTensor) for one in (inp, *weights))
+        ):
+            return _untraced(self, inp, m_splits, is_first_microbatch, out, dgrad_out)  # type: ignore[no-any-return]
+        if self.delay_wgrad_compute and torch.is_grad_enabled():
+            refuse_data_parallel(self.parameters(recurse=False))
         biases = [] if self.return_bias else self._own(BIAS)
         dtype = self._dtype(inp)
         if not _is_autocast(inp) and dtype != weights[0].dtype:
             raise refuse("DTYPE_MISMATCH", f"an input of {dtype} and weights of {weights[0].dtype}", hint="autocast")
         rows = inp if inp.dim() == 2 else inp.reshape(-1, self.in_features)
         chosen = self._path(dtype, inp.device, weights[0])
-        experts = weights[0].shape[0] if self.single_grouped_weight else self.num_gemms
+        experts = weights[0].shape[0] if weights[0].dim() > 2 else len(weights)
         split = self._splits(m_splits, experts, rows, chosen)
         setting = Setting(
             chosen.way,
@@ -279,11 +219,13 @@ class GroupedLinear(QuantizedEntries):
             self.save_original_input,
             self if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else None,
         )
+        if out is not None and out.grad_fn is not None and not out._is_view():
+            out.detach_()  # of an earlier call, all of which is written over
         out, dgrad_out = _as_rows(out, inp), _as_rows(dgrad_out, inp)
         _fitting(out, (rows.shape[0], self.out_features), dtype, rows.device, "out")
         _fitting(dgrad_out, (rows.shape[0], self.in_features), inp.dtype, rows.device, "dgrad_out")
         cached = self._kept(weights, split, setting, is_first_microbatch)
-        made = Product.apply(rows, split.offsets, cached, dgrad_out, setting, *weights, *biases)  # type: ignore[no-untyped-call]
+        made = grouped_product(rows, split.offsets, cached, dgrad_out, setting, weights, biases)
         if out is not None:
             made = out.copy_(made)  # here, not in `Product`: torch loses gradients there where `out` is a view
         made = made if inp.dim() == 2 else made.view(*inp.shape[:-1], self.out_features)
@@ -302,7 +244,7 @@ class GroupedLinear(QuantizedEntries):
         """Return the weights as an earlier microbatch multiplied them, or None."""
         if first is None:
             return None
-        if first or self._cached is None or self._cached.dtype != setting.dtype:
+        if first or not _usable(self._cached, setting.dtype):
             operands = Operands(split, setting.way, setting.features, setting.dtype)
             with torch.no_grad():
                 self._cached = weights_of(weights, operands)
@@ -327,7 +269,10 @@ class GroupedLinear(QuantizedEntries):
             raise refuse(
                 "UNSUPPORTED", "backward_dw() without a backward before it", hint="call it once after each backward"
             )
-        pending, meshes = self._pending.popleft()
+        pending, versions, meshes = self._pending.popleft()
+        if pending.versions() != versions:
+            message = "the input, or the gradient of the output, was changed in place after backward"
+            raise refuse("UNSUPPORTED", message, hint="backward_dw() before, and no dgrad_out in their memory")
         with torch.no_grad():
             weight = pending.weight()
             if weight is not None and self.fuse_wgrad_accumulation:
@@ -340,7 +285,7 @@ class GroupedLinear(QuantizedEntries):
         """Take gradients of weights, for `backward_dw` or for `main_grad`; see `Sink`."""
         if self.delay_wgrad_compute:
             meshes = {name: mesh_of(one) for stem in self._names for name, one in self._named(stem)}
-            self._pending.append((pending, meshes))
+            self._pending.append((pending, pending.versions(), meshes))
             return None, None
         weight = pending.weight()
         dummy = None if weight is None else self._to_main(weight)
@@ -348,16 +293,13 @@ class GroupedLinear(QuantizedEntries):
 
     def _to_main(self, grad: torch.Tensor) -> torch.Tensor | None:
         """Add gradients to `main_grad`, or put them there; return what autograd is to be told, if anything."""
-        single = self.single_grouped_weight
+        parts = (grad,) if self.single_grouped_weight else grad
+        every = zip(self._named(WEIGHT), parts, strict=True)
+        trained = [(name, parameter, part) for (name, parameter), part in every if parameter.requires_grad]
+        _check_main(trained)
         told = False
-        for place, (name, parameter) in enumerate(self._named(WEIGHT)):
-            if not parameter.requires_grad:
-                continue
-            main = getattr(parameter, MAIN_GRAD, None)
-            part = grad if single else grad[place]
-            if main is None or main.shape != part.shape:
-                found = "there is none" if main is None else f"it is {list(main.shape)}"
-                raise refuse("SHAPE_MISMATCH", f"main_grad of {list(part.shape)} is needed, {found}", tensor=name)
+        for _, parameter, part in trained:
+            main: torch.Tensor = getattr(parameter, MAIN_GRAD)
             if getattr(parameter, OVERWRITE, False):
                 main.copy_(part)
             else:
@@ -369,7 +311,7 @@ class GroupedLinear(QuantizedEntries):
 
     def _to_grad(self, stem: str, grad: torch.Tensor | None, meshes: Mapping[str, DeviceMesh | None]) -> None:
         """Add gradients to `.grad` of the parameters, as autograd and FSDP2 do."""
-        single = self.single_grouped_weight if stem == WEIGHT else self.single_grouped_bias
+        single = self._single[stem]
         for place, (name, parameter) in enumerate(self._named(stem) if grad is not None else ()):
             if not parameter.requires_grad:
                 continue
@@ -381,48 +323,19 @@ class GroupedLinear(QuantizedEntries):
                 message = f"the gradient is {list(local.shape)}, the parameter has become {list(own.shape)}"
                 hint = "backward_dw() before the parameter is replaced or divided"
                 raise refuse("UNSUPPORTED", message, tensor=name, hint=hint)
-            parameter.grad = made if parameter.grad is None else parameter.grad + made
+            if parameter.grad is None:
+                parameter.grad = made
+            else:
+                parameter.grad.add_(made)  # where it is: it may be a part of a larger buffer
 
-    def _apply(self, fn: Any, recurse: bool = True) -> GroupedLinear:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+    def pack(self, *, fresh: bool = False) -> None:
+        """See `GroupedParameters`; what was kept of the parameters for other microbatches goes."""
         self._cached = None
-        self.pack()
-        return self
-
-    def __setstate__(self, state: Mapping[str, Any]) -> None:
-        super().__setstate__(dict(state))  # type: ignore[no-untyped-call]
-        self.pack()
+        super().pack(fresh=fresh)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the layer without what belongs to a step in progress."""
         return {**self.__dict__, "_pending": deque(), "_cached": None}
-
-    @torch.no_grad()
-    def pack(self) -> None:
-        """Move parameters of the experts into one buffer, where they are plain and not in one: no copies in forward."""
-        for stem in (WEIGHT, BIAS):
-            held = [parameter for _, parameter in self._named(stem)]
-            plain = len(held) > 1 and all(type(one.data) is torch.Tensor for one in held)
-            alike = plain and len({(one.dtype, one.device, one.shape) for one in held}) == 1
-            if alike and held[0].device.type != "meta" and not adjacent(held):
-                for parameter, part in zip(held, torch.stack([one.data for one in held]).unbind(0), strict=True):
-                    parameter.data = part
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        taken = remapped(state_dict, prefix, self.layer())
-        refuse_codes(taken, prefix, self._parameters)
-        super()._load_from_state_dict(taken, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
-        self._cached = None
-        self.pack()
 
     def extra_repr(self) -> str:
         """Return the sizes, for `print`."""
@@ -430,11 +343,39 @@ class GroupedLinear(QuantizedEntries):
         return (
             f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.use_bias}, {single}"
+            + ("" if self.ep is None else f", experts={self.experts.start}:{self.experts.stop}")
         )
+
+
+def _check_main(trained: Sequence[tuple[str, nn.Parameter, torch.Tensor]]) -> None:
+    """Refuse weights without a `main_grad` of their shape."""
+    problems = []
+    for name, parameter, part in trained:
+        main = getattr(parameter, MAIN_GRAD, None)
+        if main is None or main.shape != part.shape:
+            found = "there is none" if main is None else f"it is {list(main.shape)}"
+            message = f"main_grad of {list(part.shape)} is needed, {found}"
+            problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))
+    if problems:
+        raise gathered(problems)
+
+
+@torch.compiler.disable(reason="quantized tensors, and gradients left to backward_dw(), are not traced")  # type: ignore[untyped-decorator]
+def _untraced(layer: GroupedLinear, *given: Any) -> Made:
+    return layer.forward(*given)
+
+
+def _usable(kept: torch.Tensor | None, dtype: torch.dtype) -> bool:
+    """Tell whether weights of an earlier microbatch serve this one: autograd takes none of inference mode."""
+    if kept is None or kept.dtype != dtype:
+        return False
+    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not kept.is_inference()
 
 
 def _is_autocast(inp: torch.Tensor) -> bool:
     kind = inp.device.type
+    if inp.dtype not in CAST:
+        return False
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # the latter raises for meta
 
 

@@ -84,6 +84,10 @@ def stacked(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dtype) -
     first = parameters[0]
     if first.dim() == dims:
         return values(first.detach(), dtype)
+    if isinstance(first, QuantizedTensor):
+        codes = torch.stack([one.detach() for one in parameters])  # raw, to be dequantized in one go
+        if isinstance(codes, QuantizedTensor):
+            return codes.dequantize(dtype)
     if isinstance(first, QuantizedTensor) or not adjacent(parameters):
         return torch.stack([values(one.detach(), dtype) for one in parameters])
     whole = (len(parameters), *first.shape)

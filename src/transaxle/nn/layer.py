@@ -19,3 +19,7 @@ class Layer:
     """Stem (`weight`, `bias`) -> shape of one expert's."""
     single: Mapping[str, bool]
     """Stem -> whether all experts are one tensor."""
+    beside: Mapping[str, Mapping[str, tuple[int, ...]]]
+    """Stem -> what follows it in the names of the other buffers of a quantized parameter -> shape of one expert's."""
+    own: range
+    """Experts whose parameters are here, where each has its own: not those of other ranks."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from transaxle.errors import refuse
 from transaxle.nn.exchange import across
 from transaxle.nn.grouped_linear import GroupedLinear
-from transaxle.nn.layer import WEIGHT
 from transaxle.nn.layouts import accept_layouts
 from transaxle.nn.order import order
 
@@ -58,12 +56,9 @@ class Experts(nn.Module):
         accept_layouts(self)
 
     def divide(self, mesh: DeviceMesh) -> None:
-        """Keep this rank's experts: parameters become DTensors, cut along the experts."""
-        rank, ranks = mesh.get_local_rank(), mesh.size()
+        """Keep this rank's experts; see `GroupedLinear.divide`."""
         for layer in (self.linear_fc1, self.linear_fc2):
-            whole = layer.get_parameter(WEIGHT)
-            own = whole.detach().chunk(ranks)[rank].clone()
-            layer.register_parameter(WEIGHT, nn.Parameter(DTensor.from_local(own, mesh, [Shard(0)], run_check=False)))
+            layer.divide(mesh)
 
     def forward(self, rows: torch.Tensor, m_splits: torch.Tensor) -> torch.Tensor:
         """Return [rows, hidden].
@@ -121,14 +116,14 @@ class MoE(nn.Module):
         norm_topk_prob: let the probabilities of a token's experts sum to one.
         shared_intermediate_size: of one more layer that all tokens pass through, added to the sum; 0: there is none.
         single_grouped_weight: one parameter for all experts in place of one for each.
-        ep: mesh of one dim whose ranks share out the experts; None: each rank has all. Tokens stay where they are:
-            those for other ranks' experts are sent there and back, for which their numbers are read by the host once.
+        ep: mesh of one dim whose ranks share out the experts, as `torch.chunk` does; None: each rank has all. Tokens
+            stay where they are: those for other ranks' experts are sent there and back, for which their numbers are
+            read by the host once.
         params_dtype: of the parameters; None: torch's default.
         device: of the parameters. Without `meta` each rank has all experts of the layer for a moment.
 
     Raises:
-        Refused: SHAPE_MISMATCH for more experts per token than there are, and experts that ranks cannot share evenly;
-            UNSUPPORTED for a mesh of several dims, and for one parameter per expert under `ep`.
+        Refused: SHAPE_MISMATCH for more experts per token than there are; UNSUPPORTED for a mesh of several dims.
     """
 
     def __init__(
@@ -148,8 +143,6 @@ class MoE(nn.Module):
         super().__init__()
         if not 0 < top_k <= num_experts:
             raise refuse("SHAPE_MISMATCH", f"{top_k} of {num_experts} experts for each token")
-        if ep is not None:
-            _divisible(ep, num_experts, single_grouped_weight)
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
         self.norm_topk_prob, self.ep = norm_topk_prob, ep
         self.gate = nn.Linear(hidden_size, num_experts, bias=False, dtype=params_dtype, device=device)
@@ -187,19 +180,10 @@ class MoE(nn.Module):
         if self.ep is None:
             answers = self.experts(rows, sorted_rows.counts)
         else:
-            answers = across(self.experts, rows, sorted_rows.counts, self.ep.get_group())
+            own = len(self.experts.linear_fc1.experts)
+            answers = across(self.experts, rows, sorted_rows.counts, own, self.ep.get_group())
         answers = answers[sorted_rows.back].view(-1, self.top_k, self.hidden_size)
         made: torch.Tensor = (answers * weights.unsqueeze(-1)).sum(1)
         if self.shared_experts is not None:
             made = made + self.shared_experts(tokens)
         return made.view(hidden.shape)
-
-
-def _divisible(mesh: DeviceMesh, experts: int, single: bool) -> None:
-    """Refuse what cannot be shared out over ranks."""
-    if mesh.ndim != 1:
-        raise refuse("UNSUPPORTED", f"a mesh of {mesh.ndim} dims for ep", hint='one of them: mesh["ep"]')
-    if not single:
-        raise refuse("UNSUPPORTED", "one parameter per expert under ep", hint="single_grouped_weight=True")
-    if experts % mesh.size():
-        raise refuse("SHAPE_MISMATCH", f"{experts} experts over {mesh.size()} ranks, which take equally many")

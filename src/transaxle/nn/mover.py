@@ -66,10 +66,8 @@ def move(
     copier = Copier(described(tensors))
     unequal = [check for check in found.checks if not _agree(check, copier, tensors)]
     if unequal:
-        raise gathered(
-            Refusal("UNEQUAL_COPIES", check.why, Where(None, check.second.parts[0].origins[0].name))
-            for check in unequal
-        )
+        told = [(check.why, check.second.parts[0].origins[0].name) for check in unequal]
+        raise gathered(Refusal("UNEQUAL_COPIES", f"{why}\nbut they differ", Where(None, name)) for why, name in told)
     with torch.no_grad():
         return {
             name: _made(target, copier, tensors)

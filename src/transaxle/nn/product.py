@@ -1,8 +1,8 @@
 """The product of rows with the weights of their experts, and its gradients.
 
-One `grouped_mm` where the path allows it, else a product per expert; gradients of weights are never products of codes.
-Between forward and backward nothing is kept but
-the input, the weights themselves (codes where they are quantized) and the offsets.
+One `grouped_mm` where the path allows it, or a product of codes, else a product per expert; gradients of weights are
+never products of codes. Between forward and backward nothing is kept but the input, the weights themselves (codes where
+they are quantized) and the offsets.
 
 Facts about torch's grouped product that this is built around: rows past the last offset are not written, strides must
 be multiples of 16 bytes, gradients of stride 0 are refused, and on devices of compute capability 10 the gradient of an
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from transaxle.nn.grouped_tensor import stacked
-from transaxle.nn.path import GROUPED, PER_EXPERT, SCALED, Way, capability_of
-from transaxle.nn.scaled import back, product, together
+from transaxle.nn.grouped_tensor import stacked, values
+from transaxle.nn.path import PER_EXPERT, SCALED, Way, capability_of
+from transaxle.nn.scaled import back, backwards, product, together
 from transaxle.nn.splits import Splits
 from transaxle.quant import QuantizedTensor
 
@@ -50,10 +50,10 @@ def weights_of(parameters: Sequence[torch.Tensor], operands: Operands) -> torch.
 
     On the grouped path it is padded to whole steps of 16 bytes along both dims; on the scaled path it is codes.
     """
-    if operands.way == SCALED:
+    if operands.way == SCALED and operands.splits.offsets.shape[0]:
         return together(parameters)
     made = stacked(parameters, 3, operands.dtype)
-    return _aligned(_padded(made, 1)) if operands.way == GROUPED else made
+    return made if operands.way == PER_EXPERT else _aligned(_padded(made, 1))
 
 
 def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -86,8 +86,8 @@ def _(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor) -> torch
 
 
 def _grouped_mm(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return torch's grouped product; traced, torch knows of no type but bfloat16."""
-    if torch.compiler.is_compiling() and first.dtype != torch.bfloat16:
+    """Return torch's grouped product; traced, or of fake tensors, torch knows of no type but bfloat16."""
+    if first.dtype != torch.bfloat16 and (torch.compiler.is_compiling() or type(first) is not torch.Tensor):
         made: torch.Tensor = _opaque(first, second, offsets)
         return made
     return functional.grouped_mm(first, second, offs=offsets)
@@ -103,22 +103,27 @@ def forward(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, 
         operands: what there is beside.
     """
     splits, (out, _) = operands.splits, operands.features
-    if not x.shape[0] or not out:
+    if not x.shape[0] or not out or not len(splits.offsets):
         return x.new_zeros((x.shape[0], out))
     if operands.way == PER_EXPERT:
         return _each(x, weight, biases, operands)
     if isinstance(weight, QuantizedTensor):
         made = product(x, weight, splits.offsets)
     else:
-        made = _grouped_mm(_aligned(x), weight.transpose(1, 2), splits.offsets)[:, :out]
-    if biases is not None:
-        experts = splits.experts()
-        rows = biases.to(made.dtype)
-        if not splits.complete:  # rows past the end take a bias too, and lose it below
-            experts = experts.clamp(max=len(rows) - 1)
-        made = made + rows.index_select(0, experts)
-    elif out != weight.shape[1]:
-        made = made.contiguous()
+        made = _grouped_mm(_aligned(x), weight.transpose(1, 2), splits.offsets)
+    if out != made.shape[1]:
+        made = made[:, :out].contiguous()
+    if biases is None:
+        return _ended(made, splits)
+    experts = splits.experts()
+    if splits.complete:
+        return made.add_(biases.index_select(0, experts))
+    made.add_(biases.index_select(0, experts.clamp(max=len(biases) - 1)))  # rows past the end lose it again
+    return made.masked_fill_((experts == len(biases)).unsqueeze(1), 0)
+
+
+def _ended(made: torch.Tensor, splits: Splits) -> torch.Tensor:
+    """Put zeros into rows past the last expert's, and return them all."""
     return made if splits.complete else made.masked_fill_(splits.past(), 0)
 
 
@@ -144,25 +149,27 @@ def spans(splits: Splits) -> list[tuple[int, int, int]]:
 def of_input(grad: torch.Tensor, weight: torch.Tensor, operands: Operands) -> torch.Tensor:
     """Return the gradient of the input [rows, in]; zeros past the last expert's rows."""
     splits, (out, features) = operands.splits, operands.features
-    if not grad.shape[0] or not out:
+    if not grad.shape[0] or not out or not len(splits.offsets):
         return grad.new_zeros((grad.shape[0], features))
     if operands.way == PER_EXPERT:
         made = grad.new_zeros((grad.shape[0], features))
         for expert, start, stop in spans(splits):
             made[start:stop] = grad[start:stop] @ weight[expert]
         return made
-    if isinstance(weight, QuantizedTensor):
+    if isinstance(weight, QuantizedTensor) and backwards(weight):
         made = back(grad, weight, splits.offsets)
     else:
-        made = _grouped_mm(_aligned(grad), weight, splits.offsets)[:, :features]
-    return made if splits.complete else made.masked_fill(splits.past(), 0)
+        if isinstance(weight, QuantizedTensor):
+            weight = _aligned(values(weight, operands.dtype))
+        made = _grouped_mm(_aligned(grad), weight, splits.offsets)
+    return _ended(made if made.shape[1] == features else made[:, :features].contiguous(), splits)
 
 
 def of_weight(grad: torch.Tensor, x: torch.Tensor, operands: Operands) -> torch.Tensor:
     """Return the gradient of the weights [experts, out, in], zeros for experts without rows."""
     splits, (out, features) = operands.splits, operands.features
     experts = splits.offsets.shape[0]
-    if not x.shape[0] or not out or not features:
+    if not x.shape[0] or not out or not features or not experts:
         return x.new_zeros((experts, out, features))
     if operands.way == PER_EXPERT:
         made = x.new_zeros((experts, out, features))
@@ -182,7 +189,7 @@ def of_bias(grad: torch.Tensor, operands: Operands) -> torch.Tensor:
     """
     splits, out = operands.splits, operands.features[0]
     experts = splits.offsets.shape[0]
-    if not grad.shape[0] or not out:
+    if not grad.shape[0] or not out or not experts:
         return grad.new_zeros((experts, out))
     if operands.way == PER_EXPERT:
         made = grad.new_zeros((experts, out))

@@ -1,34 +1,58 @@
-"""Products of float8 codes in groups: `torch.nn.functional.scaled_grouped_mm`, with one scale for each row.
+"""Products of float8 codes in groups: `torch.nn.functional.scaled_grouped_mm`.
 
-A weight has one scale for each expert, which every row of its codes shares, so its codes are multiplied as they are, in
-both directions. Rows of inputs and of gradients are quantized here, each by its own amax (current scaling, E4M3: torch
-multiplies no other). Sums are float32, the result is bfloat16.
+Weights are multiplied as they are stored:
+
+- E4M3 codes with one scale for each expert, which every row of them shares: the same codes serve both directions. Rows
+  of inputs and of gradients are quantized here, each by its own amax (current scaling; torch multiplies no other).
+- MXFP8 codes. Each 32 elements along what is summed up share a scale, so each direction has codes of its own: those by
+  rows give the output, columnwise ones the gradient of the input. Inputs and gradients are quantized here likewise.
+
+Sums are float32, the result is bfloat16. The kernels want no multiples of rows: where scales are padded to blocks for
+them, that is by group, and on the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
-from transaxle.encodings.encoding import FLOAT8, WHOLE
+from transaxle.encodings.encoding import FLOAT8, MXFP8
 from transaxle.errors import refuse
-from transaxle.quant import QuantizedTensor, Quantizer
-from transaxle.quant.frame import DATA, SCALE
-
-STEP = 16
-"""Features are multiples of this."""
-_CODES = torch.float8_e4m3fn
-_LARGEST = torch.finfo(_CODES).max
+from transaxle.quant import QuantizedTensor, Quantizer, kernels
+from transaxle.quant.frame import COLUMN_DATA, COLUMN_SCALE, DATA, SCALE
+from transaxle.quant.kernels.swizzle import swizzled
 
 
-def multiplies(quantizer: Quantizer | None) -> bool:
-    """Tell whether codes of this kind can be multiplied: E4M3 with one scale for each matrix."""
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Codes that a device multiplies in groups."""
+
+    what: str
+    """The codes, and what shares a scale."""
+    step: int
+    """Features are multiples of this."""
+    capabilities: tuple[tuple[int, int], ...]
+    """Compute capabilities of the devices that torch has a kernel for."""
+    builds: tuple[str, ...] = ()
+    """Words of `torch.__config__.show()`, one of which says that the kernel was built; none: it always is."""
+    chosen: bool = False
+    """Whether codes are multiplied wherever they can be; else where the user says so."""
+
+
+ROWS = Kind("E4M3 codes with one scale for each expert", 16, ((9, 0),))
+BLOCKS = Kind("MXFP8 codes (E4M3)", MXFP8.tile[1], ((10, 0),), ("USE_MSLK", "USE_FBGEMM_GENAI"), chosen=True)
+
+
+def kind_of(quantizer: Quantizer | None) -> Kind | None:
+    """Return what kind of codes a quantizer makes; None for those that nothing multiplies in groups."""
     if quantizer is None:
-        return False
-    encoding = quantizer.encoding
-    return encoding.tile == (WHOLE, WHOLE) and encoding.code == FLOAT8.code and encoding.name == FLOAT8.name
+        return None
+    made = quantizer.encoding
+    kinds = {(one.name, one.code, one.tile): kind for one, kind in ((FLOAT8, ROWS), (MXFP8, BLOCKS))}
+    return kinds.get((made.name, made.code, made.tile))
 
 
 def together(parameters: Sequence[torch.Tensor]) -> QuantizedTensor:
@@ -45,35 +69,50 @@ def together(parameters: Sequence[torch.Tensor]) -> QuantizedTensor:
     return made
 
 
-def rowwise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes [rows, columns] and scales float32 [rows] of rows, each scaled by its largest magnitude.
-
-    These are the codes of each row quantized alone. Rows whose largest magnitude is 0, infinite or NaN are not scaled.
-    """
-    amax = x.abs().amax(-1, keepdim=True).float()
-    quotient = torch.full_like(amax, _LARGEST) / amax  # a Python number over a tensor would be rounded twice
-    scale = torch.where(amax.isfinite() & (amax > 0), quotient, 1.0)
-    scale = torch.where(scale.isinf(), torch.finfo(x.dtype).max, scale)
-    codes = (x.float() * scale).clamp(-_LARGEST, _LARGEST).to(_CODES)
-    return codes, scale.reciprocal().flatten()
-
-
 def product(x: torch.Tensor, weight: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return rows [rows, in] times their experts' weights, [rows, out]; rows past the last offset are not written."""
-    return _multiplied(x, weight.components[DATA], weight, offsets)
+    held = weight.components
+    return _multiplied(x, held[DATA], held[SCALE], kind_of(weight.quantizer), offsets)
+
+
+def backwards(weight: QuantizedTensor) -> bool:
+    """Tell whether there are codes for the gradient of the input."""
+    return kind_of(weight.quantizer) is ROWS or weight.frame.columnwise
 
 
 def back(grad: torch.Tensor, weight: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return rows [rows, out] times the transposes, [rows, in]; rows past the last offset are not written."""
-    return _multiplied(grad, weight.components[DATA].transpose(1, 2), weight, offsets)
+    held, kind = weight.components, kind_of(weight.quantizer)
+    if kind is ROWS:
+        return _multiplied(grad, held[DATA].transpose(1, 2), held[SCALE], kind, offsets)
+    return _multiplied(grad, held[COLUMN_DATA].transpose(1, 2), held[COLUMN_SCALE].transpose(1, 2), kind, offsets)
 
 
-def _multiplied(x: torch.Tensor, codes: torch.Tensor, weight: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
-    rows, of_rows = rowwise(x)
-    codes = codes.contiguous()  # along what is summed up: the kernel takes it in no other way
-    scales = weight.components[SCALE].view(-1, 1).expand(codes.shape[:2]).contiguous()
-    kind = functional.ScalingType.RowWise
-    made: torch.Tensor = functional.scaled_grouped_mm(  # type: ignore[attr-defined]
-        rows, codes.transpose(1, 2), of_rows, kind, scales, kind, offs=offsets, output_dtype=x.dtype
+def _multiplied(
+    x: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor, kind: Kind | None, offsets: torch.Tensor
+) -> torch.Tensor:
+    """Return rows [rows, k] times the transposes of codes [experts, n, k]."""
+    codes = codes.contiguous()  # along what is summed up: the kernels take it in no other way
+    recipe, order = functional.ScalingType.RowWise, None
+    rows: torch.Tensor | None
+    of_rows: torch.Tensor | None
+    if kind is ROWS:
+        rows, of_rows = kernels.quantize_rows(x, offsets, FLOAT8)
+        of_codes = scales.view(-1, 1).expand(codes.shape[:2]).contiguous()
+    else:
+        made = kernels.quantize_groups(x, offsets, MXFP8, swizzled=True)
+        rows, of_rows, of_codes = made.data, made.scale_inv, swizzled(scales)
+        recipe, order = functional.ScalingType.BlockWise1x32, functional.SwizzleType.SWIZZLE_32_4_4
+    found: torch.Tensor = functional.scaled_grouped_mm(  # type: ignore[attr-defined]
+        rows,
+        codes.transpose(1, 2),
+        of_rows,
+        recipe,
+        of_codes,
+        recipe,
+        order,
+        order,
+        offs=offsets,
+        output_dtype=torch.bfloat16,
     )
-    return made
+    return found

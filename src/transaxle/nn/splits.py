@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import index
+from typing import Any
 
 import torch
 
@@ -73,7 +74,7 @@ def splits(m_splits: Sequence[int] | torch.Tensor, experts: int, rows: int, devi
 
     Raises:
         Refused: SHAPE_MISMATCH, DTYPE_MISMATCH for what is no such list; SHAPE_MISMATCH for numbers on the host that
-            are negative or more than the rows.
+            are negative or more than the rows; UNSUPPORTED for these while a CUDA graph is captured.
     """
     if isinstance(m_splits, torch.Tensor):
         if m_splits.dtype not in INTEGERS:
@@ -81,14 +82,28 @@ def splits(m_splits: Sequence[int] | torch.Tensor, experts: int, rows: int, devi
         if tuple(m_splits.shape) != (experts,):
             raise refuse("SHAPE_MISMATCH", f"m_splits is {list(m_splits.shape)}, expected [{experts}]: one per expert")
         if not on_host(m_splits):
-            ends = m_splits.to(device, torch.int64).clamp(min=0).cumsum(0).clamp(max=rows)
+            ends = m_splits.to(device).clamp(0, rows).cumsum(0).clamp(max=rows)  # int64; clamped first: no overflow
             return Splits(ends.to(torch.int32), rows, None)
     counts = _numbers(m_splits.tolist() if isinstance(m_splits, torch.Tensor) else m_splits)
     _check(counts, experts, rows)
-    return Splits(torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=device), rows, counts)
+    return Splits(_sent(list(accumulate(counts)), device), rows, counts)
 
 
-def _numbers(given: Sequence[int]) -> tuple[int, ...]:
+def _sent(ends: list[int], device: torch.device) -> torch.Tensor:
+    """Return numbers of the host as int32 on the device; nothing waits for the copy.
+
+    Raises:
+        Refused: UNSUPPORTED while a CUDA graph is captured, which would always have these numbers.
+    """
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return torch.tensor(ends, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        message = "m_splits is on the host, and a CUDA graph is being captured, which would have no others"
+        raise refuse("UNSUPPORTED", message, hint="give a tensor on the device")
+    return torch.tensor(ends, dtype=torch.int32, pin_memory=True).to(device, non_blocking=True)
+
+
+def _numbers(given: Sequence[Any]) -> tuple[int, ...]:
     """Return whole numbers as such; nothing is rounded to one, and truth is none.
 
     Raises:
@@ -97,7 +112,9 @@ def _numbers(given: Sequence[int]) -> tuple[int, ...]:
     numbers: tuple[int, ...] = ()
     try:
         numbers = tuple(index(one) for one in given)
-        whole = not any(isinstance(one, bool) for one in given)
+        whole = not any(
+            isinstance(one, bool) or (isinstance(one, torch.Tensor) and one.dtype == torch.bool) for one in given
+        )
     except TypeError:
         whole = False
     if not whole:
