@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
+from tests.forks import context
 from transaxle.errors import TransaxleError
 
 TIMEOUT = timedelta(seconds=60)
@@ -82,14 +82,14 @@ class Ranks:
     """Processes that act as the ranks of one world."""
 
     def __init__(self, world: int, timeout: timedelta = TIMEOUT) -> None:
-        context = mp.get_context("spawn")
+        starter = context()
         self.world = world
         self.pipes = []
         self.processes = []
         for rank in range(world):
-            here, there = context.Pipe()
+            here, there = starter.Pipe()
             # Only a process that is no daemon may have processes of its own.
-            process = context.Process(target=_serve, args=(rank, world, there, timeout))
+            process = starter.Process(target=_serve, args=(rank, world, there, timeout))
             process.start()
             there.close()
             self.pipes.append(here)

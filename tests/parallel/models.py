@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from tests.oracles import hub
 
-_SIZES = {
+SIZES = {
     "vocab_size": 97, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 2, "num_attention_heads": 6,
     "num_key_value_heads": 2, "head_dim": 6, "tie_word_embeddings": False, "pad_token_id": 5, "bos_token_id": 1,
     "eos_token_id": 2, "max_position_embeddings": 64,
@@ -17,20 +18,20 @@ _SIZES = {
 """Query heads over 2, 3 and 4 ranks: 3 each; 2, 1 and 3; 2, 1, 2 and 1. Words over 3: 33, 33 and 31."""
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {**_SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
-    "qwen2": {**_SIZES, "model_type": "qwen2", "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 48},
-    "qwen3": {**_SIZES, "model_type": "qwen3"},
-    "phi3": {**_SIZES, "model_type": "phi3"},
+    "llama": {**SIZES, "model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "qwen2": {**SIZES, "model_type": "qwen2", "num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 48},
+    "qwen3": {**SIZES, "model_type": "qwen3"},
+    "phi3": {**SIZES, "model_type": "phi3"},
     "gemma3": {
-        **_SIZES, "model_type": "gemma3_text", "tie_word_embeddings": True, "query_pre_attn_scalar": 6,
+        **SIZES, "model_type": "gemma3_text", "tie_word_embeddings": True, "query_pre_attn_scalar": 6,
         "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4,
     },
     "mixtral": {
-        **_SIZES, "model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 56,
+        **SIZES, "model_type": "mixtral", "num_local_experts": 3, "num_experts_per_tok": 2, "intermediate_size": 56,
     },
 }  # fmt: skip
 EVEN: dict[str, Any] = {
-    **_SIZES, "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8,
+    **SIZES, "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8,
     "num_attention_heads": 8, "num_key_value_heads": 4,
 }  # fmt: skip
 """Whatever is cut of it over 2 or 4 ranks is a DTensor."""
@@ -53,3 +54,16 @@ def tokens(config: dict[str, Any], step: int = 0) -> Tensor:
     found = torch.randint(0, config["vocab_size"], (2, LENGTH), generator=generator)
     found[0, 3] = config["pad_token_id"]
     return found
+
+
+def train(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], steps: range) -> list[float]:
+    """Train on the batches of some steps; return their losses."""
+    losses = []
+    for step in steps:
+        ids = tokens(config, step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import AdamW
 
 import transaxle as tx
 from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, build
+from transaxle.formats.deepspeed.keys import UNIVERSAL
 from transaxle.live.landing import local_of
+from transaxle.live.leaves import leaves
+from transaxle.live.optimizer import names_of, states_of
 from transaxle.parallel.cutting import everything
 from transaxle.parallel.tensor_parallel import tensor_parallel
 
 DEGREES = (1, 2, 3, 4)
+FORMATS = {1: UNIVERSAL, 2: "dcp", 3: "safetensors", 4: "dcp"}
+"""Degree -> what is saved there."""
 OTHER = 5
 """Seed of the weights that are overwritten."""
+STATES = ("exp_avg", "exp_avg_sq")
+Tensors = dict[str, Tensor]
 
 
 def _part(config: dict[str, Any], mesh: DeviceMesh, seed: int) -> nn.Module:
@@ -29,40 +38,85 @@ def _part(config: dict[str, Any], mesh: DeviceMesh, seed: int) -> nn.Module:
     return model if mesh.size() == 1 else tensor_parallel(model, mesh)
 
 
-def _wrong(model: nn.Module, whole: dict[str, Tensor]) -> list[str]:
-    """Names of the parameters that are not this rank's part of the whole ones."""
+def _everything(config: dict[str, Any]) -> tuple[Tensors, Tensors]:
+    """All weights, and all of AdamW's state: every moment another, and so many steps for each parameter."""
+    weights = {name: value.detach() for name, value in build(config).named_parameters()}
+    generator, states = torch.Generator().manual_seed(7), Tensors()
+    for number, (name, value) in enumerate(weights.items()):
+        states |= {f"optim/{name}/{key}": torch.rand(value.shape, generator=generator) for key in STATES}
+        states[f"optim/{name}/step"] = torch.tensor(3.0 + number)
+    return weights, states
+
+
+def _cut(model: nn.Module, whole: Tensors) -> Tensors:
+    """This rank's parts of whole tensors, by slices."""
     kept = {name: each for name, _, each in everything(model)}
-    return [
-        name
-        for name, parameter in model.named_parameters()
-        if not torch.equal(local_of(parameter), kept[name].take(whole[name]) if name in kept else whole[name])
-    ]
+    found = {}
+    for name, value in whole.items():
+        parameter = name.removeprefix("optim/").rpartition("/")[0] if name.startswith("optim/") else name
+        found[name] = kept[parameter].take(value) if parameter in kept else value
+    return found
+
+
+def _held(model: nn.Module, optimizer: AdamW) -> Tensors:
+    """What a rank has, for `tx.reshard`."""
+    tensors = dict(leaves(model).tensors)
+    return tensors | states_of(optimizer, names_of(optimizer, tensors))
+
+
+def _put(model: nn.Module, optimizer: AdamW, states: Tensors) -> None:
+    """Give an optimizer state, by hand."""
+    mine = _cut(model, states)
+    for name, parameter in model.named_parameters():
+        for key in STATES:
+            optimizer.state[parameter][key] = torch.zeros_like(parameter)
+            local_of(optimizer.state[parameter][key]).copy_(mine[f"optim/{name}/{key}"])
+        optimizer.state[parameter]["step"] = mine[f"optim/{name}/step"].clone()
+
+
+def _wrong(model: nn.Module, held: Mapping[str, Tensor], whole: Tensors) -> list[str]:
+    """Names of what a rank has that is not its part of the whole."""
+    wanted = _cut(model, whole)
+    assert wanted.keys() <= held.keys()
+    return [name for name, value in wanted.items() if not torch.equal(local_of(held[name]), value)]
 
 
 def _all_pairs(rank: int, world: int, config: dict[str, Any], out: str) -> dict[str, list[str]]:
     """Return what is wrong in the target of every pair, on this rank."""
     meshes = {degree: DeviceMesh("cpu", list(range(degree))) for degree in DEGREES}
-    whole = {name: value.detach() for name, value in build(config).named_parameters()}
+    weights, states = _everything(config)
+    nothing = {name: torch.zeros_like(value) for name, value in states.items()}
     found: dict[str, list[str]] = {}
     for a in DEGREES:
-        source: nn.Module | dict[str, Tensor] = _part(config, meshes[a], 0) if rank < a else {}
+        source: Tensors = {}
         if rank < a:
-            tx.save(source, f"{out}/{a}", to="hf", group=meshes[a].get_group())
+            model = _part(config, meshes[a], 0)
+            optimizer = AdamW(model.parameters())
+            _put(model, optimizer, states)
+            tx.save(model, f"{out}/{a}", to=FORMATS[a], optimizer=optimizer, group=meshes[a].get_group())
+            source = _held(model, optimizer)
         dist.barrier()
         for b in DEGREES:
-            target: nn.Module | dict[str, Tensor] = _part(config, meshes[b], OTHER) if rank < b else {}
-            tx.reshard(source, target)
-            if isinstance(target, nn.Module):
-                found[f"{a} to {b}"] = _wrong(target, whole)
+            target: Tensors = {}
+            taker = _part(config, meshes[b], OTHER) if rank < b else None
+            if taker is not None:
                 loaded = _part(config, meshes[b], OTHER)
-                tx.load(loaded, f"{out}/{a}", group=meshes[b].get_group())
-                found[f"{a} to {b}, saved"] = _wrong(loaded, whole)
+                optimizer = AdamW(loaded.parameters())
+                tx.load(loaded, f"{out}/{a}", optimizer=optimizer, group=meshes[b].get_group())
+                found[f"{a} to {b}, saved"] = _wrong(loaded, _held(loaded, optimizer), weights | states)
+                optimizer = AdamW(taker.parameters())
+                _put(taker, optimizer, nothing)
+                target = _held(taker, optimizer)
+            tx.reshard(source, target, config=config)
+            if taker is not None:
+                found[f"{a} to {b}"] = _wrong(taker, target, weights | states)
     return found
 
 
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_every_degree_to_every_degree(kind: str, tmp_path: Path) -> None:
-    answers = run(4, _all_pairs, CONFIGS[kind], str(tmp_path))
+    config = CONFIGS[kind] | {"num_hidden_layers": 1}
+    answers = run(4, _all_pairs, config, str(tmp_path))
     assert [len(each) for each in answers] == [32, 24, 16, 8]
     assert all(wrong == [] for each in answers for wrong in each.values()), answers
 
@@ -80,7 +134,8 @@ def _swapped(rank: int, world: int, config: dict[str, Any], name: str) -> tuple[
         request.wait()
     own.copy_(theirs)
     tx.reshard(source, target if rank == 0 else {})
-    return _wrong(source, whole), _wrong(target, whole) if rank == 0 else [name]
+    there, here = (_wrong(model, dict(model.named_parameters()), whole) for model in (source, target))
+    return there, here if rank == 0 else [name]
 
 
 def test_swapped_parts_are_seen() -> None:

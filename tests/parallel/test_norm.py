@@ -35,3 +35,22 @@ def _norms(rank: int, world: int) -> tuple[float, float]:
 def test_norm_under_fsdp() -> None:
     for mine, wanted in run(4, _norms):
         assert mine == pytest.approx(wanted, rel=1e-5)
+
+
+def _shared(rank: int, world: int) -> list[tuple[float, float]]:
+    """Ranks that share one head of keys and values, whose rows in a fused projection follow those of its queries."""
+    found = []
+    for kind, heads in (("phi3", 1), ("phi3", 2), ("llama", 1)):
+        config = {**CONFIGS[kind], "num_key_value_heads": heads}
+        whole, ids = build(config), tokens(config)
+        cut = tx.parallel.tensor_parallel(build(config), init_device_mesh("cpu", (world,)))
+        for each in (whole, cut):
+            each(input_ids=ids, labels=ids).loss.backward()
+        found.append((float(tx.parallel.clip_grad_norm_(cut, 1e9)), float(clip_grad_norm_(whole.parameters(), 1e9))))
+    return found
+
+
+def test_norm_of_heads_that_ranks_share() -> None:
+    for found in run(4, _shared):
+        for mine, wanted in found:
+            assert mine == pytest.approx(wanted, rel=1e-5)

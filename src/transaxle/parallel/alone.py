@@ -1,14 +1,20 @@
-"""What stands in the state dict of a model cut for DeepSpeed: this rank's part, as a tensor that is nobody's whole.
+"""What would take a part for the whole, and what it is given instead: something that refuses.
 
-DeepSpeed wants ordinary tensors there, and pickles them as such. `torch.distributed.checkpoint` would take each for the
-whole, and one rank's part would be all that it saves.
+DeepSpeed wants ordinary tensors in a state dict, and pickles them as such. `torch.distributed.checkpoint` would take
+each for the whole, and one rank's part would be all that it saves. What an optimizer keeps for a part is an ordinary
+tensor in any case, of which nothing can be told; but torch's `get_optimizer_state_dict` asks the modules about their
+names before it returns it.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 
 from transaxle.errors import TransaxleError, refuse
 
@@ -41,6 +47,49 @@ class Alone(torch.Tensor):
             Refused: UNSUPPORTED.
         """
         raise _refusal(None, self)
+
+
+ASKED = "_fqn_modifiers"
+"""Attribute of a module that `torch.distributed.checkpoint.state_dict`, and nothing else, looks for and calls."""
+_OPTIMIZER = "_get_optim_state_dict"
+"""Function of it that asks when it has the state of an optimizer."""
+_MODEL, _FULL = "_get_model_state_dict", "full_state_dict"
+"""Function of it that asks when it has that of a model, and whether it is to make whole tensors, which it cannot."""
+_METHODS = {
+    "save_pretrained": 'tx.save(model, path, to="hf")',
+    "resize_token_embeddings": "resize them before the cut",
+}
+"""Methods of a transformers model that take what a rank has for the whole -> what to do instead."""
+
+
+def no_names(name: str, *, always: bool) -> Mapping[str, str]:
+    """Stand for the `ASKED` of a module with parts.
+
+    Args:
+        name: of a part in it.
+        always: refuse weights as well; otherwise the module's state dict says which parts they are.
+
+    Raises:
+        Refused: UNSUPPORTED.
+    """
+    caller = sys._getframe(2)  # of torch's function that calls this
+    asks = caller.f_code.co_name
+    whole = asks == _MODEL and getattr(caller.f_locals.get("info"), _FULL, False)
+    if not always and asks != _OPTIMIZER and not whole:
+        return {}
+    message = "this rank's part of a parameter, and torch's state dicts would take it, or its moments, for the whole"
+    raise refuse("UNSUPPORTED", message, tensor=name, hint="give model and optimizer to tx.save and tx.load")
+
+
+def refuse_methods(model: nn.Module) -> None:
+    """Let a cut model refuse what its class would do with this rank's part."""
+    for name, hint in _METHODS.items():
+        if hasattr(model, name):
+            model.__dict__[name] = partial(_no_method, name, hint)
+
+
+def _no_method(name: str, hint: str, *_args: Any, **_kwargs: Any) -> NoReturn:
+    raise refuse("UNSUPPORTED", f"{name} would take this rank's part of a cut model for the whole", hint=hint)
 
 
 def _refusal(name: str | None, tensor: torch.Tensor) -> TransaxleError:

@@ -13,10 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from transaxle.axes.chunk import Intervals, length, torch_chunk, whole
+from transaxle.errors import Refusal
 from transaxle.formats.deepspeed.record import Record
+from transaxle.live.landing import local_of
 from transaxle.live.part import Part, mark, own_part
 from transaxle.parallel.collectives import summed
 from transaxle.quant.modules import CUTS
+from transaxle.quant.quantizers import Quantizer
+from transaxle.quant.share import Share, misplaced
+from transaxle.quant.tensor import QuantizedTensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,11 +74,16 @@ class Kept:
         Returns:
             Spans of local positions.
         """
-        before = {span for each in self.held[: self.rank] for span in each}
+        before = sorted(span for each in self.held[: self.rank] for span in each)
         found, at = [], 0
         for start, stop in held:
-            if not any(first <= start and stop <= last for first, last in before):
-                found.append((at, at + stop - start))
+            base, new = at - start, start  # spans may touch: one of q's and of k's rows may be half another rank's
+            for first, last in before:
+                if new < min(first, stop):
+                    found.append((base + new, base + min(first, stop)))
+                new = max(new, last)
+            if new < stop:
+                found.append((base + new, base + stop))
             at += stop - start
         return found
 
@@ -86,8 +96,22 @@ class Kept:
         chunks = [torch_chunk(count, len(self.held), rank) for rank in range(len(self.held))]
         return Shard(self.dim) if self.held == tuple((chunk,) for chunk in chunks) else None
 
+    @property
+    def share(self) -> Share | None:
+        """What this rank has, for a quantized parameter; None where it has all."""
+        if isinstance(self.placement, Replicate):
+            return None
+        return Share(self.group, self.shape, self.dim, self.held[self.rank])
+
+    def misplaced(self, quantizer: Quantizer) -> Refusal | None:
+        """Return what stands against a quantizer's tiles: a cut that goes through one."""
+        return None if self.share is None else misplaced(quantizer, self.shape, self.dim, self.held)
+
     def take(self, tensor: Tensor) -> Tensor:
-        """Return this rank's share of a whole tensor, in storage of its own."""
+        """Return this rank's share of a whole tensor, in storage of its own; of a quantized one, raw."""
+        if isinstance(tensor, QuantizedTensor):
+            share = self.share
+            return tensor.clone() if share is None else share.of(tensor)
         if not tensor.dim():
             return tensor.clone()
         spans = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.held[self.rank]]
@@ -136,6 +160,8 @@ def replaced(parameter: nn.Parameter, kept: Kept, *, dtensor: bool) -> nn.Parame
         kept: how it is cut.
         dtensor: make a DTensor, where one can say how the parameter is cut.
     """
+    if isinstance(parameter, DTensor):
+        return _within(parameter, kept)
     own = kept.take(parameter.detach())
     placement = kept.placement
     if dtensor and placement is not None:
@@ -146,11 +172,26 @@ def replaced(parameter: nn.Parameter, kept: Kept, *, dtensor: bool) -> nn.Parame
     return nn.Parameter(own, requires_grad=parameter.requires_grad)
 
 
+def _within(parameter: nn.Parameter, kept: Kept) -> nn.Parameter:
+    """Return what takes the place of a parameter whose experts other ranks share out: each expert is cut, in itself."""
+    assert isinstance(parameter, DTensor)
+    if isinstance(kept.placement, Replicate):
+        return parameter
+    own = kept.take(local_of(parameter))
+    shape = (parameter.shape[0], *own.shape[1:])
+    made = DTensor.from_local(
+        own, parameter.device_mesh, parameter.placements, run_check=False, shape=torch.Size(shape), stride=own.stride()
+    )
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
 def tell_parts(module: nn.Module) -> None:
     """Say of a module's parameters that are no DTensors on the mesh which part of the whole they are."""
     for name, kept in kept_by(module).items():
         parameter = module._parameters[name]
-        if parameter is None or isinstance(parameter, DTensor) or isinstance(kept.placement, Replicate):
+        if parameter is None or isinstance(kept.placement, Replicate):
+            continue
+        if isinstance(parameter, DTensor) and parameter.device_mesh == kept.mesh:
             continue
         part = Part(kept.shape, held_by(kept))
         own_part(module, name, part)

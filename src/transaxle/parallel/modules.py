@@ -12,6 +12,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from transaxle.live.part import mark_all, whole_shape
+from transaxle.live.placement import Held, placement_of
 from transaxle.nn.grouped_linear import GroupedLinear
 from transaxle.parallel.collectives import enter, gather, leave, scatter
 from transaxle.parallel.cutting import Kept, kept_by, local
@@ -20,8 +22,9 @@ from transaxle.parallel.plan import Role
 _WEIGHT, _BIAS = "weight", "bias"
 _CONFIG = "config"
 _EXPERTS, _EAGER = "_experts_implementation", "eager"
-_ALIGNED = 16
-"""Bytes of which rows and columns of what `torch.nn.functional.grouped_mm` multiplies must be multiples."""
+_ALIGNED, _NARROWEST = 16, 2
+"""Bytes of which rows and columns of what `torch.nn.functional.grouped_mm` multiplies must be multiples, and those of
+an element of bf16, in which a model that is cut in fp32 may compute."""
 _NOW = "_transaxle_computing"
 
 
@@ -51,7 +54,7 @@ class _Row(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         total = leave(nn.functional.linear(input, self.weight), _group(self))
-        return total if self.bias is None else total + self.bias
+        return total if self.bias is None else total + self.bias.to(total.dtype)  # as autocast does it
 
 
 class _Sliced(_Row):
@@ -82,12 +85,21 @@ class _Region(nn.Module):
         return leave(super().forward(*given, **{key: _entered(arg, group) for key, arg in kwargs.items()}), group)
 
 
-class _GroupedColumn(nn.Module):
+class _Grouped(nn.Module):
+    def held(self, name: str) -> Held:
+        """Return what this rank has of a parameter, in whatever ways it is cut; see `GroupedLinear`."""
+        mark_all(self)
+        parameter, rank = self._parameters[name], dist.get_rank()
+        assert parameter is not None
+        return placement_of(parameter, rank, name).held(whole_shape(parameter))[rank]
+
+
+class _GroupedColumn(_Grouped):
     def forward(self, inp: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(enter(inp, _group(self)), *args, **kwargs)
 
 
-class _GroupedRow(nn.Module):
+class _GroupedRow(_Grouped):
     def forward(self, inp: Tensor, *args: Any, **kwargs: Any) -> Any:
         return leave(super().forward(inp, *args, **kwargs), _group(self))
 
@@ -163,7 +175,8 @@ def _align(module: nn.Module) -> None:
     """Let stacked experts compute one by one where their rows are none that torch's grouped products take."""
     config = module.__dict__.get(_CONFIG)
     parts = [part for name in kept_by(module) if (part := local(module, name)) is not None]
-    odd = any(size * part.element_size() % _ALIGNED for part in parts for size in part.shape[1:])
+    widths = ((size, min(part.element_size(), _NARROWEST)) for part in parts for size in part.shape[1:])
+    odd = any(size * element % _ALIGNED for size, element in widths)
     if odd and hasattr(config, _EXPERTS):
         module.__dict__[_CONFIG] = LocalConfig(config, {_EXPERTS: _EAGER})
 

@@ -162,11 +162,13 @@ class _Planner:
 
     def _matched(self, rules: Rules) -> dict[str, tuple[str, Kind, tuple[int, ...] | None]]:
         """Return module -> (rule, kind, rows); of several rules for a module the last holds."""
+        named = self._model.named_modules()
+        without = [path for path, module in named if isinstance(module, GroupedLinear) and not module.experts]
         found: dict[str, tuple[str, Kind, tuple[int, ...] | None]] = {}
         for pattern, said in rules.items():
             kind, rows = (said, None) if isinstance(said, str) else (said[0], tuple(said[1]))
             regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
-            matched = [path for path in self._modules if regex.fullmatch(path)]
+            matched = [path for path in (*self._modules, *without) if regex.fullmatch(path)]
             if not matched:
                 close = difflib.get_close_matches(pattern, self._modules, 1)
                 hint = f"; the closest is {close[0]}" if close else ""

@@ -16,7 +16,7 @@ from transaxle.axes.ranges import axes_in
 from transaxle.engine.recognise import recognise
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.families import builtin
-from transaxle.quant.entries import is_quantized
+from transaxle.nn.grouped_linear import GroupedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,10 @@ def read(model: nn.Module) -> Reading:
             parameter = model.get_submodule(module)._parameters[own]
             assert parameter is not None
             shape = tuple(parameter.shape)
+            if isinstance(parameter, DTensor) and not _is_shared_out(model.get_submodule(module), parameter):
+                message = f"it is sharded already: {parameter.placements}"
+                problems.append(Refusal("UNSUPPORTED", message, Where(None, name), "Cut it first."))
+                continue
             problems += _check(name, parameter, line.expression, known)
             options = tuple(_options(line.expression, found.family.cuts))
             weights.append(Weight(module, own, shape, line.expression, tuple(index.items()), known, options))
@@ -119,15 +123,16 @@ def _parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
                 yield path, name
 
 
+def _is_shared_out(owner: nn.Module, parameter: DTensor) -> bool:
+    """Tell whether nothing but expert parallelism has cut a parameter."""
+    return isinstance(owner, GroupedLinear) and owner.ep is not None and parameter.device_mesh == owner.ep
+
+
 def _check(name: str, parameter: nn.Parameter, expression: Expression, sizes: Mapping[str, int]) -> Iterator[Refusal]:
     """Yield what stands against cutting a parameter at all."""
     where, shape = Where(None, name), list(parameter.shape)
     lacking = sorted(axis for axis in expression.axes if axis not in sizes)
-    if isinstance(parameter, DTensor):
-        yield Refusal("UNSUPPORTED", f"it is sharded already: {parameter.placements}", where, "Cut it first.")
-    elif is_quantized(parameter):
-        yield Refusal("UNSUPPORTED", "it is quantized", where, "Load it with `decode`, as a model that is not.")
-    elif lacking:
+    if lacking:
         yield Refusal(
             "UNKNOWN_AXIS", f"{expression.text}: the model's config does not tell {', '.join(lacking)}", where
         )

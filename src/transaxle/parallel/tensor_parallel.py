@@ -2,33 +2,52 @@
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.live.part import mark_all, parts_in
+from transaxle.live.landing import local_of
+from transaxle.live.part import Part, mark, mark_all, part_of, parts_in
 from transaxle.live.runs import Runs, runs
-from transaxle.parallel.alone import Alone
+from transaxle.live.world import World
+from transaxle.nn.grouped_linear import GroupedLinear
+from transaxle.parallel.alone import ASKED, Alone, no_names, refuse_methods
 from transaxle.parallel.cutting import Kept, keep, kept_by, replaced, tell_parts
+from transaxle.parallel.dropout import drop_alike, random_refusals
 from transaxle.parallel.metadata import record_of, universal_checkpoint_info
 from transaxle.parallel.modules import count_heads, cut_module, is_cut
 from transaxle.parallel.plan import Plan, Rules, make_plan
 from transaxle.parallel.reading import read
+from transaxle.quant.entries import is_quantized, parts_of
+from transaxle.quant.placed import held_by, placed_like, take
+from transaxle.quant.share import misplaced
+from transaxle.quant.tensor import QuantizedTensor
+
+_SAMPLE = 64
+"""Elements of each parameter by which those of other values on some ranks are found."""
 
 
 def tensor_parallel(
     model: nn.Module, mesh: DeviceMesh, plan: Literal["auto"] | Rules = "auto", *, dtensor: bool = True
 ) -> nn.Module:
-    """Cut a model over the ranks of a mesh, in place.
+    """Cut a model over the ranks of a mesh, in place; collective over them.
 
     Every rank gives the same whole model (on the meta device, if its weights are loaded afterwards) and keeps its part.
+    Values that differ between ranks, as of models built without a seed, become the first rank's.
     Inputs and outputs stay what they were, the same on all ranks. Which axes may be cut says the model's table.
 
     Args:
-        model: of a family that has a table; not sharded or quantized yet.
+        model: of a family that has a table; not sharded yet, but for experts that the ranks of another mesh share out.
+            Its codes and scales, if it is quantized, are cut raw.
         mesh: of one dim, the tensor-parallel ranks.
         plan: `auto`; or for paths of modules (`*` stands for any one part of a path) how they are cut: `column`, `row`,
             `vocabulary`, `hidden`, `replicate`, or such a word with the rows of each rank. Modules that are not named
@@ -44,18 +63,47 @@ def tensor_parallel(
     Raises:
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
         Refused: before anything is changed, with every problem: cuts that the table does not allow or that would go
-            through a head, modules that are not there or not known, parameters that are not in the table.
+            through a head, or through a tile of a quantized parameter (BLOCK_MISALIGNED), modules that are not there or
+            not known, parameters that are not in the table, ranks whose plan is another than the first one's.
     """
     if mesh.ndim != 1:
         message = f"a mesh of {mesh.ndim} dims {list(mesh.mesh.shape)}; tensor parallelism takes one"
         raise refuse("UNSUPPORTED", message, hint='Give one of its dims, mesh["tp"].')
-    if any(is_cut(module) for module in model.modules()):
-        raise refuse("UNSUPPORTED", f"this {type(model).__name__} is cut already")
-    made = make_plan(model, read(model), mesh.size(), None if plan == "auto" else plan)
-    _check_ties(model, made)
+    world = World(mesh.get_group())
+    with world.together():
+        if any(is_cut(module) for module in model.modules()):
+            raise refuse("UNSUPPORTED", f"this {type(model).__name__} is cut already")
+        _check_experts(model, mesh, dtensor=dtensor)
+        made = make_plan(model, read(model), mesh.size(), None if plan == "auto" else plan)
+        _check_ties(model, made)
+        _check_tiles(model, made)
+        if problems := list(random_refusals(model, made)):
+            raise gathered(problems)
+    _share_values(model, _check_ranks(model, made, world), world)
     _apply(model, mesh, made, dtensor=dtensor)
+    drop_alike(model, mesh, made)
+    refuse_methods(model)
     universal_checkpoint_info(model)
     return model
+
+
+def _check_experts(model: nn.Module, mesh: DeviceMesh, *, dtensor: bool) -> None:
+    """Refuse experts that the same ranks share out, and those that cannot be ordinary tensors."""
+    problems = []
+    for path, module in model.named_modules():
+        if not isinstance(module, GroupedLinear) or module.ep is None:
+            continue
+        both = sorted({*mesh.mesh.flatten().tolist()} & {*module.ep.mesh.flatten().tolist()})
+        if len(both) > 1:
+            message = f"ranks {both} share out its experts already, and would each cut other experts than the others do"
+            hint = 'give two dims of one mesh: MoE(…, ep=mesh["ep"]), tensor_parallel(model, mesh["tp"])'
+            problems.append(Refusal("UNSUPPORTED", message, Where(None, path), hint))
+        elif module.single_grouped_weight and not dtensor:
+            message = "one parameter for all experts, which ranks share out, is a DTensor"
+            hint = "one parameter for each, or dtensor=True"
+            problems.append(Refusal("UNSUPPORTED", message, Where(None, path), hint))
+    if problems:
+        raise gathered(problems)
 
 
 def _check_ties(model: nn.Module, plan: Plan) -> None:
@@ -71,6 +119,67 @@ def _check_ties(model: nn.Module, plan: Plan) -> None:
             problems.append(Refusal("UNSUPPORTED", message, Where(None, cut.weight.name)))
     if problems:
         raise gathered(problems)
+
+
+def _check_tiles(model: nn.Module, plan: Plan) -> None:
+    """Refuse cuts of quantized parameters that go through a tile."""
+    problems: list[Refusal] = []
+    for cut in plan.cuts:
+        parameter: torch.Tensor | None = model.get_submodule(cut.weight.module)._parameters[cut.weight.own]
+        if cut.option is not None and isinstance(parameter, QuantizedTensor):
+            both = parameter.frame.columnwise
+            found = misplaced(parameter.quantizer, cut.weight.shape, cut.dim, cut.held, columnwise=both)
+            problems += [] if found is None else [replace(found, where=Where(None, cut.weight.name))]
+    if problems:
+        raise gathered(problems)
+
+
+def _check_ranks(model: nn.Module, plan: Plan, world: World) -> list[str]:
+    """Refuse ranks that cut in another way than the first one does; return parameters that begin with other values."""
+    mine = {}
+    for cut in plan.cuts:
+        parameter = model.get_submodule(cut.weight.module)._parameters[cut.weight.own]
+        assert parameter is not None
+        mine[cut.weight.name] = (cut.weight.shape, cut.dim, cut.held, parameter.requires_grad), _first_values(parameter)
+    crcs = {name: (zlib.crc32(repr(how).encode()), values) for name, (how, values) in mine.items()}
+    first, *rest = world.gather(crcs)
+    problems, unlike = [], set[str]()
+    for rank, other in enumerate(rest, 1):
+        ways = {name for name in first.keys() | other.keys() if first.get(name, (0,))[0] != other.get(name, (0,))[0]}
+        unlike.update(name for name in first.keys() & other.keys() - ways if first[name][1] != other[name][1])
+        if ways:
+            message = f"{len(ways)} parameters are cut, or trained, otherwise on rank {rank} than on rank 0"
+            hint = "Give every rank the same model and plan."
+            problems.append(Refusal("UNSUPPORTED", message, Where(None, min(ways)), hint))
+    lacking = [name for name in sorted(unlike) if any(None in (one[name][1] for one in (first, each)) for each in rest)]
+    if lacking:
+        message = f"{len(lacking)} parameters have values on some ranks, and none on others"
+        hint = "Build the model with storage on every rank, or on the meta device on every rank."
+        problems.append(Refusal("UNSUPPORTED", message, Where(None, lacking[0]), hint))
+    if problems:
+        raise gathered(problems)
+    return sorted(unlike)
+
+
+def _share_values(model: nn.Module, names: Iterable[str], world: World) -> None:
+    """Give parameters the values that they have on the first rank."""
+    for name in names:
+        own = local_of(model.get_parameter(name)).detach()
+        values = own.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(values, group=world.group, group_src=0)
+        own.copy_(values)
+
+
+def _first_values(parameter: torch.Tensor) -> int | None:
+    """Return a number by which values differ; None for what has none yet. Codes are not looked at."""
+    row = local_of(parameter).detach()
+    if row.is_meta:
+        return None
+    if isinstance(row, QuantizedTensor) or not row.numel():
+        return 0
+    while row.dim() > 1:
+        row = row[0]
+    return zlib.crc32(row.reshape(-1)[:_SAMPLE].contiguous().view(torch.uint8).cpu().numpy().tobytes())
 
 
 def _apply(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, dtensor: bool) -> None:
@@ -90,10 +199,12 @@ def _apply(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, dtensor: bool) -> 
         module = model.get_submodule(path)
         cut_module(module, role)
         tell_parts(module)
-        if any(True for _ in parts_in(module)):
+        parts = [name for name, _ in parts_in(module)]
+        if parts:
             module.register_state_dict_post_hook(_as_runs if dtensor else _as_alone)
-            if dtensor:
-                module.register_load_state_dict_pre_hook(_from_runs)
+            module.__dict__[ASKED] = partial(no_names, f"{path}.{parts[0]}", always=not dtensor)
+        if dtensor:
+            module.register_load_state_dict_pre_hook(_from_whole)
     rank = mesh.get_local_rank()
     for heads in plan.heads:
         count_heads(model.get_submodule(heads.module), heads.whole, heads.local[rank])
@@ -104,7 +215,9 @@ def _as_runs(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> N
     mark_all(module)
     for name, _part in parts_in(module):
         value, parameter = state.get(prefix + name), module._parameters[name]
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and parameter is not None:
+        if is_quantized(parameter):
+            state |= {key: runs(entry, key) for key, entry in _entries(parameter, state, prefix + name)}
+        elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter) and parameter is not None:
             state[prefix + name] = runs(parameter, prefix + name)
 
 
@@ -112,17 +225,37 @@ def _as_alone(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> 
     """Let `torch.distributed.checkpoint` refuse what it would take for the whole."""
     mark_all(module)
     for name, _part in parts_in(module):
-        value = state.get(prefix + name)
-        if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
+        value, parameter = state.get(prefix + name), module._parameters[name]
+        if is_quantized(parameter):
+            found = _entries(parameter, state, prefix + name)
+            state |= {key: mark(entry.as_subclass(Alone), part_of(entry)) for key, entry in found}
+        elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             state[prefix + name] = value.as_subclass(Alone)
 
 
-def _from_runs(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take a part out of a state dict that says which part it is, or that has the whole."""
-    kept = kept_by(module)
-    for name, _part in parts_in(module):
+def _entries(parameter: torch.Tensor, state: dict[str, Any], name: str) -> list[tuple[str, torch.Tensor]]:
+    """Return (name, entry) of what a state dict has of a quantized part; the entries know which part they are."""
+    found = ((name + suffix, Part(*part)) for suffix, part in parts_of(parameter).items())
+    return [(key, mark(state[key].detach(), part)) for key, part in found]
+
+
+def _from_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take what this rank has out of a state dict that says which parts it holds, or holds whole tensors.
+
+    Without it torch would put whole tensors in the place of this rank's parts (`assign=True`). Of quantized parameters
+    the module itself does so.
+    """
+    for name, kept in kept_by(module).items():
         value, parameter = state.get(prefix + name), module._parameters[name]
+        if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or parameter is None:
+            continue
         if isinstance(value, Runs):
-            state[prefix + name] = value.to_local()
-        elif isinstance(value, torch.Tensor) and parameter is not None and value.shape == kept[name].shape:
-            state[prefix + name] = kept[name].take(value)
+            state[prefix + name] = placed_like(parameter, value.to_local())
+        elif value.shape == kept.shape and not is_quantized(parameter):
+            state[prefix + name] = _laid(value, kept, parameter)
+
+
+def _laid(value: torch.Tensor, kept: Kept, parameter: torch.Tensor) -> torch.Tensor:
+    """Return of a whole tensor what this rank has, as its parameter has it."""
+    of_whole = isinstance(parameter, DTensor) and parameter.shape == kept.shape  # and not of this rank's part
+    return placed_like(parameter, take(value if of_whole else kept.take(value), held_by(parameter)))

@@ -18,7 +18,8 @@ import transaxle as tx
 from tests.formats.deepspeed.test_truth import differing
 from tests.oracles.deepspeed_peer.case import FP32, STATES, TAG
 from tests.oracles.deepspeed_peer.farm import Farm
-from transaxle.formats.deepspeed.keys import LATEST_UNIVERSAL, UNIVERSAL
+from transaxle.formats.deepspeed.keys import INFO, LATEST_UNIVERSAL, UNIVERSAL, UNSUPPORTED_PATTERNS
+from transaxle.formats.deepspeed.pattern import escaped
 from transaxle.formats.state import OPTIMIZER
 
 pytestmark = pytest.mark.peers
@@ -203,8 +204,21 @@ def test_steps_that_differ_are_refused(copied: Callable[[str], Path], tmp_path: 
 def test_tensor_parallel_ranks_are_not_joined_by_guess(copied: Callable[[str], Path], tmp_path: Path) -> None:
     source = copied("tp2-fused")
     for rank in (0, 1):
-        edit(source / TAG / f"mp_rank_{rank:02d}_model_states.pt", lambda held: held.pop("universal_checkpoint_info"))
+        edit(source / TAG / f"mp_rank_{rank:02d}_model_states.pt", lambda held: held.pop(INFO))
     assert "by guess" in str(refused(source, tmp_path, "UNSUPPORTED"))
+
+
+def test_what_autotp_could_not_describe_is_refused(copied: Callable[[str], Path], tmp_path: Path) -> None:
+    name, reason = "layers.1.self_attn.qkv_proj.weight", "heads of several ranks lie between each other"
+    source = copied("tp2-fused")
+
+    def change(held: dict[str, Any]) -> None:
+        held[INFO][UNSUPPORTED_PATTERNS] = {escaped(name): reason}
+
+    for rank in (0, 1):
+        edit(source / TAG / f"mp_rank_{rank:02d}_model_states.pt", change)
+    error = refused(source, tmp_path, "UNSUPPORTED")
+    assert (error.where.tensor, reason in str(error)) == (name, True)
 
 
 def _larger(held: dict[str, Any]) -> None:

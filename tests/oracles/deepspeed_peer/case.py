@@ -71,6 +71,8 @@ class Case:
     """Expert-parallel degree of the mixture that DeepSpeed's own MoE layers make."""
     data_first: bool = False
     """`use_data_before_expert_parallelism`: neighbouring ranks hold the same experts."""
+    ours: bool = False
+    """The model is cut by `tx.parallel.tensor_parallel`, and AutoTP finds nothing left to do."""
 
 
 _ONE2, _ONE4 = Launch(2), Launch(4)
@@ -134,6 +136,16 @@ CASES = (
     Case("tp2-dp2-z3", _TP2DP2, 3, "fp32"),
     Case("tp2-dp2-fused", _TP2DP2, 2, model="fused"),
     Case("tp2-head-rows", _TP2, 1, model="fused", tied=True, head_rows=True),
+    # Tensor parallel, cut by us: key and value heads that ranks share, fused projections, biases, a tie.
+    Case("ours-tp4", _TP4, 1, heads=8, kv=4, ours=True),
+    Case("ours-tp4-uneven", _TP4, 1, "fp32", model="qwen2", hidden=48, heads=6, kv=2, vocab=251, ours=True),
+    Case("ours-tp4-phi3", _TP4, 2, "fp32", model="phi3", hidden=48, heads=6, kv=2, vocab=251, ours=True),
+    Case("ours-tp2", _TP2, 2, heads=8, kv=4, ours=True),
+    Case("ours-tp2-uneven", _TP2, 1, "fp32", model="qwen2", hidden=48, heads=6, kv=2, vocab=251, ours=True),
+    Case("ours-tp2-phi3", _TP2, 1, "fp32", model="phi3", hidden=48, heads=6, kv=2, vocab=251, ours=True),
+    Case("ours-tp2-tied", _TP2, 1, vocab=251, tied=True, ours=True),
+    Case("ours-tp2-dp2", _TP2DP2, 1, heads=8, kv=4, ours=True),
+    Case("ours-tp2-dp2-z3", _TP2DP2, 3, heads=8, kv=4, ours=True),
     # Pipeline parallel.
     Case("pp2", _PP2, 1, model="pipe"),
     Case("pp2-tied", _PP2, 1, model="pipe", tied=True),

@@ -1,7 +1,6 @@
 """Real checkpoints and resumes, made once a test run and shared by its processes.
 
-A launch takes ten to twenty seconds however many cases it trains. So the first test that needs one of them makes all
-cases of its launch, behind a file lock; everyone else finds them there.
+The first test that needs a case makes all cases of its launch, behind a file lock; everyone else finds them there.
 """
 
 from __future__ import annotations
@@ -9,8 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,9 +19,9 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from tests.oracles.deepspeed_peer.case import BY_NAME, TRUTH, Case, Launch
+from tests.oracles.deepspeed_peer.resumes import OWN, RESUMES, WAYS, Resume
 
-ROOT = Path(__file__).parents[3]
-_LIMIT = 240
+_LIMIT = 240.0
 _DONE, _LOCK = "done", "lock"
 
 Raw = dict[str, tuple[tuple[int, ...], bytes]]
@@ -51,48 +49,34 @@ class Farm:
         self._grown(BY_NAME[name])
         return facts(self.folder / name / "truth")
 
-    def resumed(
-        self,
-        source: str,
-        target: str,
-        pairs: Sequence[tuple[str, str]],
-        write: Write,
-        *,
-        together: bool = False,
-        kind: str = "",
-    ) -> Path:
-        """The folder in which DeepSpeed, set up as `target`, says what it loaded of `source`.
+    def resumed(self, resume: Resume) -> Path:
+        """The folder in which DeepSpeed, set up as the target, says what it loaded of the source."""
+        launch = BY_NAME[resume.target].launch
+        mine = [each for each in RESUMES if BY_NAME[each.target].launch == launch]
+        for each in mine:
+            self._grown(BY_NAME[each.source])
+            self._grown(BY_NAME[each.target])
+        self._once(f"resume-{_label(launch)}", launch, lambda: self._resumes(mine))
+        return self.folder / str(resume)
 
-        Args:
-            source: case whose checkpoint was converted.
-            target: case whose stage and degrees the resumed run has.
-            pairs: all pairs of the test module; those of one launch are resumed together.
-            write: makes a universal checkpoint of a case's.
-            together: all parts of the optimizer count their steps in one tensor, as DeepSpeed 0.19.8 leaves them when
-                it loads a universal checkpoint at ZeRO-3; otherwise each in its own, as everywhere else.
-            kind: tells these resumes from others of the same pairs.
-        """
-        launch = BY_NAME[target].launch
-        mine = [pair for pair in pairs if BY_NAME[pair[1]].launch == launch]
-        for one, other in mine:
-            self._grown(BY_NAME[one])
-            self._grown(BY_NAME[other])
+    def started(self, resume: Resume) -> Path:
+        """The folder in which a run says what it does whose state was put there by hand; not for pipelines."""
+        self.resumed(resume)
+        return self.folder / resume.beside
 
-        kind = kind or ("together" if together else "apart")
-
-        def jobs() -> Iterator[dict[str, Any]]:
-            for one, other in mine:
-                universal, out = self.folder / f"{one}.{kind}", self.folder / f"{one}--{other}.{kind}"
-                if not universal.exists():
-                    write(self.folder / one / "checkpoint", universal)
-                how = {"case": other, "together": together}
-                yield {"do": "universal", "source": str(universal), "out": str(out), **how}
-                if launch.pp == 1:
-                    truth = str(self.folder / one / "truth")
-                    yield {"do": "start", "truth": truth, "out": str(out / "started"), **how}
-
-        self._once(f"resume-{kind}-{_label(launch)}", launch, jobs)
-        return self.folder / f"{source}--{target}.{kind}"
+    def _resumes(self, resumes: Sequence[Resume]) -> Iterator[dict[str, Any]]:
+        begun: set[str] = set()
+        for each in resumes:
+            source, written = self.folder / each.source / "checkpoint", self.folder / f"{each.source}.{each.way}"
+            if not written.exists():
+                WAYS[each.way](source, written)
+            how = {"case": each.target, "together": each.together}
+            paths = {"source": str(written), "out": str(self.folder / str(each))}
+            yield {"do": "load", **paths, "universal": each.way != OWN, **how}
+            if BY_NAME[each.target].launch.pp == 1 and each.beside not in begun:
+                begun.add(each.beside)
+                truth = str(self.folder / each.source / "truth")
+                yield {"do": "start", "truth": truth, "out": str(self.folder / each.beside), **how}
 
     def _grown(self, case: Case) -> None:
         """Train all cases of a launch, unless that was done."""
@@ -114,23 +98,43 @@ class Farm:
             done.touch()
 
 
-Write = Callable[[Path, Path], object]
-
-
 def _label(launch: Launch) -> str:
     return f"{launch.world}-{launch.tp}-{launch.pp}"
 
 
 def _launch(launch: Launch, jobs: Path) -> None:
-    """Run one launch to its end; what it printed is in the error if it fails."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={launch.world}"]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, "-m", "tests.oracles.deepspeed_peer.run", str(jobs)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_LIMIT, check=False,
-    )  # fmt: skip
-    if done.returncode:
-        raise AssertionError(f"DeepSpeed failed: {done.stdout[-2000:]}{done.stderr[-6000:]}")
+    """Run one launch to its end; what its ranks have printed is in the error if it hangs."""
+    from torch.multiprocessing.spawn import start_processes
+
+    from tests.forks import context
+
+    meeting = jobs.with_suffix(".meeting")
+    meeting.unlink(missing_ok=True)
+    arguments = (str(jobs), launch, str(meeting))
+    method = context().get_start_method()
+    ranks = start_processes(_rank, arguments, launch.world, join=False, start_method=method)
+    assert ranks is not None
+    end = time.monotonic() + _LIMIT
+    while not ranks.join(end - time.monotonic()):
+        if time.monotonic() >= end:
+            for process in ranks.processes:
+                process.kill()
+            raise AssertionError(f"DeepSpeed hangs: {_said(jobs)}")
+
+
+def _rank(rank: int, jobs: str, launch: Launch, meeting: str) -> None:
+    """Be one rank; what it prints goes to a file."""
+    with Path(f"{jobs}.{rank}.log").open("w") as log:
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
+    from tests.oracles.deepspeed_peer.run import main
+
+    main(Path(jobs), launch, rank, Path(meeting))
+
+
+def _said(jobs: Path) -> str:
+    """The end of what each rank has printed."""
+    return "\n".join(log.read_text("utf-8")[-2000:] for log in sorted(jobs.parent.glob(f"{jobs.name}.*.log")))
 
 
 @contextmanager

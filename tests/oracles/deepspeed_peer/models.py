@@ -233,7 +233,8 @@ def share(case: Case, name: str) -> int | None:
         return pipeline_share(name)
     if case.head_rows and "embed_tokens" in name:
         return 1
-    vocabulary = ("embed_tokens",) if case.tied else ()  # DeepSpeed cuts a tied embedding by its rows, as the output
+    # DeepSpeed cuts a tied embedding by its rows, as the output; we cut any.
+    vocabulary = ("embed_tokens",) if case.tied or case.ours else ()
     if case.model == "fused" and "lm_head" in name:  # `declared` leaves it whole
         return None
     if components(case, name) or any(f"{part}." in f"{name}." for part in (*_COLUMN, *vocabulary)):
@@ -266,6 +267,8 @@ def merged(case: Case, name: str, shards: Sequence[Tensor], full: Sequence[int])
             raise AssertionError(f"{name}: the ranks hold different values")
         return shards[0]
     parts = components(case, name)
+    if case.ours:
+        return _placed(case, name, shards, full, dim)
     if not parts:
         return torch.cat(list(shards), dim)
     cut = [list(shard.split(list(_widths(parts, shard.shape[0])), 0)) for shard in shards]
@@ -284,6 +287,8 @@ def shard(case: Case, name: str, full: Tensor, rank: int, parts: int) -> Tensor:
     dim = share(case, name)
     if dim is None or parts == 1:
         return full
+    if case.ours:
+        return full.index_select(dim, rows(case, name, rank))
     pieces = full.split(components(case, name) or [full.shape[dim]], dim)
     return torch.cat([_even(piece, rank, parts, dim) for piece in pieces], dim)
 
@@ -293,3 +298,50 @@ def _even(piece: Tensor, rank: int, parts: int, dim: int) -> Tensor:
     sizes = [rows + (each < more) for each in range(parts)]
     mine: Tensor = piece.split(sizes, dim)[rank]
     return mine
+
+
+def _chunk(count: int, rank: int, parts: int) -> list[int]:
+    """This rank's part of so many."""
+    found: list[int] = torch.arange(count).chunk(parts)[rank].tolist()
+    return found
+
+
+def rows(case: Case, name: str, rank: int) -> Tensor:
+    """Where a rank's rows, or columns, of a parameter lie in the whole one, in a model that we cut.
+
+    A key and value head goes with its query heads; where there are more ranks than such heads, some ranks have one
+    alike, and share out its query heads.
+    """
+    ranks, shared, width = case.launch.tp, case.heads // case.kv, case.hidden // case.heads
+    beside = max(ranks // case.kv, 1)
+    heads = _chunk(case.kv, rank, ranks) if beside == 1 else [rank // beside]
+    queries = [head * shared + each for head in heads for each in _chunk(shared, rank % beside, beside)]
+
+    def span(picked: Sequence[int], start: int = 0) -> list[int]:
+        return [(start + head) * width + each for head in picked for each in range(width)]
+
+    inner, words = _chunk(case.inner, rank, ranks), _chunk(case.vocab, rank, ranks)
+    keys, values = span(heads, case.heads), span(heads, case.heads + case.kv)
+    found = {
+        "qkv_proj": [*span(queries), *keys, *values], "gate_up_proj": [*inner, *(case.inner + each for each in inner)],
+        "q_proj": span(queries), "o_proj": span(queries), "k_proj": span(heads), "v_proj": span(heads),
+        "gate_proj": inner, "up_proj": inner, "down_proj": inner,
+        "embed_tokens": words, "lm_head": words,
+    }  # fmt: skip
+    return torch.tensor(found[name.split(".")[-2]])
+
+
+def _placed(case: Case, name: str, shards: Sequence[Tensor], full: Sequence[int], dim: int) -> Tensor:
+    """The whole tensor, every rank's rows put where they belong."""
+    size = max(int(rows(case, name, rank).max()) for rank in range(len(shards))) + 1
+    shape = [*shards[0].shape]
+    shape[dim] = size
+    found = torch.full(shape, torch.nan, dtype=shards[0].dtype)
+    for rank, held in enumerate(shards):
+        found.index_copy_(dim, rows(case, name, rank), held)
+    for rank, held in enumerate(shards):
+        if not torch.equal(found.index_select(dim, rows(case, name, rank)), held):
+            raise AssertionError(f"{name}: the ranks hold different values")
+    if found.isnan().any() or (full and tuple(full) != tuple(found.shape)):
+        raise AssertionError(f"{name}: {shape}, of {list(full)}")
+    return found

@@ -1,7 +1,6 @@
 """What the processes of one launch do: train cases and save them, or resume checkpoints, and tell the truth about both.
 
-Started as `python -m torch.distributed.run … -m tests.oracles.deepspeed_peer.run JOBS.json`. The truth is gathered from
-the live optimizer by collectives, into a folder that is not the checkpoint's.
+The truth is gathered from the live optimizer by collectives, into a folder that is not the checkpoint's.
 """
 
 from __future__ import annotations
@@ -9,11 +8,10 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
-import traceback
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +26,7 @@ from deepspeed.utils import groups as parallel
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.oracles.deepspeed_peer import models, pipeline
 from tests.oracles.deepspeed_peer.case import (
@@ -46,7 +45,9 @@ from tests.oracles.deepspeed_peer.case import (
     TAG,
     TRUTH,
     Case,
+    Launch,
 )  # fmt: skip
+from transaxle.parallel.tensor_parallel import tensor_parallel
 
 FULL = deepspeed.utils.safe_set_full_fp32_param, deepspeed.utils.safe_set_full_optimizer_state
 LOCAL = deepspeed.utils.safe_set_local_fp32_param, deepspeed.utils.safe_set_local_optimizer_state
@@ -83,6 +84,11 @@ def configuration(case: Case, *, universal: bool = False) -> dict[str, Any]:
     return config
 
 
+@cache
+def _mesh(launch: Launch) -> DeviceMesh:
+    return init_device_mesh("cpu", (launch.dp, launch.tp), mesh_dim_names=("dp", "tp"))
+
+
 def engine_for(case: Case, *, universal: bool = False, seed: int | None = None) -> tuple[Any, Tensors]:
     """A live engine, and the full initial weights."""
     module = pipeline.build(case) if case.launch.pp > 1 else models.build(case)
@@ -96,7 +102,9 @@ def engine_for(case: Case, *, universal: bool = False, seed: int | None = None) 
     init_utils._TP_MODEL_INIT_ARGS = None  # the arguments of the case before this one
     for known in (parallel._EXPERT_PARALLEL_GROUP, parallel._EXPERT_DATA_PARALLEL_GROUP):
         known.clear()  # its experts' ranks
-    if case.launch.tp > 1 and case.model not in ("fused", "pipe"):
+    if case.ours:
+        tensor_parallel(module, _mesh(case.launch)["tp"], dtensor=False)
+    elif case.launch.tp > 1 and case.model not in ("fused", "pipe"):
         module = deepspeed.tp_model_init(module, tp_size=case.launch.tp, dtype=models.DTYPES[case.dtype])
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     if case.groups == 2:
@@ -284,9 +292,9 @@ def counted(engine: Any, *, together: bool) -> bool:
     return shared
 
 
-def resume(case: Case, source: Path, out: Path, *, together: bool = False) -> None:
+def resume(case: Case, source: Path, out: Path, *, universal: bool, together: bool) -> None:
     """Load a checkpoint with DeepSpeed itself, tell what was loaded, and take one more step."""
-    engine, full = engine_for(case, universal=True, seed=77)
+    engine, full = engine_for(case, universal=universal, seed=77)
     path, client = engine.load_checkpoint(str(source))
     if path is None:
         raise AssertionError("DeepSpeed loaded nothing")
@@ -350,10 +358,16 @@ def start(case: Case, truth: Path, out: Path, *, together: bool = False) -> None
     engine.destroy()
 
 
-def main(jobs: list[dict[str, Any]]) -> None:
+def main(jobs: Path, launch: Launch, rank: int, meeting: Path) -> None:
+    """Be one rank of a launch, and do all its jobs."""
     torch.set_num_threads(1)
-    deepspeed.init_distributed(dist_backend="gloo", timeout=timedelta(seconds=60))
-    for job in jobs:
+    where = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": launch.world, "MASTER_ADDR": "localhost", "MASTER_PORT": 0}
+    os.environ |= {key: str(value) for key, value in where.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
+    deepspeed.init_distributed(
+        dist_backend="gloo", timeout=timedelta(seconds=60), init_method=f"file://{meeting}", rank=rank,
+        world_size=launch.world,
+    )  # fmt: skip
+    for job in json.loads(jobs.read_text("utf-8")):
         case, out = BY_NAME[job["case"]], Path(job["out"])
         try:
             if job["do"] == "train":
@@ -361,15 +375,9 @@ def main(jobs: list[dict[str, Any]]) -> None:
             elif job["do"] == "start":
                 start(case, Path(job["truth"]), out, together=job["together"])
             else:
-                resume(case, Path(job["source"]), out, together=job["together"])
-        except Exception:
-            out.mkdir(parents=True, exist_ok=True)
-            rank = torch.distributed.get_rank()
-            (out / f"failed.{rank}.txt").write_text(traceback.format_exc(), "utf-8")
-            raise  # the other ranks would wait for this one
+                source = Path(job["source"])
+                resume(case, source, out, universal=job["universal"], together=job["together"])
+        except Exception as error:  # the other ranks would wait for this one
+            raise AssertionError(f"{job}: {error}") from error
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text("utf-8")))
