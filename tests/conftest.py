@@ -19,7 +19,7 @@ for _name, _value in {
     "TOKENIZERS_PARALLELISM": "false",
 }.items():
     os.environ.setdefault(_name, _value)
-# A shell without job control starts what is followed by `&` with Ctrl-C ignored, and so would every program tested here.
+# A shell without job control starts what is followed by `&` with Ctrl-C ignored, and so would every program here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

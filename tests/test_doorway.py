@@ -39,6 +39,7 @@ LIVE = {
     "as_runs",
     "async_save",
     "load",
+    "loadable_as",
     "nn",
     "parallel",
     "quant",

@@ -31,6 +31,7 @@ _LIVE = {
     "as_runs": "runs",
     "async_save": "asynchronous",
     "load": "load",
+    "loadable_as": "adapt",
     "reshard": "reshard",
     "save": "save",
     "state_dict_as": "adapt",
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
         plan,
         verify,
     )
-    from transaxle.live.adapt import state_dict_as
+    from transaxle.live.adapt import loadable_as, state_dict_as
     from transaxle.live.asynchronous import SaveJob, async_save
     from transaxle.live.callbacks import AccelerateHooks, TrainerCheckpoints
     from transaxle.live.dcp import LoadPlanner, SavePlanner
@@ -102,6 +103,7 @@ __all__ = [
     "convert",
     "diff",
     "load",
+    "loadable_as",
     "nn",
     "open",
     "parallel",

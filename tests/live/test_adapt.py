@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
+import transaxle as tx
 from tests.live.ranks import run
 from transaxle.errors import TransaxleError
 from transaxle.live.adapt import state_dict_as
@@ -98,24 +102,36 @@ def test_experts_keep_their_places(world: int, placements: tuple[Any, Any]) -> N
     assert sorted({name for each in names for name in each}) == sorted(hub(automodel()))
 
 
-def test_a_cut_of_gate_and_up_together_leaves_each_whole_on_one_rank() -> None:
-    gate, up = run(2, _as_line, Shard(2), "hf")
-    assert all("up_proj" not in name for name in gate)
-    assert all("gate_proj" not in name for name in up)
+@pytest.mark.parametrize("beside", [(), (Shard(1),)], ids=["alone", "rows cut too"])
+def test_a_cut_of_gate_and_up_together_leaves_each_whole_on_one_half(tmp_path: Path, beside: tuple[Shard, ...]) -> None:
+    """Each half of the mesh has one of the two names; torch saves them, and loads them into what knows the way back."""
+    names = run(2 << len(beside), _halves, beside, str(tmp_path / "saved"))
+    half = len(names) // 2
+    assert all("up_proj" not in name for one in names[:half] for name in one)
+    assert all("gate_proj" not in name for one in names[half:] for name in one)
 
 
-def _as_line(rank: int, world: int, placement: Any, dialect: str) -> list[str]:
-    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ep_shard",))
+def _halves(rank: int, world: int, beside: tuple[Shard, ...], folder: str) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, world // 2)[: 1 + len(beside)], mesh_dim_names=("a", "b")[: 1 + len(beside)])
     full = automodel()
-    sd = {
-        name: distribute_tensor(tensor, mesh, [placement if "gate" in name else Replicate()], src_data_rank=None)
-        for name, tensor in full.items()
-    }
-    found = state_dict_as(sd, dialect, config=CONFIG, source="automodel")
+    placed = {name: (Shard(2) if "gate" in name else Replicate(), *beside) for name in full}
+    sd = {name: distribute_tensor(full[name], mesh, placed[name], src_data_rank=None) for name in full}
+    found = state_dict_as(sd, "hf", config=CONFIG, source="automodel")
     truth = hub(full)
     for name, tensor in found.items():
-        whole = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         assert torch.equal(whole, truth[name]), name
+    with pytest.raises(TransaxleError) as caught:
+        state_dict_as(found, "automodel", config=CONFIG, source="hf")
+    assert {refusal.code for refusal in caught.value.refusals} == {"MISSING_TENSOR"}
+    assert 'state, give_back = tx.loadable_as(model, "hf")' in caught.value.hint
+    dcp_save(dict(found), checkpoint_id=folder)
+    empty = {name: distribute_tensor(torch.zeros_like(full[name]), mesh, placed[name]) for name in full}
+    state, give_back = tx.loadable_as(empty, "hf", config=CONFIG, source="automodel")
+    dcp_load(state, checkpoint_id=folder)
+    give_back()
+    for name, tensor in empty.items():
+        assert torch.equal(tensor.to_local(), sd[name].to_local()), name
     return sorted(found)
 
 
@@ -144,3 +160,12 @@ def test_parts_cut_differently_need_what_others_hold() -> None:
         run(2, _fused, Shard(1), Shard(2))
     assert found.value.code == "UNSUPPORTED"
     assert "w1_EFD" in str(found.value)
+
+
+@pytest.mark.parametrize("dialect", ["automodel", "transformers"])
+def test_some_experts_become_no_tensor_of_all(dialect: str) -> None:
+    """Of experts that ranks share out: what a rank lacks is not taken for zeros."""
+    mine = {name: tensor for name, tensor in hub(automodel()).items() if ".7." not in name}
+    with pytest.raises(TransaxleError, match=r"this rank has 18 tensors of it, and needs more") as error:
+        state_dict_as(mine, dialect, config=CONFIG)
+    assert error.value.code == "INCOMPLETE"

@@ -157,7 +157,7 @@ def _full_from(number: int) -> Any:
     write, seen = os.pwrite, set[int]()
 
     def pwrite(fd: int, octets: Any, offset: int) -> int:
-        if Path(f"/proc/self/fd/{fd}").readlink().suffix == ".safetensors":
+        if Path(f"/proc/self/fd/{fd}").readlink().name == "model.safetensors":
             seen.add(os.fstat(fd).st_ino)
         if len(seen) >= number:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -180,7 +180,9 @@ def _plain(rank: int, world: int, folder: str) -> None:
     with quiet():
         trainer = _trainer(Path(folder), [tx.TrainerCheckpoints()], 2)
         trainer.train()
-        found = AutoModelForCausalLM.from_pretrained(Path(folder, "checkpoint-2", "transaxle"), dtype=torch.float32)
+        place = Path(folder, "checkpoint-2", "transaxle")
+        found, told = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, output_loading_info=True)
+    assert not any(told.values())
     truth = trainer.model.state_dict()
     assert found.state_dict().keys() == truth.keys()
     assert all(torch.equal(tensor, truth[name]) for name, tensor in found.state_dict().items())

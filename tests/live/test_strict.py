@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import OneCycleLR
 
+from tests.live.topologies import LLAMA, MOE, source
+from tests.oracles import hub
 from transaxle.errors import TransaxleError
 from transaxle.live.load import load
 from transaxle.live.save import save
@@ -117,6 +120,39 @@ def test_everything_is_told_at_once_with_what_to_do(tmp_path: Path) -> None:
         ("UNEXPECTED_TENSOR", "x.bias"): "the closest name in the model is model.x.bias; strict=False loads the others",
     }
     assert all(not tensor.any() for tensor in state.values())
+
+
+@pytest.mark.parametrize("told", ["config given", "config beside it", "no config"])
+@pytest.mark.parametrize(
+    ("config", "lacks", "missing"),
+    [
+        (LLAMA, "self_attn.o_proj", ("self_attn.o_proj.weight",)),
+        (MOE, "layers.0.mlp.experts.1.", ("layers.0.mlp.experts.gate_up_proj", "layers.0.mlp.experts.down_proj")),
+    ],
+    ids=["names alike", "experts in one tensor"],
+)
+def test_a_part_of_a_model_from_a_hub(
+    tmp_path: Path, config: dict[str, Any], lacks: str, missing: tuple[str, ...], told: str
+) -> None:
+    """All that is there is loaded; a tensor of which some expert lacks stays whole as it was."""
+    folder = Path(source(tmp_path / "hub", config))
+    model = hub.model(config, torch.float32)
+    truth = type(model).from_pretrained(folder, dtype=torch.float32).state_dict()
+    stored = load_file(folder / hub.WEIGHTS)
+    save_file({name: tensor for name, tensor in stored.items() if lacks not in name}, folder / hub.WEIGHTS)
+    if told != "config beside it":
+        folder.joinpath("config.json").unlink()
+    said = config if told == "config given" else None
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(TransaxleError) as found:
+        load(model, folder, config=said)
+    assert found.value.code == "MISSING_TENSOR"
+    assert found.value.hint == "is a shard missing? strict=False loads what is there"
+    report = load(model, folder, strict=False, config=said)
+    assert set(report.missing) == {name for name in before if name.endswith(missing)} != set()
+    assert report.unexpected == ()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, (before if name in report.missing else truth)[name]), name
 
 
 def test_no_wall_of_text(tmp_path: Path) -> None:
@@ -232,6 +268,22 @@ def test_state_that_would_be_stale_is_refused(tmp_path: Path) -> None:
     assert "optim/net.middle.weight/exp_avg" in report.missing
 
 
+def test_state_that_was_taken_away_is_missed(tmp_path: Path) -> None:
+    """A model without it may be published; a run that means to go on must hear of it."""
+    model, other, out = Outer(1), Outer(2), tmp_path / "out"
+    optimizer = AdamW(model.parameters())
+    _step(model, optimizer)
+    saved = save(model, out, to=SAFETENSORS, optimizer=optimizer)
+    assert str(saved).startswith(f"{out} · safetensors · identity · {saved.tensors} tensors · ")
+    shutil.rmtree(out / "optimizer")
+    with pytest.raises(TransaxleError) as found:
+        load(other, out, optimizer=AdamW(other.parameters()))
+    assert (found.value.code, found.value.where.file) == ("INCOMPLETE", "optimizer/optimizer.safetensors")
+    report = load(other, out, optimizer=AdamW(other.parameters()), strict=False)
+    assert str(report).startswith(f"{out} · identity · {report.tensors} tensors, 0 of the optimizer · ")
+    assert load(other, out).tensors == report.tensors
+
+
 def test_an_optimizer_that_lacks_a_parameter(tmp_path: Path) -> None:
     model = Outer(1)
     optimizer = AdamW(model.parameters())
@@ -249,3 +301,21 @@ def test_an_optimizer_that_lacks_a_parameter(tmp_path: Path) -> None:
     with pytest.raises(TransaxleError) as found:
         load(other, tmp_path / "out", optimizer=stranger)
     assert "after fully_shard" in found.value.hint
+
+
+class Scaled(nn.Embedding):
+    """A module whose initialiser, that of the class it comes from, knows nothing of its buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 4)
+        self.scale: torch.Tensor
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+
+def test_a_buffer_that_its_module_does_not_fill(tmp_path: Path) -> None:
+    save(nn.Sequential(Scaled()), tmp_path / "saved", to="dcp")
+    with torch.device("meta"):
+        model = nn.Sequential(Scaled())
+    with pytest.raises(TransaxleError, match="gives it no values") as caught:
+        load(model, tmp_path / "saved")
+    assert set(_refusals(caught)) == {("MISSING_TENSOR", "0.scale")}

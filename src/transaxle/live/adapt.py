@@ -8,6 +8,7 @@ will fill the tensor: there is no rule per framework that could be wrong.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -20,25 +21,27 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from transaxle.axes.grouped import Stem
 from transaxle.axes.strided import row_major
-from transaxle.engine.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.checkpoint import LACKING, Checkpoint, StoredTensor
 from transaxle.engine.grouped import seen
 from transaxle.engine.settings import Settings
 from transaxle.engine.source import Source
 from transaxle.engine.transfer import Transfer
-from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.engine.units import plural
+from transaxle.errors import Code, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.census import Census, own_census
 from transaxle.live.config import Config, own_config, plain
 from transaxle.live.dtype import torch_dtype
 from transaxle.live.landing import local_of
 from transaxle.live.leaves import State, leaves
 from transaxle.live.memory import container, own_entry, rank_of, tensor_of
-from transaxle.live.placement import Held, Placement, cut_of, local_shape
+from transaxle.live.placement import Held, Placement, local_shape
 from transaxle.live.world import World
+from transaxle.quant.placed import cut_of
 
 _At = int
 """A coordinate of a mesh dim: only ranks there have the tensor."""
 _Choice = TorchPlacement | _At
-_ABSENT = "INCOMPLETE"
+_ABSENT: Code = "INCOMPLETE"
 
 
 def state_dict_as(
@@ -58,12 +61,16 @@ def state_dict_as(
         source: dialect of the names as they are; None: recognised.
         config: the model's config; None: that of the model, where it has one.
 
+    The way back needs what `loadable_as` remembers where the ranks have different names: where a cut goes through gate
+    and up in one tensor, one half of the mesh has the one and the other half the other, and no rank knows of both.
+
     Returns:
         Names of which this rank holds anything -> tensor or DTensor. A DTensor is on the mesh of its sources, or on the
         part of it whose ranks hold the name, with global shape and stride. What needs no rearrangement shares storage.
 
     Raises:
-        Refused: UNSUPPORTED where a rank would need what another holds; what stands against the translation.
+        Refused: UNSUPPORTED, MISSING_TENSOR where a rank would need what another holds; what stands against the
+            translation.
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
     """
     adapter = _adapter(state, dialect, family, source, config)
@@ -79,6 +86,10 @@ def loadable_as(
     config: Config | None = None,
 ) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
     """Return tensors of another dialect to be written into, and what then gives their values to the state's own.
+
+        state, give_back = tx.loadable_as(model, "hf")
+        dcp.load(state, checkpoint_id="in-hf")
+        give_back()
 
     The arguments are those of `state_dict_as`, whose result is the first part.
 
@@ -96,13 +107,30 @@ def regroupable(state: State, given: Sequence[Stem]) -> tuple[dict[str, torch.Te
 def _to_be_filled(adapter: _Adapter) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
     made = adapter.all()
     adapter.check_complete(made)
+    made = adapter.apart(made)
     return made, lambda: adapter.give_back(made)
 
 
 def _adapter(state: State, dialect: str, family: str | None, source: str | None, config: Config | None) -> _Adapter:
     told = own_config(state) if config is None else plain(config)
     said = Settings(family=family, dialect=source, partial=True)
-    return _adapted(state, told, said, lambda held: held.as_dialect(dialect))
+    return _adapted(state, told, said, lambda held: _expressed(held, dialect))
+
+
+def _expressed(held: Checkpoint, dialect: str) -> Checkpoint:
+    """Return a state in another dialect; where it lacks something, tell of the call that knows the way back.
+
+    Raises:
+        TransaxleError: what stands against it.
+    """
+    try:
+        return held.as_dialect(dialect)
+    except TransaxleError as error:
+        if not LACKING.issuperset(refusal.code for refusal in error.refusals):
+            raise
+        call = f'state, give_back = tx.loadable_as(model, "{held.dialect}")'
+        hint = f"if another rank holds it: make the state by  {call}  from the one in {dialect}, and then give_back()"
+        raise gathered(replace(refusal, hint=hint) for refusal in error.refusals) from None
 
 
 def _adapted(
@@ -128,6 +156,7 @@ class _Adapter:
         self._sources: dict[int, Source] = {}
         self._given: dict[str, list[Transfer]] = {}
         self._follow: dict[str, str] = {}
+        self._shared: frozenset[str] = frozenset()
 
     def all(self) -> dict[str, torch.Tensor]:
         """Return every tensor of which this rank has anything."""
@@ -147,19 +176,54 @@ class _Adapter:
         problems = []
         self._follow = {name: first for name, first in self._numbers().items() if not given[name]}
         for name, size in given.items():
-            local = local_of(self._mine[name])
-            if name in self._follow:
-                continue
-            if size < local.numel() * local.element_size():
-                message = f"{size} of this rank's {local.numel() * local.element_size()} bytes are in the other dialect"
+            own = _size(self._mine[name])
+            if name not in self._follow and size < own:
+                message = f"{size} of this rank's {own} bytes are in the other dialect"
                 problems.append(Refusal("INCOMPLETE", message, Where(None, name)))
+        if problems:
+            raise gathered(problems)
+        self._shared = frozenset(name for name, size in given.items() if size > _size(self._mine[name]))
+
+    def apart(self, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors; those made of the same bytes get memory of their own, since they may be filled unlike."""
+        return {name: tensor.clone() if self._is_shared(name) else tensor for name, tensor in made.items()}
+
+    def _is_shared(self, name: str) -> bool:
+        return any(tensor_of(transfer.file) in self._shared for transfer in self._given[name])
+
+    def _check_alike(self, made: Mapping[str, torch.Tensor]) -> None:
+        """Refuse values of which one has to become of several, such as a step, where these differ.
+
+        Raises:
+            Refused: UNEQUAL_COPIES.
+        """
+        shared = [name for name in made if self._is_shared(name)]
+        needed = {tensor_of(transfer.file) for name in shared for transfer in self._given[name]}
+        flat = {name: _flat(self._mine[name]).clone() for name in needed}
+        for name in shared:
+            for transfer in self._given[name]:
+                _copy(transfer, flat[tensor_of(transfer.file)], _flat(made[name]), back=True)
+        problems = []
+        for name in shared:
+            again = _flat(made[name]).clone()
+            for transfer in self._given[name]:
+                _copy(transfer, flat[tensor_of(transfer.file)], again)
+            if not torch.equal(again.view(torch.uint8), _flat(made[name]).view(torch.uint8)):
+                whole = ", ".join(dict.fromkeys(tensor_of(transfer.file) for transfer in self._given[name]))
+                message = f"others of which {whole} is to be made have other values"
+                problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, name)))
         if problems:
             raise gathered(problems)
 
     def give_back(self, made: Mapping[str, torch.Tensor]) -> None:
-        """Write the values of made tensors into those that they were made of."""
+        """Write the values of made tensors into those that they were made of.
+
+        Raises:
+            Refused: UNEQUAL_COPIES where one value is to be made of several that differ.
+        """
         flat = {name: _flat(tensor) for name, tensor in self._mine.items()}
         with torch.no_grad():
+            self._check_alike(made)
             for name, tensor in made.items():
                 for transfer in self._given[name]:
                     _copy(transfer, flat[tensor_of(transfer.file)], _flat(tensor), back=True)
@@ -262,9 +326,17 @@ class _Adapter:
             return None
 
     def _local(self, name: str, held: Held) -> torch.Tensor:
-        """Make this rank's part of a tensor."""
+        """Make this rank's part of a tensor.
+
+        Raises:
+            Refused: INCOMPLETE where this rank has some of what it is made of only, as of experts that ranks share out.
+        """
         stored = self._seen[name]
-        transfers = self._given[name] = self._transfers(name, held, self._rank) or []
+        found = self._transfers(name, held, self._rank)
+        if found is None:
+            message = f"this rank has {plural(len(stored.origins), 'tensor')} of it, and needs more"
+            raise refuse(_ABSENT, message, tensor=name, hint="tx.save and tx.load put together what ranks have")
+        transfers = self._given[name] = found
         dtype, shape = torch_dtype(stored.dtype, tensor=name), local_shape(held)
         first = self._mine[min(stored.origins)]
         if len(transfers) == 1 and not transfers[0].loops and transfers[0].size == prod(shape) * dtype.itemsize:
@@ -277,6 +349,12 @@ class _Adapter:
         for transfer in transfers:
             _copy(transfer, _flat(self._mine[tensor_of(transfer.file)]), out.view(-1))
         return out
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """Return the bytes that this rank has of a tensor."""
+    local = local_of(tensor)
+    return local.numel() * local.element_size()
 
 
 def _candidates(dims: int, mesh: DeviceMesh, at: tuple[int | None, ...]) -> Iterator[tuple[_Choice, ...]]:

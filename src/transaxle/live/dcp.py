@@ -14,7 +14,8 @@ import io
 import pickle
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -31,11 +32,18 @@ from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.live.adapt import loadable_as, regroupable, state_dict_as
 from transaxle.live.config import Config
 from transaxle.live.convert import decode_hint
+from transaxle.live.doubled import Doubled
 from transaxle.live.dtype import code_of
+from transaxle.live.landing import local_of
+from transaxle.live.renamed import Renamed
 from transaxle.live.runs import as_runs
+from transaxle.live.some import Some
+from transaxle.quant.entries import code_name
 
-_STATE = re.compile(r"optimizer\.state\.(.+)\.([^.]+)")
-"""Flat name of an optimizer's state: parameter, state."""
+_STATE = re.compile(r"((?:.*?\.)?optim(?:izer)?\.state\.).+\.[^.]+")
+"""Flat name of an optimizer's state, `app.optim.state.<parameter>.<state>`; what stands before its parameter."""
+_HOME = "optimizer.state."
+"""What stands there where there are none."""
 
 
 class _Translating:
@@ -71,9 +79,11 @@ class SavePlanner(_Translating, DefaultSavePlanner):
             TransaxleError: what `state_dict_as` raises.
         """
         if self._dialect is not None:
-            tensors, others = _divided(flatten_state_dict(state_dict)[0])
+            flat = flatten_state_dict(state_dict)[0]
+            home = _home(flat)
+            tensors, others = _divided(flat, home)
             made = state_dict_as(tensors, self._dialect, **self._said)
-            state_dict = {**{_flat(name): value for name, value in made.items()}, **others}
+            state_dict = {**{_flat(name, home): value for name, value in made.items()}, **others}
         super().set_up_planner(as_runs(state_dict), storage_meta, is_coordinator)
 
 
@@ -81,12 +91,18 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
     """Reads a checkpoint in any dialect into a state dict; its arguments are those of `SavePlanner`.
 
     Where a tensor of the checkpoint is not one of the model with other names, it is read into memory of its own, and
-    the model's tensors are made of these when the last one is there.
+    the model's tensors are made of these when the last one is there. Without a dialect, experts of grouped layers may
+    be in another form; another number of them, on all ranks together, a part, and two forms that differ are refused.
     """
 
     _given: dict[str, Any]
     _paths: FLATTEN_MAPPING
-    _give_back: Callable[[], None] | None
+    _asked: dict[str, Any]
+    _experts: dict[str, tuple[int, ...]]
+    _bytes: dict[str, Any]
+    _settings: Renamed
+    _home: str
+    _last: list[Callable[[], None]]
     _left: int
     _lock: threading.Lock
 
@@ -96,20 +112,67 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         """See torch's planner.
 
         Raises:
-            TransaxleError: what `state_dict_as` raises.
+            TransaxleError: what `state_dict_as` raises; SHAPE_MISMATCH and INCOMPLETE for another set of experts.
         """
-        self._give_back, self._lock = None, threading.Lock()
+        self._given, self._bytes, self._last, self._lock = state_dict, {}, [], threading.Lock()
         flat, self._paths = flatten_state_dict(state_dict)
-        tensors, others = _divided(flat)
-        made: Mapping[str, torch.Tensor] | None = None
+        self._home = _home(flat)
+        tensors, others = _divided(flat, self._home)
+        self._settings = Renamed(others, () if metadata is None else metadata.state_dict_metadata.keys())
+        others = self._settings.asked
+        stored = _stored(metadata, self._home)
+        made: Mapping[str, torch.Tensor] = tensors
+        members: Mapping[str, torch.Tensor] = {}
+        wholes: frozenset[str] = frozenset()
+        stems: Sequence[Stem] = ()
         if self._dialect is not None:
-            made, self._give_back = loadable_as(tensors, self._dialect, **self._said)
-        elif stems := _grouped(tensors, metadata):
-            made, self._give_back = regroupable(tensors, stems)
-        if made is not None:
-            self._given = state_dict
-            state_dict = {**{_flat(name): value for name, value in made.items()}, **others}
+            made, give_back = loadable_as(tensors, self._dialect, **self._said)
+            self._last.append(give_back)
+        else:
+            some = Some(tensors, _sizes(stored))
+            found = between(_shapes(some.read), _sizes(stored))
+            if found.problems:
+                raise gathered(found.problems)
+            stems = found.stems
+            changed = [stem.reversed() for stem in stems if stem.stored != stem.wanted]
+            if some.members:
+                made, members, wholes = some.read, some.members, some.wholes
+                self._last.append(some.finish)
+            if changed:
+                made, give_back = regroupable(made, changed)
+                self._last.append(give_back)
+            made = self._begun_anew(made, tensors, stems, stored)
+        self._experts = _shapes({**{name: one for name, one in made.items() if name not in wholes}, **members})
+        doubled = [stem for stem in stems if stem.copies]
+        self._asked = {**{_flat(name, self._home): value for name, value in made.items()}, **others}
+        if doubled:
+            twice = Doubled(doubled, stored, made)
+            self._last.insert(0, twice.finish)
+            made = twice.read
+        if made is not tensors:
+            state_dict = {**{_flat(name, self._home): value for name, value in made.items()}, **others}
         super().set_up_planner(as_runs(state_dict), metadata, is_coordinator)
+
+    def _begun_anew(
+        self,
+        made: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        stems: Sequence[Stem],
+        stored: Mapping[str, TensorStorageMetadata],
+    ) -> Mapping[str, torch.Tensor]:
+        """Leave out histories of scaling that the checkpoint lacks beside its codes: they begin anew."""
+        there = {*stored, *(name for stem in stems for name in stem.targets)}
+        lacking = [name for name in made if name in tensors and name not in stored and code_name(name) in there]
+        if not lacking:
+            return made
+
+        def begin() -> None:
+            with torch.no_grad():
+                for name in lacking:
+                    local_of(tensors[name]).zero_()
+
+        self._last.append(begin)
+        return {name: tensor for name, tensor in made.items() if name not in lacking}
 
     def create_local_plan(self) -> LoadPlan:
         """See torch's planner.
@@ -119,7 +182,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         """
         known = {} if self.metadata is None else self.metadata.state_dict_metadata
         problems = []
-        for name, value in self.state_dict.items():
+        for name, value in self._asked.items():
             stored = known.get(name)
             where = Where(None, name)
             if stored is None and not self.allow_partial_load:
@@ -137,7 +200,21 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
                 problems.append(Refusal("DTYPE_MISMATCH", message, where, hint))
         if problems:
             raise gathered(problems)
-        return super().create_local_plan()
+        return replace(super().create_local_plan(), planner_data=self._experts)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """See torch's planner; here it is known which experts all ranks together ask for.
+
+        Raises:
+            Refused: SHAPE_MISMATCH, INCOMPLETE for another set of them, before anything is read.
+        """
+        wanted: dict[str, tuple[int, ...]] = {}
+        for plan in global_plan:
+            wanted |= plan.planner_data
+        found = between(wanted, _sizes(_stored(self.metadata, self._home)), shared_out=False)
+        if found.problems:
+            raise gathered(found.problems)
+        return super().create_global_plan(global_plan)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """See torch's planner."""
@@ -155,12 +232,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
             found = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             raise refuse("UNSAFE_PICKLE", str(error).partition("\n")[0], tensor=name) from error
-        if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[name], found)
-        else:
-            self.state_dict[name] = found
-        if self._give_back is not None:
-            set_element(self._given, self._paths[name], found)
+        self._bytes[name] = found
         self._one_less()
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
@@ -169,33 +241,51 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         self._one_less()
 
     def _one_less(self) -> None:
-        """Make the model's tensors, when everything that they are made of is there."""
+        """Make the caller's entries, when everything that they are made of is there."""
         with self._lock:
             self._left -= 1
-            if not self._left and self._give_back is not None:
-                self._give_back()
+            if self._left:
+                return
+            settings = self._settings.made(self._bytes)
+            for make in self._last:
+                make()
+            for name, found in settings.items():
+                path = self._paths.get(name) or self.mappings.get(name, (name,))
+                set_element(self._given, path, found)
 
 
-def _divided(flat: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+def _home(flat: Iterable[str]) -> str:
+    """Return what stands before the parameters whose states a state dict has."""
+    return next((found[1] for name in flat if (found := _STATE.fullmatch(name)) is not None), _HOME)
+
+
+def _divided(flat: Mapping[str, Any], home: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the tensors of a flat state dict by our names, and the rest under its own."""
-    tensors = {_slotted(name): value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    tensors = {_slotted(name, home): value for name, value in flat.items() if isinstance(value, torch.Tensor)}
     return tensors, {name: value for name, value in flat.items() if not isinstance(value, torch.Tensor)}
 
 
-def _grouped(tensors: Mapping[str, torch.Tensor], metadata: Metadata | None) -> list[Stem]:
-    """Return what is N names on one side and one tensor on the other, where nothing else differs."""
-    stored = {} if metadata is None else metadata.state_dict_metadata
-    sizes = {_slotted(n): tuple(one.size) for n, one in stored.items() if isinstance(one, TensorStorageMetadata)}
-    return between({name: tuple(tensor.shape) for name, tensor in tensors.items()}, sizes)
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def _slotted(name: str) -> str:
+def _stored(metadata: Metadata | None, home: str) -> dict[str, TensorStorageMetadata]:
+    """Return the tensors of a checkpoint by our names."""
+    found = {} if metadata is None else metadata.state_dict_metadata
+    return {_slotted(name, home): one for name, one in found.items() if isinstance(one, TensorStorageMetadata)}
+
+
+def _sizes(stored: Mapping[str, TensorStorageMetadata]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(one.size) for name, one in stored.items()}
+
+
+def _slotted(name: str, home: str) -> str:
     """Return what we call a tensor that torch calls so: `optimizer.state.<parameter>.<state>` is one of its states."""
-    found = _STATE.fullmatch(name)
-    return name if found is None else join_slot(found[1], found[2])
+    parameter, dot, slot = name.removeprefix(home).rpartition(".")
+    return join_slot(parameter, slot) if name.startswith(home) and dot else name
 
 
-def _flat(name: str) -> str:
+def _flat(name: str, home: str) -> str:
     """Inverse of `_slotted`."""
     parameter, slot = split_slot(name)
-    return name if not slot else f"optimizer.state.{parameter}.{slot}"
+    return name if not slot else f"{home}{parameter}.{slot}"

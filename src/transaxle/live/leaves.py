@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from transaxle.axes.name import own_name
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.live.landing import local_of
 from transaxle.live.part import mark_all
@@ -22,7 +23,6 @@ from transaxle.quant.entries import is_quantized
 
 State = nn.Module | Mapping[str, Any]
 """A model, or a state dict, nested or flat."""
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 _SEPARATOR = "."
 EXTRA_STATE = "_extra_state"
 """Last part of the name under which a module keeps what its `get_extra_state` gives."""
@@ -43,11 +43,6 @@ class Leaves:
     def parameters(self) -> dict[str, torch.Tensor]:
         """What an optimizer may have been given, by name."""
         return {**self.tensors, **self.weights}
-
-
-def own_name(name: str) -> str:
-    """Return a name without the segments that wrappers add."""
-    return _SEPARATOR.join(part for part in name.split(_SEPARATOR) if part not in _WRAPPERS)
 
 
 def leaves(state: State) -> Leaves:

@@ -38,13 +38,13 @@ from transaxle.live.landing import Landing, local_of
 from transaxle.live.leaves import Leaves, State, leaves, tied, unwritable
 from transaxle.live.matching import compared, unmatched
 from transaxle.live.meta import materialise, unloadable
-from transaxle.live.optimizer import doubled, follow, install, names_of, rooms_for, unrestored
+from transaxle.live.optimizer import doubled, follow, install, names_of, rooms_for, taken_away, unrestored
 from transaxle.live.quantized import Weights, stand_in
 from transaxle.live.reading import Counting, Unit, units
 from transaxle.live.report import LoadReport
 from transaxle.live.view import View
 from transaxle.live.world import World
-from transaxle.quant.entries import put_values
+from transaxle.quant.entries import begin_anew, put_values
 from transaxle.quant.masters import MASTER, MasterWeights
 
 _WASTE, _GAP = 1.4, 64
@@ -75,8 +75,10 @@ class _Planned:
     """What is no tensor."""
     anew: Mapping[str, str]
     """Quantized parameters of any rank whose codes are made here, and the safetensors code of the source's values."""
+    begins: tuple[str, ...]
+    """Quantized parameters of any rank whose state of scaling begins anew."""
     gone: frozenset[str]
-    """Names of their entries."""
+    """Names of entries that nothing is read into."""
 
 
 def load(
@@ -157,6 +159,9 @@ def load(
     with world.together():
         written = sum(landing.written for name, landing in landings.items() if name not in values)
         written += sum(put_values(held.weights[name], local_of(plain)) for name, plain in values.items())
+        for name in planned.begins:
+            if name in held.weights:
+                begin_anew(held.weights[name])
         if optimizer is not None:
             install(optimizer, named, states)
             restore(optimizer, planned.settings)
@@ -226,7 +231,7 @@ def _plan(
     names = census(found.tensors, world)
     weights = Weights(found.weights, world)
     with world.together():
-        seen = weights.seen(checkpoint, names, family, dialect, decode)
+        seen = weights.seen(checkpoint, names, family, dialect, decode, partial=not strict)
         stored = seen.tensors()
         filled = weights.sorted(seen, stored)
         plain = {
@@ -252,6 +257,7 @@ def _plan(
         if strict:
             names_there = [name for name in checkpoint if name not in everything]
             problems += [*unmatched(missing, unexpected, names_there), *beside.lacking]
+            problems += [] if optimizer is None else taken_away(checkpoint)
         problems += [*unloadable(state, stored.keys() | ties), *unwritable(mine)]
         settings, unlike = ([], []) if optimizer is None else settings_for(optimizer, named, _groups(seen, problems))
         problems += unlike
@@ -261,7 +267,18 @@ def _plan(
     conversions = _conversions(wanted, seen, stored)
     conversions |= {each.name: each for each in weights.conversions(filled.anew, seen, stored)}
     return _Planned(
-        seen, stored, wanted, named, missing, unexpected, conversions, settings, beside, filled.anew, filled.gone
+        seen,
+        stored,
+        wanted,
+        named,
+        missing,
+        unexpected,
+        conversions,
+        settings,
+        beside,
+        filled.anew,
+        filled.begins,
+        filled.gone,
     )
 
 

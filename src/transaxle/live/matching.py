@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
+from transaxle.axes.arrange import arranged, groups
 from transaxle.axes.bind import WEIGHT, split_slot
 from transaxle.engine.checkpoint import StoredTensor
 from transaxle.errors import Refusal, Where
@@ -26,6 +27,8 @@ def compared(
 ) -> tuple[list[Refusal], tuple[str, ...], tuple[str, ...]]:
     """Hold the model's tensors against the source's; return what differs, and the names that only one of them has.
 
+    Another number of experts, or a part of them, differs; such names are not among those that one side lacks.
+
     Args:
         everything: the model's.
         stored: the source's, by the model's names.
@@ -33,12 +36,15 @@ def compared(
         decode: type of parameters that other floating-point types may be converted to.
         sizes: how the configs of the two differ.
     """
-    missing = tuple(name for name in everything if name not in stored)
-    unexpected = tuple(n for n in stored if n not in everything and (optimizer or split_slot(n)[1] == WEIGHT))
-    problems = []
+    there = {name: source.shape for name, source in stored.items()}
+    experts = arranged(groups({name: tensor.shape for name, tensor in everything.items()}, there), there)
+    missing = tuple(name for name in everything if name not in stored and name not in experts.broken)
+    others = (name for name in stored if name not in everything and name not in experts.broken)
+    unexpected = tuple(name for name in others if optimizer or split_slot(name)[1] == WEIGHT)
+    problems = list(experts.problems)
     for name, tensor in everything.items():
         source = stored.get(name)
-        if source is None:
+        if source is None or name in experts.broken:
             continue
         if source.shape != tensor.shape:
             message = f"the model's is {list(tensor.shape)}, the source's {list(source.shape)}"

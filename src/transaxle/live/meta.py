@@ -12,13 +12,19 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from transaxle.errors import Refusal, Where
-from transaxle.live.leaves import State, leaves, own_name
+from transaxle.axes.name import own_name
+from transaxle.errors import Refusal, Where, gathered
+from transaxle.live.landing import local_of
+from transaxle.live.leaves import State, leaves
 
 _INIT = ("reset_parameters", "init_weights")
 """Methods by which modules fill what they own, in the order in which they are tried."""
 _MODEL_INIT = "_init_weights"
 """Method of a transformers model that fills one module."""
+_FILLED = "_is_hf_initialized"
+"""Attribute of tensors that it leaves alone."""
+_UNFILLED = 0xA5
+"""Byte of buffers that nobody has filled yet."""
 
 
 def unloadable(model: State, loaded: Container[str]) -> list[Refusal]:
@@ -34,7 +40,7 @@ def unloadable(model: State, loaded: Container[str]) -> list[Refusal]:
         return [Refusal("UNSUPPORTED", message, Where(None, name), hint) for name, each in tensors if each.is_meta]
     problems = []
     for name, owner, tensor, parameter in _meta(model):
-        if name in loaded or (not parameter and _initialiser(model, owner) is not None):
+        if name in loaded or (not parameter and _initialisers(model, owner)):
             continue
         what = "parameter" if parameter else "buffer"
         message = f"this {what} of shape {list(tensor.shape)} is on the meta device, and nothing gives it values"
@@ -50,6 +56,9 @@ def materialise(model: nn.Module, loaded: Container[str], device: torch.device) 
         model: the model; ties stay ties.
         loaded: names that the source holds: their values are left to come.
         device: where plain tensors go; a DTensor goes to the device of its mesh.
+
+    Raises:
+        Refused: MISSING_TENSOR for a buffer that its module was to fill, and did not.
     """
     found = list(_meta(model))
     if not found:
@@ -67,12 +76,36 @@ def materialise(model: nn.Module, loaded: Container[str], device: torch.device) 
     with torch.no_grad():
         model._apply(storage)
         _tie([(owner, name, id(tensor)) for name, owner, tensor, parameter in found if parameter])
-        for owner in dict.fromkeys(
-            owner for name, owner, _, parameter in found if name not in loaded and not parameter
-        ):
-            fill = _initialiser(model, owner)
-            if fill is not None:
-                fill()
+        buffers: dict[nn.Module, list[str]] = {}
+        for name, owner, _, parameter in found:
+            if name not in loaded and not parameter:
+                buffers.setdefault(owner, []).append(name)
+        problems = [problem for owner, names in buffers.items() for problem in _fill(model, owner, names)]
+    if problems:
+        raise gathered(problems)
+
+
+def _fill(model: nn.Module, owner: nn.Module, names: Sequence[str]) -> Iterator[Refusal]:
+    """Let a module fill its buffers; yield a refusal for each that is as it was before."""
+    before = {name: owner._buffers[name.rpartition(".")[2]] for name in names}
+    for buffer in before.values():
+        if buffer is not None:
+            local_of(buffer).reshape(-1).view(torch.uint8).fill_(_UNFILLED)
+    left = list(names)
+    for fill in _initialisers(model, owner):
+        fill()
+        left = [name for name in left if _is_unfilled(owner._buffers[name.rpartition(".")[2]])]
+        if not left:
+            return
+    for name in left:
+        message = "this buffer is on the meta device, and what initialises its module gives it no values"
+        yield Refusal("MISSING_TENSOR", message, Where(None, name), "build the model on a real device")
+
+
+def _is_unfilled(buffer: torch.Tensor | None) -> bool:
+    if buffer is None or not buffer.numel():
+        return False
+    return bool((local_of(buffer).reshape(-1).view(torch.uint8) == _UNFILLED).all())
 
 
 def _tie(parameters: Sequence[tuple[nn.Module, str, int]]) -> None:
@@ -98,11 +131,22 @@ def _meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor, bool
                     yield own_name(f"{path}.{name}" if path else name), module, tensor, kind
 
 
-def _initialiser(model: nn.Module, owner: nn.Module) -> Callable[[], object] | None:
-    """Return what fills the tensors of a module; None where there is nothing."""
-    for name in _INIT:
-        if callable(getattr(owner, name, None)) and (owner is not model):
-            found: Callable[[], object] = getattr(owner, name)
-            return found
+def _initialisers(model: nn.Module, owner: nn.Module) -> list[Callable[[], object]]:
+    """Return what may fill the buffers of a module; what knows only the class it comes from may leave some out."""
     whole = getattr(model, _MODEL_INIT, None)
-    return None if whole is None else lambda: whole(owner)
+    own = [getattr(owner, name, None) for name in _INIT] if owner is not model else []
+
+    def buffers_only() -> None:
+        # Values of parameters come from the source; to fill those of one rank's part, ranks may have to wait for others
+        # that have none of it to fill.
+        assert whole is not None
+        parameters = [parameter for parameter in owner._parameters.values() if parameter is not None]
+        for parameter in parameters:
+            setattr(parameter, _FILLED, True)
+        try:
+            whole(owner)
+        finally:
+            for parameter in parameters:
+                delattr(parameter, _FILLED)
+
+    return [*([] if whole is None else [buffers_only]), *(each for each in own if callable(each))]

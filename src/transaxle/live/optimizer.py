@@ -13,8 +13,9 @@ import torch
 from torch.optim import Optimizer
 
 from transaxle.axes.bind import join_slot, split_slot
-from transaxle.engine.checkpoint import StoredTensor
+from transaxle.engine.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, Where, gathered
+from transaxle.formats.company import STATE_FOLDER
 from transaxle.live.dtype import torch_dtype
 from transaxle.live.part import mark, part_of, whole_shape
 from transaxle.quant.masters import MASTER, MasterWeights
@@ -92,6 +93,20 @@ def states_of(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> dict[s
 def unrestored(optimizer: Optimizer, named: Mapping[str, torch.Tensor], stored: Container[str]) -> tuple[str, ...]:
     """Return the names of state that an optimizer has made and a source lacks: after a load it would be stale."""
     return tuple(n for n in states_of(optimizer, named) if n not in stored and split_slot(n)[1] != MASTER)
+
+
+def taken_away(checkpoint: Checkpoint) -> list[Refusal]:
+    """Refuse a source that was written with an optimizer's state whose files are missing now.
+
+    One that never had any is a model, from which a new optimizer starts.
+    """
+    container, manifest = checkpoint.container, checkpoint.manifest
+    if manifest is None or any(split_slot(name)[1] for name in (*container.entries, *container.left)):
+        return []
+    message = "the checkpoint was written with it, and it is missing"
+    hint = "copy it; strict=False, or no optimizer=, loads the model alone"
+    files = [file for file in manifest.files if file.startswith(f"{STATE_FOLDER}/")]
+    return [Refusal("INCOMPLETE", message, Where(file), hint) for file in files]
 
 
 def doubled(

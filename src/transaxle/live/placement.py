@@ -12,12 +12,10 @@ from math import prod
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import Placement as TorchPlacement
-from torch.distributed.tensor.placement_types import _StridedShard
 
-from transaxle.axes.chunk import Cut, Intervals, Replicated, Rule, Shard, StridedShard, place
-from transaxle.errors import refuse
+from transaxle.axes.chunk import Cut, Intervals, Replicated, Rule, place
 from transaxle.live.part import part_of
+from transaxle.quant.placed import cut_of
 
 Held = tuple[Intervals, ...]
 """Per dim, the positions that a rank holds, in local order."""
@@ -53,26 +51,6 @@ class Placement:
 def alone(rank: int) -> Placement:
     """Return the placement of a plain tensor: this rank has all of it."""
     return Placement((1,), (rank,), ((None, Replicated()),))
-
-
-def cut_of(placement: TorchPlacement, name: str) -> tuple[int | None, Rule]:
-    """Return the dim that a torch placement cuts, None for none, and how.
-
-    Args:
-        placement: of one mesh dim.
-        name: the tensor's name, for refusals.
-
-    Raises:
-        Refused: UNSUPPORTED for `Partial`.
-    """
-    if isinstance(placement, _StridedShard):
-        return placement.dim, StridedShard(int(placement.split_factor))
-    if placement.is_shard():
-        return placement.dim, Shard()  # type: ignore[attr-defined]  # `is_shard` does not narrow
-    if placement.is_replicate():
-        return None, Replicated()
-    message = f"its placement {placement} is no cut: ranks hold terms of a sum"
-    raise refuse("UNSUPPORTED", message, tensor=name, hint="redistribute it to Replicate() or Shard(dim) first")
 
 
 def placement_of(tensor: torch.Tensor, rank: int, name: str) -> Placement:

@@ -8,7 +8,7 @@ say `decode=`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,12 +16,15 @@ import torch
 from transaxle.encodings.encoding import WHOLE, Encoded, Encoding
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, TransaxleError, Where
+from transaxle.live.census import Census
 from transaxle.live.convert import Conversion, decode_hint, decoded, is_plain
 from transaxle.live.dtype import code_of, torch_dtype
 from transaxle.live.landing import local_of
+from transaxle.live.part import mark, part_of
+from transaxle.live.published import as_trained
 from transaxle.live.view import View, view
 from transaxle.live.world import World
-from transaxle.quant.entries import is_state, layout_of
+from transaxle.quant.entries import is_state, layout_of, whole_shape
 from transaxle.quant.frame import STATE
 from transaxle.quant.placed import placed_like
 from transaxle.quant.tensor import QuantizedTensor
@@ -56,6 +59,8 @@ class Sorted:
 
     anew: Mapping[str, str]
     """Those that are quantized, and the safetensors code of the values that the source has."""
+    begins: tuple[str, ...]
+    """Those whose codes the source has without what the next values are scaled by: that begins anew."""
     gone: frozenset[str]
     """Names of entries that nothing is read into, and those of the source that say why: of refused weights."""
     problems: list[Refusal]
@@ -82,30 +87,40 @@ class Weights:
         )
 
     def seen(
-        self, checkpoint: Checkpoint, names: Iterable[str], family: str | None, dialect: str | None, decode: str | None
+        self,
+        checkpoint: Checkpoint,
+        names: Census,
+        family: str | None,
+        dialect: str | None,
+        decode: str | None,
+        *,
+        partial: bool,
     ) -> View:
         """Return a source in the model's dialect, decoded but for what fills quantized parameters as it is.
 
         Args:
             checkpoint: under its stored names.
-            names: the model's.
+            names: the model's tensors.
             family: what the user says the model is.
             dialect: what the user says its names are.
             decode: what the user allows.
+            partial: leave out what the source does not hold all of.
 
         Raises:
             TransaxleError: see `view`.
         """
-        wanted = [name for name in names if name not in self.beside]
+        if self._all:
+            checkpoint = as_trained(checkpoint)
+        wanted, beside = {name: tensor.shape for name, tensor in names.items()}, self.beside
         keep: set[str] = set()
         if decode is not None and self._all:
             try:
-                stored = view(checkpoint, wanted, family, dialect).tensors()
+                stored = view(checkpoint, wanted, family, dialect, beside, partial=partial).tensors()
             except TransaxleError:
                 stored = {}  # as codes it cannot be had in this dialect at all
             fitting = [stored[name] for name, one in self._all.items() if one.fits(stored)]
             keep = {origin for tensor in fitting for origin in tensor.origins} & checkpoint.catalog.encoded.keys()
-        return view(decoded(checkpoint, decode, keep), wanted, family, dialect)
+        return view(decoded(checkpoint, decode, keep), wanted, family, dialect, beside, partial=partial)
 
     def sorted(self, seen: View, stored: Mapping[str, StoredTensor]) -> Sorted:
         """Find out how a source fills them.
@@ -117,10 +132,16 @@ class Weights:
         encoded = seen.checkpoint.stored.catalog.encoded
         anew: dict[str, str] = {}
         gone: set[str] = set()
+        begins: list[str] = []
         problems = []
         for name, one in self._all.items():
             source = stored.get(name)
             if one.fits(stored):
+                kept = {full for full in (f"{name}_{state}" for state in STATE) if full in stored}
+                gone |= kept.difference(one.state)  # of a scaling that needs none
+                if one.state and not kept:
+                    begins.append(name)
+                    gone.update(one.state)
                 continue
             if source is not None and is_plain(source.dtype):
                 if source.shape == one.shape:
@@ -137,7 +158,7 @@ class Weights:
                 problems.append(_another(name, one, other))
                 gone.update(full for full in stored if full.startswith(f"{name}_"))
             gone.update((*one.entries, *one.state))
-        return Sorted(anew, frozenset(gone), problems)
+        return Sorted(anew, tuple(begins), frozenset(gone), problems)
 
     def conversions(self, anew: Mapping[str, str], seen: View, stored: Mapping[str, StoredTensor]) -> list[Conversion]:
         """Return what is quantized, for the report."""
@@ -160,7 +181,7 @@ def stand_in(parameter: torch.Tensor, code: str, *, meta: bool) -> torch.Tensor:
     """
     inner = local_of(parameter)
     values = torch.empty(inner.shape, dtype=torch_dtype(code), device="meta" if meta else inner.device)
-    return placed_like(parameter, values)
+    return mark(placed_like(parameter, values), part_of(parameter))
 
 
 def _told(name: str, parameter: torch.Tensor) -> _Weight:
@@ -171,7 +192,7 @@ def _told(name: str, parameter: torch.Tensor) -> _Weight:
         inner.quantizer.encoding,
         repr(inner.quantizer),
         code_of(parameter.dtype),
-        tuple(parameter.shape),
+        whole_shape(parameter),
         {full: (code, shape) for full, (suffix, code, shape) in layout.items() if not is_state(suffix)},
         tuple(full for full, (suffix, _, _) in layout.items() if is_state(suffix)),
     )
@@ -187,4 +208,5 @@ def _another(name: str, one: _Weight, other: Encoded) -> Refusal:
 
 def _words(encoding: Encoding) -> str:
     tile = " x ".join("all" if size == WHOLE else str(size) for size in encoding.tile)
-    return f"{encoding.name} of {encoding.code} in tiles of {tile}"
+    reach = f", scales up to {encoding.scale_max}" if encoding.has_global else ""
+    return f"{encoding.name} of {encoding.code} in tiles of {tile}{reach}"

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from transaxle.engine.units import duration, plural, size
 from transaxle.live.convert import Conversion
 
 
@@ -49,12 +50,13 @@ class LoadReport:
         return asdict(self)
 
     def __str__(self) -> str:
-        gigabytes = [f"{count / 1e9:.2f} GB" for count in (self.bytes_read, self.bytes_needed, self.bytes_received)]
-        read, needed, received = gigabytes
-        took = sum(self.seconds.values())
+        read, needed, received = map(size, (self.bytes_read, self.bytes_needed, self.bytes_received))
+        counts = {"missing": self.missing, "unexpected": self.unexpected, "converted": self.converted}
+        rest = "".join(f", {len(names):,} {what}" for what, names in counts.items() if names)
+        tensors = f"{plural(self.tensors, 'tensor')}, {self.states:,} of the optimizer{rest}"
         return (
-            f"{self.path} · {self.dialect} · {self.tensors} tensors, {self.states} of the optimizer · "
-            f"{read} read of {needed} needed, {received} received, {len(self.converted)} converted, {took:.1f} s"
+            f"{self.path} · {self.dialect} · {tensors} · {read} read of {needed} needed, {received} received, "
+            f"{duration(sum(self.seconds.values()))}"
         )
 
 
@@ -86,3 +88,10 @@ class SaveReport:
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
         return asdict(self)
+
+    def __str__(self) -> str:
+        rest = f", {len(self.kept):,} under their own names" if self.kept else ""
+        return (
+            f"{self.path} · {self.format} · {self.dialect} · {plural(self.tensors, 'tensor')}{rest} · "
+            f"{size(self.bytes_written)}, {duration(sum(self.seconds.values()))}"
+        )

@@ -74,7 +74,8 @@ def reshard(
     source, target = census(mine, world), census(theirs, world)
     with world.together():
         held = container(source, mine, world.rank, told)
-        seen = view(Checkpoint(held, Settings(family=family, partial=True), None, None), target, family, dialect)
+        shapes = {name: tensor.shape for name, tensor in target.items()}
+        seen = view(Checkpoint(held, Settings(family=family, partial=True), None, None), shapes, family, dialect)
         stored = seen.tensors()
         problems, missing, unexpected = compared(target, stored, optimizer=True)
         problems += unwritable(theirs)

@@ -5,8 +5,9 @@ All ranks compute the same plan from what they hold together; nothing is consoli
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from functools import wraps
 from inspect import signature
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from transaxle.engine.checkpoint import Checkpoint
-from transaxle.engine.plan import SHARD_SIZE, make_plan, ready
+from transaxle.engine.plan import SHARD_SIZE, for_hub, make_plan, ready
 from transaxle.engine.settings import Settings
 from transaxle.errors import gathered, refuse
 from transaxle.formats.company import WHOLE
@@ -32,6 +33,7 @@ from transaxle.live.groups import all_groups, groups_of
 from transaxle.live.leaves import State, leaves, unsavable
 from transaxle.live.memory import container
 from transaxle.live.optimizer import as_tensor, names_of, states_of
+from transaxle.live.published import published
 from transaxle.live.report import SaveReport
 from transaxle.live.world import World
 from transaxle.live.writing import write
@@ -77,6 +79,8 @@ class Wish:
     """Make everything durable first."""
     check_copies: bool
     """Compare what several ranks hold."""
+    left: tuple[str, ...] = ()
+    """Names of what is held and not written."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,7 @@ class Request:
             config: the model's config, as all ranks know it.
         """
         return Wish(
-            str(self.dst),
+            os.fspath(self.dst),
             self.to,
             self.family,
             self.dialect,
@@ -194,6 +198,7 @@ def held(request: Request, world: World) -> tuple[dict[str, torch.Tensor], Holdi
     state, optimizer = request.state, request.optimizer
     groups: Sequence[Group] = ()
     with world.together():
+        asked = request.wish(None)
         found = leaves(state)
         tensors = dict(found.tensors)
         if problems := unsavable(tensors):
@@ -208,25 +213,30 @@ def held(request: Request, world: World) -> tuple[dict[str, torch.Tensor], Holdi
         owner = MODEL if isinstance(state, nn.Module) else STATE
         states = {f"{owner}/{name}": value for name, value in rest.items()}
         states |= {f"{EXTRA}/{name}": state_of(each) for name, each in (request.extra or {}).items()}
-    _check_alike(request, world)
+    _check_alike(asked, world)
     text = written(states, world)
     files = {} if text is None else {FILE: text}
-    holding = Holding(census(tensors, world), all_groups(groups, world), files)
-    return tensors, holding, request.wish(shared_config(state, request.config, world))
+    everything, config = census(tensors, world), shared_config(state, request.config, world)
+    wish = request.wish(config)
+    if for_hub(request.to):
+        made = published(tensors, everything, found.weights, config, world)
+        tensors, everything = dict(made.tensors), made.everything
+        wish = replace(wish, config=made.config, left=made.left)
+    return tensors, Holding(everything, all_groups(groups, world), files), wish
 
 
-def _check_alike(request: Request, world: World) -> None:
+def _check_alike(asked: Wish, world: World) -> None:
     """Prove that all ranks ask for the same; collective.
 
     Raises:
         UsageError: AMBIGUOUS, on every rank.
     """
-    first, *others = world.gather(request.wish(None))
+    first, *others = world.gather(asked)
     for rank, other in zip(world.ranks[1:], others, strict=True):
         if other != first:
             unlike = next(each.name for each in fields(Wish) if getattr(other, each.name) != getattr(first, each.name))
-            asked = f"rank {rank} gave {getattr(other, unlike)!r}, rank {world.ranks[0]} {getattr(first, unlike)!r}"
-            raise refuse("AMBIGUOUS", f"{unlike}: {asked}", hint="give the same arguments on all ranks")
+            told = f"rank {rank} gave {getattr(other, unlike)!r}, rank {world.ranks[0]} {getattr(first, unlike)!r}"
+            raise refuse("AMBIGUOUS", f"{unlike}: {told}", hint="give the same arguments on all ranks")
 
 
 def fulfil(wish: Wish, tensors: Mapping[str, torch.Tensor], holding: Holding, world: World, clock: Clock) -> SaveReport:
@@ -265,6 +275,6 @@ def fulfil(wish: Wish, tensors: Mapping[str, torch.Tensor], holding: Holding, wo
         bytes_own=own,
         bytes_received=received,
         kept=plan.kept,
-        ignored=plan.ignored,
+        ignored=(*plan.ignored, *wish.left),
         seconds=clock.seconds,
     )
