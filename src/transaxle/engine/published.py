@@ -59,9 +59,10 @@ def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
             entries[old] = replace(names[old], name=name, dtype=names[old].dtype if role is Role.CODES else dtype)
         if Role.GLOBAL in one.parts:
             stored = entries[one.parts[Role.GLOBAL]]
-            numbers, same = restated(_amaxes(container, one), one.encoding, to, _VALUES)
+            amaxes = _amaxes(container, one)
+            numbers, same = restated(amaxes, one.encoding, to, _VALUES)
             if not same.all():
-                problems.append(inexact(one, float(_amaxes(container, one)[~same][0]), to, _VALUES))
+                problems.append(inexact(one, float(amaxes[~same][0]), to, _VALUES))
             files[_FILE + stored.name] = Octets(numbers.astype("<f4").tobytes())
             extent = Extent((0,) * len(stored.shape), stored.shape, _FILE + stored.name, 0)
             entries[one.parts[Role.GLOBAL]] = replace(stored, extents=(extent,))

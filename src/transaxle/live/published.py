@@ -156,10 +156,10 @@ class _Made:
 
     def _global(self, one: _Weight) -> Callable[[torch.Tensor], torch.Tensor]:
         def change(amax: torch.Tensor) -> torch.Tensor:
-            numbers, same = restated(amax.detach().cpu().numpy(), one.tensor.encoding, self.to, one.dtype)
+            amaxes = amax.detach().cpu().numpy()
+            numbers, same = restated(amaxes, one.tensor.encoding, self.to, one.dtype)
             if not same.all():
-                first = float(amax.detach().cpu().numpy()[~same][0])
-                self.problems.append(inexact(one.tensor, first, self.to, one.dtype))
+                self.problems.append(inexact(one.tensor, float(amaxes[~same][0]), self.to, one.dtype))
             return torch.from_numpy(np.ascontiguousarray(numbers)).to(amax.device)
 
         return change

@@ -24,8 +24,7 @@ from transaxle.live.part import mark, part_of
 from transaxle.live.published import as_trained
 from transaxle.live.view import View, view
 from transaxle.live.world import World
-from transaxle.quant.entries import is_state, layout_of, whole_shape
-from transaxle.quant.frame import STATE
+from transaxle.quant.entries import STATE_SUFFIXES, is_state, layout_of, whole_shape
 from transaxle.quant.placed import placed_like
 from transaxle.quant.tensor import QuantizedTensor
 
@@ -137,7 +136,7 @@ class Weights:
         for name, one in self._all.items():
             source = stored.get(name)
             if one.fits(stored):
-                kept = {full for full in (f"{name}_{state}" for state in STATE) if full in stored}
+                kept = {full for suffix in STATE_SUFFIXES if (full := name + suffix) in stored}
                 gone |= kept.difference(one.state)  # of a scaling that needs none
                 if one.state and not kept:
                     begins.append(name)
@@ -146,7 +145,7 @@ class Weights:
             if source is not None and is_plain(source.dtype):
                 if source.shape == one.shape:
                     anew[name] = source.dtype
-                    gone.update(f"{name}_{state}" for state in STATE)  # of the scaling that the source had
+                    gone.update(name + suffix for suffix in STATE_SUFFIXES)  # of the scaling that the source had
                 else:
                     message = f"the model's is {list(one.shape)}, the source's {list(source.shape)}"
                     problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from transaxle.axes.chunk import Intervals
+from transaxle.quant.share import along
 
 
 def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -100,8 +101,7 @@ class _Summed(torch.autograd.Function):
             total.narrow(dim, start, stop - start).copy_(grad.narrow(dim, at, stop - start))
             at += stop - start
         dist.all_reduce(total, group=group)
-        own = [total.narrow(dim, start, stop - start) for start, stop in held]
-        return torch.cat(own, dim), None, None, None, None
+        return along(total, dim, held), None, None, None, None
 
 
 def enter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -20,7 +20,7 @@ from transaxle.live.part import Part, mark, own_part
 from transaxle.parallel.collectives import summed
 from transaxle.quant.modules import CUTS
 from transaxle.quant.quantizers import Quantizer
-from transaxle.quant.share import Share, misplaced
+from transaxle.quant.share import Share, along, misplaced
 from transaxle.quant.tensor import QuantizedTensor
 
 
@@ -114,8 +114,7 @@ class Kept:
             return tensor.clone() if share is None else share.of(tensor)
         if not tensor.dim():
             return tensor.clone()
-        spans = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.held[self.rank]]
-        return torch.cat(spans, self.dim).contiguous()
+        return along(tensor, self.dim, self.held[self.rank]).contiguous()
 
 
 def keep(module: nn.Module, name: str, kept: Kept) -> None:

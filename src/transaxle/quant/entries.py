@@ -29,7 +29,7 @@ ASSIGN = "assign_to_params_buffers"
 """Key of the metadata by which torch tells a module that it is to take the tensors themselves (`assign=True`)."""
 _TO_LOCAL = "to_local"
 """Method of a DTensor, and of a part of a tensor as torch's checkpoint saves it (`transaxle.live.runs`)."""
-_STATES = tuple(f"_{name}" for name in STATE)
+STATE_SUFFIXES = tuple(f"_{name}" for name in STATE)
 """Suffixes of what says how the next values are scaled."""
 _MADE_OF = "_made_of"
 """Attribute of a class that was given entries: the class without them."""
@@ -247,17 +247,17 @@ def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 def _taken(parameter: torch.Tensor) -> list[str]:
     """Return the suffixes of entries that a load looks at: history of a scaling that needs none is left aside."""
-    return list(dict.fromkeys((*layout_of(parameter), *_STATES)))
+    return list(dict.fromkeys((*layout_of(parameter), *STATE_SUFFIXES)))
 
 
 def is_state(suffix: str) -> bool:
     """Whether an entry says how the next values are scaled, and nothing of these."""
-    return suffix in _STATES
+    return suffix in STATE_SUFFIXES
 
 
 def code_name(name: str) -> str | None:
     """Return the name of the codes beside which an entry says how the next values are scaled; None for any other."""
-    return next((name.removesuffix(state) for state in _STATES if name.endswith(state)), None)
+    return next((name.removesuffix(state) for state in STATE_SUFFIXES if name.endswith(state)), None)
 
 
 @torch.no_grad()

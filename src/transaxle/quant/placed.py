@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transaxle.axes.chunk import Cut, Intervals, Replicated, Rule, StridedShard, place, whole
 from transaxle.axes.chunk import Shard as Chunk
 from transaxle.errors import refuse
-from transaxle.quant.share import Share
+from transaxle.quant.share import Share, along
 from transaxle.quant.tensor import QuantizedTensor
 
 
@@ -52,8 +52,7 @@ def take(values: torch.Tensor, held: Sequence[Intervals]) -> torch.Tensor:
     """Return of a whole tensor the positions held, dim by dim; itself, if these are all."""
     for dim, intervals in enumerate(held):
         if intervals != whole(values.shape[dim]):
-            spans = [values.narrow(dim, start, stop - start) for start, stop in intervals]
-            values = torch.cat(spans, dim) if spans else values.narrow(dim, 0, 0)
+            values = along(values, dim, intervals)
     return values
 
 

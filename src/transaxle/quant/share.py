@@ -39,6 +39,11 @@ _MATRIX = 2
 """Dims of a matrix; any before them count matrices."""
 
 
+def along(values: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
+    """Return the positions of one dim that some intervals hold, in their order, as a copy."""
+    return torch.cat([values.narrow(dim, start, stop - start) for start, stop in intervals or ((0, 0),)], dim)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Share:
     """A rank's part of a matrix, or of every matrix of a stack."""
@@ -96,8 +101,7 @@ class Share:
         if not step:
             return buffer.clone()
         raw = buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
-        spans = [raw.narrow(self.dim, start, stop - start) for start, stop in self._spans(step)]
-        return torch.cat(spans, self.dim).contiguous().view(buffer.dtype)
+        return along(raw, self.dim, self._spans(step)).contiguous().view(buffer.dtype)
 
     def of(self, tensor: QuantizedTensor) -> QuantizedTensor:
         """Return this rank's part of a whole tensor, raw, as a copy."""
