@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from transaxle.engine.compare import Comparison
@@ -14,7 +14,7 @@ from transaxle.engine.encode import Encode
 from transaxle.engine.execute import Report, execute
 from transaxle.engine.plan import SHARD_SIZE, Plan, make_plan
 from transaxle.engine.produce import Progress, limits, unwatched
-from transaxle.engine.verify import Verification
+from transaxle.engine.verify import Verification, verify_against
 from transaxle.engine.verify import verify as _verify
 
 Source = str | Path | Checkpoint
@@ -180,17 +180,9 @@ def convert(
         )
 
 
-@overload
-def verify(
-    a: Source, b: None = None, *, jobs: int | None = None, progress: Progress = unwatched, **said: Any
-) -> Verification: ...
-@overload
-def verify(
-    a: Source, b: Source, *, jobs: int | None = None, progress: Progress = unwatched, **said: Any
-) -> Comparison: ...
 def verify(
     a: Source, b: Source | None = None, *, jobs: int | None = None, progress: Progress = unwatched, **said: Any
-) -> Verification | Comparison:
+) -> Verification:
     """Hold one checkpoint against its own manifest, or two against each other across formats and dialects.
 
     Args:
@@ -201,13 +193,14 @@ def verify(
         **said: as for `open`; `dialect` and `format` are said of the first one only.
 
     Returns:
-        What was found; `.ok` (one) or `.equal` (two) says whether all is well.
+        What was found. It is true where all is well, so `assert tx.verify(a, b)` fails where they differ; `.ok` is the
+        same verdict, `.problems` and `.differences` say what is wrong.
     """
     if b is None:
         with _opened(a, said) as checkpoint:
             return _verify(checkpoint, limits(jobs), progress)
     with _both(a, b, said) as (first, second):
-        return _compare(first, second, limit=limits(jobs), progress=progress)
+        return verify_against(first, second, limits(jobs), progress)
 
 
 def diff(
@@ -228,6 +221,9 @@ def diff(
         jobs: worker threads.
         progress: called with the bytes of each block read.
         **said: as for `open`; `dialect` and `format` are said of the first one only.
+
+    Returns:
+        What differs. It is true where nothing does; `.equal` is the same.
     """
     with _both(a, b, said) as (first, second):
         return _compare(first, second, numeric=numeric, limit=limits(jobs), progress=progress)

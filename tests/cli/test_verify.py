@@ -26,7 +26,8 @@ def test_equal_across_dialects(ck: Path, converted: Callable[[str], Path], trans
     assert transaxle("verify", folder, ck).code == 0
     assert transaxle("diff", ck, folder).out == "equal: 69 = 25 tensors, 13,936 parameters\n"
     found = transaxle("verify", ck, folder, "--json").json
-    assert (found["equal"], found["tensors"], found["differences"]) == (True, [TENSORS, 25], [])
+    assert (found["ok"], found["against"]) == (True, "checkpoint")
+    assert (found["comparison"]["tensors"], found["comparison"]["differences"]) == ([TENSORS, 25], [])
 
 
 def test_every_flipped_bit_of_the_data_is_seen(converted: Callable[[str], Path], transaxle: Transaxle) -> None:

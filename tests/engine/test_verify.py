@@ -281,3 +281,24 @@ def _problems(folder: Path) -> str:
         return "".join(str(problem) for problem in tx.verify(folder).problems)
     except tx.TransaxleError as error:
         return str(error)
+
+
+def test_the_truth_of_what_is_found_is_the_verdict(tmp_path: Path, copy: Path) -> None:
+    """`if tx.verify(a, b)` must never be taken where they differ; any object without a truth of its own is true."""
+    other = checkpoints.write(tmp_path / "other", checkpoints.tensors(SIZES), config=CONFIG)
+    assert tx.verify(copy)
+    assert tx.verify(copy, other)
+    assert tx.diff(copy, other)
+    changed = checkpoints.tensors(SIZES)
+    name = "model.norm.weight"
+    changed[name] = changed[name] + 1
+    other = checkpoints.write(tmp_path / "changed", changed, config=CONFIG)
+    found = tx.verify(copy, other)
+    assert not found
+    assert not tx.diff(copy, other)
+    assert (found.ok, found.equal, [each.name for each in found.differences]) == (False, False, [name])
+    shard = next(copy.glob("model-00001*"))
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\xff")
+    alone = tx.verify(copy)
+    assert not alone
+    assert (alone.ok, alone.equal, alone.comparison) == (False, False, None)

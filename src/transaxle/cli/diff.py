@@ -66,7 +66,7 @@ def command(screen: Screen, a: str, b: str, stat: bool, numeric: bool, said: dic
         _print_stat(screen, found, components)
     else:
         _print_names(screen, found)
-    return 0 if found.equal else 1
+    return 0 if found else 1
 
 
 def _print_names(screen: Screen, found: Comparison) -> None:

@@ -12,9 +12,9 @@ from transaxle.cli.refusals import print_refusals
 from transaxle.cli.screen import Screen
 from transaxle.cli.units import parameters, plural, size
 from transaxle.engine.checkpoint import open_checkpoint
-from transaxle.engine.compare import Comparison, compare
+from transaxle.engine.compare import Comparison
 from transaxle.engine.produce import Limits
-from transaxle.engine.verify import Verification, verify
+from transaxle.engine.verify import Verification, verify, verify_against
 
 
 @click.command(
@@ -42,19 +42,17 @@ def command(screen: Screen, a: str, b: str | None, said: dict[str, Any], limit: 
         total = sum(entry.nbytes for entry in first.container.entries.values())
         if b is None:
             with screen.progress(total) as progress:
-                alone = verify(first, limit, progress)
-            if screen.as_json:
-                screen.document(alone.as_json())
-            else:
-                print_verification(screen, alone)
-            return 0 if alone.ok else 1
-        with open_checkpoint(b, **options.of_second(said)) as second, screen.progress(total) as progress:
-            found = compare(first, second, limit=limit, progress=progress)
+                found = verify(first, limit, progress)
+        else:
+            with open_checkpoint(b, **options.of_second(said)) as second, screen.progress(total) as progress:
+                found = verify_against(first, second, limit, progress)
     if screen.as_json:
         screen.document(found.as_json())
+    elif found.comparison is None:
+        print_verification(screen, found)
     else:
-        print_comparison(screen, found)
-    return 0 if found.equal else 1
+        print_comparison(screen, found.comparison)
+    return 0 if found else 1
 
 
 def print_verification(screen: Screen, found: Verification) -> None:

@@ -52,7 +52,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two checkpoints have in common and where they differ."""
+    """What two checkpoints have in common and where they differ. It is true where nothing does."""
 
     first: str
     """Path of the first, as typed."""
@@ -77,6 +77,10 @@ class Comparison:
     def equal(self) -> bool:
         """Whether nothing differs."""
         return not self.differences
+
+    def __bool__(self) -> bool:
+        """Return whether nothing differs."""
+        return self.equal
 
     @property
     def optimizer_only(self) -> bool:

@@ -1,4 +1,4 @@
-"""Verification: a checkpoint held against its own manifest, byte by byte."""
+"""Verification: a checkpoint held against its own manifest, byte by byte, or against another checkpoint."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import xxhash
 
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.compare import Comparison, Difference, compare
 from transaxle.engine.manifest import TensorRecord, load, stale
 from transaxle.engine.produce import Limits, Progress, Worker, limits, share, unwatched
 from transaxle.engine.transfer import Transfer
@@ -21,7 +22,7 @@ from transaxle.formats.company import MANIFEST
 
 @dataclass(frozen=True)
 class Verification:
-    """What a checkpoint was held against, and what is wrong with it."""
+    """What a checkpoint was held against, and what is wrong with it. It is true where all is well."""
 
     tensors: int
     """Tensors read."""
@@ -30,16 +31,32 @@ class Verification:
     bytes_read: int
     """Bytes read."""
     against: str
-    """`manifest`; or `structure`, where there is no manifest to hold it against."""
+    """`manifest`; `structure`, where there is no manifest; `checkpoint`, where a second one was named."""
     problems: tuple[Refusal, ...] = ()
     """Everything that is wrong."""
     extra: tuple[str, ...] = ()
     """Files in the folder that the manifest does not list; nothing is known of them."""
+    comparison: Comparison | None = None
+    """What the two have in common and where they differ; None where no second checkpoint was named."""
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.problems
+        """The verdict: nothing is wrong, and nothing differs."""
+        return not self.problems and (self.comparison is None or self.comparison.equal)
+
+    @property
+    def equal(self) -> bool:
+        """The verdict, under the name that reads well for two checkpoints."""
+        return self.ok
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """What differs between two checkpoints, by name; nothing where no second one was named."""
+        return () if self.comparison is None else self.comparison.differences
+
+    def __bool__(self) -> bool:
+        """Return the verdict, so that `assert tx.verify(a, b)` is what it says."""
+        return self.ok
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
@@ -51,7 +68,22 @@ class Verification:
             "against": self.against,
             "problems": [problem.as_json() for problem in self.problems],
             "extra": list(self.extra),
+            "comparison": None if self.comparison is None else self.comparison.as_json(),
         }
+
+
+def verify_against(
+    first: Checkpoint, second: Checkpoint, limit: Limits | None = None, progress: Progress = unwatched
+) -> Verification:
+    """Hold two checkpoints against each other, in whatever formats and dialects they are.
+
+    Raises:
+        TransaxleError: where the first cannot be expressed in the second one's dialect.
+    """
+    found = compare(first, second, limit=limit, progress=progress)
+    return Verification(
+        sum(found.compared.values()), found.parameters, found.bytes_read, "checkpoint", comparison=found
+    )
 
 
 def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progress = unwatched) -> Verification:
@@ -82,7 +114,7 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         for block in worker.blocks(tensor.transfers(), tensor.nbytes):
             hashed.update(block)
             progress(len(block))
-        problem = _compare(name, tensor, hashed.hexdigest(), recorded.get(name))
+        problem = _held(name, tensor, hashed.hexdigest(), recorded.get(name))
         if problem is not None:
             damaged[name] = problem
 
@@ -128,7 +160,7 @@ def _listed(recorded: Collection[str], present: Collection[str]) -> Iterator[Ref
             yield Refusal("UNEXPECTED_TENSOR", "the manifest does not list it", Where(None, name))
 
 
-def _compare(name: str, tensor: StoredTensor, digest: str, recorded: TensorRecord | None) -> Refusal | None:
+def _held(name: str, tensor: StoredTensor, digest: str, recorded: TensorRecord | None) -> Refusal | None:
     """Hold one tensor against its record."""
     if recorded is None:
         return None
