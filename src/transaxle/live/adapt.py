@@ -61,6 +61,9 @@ def state_dict_as(
         source: dialect of the names as they are; None: recognised.
         config: the model's config; None: that of the model, where it has one.
 
+    A tensor that another rank of its mesh omits is not noticed: that would need a question to it. `save`, `load` and
+    `reshard` ask, and refuse it.
+
     The way back needs what `loadable_as` remembers where the ranks have different names: where a cut goes through gate
     and up in one tensor, one half of the mesh has the one and the other half the other, and no rank knows of both.
 
@@ -256,6 +259,8 @@ class _Adapter:
             raise refuse("UNSUPPORTED", message, tensor=name, hint="redistribute them to one mesh first")
         mesh = meshes.pop()
         ranks = mesh.mesh.flatten().tolist()
+        if self._rank not in ranks:
+            return None
         coordinates = {rank: tuple((mesh.mesh == rank).nonzero()[0].tolist()) for rank in ranks}
         choices = self._choices(name, mesh, coordinates, tuple(t.placements for t in distributed))
         if choices is None:

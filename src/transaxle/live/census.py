@@ -6,7 +6,7 @@ holds what. Nothing here looks at a value.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +45,10 @@ class Global:
 Census = Mapping[str, Global]
 """Every tensor that any rank holds, by name, in the order in which the ranks name them."""
 _Told = tuple[str, str, tuple[int, ...], int]
+_SHOWN = 8
+"""Ranks that a message names."""
+_EVERYWHERE = "give it on every rank of its mesh, or on none: each rank has only its own part of it"
+_WIDER = "call it on all ranks of the mesh, with a group that has them (group=None: all ranks)"
 
 
 def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
@@ -55,7 +59,8 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
         world: the ranks.
 
     Raises:
-        Refused: on every rank: SHAPE_MISMATCH, DTYPE_MISMATCH where ranks differ; UNSUPPORTED placements.
+        Refused: on every rank: SHAPE_MISMATCH, DTYPE_MISMATCH where ranks differ; UNSUPPORTED placements, and meshes
+            with ranks that are not of this world; INCOMPLETE where a rank of a tensor's mesh has no such tensor.
     """
 
     def told() -> tuple[list[_Told], tuple[Placement, ...]]:
@@ -67,7 +72,7 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
             mine.append((name, code_of(tensor.dtype), whole_shape(tensor), number))
         return mine, tuple(placements)
 
-    found: dict[str, Global] = {}
+    found: dict[str, _Heard] = {}
     shares: dict[tuple[Placement, tuple[int, ...]], Mapping[int, Held]] = {}
     problems = []
     for rank, (names, known) in zip(world.ranks, world.pool(told), strict=True):
@@ -78,18 +83,72 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
                 held = shares[placement, shape] = placement.held(shape)
             first = found.get(name)
             if first is None:
-                found[name] = Global(name, dtype, shape, held)
+                found[name] = _Heard(dtype, shape, held, [rank])
             elif first.shape != shape:
                 message = f"rank {rank} says {list(shape)}, another {list(first.shape)}"
                 problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))
             elif first.dtype != dtype:
                 message = f"rank {rank} says {dtype}, another {first.dtype}"
                 problems.append(Refusal("DTYPE_MISMATCH", message, Where(None, name)))
-            elif first.held is not held and first.held != held:
-                found[name] = Global(name, dtype, shape, {**first.held, **held}, loose=True)
+            else:
+                first.add(rank, held)
+    problems = problems or [problem for name, heard in found.items() for problem in heard.lost(name, world)]
     if problems:
         raise gathered(problems)
-    return found
+    return {name: heard.made(name) for name, heard in found.items()}
+
+
+class _Heard:
+    """What the ranks have said of one tensor so far.
+
+    Args:
+        dtype: safetensors code.
+        shape: of the whole tensor.
+        held: what the first rank says that the ranks of its mesh hold.
+        ranks: those that have it; the first one.
+    """
+
+    def __init__(self, dtype: str, shape: tuple[int, ...], held: Mapping[int, Held], ranks: list[int]) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self._held = held
+        self._ranks = ranks
+        self._others: list[Mapping[int, Held]] = []
+
+    def add(self, rank: int, held: Mapping[int, Held]) -> None:
+        """Hear one more rank."""
+        if self._others or (self._held is not held and self._held != held):
+            if not self._others:
+                self._others = [self._held] * len(self._ranks)
+            self._others.append(held)
+        self._ranks.append(rank)
+
+    def lost(self, name: str, world: World) -> Iterator[Refusal]:
+        """Yield what stands against taking the ranks at their word: a mesh of which some rank has no such tensor."""
+        meshes = {tuple(held): held for held in self._others or [self._held]}
+        if len(meshes) == 1 and self._held.keys() == set(self._ranks):
+            return
+        ranks, everyone = set(self._ranks), set(world.ranks)
+        for mesh in meshes:
+            if outside := [rank for rank in mesh if rank not in everyone]:
+                message = f"it lies on ranks {_listed(mesh)}, of which {_listed(outside)} are not in the process group"
+                yield Refusal("UNSUPPORTED", message, Where(None, name), _WIDER)
+            elif lost := [rank for rank in mesh if rank not in ranks]:
+                message = f"it lies on ranks {_listed(mesh)}; rank {_listed(lost)} has no such tensor"
+                yield Refusal("INCOMPLETE", message, Where(None, name), _EVERYWHERE)
+
+    def made(self, name: str) -> Global:
+        """Return the tensor; where ranks see it on different meshes, each one's own word counts."""
+        if not self._others:
+            return Global(name, self.dtype, self.shape, self._held)
+        pairs = zip(self._ranks, self._others, strict=True)
+        return Global(name, self.dtype, self.shape, {r: held[r] for r, held in pairs if r in held}, loose=True)
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    """Name ranks, the first few of many."""
+    named = [str(rank) for rank in ranks]
+    return ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
 
 
 def own_census(tensors: Mapping[str, torch.Tensor], rank: int) -> Census:
