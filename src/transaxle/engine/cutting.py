@@ -9,13 +9,12 @@ from transaxle.axes.bind import Index, bind
 from transaxle.axes.divide import Division, divide
 from transaxle.axes.family import Line, Sizes
 from transaxle.engine.recognise import recognise
-from transaxle.engine.settings import CONFIG, Settings, parse_config
+from transaxle.engine.settings import CONFIG, LONGEST_CONFIG, Settings, parse_config
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.deepspeed.told import HINT, UNTOLD, Cutter, Divider
 from transaxle.formats.storage import Storage
 
 _TP = "tp"
-_LARGEST_CONFIG = 64 << 20
 
 
 def stored_config(storage: Storage, file: str = CONFIG) -> Mapping[str, Any]:
@@ -28,7 +27,7 @@ def stored_config(storage: Storage, file: str = CONFIG) -> Mapping[str, Any]:
     if file not in storage.names():
         return {}
     size = storage.size(file)
-    if size > _LARGEST_CONFIG:
+    if size > LONGEST_CONFIG:
         raise refuse("CORRUPT", f"a config of {size} bytes is longer than any real one", file=file)
     return parse_config(storage.read(file, 0, size), file)
 

@@ -12,8 +12,13 @@ from transaxle.axes.family import Family
 from transaxle.errors import refuse
 from transaxle.families import builtin, with_rules
 from transaxle.formats.deepspeed.reader import Weights
+from transaxle.formats.local import read_file
 
 CONFIG = "config.json"
+LONGEST_CONFIG = 8 << 20
+"""Bytes of a config. Those that list each quantized layer have some hundred thousand."""
+LONGEST_TABLE = 1 << 20
+"""Bytes of a rules file; the longest that ships has seven thousand."""
 
 
 @dataclass(frozen=True)
@@ -68,26 +73,25 @@ def settings(
         average: take replicated parameters of a DeepSpeed checkpoint that differ between ranks as their mean.
 
     Raises:
-        Refused: CORRUPT where the config or the rules do not parse.
+        Refused: CORRUPT where the config or the rules do not parse, or are longer than 8 MiB and 1 MiB; UNSUPPORTED
+            where they are no regular files.
         StorageError: IO where they cannot be read.
         UsageError: UNKNOWN_AXIS where no family has an axis of that name.
     """
-    families = builtin() if rules is None else with_rules(_text(rules), str(rules))
+    families = builtin() if rules is None else with_rules(_text(rules, LONGEST_TABLE), str(rules))
     given = dict(axes or {})
     known = {axis for f in families.values() for axis in f.axes}
     for axis in given:
         if axis not in known:
             raise refuse("UNKNOWN_AXIS", f"no family has an axis {axis!r}", hint=f"axes: {', '.join(sorted(known))}")
     if config is not None and not isinstance(config, Mapping):
-        config = parse_config(_text(config), str(config))
+        config = parse_config(_text(config, LONGEST_CONFIG), str(config))
     return Settings(format, family, dialect, config, given, families, weights, optimizer, average)
 
 
-def _text(path: str | Path) -> str:
+def _text(path: str | Path, most: int) -> str:
     try:
-        return Path(path).read_text("utf-8")
-    except OSError as error:
-        raise refuse("IO", error.strerror or str(error), file=str(path)) from None
+        return read_file(path, most).decode("utf-8")
     except UnicodeDecodeError as error:
         raise refuse("CORRUPT", f"not UTF-8 text: {error}", file=str(path)) from None
 

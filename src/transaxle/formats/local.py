@@ -24,6 +24,7 @@ from transaxle.formats.storage import Listing, Storage
 from transaxle.formats.strided import read_runs
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+"""A FIFO or a device that took the file's place since it was looked at is opened without waiting, and then refused."""
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -32,6 +33,7 @@ _KINDS = {
     stat.S_IFDIR: "a folder",
 }
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
+_BLOCK = 1 << 20
 
 Stamp = tuple[int, int, int, int]
 
@@ -151,28 +153,72 @@ class LocalStorage(Storage):
         return real
 
     def _open(self, name: str) -> int:
-        real = self._resolve(name)
+        fd, now = _opened(self._resolve(name), name)
         try:
-            kind = stat.S_IFMT(os.lstat(real).st_mode)
-            if kind != stat.S_IFREG:
-                raise _not_regular(name, kind)
-            fd = os.open(real, _FLAGS)
-        except OSError as error:
-            raise failed(error, "opening it", name) from error
-        try:
-            self._check(name, os.fstat(fd))
+            self._check(name, now)
         except BaseException:
             os.close(fd)
             raise
         return fd
 
     def _check(self, name: str, now: os.stat_result) -> None:
-        """Refuse what is not a regular file, or not the one that was opened under this name before."""
-        if not stat.S_ISREG(now.st_mode):
-            raise _not_regular(name, stat.S_IFMT(now.st_mode))
+        """Refuse a file that is not the one that was opened under this name before."""
         stamp = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
         if self._stamps.setdefault(name, stamp) != stamp:
             raise refuse("CORRUPT", "the file was changed while the checkpoint was open", file=name)
+
+
+def read_file(path: str | os.PathLike[str], most: int) -> bytes:
+    """Read a small file that the user named, such as a table or a config; a link to it is followed.
+
+    Args:
+        path: where it is.
+        most: bytes that such a file may have.
+
+    Raises:
+        Refused: UNSUPPORTED if it is a folder, a FIFO, a socket or a device; CORRUPT if it is longer.
+        StorageError: IO if it is missing or unreadable.
+    """
+    shown = os.fspath(path)
+    kind = _kind_of(shown)
+    if kind != stat.S_IFREG:
+        raise _not_regular(shown, kind, "Name a regular file: save what it gives as one.")
+    fd, _ = _opened(os.path.realpath(shown), shown)
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        data = bytearray()
+        while len(data) <= most:  # not by its size: what /proc has says 0
+            try:
+                more = file.read(min(_BLOCK, most + 1 - len(data)))
+            except OSError as error:
+                raise failed(error, "reading it", shown) from error
+            if not more:
+                return bytes(data)
+            data += more
+    raise refuse("CORRUPT", f"it is longer than the {most:,} bytes that such a file may have", file=shown)
+
+
+def _opened(real: str, name: str) -> tuple[int, os.stat_result]:
+    """Open what must be a regular file, before and after it is opened, and whoever changes it meanwhile.
+
+    Args:
+        real: its path, without links.
+        name: what errors call it.
+
+    Returns:
+        The descriptor, which the caller closes, and what the system says of it.
+    """
+    try:
+        kind = stat.S_IFMT(os.lstat(real).st_mode)
+        if kind != stat.S_IFREG:
+            raise _not_regular(name, kind)
+        fd = os.open(real, _FLAGS)
+    except OSError as error:
+        raise failed(error, "opening it", name) from error
+    now = os.fstat(fd)
+    if not stat.S_ISREG(now.st_mode):
+        os.close(fd)
+        raise _not_regular(name, stat.S_IFMT(now.st_mode))
+    return fd, now
 
 
 def _read(fd: int, name: str, offset: int, octets: memoryview) -> None:
@@ -226,9 +272,9 @@ def _blobs_beside(root: str) -> str | None:
     return None
 
 
-def _not_regular(name: str, kind: int) -> TransaxleError:
+def _not_regular(name: str, kind: int, hint: str = "") -> TransaxleError:
     what = _KINDS.get(kind, "something special")
-    return refuse("UNSUPPORTED", f"this is {what}, not a regular file; it is not read", file=name)
+    return refuse("UNSUPPORTED", f"this is {what}, not a regular file; it is not read", file=name, hint=hint)
 
 
 def _unreadable_name(shown: str) -> Refusal:

@@ -1,0 +1,91 @@
+"""Files that the user names beside a checkpoint: regular, short, and read as such, whatever stands under the name."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from transaxle.engine.settings import LONGEST_CONFIG, LONGEST_TABLE, settings
+from transaxle.errors import Refused, StorageError, TransaxleError
+
+TABLE = "family mine\naxes l=num_layers\n"
+Read = Callable[[Path], object]
+
+
+def as_rules(path: Path) -> object:
+    return settings(rules=path).families["mine"].name
+
+
+def as_config(path: Path) -> object:
+    return settings(config=path).config
+
+
+@pytest.fixture(params=[as_rules, as_config])
+def read(request: pytest.FixtureRequest) -> Read:
+    found: Read = request.param
+    return found
+
+
+def test_a_link_to_a_table_is_followed(tmp_path: Path) -> None:
+    tmp_path.joinpath("my.rules").write_text(TABLE)
+    tmp_path.joinpath("link").symlink_to("my.rules")
+    assert as_rules(tmp_path / "link") == "mine"
+
+
+def test_files_that_the_system_makes_up_are_read(tmp_path: Path) -> None:
+    tmp_path.joinpath("config.json").write_text('{"a": 1}')
+    with tmp_path.joinpath("config.json").open() as file:
+        assert as_config(Path(f"/proc/self/fd/{file.fileno()}")) == {"a": 1}
+    with pytest.raises(Refused) as caught:  # it has no size, and is no JSON
+        as_config(Path("/proc/self/stat"))
+    assert caught.value.code == "CORRUPT"
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "socket", "device", "folder"])
+def test_rules_and_configs_that_are_no_regular_files_are_refused(
+    tmp_path: Path, kind: str, read: Read, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket is short
+    path = Path("special")
+    if kind == "FIFO":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as bound:
+            bound.bind(str(path))
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    with pytest.raises(Refused, match=f"this is a {kind}, not a regular file") as caught:
+        read(path)
+    assert (caught.value.code, caught.value.where.file) == ("UNSUPPORTED", "special")
+    assert caught.value.hint
+
+
+def test_links_in_a_loop_and_missing_files_are_errors_of_the_machine(tmp_path: Path, read: Read) -> None:
+    tmp_path.joinpath("loop").symlink_to("loop")
+    for name in ("loop", "missing", "nul\0"):
+        with pytest.raises(StorageError) as caught:
+            read(tmp_path / name)
+        assert caught.value.code == "IO"
+
+
+@pytest.mark.parametrize(("read_it", "most"), [(as_rules, LONGEST_TABLE), (as_config, LONGEST_CONFIG)])
+def test_endless_rules_and_configs_are_refused_in_bounded_memory(tmp_path: Path, read_it: Read, most: int) -> None:
+    path = tmp_path / "long"
+    path.touch()
+    os.truncate(path, 40 * most)
+    tracemalloc.start()
+    try:
+        with pytest.raises(TransaxleError, match=rf"longer than the {most:,} bytes") as caught:
+            read_it(path)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert caught.value.code == "CORRUPT"
+    assert peak < 3 * most
