@@ -16,6 +16,7 @@ from transaxle.engine.plan import SHARD_SIZE, Plan, make_plan
 from transaxle.engine.produce import Progress, limits, unwatched
 from transaxle.engine.verify import Verification, verify_against
 from transaxle.engine.verify import verify as _verify
+from transaxle.formats.belongings import Overwrite
 
 Source = str | Path | Checkpoint
 
@@ -127,7 +128,7 @@ def convert(
     encode: str | None = None,
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
-    overwrite: bool = False,
+    overwrite: Overwrite = False,
     resume: bool = False,
     sync: bool = True,
     jobs: int | None = None,
@@ -147,7 +148,8 @@ def convert(
         encode: `float8_block`, `mxfp8` or `nvfp4`: weights of linear layers are written in this encoding.
         only: patterns of the table names that are encoded instead, or that are decoded where `decode` is said.
         skip: patterns of names that are neither.
-        overwrite: replace the checkpoint at `dst`; it stays readable until the new one is complete.
+        overwrite: replace the checkpoint at `dst`; it stays readable until the new one is complete. Where its folder
+            holds anything else, that is refused, or goes too if this is `"everything"`.
         resume: continue an interrupted run; a `dst` that is just what it would write is left alone.
         sync: make everything durable before `dst` appears.
         jobs: worker threads.

@@ -179,13 +179,23 @@ def test_an_existing_target_needs_a_word(ck: Path, transaxle: Transaxle) -> None
     assert [path.name for path in Path().iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_source_may_be_replaced_by_its_conversion(ck: Path, transaxle: Transaxle) -> None:
-    before = read(ck)
-    outcome = transaxle("convert", ck, ck, "--to", "torchtitan", "--overwrite", "--verify")
-    assert outcome.code == 0
-    assert "cannot be compared with any more" in outcome.out
-    assert transaxle("convert", ck, "back", "--to", "hf").code == 0
-    assert read(Path("back")).keys() == before.keys()
+def test_overwrite_takes_a_checkpoint_only(ck: Path, transaxle: Transaxle) -> None:
+    """The notes, the repository and the adapters in its folder stay, unless `everything` is said."""
+    assert transaxle("convert", ck, "out", "--to", "torchtitan").code == 0
+    for name in (".git/HEAD", "notes.md", "adapters/adapter_model.safetensors"):
+        Path("out", name).parent.mkdir(exist_ok=True)
+        Path("out", name).write_text("mine")
+    before = tree(Path("out"))
+    for target in ("hf", "dcp:hf", "torch:hf"):
+        outcome = transaxle("convert", "--overwrite", ck, "out", "--to", target)
+        assert outcome.code == USAGE
+        assert ".git/, adapters/, notes.md belong to no checkpoint" in outcome.err
+        assert "--overwrite=everything" in outcome.err
+        assert tree(Path("out")) == before
+    assert transaxle("convert", ck, "out", "--to", "hf", "--overwrite=all").code == USAGE
+    assert transaxle("convert", "--overwrite=everything", ck, "out", "--to", "hf").code == 0
+    assert not Path("out/notes.md").exists()
+    assert transaxle("convert", "--overwrite", ck, "out", "--to", "dcp:hf").code == 0
 
 
 def test_one_file_is_a_target_too(ck: Path, transaxle: Transaxle) -> None:

@@ -379,36 +379,6 @@ def test_the_old_one_is_readable_until_the_new_one_is_complete(
     assert contents(target) == wanted
 
 
-def test_converting_a_checkpoint_onto_itself(source: Path, wanted: Mapping[str, bytes]) -> None:
-    killed.convert(source, source, overwrite=True)
-    assert contents(source) == wanted
-
-
-def test_a_checkpoint_is_not_replaced_by_a_part_of_itself(tmp_path: Path) -> None:
-    """Optimizer state stays behind where a model is written for a hub; in the place of its source it would be gone."""
-    held = checkpoints.tensors(SIZES)
-    state = {"optim/model.norm.weight/exp_avg": held["model.norm.weight"].astype(np.float32)}
-    source = checkpoints.write(tmp_path / "source", {**held, **state}, config=CONFIG)
-    before = contents(source)
-    with pytest.raises(tx.TransaxleError, match="the source itself") as caught:
-        tx.convert(source, source, to="hf", overwrite=True)
-    assert caught.value.code == "EXISTS"
-    assert contents(source) == before
-    tx.convert(source, source / "hub", to="hf", sync=False)
-    tx.convert(source, source / "hub", to="hf", overwrite=True, sync=False)
-
-
-def test_a_target_around_the_source_is_refused(source: Path) -> None:
-    """Replacing it would delete the source, and everything beside it."""
-    shutil.copytree(source, source / "inner")
-    before = contents(source)
-    for inside in (source / "inner", source / "inner" / "model.safetensors"):
-        with pytest.raises(tx.TransaxleError, match="lies inside") as caught:
-            tx.convert(inside, source, to="identity", overwrite=True)
-        assert caught.value.code == "EXISTS"
-    assert contents(source) == before
-
-
 def test_unequal_ties_leave_nothing_and_are_all_named(tmp_path: Path) -> None:
     config = {**CONFIG, "tie_word_embeddings": True}
     held = checkpoints.tensors(SIZES)

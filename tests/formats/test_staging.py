@@ -27,7 +27,9 @@ from transaxle.formats.staging import Staging
 
 A, B = "model-1.safetensors", "model-2.safetensors"
 NEW = {A: b"new" * 1000, B: b"NEW" * 500}
-OLD = {A: b"old", "old.safetensors": b"OLD", "notes.txt": b"?"}
+TENSORS = bytes(8) + b"{}"
+"""How a safetensors file begins."""
+OLD = {A: b"old", "model-00002-of-00002.safetensors": b"OLD", "config.json": b"{}"}
 TARGET = "out"
 
 
@@ -110,17 +112,24 @@ def test_one_file(target: Path) -> None:
     file = target.with_suffix(".safetensors")
     with Staging(file) as staging:
         assert staging.single == file.name
-        fill(staging, {"model.safetensors": NEW[A]})
+        fill(staging, {"model.safetensors": TENSORS + NEW[A]})
         staging.commit()
-    assert file.read_bytes() == NEW[A]
+    assert file.read_bytes() == TENSORS + NEW[A]
     assert only(target, file.name)
     with pytest.raises(UsageError), Staging(file):
         pass
     with Staging(file, overwrite=True) as staging:
         fill(staging, {"model.safetensors": NEW[B]})
-        assert file.read_bytes() == NEW[A]
+        assert file.read_bytes() == TENSORS + NEW[A]
         staging.commit()
     assert file.read_bytes() == NEW[B]
+    with pytest.raises(UsageError, match="does not begin"), Staging(file, overwrite=True):
+        pass
+    assert file.read_bytes() == NEW[B]
+    with Staging(file, overwrite="everything") as staging:
+        fill(staging, {"model.safetensors": NEW[A]})
+        staging.commit()
+    assert file.read_bytes() == NEW[A]
     assert only(target, file.name)
 
 
@@ -623,7 +632,7 @@ SCRIPT = """
     print(seen)
 """
 KILLED_NEW = {"a.safetensors": b"n" * 3000, "sub/b.safetensors": b"n" * 10}
-KILLED_OLD = {"a.safetensors": b"old", "c.safetensors": b"old"}
+KILLED_OLD = {"model-a.safetensors": b"old", "model-c.safetensors": b"old"}
 
 
 def run_until(target: Path, deadline: int, overwrite: bool, atomic: bool) -> int | None:
@@ -660,7 +669,7 @@ def test_killed_at_every_call(tmp_path: Path, overwrite: bool, atomic: bool) -> 
             outcome = held(target) == KILLED_NEW
         outcomes.add(outcome)
         # Whatever was left, the next run comes to its end and leaves nothing.
-        with Staging(target, overwrite=True, resume=bool(deadline % 2)) as staging:
+        with Staging(target, overwrite="everything", resume=bool(deadline % 2)) as staging:
             fill(staging)
             staging.commit()
         assert held(target) == NEW

@@ -291,13 +291,38 @@ def test_no_reader_ever_sees_a_mixture(
     assert (checked.ok, checked.against, checked.extra) == (True, "manifest", ())
 
 
-def test_a_checkpoint_may_replace_its_own_source(store: Store, tmp_path: Path) -> None:
+def test_a_source_is_never_written_to(store: Store, tmp_path: Path) -> None:
     local = tiny(tmp_path / "local", shards=3)
     url = upload(local, store, "ck")
-    store.put("ck/sub/model.safetensors", b"of the old one")
-    tx.convert(url, url, to="torchtitan", overwrite=True)
-    assert tx.diff(local, url).equal
+    before = {name: store.get(name) for name in store.names()}
+    for target in (url, f"{url}/", f"{url}/sub", store.url.replace("://", ":///./"), f"{url}/out.safetensors"):
+        error = refused(partial(tx.convert, url, target, to="torchtitan", overwrite="everything"))
+        assert error.code == "EXISTS"
+        assert "the source" in error.refusals[0].message
+    assert {name: store.get(name) for name in store.names()} == before
+
+
+def test_only_a_checkpoint_is_replaced(store: Store, tmp_path: Path) -> None:
+    """Notes, adapters and whatever else is under the URL make it refuse, and stay."""
+    local = tiny(tmp_path / "local", shards=3)
+    url = upload(local, store, "ck")
+    own = {"ck/notes.md": b"mine", "ck/sub/model.safetensors": b"of somebody", "ck/adapter_model.safetensors": b"mine"}
+    for name, data in own.items():
+        store.put(name, data)
+    before = {name: store.get(name) for name in store.names()}
+    error = refused(partial(tx.convert, local, url, to="torchtitan", overwrite=True))
+    assert (error.code, error.exit_code) == ("EXISTS", 2)
+    assert "adapter_model.safetensors, notes.md, sub/ belong to no checkpoint" in error.refusals[0].message
+    assert "--overwrite=everything" in error.hint
+    assert {name: store.get(name) for name in store.names()} == before
+    tx.convert(local, url, to="torchtitan", overwrite="everything")
     assert store.names() == [f"ck/{name}" for name in sorted((CONFIG, WHOLE, MANIFEST))]
+    tx.convert(local, url, to="dcp", overwrite=True)
+    assert tx.diff(local, url).equal
+    store.put("one.bin", b"years of work")
+    error = refused(partial(tx.convert, local, f"{store.url}/one.bin", to="torch", overwrite=True))
+    assert "does not begin" in error.refusals[0].message
+    assert store.get("one.bin") == b"years of work"
 
 
 def test_an_index_appears_after_its_shards(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -21,6 +20,7 @@ from transaxle.engine.finished import reproduced
 from transaxle.engine.plan import Prepared, make_plan, ready
 from transaxle.engine.produce import Limits
 from transaxle.engine.verify import Verification, verify
+from transaxle.formats.belongings import Overwrite
 
 
 @click.command(
@@ -36,13 +36,15 @@ from transaxle.engine.verify import Verification, verify
     ),
     help="""Convert a checkpoint, exactly or not at all.
 
-    SRC is a folder or a file. DST is a folder, or one file if it ends in .safetensors, .pt, .pth
-    or .bin; it must not exist unless you
-    say --overwrite or --resume, and it appears when it is complete. Everything that stands against the conversion
-    is listed before the first byte is written.
+    SRC is a folder or a file, and never written to. DST is a folder, or one file if it ends in .safetensors, .pt, .pth
+    or .bin; it must not exist unless you say --overwrite or --resume, and it appears when it is complete. Everything
+    that stands against the conversion is listed before the first byte is written.
 
     Quantized tensors move as they are, codes and scales, unless you say --decode; other tensors are quantized with
     --encode. Then every tensor whose numbers changed is listed, with its largest and its RMS error.
+
+    --overwrite replaces a checkpoint and nothing else: where its folder holds files that no checkpoint has (notes,
+    adapters, a repository) it is refused, and they are listed. --overwrite=everything deletes them too.
 
     --resume continues what an interrupted run left, and keeps what is there if this one is interrupted too; where
     nothing was left it starts from the beginning.""",
@@ -52,7 +54,7 @@ from transaxle.engine.verify import Verification, verify
 @options.planning
 @options.reading
 @options.recoding
-@click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
+@options.overwriting
 @click.option("--resume", is_flag=True, help="Continue an interrupted conversion.")
 @click.option("--verify", "check", is_flag=True, help="Read the result back: against its manifest, and against SRC.")
 @click.option("--no-sync", is_flag=True, help="Do not wait until the disk has everything.")
@@ -63,7 +65,7 @@ def command(
     src: str,
     dst: str,
     to: str,
-    overwrite: bool,
+    overwrite: Overwrite,
     resume: bool,
     check: bool,
     no_sync: bool,
@@ -73,7 +75,6 @@ def command(
 ) -> int:
     """Convert a checkpoint."""
     screen.consequence = "nothing was written"
-    replaced = Path(dst).exists() and Path(src).exists() and Path(dst).samefile(src)
     with open_checkpoint(src, **said) as source:
         with screen.working("planning"):
             prepared = make_plan(source, to, target=dst, **shaping)
@@ -85,7 +86,7 @@ def command(
                 prepared, dst, overwrite=overwrite, resume=resume, sync=not no_sync, limit=limit, progress=progress
             )
         screen.consequence, screen.way_on = f"{dst} is written, but not verified", ""
-        checked = _verified(screen, prepared, dst, said, limit, replaced=replaced) if check else []
+        checked = _verified(screen, prepared, dst, said, limit) if check else []
     if screen.as_json:
         screen.document({**report.as_json(), **{_KEYS[type(found)]: found.as_json() for found in checked}})
     else:
@@ -95,8 +96,6 @@ def command(
                 print_comparison(screen, found)
             else:
                 print_verification(screen, found)
-        if check and replaced:
-            screen.line("  the source was replaced, and cannot be compared with any more")
     return 0 if all(checked) else 1
 
 
@@ -104,15 +103,13 @@ _KEYS = {Verification: "verification", Comparison: "comparison"}
 
 
 def _verified(
-    screen: Screen, prepared: Prepared, dst: str, said: dict[str, Any], limit: Limits, *, replaced: bool
+    screen: Screen, prepared: Prepared, dst: str, said: dict[str, Any], limit: Limits
 ) -> list[Verification | Comparison]:
     """Hold what was written against its manifest, and against the source: encoded once more, where it was encoded."""
     with open_checkpoint(dst, **options.of_target(said)) as written:
         total = sum(entry.nbytes for entry in written.container.entries.values())
-        with screen.progress(total if replaced else 2 * total) as progress:
+        with screen.progress(2 * total) as progress:
             alone = verify(written, limit, progress)
-            if replaced:
-                return [alone]
             if prepared.plan.band:
                 return [alone, reproduced(prepared, written, limit, progress)]
             return [alone, compare(prepared.checkpoint, written, limit=limit, progress=progress)]

@@ -182,11 +182,15 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
     ),
     "EXISTS": Explanation(
         "The target exists.",
-        "Nothing is overwritten unless you say so, and then only what looks like a checkpoint: a slip in a path "
-        "must not cost a project. It is also refused while another run is writing the same target.",
+        "Nothing is overwritten unless you say so, and then only a checkpoint: the files that our manifest lists, and "
+        "those that frameworks write under names of their own. Where the folder holds anything else, such as notes, "
+        "adapters or a repository, it is refused: a slip in a path must not cost a project. The source is never "
+        "written to, so a target must not be the source, or lie inside of it or around it. A target is also refused "
+        "while another run is writing it.",
         "out/\n    it exists already",
         "Choose another target, or replace it with --overwrite: the old one stays readable until the new one is "
-        "complete. --resume continues a conversion that was interrupted.",
+        "complete. Move what else is in its folder elsewhere, or let it go too: --overwrite=everything. --resume "
+        "continues a conversion that was interrupted.",
     ),
     "IO": Explanation(
         "The machine could not read or write.",

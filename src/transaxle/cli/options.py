@@ -9,6 +9,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from transaxle.cli.program import Bare
 from transaxle.cli.refusals import failed, interrupted
 from transaxle.cli.screen import Screen
 from transaxle.cli.units import parse_size
@@ -106,6 +107,10 @@ _WORKING = (
     click.option("--jobs", metavar="N", type=click.IntRange(1, 1024), help="Workers.  [default: cores, up to 8]"),
     click.option("--memory", metavar="SIZE", callback=_size, help="Memory for all buffers together.  [default: 64MB]"),
 )  # fmt: skip
+_OVERWRITE = click.option("--overwrite", cls=Bare, bare="checkpoint", metavar="[=everything]",
+                          type=click.Choice(["checkpoint", "everything"]),
+                          help="Replace the checkpoint at DST, once the new one is complete; `=everything`: "
+                               "with whatever else is in its folder.")  # fmt: skip
 _EVERYWHERE = (
     click.option("--all", "everything", is_flag=True, help="Print lists and refusals to their end."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
@@ -147,6 +152,16 @@ def reading(body: Callable[..., int]) -> Callable[..., int]:
 def planning(body: Callable[..., int]) -> Callable[..., int]:
     """Add the options that say what is to be written."""
     return _with(_PLANNING, body)
+
+
+def overwriting(body: Callable[..., int]) -> Callable[..., int]:
+    """Add the option that allows a target to be replaced; the command gets what functions call `overwrite`."""
+
+    @functools.wraps(body)
+    def command(*args: Any, overwrite: str | None, **rest: Any) -> int:
+        return body(*args, overwrite="everything" if overwrite == "everything" else bool(overwrite), **rest)
+
+    return _with((_OVERWRITE,), command)
 
 
 def decoding(body: Callable[..., int]) -> Callable[..., int]:

@@ -47,6 +47,18 @@ _CODES = (
 )
 
 
+class Bare(click.Option):
+    """An option whose value may be left out, and otherwise follows a `=`: never the next word, which is an argument.
+
+    Args:
+        bare: its value where it is left out.
+    """
+
+    def __init__(self, *args: Any, bare: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.bare = bare
+
+
 class Command(click.Command):
     """A command whose help begins with examples.
 
@@ -57,6 +69,13 @@ class Command(click.Command):
     def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.examples = tuple(examples)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Read the arguments; options whose value is left out get it."""
+        bare = {name: each.bare for each in self.params if isinstance(each, Bare) for name in each.opts}
+        end = args.index("--") if "--" in args else len(args)
+        said = [f"{word}={bare[word]}" if word in bare else word for word in args[:end]]
+        return super().parse_args(ctx, [*said, *args[end:]])
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write summary, examples, usage, and options."""

@@ -13,6 +13,7 @@ import msgspec
 import xxhash
 
 from transaxle.encodings.codec import Error
+from transaxle.engine.apart import refuse_together
 from transaxle.engine.averaged import averages_of
 from transaxle.engine.copies import unequal
 from transaxle.engine.finished import is_finished, manifest_of
@@ -24,11 +25,12 @@ from transaxle.engine.portions import in_turn, portions
 from transaxle.engine.produce import Limits, Progress, Worker, limits, share, unwatched
 from transaxle.engine.product import Measured
 from transaxle.engine.transfer import landing
-from transaxle.errors import gathered, refuse
+from transaxle.errors import gathered
+from transaxle.formats.belongings import Overwrite
 from transaxle.formats.company import MANIFEST
 from transaxle.formats.local import LocalStorage
 from transaxle.formats.location import Stage, staging_at
-from transaxle.formats.url import is_url, shown
+from transaxle.formats.url import shown
 
 _BLOCK = 1 << 20
 
@@ -77,7 +79,7 @@ def execute(
     prepared: Prepared,
     target: str,
     *,
-    overwrite: bool = False,
+    overwrite: Overwrite = False,
     resume: bool = False,
     sync: bool = True,
     limit: Limits | None = None,
@@ -88,7 +90,8 @@ def execute(
     Args:
         prepared: from `make_plan`.
         target: folder, or one file (`.safetensors`, `.bin`, `.pt`, `.pth`); it must not exist unless `overwrite`.
-        overwrite: replace a checkpoint; the old one stays readable until the new one is complete.
+        overwrite: replace a checkpoint; the old one stays readable until the new one is complete. `everything`: with
+            whatever else lies in its folder.
         resume: continue an interrupted run of the same plan; a target that is just what it would write is left alone.
         sync: make everything durable before the rename.
         limit: workers and memory.
@@ -102,7 +105,7 @@ def execute(
     plan = ready(prepared)
     limit = (limit or limits()).holding(plan.band)
     begin = time.monotonic()
-    _refuse_around(prepared, target)
+    refuse_together(prepared.checkpoint, target)
     errors = dict[str, Error]()
     if resume and not overwrite and is_finished(prepared, target, limit, progress, errors):
         resumed, single = len(plan.tensors), not Path(target).is_dir()
@@ -139,27 +142,6 @@ def _measured(prepared: Prepared, limit: Limits, encoded: Mapping[str, Error]) -
     averaged = averages_of(prepared.checkpoint.container.storage)
     found = {"decoded": decoded, "encoded": encoded, "averaged": averaged}
     return tuple(Measured(each, found[each.action][each.name]) for each in recoded)
-
-
-def _refuse_around(prepared: Prepared, target: str) -> None:
-    """Refuse a local target that contains the source, or that is the source, or some of it, and would hold less.
-
-    Raises:
-        UsageError: EXISTS: replacing it would delete what is read, and what lies beside.
-    """
-    source, ignored = prepared.checkpoint.path, prepared.plan.ignored
-    if is_url(source) or is_url(target):
-        return
-    here, there = Path(source).resolve(), Path(target).resolve()
-    hint = "Choose another place."
-    if there in here.parents:
-        raise refuse("EXISTS", f"the source {source} lies inside of it and would be deleted", file=target, hint=hint)
-    folder = here if here.is_dir() else here.parent
-    files = [folder / name for name in prepared.checkpoint.container.files]
-    if ignored and any(there == file or there in file.parents for file in files):
-        lost = f"{ignored[0]} and {len(ignored) - 1} more" if len(ignored) > 1 else ignored[0]
-        message = f"it is the source itself, and would be replaced by something without {lost}"
-        raise refuse("EXISTS", message, file=target, hint=hint)
 
 
 def _write(prepared: Prepared, staging: Stage, limit: Limits, progress: Progress, errors: dict[str, Error]) -> int:

@@ -45,6 +45,8 @@ class Settings:
     """Of a DeepSpeed checkpoint: whether replicas that differ between ranks are taken as their mean."""
     partial: bool = False
     """Whether it is a part of a model on purpose (one rank's, one stage's): tensors may be absent."""
+    files: tuple[str, ...] = ()
+    """The config and the rules, as typed, where they are files."""
 
 
 def settings(
@@ -78,6 +80,7 @@ def settings(
         StorageError: IO where they cannot be read.
         UsageError: UNKNOWN_AXIS where no family has an axis of that name.
     """
+    files = tuple(str(path) for path in (config, rules) if isinstance(path, str | Path))
     families = builtin() if rules is None else with_rules(_text(rules, LONGEST_TABLE), str(rules))
     given = dict(axes or {})
     known = {axis for f in families.values() for axis in f.axes}
@@ -86,7 +89,7 @@ def settings(
             raise refuse("UNKNOWN_AXIS", f"no family has an axis {axis!r}", hint=f"axes: {', '.join(sorted(known))}")
     if config is not None and not isinstance(config, Mapping):
         config = parse_config(_text(config, LONGEST_CONFIG), str(config))
-    return Settings(format, family, dialect, config, given, families, weights, optimizer, average)
+    return Settings(format, family, dialect, config, given, families, weights, optimizer, average, files=files)
 
 
 def _text(path: str | Path, most: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from transaxle.errors import refuse
+from transaxle.formats.belongings import Overwrite
 from transaxle.formats.local import LocalStorage
 from transaxle.formats.remote import RemoteStorage
 from transaxle.formats.staging import Staging
@@ -23,7 +24,7 @@ def storage_at(path: str | os.PathLike[str]) -> Storage:
 
 
 def staging_at(
-    target: str | os.PathLike[str], *, overwrite: bool = False, resume: bool = False, sync: bool = True
+    target: str | os.PathLike[str], *, overwrite: Overwrite = False, resume: bool = False, sync: bool = True
 ) -> Stage:
     """Begin a checkpoint at a path or URL; raises as `Staging` or `Upload`.
 

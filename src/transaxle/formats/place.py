@@ -16,15 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 
 from transaxle.errors import refuse
-from transaxle.formats.company import INDEX, MANIFEST, WHOLE
+from transaxle.formats.belongings import LocalFolder, Overwrite, head_of, irreplaceable, known, replaced_file
+from transaxle.formats.company import WHOLE
 from transaxle.formats.failure import failed
 from transaxle.formats.syscalls import exchange, rename_new
 
 _PARTIAL, _OLD = "partial", "old"
 _LONGEST = 200
 """Bytes of a name that still has room for our ending within the 255 that file systems allow."""
-CHECKPOINT_FILES = (*WHOLE, INDEX, ".distcp", ".metadata", "latest", MANIFEST)
-"""Ends of the names of files, one of which at least is in every folder that holds a checkpoint."""
 
 
 class Place:
@@ -32,14 +31,14 @@ class Place:
 
     Args:
         target: the path as the user typed it; a link is followed, so that what it leads to is replaced, not the link.
-        overwrite: an existing checkpoint there may be replaced.
+        overwrite: an existing checkpoint there may be replaced; `everything`: with all that lies in its folder.
 
     Raises:
-        UsageError: EXISTS for the root of the file system.
+        UsageError: EXISTS for the root of the file system; AMBIGUOUS for an `overwrite` that says nothing.
         StorageError: IO if it is no path, or the folder around it is missing.
     """
 
-    def __init__(self, target: str | os.PathLike[str], *, overwrite: bool) -> None:
+    def __init__(self, target: str | os.PathLike[str], *, overwrite: Overwrite) -> None:
         self.typed = os.fspath(target)
         """The path as the user typed it."""
         if not self.typed or "\0" in self.typed:
@@ -58,7 +57,7 @@ class Place:
         if not has_parent:
             message = f"there is no folder {self.target.parent}"
             raise refuse("IO", message, file=self.typed, hint="Make it first.")
-        self._overwrite = overwrite
+        self._overwrite = known(overwrite)
         self.single = self.target.name if is_file else None
         """Name of the one file to write; None for a folder."""
         self.partial = self._neighbour(_PARTIAL)
@@ -68,7 +67,8 @@ class Place:
     def check(self) -> None:
         """Check that a checkpoint may be put here.
 
-        A folder is replaced only if it is empty or holds a checkpoint: a slip in the path must not cost a project.
+        A folder is replaced only if it is empty or holds a checkpoint, and nothing else unless that was said: a slip in
+        the path must not cost a project.
 
         Raises:
             UsageError: EXISTS.
@@ -79,9 +79,7 @@ class Place:
         if not self._overwrite:
             hint = "Choose another place, or replace it with --overwrite (overwrite=True)."
             raise refuse("EXISTS", "it exists already", file=self.typed, hint=hint)
-        reason = self._irreplaceable()
-        if reason:
-            raise refuse("EXISTS", f"it is not replaced: {reason}", file=self.typed, hint="Choose another place.")
+        self._refuse(*self._irreplaceable())
 
     def recover(self) -> None:
         """Put back the checkpoint that a run which died in the middle of replacing it had moved aside."""
@@ -127,26 +125,29 @@ class Place:
             name = hashlib.sha256(os.fsencode(name)).hexdigest()
         return self.target.with_name(f".{name}.transaxle-{what}")
 
-    def _irreplaceable(self) -> str:
-        """Say why what exists there must stay; empty if it may be replaced."""
+    def _refuse(self, reason: str, hint: str) -> None:
+        if reason:
+            raise refuse("EXISTS", f"it is not replaced: {reason}", file=self.typed, hint=hint)
+
+    def _irreplaceable(self) -> tuple[str, str]:
+        """Say why what exists there must stay, and what to do about it; two empty texts if it may be replaced."""
+        elsewhere = "Choose another place."
         try:
             mode = os.lstat(self.target).st_mode
             if self.single:
-                return "" if stat.S_ISREG(mode) else "it is no regular file"
+                if not stat.S_ISREG(mode):
+                    return "it is no regular file", elsewhere
+                return replaced_file(self.target.name, head_of(self.target), self._overwrite)
             if not stat.S_ISDIR(mode):
-                return "it is a file, and a folder is to be written"
-            names = os.listdir(self.target)  # noqa: PTH208
+                return "it is a file, and a folder is to be written", elsewhere
             here = Path.cwd()
-            mounted = self.target.is_mount()
+            if self.target == here or self.target in here.parents:
+                return "it is the current folder or one above it", elsewhere
+            if self.target.is_mount():
+                return "a file system is mounted there; a folder inside it will do", elsewhere
+            return irreplaceable(LocalFolder(self.target), self._overwrite)
         except OSError as error:
             raise failed(error, "looking at it", self.typed) from error
-        if self.target == here or self.target in here.parents:
-            return "it is the current folder or one above it"
-        if mounted:
-            return "a file system is mounted there; a folder inside it will do"
-        if names and not any(name.endswith(CHECKPOINT_FILES) for name in names):
-            return "it is a folder that holds no checkpoint"
-        return ""
 
     def _publish_file(self, work: Path) -> None:
         if self._overwrite:
@@ -157,12 +158,19 @@ class Place:
     def _publish_folder(self, work: Path) -> None:
         if not self._overwrite or not os.path.lexists(self.target):
             rename_new(str(work), str(self.target))
-        elif not exchange(str(work), str(self.target)):
+        elif exchange(str(work), str(self.target)):
+            try:
+                self._refuse(*irreplaceable(LocalFolder(work), self._overwrite))  # what came since the last look
+            except BaseException:
+                exchange(str(work), str(self.target))
+                raise
+        else:
             # Not in one step here. A run that dies between the two renames is put right by `recover`.
             self.target.rename(self._old)
             try:
+                self._refuse(*irreplaceable(LocalFolder(self._old), self._overwrite))
                 rename_new(str(work), str(self.target))
-            except OSError:
+            except BaseException:
                 self._old.rename(self.target)
                 raise
 

@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Literal, Self
 
 from transaxle.errors import refuse
+from transaxle.formats.belongings import Overwrite
 from transaxle.formats.failure import failed
 from transaxle.formats.handles import Handles
 from transaxle.formats.names import checked_parts
@@ -40,7 +41,8 @@ class Staging:
 
     Args:
         target: a folder, or one file if it ends in `.safetensors`, `.bin`, `.pt` or `.pth`.
-        overwrite: replace a checkpoint that is there. It stays readable until the new one is complete.
+        overwrite: replace a checkpoint that is there. It stays readable until the new one is complete. `everything`:
+            whatever else is in its folder goes too; else such a folder is refused.
         resume: continue what an earlier run left, and leave what is there if this one fails too.
         sync: make everything durable before the rename. Without it a power cut may leave damaged files.
 
@@ -53,7 +55,7 @@ class Staging:
     """The bytes of a file may come in any order, and from several threads."""
 
     def __init__(
-        self, target: str | os.PathLike[str], *, overwrite: bool = False, resume: bool = False, sync: bool = True
+        self, target: str | os.PathLike[str], *, overwrite: Overwrite = False, resume: bool = False, sync: bool = True
     ) -> None:
         self._place = Place(target, overwrite=overwrite)
         self._resume = resume

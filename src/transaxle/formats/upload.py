@@ -19,10 +19,17 @@ from types import TracebackType
 from typing import Literal, Self
 
 from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.belongings import (
+    Overwrite,
+    RemoteFolder,
+    irreplaceable,
+    known,
+    remote_head_of,
+    replaced_file,
+)
 from transaxle.formats.company import INDEX, MANIFEST, STATE_FOLDER, TENSOR_FILES, WHOLE
 from transaxle.formats.names import checked_parts
-from transaxle.formats.place import CHECKPOINT_FILES
-from transaxle.formats.service import FILE, Service, Stream
+from transaxle.formats.service import FILE, Info, Service, Stream
 
 PART = 8 << 20
 """Bytes of a part, unless a file would have too many."""
@@ -41,7 +48,8 @@ class Upload:
 
     Args:
         target: URL of a folder, or of one file if it ends in `.safetensors`, `.bin`, `.pt` or `.pth`.
-        overwrite: replace a checkpoint that is there. It stays readable until everything is sent.
+        overwrite: replace a checkpoint that is there. It stays readable until everything is sent. `everything`:
+            whatever else is under the URL goes too; else it is refused.
         resume: refused: parts that were sent cannot be continued by another run.
         part: bytes of a part; more for files that would have more than 10,000. S3 wants at least 5 MiB.
 
@@ -54,7 +62,7 @@ class Upload:
     ordered: Literal[True] = True
     """The bytes of a file must come in order, and from one thread at a time."""
 
-    def __init__(self, target: str, *, overwrite: bool = False, resume: bool = False, part: int = PART) -> None:
+    def __init__(self, target: str, *, overwrite: Overwrite = False, resume: bool = False, part: int = PART) -> None:
         self._service = Service(target, writing=True)
         self._shown = self._service.shown
         if resume:
@@ -62,7 +70,7 @@ class Upload:
             raise refuse("UNSUPPORTED", "an upload cannot be resumed", file=self._shown, hint=hint)
         if not self._service.path.strip("/").partition("/")[2] and self._service.scheme != _OWN:
             raise refuse("EXISTS", "it is the root of the store", file=self._shown, hint="Name a folder in it.")
-        self._overwrite = overwrite
+        self._overwrite = known(overwrite)
         self._part = part
         self._single: str | None = None
         self._streams: dict[str, _File] = {}
@@ -91,7 +99,7 @@ class Upload:
         is_file = found is not None and found.get("type") == FILE
         if self._shown.endswith(WHOLE) and (found is None or is_file):
             self._single = self._service.path.rpartition("/")[2]
-        self._check(there=found is not None, is_file=is_file)
+        self._check(found)
         self._scratch = Path(tempfile.mkdtemp(prefix="transaxle-"))
         return self
 
@@ -183,7 +191,7 @@ class Upload:
             StorageError: IO.
         """
         found = self._service.info(self._service.path, self._shown)
-        self._check(there=found is not None, is_file=found is not None and found.get("type") == FILE)
+        self._check(found)
         if self._overwrite and not self._single:
             self._delete_old()
 
@@ -219,22 +227,26 @@ class Upload:
         part = part_size(size, self._part)
         self._streams[name] = _File(self._service, self._service.create(place, part, name), name, size, part)
 
-    def _check(self, *, there: bool, is_file: bool) -> None:
-        """Check that a checkpoint may be put here; only one that is empty or a checkpoint is replaced."""
-        if not there:
+    def _check(self, found: Info | None) -> None:
+        """Check that a checkpoint may be put here; only what is empty or a checkpoint is replaced.
+
+        Args:
+            found: what the service says of the place.
+        """
+        if found is None:
             return
         if not self._overwrite:
             hint = "Choose another place, or replace it with --overwrite (overwrite=True)."
             raise refuse("EXISTS", "it exists already", file=self._shown, hint=hint)
-        reason = ""
-        if is_file and not self._single:
-            reason = "it is a file, and a folder is to be written"
-        elif not is_file:
-            found = self._service.members(self._service.path, self._shown)
-            if found and not any(str(member["name"]).endswith(CHECKPOINT_FILES) for member in found):
-                reason = "it is a folder that holds no checkpoint"
+        if found.get("type") != FILE:
+            reason, hint = irreplaceable(RemoteFolder(self._service), self._overwrite)
+        elif self._single:
+            head = remote_head_of(self._service, int(found.get("size") or 0))
+            reason, hint = replaced_file(self._single, head, self._overwrite)
+        else:
+            reason, hint = "it is a file, and a folder is to be written", "Choose another place."
         if reason:
-            raise refuse("EXISTS", f"it is not replaced: {reason}", file=self._shown, hint="Choose another place.")
+            raise refuse("EXISTS", f"it is not replaced: {reason}", file=self._shown, hint=hint)
 
     def _delete_old(self) -> None:
         start = f"{self._service.path}/"

@@ -18,6 +18,8 @@ _SECRET = re.compile(r"(?i)\b([\w-]*(?:secret|token|signature|password|credentia
 _KEY_ID = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{8,}\b")
 _LONGEST = 300
 _HIDDEN = "…"
+_ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "az": "abfs"}
+"""Scheme -> another one that names the same service."""
 
 
 def is_url(path: str) -> bool:
@@ -37,6 +39,13 @@ def local_path(url: str) -> str | None:
     parts = urlsplit(url)
     rest = url.partition("://")[2]
     return unquote(rest.removeprefix(parts.netloc)) if parts.netloc in _LOCAL_HOSTS else None
+
+
+def address(url: str) -> str:
+    """Return a URL in one spelling, to be compared with others: schemes that name one service, slashes, no query."""
+    kind, _, rest = url.partition("?")[0].partition("://")
+    parts = [part for part in rest.split("/") if part not in ("", ".")]
+    return "/".join((f"{_ALIASES.get(kind.lower(), kind.lower())}:/", *parts))
 
 
 def shown(url: str) -> str:

@@ -22,6 +22,7 @@ from transaxle.engine.checkpoint import Checkpoint
 from transaxle.engine.plan import SHARD_SIZE, for_hub, make_plan, ready
 from transaxle.engine.settings import Settings
 from transaxle.errors import gathered, refuse
+from transaxle.formats.belongings import Overwrite
 from transaxle.formats.company import WHOLE
 from transaxle.formats.groups import Group
 from transaxle.live.census import Census, census
@@ -73,7 +74,7 @@ class Wish:
     """Whether optimizer state is among the tensors."""
     shard_size: int
     """Bytes of tensors per file."""
-    overwrite: bool
+    overwrite: Overwrite
     """Replace what is there."""
     sync: bool
     """Make everything durable first."""
@@ -106,7 +107,7 @@ class Request:
     """The model's config."""
     shard_size: int = SHARD_SIZE
     """Bytes of tensors per file."""
-    overwrite: bool = False
+    overwrite: Overwrite = False
     """Replace what is there."""
     sync: bool = True
     """Make everything durable first."""
@@ -171,7 +172,8 @@ def save(request: Request) -> SaveReport:  # noqa: D417 - the arguments are thos
         dialect: dialect of the model's names; None: recognised.
         config: the model's config; None: `model.config`, where it has one.
         shard_size: bytes of tensors per file.
-        overwrite: replace the checkpoint at `dst`.
+        overwrite: replace the checkpoint at `dst`. Where its folder holds anything else, that is refused, or goes too
+            if this is `"everything"`.
         sync: make everything durable before `dst` appears.
         check_copies: compare what several ranks hold without a mesh that keeps it equal, and refuse what differs.
         group: the ranks that save together; None: all.

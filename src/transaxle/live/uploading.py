@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from transaxle.engine.finished import manifest_of
 from transaxle.engine.manifest import digest, encode
 from transaxle.engine.plan import Prepared
+from transaxle.formats.belongings import EVERYTHING
 from transaxle.formats.company import MANIFEST
 from transaxle.formats.location import Stage
 from transaxle.formats.upload import Upload, opens
@@ -53,7 +54,7 @@ def upload(
         def begin() -> None:
             nonlocal stage
             if stage is None and mine:
-                stage = stack.enter_context(Upload(dst, overwrite=True))  # rank 0 has looked what is there
+                stage = stack.enter_context(Upload(dst, overwrite=EVERYTHING))  # rank 0 has looked what is there
             if stage is not None:
                 carried = plan.carried if lead is not None and lead.single is None else ()
                 stage.prepare(mine | {name: plan.files[name] for name in carried})

@@ -20,6 +20,7 @@ from transaxle.engine.finished import manifest_of
 from transaxle.engine.manifest import encode
 from transaxle.engine.plan import PlannedTensor, Prepared
 from transaxle.errors import Refusal, Where, gathered
+from transaxle.formats.belongings import Overwrite
 from transaxle.formats.company import MANIFEST
 from transaxle.formats.local import LocalStorage
 from transaxle.formats.location import Stage, staging_at
@@ -39,7 +40,9 @@ _FOLDED = 16 << 20
 """A tensor shorter than this may be one rank's where that leaves another one with less to write."""
 
 
-def write(prepared: Prepared, dst: str, world: World, clock: Clock, *, overwrite: bool, sync: bool) -> tuple[int, int]:
+def write(
+    prepared: Prepared, dst: str, world: World, clock: Clock, *, overwrite: Overwrite, sync: bool
+) -> tuple[int, int]:
     """Carry a plan out from all ranks' memory, and commit the result whole or not at all; collective.
 
     Args:
@@ -47,7 +50,7 @@ def write(prepared: Prepared, dst: str, world: World, clock: Clock, *, overwrite
         dst: where.
         world: the ranks.
         clock: takes the time of the stages.
-        overwrite: replace the checkpoint at `dst`.
+        overwrite: replace the checkpoint at `dst`; `everything`: with whatever else is there.
         sync: make everything durable before the commit.
 
     Returns:
