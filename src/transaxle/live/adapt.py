@@ -32,9 +32,10 @@ from transaxle.live.census import Census, own_census
 from transaxle.live.config import Config, own_config, plain
 from transaxle.live.dtype import torch_dtype
 from transaxle.live.landing import local_of
-from transaxle.live.leaves import State, leaves
+from transaxle.live.leaves import Leaves, State, leaves
 from transaxle.live.memory import container, own_entry, rank_of, tensor_of
 from transaxle.live.placement import Held, Placement, local_shape
+from transaxle.live.settle import left_out, settle, untaken
 from transaxle.live.world import World
 from transaxle.quant.placed import cut_of
 
@@ -110,6 +111,7 @@ def regroupable(state: State, given: Sequence[Stem]) -> tuple[dict[str, torch.Te
 def _to_be_filled(adapter: _Adapter) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
     made = adapter.all()
     adapter.check_complete(made)
+    adapter.check_taken()
     made = adapter.apart(made)
     return made, lambda: adapter.give_back(made)
 
@@ -140,20 +142,21 @@ def _adapted(
     state: State, config: Mapping[str, Any] | None, said: Settings, change: Callable[[Checkpoint], Checkpoint]
 ) -> _Adapter:
     rank = World().rank
-    mine = leaves(state).tensors
+    found = leaves(state)
+    mine = found.tensors
     everything = own_census(mine, rank)
-    return _Adapter(
-        change(Checkpoint(container(everything, mine, rank, config), said, None, None)), everything, mine, rank
-    )
+    seen = change(Checkpoint(container(everything, mine, rank, config), said, None, None))
+    return _Adapter(seen, everything, found, rank)
 
 
 class _Adapter:
     """Makes the tensors of one view out of this rank's tensors."""
 
-    def __init__(self, seen: Checkpoint, everything: Census, mine: Mapping[str, torch.Tensor], rank: int) -> None:
+    def __init__(self, seen: Checkpoint, everything: Census, found: Leaves, rank: int) -> None:
         self._seen = seen
         self._everything = everything
-        self._mine = mine
+        self._mine = found.tensors
+        self._islands = found.islands
         self._rank = rank
         self._known: dict[Any, tuple[_Choice, ...]] = {}
         self._sources: dict[int, Source] = {}
@@ -186,6 +189,16 @@ class _Adapter:
         if problems:
             raise gathered(problems)
         self._shared = frozenset(name for name, size in given.items() if size > _size(self._mine[name]))
+
+    def check_taken(self) -> None:
+        """Refuse entries of a model that are copies and whose values its own `load_state_dict` does not take.
+
+        Raises:
+            Refused: UNSUPPORTED, MISSING_TENSOR.
+        """
+        problems, left = untaken(self._islands)
+        if problems or left:
+            raise gathered([*problems, *left_out(left)])
 
     def apart(self, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors; those made of the same bytes get memory of their own, since they may be filled unlike."""
@@ -236,6 +249,7 @@ class _Adapter:
                     local.copy_(flat[name].view(local.shape))
             for name, first in self._follow.items():
                 self._mine[name].copy_(self._mine[first])
+        settle(self._islands, self._mine)
 
     def _numbers(self) -> dict[str, str]:
         """Return the numbers (a step) that are one in the other dialect, each with the one that is taken for all."""

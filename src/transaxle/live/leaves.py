@@ -16,16 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from transaxle.axes.name import own_name
-from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.live import fsdp1
+from transaxle.live.derived import EXTRA_STATE, Island, islands
 from transaxle.live.landing import local_of
-from transaxle.live.part import mark_all
+from transaxle.live.part import mark, mark_all, part_of
 from transaxle.quant.entries import is_quantized
 
 State = nn.Module | Mapping[str, Any]
 """A model, or a state dict, nested or flat."""
 _SEPARATOR = "."
-EXTRA_STATE = "_extra_state"
-"""Last part of the name under which a module keeps what its `get_extra_state` gives."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,13 @@ class Leaves:
     """What a model or state dict holds."""
 
     tensors: Mapping[str, torch.Tensor]
-    """Tensors and DTensors, by name; parameters are the parameters themselves."""
+    """Tensors and DTensors, by name; parameters are the parameters themselves, but for those of `islands`."""
     others: Mapping[str, Any]
     """Everything else, by name: of a state dict what is no tensor, of a model the extra states of its modules."""
     weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Quantized parameters of a model; of these `tensors` has codes and scales, each under a name of its own."""
+    islands: tuple[Island, ...] = ()
+    """Modules of a model whose entries in `tensors` are copies; `settle` puts their values into place."""
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -62,7 +64,7 @@ def leaves(state: State) -> Leaves:
     clean = isinstance(state, nn.Module)
     if isinstance(state, nn.Module):
         mark_all(state)
-    found = iter(state.state_dict(keep_vars=True).items()) if isinstance(state, nn.Module) else _flat(state, "")
+    found = iter((entries := _entries(state)).items()) if isinstance(state, nn.Module) else _flat(state, "")
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, Any] = {}
     problems = []
@@ -81,7 +83,28 @@ def leaves(state: State) -> Leaves:
             others[name] = value
     if problems:
         raise gathered(problems)
-    return Leaves(tensors, others, _quantized(state) if isinstance(state, nn.Module) else {})
+    if not isinstance(state, nn.Module):
+        return Leaves(tensors, others)
+    apart = tuple(islands(state, entries))
+    for path in (island.full(name) for island in apart for name in island.derived):
+        tensors[own_name(path)] = _copy(tensors[own_name(path)])
+    return Leaves(tensors, others, _quantized(state), apart)
+
+
+def _entries(model: nn.Module) -> dict[str, Any]:
+    try:
+        with fsdp1.whole(model):
+            found: dict[str, Any] = model.state_dict(keep_vars=True)
+    except TransaxleError:
+        raise
+    except Exception as error:  # whatever hooks of others raise
+        raise refuse("UNSUPPORTED", f"{type(model).__name__}.state_dict() fails: {error!r}") from error
+    return found
+
+
+def _copy(entry: torch.Tensor) -> torch.Tensor:
+    """Return a derived entry in memory of its own: it may be a part of a parameter, or one element many times."""
+    return mark(entry.detach().clone(), part_of(entry))
 
 
 def _check(state: object) -> None:

@@ -42,6 +42,7 @@ from transaxle.live.optimizer import doubled, follow, install, names_of, rooms_f
 from transaxle.live.quantized import Weights, stand_in
 from transaxle.live.reading import Counting, Unit, units
 from transaxle.live.report import LoadReport
+from transaxle.live.settle import left_out, reached, settle, unnamed, untaken
 from transaxle.live.view import View
 from transaxle.live.world import World
 from transaxle.quant.entries import begin_anew, put_values
@@ -79,6 +80,10 @@ class _Planned:
     """Quantized parameters of any rank whose state of scaling begins anew."""
     gone: frozenset[str]
     """Names of entries that nothing is read into."""
+    reached: set[str]
+    """Names of this rank's parameters and buffers that are no entries, and that its modules load."""
+    untried: frozenset[str]
+    """Paths of this rank's modules on meta: that they load what they show is found out when they have memory."""
 
 
 def load(
@@ -131,8 +136,9 @@ def load(
             _check_copies(planned.seen, world, jobs)
         with world.together():
             if isinstance(state, nn.Module):
-                materialise(state, planned.stored, device or _default_device())
+                materialise(state, planned.stored.keys() | planned.reached, device or _default_device())
             held = leaves(state)
+            _check_taken(held, planned.untried)
             values = {
                 n: stand_in(held.weights[n], code, meta=False) for n, code in planned.anew.items() if n in held.weights
             }
@@ -162,6 +168,7 @@ def load(
         for name in planned.begins:
             if name in held.weights:
                 begin_anew(held.weights[name])
+        settle(held.islands, held.tensors)
         if optimizer is not None:
             install(optimizer, named, states)
             restore(optimizer, planned.settings)
@@ -238,13 +245,18 @@ def _plan(
             n: stand_in(found.weights[n], code, meta=True) for n, code in filled.anew.items() if n in found.weights
         }
         mine = {**_left(found, filled.gone), **plain}
+        if optimizer is not None:
+            nameless = unnamed((p for group in optimizer.param_groups for p in group["params"]), found.islands)
+            if nameless:
+                raise gathered(nameless)
         named = {} if optimizer is None else names_of(optimizer, found.parameters)
         states = {} if optimizer is None else rooms_for(optimizer, named, stored)
         lost = () if optimizer is None else unrestored(optimizer, named, stored)
+        unfit, left = untaken(found.islands)
     kept = {name: tensor for name, tensor in names.items() if name not in filled.gone}
     added = census({**plain, **states}, world)
-    told = world.gather((tied(mine, stored), doubled(named, found.parameters, stored), tuple(found.others)))
-    ties, doubles, others = ({name for each in told for name in each[side]} for side in range(3))
+    told = world.gather((tied(mine, stored), doubled(named, found.parameters, stored), tuple(found.others), left))
+    ties, doubles, others, omitted = ({name for each in told for name in each[side]} for side in range(4))
     everything = {name: tensor for name, tensor in {**kept, **added}.items() if name not in ties}
     with world.together():
         sizes = sizes_that_differ(state, seen.checkpoint.config)
@@ -252,13 +264,15 @@ def _plan(
         problems += filled.problems
         unexpected = tuple(name for name in unexpected if name not in others | doubles | filled.gone)
         beside = Beside(state, found.others, extra, seen.checkpoint, stored, world)
-        problems += beside.problems
-        missing += lost
+        problems += [*beside.problems, *unfit]
+        missing += (*lost, *sorted(omitted))
         if strict:
             names_there = [name for name in checkpoint if name not in everything]
-            problems += [*unmatched(missing, unexpected, names_there), *beside.lacking]
+            missed = [name for name in missing if name not in omitted]
+            problems += [*unmatched(missed, unexpected, names_there), *left_out(left), *beside.lacking]
             problems += [] if optimizer is None else taken_away(checkpoint)
-        problems += [*unloadable(state, stored.keys() | ties), *unwritable(mine)]
+        reach = reached(found.islands, stored.keys() | ties)
+        problems += [*unloadable(state, stored.keys() | ties | reach), *unwritable(mine)]
         settings, unlike = ([], []) if optimizer is None else settings_for(optimizer, named, _groups(seen, problems))
         problems += unlike
         if problems:
@@ -279,12 +293,25 @@ def _plan(
         filled.anew,
         filled.begins,
         filled.gone,
+        reach,
+        frozenset(island.path for island in found.islands if island.is_meta),
     )
 
 
 def _left(held: Leaves, gone: frozenset[str]) -> dict[str, torch.Tensor]:
     """Return a model's tensors without those that nothing is read into."""
     return {name: tensor for name, tensor in held.tensors.items() if name not in gone}
+
+
+def _check_taken(held: Leaves, untried: frozenset[str]) -> None:
+    """Try modules that had no memory when all was planned.
+
+    Raises:
+        Refused: UNSUPPORTED, MISSING_TENSOR.
+    """
+    problems, left = untaken(island for island in held.islands if island.path in untried)
+    if problems or left:
+        raise gathered([*problems, *left_out(left)])
 
 
 def _check_landed(landings: Mapping[str, Landing]) -> None:

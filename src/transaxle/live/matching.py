@@ -11,7 +11,7 @@ from transaxle.engine.checkpoint import StoredTensor
 from transaxle.errors import Refusal, Where
 from transaxle.live.census import Census
 from transaxle.live.convert import decode_hint, may_become
-from transaxle.live.leaves import EXTRA_STATE
+from transaxle.live.derived import EXTRA_STATE
 
 _COMPARED, _LIKE = 8, 0.6
 """Names for which the closest one is looked for, and how alike the two must be."""

@@ -17,7 +17,7 @@ from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.landing import local_of
 from transaxle.live.leaves import State, leaves
 
-_INIT = ("reset_parameters", "init_weights")
+_INIT = ("reset_parameters", "init_weights", "_init_self_buffers")
 """Methods by which modules fill what they own, in the order in which they are tried."""
 _MODEL_INIT = "_init_weights"
 """Method of a transformers model that fills one module."""

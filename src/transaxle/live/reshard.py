@@ -20,6 +20,7 @@ from transaxle.live.leaves import State, leaves, unwritable
 from transaxle.live.matching import compared, unmatched
 from transaxle.live.memory import container, memory_of
 from transaxle.live.placement import local_shape
+from transaxle.live.settle import left_out, settle, untaken
 from transaxle.live.view import view
 from transaxle.live.world import World
 
@@ -69,7 +70,8 @@ def reshard(
     begin = time.monotonic()
     world = World(group)
     with world.together():
-        mine, theirs = leaves(src_state).tensors, leaves(dst_state).tensors
+        mine, into = leaves(src_state).tensors, leaves(dst_state)
+        theirs = into.tensors
     told = shared_config(src_state, config, world)
     source, target = census(mine, world), census(theirs, world)
     with world.together():
@@ -78,9 +80,10 @@ def reshard(
         seen = view(Checkpoint(held, Settings(family=family, partial=True), None, None), shapes, family, dialect)
         stored = seen.tensors()
         problems, missing, unexpected = compared(target, stored, optimizer=True)
-        problems += unwritable(theirs)
+        unfit, left = untaken(into.islands)
+        problems += [*unwritable(theirs), *unfit]
         if strict:
-            problems += unmatched(missing, unexpected)
+            problems += [*unmatched(missing, unexpected), *left_out(left)]
         if problems:
             raise gathered(problems)
         landings = {name: Landing(tensor, stored[name].dtype) for name, tensor in theirs.items() if name in stored}
@@ -100,5 +103,7 @@ def reshard(
 
     with world.together():
         received = assemble(items, memory_of(held), world, write)
+    with world.together():
+        settle(into.islands, theirs)
     written = sum(landing.written for landing in landings.values())
     return ReshardReport(len(landings), written, received, time.monotonic() - begin)

@@ -36,6 +36,7 @@ from transaxle.live.memory import container
 from transaxle.live.optimizer import as_tensor, names_of, states_of
 from transaxle.live.published import published
 from transaxle.live.report import SaveReport
+from transaxle.live.settle import unnamed
 from transaxle.live.world import World
 from transaxle.live.writing import write
 
@@ -206,6 +207,9 @@ def held(request: Request, world: World) -> tuple[dict[str, torch.Tensor], Holdi
         if problems := unsavable(tensors):
             raise gathered(problems)
         if optimizer is not None:
+            nameless = unnamed((p for group in optimizer.param_groups for p in group["params"]), found.islands)
+            if nameless:
+                raise gathered(nameless)
             named = names_of(optimizer, found.parameters)
             groups = groups_of(optimizer, named)
             tensors |= states_of(optimizer, named)
