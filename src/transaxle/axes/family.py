@@ -151,6 +151,8 @@ class Family:
     """Formulas with a name (`let`)."""
     dialects: tuple[Dialect, ...] = ()
     """Known dialects, in table order."""
+    wrappers: tuple[str, ...] = ()
+    """Values of `model_type` of models around this one (in `text_config`) whose names the dialects have as well."""
 
     def dialect(self, label: str) -> Dialect | None:
         """Return the dialect of that name (its newest version) or `name@version`; None where there is none."""

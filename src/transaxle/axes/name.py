@@ -26,11 +26,18 @@ _DECIMAL = "(0|[1-9][0-9]{0,9})"
 _SEPARATOR = "."
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Segments that torch's wrappers put into the names of a live model's parameters."""
+_OUTER = _WRAPPERS | {"module", "model", "_forward_module"}
+"""Segments that may stand before all names of a model without making it a part of another one."""
 
 
 def own_name(name: str) -> str:
     """Return a name without the segments that wrappers add."""
     return _SEPARATOR.join(part for part in name.split(_SEPARATOR) if part not in _WRAPPERS)
+
+
+def is_outer(prefix: str) -> bool:
+    """Tell whether a prefix is only what data parallelism, compilation and training loops put before all names."""
+    return _OUTER.issuperset(prefix.split(_SEPARATOR)[:-1])
 
 
 def skeleton(name: str) -> str:

@@ -2,6 +2,7 @@
 
     family toy
       model_type toy
+      wrapper toy_vl                             # models around it, with this one in their text_config
       axes  l=num_layers d=hidden_size f=intermediate_size
       axis  r = heads[l] // kv_heads              # one axis, a formula with spaces
       up    : l f d
@@ -72,6 +73,7 @@ class _Reader:
         self.raw = ""
         self.statements = {
             "model_type": self.model_type,
+            "wrapper": self.wrapper,
             "axes": self.axes,
             "axis": self.axis,
             "let": self.let,
@@ -164,6 +166,10 @@ class _Reader:
         assert self.family is not None
         self.touch(replace(self.family, model_types=tuple(text.split()[1:])))
 
+    def wrapper(self, text: str) -> None:
+        assert self.family is not None
+        self.touch(replace(self.family, wrappers=tuple(text.split()[1:])))
+
     def axes(self, text: str) -> None:
         for item in text.split()[1:]:
             match = _AXES.fullmatch(item)
@@ -244,7 +250,7 @@ class _Reader:
         statement, when = self.split_when(text)
         match = _TENSOR.fullmatch(statement)
         if match is None:
-            raise self.expected("'model_type', 'axes', 'axis', 'let', 'tie', 'cut' or 'TENSOR : AXES'")
+            raise self.expected("'model_type', 'wrapper', 'axes', 'axis', 'let', 'tie', 'cut' or 'TENSOR : AXES'")
         name, axes = match[1], tuple(match[2].split())
         self.unreserved(name)
         if name in self.family.tensors:

@@ -90,7 +90,8 @@ def _written(checkpoint: Checkpoint, dialect: Dialect) -> Facts:
         made = checkpoint.translation(dialect.label)
     except TransaxleError as error:
         return {"tensors": 0, "refusals": [refusal.as_json() for refusal in error.refusals]}
-    return {"tensors": len(made.targets), "refusals": [refusal.as_json() for refusal in made.refusals]}
+    against = (*checkpoint.foreign(dialect.label), *made.refusals)
+    return {"tensors": len(made.targets), "refusals": [refusal.as_json() for refusal in against]}
 
 
 def _print(screen: Screen, found: Facts) -> None:

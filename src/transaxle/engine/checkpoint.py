@@ -17,7 +17,7 @@ import numpy as np
 
 from transaxle.axes.bind import Bound, bind
 from transaxle.axes.family import Sizes
-from transaxle.axes.form import PLAIN, Form, Recode, same
+from transaxle.axes.form import Recode, same
 from transaxle.axes.piece import Interval
 from transaxle.axes.relayout import Check, Target, unchanged
 from transaxle.axes.translate import translate
@@ -28,16 +28,17 @@ from transaxle.engine.averaged import averaged
 from transaxle.engine.choice import chosen
 from transaxle.engine.compacted import ordering
 from transaxle.engine.cutting import cutter, stored_config
-from transaxle.engine.decoded import DTYPES, decoded
+from transaxle.engine.decoded import DTYPES, decoded, plainly
 from transaxle.engine.described import Intervals, positions
 from transaxle.engine.encoded import Catalog, View, catalog, viewed
+from transaxle.engine.foreign import foreign
 from transaxle.engine.groups import regrouped
 from transaxle.engine.manifest import Manifest, read_manifest
 from transaxle.engine.recognise import IDENTITY, Recognised, pick_dialect, recognise
 from transaxle.engine.settings import CONFIG, Settings, settings
 from transaxle.engine.source import Source
 from transaxle.engine.transfer import Bytes, Scratch, Transfer, fill
-from transaxle.errors import TransaxleError, gathered, refuse
+from transaxle.errors import Refusal, TransaxleError, gathered, refuse
 from transaxle.formats.catalog import Container
 from transaxle.formats.detect import open_container
 from transaxle.formats.dtype import ITEM_BITS, nbytes, numpy_dtype, packed_width
@@ -47,7 +48,6 @@ from transaxle.formats.state import LEFT_BEHIND, OPTIMIZER
 _SCRATCH, _LEAST_SCRATCH = 8 << 20, 1 << 16
 _WASTE, _GAP = 1.25, 64
 """A read of a box may take so many bytes for each one wanted, or gaps of so many bytes between two runs."""
-_VALUES = frozenset(DTYPES.values())
 LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
 """Codes of what stands against a view where not all is there."""
 _UNRECOGNISED = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
@@ -306,7 +306,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
             return View(targets, (), (), (), {}, (), self.sizes.at({}) if self.family else {})
         target = pick_dialect(self.recognised.family, dialect)
         entries, partial = self.catalog.entries, self.settings.partial
-        found = translate(self.bound, entries, target, self.sizes, _plainly(recode), partial=partial)
+        found = translate(self.bound, entries, target, self.sizes, plainly(recode), partial=partial)
         return viewed(found, self.catalog)
 
     def as_dialect(self, dialect: str) -> Checkpoint:
@@ -317,6 +317,20 @@ class Checkpoint(Mapping[str, StoredTensor]):
         Raises:
             TransaxleError: everything that stands against it, at once.
         """
+        problems = self.foreign(dialect)
+        if problems:
+            raise gathered(problems)
+        return self.seen_as(dialect)
+
+    def foreign(self, dialect: str) -> list[Refusal]:
+        """Return why names of some tensors are not known in a dialect; it raises what `translation` does."""
+        if dialect == IDENTITY:
+            return []
+        target = pick_dialect(self.recognised.family, dialect)
+        return foreign(self.bound, self.config, target, said=self.settings.family is not None)
+
+    def seen_as(self, dialect: str) -> Checkpoint:
+        """Return what `as_dialect` does with unknown names as they are, for those who then compare all names."""
         return self._expressed(self.translation(dialect), dialect)
 
     def in_part(self, dialect: str) -> Checkpoint:
@@ -453,15 +467,6 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     def __repr__(self) -> str:
         return f"<checkpoint {self.path} · {self.format} · {len(self)} tensors>"
-
-
-def _plainly(recode: Recode) -> Recode:
-    """Let what was decoded be written as plain numbers, and what was not as `recode` says."""
-
-    def form(name: str, stored: Form) -> Form:
-        return recode(name, Form(stored.dtype, PLAIN) if stored.encoding and stored.dtype in _VALUES else stored)
-
-    return form
 
 
 def open_checkpoint(

@@ -111,7 +111,7 @@ def in_common(first: Checkpoint, second: Checkpoint) -> Checkpoint:
     if first.family is None or second.dialect is None or second.family != first.family:
         return first
     alike = first.dialect == second.dialect and first.recognised.prefix == second.recognised.prefix
-    return first if alike and not first.decoded else first.as_dialect(second.dialect)
+    return first if alike and not first.decoded else first.seen_as(second.dialect)
 
 
 def compare(
@@ -140,7 +140,7 @@ def compare(
     if numeric:
         first, second = (each.decode(_WIDEST) if each.catalog.encoded else each for each in (first, second))
     if second.decoded and second.dialect is not None and second.family is not None:
-        second = second.as_dialect(second.dialect)
+        second = second.seen_as(second.dialect)
     view = in_common(first, second)
     differing = list(_encodings(view, second))
     found = [difference for difference, _ in differing]
@@ -199,7 +199,7 @@ def _without_ties(one: Checkpoint, other: Checkpoint) -> tuple[Collection[str], 
     if not spare or one.family is None or one.dialect in (None, IDENTITY):
         return (), one
     try:
-        once = one.as_dialect(str(one.dialect))
+        once = one.seen_as(str(one.dialect))
     except TransaxleError:
         return (), one  # it cannot be read so: what is missing is told as it is
     ties = spare.difference(once, once.view.ignored) if all(name in one for name in once) else ()

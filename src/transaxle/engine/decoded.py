@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from transaxle.axes.form import PLAIN, Form, Recode
 from transaxle.axes.relayout import unchanged
 from transaxle.encodings.codec import Error, Wide, decode_box, decode_error
 from transaxle.encodings.convention import CONVENTIONS
@@ -271,6 +272,17 @@ def decoders_of(storage: Storage) -> Mapping[str, Decoder]:
     """Return what decodes the files of a storage that do not exist, by their names."""
     found = layer(storage, DecodedStorage)
     return {} if found is None else found.decoders
+
+
+def plainly(recode: Recode) -> Recode:
+    """Let what was decoded be written as plain numbers, and what was not as `recode` says."""
+
+    def form(name: str, stored: Form) -> Form:
+        return recode(
+            name, Form(stored.dtype, PLAIN) if stored.encoding and stored.dtype in DTYPES.values() else stored
+        )
+
+    return form
 
 
 def decoded(held: Catalog, chosen: Collection[str], dtype: Wide) -> Container:

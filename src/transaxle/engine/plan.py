@@ -279,7 +279,9 @@ def make_plan(
             checkpoint = checkpoint.without_optimizer()
     view, names, problems = _viewed(checkpoint, wanted, encode)
     problems.extend(against)
-    if strict:
+    unknown = checkpoint.foreign(wanted)
+    problems.extend(unknown)
+    if strict and not unknown:
         problems.extend(
             Refusal(
                 "UNEXPECTED_TENSOR", f"dialect {wanted} has no line for it", Where(None, name), "leave out --strict"

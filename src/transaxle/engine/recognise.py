@@ -60,7 +60,8 @@ def pick_dialect(family: Family, label: str) -> Dialect:
     return found
 
 
-def _model_types(config: Mapping[str, Any]) -> list[str]:
+def model_types(config: Mapping[str, Any]) -> list[str]:
+    """Return what a config says the model is: its own type, and that of the text model in it."""
     nested = config.get("text_config")
     levels = [config, nested] if isinstance(nested, Mapping) else [config]
     return [level["model_type"] for level in levels if isinstance(level.get("model_type"), str)]
@@ -106,7 +107,7 @@ def recognise(
         UsageError: UNKNOWN_FAMILY or AMBIGUOUS, listing the candidates.
     """
     grouped = group(split_slot(name)[0] for name in names)
-    told = _model_types(config)
+    told = model_types(config)
     if family is not None:
         candidates = [pick_family(family, families)]
     else:

@@ -114,7 +114,7 @@ def _of_family(checkpoint: Checkpoint, family: str) -> Checkpoint:
 def _expressed(checkpoint: Checkpoint, label: str, *, partial: bool) -> Checkpoint:
     """Return a source in another dialect; `partial`: where something is lacking, as far as it goes."""
     try:
-        return checkpoint.as_dialect(label)
+        return checkpoint.seen_as(label)
     except TransaxleError as error:
         if not LACKING.issuperset(refusal.code for refusal in error.refusals):
             raise

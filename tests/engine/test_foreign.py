@@ -1,0 +1,80 @@
+"""Issue 15, tables: what is only a part of another model keeps its names, or is refused; they are never made up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import transaxle as tx
+from tests import checkpoints
+
+CONFIG = checkpoints.CONFIG
+WRAPPED = {"model_type": "unheard_of_vl", "text_config": CONFIG}
+SIGHT = {"vision.proj.weight": np.ones((2, 3), np.float32)}
+
+
+def _store(folder: Path, prefix: str, config: Mapping[str, Any] | None, extra: Mapping[str, Any]) -> Path:
+    held = {prefix + name: array for name, array in checkpoints.tensors().items()} | dict(extra)
+    return checkpoints.write(folder, held, config=config)
+
+
+@pytest.mark.parametrize("to", ["transformers", "hf", "megatron", "dcp:automodel"])
+@pytest.mark.parametrize(
+    ("prefix", "config", "extra"),
+    [
+        ("language_model.", WRAPPED, SIGHT),
+        ("language_model.", WRAPPED, {}),
+        ("model.language_model.", None, SIGHT),
+        ("model.language_model.", None, {}),
+        ("", WRAPPED, {}),
+        ("module.text_model.", CONFIG, {}),
+    ],
+)
+def test_a_model_around_a_known_one_is_refused(
+    to: str, prefix: str, config: Mapping[str, Any] | None, extra: Mapping[str, Any], tmp_path: Path
+) -> None:
+    source = _store(tmp_path / "source", prefix, config, extra)
+    (refusal,) = tx.plan(source, tmp_path / "out", to=to).refusals
+    assert refusal.code == "UNKNOWN_FAMILY"
+    assert "qwen3_moe is only a part of this model" in refusal.message
+    assert all(name in refusal.message for name in extra)
+    assert "--to FORMAT:identity" in refusal.hint
+    assert "--rules" in refusal.hint
+    with pytest.raises(tx.TransaxleError, match="UNKNOWN_FAMILY"):
+        tx.convert(source, tmp_path / "out", to=to, sync=False)
+    with tx.open(source) as checkpoint, pytest.raises(tx.TransaxleError, match="UNKNOWN_FAMILY"):
+        checkpoint.as_dialect(to.rpartition(":")[2])
+
+
+def test_its_files_are_converted_under_its_own_names(tmp_path: Path) -> None:
+    source = _store(tmp_path / "source", "language_model.", WRAPPED, SIGHT)
+    tx.convert(source, tmp_path / "out", to="dcp", sync=False)
+    assert tx.verify(source, tmp_path / "out").equal
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "model.", "_orig_mod.module.", "_forward_module.model."])
+def test_what_training_loops_put_before_all_names_is_no_other_model(prefix: str, tmp_path: Path) -> None:
+    source = _store(tmp_path / "source", prefix, CONFIG, {})
+    tx.convert(source, tmp_path / "out", to="megatron", sync=False)
+    tx.convert(tmp_path / "out", tmp_path / "back", to="hf", sync=False)
+    assert set(tx.open(tmp_path / "back")) == set(checkpoints.tensors())
+
+
+def test_the_text_model_is_taken_out_where_that_is_said(tmp_path: Path) -> None:
+    source = _store(tmp_path / "source", "language_model.", WRAPPED, {})
+    tx.convert(source, tmp_path / "out", to="hf", family="qwen3_moe", sync=False)
+    assert set(tx.open(tmp_path / "out")) == set(checkpoints.tensors())
+
+
+def test_names_alone_do_not_say_what_strange_tensors_are_called_elsewhere(tmp_path: Path) -> None:
+    """Older files of vision models call the text model in them just what it is called alone."""
+    source = _store(tmp_path / "source", "", None, SIGHT)
+    (refusal,) = tx.plan(source, tmp_path / "out", to="transformers").refusals
+    assert (refusal.code, refusal.where.tensor) == ("UNEXPECTED_TENSOR", "vision.proj.weight")
+    assert "--config" in refusal.hint
+    assert not tx.plan(source, tmp_path / "out", to="hf").refusals
+    assert tx.convert(source, tmp_path / "out", to="te", config=CONFIG, sync=False).kept == ("vision.proj.weight",)
