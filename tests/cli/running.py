@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 DIFFERENT, USAGE, REFUSED, MACHINE, BUG, INTERRUPTED = 1, 2, 3, 4, 70, 130
+HUNG_UP, TERMINATED = 129, 143
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pty
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoints import tiny
-from tests.cli.running import INTERRUPTED, Transaxle, command, tree
+from tests.cli.running import HUNG_UP, INTERRUPTED, TERMINATED, Transaxle, command, tree
 
 SLOWLY = """
 import time
@@ -35,10 +38,16 @@ def _journal(folder: Path) -> int:
 
 
 @contextmanager
-def _running(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Start a slow conversion, and wait until it is in the midst of it."""
-    line = command(*arguments, before=SLOWLY)
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+def _running(*arguments: str, before: str = SLOWLY, screen: int = subprocess.PIPE) -> Iterator[subprocess.Popen[str]]:
+    """Start a slow conversion, and wait until it is in the midst of it.
+
+    Args:
+        arguments: of the program.
+        before: Python that makes it slow.
+        screen: a terminal for what is not the result.
+    """
+    line, environment = command(*arguments, before=before), os.environ | {"TERM": "xterm"}
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=screen, text=True, env=environment) as running:
         for _ in range(1000):
             if _journal(Path()) > ENOUGH:
                 break
@@ -98,6 +107,65 @@ def test_ctrl_c_is_one_line(options: tuple[str, ...], said: str, left: list[str]
     assert (running.returncode, out, err) == (INTERRUPTED, "", said)
     assert not Path("out").exists()
     assert _hidden(Path()) == left
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "resume"), [(signal.SIGTERM, TERMINATED, False), (signal.SIGHUP, HUNG_UP, True)]
+)
+def test_a_signal_cleans_up_as_ctrl_c_does(ck: Path, number: signal.Signals, code: int, resume: bool) -> None:
+    with _running(*CONVERT, *["--resume"] * resume) as running:
+        running.send_signal(number)
+        running.send_signal(number)  # what comes while it is putting things in order does not disturb that
+        out, err = running.communicate(timeout=60)
+    left = "run the same command again to continue" if resume else "nothing was written"
+    assert (running.returncode, out) == (code, "")
+    assert err == f"stopped by {number.name}, {left}\n"
+    assert not Path("out").exists()
+    assert _hidden(Path()) == [".out.transaxle-partial"] * resume
+
+
+def test_a_signal_in_json(ck: Path) -> None:
+    with _running(*CONVERT, "--json") as running:
+        running.send_signal(signal.SIGTERM)
+        out, err = running.communicate(timeout=60)
+    assert (running.returncode, err) == (TERMINATED, "")
+    assert json.loads(out)["error"]["exit_code"] == TERMINATED
+
+
+def test_nohup_is_respected(ck: Path, transaxle: Transaxle) -> None:
+    ignoring = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{SLOWLY}"
+    with _running(*CONVERT, before=ignoring) as running:
+        running.send_signal(signal.SIGHUP)
+        assert running.wait(60) == 0
+    assert transaxle("verify", ck, "out").code == 0
+
+
+def test_the_cursor_comes_back(ck: Path) -> None:
+    outer, inner = pty.openpty()
+    with _running(*CONVERT, screen=inner) as running:
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == TERMINATED
+    os.close(inner)
+    shown = b""
+    with suppress(OSError):  # the other end is closed
+        while part := os.read(outer, 1 << 16):
+            shown += part
+    os.close(outer)
+    assert b"\x1b[?25l" in shown, "the bar hides the cursor"
+    assert shown.rindex(b"\x1b[?25h") > shown.rindex(b"\x1b[?25l")
+    assert _hidden(Path()) == []
+
+
+def test_a_terminal_that_is_gone(ck: Path) -> None:
+    """The window was closed: nothing can be printed, and everything is put in order all the same."""
+    outer, inner = pty.openpty()
+    with _running(*CONVERT, screen=inner) as running:
+        os.close(inner)
+        os.close(outer)
+        running.send_signal(signal.SIGHUP)
+        assert running.wait(60) == HUNG_UP
+    assert not Path("out").exists()
+    assert _hidden(Path()) == []
 
 
 def test_another_source_is_not_continued(ck: Path, transaxle: Transaxle) -> None:

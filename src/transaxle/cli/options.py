@@ -12,6 +12,7 @@ from click.shell_completion import CompletionItem
 from transaxle.cli.program import Bare
 from transaxle.cli.refusals import failed, interrupted
 from transaxle.cli.screen import Screen
+from transaxle.cli.stop import outcome
 from transaxle.cli.units import parse_size
 from transaxle.errors import TransaxleError, refuse
 
@@ -130,8 +131,8 @@ def printing(body: Callable[..., int]) -> Callable[..., int]:
         except MemoryError:
             hint = "Give it less to hold at once: --memory 32MB --jobs 1."
             return failed(screen, refuse("IO", "not enough memory", hint=hint))
-        except KeyboardInterrupt:
-            return interrupted(screen)
+        except KeyboardInterrupt as stop:
+            return interrupted(screen, *outcome(stop))
 
     return _with(_EVERYWHERE, command)
 

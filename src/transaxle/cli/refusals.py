@@ -31,18 +31,23 @@ def failed(screen: Screen, error: TransaxleError) -> int:
     return error.exit_code
 
 
-def interrupted(screen: Screen) -> int:
-    """Say that the user stopped it, and what that left.
+def interrupted(screen: Screen, code: int, what: str) -> int:
+    """Say that the user or a signal stopped it, and what that left.
+
+    Args:
+        screen: where to.
+        code: the exit code.
+        what: `interrupted`, or which signal.
 
     Returns:
         The exit code.
     """
-    message = ", ".join(part for part in ("interrupted", screen.way_on or screen.consequence) if part)
+    message = ", ".join(part for part in (what, screen.way_on or screen.consequence) if part)
     if screen.as_json:
-        screen.document(error_of(INTERRUPTED, message))
+        screen.document(error_of(code, message))
     else:
         screen.note(message)
-    return INTERRUPTED
+    return code
 
 
 def print_refusals(screen: Screen, head: str, refusals: Sequence[Refusal], put: Callable[..., None]) -> None:

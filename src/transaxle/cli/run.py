@@ -1,6 +1,7 @@
 """Running the program: whatever happens inside ends in one exit code and, at most, one message.
 
-0 done   1 different   2 usage   3 refused   4 I/O   70 a bug in Transaxle   130 interrupted   141 nobody reads on
+0 done   1 different   2 usage   3 refused   4 I/O   70 a bug in Transaxle   129 SIGHUP   130 interrupted
+141 nobody reads on   143 SIGTERM
 """
 
 from __future__ import annotations
@@ -9,14 +10,16 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 
 import click
 from click.shell_completion import shell_complete
 
 from transaxle import __version__
 from transaxle.cli.program import COMPLETE, NAME, program
-from transaxle.cli.refusals import INTERRUPTED, error_of
+from transaxle.cli.refusals import error_of
 from transaxle.cli.screen import Screen
+from transaxle.cli.stop import outcome, stoppable
 
 USAGE, MACHINE, BUG, BROKEN_PIPE = 2, 4, 70, 141
 DEBUG = "TRANSAXLE_DEBUG"
@@ -29,6 +32,13 @@ def run(arguments: Sequence[str] | None = None) -> int:
     _repair_streams()
     if COMPLETE in os.environ:
         return shell_complete(program, {}, NAME, COMPLETE, os.environ[COMPLETE])
+    with stoppable() as stops:
+        code = _heard(arguments)
+    return stops[0].exit_code if stops and code == MACHINE else code  # the terminal that hung up cannot be written to
+
+
+def _heard(arguments: Sequence[str]) -> int:
+    """Run the program; what cannot be printed any more is no reason for a traceback."""
     try:
         code = _guarded(arguments)
         sys.stdout.flush()
@@ -37,8 +47,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except OSError as error:
-        sys.stderr.write(f"{error.filename or 'writing the result'}: {error.strerror or error}\n")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        with suppress(OSError):
+            sys.stderr.write(f"{error.filename or 'writing the result'}: {error.strerror or error}\n")
+            sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return MACHINE
     return code
 
@@ -52,8 +65,8 @@ def _guarded(arguments: Sequence[str]) -> int:
         return stop.exit_code
     except click.ClickException as error:
         return _usage(screen, error)
-    except (KeyboardInterrupt, click.Abort):
-        return _failed(screen, INTERRUPTED, "interrupted")
+    except (KeyboardInterrupt, click.Abort) as stop:
+        return _failed(screen, *outcome(stop))
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001 - the one place where a bug becomes a message
