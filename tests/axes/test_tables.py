@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
+
 import pytest
 import torch
 
 from tests.axes.apply import Store, arange, carried, only, same, translated
+from tests.work import assert_linear, calls
 from transaxle.axes import tables
 from transaxle.axes.family import Sizes
 from transaxle.errors import Refused, TransaxleError
@@ -319,3 +323,64 @@ def test_what_ranks_share_out_within_an_axis() -> None:
     assert [cut.text for cut in family.cuts] == ["g"]
     with pytest.raises(TransaxleError, match="declared axes only; 's' is not in 'axes'"):
         tables.read(text.replace("r within", "s within"))
+
+
+AXES = "family toy\naxes l=num_layers d=hidden_size f=intermediate_size\n"
+GROWING = {
+    "axes": (AXES, "axis a{0} = x{0} // 2"),
+    "tensors": (AXES, "t{0} : l f d when x{0}"),
+    "formulas with a name": (AXES, "let x{0} = y + {0}"),
+    "ties": (f"{AXES}t : f d\nu : f d\n", "tie t = u when x{0}"),
+    "cuts": (f"{AXES}t : f d\n", "cut tp = d of t"),
+    "lines": (f"{AXES}t : l f d\ndialect hf\n", "x{0}.{{l}} = t[f d]"),
+    "ignored names": (f"{AXES}t : l f d\ndialect hf\n", "ignore x{0}.{{l}}"),
+    "families": ("", "family f{0}"),
+    "problems": (AXES, "bad"),
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_reading_a_table_is_linear_in_its_lines(kind: str) -> None:
+    head, line = GROWING[kind]
+
+    def read(count: int) -> Callable[[], None]:
+        text = head + "\n".join(line.format(at) for at in range(count))
+
+        def work() -> None:
+            with suppress(TransaxleError):
+                tables.read(text)
+
+        return work
+
+    assert_linear([calls(read(count)) for count in (100, 200, 400)])
+
+
+def test_a_table_that_is_no_table_is_refused_at_its_first_line() -> None:
+    for text in ("x" * 1_000_000, "\n" * 1_000_000 + "family toy", AXES + "t : l" + " f" * 10_000):
+        with pytest.raises(TransaxleError, match="lines 1 to 10,000 are read, of at most 1,000 characters") as caught:
+            tables.read(text)
+        assert caught.value.code == "CORRUPT"
+        assert len(str(caught.value)) < 200
+
+
+def test_a_hundred_problems_of_a_table_are_kept() -> None:
+    with pytest.raises(TransaxleError) as caught:
+        tables.read(AXES + "bad!\n" * 9_000)
+    assert len(caught.value.refusals) == 101
+    assert caught.value.refusals[-1].message == "there is more: these are the first 100 problems"
+    with pytest.raises(TransaxleError) as caught:
+        tables.read(AXES + "t : " + " ".join(f"z{at}" for at in range(150)))
+    assert len(caught.value.refusals) == 101
+
+
+def test_a_table_has_at_most_a_hundred_dialects() -> None:
+    made = f"{AXES}t : f d\n" + "\n".join(f"dialect x{at}" for at in range(100))
+    assert len(tables.read(made)[0].dialects) == 100
+    with pytest.raises(TransaxleError, match="at most 100 dialects"):
+        tables.read(f"{made}\ndialect more")
+
+
+def test_formulas_that_double_are_refused_before_they_are_a_billion() -> None:
+    doubling = "\n".join(f"let b{at + 1} = b{at} + b{at}" for at in range(64))
+    with pytest.raises(TransaxleError, match=r"with the formulas that it names it has [\d,]+ parts, more than 1,000"):
+        tables.read(f"{AXES}let b0 = x\n{doubling}")

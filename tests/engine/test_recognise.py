@@ -181,7 +181,7 @@ def test_unreadable_settings(tmp_path: Path) -> None:
     source = checkpoints.tiny(tmp_path / "source")
     with refused("IO"):
         tx.open(source, config=tmp_path / "none.json")
-    with refused("IO"):
+    with refused("UNSUPPORTED", "this is a folder"):
         tx.open(source, rules=tmp_path)
     (tmp_path / "latin").write_bytes("ü".encode("latin-1"))
     with refused("CORRUPT", "UTF-8"):

@@ -66,19 +66,19 @@ class Bound:
 def _prefixes(names: Mapping[str, list[str]], dialect: Dialect) -> dict[str, int]:
     """Count, for every possible prefix, the names that it would let the dialect read."""
     counts: dict[str, int] = defaultdict(int)
-    for same in names.values():
+    longest = max(map(len, dialect.by_skeleton), default=0)
+    for whole, same in names.items():
         sample = same[0]
-        start = 0
-        while True:
-            rest = sample[start:]
-            for line in dialect.by_skeleton.get(skeleton(rest), ()):
+        # A dot is in no run of digits: what follows it in the skeleton is the skeleton of what follows it. From the
+        # right, and only as far as the dialect's names are long: a stranger's name may have ten thousand dots.
+        start, begin = len(sample), len(whole)
+        while begin >= 0 and len(whole) - begin <= longest + 1:
+            start, begin = sample.rfind(".", 0, start), whole.rfind(".", 0, begin)
+            rest = sample[start + 1 :]
+            for line in dialect.by_skeleton.get(whole[begin + 1 :], ()):
                 if line.name.match(rest) is not None:
-                    counts[sample[:start]] += len(same)
+                    counts[sample[: start + 1]] += len(same)
                     break
-            dot = sample.find(".", start)
-            if dot < 0:
-                break
-            start = dot + 1
     return counts
 
 

@@ -14,6 +14,7 @@ and one stride per axis. That is all a conversion needs to know about a layout.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -325,12 +326,11 @@ def _problems(expression: Expression) -> Iterator[str]:
         yield "exactly one sum '[a:… | b:…]' where no tensor is named before '['"
     if not names:
         yield "a logical tensor beside the padding"
-    for name in names:
-        if names.count(name) > 1:
+    for name, times in Counter(names).items():
+        if times > 1:
             yield f"each logical tensor once; {name!r} stands in it twice"
-        axes = expression.axes_of(name)
-        for axis in axes:
-            if axes.count(axis) > 1:
+        for axis, places in Counter(expression.axes_of(name)).items():
+            if places > 1:
                 yield f"each axis of {name!r} once; {axis!r} stands in it twice"
 
 

@@ -7,11 +7,11 @@ framework names and packs them. Both are data; `tables.read` parses their text.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import ChainMap, defaultdict
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from transaxle.axes.expression import Expression
 from transaxle.axes.form import WORDS
@@ -176,6 +176,10 @@ def _age(dialect: Dialect) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall("[0-9]+", dialect.version or ""))
 
 
+_Measured = tuple[dict[str, int], MutableMapping[str, Any]]
+"""Sizes, and the values that formulas see."""
+
+
 @dataclass(frozen=True)
 class Sizes:
     """Axis sizes of one checkpoint: what its config, or the user, says.
@@ -213,7 +217,7 @@ class Sizes:
         """
         return dict(self._measured(index)[0])
 
-    def _measured(self, index: Mapping[str, int]) -> tuple[Mapping[str, int], Mapping[str, Any]]:
+    def _measured(self, index: Mapping[str, int]) -> _Measured:
         """Return the sizes, and the values that formulas see beside the index; they are the same in layers alike."""
         key = tuple(index.get(axis) for axis in self._order)
         found = self._known.get(key)
@@ -222,23 +226,24 @@ class Sizes:
         return found
 
     @cached_property
-    def _known(self) -> dict[tuple[int | None, ...], tuple[Mapping[str, int], Mapping[str, Any]]]:
+    def _known(self) -> dict[tuple[int | None, ...], _Measured]:
         return {}
 
     @cached_property
     def _order(self) -> tuple[str, ...]:
         return tuple(sorted(self.varying))
 
-    def _evaluated(self, index: Mapping[str, int]) -> tuple[dict[str, int], dict[str, Any]]:
+    def _evaluated(self, index: Mapping[str, int]) -> _Measured:
         """Evaluate the formula of every axis."""
         sizes: dict[str, int] = dict(self.given)
         hidden = dict.fromkeys(self.family.name_axes)
-        values: dict[str, Any] = {**self.settings, **hidden, **index}
+        # Chained, not copied: a config may have a hundred thousand keys, and a checkpoint as many tensors.
+        values: ChainMap[str, Any] = ChainMap({**hidden, **index}, cast("dict[str, Any]", self.settings))
         for axis, formula in self.family.axes.items():
             value = self.given.get(axis)
             if value is None and formula is not None:
                 own = {axis: self.settings.get(axis)} if axis in formula.names else {}  # a key of the same name
-                value = formula({**values, **own})
+                value = formula(ChainMap(own, values) if own else values)
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 sizes[axis] = value
             if axis not in hidden:
@@ -259,7 +264,7 @@ class Sizes:
         if formula is None:
             return True
         hidden = dict.fromkeys(self.family.name_axes)
-        value = formula({**self._measured(index)[1], **hidden, **index, **(present or {})})
+        value = formula(ChainMap({**hidden, **index, **(present or {})}, self._measured(index)[1]))
         return None if value is None else bool(value)
 
     def giving(self, found: Mapping[str, int]) -> Sizes:

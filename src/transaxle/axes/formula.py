@@ -53,6 +53,8 @@ _PARTS: tuple[type[ast.AST], ...] = (
     *_ARITHMETIC, *_COMPARE,
 )  # fmt: skip
 """The syntax there is; anything else is refused when the table is read."""
+_MOST_NODES = 1_000
+"""Parts of one formula, those of the formulas that it names included; tables have some twenty."""
 
 
 class _Inline(ast.NodeTransformer):
@@ -74,14 +76,28 @@ class Formula:
     named: Mapping[str, Formula] = field(default_factory=dict, compare=False, repr=False)
     """Formulas that the text may call by name (`let`)."""
 
-    @cached_property
+    @property
     def _tree(self) -> ast.expr:
+        return self._parsed[0]
+
+    @cached_property
+    def _parsed(self) -> tuple[ast.expr, int, frozenset[str]]:
+        """The tree, the number of its nodes, and the names it reads.
+
+        Thirty formulas that each name the last one twice are a tree of a billion nodes: it is never walked.
+        """
         try:
-            tree = ast.parse(self.text.strip(), mode="eval").body
+            tree, nodes, names = ast.parse(self.text.strip(), mode="eval").body, 0, set[str]()
             for node in ast.walk(tree):
                 if not isinstance(node, _PARTS):
                     raise self._fail(f"{type(node).__name__} is not part of formulas")
-            return _Inline(self.named).visit(tree)  # type: ignore[no-any-return]
+                name = node.id if isinstance(node, ast.Name) else ""
+                called = self.named.get(name)
+                nodes += 1 if called is None else called._parsed[1]
+                names |= {name} if called is None else called.names
+            if nodes > _MOST_NODES:
+                raise self._fail(f"with the formulas that it names it has {nodes:,} parts, more than {_MOST_NODES:,}")
+            return _Inline(self.named).visit(tree), nodes, frozenset(names - {""})
         except SyntaxError as error:
             raise self._fail(error.msg) from None
         except (ValueError, RecursionError, MemoryError) as error:
@@ -90,10 +106,10 @@ class Formula:
     def _fail(self, why: str) -> TransaxleError:
         return refuse("CORRUPT", f"formula {self.text!r}: {why}")
 
-    @cached_property
+    @property
     def names(self) -> frozenset[str]:
         """The names it reads."""
-        return frozenset(node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name))
+        return self._parsed[2]
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """Evaluate over `values`; None where a needed value is unknown.

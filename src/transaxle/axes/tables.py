@@ -27,6 +27,7 @@ A file may hold a family, or only more dialects of a known one (`dialect … of 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -54,7 +55,12 @@ _LOSSY = re.compile(rf"(?:({_NUMBER})\s*\*\s*)?({_WORD})(?:\s*([+-])\s*({_NUMBER
 _LOSSY_MARK = " lossy:"
 _OPTIONAL = " optional"
 _UNKNOWN = Formula("None")
-_WHEN = re.compile(r"\s+when\s+")
+_WHEN = re.compile(r"(?<!\s)\s+when\s+")
+
+_MOST_LINES, _LONGEST_LINE, _MOST_DIALECTS = 10_000, 1_000, 100
+"""Of one file, which anybody may have written; the longest table that ships has 224 lines, none longer than 142."""
+_MOST_PROBLEMS = 100
+"""Beyond this many, one more tells nothing."""
 
 
 class _Reader:
@@ -64,10 +70,17 @@ class _Reader:
         self.known = dict(known)
         self.file = file
         self.problems: list[Refusal] = []
-        self.touched: list[str] = []
+        self.touched: dict[str, None] = {}
+        self.opened = 0
         self.family: Family | None = None
         self.dialect: Dialect | None = None
         self.base: Dialect | None = None
+        # What grows with the file: a family holds the first three while its statements are read.
+        self.sizes: dict[str, Formula | None] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.named: dict[str, Formula] = {}
+        self.used: set[str] = set()
+        self.always: set[Name] = set()
         self.skipping = False
         self.number = 0
         self.raw = ""
@@ -83,7 +96,12 @@ class _Reader:
 
     def read(self, text: str) -> list[Family]:
         for self.number, self.raw in enumerate(text.splitlines(), 1):
+            if len(self.problems) >= _MOST_PROBLEMS:
+                break
             statement = self.raw.split("#", 1)[0].strip()
+            if self.number > _MOST_LINES or len(self.raw) > _LONGEST_LINE:
+                self.problems.append(self.too_long())
+                break
             if statement:
                 try:
                     self.statement(statement)
@@ -91,12 +109,20 @@ class _Reader:
                     self.keep(error)
         self.close_dialect()
         if self.problems:
-            raise gathered(self.problems)
+            more = [
+                Refusal("CORRUPT", f"there is more: these are the first {_MOST_PROBLEMS} problems", Where(self.file))
+            ]
+            raise gathered([*self.problems, *(more if len(self.problems) >= _MOST_PROBLEMS else ())])
         return [self.known[name] for name in self.touched]
 
     def keep(self, error: TransaxleError) -> None:
         where = Where(f"{self.file}, line {self.number}")
         self.problems.extend(replace(refusal, where=where) for refusal in error.refusals)
+
+    def too_long(self) -> Refusal:
+        """Return the refusal of a file with more, or longer, lines than a table has."""
+        message = f"lines 1 to {_MOST_LINES:,} are read, of at most {_LONGEST_LINE:,} characters each"
+        return Refusal("CORRUPT", message, Where(f"{self.file}, line {self.number}"), "Is it a table?")
 
     def expected(self, what: str, at: str = "") -> TransaxleError:
         """Build the refusal of the current line; `at` is the word in it that is wrong (where it stands last)."""
@@ -106,7 +132,8 @@ class _Reader:
 
     def problem(self, what: str, at: str = "") -> None:
         """Keep a problem and go on with the same line."""
-        self.keep(self.expected(what, at))
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.keep(self.expected(what, at))
 
     def statement(self, text: str) -> None:
         head = text.split(None, 1)[0]
@@ -132,6 +159,7 @@ class _Reader:
             raise self.expected(f"a formula; {error.refusals[0].message}", formula.text) from None
         for word in names & set(WORDS) if self.dialect is None else ():
             self.problem(f"no encoding here: only a line of a dialect may depend on {word!r}", word)
+        self.used |= names
         return formula
 
     def unreserved(self, name: str) -> None:
@@ -146,8 +174,7 @@ class _Reader:
 
     def touch(self, family: Family) -> None:
         self.family = self.known[family.name] = family
-        if family.name not in self.touched:
-            self.touched.append(family.name)
+        self.touched[family.name] = None
 
     # Families.
 
@@ -160,7 +187,8 @@ class _Reader:
         if match[1] in self.touched:
             raise self.expected(f"each family once; {match[1]!r} is declared above", match[1])
         self.skipping = False
-        self.touch(Family(match[1], (match[1],), {}, {}))
+        self.sizes, self.tensors, self.named, self.used = {}, {}, {}, set()
+        self.touch(Family(match[1], (match[1],), self.sizes, self.tensors, named=self.named))
 
     def model_type(self, text: str) -> None:
         assert self.family is not None
@@ -185,9 +213,8 @@ class _Reader:
         self.add_axis(match[1], match[2])
 
     def add_axis(self, name: str, formula: str | None) -> None:
-        assert self.family is not None
         self.unreserved(name)
-        if name in self.family.axes:
+        if name in self.sizes:
             self.problem(f"each axis once; {name!r} is declared above", name)
             return
         try:
@@ -195,21 +222,17 @@ class _Reader:
         except TransaxleError as error:
             self.keep(error)
             size = None
-        self.touch(replace(self.family, axes={**self.family.axes, name: size}))
+        self.sizes[name] = size
 
     def let(self, text: str) -> None:
-        assert self.family is not None
         match = _NAMED.fullmatch(text)
         if match is None:
             raise self.expected("'let NAME = FORMULA'")
         name = match[1]
         self.unreserved(name)
-        tensors, ties = self.family.tensors.values(), self.family.ties
-        before = [*self.family.axes.values(), *(t.when for t in tensors), *(tie.when for tie in ties)]
-        named = self.family.named
-        if name in named or any(f is not None and name in f.names for f in [*before, *named.values()]):
+        if name in self.named or name in self.used:
             raise self.expected(f"each 'let' once, and before {name!r} is used", name)
-        self.touch(replace(self.family, named={**named, name: self.formula(match[2])}))
+        self.named[name] = self.formula(match[2])
 
     def tie(self, text: str) -> None:
         assert self.family is not None
@@ -255,12 +278,12 @@ class _Reader:
         self.unreserved(name)
         if name in self.family.tensors:
             raise self.expected(f"each tensor once; {name!r} is declared above", name)
-        for axis in dict.fromkeys(axes):
+        for axis, times in Counter(axes).items():
             if axis not in self.family.axes:
                 self.problem(f"declared axes only; {axis!r} is not in 'axes'", axis)
-            if axes.count(axis) > 1:
+            if times > 1:
                 self.problem(f"each axis of {name!r} once", axis)
-        self.touch(replace(self.family, tensors={**self.family.tensors, name: Tensor(name, axes, when)}))
+        self.tensors[name] = Tensor(name, axes, when)
 
     # Dialects.
 
@@ -279,6 +302,9 @@ class _Reader:
             return
         if self.family is None:
             raise self.expected("'of FAMILY': the file names no family above")
+        self.opened += 1
+        if self.opened > _MOST_DIALECTS:
+            raise self.expected(f"at most {_MOST_DIALECTS} dialects in one file", name)
         dialect = Dialect(name, version, ())
         versions = [known.version for known in self.family.dialects if known.name == name]
         if version in versions or (versions and None in (version, *versions)):
@@ -286,7 +312,7 @@ class _Reader:
         self.base = self.family.dialect(base) if base else None
         if base and self.base is None:
             raise self.expected(f"a dialect after 'like'; this family has: {', '.join(self.family.labels)}", base)
-        self.dialect, self.skipping = dialect, False
+        self.dialect, self.always, self.skipping = dialect, set(), False
 
     def close_dialect(self) -> None:
         """Add the dialect to its family, with the lines it takes over from another."""
@@ -337,11 +363,14 @@ class _Reader:
             if tensor is None:
                 self.problem(f"a tensor of family {self.family.name}; {name!r} is none", name)
                 continue
-            left = [axis for axis in tensor.axes if axis not in in_name and axis not in line.expression.axes_of(name)]
+            held = in_name.union(line.expression.axes_of(name))
+            left = [axis for axis in tensor.axes if axis not in held]
             if left:
                 self.problem(f"every axis of {name!r} in the name or its dims; {', '.join(left)} is left out", name)
-        if any(other.name == line.name and other.when is None and line.when is None for other in self.dialect.lines):
-            self.problem(f"each stored name once; another line gives {line.name.text!r}")
+        if line.when is None:
+            if line.name in self.always:
+                self.problem(f"each stored name once; another line gives {line.name.text!r}")
+            self.always.add(line.name)
 
     def arithmetic(self, text: str) -> Arithmetic:
         match = _LOSSY.fullmatch(text.strip())

@@ -17,7 +17,7 @@ from transaxle.formats.local import read_file
 CONFIG = "config.json"
 LONGEST_CONFIG = 8 << 20
 """Bytes of a config. Those that list each quantized layer have some hundred thousand."""
-LONGEST_TABLE = 1 << 20
+LONGEST_TABLE = 1 << 18
 """Bytes of a rules file; the longest that ships has seven thousand."""
 
 
@@ -75,7 +75,7 @@ def settings(
         average: take replicated parameters of a DeepSpeed checkpoint that differ between ranks as their mean.
 
     Raises:
-        Refused: CORRUPT where the config or the rules do not parse, or are longer than 8 MiB and 1 MiB; UNSUPPORTED
+        Refused: CORRUPT where the config or the rules do not parse, or are longer than 8 MiB and 256 KiB; UNSUPPORTED
             where they are no regular files.
         StorageError: IO where they cannot be read.
         UsageError: UNKNOWN_AXIS where no family has an axis of that name.
