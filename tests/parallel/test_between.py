@@ -20,6 +20,7 @@ from transaxle.formats.deepspeed.keys import UNIVERSAL
 from transaxle.live.landing import local_of
 from transaxle.live.leaves import leaves
 from transaxle.live.optimizer import names_of, states_of
+from transaxle.live.optimizers import apart
 from transaxle.parallel.cutting import everything
 from transaxle.parallel.tensor_parallel import tensor_parallel
 
@@ -61,7 +62,8 @@ def _cut(model: nn.Module, whole: Tensors) -> Tensors:
 def _held(model: nn.Module, optimizer: AdamW) -> Tensors:
     """What a rank has, for `tx.reshard`."""
     tensors = dict(leaves(model).tensors)
-    return tensors | states_of(optimizer, names_of(optimizer, tensors))
+    optimizers = apart(optimizer)
+    return tensors | states_of(optimizers, names_of(optimizers, tensors))
 
 
 def _put(model: nn.Module, optimizer: AdamW, states: Tensors) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from transaxle.live.asynchronous import SaveJob, async_save
 from transaxle.live.load import load
@@ -32,11 +31,6 @@ _STATE_FILE, _HISTORY = "trainer_state.json", "log_history"
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Let an event pass."""
-
-
-def _torch_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimizer that accelerate has wrapped."""
-    return getattr(optimizer, "optimizer", optimizer)  # type: ignore[no-any-return]
 
 
 def _inside(model: nn.Module) -> nn.Module:
@@ -87,7 +81,7 @@ class TrainerCheckpoints:
         places = [place for place in (self._resume, args.resume_from_checkpoint, _folder(args, state).parent) if place]
         source = next((Path(place, FOLDER) for place in places if _is_of(state, Path(place))), None)
         if source is not None and source.exists():
-            load(given["model"], source, optimizer=_torch_optimizer(given["optimizer"]), extra=_schedule(given))
+            load(given["model"], source, optimizer=given["optimizer"], extra=_schedule(given))
         else:
             looked = ", ".join(str(Path(place, FOLDER)) for place in places)
             message = f"no checkpoint of this callback for step {state.global_step}: looked at {looked}; give resume="
@@ -115,7 +109,7 @@ class TrainerCheckpoints:
     def on_save(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
         """Save weights, optimizer and schedule beside what the Trainer has just saved."""
         said = {**self._said, "to": self._to, "overwrite": True, "extra": _schedule(given)}
-        said["optimizer"] = _torch_optimizer(given["optimizer"])
+        said["optimizer"] = given["optimizer"]
         if self._background:
             self._job = async_save(given["model"], _folder(args, state), **said)
         else:
@@ -170,7 +164,7 @@ class AccelerateHooks:
 
     def __init__(self, model: nn.Module, optimizer: Any = None, *, to: str = "hf", **said: Any) -> None:
         self._model = model
-        self._optimizer = None if optimizer is None else _torch_optimizer(optimizer)
+        self._optimizer = optimizer
         self._said = {**said, "to": to, "overwrite": True}
 
     def register(self, accelerator: Any) -> None:

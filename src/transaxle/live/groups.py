@@ -10,33 +10,33 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.optim import Optimizer
 
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.dtype import numpy_dtype
 from transaxle.formats.groups import NAMES, PARAMS, Group, plain
 from transaxle.formats.pickled.descriptors import NOTHING
 from transaxle.live.dtype import code_of
+from transaxle.live.optimizers import Optimizers
 from transaxle.live.world import World
 
 _OWN = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _HINT = "build the optimizer with the groups that the source has"
 
 
-def groups_of(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> list[Group]:
-    """Return this rank's groups, as containers keep them.
+def groups_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> list[Group]:
+    """Return this rank's groups, as containers keep them; those of several optimizers one after the other.
 
     Args:
-        optimizer: any torch optimizer.
-        named: its parameters by name.
+        optimizers: as taken apart.
+        named: their parameters by name.
 
     Raises:
-        Refused: UNSUPPORTED for settings that are no plain data.
+        Refused: UNSUPPORTED for settings that are no plain data, and where a wrapper has others than what it wraps.
     """
     names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
     found: list[Group] = []
     problems = []
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(optimizers.groups()):
         said = {}
         for key, value in group.items():
             if key in (PARAMS, NAMES):
@@ -77,29 +77,31 @@ def all_groups(mine: Sequence[Group], world: World) -> list[Group]:
 
 
 def settings_for(
-    optimizer: Optimizer, named: Mapping[str, torch.Tensor], stored: Iterable[Group]
+    optimizers: Optimizers, named: Mapping[str, torch.Tensor], stored: Iterable[Group]
 ) -> tuple[list[Mapping[str, Any]], list[Refusal]]:
-    """Find the settings of an optimizer's groups in those of a source.
+    """Find the settings of the optimizers' groups in those of a source.
 
     Args:
-        optimizer: any torch optimizer.
-        named: its parameters by name.
+        optimizers: as taken apart.
+        named: their parameters by name.
         stored: the source's groups by the model's names.
 
     Returns:
-        For each group what is restored, empty where the source says nothing; and UNSUPPORTED for each group whose
-        parameters were trained with different settings.
+        For each group (`Optimizers.held`) what is restored, empty where the source says nothing; and UNSUPPORTED for
+        each group whose parameters were trained with different settings.
     """
     of = {name: _settings(group) for group in stored for name in group[PARAMS]}
     names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
     found: list[Mapping[str, Any]] = []
     problems = []
-    for number, group in enumerate(optimizer.param_groups):
+    inside = sum(len(one.param_groups) for one in optimizers.members)
+    for number, group in enumerate(optimizers.held()):
         mine = [names[id(parameter)] for parameter in group[PARAMS] if names[id(parameter)] in of]
-        found.append(of[mine[0]] if mine else {})
-        other = next((name for name in mine if repr(of[name]) != repr(found[-1])), None)
+        taken = {name: of[name] if number < inside else _both(of[name], group) for name in mine}
+        found.append(taken[mine[0]] if mine else {})
+        other = next((name for name in mine if repr(taken[name]) != repr(found[-1])), None)
         if other is not None:
-            first, second = found[-1], of[other]
+            first, second = found[-1], taken[other]
             unlike = [key for key in {**first, **second} if repr(first.get(key)) != repr(second.get(key))]
             said = "; ".join(f"{key}: {first.get(key)!r} and {second.get(key)!r}" for key in unlike)
             message = f"the source trains {mine[0]} and {other} with different settings ({said}); here they are one"
@@ -107,9 +109,9 @@ def settings_for(
     return found, problems
 
 
-def restore(optimizer: Optimizer, found: Sequence[Mapping[str, Any]]) -> None:
-    """Give an optimizer's groups the settings that were found for them; a tensor setting stays the same tensor."""
-    for group, settings in zip(optimizer.param_groups, found, strict=True):
+def restore(optimizers: Optimizers, found: Sequence[Mapping[str, Any]]) -> None:
+    """Give the optimizers' groups the settings that were found for them; a tensor setting stays the same tensor."""
+    for group, settings in zip(optimizers.held(), found, strict=True):
         for key, value in settings.items():
             if key in _OWN and key in group:
                 continue
@@ -123,6 +125,11 @@ def restore(optimizer: Optimizer, found: Sequence[Mapping[str, Any]]) -> None:
 
 def _settings(group: Group) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in (PARAMS, NAMES)}
+
+
+def _both(settings: Group, shown: Group) -> dict[str, Any]:
+    """Return the settings that a wrapper shows too: a container of many kinds has few in common, or none."""
+    return {key: value for key, value in settings.items() if key in shown}
 
 
 def _scalar(value: Any) -> Any:

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from transaxle.axes.bind import join_slot
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor, open_checkpoint
@@ -38,7 +37,8 @@ from transaxle.live.landing import Landing, local_of
 from transaxle.live.leaves import Leaves, State, leaves, tied, unwritable
 from transaxle.live.matching import compared, unmatched
 from transaxle.live.meta import materialise, unloadable
-from transaxle.live.optimizer import doubled, follow, install, names_of, rooms_for, taken_away, unrestored
+from transaxle.live.optimizer import doubled, follow, install, names_of, rooms_for, taken_away, unrestored, untrained
+from transaxle.live.optimizers import AnyOptimizer, Optimizers, apart
 from transaxle.live.quantized import Weights, stand_in
 from transaxle.live.reading import Counting, Unit, units
 from transaxle.live.report import LoadReport
@@ -62,8 +62,12 @@ class _Planned:
     """The source's tensors by the model's names."""
     wanted: Census
     """What is loaded, as all ranks hold it."""
+    optimizers: Optimizers | None
+    """What the optimizer was taken apart to."""
     named: Mapping[str, torch.Tensor]
     """The optimizer's parameters by name."""
+    untrained: tuple[str, ...]
+    """Parameters that have gradients, and no optimizer."""
     missing: tuple[str, ...]
     """Names that only the model has."""
     unexpected: tuple[str, ...]
@@ -90,7 +94,7 @@ def load(
     state: State,
     src: str | Path | Checkpoint,
     *,
-    optimizer: Optimizer | None = None,
+    optimizer: AnyOptimizer | None = None,
     extra: Mapping[str, Any] | None = None,
     family: str | None = None,
     dialect: str | None = None,
@@ -108,6 +112,7 @@ def load(
         state: a model under any parallelism, or a state dict whose leaves are tensors or DTensors.
         src: path of a checkpoint of any format and dialect, or an opened one.
         optimizer: the model's optimizer, whose state and settings are loaded too; it need not have made a step yet.
+            Also several in a list or dict, and a wrapper or container of some (ZeRO, accelerate, torchtitan).
         extra: what else is restored, by name: objects with `load_state_dict` get their states, the states of any other
             names are in the report. A state that differed between ranks needs as many ranks as saved it.
         family: model family; None: recognised.
@@ -145,10 +150,11 @@ def load(
             mine = {**_left(held, planned.gone), **values}
             named: dict[str, torch.Tensor] = {}
             states: dict[str, torch.Tensor] = {}
-            if optimizer is not None:
+            optimizers = planned.optimizers
+            if optimizers is not None:
                 named = {name: held.parameters[name] for name in planned.named}
-                follow(optimizer, planned.named, named)
-                states = rooms_for(optimizer, named, planned.stored)
+                follow(optimizers, planned.named, named)
+                states = rooms_for(optimizers, named, planned.stored)
             landings = {
                 name: Landing(tensor, planned.stored[name].dtype)
                 for name, tensor in {**mine, **states}.items()
@@ -169,11 +175,12 @@ def load(
             if name in held.weights:
                 begin_anew(held.weights[name])
         settle(held.islands, held.tensors)
-        if optimizer is not None:
-            install(optimizer, named, states)
-            restore(optimizer, planned.settings)
-            if isinstance(optimizer, MasterWeights):
-                _restart(optimizer, held, values, states)
+        if optimizers is not None:
+            install(optimizers, named, states)
+            restore(optimizers, planned.settings)
+            for one in optimizers.members:
+                if isinstance(one, MasterWeights):
+                    _restart(one, held, values, states)
         planned.beside.install()
     return LoadReport(
         path=checkpoint.path,
@@ -190,6 +197,7 @@ def load(
         unexpected=planned.unexpected,
         scalars=planned.beside.scalars,
         extra=planned.beside.extra,
+        untrained=planned.untrained,
         seconds=clock.seconds,
     )
 
@@ -224,7 +232,7 @@ def _default_device() -> torch.device:
 def _plan(
     state: State,
     checkpoint: Checkpoint,
-    optimizer: Optimizer | None,
+    optimizer: AnyOptimizer | None,
     extra: Mapping[str, Any],
     family: str | None,
     dialect: str | None,
@@ -245,13 +253,14 @@ def _plan(
             n: stand_in(found.weights[n], code, meta=True) for n, code in filled.anew.items() if n in found.weights
         }
         mine = {**_left(found, filled.gone), **plain}
-        if optimizer is not None:
-            nameless = unnamed((p for group in optimizer.param_groups for p in group["params"]), found.islands)
+        optimizers = None if optimizer is None else apart(optimizer)
+        if optimizers is not None:
+            nameless = unnamed((parameter for _, _, parameter in optimizers.parameters()), found.islands)
             if nameless:
                 raise gathered(nameless)
-        named = {} if optimizer is None else names_of(optimizer, found.parameters)
-        states = {} if optimizer is None else rooms_for(optimizer, named, stored)
-        lost = () if optimizer is None else unrestored(optimizer, named, stored)
+        named = {} if optimizers is None else names_of(optimizers, found.parameters)
+        states = {} if optimizers is None else rooms_for(optimizers, named, stored)
+        lost = () if optimizers is None else unrestored(optimizers, named, stored)
         unfit, left = untaken(found.islands)
     kept = {name: tensor for name, tensor in names.items() if name not in filled.gone}
     added = census({**plain, **states}, world)
@@ -273,7 +282,7 @@ def _plan(
             problems += [] if optimizer is None else taken_away(checkpoint)
         reach = reached(found.islands, stored.keys() | ties)
         problems += [*unloadable(state, stored.keys() | ties | reach), *unwritable(mine)]
-        settings, unlike = ([], []) if optimizer is None else settings_for(optimizer, named, _groups(seen, problems))
+        settings, unlike = ([], []) if optimizers is None else settings_for(optimizers, named, _groups(seen, problems))
         problems += unlike
         if problems:
             raise gathered(problems)
@@ -284,7 +293,9 @@ def _plan(
         seen,
         stored,
         wanted,
+        optimizers,
         named,
+        () if optimizers is None else untrained(named, found.parameters),
         missing,
         unexpected,
         conversions,

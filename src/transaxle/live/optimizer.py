@@ -6,17 +6,17 @@ in the shape and placement of its parameter.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 from transaxle.axes.bind import join_slot, split_slot
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.company import STATE_FOLDER
 from transaxle.live.dtype import torch_dtype
+from transaxle.live.optimizers import Optimizers
 from transaxle.live.part import mark, part_of, whole_shape
 from transaxle.quant.masters import MASTER, MasterWeights
 
@@ -28,11 +28,11 @@ _NUMBERS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, floa
 """Python's numbers, and the types of the tensors that stand for them."""
 
 
-def names_of(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the optimizer's parameters by name.
+def names_of(optimizers: Optimizers, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the optimizers' parameters by name.
 
     Args:
-        optimizer: any torch optimizer.
+        optimizers: as taken apart.
         tensors: the model's tensors by name.
 
     Raises:
@@ -41,7 +41,7 @@ def names_of(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> dict[
     by_identity = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
     found: dict[str, torch.Tensor] = {}
     problems = []
-    for group, number, parameter in _parameters(optimizer):
+    for group, number, parameter in optimizers.parameters():
         name = by_identity.get(id(parameter))
         if name is None:
             message = f"parameter {number} of its group {group}, of shape {list(parameter.shape)}, is none of the model"
@@ -53,26 +53,31 @@ def names_of(optimizer: Optimizer, tensors: Mapping[str, torch.Tensor]) -> dict[
     return found
 
 
-def _parameters(optimizer: Optimizer) -> Iterator[tuple[int, int, torch.Tensor]]:
-    for group, settings in enumerate(optimizer.param_groups):
-        for number, parameter in enumerate(settings[_PARAMS]):
-            yield group, number, parameter
+def untrained(named: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Return the names of parameters that have gradients, and no optimizer."""
+    known = {id(parameter) for parameter in named.values()}
+    return tuple(name for name, each in parameters.items() if each.requires_grad and id(each) not in known)
 
 
-def states_of(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the optimizer's state as tensors by name; a Python number becomes a tensor of no dims, None nothing.
+def states_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the optimizers' state as tensors by name; a Python number becomes a tensor of no dims, None nothing.
 
     Args:
-        optimizer: any torch optimizer.
-        named: its parameters by name, see `names_of`.
+        optimizers: as taken apart.
+        named: their parameters by name, see `names_of`; those that other ranks update have no state here.
 
     Raises:
         Refused: UNSUPPORTED for state that is neither tensor nor number.
     """
     found, problems = {}, []
-    states = optimizer.states if isinstance(optimizer, MasterWeights) else optimizer.state
+    owners = optimizers.owners()
+    states = {
+        id(each): held
+        for one in optimizers.members
+        for each, held in (one.states if isinstance(one, MasterWeights) else one.state).items()
+    }
     for name, parameter in named.items():
-        for key, value in states.get(parameter, {}).items():
+        for key, value in states.get(id(parameter), {}).items() if id(parameter) in owners else ():
             full = join_slot(name, key)
             held = value if isinstance(value, torch.Tensor) else as_tensor(value)
             if held is not None and held.dim() and part_of(parameter) is not None and held.shape != parameter.shape:
@@ -90,9 +95,9 @@ def states_of(optimizer: Optimizer, named: Mapping[str, torch.Tensor]) -> dict[s
     return found
 
 
-def unrestored(optimizer: Optimizer, named: Mapping[str, torch.Tensor], stored: Container[str]) -> tuple[str, ...]:
-    """Return the names of state that an optimizer has made and a source lacks: after a load it would be stale."""
-    return tuple(n for n in states_of(optimizer, named) if n not in stored and split_slot(n)[1] != MASTER)
+def unrestored(optimizers: Optimizers, named: Mapping[str, torch.Tensor], stored: Container[str]) -> tuple[str, ...]:
+    """Return the names of state that optimizers have made and a source lacks: after a load it would be stale."""
+    return tuple(n for n in states_of(optimizers, named) if n not in stored and split_slot(n)[1] != MASTER)
 
 
 def taken_away(checkpoint: Checkpoint) -> list[Refusal]:
@@ -134,28 +139,28 @@ def as_tensor(value: object) -> torch.Tensor | None:
 
 
 def rooms_for(
-    optimizer: Optimizer, named: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
+    optimizers: Optimizers, named: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
 ) -> dict[str, torch.Tensor]:
-    """Return tensors for the state that a source holds: those the optimizer has, new ones where it has none.
+    """Return tensors for the state that a source holds: those the optimizers have, new ones where they have none.
 
     Args:
-        optimizer: any torch optimizer.
-        named: its parameters by name.
+        optimizers: as taken apart.
+        named: their parameters by name; those that other ranks update get none.
         stored: the source's tensors by the model's names.
     """
     on_device = {
         id(parameter)
-        for group in optimizer.param_groups
+        for group in optimizers.held()
         for parameter in group[_PARAMS]
         if any(group.get(setting) for setting in _ON_DEVICE)
     }
-    found = {}
+    found, owners = {}, optimizers.owners()
     for full, source in stored.items():
         name, key = split_slot(full)
         parameter = named.get(name)
-        if not key or parameter is None:
+        if not key or parameter is None or id(parameter) not in owners:
             continue
-        present = optimizer.state.get(parameter, {}).get(key)
+        present = owners[id(parameter)].state.get(parameter, {}).get(key)
         if isinstance(present, torch.Tensor) and not present.is_meta:
             found[full] = mark(present, part_of(parameter)) if present.dim() else present
         elif source.shape == whole_shape(parameter) and source.shape:
@@ -167,30 +172,32 @@ def rooms_for(
     return found
 
 
-def follow(optimizer: Optimizer, named: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Let an optimizer follow parameters that were replaced: materialising a meta model makes new ones.
+def follow(optimizers: Optimizers, named: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Let optimizers follow parameters that were replaced: materialising a meta model makes new ones.
 
     Args:
-        optimizer: any torch optimizer.
-        named: its parameters by name, as they were.
+        optimizers: as taken apart.
+        named: their parameters by name, as they were.
         tensors: the model's tensors by name, as they are.
     """
     replaced = {id(old): tensors[name] for name, old in named.items() if tensors[name] is not old}
-    for group in optimizer.param_groups:
-        group[_PARAMS] = [replaced.get(id(parameter), parameter) for parameter in group[_PARAMS]]
+    for group in optimizers.held():
+        group[_PARAMS][:] = [replaced.get(id(parameter), parameter) for parameter in group[_PARAMS]]
 
 
-def install(optimizer: Optimizer, named: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor]) -> None:
-    """Put loaded state into the optimizer; where it keeps a Python number, a number.
+def install(optimizers: Optimizers, named: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor]) -> None:
+    """Put loaded state into the optimizers; where one keeps a Python number, a number.
 
     What has no dims and a type that only Python's numbers are stored with becomes one, where the optimizer has no state
     yet; it is asked in the end to make of it what it needs.
     """
     numbers = {kind for kind in _NUMBERS.values() if kind != torch.get_default_dtype()}
+    owners = optimizers.owners()
     for full, value in states.items():
         name, key = split_slot(full)
-        state: dict[str, Any] = optimizer.state[named[name]]
+        state: dict[str, Any] = owners[id(named[name])].state[named[name]]
         old = state.get(key)
         is_number = type(old) in _NUMBERS if key in state and old is not None else value.dtype in numbers
         state[key] = value.item() if is_number and not value.dim() else value
-    optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
+    for one in optimizers.members:
+        one.__setstate__({"state": one.state, "param_groups": one.param_groups})

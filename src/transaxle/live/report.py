@@ -42,6 +42,8 @@ class LoadReport:
     """Entries of a state dict that are no tensors, with the source's values."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """States that the caller asked for without giving an object that takes them."""
+    untrained: tuple[str, ...] = ()
+    """Parameters with gradients that are in none of the optimizers that were given."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time by stage: `plan`, `read`, `exchange`."""
 
@@ -82,6 +84,8 @@ class SaveReport:
     """Tensors without a line in the target dialect: under their own names."""
     ignored: tuple[str, ...]
     """What was left behind."""
+    untrained: tuple[str, ...] = ()
+    """Parameters with gradients that are in none of the optimizers that were given, on this rank."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time by stage: `plan`, `check`, `write`, `hash`, `commit`."""
 

@@ -16,7 +16,6 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from transaxle.engine.checkpoint import Checkpoint
 from transaxle.engine.plan import SHARD_SIZE, for_hub, make_plan, ready
@@ -33,7 +32,8 @@ from transaxle.live.extras import EXTRA, FILE, MODEL, STATE, state_of, written
 from transaxle.live.groups import all_groups, groups_of
 from transaxle.live.leaves import State, leaves, unsavable
 from transaxle.live.memory import container
-from transaxle.live.optimizer import as_tensor, names_of, states_of
+from transaxle.live.optimizer import as_tensor, names_of, states_of, untrained
+from transaxle.live.optimizers import AnyOptimizer, apart
 from transaxle.live.published import published
 from transaxle.live.report import SaveReport
 from transaxle.live.settle import unnamed
@@ -83,6 +83,8 @@ class Wish:
     """Compare what several ranks hold."""
     left: tuple[str, ...] = ()
     """Names of what is held and not written."""
+    untrained: tuple[str, ...] = ()
+    """Names of parameters of this rank that have gradients, and no optimizer."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,8 @@ class Request:
     _: KW_ONLY
     to: str = "hf"
     """`FORMAT[:DIALECT]`."""
-    optimizer: Optimizer | None = None
-    """The model's optimizer."""
+    optimizer: AnyOptimizer | None = None
+    """The model's optimizer, or several."""
     extra: Mapping[str, Any] | None = None
     """What else the run must remember."""
     family: str | None = None
@@ -166,7 +168,8 @@ def save(request: Request) -> SaveReport:  # noqa: D417 - the arguments are thos
             A service takes files from their beginning to their end only: each is sent by one rank, which gets from the
             others what they have of it.
         to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
-        optimizer: the model's optimizer, whose state and groups are saved too, beside the weights.
+        optimizer: the model's optimizer, whose state and groups are saved too, beside the weights. Also several in a
+            list or dict, and a wrapper or container of some (ZeRO, accelerate, torchtitan).
         extra: what else the run must remember, by name: plain data, or anything with `state_dict` and
             `load_state_dict` whose state is plain data, such as `Random()`, a scheduler, a data loader.
         family: model family; None: recognised.
@@ -200,6 +203,7 @@ def held(request: Request, world: World) -> tuple[dict[str, torch.Tensor], Holdi
     """
     state, optimizer = request.state, request.optimizer
     groups: Sequence[Group] = ()
+    alone: tuple[str, ...] = ()
     with world.together():
         asked = request.wish(None)
         found = leaves(state)
@@ -207,12 +211,14 @@ def held(request: Request, world: World) -> tuple[dict[str, torch.Tensor], Holdi
         if problems := unsavable(tensors):
             raise gathered(problems)
         if optimizer is not None:
-            nameless = unnamed((p for group in optimizer.param_groups for p in group["params"]), found.islands)
+            optimizers = apart(optimizer)
+            nameless = unnamed((parameter for _, _, parameter in optimizers.parameters()), found.islands)
             if nameless:
                 raise gathered(nameless)
-            named = names_of(optimizer, found.parameters)
-            groups = groups_of(optimizer, named)
-            tensors |= states_of(optimizer, named)
+            named = names_of(optimizers, found.parameters)
+            groups = groups_of(optimizers, named)
+            tensors |= states_of(optimizers, named)
+            alone = untrained(named, found.parameters)
         numbers = {} if isinstance(state, nn.Module) else {n: as_tensor(value) for n, value in found.others.items()}
         tensors |= {name: number for name, number in numbers.items() if number is not None}
         rest = {name: value for name, value in found.others.items() if numbers.get(name) is None}
@@ -223,7 +229,7 @@ def held(request: Request, world: World) -> tuple[dict[str, torch.Tensor], Holdi
     text = written(states, world)
     files = {} if text is None else {FILE: text}
     everything, config = census(tensors, world), shared_config(state, request.config, world)
-    wish = request.wish(config)
+    wish = replace(request.wish(config), untrained=alone)
     if for_hub(request.to):
         made = published(tensors, everything, found.weights, config, world)
         tensors, everything = dict(made.tensors), made.everything
@@ -282,5 +288,6 @@ def fulfil(wish: Wish, tensors: Mapping[str, torch.Tensor], holding: Holding, wo
         bytes_received=received,
         kept=plan.kept,
         ignored=(*plan.ignored, *wish.left),
+        untrained=wish.untrained,
         seconds=clock.seconds,
     )
