@@ -13,6 +13,7 @@ from transaxle.engine.compare import compare as _compare
 from transaxle.engine.encode import Encode
 from transaxle.engine.execute import Report, execute
 from transaxle.engine.plan import SHARD_SIZE, Plan, make_plan
+from transaxle.engine.preflight import preflight
 from transaxle.engine.produce import Progress, limits, unwatched
 from transaxle.engine.verify import Verification, verify_against
 from transaxle.engine.verify import verify as _verify
@@ -84,13 +85,17 @@ def plan(
     encode: str | None = None,
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
+    overwrite: Overwrite = False,
+    resume: bool = False,
+    jobs: int | None = None,
+    memory: int | None = None,
     **said: Any,
 ) -> Plan:
-    """Plan a conversion without writing anything.
+    """Plan a conversion without writing anything: with the arguments of `convert`, it tells what that would refuse.
 
     Args:
         src: path, or an opened checkpoint.
-        dst: where it would be written; only its name matters.
+        dst: where it would be written.
         to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
         shard_size: bytes of tensors per file.
         allow_lossy: run a dialect's arithmetic.
@@ -98,10 +103,14 @@ def plan(
         encode: `float8_block`, `mxfp8` or `nvfp4`: weights of linear layers are written in this encoding.
         only: patterns of the table names that are encoded instead, or that are decoded where `decode` is said.
         skip: patterns of names that are neither.
+        overwrite: plan to replace the checkpoint at `dst`.
+        resume: plan to continue an interrupted run.
+        jobs: worker threads.
+        memory: bytes of all buffers together.
         **said: as for `open`.
 
     Returns:
-        The plan; what stands against it is in `.refusals`.
+        The plan; what stands against it, in the tensors and files of `src` and at `dst`, is in `.refusals`.
     """
     wanted = _encode(encode, only, skip, said)
     with _opened(src, said) as checkpoint:
@@ -114,7 +123,8 @@ def plan(
             target=str(dst),
             encode=wanted,
         )
-    return prepared.plan
+        cleared = preflight(prepared, str(dst), overwrite=overwrite, resume=resume, limit=limits(jobs, memory))
+    return cleared.plan
 
 
 def convert(

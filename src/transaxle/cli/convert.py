@@ -18,6 +18,7 @@ from transaxle.engine.compare import Comparison, compare
 from transaxle.engine.execute import Report, execute
 from transaxle.engine.finished import reproduced
 from transaxle.engine.plan import Prepared, make_plan, ready
+from transaxle.engine.preflight import preflight
 from transaxle.engine.produce import Limits
 from transaxle.engine.verify import Verification, verify
 from transaxle.formats.belongings import Overwrite
@@ -54,10 +55,7 @@ from transaxle.formats.belongings import Overwrite
 @options.planning
 @options.reading
 @options.recoding
-@options.overwriting
-@click.option("--resume", is_flag=True, help="Continue an interrupted conversion.")
-@click.option("--verify", "check", is_flag=True, help="Read the result back: against its manifest, and against SRC.")
-@click.option("--no-sync", is_flag=True, help="Do not wait until the disk has everything.")
+@options.writing
 @options.working
 @options.printing
 def command(
@@ -77,7 +75,8 @@ def command(
     screen.consequence = "nothing was written"
     with open_checkpoint(src, **said) as source:
         with screen.working("planning"):
-            prepared = make_plan(source, to, target=dst, **shaping)
+            planned = make_plan(source, to, target=dst, **shaping)
+            prepared = preflight(planned, dst, overwrite=overwrite, resume=resume, running=True, limit=limit)
             plan = ready(prepared)
         if resume:
             screen.way_on = "run the same command again to continue"

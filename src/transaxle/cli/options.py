@@ -108,10 +108,16 @@ _WORKING = (
     click.option("--jobs", metavar="N", type=click.IntRange(1, 1024), help="Workers.  [default: cores, up to 8]"),
     click.option("--memory", metavar="SIZE", callback=_size, help="Memory for all buffers together.  [default: 64MB]"),
 )  # fmt: skip
-_OVERWRITE = click.option("--overwrite", cls=Bare, bare="checkpoint", metavar="[=everything]",
-                          type=click.Choice(["checkpoint", "everything"]),
-                          help="Replace the checkpoint at DST, once the new one is complete; `=everything`: "
-                               "with whatever else is in its folder.")  # fmt: skip
+_WRITING = (
+    click.option("--overwrite", cls=Bare, bare="checkpoint", metavar="[=everything]",
+                 type=click.Choice(["checkpoint", "everything"]),
+                 help="Replace the checkpoint at DST, once the new one is complete; `=everything`: "
+                      "with whatever else is in its folder."),
+    click.option("--resume", is_flag=True, help="Continue an interrupted conversion."),
+    click.option("--verify", "check", is_flag=True,
+                 help="Read the result back: against its manifest, and against SRC."),
+    click.option("--no-sync", is_flag=True, help="Do not wait until the disk has everything."),
+)  # fmt: skip
 _EVERYWHERE = (
     click.option("--all", "everything", is_flag=True, help="Print lists and refusals to their end."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
@@ -155,14 +161,14 @@ def planning(body: Callable[..., int]) -> Callable[..., int]:
     return _with(_PLANNING, body)
 
 
-def overwriting(body: Callable[..., int]) -> Callable[..., int]:
-    """Add the option that allows a target to be replaced; the command gets what functions call `overwrite`."""
+def writing(body: Callable[..., int]) -> Callable[..., int]:
+    """Add the options that say how the result gets to its place; the command gets what functions call `overwrite`."""
 
     @functools.wraps(body)
     def command(*args: Any, overwrite: str | None, **rest: Any) -> int:
         return body(*args, overwrite="everything" if overwrite == "everything" else bool(overwrite), **rest)
 
-    return _with((_OVERWRITE,), command)
+    return _with(_WRITING, command)
 
 
 def decoding(body: Callable[..., int]) -> Callable[..., int]:

@@ -17,8 +17,10 @@ from transaxle.cli.screen import Screen
 from transaxle.cli.units import percent, plural, size
 from transaxle.engine.checkpoint import open_checkpoint
 from transaxle.engine.plan import Plan, make_plan, natural
+from transaxle.engine.preflight import preflight
 from transaxle.engine.produce import Limits
 from transaxle.errors import gathered
+from transaxle.formats.belongings import Overwrite
 
 _GAP = "  "
 
@@ -34,25 +36,48 @@ _GAP = "  "
     help="""Say what a conversion would do, and do nothing.
 
     Prints, rule by rule, which axes move between names and shapes, how much is read and written, and everything that
-    stands against it. Exits with 0 if the conversion can run, and else with what it would exit with.""",
+    stands against it: in the tensors, in the files of SRC, and in the place DST. Takes the options of convert. Exits
+    with 0 if the conversion can run, and else with what it would exit with.""",
 )
 @click.argument("src", type=click.Path())
 @click.argument("dst", type=click.Path())
 @options.planning
 @options.reading
 @options.recoding
+@options.writing
 @options.working
 @options.printing
-def command(screen: Screen, src: str, dst: str, to: str, said: dict[str, Any], limit: Limits, **shaping: Any) -> int:
+def command(
+    screen: Screen,
+    src: str,
+    dst: str,
+    to: str,
+    overwrite: Overwrite,
+    resume: bool,
+    check: bool,  # noqa: ARG001 - changes nothing of the plan
+    no_sync: bool,  # noqa: ARG001 - likewise
+    said: dict[str, Any],
+    limit: Limits,
+    **shaping: Any,
+) -> int:
     """Plan a conversion."""
     with open_checkpoint(src, **said) as checkpoint, screen.working("planning"):
-        plan = make_plan(checkpoint, to, target=dst, **shaping).plan
+        planned = make_plan(checkpoint, to, target=dst, **shaping)
+        prepared = preflight(planned, dst, overwrite=overwrite, resume=resume, limit=limit)
+    plan = prepared.plan
     error = gathered(plan.refusals) if plan.refusals else None
     if screen.as_json:
-        shown = {"target": dst, **plan.as_json(copies=False), "buffers": limit.holding(plan.band).peak}
+        shown = {
+            "target": dst,
+            "finished": prepared.finished,
+            **plan.as_json(copies=False),
+            "buffers": limit.holding(plan.band).peak,
+        }
         screen.document(shown if error is None else {**error_document(error), **shown})
     else:
         _print(screen, plan, limit)
+        if prepared.finished:
+            screen.line(f"  {dst} holds just this already: there is nothing left to do")
         if error is not None:
             print_refusals(screen, "  it would be refused", error.refusals, screen.line)
     return 0 if error is None else error.exit_code

@@ -13,15 +13,15 @@ import msgspec
 import xxhash
 
 from transaxle.encodings.codec import Error
-from transaxle.engine.apart import refuse_together
 from transaxle.engine.averaged import averages_of
 from transaxle.engine.copies import unequal
-from transaxle.engine.finished import is_finished, manifest_of
+from transaxle.engine.finished import manifest_of
 from transaxle.engine.journal import Done, Journal
 from transaxle.engine.made import Sizes, Summed, decoding_errors, made, measured_sizes
 from transaxle.engine.manifest import digest, encode
 from transaxle.engine.plan import Plan, PlannedTensor, Prepared, ready
 from transaxle.engine.portions import in_turn, portions
+from transaxle.engine.preflight import Cleared, preflight
 from transaxle.engine.produce import Limits, Progress, Worker, limits, share, unwatched
 from transaxle.engine.product import Measured
 from transaxle.engine.transfer import landing
@@ -88,7 +88,7 @@ def execute(
     """Carry a plan out.
 
     Args:
-        prepared: from `make_plan`.
+        prepared: from `make_plan`, or from `preflight` for just this target.
         target: folder, or one file (`.safetensors`, `.bin`, `.pt`, `.pth`); it must not exist unless `overwrite`.
         overwrite: replace a checkpoint; the old one stays readable until the new one is complete. `everything`: with
             whatever else lies in its folder.
@@ -102,18 +102,20 @@ def execute(
             CORRUPT where the source was changed meanwhile; EXISTS, IO, NO_SPACE. Whatever is raised, the target is as
             it was.
     """
-    plan = ready(prepared)
-    limit = (limit or limits()).holding(plan.band)
     begin = time.monotonic()
-    refuse_together(prepared.checkpoint, target)
-    errors = dict[str, Error]()
-    if resume and not overwrite and is_finished(prepared, target, limit, progress, errors):
+    cleared = preflight(
+        prepared, target, overwrite=overwrite, resume=resume, running=True, limit=limit, progress=progress
+    )
+    plan = ready(cleared)
+    limit = (limit or limits()).holding(plan.band)
+    errors = dict(cleared.errors)
+    if cleared.finished:
         resumed, single = len(plan.tensors), not Path(target).is_dir()
         recoded = _measured(prepared, limit, errors)
     else:
         with staging_at(target, overwrite=overwrite, resume=resume, sync=sync) as staging:
             single = staging.single is not None
-            resumed = _write(prepared, staging, limit, progress, errors)
+            resumed = _write(cleared, staging, limit, progress, errors)
             recoded = _measured(prepared, limit, errors)
             staging.commit()
     return Report(
@@ -144,7 +146,7 @@ def _measured(prepared: Prepared, limit: Limits, encoded: Mapping[str, Error]) -
     return tuple(Measured(each, found[each.action][each.name]) for each in recoded)
 
 
-def _write(prepared: Prepared, staging: Stage, limit: Limits, progress: Progress, errors: dict[str, Error]) -> int:
+def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress, errors: dict[str, Error]) -> int:
     """Write everything but the commit; return how many tensors an earlier run had finished.
 
     Args:
@@ -156,7 +158,6 @@ def _write(prepared: Prepared, staging: Stage, limit: Limits, progress: Progress
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     single = staging.single is not None
-    state = _state(prepared)
     kept = staging.prepare(prepared.draft.files if single else plan.files)
     for fragment in prepared.draft.fragments:
         staging.pwrite(fragment.file, fragment.offset, memoryview(fragment.data))
@@ -164,7 +165,7 @@ def _write(prepared: Prepared, staging: Stage, limit: Limits, progress: Progress
     if differing:
         raise gathered(differing)
     tensors, carried = dict[str, Done](), dict[str, Done]()
-    journal = Journal(staging.scratch, _key(plan, state))
+    journal = Journal(staging.scratch, _key(plan, prepared.state))
     workers = partial(Worker, storage, limit)
     sizes: Sizes = {}
 
@@ -202,13 +203,6 @@ def _write(prepared: Prepared, staging: Stage, limit: Limits, progress: Progress
         hashes = ({name: done.hash for name, done in each.items()} for each in (tensors, carried))
         staging.write(MANIFEST, encode(manifest_of(prepared, *hashes)))
     return resumed
-
-
-def _state(prepared: Prepared) -> str:
-    """Return a text that changes when a file of the source does."""
-    storage = prepared.checkpoint.container.storage
-    names = (*prepared.checkpoint.container.files, *prepared.plan.carried)
-    return "".join(f"{name} {storage.version(name)}\n" for name in names)
 
 
 def _key(plan: Plan, state: str) -> str:

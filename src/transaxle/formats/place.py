@@ -24,6 +24,7 @@ from transaxle.formats.syscalls import exchange, rename_new
 _PARTIAL, _OLD = "partial", "old"
 _LONGEST = 200
 """Bytes of a name that still has room for our ending within the 255 that file systems allow."""
+_REPLACE = "Choose another place, or replace it with --overwrite (overwrite=True)."
 
 
 class Place:
@@ -77,8 +78,7 @@ class Place:
         if not os.path.lexists(self.typed if not self._overwrite else self.target):
             return
         if not self._overwrite:
-            hint = "Choose another place, or replace it with --overwrite (overwrite=True)."
-            raise refuse("EXISTS", "it exists already", file=self.typed, hint=hint)
+            raise refuse("EXISTS", "it exists already", file=self.typed, hint=_REPLACE)
         self._refuse(*self._irreplaceable())
 
     def recover(self) -> None:
@@ -91,6 +91,37 @@ class Place:
                     self._old.rename(self.target)
         except OSError as error:
             raise failed(error, "putting the former checkpoint back", str(self._old)) from error
+
+    @property
+    def moved_aside(self) -> bool:
+        """Whether `recover` has something to put back."""
+        return os.path.lexists(self._old) and not os.path.lexists(self.target)
+
+    def foresee(self) -> None:
+        """Check as `check` does after `recover`, and change nothing.
+
+        Raises as `check`.
+        """
+        if not self.moved_aside:
+            self.check()
+        elif self._overwrite:
+            self._refuse(*irreplaceable(LocalFolder(self._old), self._overwrite))
+        else:
+            message = f"it exists: {self._old}, left by a run that died while replacing it, is put back by the next one"
+            raise refuse("EXISTS", message, file=self.typed, hint=_REPLACE)
+
+    def check_writable(self) -> None:
+        """Check that something can be made beside the target.
+
+        Raises:
+            OSError: EROFS, EACCES.
+        """
+        folder = self.target.parent
+        by_effect = os.geteuid() != os.getuid()  # where both are the same, C libraries guess worse than the system
+        if not os.access(folder, os.W_OK | os.X_OK, effective_ids=by_effect):
+            locked = os.statvfs(folder).f_flag & os.ST_RDONLY
+            number = errno.EROFS if locked else errno.EACCES
+            raise OSError(number, os.strerror(number))
 
     def publish(self, work: Path) -> None:
         """Move the finished work to the target. A folder that was there is in a hidden neighbour then; see `sweep`.

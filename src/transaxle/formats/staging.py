@@ -19,7 +19,7 @@ from threading import Lock
 from types import TracebackType
 from typing import Literal, Self
 
-from transaxle.errors import refuse
+from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.belongings import Overwrite
 from transaxle.formats.failure import failed
 from transaxle.formats.handles import Handles
@@ -29,6 +29,7 @@ from transaxle.formats.syscalls import reserve
 
 _SCRATCH = ".transaxle"
 """Folder inside the hidden one for what is not part of the checkpoint; its presence means: not finished."""
+_MAKING = "making the folder for the work in progress"
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _REOPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -82,10 +83,40 @@ class Staging:
         """Name of the target if it is a file: just one file can be written then, under any name."""
         return self._place.single
 
+    @property
+    def moved_aside(self) -> bool:
+        """Whether a run died while it replaced the target: beginning puts back what was there."""
+        return self._place.moved_aside
+
+    def look(self, folder: Mapping[str, int], file: Mapping[str, int]) -> None:
+        """Refuse what beginning and preparing would refuse, and change nothing: nothing is made, and nothing removed.
+
+        Args:
+            folder: names and sizes of the files, where the target is a folder.
+            file: those of the one, where the target is a file.
+
+        Raises as entering the context and `prepare` do.
+        """
+        files = folder if self.single is None else file
+        if self.single and len(files) > 1:
+            raise self._several()
+        self._place.foresee()
+        with _named(_MAKING, str(self.path)):
+            with suppress(FileNotFoundError):
+                fd = os.open(self.path, _FOLDER)
+                try:
+                    self._held(fd, made=False)
+                finally:
+                    os.close(fd)
+            self._place.check_writable()
+        with _named("looking for free space", str(self.path)):
+            freed = sum(path.lstat().st_blocks * 512 for path in self.path.rglob("*"))
+            self._check_space(sum(files.values()), shutil.disk_usage(self.path.parent).free + freed)
+
     def __enter__(self) -> Self:
         made = False
         try:
-            with _named("making the folder for the work in progress", str(self.path)):
+            with _named(_MAKING, str(self.path)):
                 self._lock_fd, made = self._lock()
                 self._place.recover()
                 self._place.check()
@@ -125,16 +156,14 @@ class Staging:
         """
         paths = {name: self._path(name) for name in files}
         self._remove_others(frozenset(paths.values()))
-        self._check_space(files, paths)
+        with _named("looking for free space", str(self.path)):
+            there = sum(path.stat().st_blocks * 512 for path in paths.values() if path.is_file())
+            self._check_space(sum(files.values()), shutil.disk_usage(self.path).free + there)
         kept = {name for name, size in files.items() if self._create(name, paths[name], size)}
         return frozenset(kept)
 
-    def _check_space(self, files: Mapping[str, int], paths: Mapping[str, Path]) -> None:
+    def _check_space(self, wanted: int, free: int) -> None:
         """Refuse what cannot fit before a byte is reserved: on some file systems reserving takes the memory itself."""
-        with _named("looking for free space", str(self.path)):
-            there = sum(path.stat().st_blocks * 512 for path in paths.values() if path.is_file())
-            free = shutil.disk_usage(self.path).free + there
-        wanted = sum(files.values())
         if wanted > free:
             raise refuse(
                 "NO_SPACE",
@@ -224,8 +253,7 @@ class Staging:
     def _create(self, name: str, path: Path, size: int) -> bool:
         """Create a file, or take over one of the same size (True)."""
         if self.single and self._sizes.keys() - {name}:
-            message = "it is one file, and several are to be written"
-            raise refuse("UNSUPPORTED", message, file=self._place.typed, hint="Give a folder.")
+            raise self._several()
         with _named(f"creating it with {size} bytes", name):
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = path.is_file() and path.lstat().st_size == size and name not in self._sizes
@@ -240,6 +268,10 @@ class Staging:
         with self._unsynced_lock:
             self._unsynced.add(name)
         return kept
+
+    def _several(self) -> TransaxleError:
+        message = "it is one file, and several are to be written"
+        return refuse("UNSUPPORTED", message, file=self._place.typed, hint="Give a folder.")
 
     def _reopen(self, name: str) -> int:
         with _named("opening it", name):

@@ -94,12 +94,29 @@ class Upload:
         """Name of the target if it is a file: just one file can be written then, under any name."""
         return self._single
 
-    def __enter__(self) -> Self:
+    def look(self, folder: Mapping[str, int], file: Mapping[str, int]) -> None:  # noqa: ARG002 - as in `Staging`
+        """Refuse what beginning and preparing would refuse, as far as it is known without sending anything.
+
+        Args:
+            folder: names and sizes of the files, where the target is a folder.
+            file: those of the one, where the target is a file.
+
+        Raises as entering the context and `prepare` do.
+        """
+        self._begin_at()
+        if self._single and len(file) > 1:
+            raise self._several()
+
+    def _begin_at(self) -> None:
+        """Find out whether the target is a file, and check it."""
         found = self._service.info(self._service.path, self._shown)
         is_file = found is not None and found.get("type") == FILE
         if self._shown.endswith(WHOLE) and (found is None or is_file):
             self._single = self._service.path.rpartition("/")[2]
         self._check(found)
+
+    def __enter__(self) -> Self:
+        self._begin_at()
         self._scratch = Path(tempfile.mkdtemp(prefix="transaxle-"))
         return self
 
@@ -220,12 +237,15 @@ class Upload:
     def _begin(self, name: str, size: int) -> None:
         place = self._place(name)
         if self._single and self._streams.keys() - {name}:
-            message = "it is one file, and several are to be written"
-            raise refuse("UNSUPPORTED", message, file=self._shown, hint="Give a folder.")
+            raise self._several()
         if name in self._streams:
             self._streams.pop(name).discard()
         part = part_size(size, self._part)
         self._streams[name] = _File(self._service, self._service.create(place, part, name), name, size, part)
+
+    def _several(self) -> TransaxleError:
+        message = "it is one file, and several are to be written"
+        return refuse("UNSUPPORTED", message, file=self._shown, hint="Give a folder.")
 
     def _check(self, found: Info | None) -> None:
         """Check that a checkpoint may be put here; only what is empty or a checkpoint is replaced.

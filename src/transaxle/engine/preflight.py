@@ -1,0 +1,111 @@
+"""What stands against carrying a plan out, beyond the plan itself: the source's files, and the place it is written to.
+
+Planning a conversion and running it ask here, so that a plan says what a run would. Nothing on the disk is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from transaxle.encodings.codec import Error
+from transaxle.engine.apart import refuse_together
+from transaxle.engine.finished import is_finished
+from transaxle.engine.plan import Prepared
+from transaxle.engine.produce import Limits, Progress, limits, unwatched
+from transaxle.errors import Refusal, TransaxleError
+from transaxle.formats.belongings import Overwrite
+from transaxle.formats.location import staging_at
+from transaxle.formats.staging import Staging
+
+
+@dataclass(frozen=True)
+class Cleared(Prepared):
+    """A plan with one place to carry it out: its refusals are all of those that a run would meet before it writes."""
+
+    asked: tuple[str, Overwrite, bool]
+    """Target, whether it may be replaced, and whether an interrupted run is continued."""
+    state: str = ""
+    """A text that changes when a file of the source does."""
+    finished: bool = False
+    """Whether the target holds just what would be written: there is nothing left to do."""
+    errors: Mapping[str, Error] = field(default_factory=dict)
+    """How far each tensor is that is encoded, by table name, where the target is finished."""
+
+
+def preflight(
+    prepared: Prepared,
+    target: str,
+    *,
+    overwrite: Overwrite = False,
+    resume: bool = False,
+    running: bool = False,
+    limit: Limits | None = None,
+    progress: Progress = unwatched,
+) -> Cleared:
+    """Find out whether a plan can be carried out at a place.
+
+    Only a target that is there and is to be resumed is read: it may be what an interrupted run had finished.
+
+    Args:
+        prepared: from `make_plan`.
+        target: folder, one file, or URL.
+        overwrite: as for `execute`.
+        resume: as for `execute`.
+        running: it is about to be carried out, so a checkpoint that a run died over while replacing it is put back, as
+            every run does. Otherwise nothing is changed.
+        limit: workers and memory.
+        progress: told the bytes of each block compared with such a target.
+
+    Returns:
+        The plan, with everything that stands against it there added to its refusals.
+    """
+    asked = target, overwrite, resume
+    if isinstance(prepared, Cleared):
+        if prepared.asked == asked:
+            return prepared
+        raise ValueError(f"this plan is cleared for {prepared.asked}, not for {asked}")
+    limit = (limit or limits()).holding(prepared.plan.band)
+    problems = list(prepared.plan.refusals)
+
+    def found(step: Callable[[], None]) -> bool:
+        try:
+            step()
+        except TransaxleError as error:
+            problems.extend(error.refusals)
+            return True
+        return False
+
+    state = _state(prepared, problems)
+    errors: dict[str, Error] = {}
+    finished = False
+
+    def look() -> None:
+        nonlocal finished
+        if resume and not overwrite and not problems and is_finished(prepared, target, limit, progress, errors):
+            finished = True
+            return
+        staging = staging_at(target, overwrite=overwrite, resume=resume)
+        if running and not overwrite and isinstance(staging, Staging) and staging.moved_aside:
+            with staging:  # puts back what was there, and is refused
+                pass
+        staging.look(prepared.plan.files, prepared.draft.files)
+
+    if not found(lambda: refuse_together(prepared.checkpoint, target)):
+        found(look)
+    plan = msgspec.structs.replace(prepared.plan, refusals=tuple(dict.fromkeys(problems)))
+    return Cleared(plan, prepared.checkpoint, prepared.draft, asked, state, finished, errors)
+
+
+def _state(prepared: Prepared, problems: list[Refusal]) -> str:
+    """Return a text that changes when a file of the source does; what cannot be opened is added to the problems."""
+    storage = prepared.checkpoint.container.storage
+    lines = []
+    for name in (*prepared.checkpoint.container.files, *prepared.plan.carried):
+        try:
+            lines.append(f"{name} {storage.version(name)}\n")
+        except TransaxleError as error:
+            problems.extend(error.refusals)
+    return "".join(lines)

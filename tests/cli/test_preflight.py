@@ -1,0 +1,202 @@
+"""`plan` exits with what `convert` would, takes the same options, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import transaxle as tx
+from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle, process
+from transaxle.cli.program import program
+from transaxle.formats.staging import Staging
+
+Outcome = tuple[int, list[str]]
+POWERLESS = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()) == 0
+"""
+"""Gives up what lets root pass permissions by, so that they mean something wherever the tests run."""
+
+
+def _everything() -> dict[str, tuple[int, int]]:
+    """Return every path below the working directory with its size and time of change."""
+    return {str(p): (p.lstat().st_size, p.lstat().st_mtime_ns) for p in sorted(Path().rglob("*"))}
+
+
+def _both(transaxle: Transaxle, *arguments: str | Path) -> Outcome:
+    """Run `plan` and then `convert` with the same arguments, and prove that they agree and that the first is idle."""
+    before = _everything()
+    arguments = (*arguments, "--no-sync", "--json")
+    planned = transaxle("plan", *arguments)
+    assert _everything() == before, "a plan changes nothing"
+    done = transaxle("convert", *arguments)
+    assert planned.code == done.code, (planned.out, done.out)
+    codes = [planned.codes if planned.code else [], done.codes if done.code else []]
+    assert codes[0] == codes[1]
+    if done.code and "put back" not in planned.out:
+        assert [r["message"] for r in planned.json["error"]["refusals"]] == [
+            r["message"] for r in done.json["error"]["refusals"]
+        ]
+    return done.code, codes[0]
+
+
+def _nothing() -> None:
+    pass
+
+
+def _checkpoint_there() -> None:
+    shutil.copytree("ck", "out")
+
+
+def _notes_there() -> None:
+    Path("out").mkdir()
+    Path("out/notes.txt").write_text("mine")
+
+
+def _notes_beside_there() -> None:
+    _checkpoint_there()
+    Path("out/notes.txt").write_text("mine")
+
+
+def _file_there() -> None:
+    Path("out").write_text("mine")
+
+
+def _dead_link_there() -> None:
+    Path("out").symlink_to("gone")
+
+
+def _moved_aside() -> None:
+    """What a run leaves that dies between the two renames of a file system without exchange."""
+    shutil.copytree("ck", ".out.transaxle-old")
+
+
+def _finished() -> None:
+    tx.convert("ck", "out", to="torchtitan")
+
+
+def _no_shard() -> None:
+    Path("ck/model.safetensors").unlink()
+
+
+def _truncated() -> None:
+    os.truncate("ck/model.safetensors", 5000)
+
+
+@pytest.mark.parametrize(
+    ("make", "target", "options", "expected"),
+    [
+        (_nothing, "out", (), (0, [])),
+        (_checkpoint_there, "out", (), (USAGE, ["EXISTS"])),
+        (_checkpoint_there, "out", ("--overwrite",), (0, [])),
+        (_checkpoint_there, "out", ("--resume",), (USAGE, ["EXISTS"])),
+        (_finished, "out", ("--resume",), (0, [])),
+        (_finished, "out", (), (USAGE, ["EXISTS"])),
+        (_notes_there, "out", (), (USAGE, ["EXISTS"])),
+        (_notes_there, "out", ("--overwrite",), (USAGE, ["EXISTS"])),
+        (_file_there, "out", ("--overwrite",), (USAGE, ["EXISTS"])),
+        (_dead_link_there, "out", (), (USAGE, ["EXISTS"])),
+        (_moved_aside, "out", (), (USAGE, ["EXISTS"])),
+        (_nothing, "no/such/out", (), (MACHINE, ["IO"])),
+        (_nothing, "ck/config.json/out", (), (USAGE, ["EXISTS"])),
+        (_nothing, "/", ("--overwrite",), (USAGE, ["EXISTS"])),
+        (_nothing, "n" * 300, (), (MACHINE, ["IO"])),
+        (_nothing, "ck", (), (USAGE, ["EXISTS"])),
+        (_nothing, "ck", ("--overwrite",), (USAGE, ["EXISTS"])),
+        (_nothing, "ck/sub", (), (USAGE, ["EXISTS"])),
+        (_nothing, "ck/sub", ("--overwrite=everything",), (USAGE, ["EXISTS"])),
+        (_notes_there, "out", ("--overwrite=everything",), (USAGE, ["EXISTS"])),
+        (_notes_beside_there, "out", ("--overwrite",), (USAGE, ["EXISTS"])),
+        (_notes_beside_there, "out", ("--overwrite=everything",), (0, [])),
+        (_nothing, ".", ("--overwrite",), (USAGE, ["EXISTS"])),
+        (_nothing, "out.pt", (), (REFUSED, ["UNSUPPORTED"])),
+        (_nothing, "memory://bucket/out", ("--resume",), (REFUSED, ["UNSUPPORTED"])),
+        (_nothing, "nowhere://bucket/out", (), (REFUSED, ["UNSUPPORTED"])),
+        (_no_shard, "out", (), None),
+        (_truncated, "out", (), (REFUSED, ["CORRUPT"])),
+    ],
+)
+def test_plan_exits_with_what_convert_would(
+    make: Callable[[], None], target: str, options: tuple[str, ...], expected: Outcome | None, ck: Path,
+    transaxle: Transaxle,
+) -> None:  # fmt: skip
+    make()
+    found = _both(transaxle, ck, target, "--to", "torchtitan", *options)
+    assert found[0] if expected is None else found == expected
+    assert make is not _moved_aside or (Path("out/model.safetensors").is_file() and not list(Path().glob(".out*")))
+
+
+@pytest.mark.parametrize(
+    ("options", "source"), [((), "missing"), (("--format", "dcp"), "ck"), (("--axis", "z=1"), "ck")]
+)
+def test_so_it_does_where_the_source_does_not_open(
+    options: tuple[str, ...], source: str, ck: Path, transaxle: Transaxle
+) -> None:
+    assert ck.is_dir()
+    assert _both(transaxle, source, "out", "--to", "torchtitan", *options)[0]
+
+
+def test_so_it_does_where_another_run_is_writing(ck: Path, transaxle: Transaxle) -> None:
+    with Staging("out"):
+        assert _both(transaxle, ck, "out", "--to", "torchtitan") == (USAGE, ["EXISTS"])
+    assert _both(transaxle, ck, "out", "--to", "torchtitan") == (0, [])
+
+
+def test_so_it_does_where_there_is_no_space(ck: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=20_000))
+    assert _both(transaxle, ck, "out", "--to", "torchtitan") == (MACHINE, ["NO_SPACE"])
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=40_000))
+    assert _both(transaxle, ck, "out", "--to", "torchtitan") == (0, [])
+
+
+@pytest.mark.parametrize("what", ["folder", "tensors", "config", "tokenizer"])
+def test_so_it_does_where_permissions_are_missing(what: str, ck: Path, here: Path) -> None:
+    (ck / "tokenizer.json").write_text("{}")
+    (here / "there").mkdir()
+    names = {"tensors": "model.safetensors", "config": "config.json", "tokenizer": "tokenizer.json"}
+    locked = here / "there" if what == "folder" else ck / names[what]
+    locked.chmod(0o500 if what == "folder" else 0)
+    before = _everything()
+    try:
+        arguments = (ck, "there/out", "--to", "torchtitan", "--json")
+        outcomes = [process(command, *arguments, before=POWERLESS, cwd=here) for command in ("plan", "convert")]
+    finally:
+        locked.chmod(0o700)
+    assert [outcome.code for outcome in outcomes] == [MACHINE, MACHINE], outcomes
+    assert outcomes[0].codes == outcomes[1].codes == ["IO"]
+    assert _everything() == before
+
+
+def test_every_reason_is_told_at_once(ck: Path, transaxle: Transaxle) -> None:
+    """What stands against the tensors and what stands against the place are one list."""
+    config = json.loads((ck / "config.json").read_text())
+    (ck / "config.json").write_text(json.dumps({**config, "moe_intermediate_size": 13}))
+    code, codes = _both(transaxle, ck, "no/such/out", "--to", "torchtitan")
+    assert code == MACHINE
+    assert {"IO", "SHAPE_MISMATCH"} == set(codes)
+
+
+def test_a_plan_from_python_says_the_same(ck: Path) -> None:
+    assert tx.plan(ck, "out", to="torchtitan").refusals == ()
+    Path("out").mkdir()
+    (found,) = tx.plan(ck, "out", to="torchtitan").refusals
+    assert found.code == "EXISTS"
+    assert tx.plan(ck, "out", to="torchtitan", overwrite=True).refusals == ()
+    (found,) = tx.plan(ck, "no/such/out", to="torchtitan").refusals
+    assert found.code == "IO"
+
+
+def test_they_take_the_same_options() -> None:
+    taken = []
+    for name in ("plan", "convert"):
+        command = program.commands.get(name) or program.get_command(None, name)  # type: ignore[arg-type]
+        assert command is not None
+        taken.append([(p.name, p.opts, p.secondary_opts, getattr(p, "help", None)) for p in command.params])
+    assert taken[0] == taken[1]
