@@ -185,11 +185,11 @@ def test_a_kept_name_may_not_collide() -> None:
 
 def test_two_lines_may_not_write_one_name() -> None:
     family = only(
-        "family twin\n  axes l=l m=m d=d\n  x : l d\n  y : m d\n"
-        "dialect a\n  x.{l} = x[d]\n  y.{m} = y[d]\ndialect b\n  z.{l} = x[d]\n  z.{m+1} = y[d]\n"
+        "family twin\n  axes l=n m=m L=n d=d\n  x : l d\n  y : m d\n"
+        "dialect a\n  x.{l} = x[d]\n  y.{m} = y[d]\ndialect b\n  z.{l} = x[d]\n  z.{m+L} = y[d]\n"
     )
     store = Store({f"{name}.{i}": arange(4) for name in "xy" for i in range(2)})
-    refusal = only_refusal(translated(family, "a", "b", store, {"l": 2, "m": 2, "d": 4}), "NAME_COLLISION")
+    refusal = only_refusal(translated(family, "a", "b", store, {"n": 2, "m": 2, "d": 4}, {"L": 1}), "NAME_COLLISION")
     assert refusal.where.tensor == "z.1"
 
 

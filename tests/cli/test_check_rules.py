@@ -50,6 +50,7 @@ def test_a_sound_table(here: Path, transaxle: Transaxle) -> None:
             "name": "toy",
             "model_types": ["toy"],
             "axes": {"l": "num_hidden_layers", "d": "hidden_size", "f": "intermediate_size", "v": "vocab_size"},
+            "unsized": [],
             "tensors": ["embed", "gate", "up"],
             "dialects": {"hf": 3, "joined": 2},
         }
@@ -120,3 +121,18 @@ def test_files_that_cannot_be_read(ck: Path, transaxle: Transaxle) -> None:
     assert transaxle("check-rules", "toy.rules", "nowhere").code == MACHINE
     write(Path("other"), {"h.0.w": np.zeros(2)})
     assert transaxle("check-rules", "toy.rules", "other").code == USAGE
+
+
+def test_axes_without_a_size_are_reported(here: Path, transaxle: Transaxle) -> None:
+    Path("toy.rules").write_text(SOUND.replace("l=num_hidden_layers ", "l "))
+    assert "no size for l: only names tell how many there are" in transaxle("check-rules", "toy.rules").out
+    assert transaxle("check-rules", "toy.rules", "--json").json["families"][0]["unsized"] == ["l"]
+
+
+def test_overlapping_lines_are_refused_with_both_of_them(here: Path, transaxle: Transaxle) -> None:
+    Path("toy.rules").write_text(SOUND + "  blocks.2.gate_up                  = embed[v d]\n")
+    outcome = transaxle("check-rules", "toy.rules")
+    assert outcome.code == REFUSED
+    assert "blocks.{l}.gate_up = [d [gate:f | up:f]]" in outcome.err
+    assert "blocks.2.gate_up = embed[v d]" in outcome.err
+    assert "both hold 'blocks.2.gate_up'" in outcome.err

@@ -5,6 +5,7 @@
     layer_types[l] == "full_attention"             `l` is the index of the tensor at hand
     other_setting.num_heads if sliding else 8
     l in moe_layers                                a list, or the text "3,4,5"
+    len(layer_types)                               entries of a list, characters of a text
 
 The syntax is Python's, read with `ast` and evaluated over config keys by a closed list of operations; nothing is ever
 executed. A key that is missing makes the formula unknown (None), which is different from false.
@@ -50,11 +51,13 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
 _PARTS: tuple[type[ast.AST], ...] = (
     ast.Constant, ast.Name, ast.Attribute, ast.Subscript, ast.BinOp, ast.BoolOp, ast.UnaryOp, ast.Compare,
     ast.IfExp, ast.Tuple, ast.List, ast.Load, ast.And, ast.Or, ast.Not, ast.USub, ast.Div, ast.BitOr,
-    *_ARITHMETIC, *_COMPARE,
+    ast.Call, *_ARITHMETIC, *_COMPARE,
 )  # fmt: skip
 """The syntax there is; anything else is refused when the table is read."""
 _MOST_NODES = 1_000
 """Parts of one formula, those of the formulas that it names included; tables have some twenty."""
+_LENGTH = "len"
+"""The one function."""
 
 
 class _Inline(ast.NodeTransformer):
@@ -64,7 +67,11 @@ class _Inline(ast.NodeTransformer):
         self.named = named
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return self.named[node.id]._tree if node.id in self.named else node
+        return self.named[node.id].tree if node.id in self.named else node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        node.args = [self.visit(part) for part in node.args]
+        return node
 
 
 @dataclass(frozen=True)
@@ -77,7 +84,8 @@ class Formula:
     """Formulas that the text may call by name (`let`)."""
 
     @property
-    def _tree(self) -> ast.expr:
+    def tree(self) -> ast.expr:
+        """The formula as Python's syntax, named formulas put in."""
         return self._parsed[0]
 
     @cached_property
@@ -88,10 +96,13 @@ class Formula:
         """
         try:
             tree, nodes, names = ast.parse(self.text.strip(), mode="eval").body, 0, set[str]()
+            functions = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
             for node in ast.walk(tree):
                 if not isinstance(node, _PARTS):
                     raise self._fail(f"{type(node).__name__} is not part of formulas")
-                name = node.id if isinstance(node, ast.Name) else ""
+                if isinstance(node, ast.Call) and not _is_length(node):
+                    raise self._fail("Call is not part of formulas, but for len(X)")
+                name = node.id if isinstance(node, ast.Name) and id(node) not in functions else ""
                 called = self.named.get(name)
                 nodes += 1 if called is None else called._parsed[1]
                 names |= {name} if called is None else called.names
@@ -118,7 +129,7 @@ class Formula:
             Refused: SHAPE_MISMATCH where a division is not exact, CORRUPT where the types do not fit.
         """
         try:
-            return self._value(self._tree, values)
+            return self._value(self.tree, values)
         except (TypeError, ValueError, ArithmeticError, RecursionError) as error:
             raise self._fail(str(error)) from None
 
@@ -133,9 +144,8 @@ class Formula:
                 return inner.get(key) if isinstance(inner, Mapping) else None
             case ast.Subscript(value=base, slice=index):
                 return _item(self._value(base, values), self._value(index, values))
-            case ast.UnaryOp(op=op, operand=operand):
-                inner = self._value(operand, values)
-                return None if inner is None else (not inner if isinstance(op, ast.Not) else -inner)
+            case ast.Call(args=[of]) | ast.UnaryOp(operand=of):
+                return _turned(node, self._value(of, values))
             case ast.BoolOp(op=op, values=parts):
                 return _boolean(isinstance(op, ast.And), (self._value(part, values) for part in parts))
             case ast.IfExp(test=test, body=body, orelse=orelse):
@@ -167,6 +177,20 @@ class Formula:
                 raise refuse("SHAPE_MISMATCH", f"{self.text}: {first} is not divisible by {second}")
             return first // second
         return _ARITHMETIC[type(op)](first, second)
+
+
+def _is_length(node: ast.Call) -> bool:
+    called = isinstance(node.func, ast.Name) and node.func.id == _LENGTH
+    return called and len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred)
+
+
+def _turned(node: ast.Call | ast.UnaryOp, value: Any) -> Any:
+    """Return the length, the opposite or the negative of a value; None of what is unknown."""
+    if value is None:
+        return None
+    if isinstance(node, ast.Call):
+        return len(value)
+    return not value if isinstance(node.op, ast.Not) else -value
 
 
 def _item(base: Any, index: Any) -> Any:

@@ -36,6 +36,7 @@ from transaxle.axes.family import Arithmetic, Cuttable, Dialect, Family, Line, T
 from transaxle.axes.form import WORDS
 from transaxle.axes.formula import Formula
 from transaxle.axes.name import Name
+from transaxle.axes.overlap import overlapping
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
 _WORD = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -81,6 +82,7 @@ class _Reader:
         self.named: dict[str, Formula] = {}
         self.used: set[str] = set()
         self.always: set[Name] = set()
+        self.places: dict[Line, int] = {}
         self.skipping = False
         self.number = 0
         self.raw = ""
@@ -323,6 +325,11 @@ class _Reader:
             own = {name for line in dialect.lines for name in line.expression.components}
             inherited = tuple(line for line in self.base.lines if own.isdisjoint(line.expression.components))
             dialect = replace(dialect, lines=inherited + dialect.lines, ignored=self.base.ignored + dialect.ignored)
+        for first, second, name in overlapping(dialect.lines, self.family):
+            message = f"{first.text}\n{second.text}\nboth hold {name!r} (dialect {dialect.label}): which one is meant?"
+            hint = "give both lines conditions (when ...) that exclude each other, or one line for all of these names"
+            where = Where(f"{self.file}, line {self.places.get(second, self.number)}")
+            self.problems.append(Refusal("CORRUPT", message, where, hint))
         self.touch(replace(self.family, dialects=(*self.family.dialects, dialect)))
         self.dialect, self.base = None, None
 
@@ -344,6 +351,7 @@ class _Reader:
         changed = self.arithmetic(arithmetic) if lossy else None
         line = Line(name, parse(expression.strip(), start), when, changed)
         self.check(line)
+        self.places[line] = self.number
         self.dialect = replace(self.dialect, lines=(*self.dialect.lines, line))
 
     def check(self, line: Line) -> None:

@@ -56,9 +56,15 @@ def _declared(family: Family) -> Facts:
         "name": family.name,
         "model_types": list(family.model_types),
         "axes": {axis: None if formula is None else formula.text for axis, formula in family.axes.items()},
+        "unsized": _unsized(family),
         "tensors": list(family.tensors),
         "dialects": {dialect.label: len(dialect.lines) for dialect in new},
     }
+
+
+def _unsized(family: Family) -> list[str]:
+    """Return the axes in names that have no formula: how many there are, only the names of a checkpoint tell."""
+    return [axis for axis, formula in family.axes.items() if formula is None and axis in family.name_axes]
 
 
 def _ships(family: Family, dialect: Dialect) -> bool:
@@ -99,6 +105,11 @@ def _print(screen: Screen, found: Facts) -> None:
     for family in found["families"]:
         amount = f"{plural(len(family['axes']), 'axis', 'axes')}, {plural(len(family['tensors']), 'logical tensor')}"
         screen.line(f"  family {family['name']}: {amount}")
+        for axis in family["unsized"]:
+            screen.line(
+                f"    no size for {axis}: only names tell how many there are, and a missing last one is not noticed; "
+                f"say {axis}=CONFIG_KEY, or {axis}=len(CONFIG_KEY) for a list"
+            )
         for label, lines in family["dialects"].items():
             screen.line(f"    dialect {label}: {plural(lines, 'line')}")
     for read in found.get("reads", []):

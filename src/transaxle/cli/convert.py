@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from transaxle.cli import options
-from transaxle.cli.plan import print_others
+from transaxle.cli.plan import print_counted, print_others
 from transaxle.cli.program import Command
 from transaxle.cli.recoded import print_measured
 from transaxle.cli.screen import Screen
@@ -130,6 +130,7 @@ def _print(screen: Screen, report: Report) -> None:
     if report.checks:
         screen.line(f"  {plural(report.checks, 'copy', 'copies')} proved equal")
     print_measured(screen, report.recoded)
+    print_counted(screen, report.counted)
     print_others(screen, report.kept, report.ignored, report.carried)
     if not report.synced:
         screen.line("  not synced (--no-sync): a power cut in the next minutes may damage it")

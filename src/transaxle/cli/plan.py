@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
@@ -88,6 +88,7 @@ def _print(screen: Screen, plan: Plan, limit: Limits) -> None:
     head = [plan.family or "", f"{before} -> {plan.format}:{plan.dialect}"]
     screen.line((" · ".join(part for part in head if part), "bold"))
     _print_routes(screen, plan)
+    print_counted(screen, plan.counted)
     print_others(screen, plan.kept, plan.ignored, plan.carried)
     print_recoded(screen, plan.recoded)
     if plan.aliases:
@@ -128,6 +129,14 @@ def _print_routes(screen: Screen, plan: Plan) -> None:
         screen.line(f"  {plural(len(still), 'rule')} unchanged: {', '.join(still)}")
     if not plan.routes and plan.tensors:
         screen.line(f"  {plural(len(plan.tensors), 'tensor')} under their own names, in their own shapes")
+
+
+def print_counted(screen: Screen, counted: Mapping[str, int]) -> None:
+    """Print what only names tell: how many layers there are, where no config says it."""
+    for axis, count in counted.items():
+        screen.line(
+            f"  size of {axis} unknown: {count} found (--axis {axis}=N or --config FILE would notice a lost one)"
+        )
 
 
 def print_others(screen: Screen, kept: tuple[str, ...], ignored: tuple[str, ...], carried: tuple[str, ...]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ class Report:
     """Files copied beside the tensors."""
     recoded: tuple[Measured, ...] = ()
     """Tensors that were decoded or encoded, with how far their values moved."""
+    counted: Mapping[str, int] = field(default_factory=dict)
+    """Axes in names whose size nothing says -> how many the names showed."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
@@ -133,6 +135,7 @@ def execute(
         ignored=(*plan.ignored, *plan.carried) if single else plan.ignored,
         carried=() if single else plan.carried,
         recoded=recoded,
+        counted=plan.counted,
     )
 
 

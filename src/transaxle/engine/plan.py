@@ -17,6 +17,7 @@ from transaxle.encodings.encoding import Role
 from transaxle.engine.arithmetic import Affine, affine
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.copies import PlannedCheck, plan_checks
+from transaxle.engine.counted import counted
 from transaxle.engine.encode import Encode, Step, choose
 from transaxle.engine.encoded import View
 from transaxle.engine.groups import regrouped
@@ -132,6 +133,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Why it may not run; empty when it may."""
     recoded: tuple[Recoded, ...] = ()
     """Tensors that are decoded or encoded."""
+    counted: dict[str, int] = {}
+    """Axes in names whose size nothing says -> how many the names show: a missing last one would not be noticed."""
 
     @property
     def band(self) -> int:
@@ -326,6 +329,7 @@ def make_plan(
         axes=_axes(checkpoint, view, found.family.dialect(wanted) if found else None),
         refusals=tuple(problems),
         recoded=tuple(recoded(checkpoint, [(written[tensor.name], tensor.transfers) for tensor in tensors])),
+        counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if found else {},
     )
     return Prepared(plan, checkpoint, draft)
 

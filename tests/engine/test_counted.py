@@ -1,0 +1,88 @@
+"""Issue 15, tables: that the last layer is missing is found where a config has a list of layers, and else told of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import transaxle as tx
+from tests import checkpoints
+from transaxle.axes.formula import Formula
+
+RULES = """family hybrid
+  model_type hybrid
+  axes l{size} d=hidden_size
+  norm : l d
+  mix  : l d   when layers_block_type[l] == "mamba"
+  q    : l d   when layers_block_type[l] == "attention"
+dialect hf
+  backbone.layers.{{l}}.norm.weight = norm[d]
+  backbone.layers.{{l}}.mixer.A     = mix[d]
+  backbone.layers.{{l}}.mixer.q     = q[d]
+dialect other
+  {{l}}.norm = norm[d]
+  {{l}}.A    = mix[d]
+  {{l}}.q    = q[d]
+"""
+KINDS = ["mamba", "attention", "mamba"]
+
+
+def _made(folder: Path, layers: int, size: str) -> tuple[Path, Path]:
+    rules = folder / "my.rules"
+    rules.write_text(RULES.format(size=size))
+    held = {}
+    for layer, kind in enumerate(KINDS[:layers]):
+        held[f"backbone.layers.{layer}.norm.weight"] = np.ones(4, np.float32)
+        held[f"backbone.layers.{layer}.mixer.{'A' if kind == 'mamba' else 'q'}"] = np.ones(4, np.float32)
+    config = {"model_type": "hybrid", "hidden_size": 4, "layers_block_type": KINDS}
+    return checkpoints.write(folder / "source", held, config=config), rules
+
+
+def test_a_missing_last_layer_is_found_by_the_length_of_a_list(tmp_path: Path) -> None:
+    """As Nemotron-H's config has it: no number of layers, but a list of their kinds."""
+    source, rules = _made(tmp_path, 2, "=len(layers_block_type)")
+    (refusal,) = tx.plan(source, tmp_path / "out", to="other", rules=rules).refusals
+    assert refusal.code == "MISSING_TENSOR"
+    assert "backbone.layers.2.norm.weight" in refusal.message
+    assert "backbone.layers.2.mixer.A" in refusal.message
+
+
+def test_a_whole_one_is_converted(tmp_path: Path) -> None:
+    source, rules = _made(tmp_path, 3, "=len(layers_block_type)")
+    plan = tx.plan(source, tmp_path / "out", to="other", rules=rules)
+    assert (plan.refusals, plan.counted) == ((), {})
+    assert len(plan.tensors) == 6
+
+
+def test_layers_that_only_names_count_are_told_of(tmp_path: Path) -> None:
+    source, rules = _made(tmp_path, 2, "")
+    assert tx.plan(source, tmp_path / "out", to="other", rules=rules).counted == {"l": 2}
+    assert tx.convert(source, tmp_path / "out", to="other", rules=rules, sync=False).as_json()["counted"] == {"l": 2}
+    (refusal,) = tx.plan(source, tmp_path / "x", to="other", rules=rules, axes={"l": 3}).refusals
+    assert refusal.code == "MISSING_TENSOR"
+
+
+def test_a_checkpoint_without_a_config_says_what_was_counted(tmp_path: Path) -> None:
+    source = checkpoints.write(tmp_path / "source", checkpoints.tensors())
+    found = tx.plan(source, tmp_path / "out", to="automodel").counted
+    assert {"l", "e"} <= found.keys()
+    told = tx.plan(source, tmp_path / "out", to="automodel", config=json.loads(json.dumps(dict(checkpoints.CONFIG))))
+    assert told.counted == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("len(a)", 3), ("len(b.c)", 2), ("len(text) + 1", 5), ("len(none)", None), ("len(b.x)|7", 7)]
+)
+def test_len(text: str, value: int | None) -> None:
+    formula = Formula(text)
+    assert formula({"a": [1, 2, 3], "b": {"c": (1, 2)}, "text": "M-*M"}) == value
+    assert "len" not in formula.names
+
+
+@pytest.mark.parametrize("text", ["max(a)", "len(a, b)", "len()", "len(*a)", "len(x=a)", "a.len(b)", "len(3)"])
+def test_other_calls_are_refused(text: str) -> None:
+    with pytest.raises(tx.TransaxleError, match="CORRUPT"):
+        Formula(text)({"a": 3})
