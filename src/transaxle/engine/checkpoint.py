@@ -44,6 +44,7 @@ from transaxle.formats.detect import open_container
 from transaxle.formats.dtype import ITEM_BITS, nbytes, numpy_dtype, packed_width
 from transaxle.formats.groups import GROUPS
 from transaxle.formats.state import LEFT_BEHIND, OPTIMIZER
+from transaxle.formats.witness import witness_of
 
 _SCRATCH, _LEAST_SCRATCH = 8 << 20, 1 << 16
 _WASTE, _GAP = 1.25, 64
@@ -143,6 +144,9 @@ class StoredTensor:
             out[:] = 0  # padding: bytes that no transfer fills
         for transfer in transfers:
             fill(storage, transfer, out, 0, scratch)
+        witness = witness_of(storage)
+        if witness is not None:
+            witness.judge((transfer.file, transfer.source, transfer.source_span) for transfer in transfers)
         return out
 
     def __repr__(self) -> str:

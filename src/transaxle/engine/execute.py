@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +31,7 @@ from transaxle.formats.company import MANIFEST
 from transaxle.formats.local import LocalStorage
 from transaxle.formats.location import Stage, staging_at
 from transaxle.formats.url import shown
+from transaxle.formats.witness import witness_of
 
 _BLOCK = 1 << 20
 
@@ -191,6 +192,7 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
         tensors.update(_still_there(staging, plan, journal.finished, kept))
         todo = [tensor for tensor in plan.tensors if tensor.name not in tensors]
         resumed = len(plan.tensors) - len(todo)
+        _expect(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors])
         progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in todo))
         sizes = measured_sizes(todo, limit, workers)
         share(portions(todo, ordered=staging.ordered), limit.jobs, workers, in_turn(write))
@@ -206,6 +208,20 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
         hashes = ({name: done.hash for name, done in each.items()} for each in (tensors, carried))
         staging.write(MANIFEST, encode(manifest_of(prepared, *hashes)))
     return resumed
+
+
+def _expect(prepared: Prepared, tensors: Iterable[PlannedTensor]) -> None:
+    """Let the checksums of what an earlier run has read be checked too: what it found of them is lost."""
+    container = prepared.checkpoint.container
+    witness = witness_of(container.storage)
+    if witness is None:
+        return
+    for transfer in (transfer for tensor in tensors for transfer in tensor.transfers):
+        if transfer.file in container.files:
+            witness.expect(transfer.file, transfer.source, transfer.source_span)
+        else:  # made of others, which are not known here
+            for each in container.checksums:
+                witness.expect(each.file, each.offset, each.size)
 
 
 def _key(plan: Plan, state: str) -> str:

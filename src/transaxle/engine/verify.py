@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +13,10 @@ from transaxle.engine.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.compare import Comparison, Difference, compare
 from transaxle.engine.manifest import TensorRecord, load, stale
 from transaxle.engine.produce import Limits, Progress, Worker, limits, share, unwatched
-from transaxle.engine.transfer import Transfer
 from transaxle.errors import Refusal, Where
 from transaxle.formats.catalog import Checksum
 from transaxle.formats.company import MANIFEST
+from transaxle.formats.witness import witness_of
 
 
 @dataclass(frozen=True)
@@ -118,20 +117,18 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         if problem is not None:
             damaged[name] = problem
 
-    wrong: set[Checksum] = set()
+    witness = witness_of(container.storage)
 
-    def sum_up(worker: Worker, checksum: Checksum) -> None:
-        if _crc32(worker, checksum) != checksum.crc32:
-            wrong.add(checksum)
+    def settle(_: object, checksum: Checksum) -> None:
+        assert witness is not None
+        witness.settle([checksum])
 
     limit = limit or limits()
     workers = partial(Worker, container.storage, limit)
     share(stored, limit.jobs, workers, check)
-    share(container.checksums, limit.jobs, workers, sum_up)
-    for checksum in container.checksums:
-        if checksum in wrong:
-            message = f"{checksum.what}: its bytes do not have the checksum that the file gives"
-            problems.append(Refusal("CORRUPT", message, Where(checksum.file)))
+    if witness is not None:
+        share(container.checksums, limit.jobs, lambda _: None, settle)
+        problems.extend(witness.problem(each) for each in container.checksums if not witness.is_right(each))
     return Verification(
         len(stored),
         stored.parameters,
@@ -140,14 +137,6 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         (*problems, *(damaged[name] for name in stored if name in damaged)),
         extra,
     )
-
-
-def _crc32(worker: Worker, checksum: Checksum) -> int:
-    """Return the CRC-32 of the range that a checksum is of."""
-    found = 0
-    for block in worker.blocks((Transfer(checksum.file, checksum.offset, 0, checksum.size),), checksum.size):
-        found = zlib.crc32(block, found)
-    return found
 
 
 def _listed(recorded: Collection[str], present: Collection[str]) -> Iterator[Refusal]:

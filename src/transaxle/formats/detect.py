@@ -30,6 +30,7 @@ from transaxle.formats.safetensors.reader import open_safetensors
 from transaxle.formats.storage import Storage
 from transaxle.formats.torch_file.reader import FORMAT as TORCH_FORMAT
 from transaxle.formats.torch_file.reader import open_torch
+from transaxle.formats.witness import witnessed
 
 _LONGEST_TAG = 4096
 _STEP = "global_step"
@@ -214,7 +215,7 @@ def _open(storage: Storage, wanted: str | None, weights: Weights | None, cutter:
         message = f"{row.what} holds its weights once: there is no choice of precision"
         raise refuse("UNSUPPORTED", message, file=storage.path, hint="Leave out --weights.")
     precision = () if weights is None else (weights,)
-    container = row.open(storage, storage.path, member, *precision, **options)
+    container = witnessed(row.open(storage, storage.path, member, *precision, **options))
     stale = _stale(folder, _POINTERS.get(row.format))
     return replace(container, ignored=(*container.ignored, *stale)) if stale else container
 

@@ -44,6 +44,7 @@ from transaxle.live.reading import Counting, Unit, units
 from transaxle.live.report import LoadReport
 from transaxle.live.settle import left_out, reached, settle, unnamed, untaken
 from transaxle.live.view import View
+from transaxle.live.witness import check_sums
 from transaxle.live.world import World
 from transaxle.quant.entries import begin_anew, put_values
 from transaxle.quant.masters import MASTER, MasterWeights
@@ -166,6 +167,8 @@ def load(
             _read_own(plan, landings, storage, world.rank, jobs)
         with clock.stage("exchange"), world.together():
             received = _read_shared(plan, landings, storage, world)
+        with clock.stage("check"):
+            check_sums(storage, world)
     with world.together():
         _check_landed(landings)
     with world.together():
