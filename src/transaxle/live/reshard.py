@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
 
 from transaxle.engine.checkpoint import Checkpoint
 from transaxle.engine.settings import Settings
-from transaxle.errors import gathered
+from transaxle.errors import gathered, refuse
 from transaxle.formats.dtype import nbytes
 from transaxle.live.assemble import Item, Run, assemble
 from transaxle.live.census import census
@@ -21,8 +21,13 @@ from transaxle.live.matching import compared, unmatched
 from transaxle.live.memory import container, memory_of
 from transaxle.live.placement import local_shape
 from transaxle.live.settle import left_out, settle, untaken
+from transaxle.live.ties import filled, spare, torn
 from transaxle.live.view import view
 from transaxle.live.world import World
+
+_CAST = "types are never changed: give tensors of one type, such as {name: tensor.to(torch.bfloat16)} of the other side"
+_SHOWN = 3
+"""Names of each side that an error shows."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,10 @@ class ReshardReport:
     """Bytes that came from other ranks."""
     seconds: float
     """Wall time."""
+    missing: tuple[str, ...] = ()
+    """Names that only the target has (`strict=False`); they hold what they held."""
+    unexpected: tuple[str, ...] = ()
+    """Names that only the source has (`strict=False`), as the target would name them."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
@@ -62,10 +71,11 @@ def reshard(
         family: model family; None: recognised.
         dialect: dialect of the target's names; None: recognised.
         config: the model's config; None: `src_state.config`, where it has one on this rank or another.
-        strict: refuse names that only one side has.
+        strict: refuse names that only one side has; otherwise the report lists them. A name that is tied to another
+            one (an embedding and its head) may be missing on either side: it is proved that nothing else is left out.
 
     Raises:
-        TransaxleError: on every rank, before anything is written.
+        TransaxleError: on every rank, before anything is written; also where no name of the target is in the source.
     """
     begin = time.monotonic()
     world = World(group)
@@ -80,8 +90,17 @@ def reshard(
         seen = view(Checkpoint(held, Settings(family=family, partial=True), None, None), shapes, family, dialect)
         stored = seen.tensors()
         problems, missing, unexpected = compared(target, stored, optimizer=True)
+        problems = [replace(one, hint=_CAST) if one.code == "DTYPE_MISMATCH" else one for one in problems]
         unfit, left = untaken(into.islands)
         problems += [*unwritable(theirs), *unfit]
+    ties = filled(theirs, stored, target, world) | spare(unexpected, target, stored, source, mine, world)
+    problems += torn(theirs, stored, source, mine, world)
+    missing, unexpected = (tuple(name for name in names if name not in ties) for names in (missing, unexpected))
+    with world.together():
+        if not any(name in stored for name in target) and (target or source):
+            shown = (", ".join([*names][:_SHOWN]) or "(none)" for names in (target, stored))
+            message = "target and source have no name in common\ntarget: {}\nsource: {}".format(*shown)
+            raise refuse("UNKNOWN_FAMILY", message, hint="are they the same model? If so, give family= and dialect=")
         if strict:
             problems += [*unmatched(missing, unexpected), *left_out(left)]
         if problems:
@@ -106,4 +125,5 @@ def reshard(
     with world.together():
         settle(into.islands, theirs)
     written = sum(landing.written for landing in landings.values())
-    return ReshardReport(len(landings), written, received, time.monotonic() - begin)
+    seconds = time.monotonic() - begin
+    return ReshardReport(len(landings), written, received, seconds, missing, unexpected)
