@@ -138,7 +138,7 @@ def test_a_rank_that_hangs_is_not_waited_for(tmp_path: Path, ranks: Ranks) -> No
 
 
 def _process(world: int) -> Any:
-    saver, _ = asynchronous._SAVERS[tuple(range(world))]
+    saver, _ = asynchronous._SAVERS[os.getpid(), tuple(range(world))]
     return saver._process
 
 
@@ -227,7 +227,7 @@ def _mutated(rank: int, world: int, target: str) -> None:
 
 
 def _buffers(world: int) -> dict[str, torch.Tensor]:
-    saver, _ = asynchronous._SAVERS[tuple(range(world))]
+    saver, _ = asynchronous._SAVERS[os.getpid(), tuple(range(world))]
     return saver._buffers
 
 

@@ -3,34 +3,39 @@
 The snapshot is a copy in shared CPU memory, whose buffers are used again by the next one; what happens to the model
 after `async_save` has returned never reaches the files. Each rank has one background process; together these form a
 world of their own, so no collective of the training is disturbed.
+
+A program that ends waits for its save: what `async_save` has taken is written, unless the program is killed.
 """
 
 from __future__ import annotations
 
-import atexit
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from math import inf, prod
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.groups import Group
 from transaxle.live.census import Census
 from transaxle.live.clock import Clock
+from transaxle.live.ending import at_end, fail, say
 from transaxle.live.landing import local_of
 from transaxle.live.meeting import Meeting, Place
 from transaxle.live.region import Region
 from transaxle.live.report import SaveReport
 from transaxle.live.save import Holding, Request, Wish, called_as, fulfil, held
-from transaxle.live.spawned import apart
+from transaxle.live.spawned import Parent, apart
 from transaxle.live.world import World
 
 _TIMEOUT = timedelta(minutes=30)
@@ -95,8 +100,11 @@ class _Order:
     """Whether new shared memory follows."""
 
 
-def _serve(rank: int, ranks: tuple[int, ...], meeting: Place | None, pipe: Connection, timeout: timedelta) -> None:
+def _serve(
+    parent: Parent, rank: int, ranks: tuple[int, ...], meeting: Place | None, pipe: Connection, timeout: timedelta
+) -> None:
     """Write what comes through a pipe, until it closes."""
+    parent.follow()
     torch.set_num_threads(1)
     world = _World(rank, ranks)
     if meeting is not None:
@@ -115,7 +123,12 @@ def _serve(rank: int, ranks: tuple[int, ...], meeting: Place | None, pipe: Conne
             answer = error
         except Exception as error:  # noqa: BLE001 - whatever it is, it is told to the one who waits
             answer = refuse("IO", f"the background process of rank {rank} failed: {error!r}", file=wish.dst)
-        pipe.send(answer)
+        try:
+            pipe.send(answer)
+        except OSError:  # nobody waits for it any more
+            break
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class _Desk:
@@ -183,10 +196,12 @@ class Saver:
         self._buffers: dict[str, torch.Tensor] = {}
         self._held: _Held | None = None
         self._process = context.Process(
-            target=_serve, args=(world.rank, world.ranks, place, there, timeout), daemon=True, name="transaxle-save"
+            target=_serve,
+            args=(Parent(), world.rank, world.ranks, place, there, timeout),
+            daemon=True,
+            name="transaxle-save",
         )
         self._there = there
-        atexit.register(self.close)
 
     def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy what this rank holds into shared memory, where the last snapshot was if it has the same form."""
@@ -211,8 +226,13 @@ class Saver:
     def order(self, wish: Wish, holding: Holding) -> None:
         """Begin to write the snapshot, in a process that is started here if it is the first; nothing is waited for."""
         if self._process.pid is None:
-            with apart():
-                self._process.start()
+            try:
+                with apart():
+                    self._process.start()
+            except BaseException as error:
+                if self._meeting is not None:
+                    self._meeting.tell(f"the background process of rank {self._rank} did not start: {error!r}")
+                raise
             self._there.close()
         held = _Held(holding.everything, self._layout, self._size)
         same = held == self._held
@@ -221,13 +241,17 @@ class Saver:
         threading.Thread(target=self._send, args=(order,), daemon=True).start()  # a process that starts does not read
 
     def _send(self, order: _Order) -> None:
-        """Hand an order over; where the process is gone, `answer` will tell."""
-        with suppress(OSError):
-            self._pipe.send(order)
-            if order.region and self._region is not None and self._process.pid is not None:
-                send_handle(self._pipe, self._region.fd, self._process.pid)
-                self._region.close()
-                self._new = False
+        """Hand an order over; where the process is gone, or gets no order, `answer` will tell."""
+        try:
+            with suppress(OSError):
+                self._pipe.send(order)
+                if order.region and self._region is not None and self._process.pid is not None:
+                    send_handle(self._pipe, self._region.fd, self._process.pid)
+                    self._region.close()
+                    self._new = False
+        except BaseException:
+            self._process.kill()
+            raise
 
     def answered(self, timeout: float | None) -> bool:
         """Wait for the answer, or the loss of a process; False if there is neither after `timeout` seconds."""
@@ -264,12 +288,16 @@ class Saver:
         """Whether the process still runs."""
         return self._process.pid is not None and self._process.is_alive()
 
-    def close(self) -> None:
-        """End the process; what it has not committed is not there."""
+    def close(self, patience: float = _JOIN) -> None:
+        """End the process; what it has not committed is not there.
+
+        Args:
+            patience: seconds to wait for it to end by itself, which it does at once unless it writes.
+        """
         self._pipe.close()
         if self._process.pid is None:
             return
-        self._process.join(_JOIN)
+        self._process.join(patience)
         if self._process.is_alive():
             self._process.kill()
 
@@ -277,8 +305,10 @@ class Saver:
 class SaveJob:
     """A save that goes on in the background."""
 
-    def __init__(self, saver: Saver, stall: float) -> None:
+    def __init__(self, saver: Saver, dst: str, stall: float, *, first: bool) -> None:
         self._saver = saver
+        self._dst = dst
+        self._first = first
         self._answer: Answer | None = None
         self._lock = threading.Lock()
         self._told = False
@@ -311,6 +341,19 @@ class SaveJob:
         if not self._told:
             self.result()
 
+    def end(self) -> None:
+        """Wait for it because the program ends; an error that nobody has been told is shown, and is the program's."""
+        try:
+            if not self.done() and self._first:
+                say(f"the save of {self._dst} goes on; waiting for it (Ctrl-C gives it up)")
+            self._wait(None)
+        except KeyboardInterrupt:
+            self._answer = refuse("IO", "it was given up", hint="the target is as it was")
+            self._saver.close(0.0)
+        if not isinstance(self._answer, SaveReport) and not self._told:
+            say(f"the save of {self._dst} has failed, and nobody has asked for its result:\n{self._answer}")
+            fail()
+
     def _wait(self, timeout: float | None) -> bool:
         with self._lock:
             if self._answer is None and self._saver.answered(timeout):
@@ -318,8 +361,19 @@ class SaveJob:
             return self._answer is not None
 
 
-_SAVERS: dict[tuple[int, ...], tuple[Saver, SaveJob | None]] = {}
-"""For each set of ranks, its background process and its last job."""
+_Key = tuple[int, tuple[int, ...]]
+_SAVERS: dict[_Key, tuple[Saver, SaveJob | None]] = {}
+"""For each set of ranks, its background process and its last job; a forked process has none of these."""
+
+
+def _finish(key: _Key) -> None:
+    """Let the last job be done, and end its process."""
+    saver, job = _SAVERS[key]
+    try:
+        if job is not None:
+            job.end()
+    finally:
+        saver.close()
 
 
 @called_as(Request)
@@ -327,6 +381,8 @@ def async_save(request: Request) -> SaveJob:
     """Take a snapshot, and save it in the background; collective over the group. The arguments are those of `save`.
 
     One save is in flight at a time: another one waits for it, and raises what it failed with if nobody has been told.
+    A program that ends waits for its last save, with a message on stderr; where that fails and nobody has asked for its
+    result, the error is shown there, and the program exits with 120.
 
     Returns:
         The job: `.done()`, `.result()`. A job whose result nobody asks for has its error raised by the next save.
@@ -335,12 +391,13 @@ def async_save(request: Request) -> SaveJob:
         TransaxleError: on every rank, before the snapshot; or what the save before this one failed with.
     """
     world = World(request.group)
+    key = os.getpid(), world.ranks
     begin = time.monotonic()
-    saver, last = _SAVERS.get(world.ranks, (None, None))
+    saver, last = _SAVERS.get(key, (None, None))
 
     def ready() -> bool:
         if last is not None and saver is not None:
-            _SAVERS[world.ranks] = saver, None
+            _SAVERS[key] = saver, None
             last.over()
         return saver is not None and saver.alive
 
@@ -353,6 +410,8 @@ def async_save(request: Request) -> SaveJob:
     with world.together():
         saver.snapshot(tensors)
     saver.order(wish, holding)  # nobody begins to write, and takes the processor, before all have their snapshots
-    job = SaveJob(saver, time.monotonic() - begin)
-    _SAVERS[world.ranks] = saver, job
+    if key not in _SAVERS:
+        at_end(partial(_finish, key))
+    job = SaveJob(saver, wish.dst, time.monotonic() - begin, first=world.rank == world.ranks[0])
+    _SAVERS[key] = saver, job
     return job
