@@ -46,10 +46,12 @@ if TYPE_CHECKING:
     from transaxle._api import (
         Checkpoint,
         Comparison,
+        Leftover,
         Plan,
         Report,
         StoredTensor,
         Verification,
+        clean,
         convert,
         diff,
         open,  # noqa: A004
@@ -83,6 +85,7 @@ __all__ = [
     "AccelerateHooks",
     "Checkpoint",
     "Comparison",
+    "Leftover",
     "LoadPlanner",
     "LoadReport",
     "Plan",
@@ -100,6 +103,7 @@ __all__ = [
     "__version__",
     "as_runs",
     "async_save",
+    "clean",
     "convert",
     "diff",
     "load",

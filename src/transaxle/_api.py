@@ -18,6 +18,8 @@ from transaxle.engine.produce import Progress, limits, unwatched
 from transaxle.engine.verify import Verification, verify_against
 from transaxle.engine.verify import verify as _verify
 from transaxle.formats.belongings import Overwrite
+from transaxle.formats.leftovers import Leftover, leftovers
+from transaxle.formats.leftovers import clean as _clean
 
 Source = str | Path | Checkpoint
 
@@ -241,13 +243,36 @@ def diff(
         return _compare(first, second, numeric=numeric, limit=limits(jobs), progress=progress)
 
 
+def clean(path: str | Path, *, remove: bool = True) -> tuple[Leftover, ...]:
+    """Remove what killed runs have left beside a target, and directly inside of it where it is a folder of targets.
+
+    A checkpoint that was moved aside while another took its place, which never came, is put back.
+
+    Args:
+        path: a target, which need not exist, a folder of targets, or a leftover itself.
+        remove: False: only tell what is there.
+
+    Returns:
+        Each leftover with its `outcome`: `removed`, `put back`, `found` where nothing is to be removed, or `kept` with
+        the reason in `why`: a process works with it, or it holds what belongs to no checkpoint.
+
+    Raises:
+        Refused: UNSUPPORTED for a URL.
+        StorageError: IO.
+    """
+    found = leftovers(path)
+    return tuple(_clean(each) if each.outcome == "found" else each for each in found) if remove else found
+
+
 __all__ = [
     "Checkpoint",
     "Comparison",
+    "Leftover",
     "Plan",
     "Report",
     "StoredTensor",
     "Verification",
+    "clean",
     "convert",
     "diff",
     "open",

@@ -124,6 +124,30 @@ def test_killed_at_any_point_it_is_the_old_one_or_the_new_one(tmp_path: Path) ->
     assert contents(source)
 
 
+@pytest.mark.parametrize(
+    ("ending", "to", "every"),
+    [
+        (".pt", "torch:automodel", 7),
+        ("", "automodel", 9),
+        pytest.param(".pt", "torch:automodel", 1, marks=pytest.mark.oracle),
+        pytest.param(".safetensors", "automodel", 1, marks=pytest.mark.oracle),
+        pytest.param("", "automodel", 1, marks=pytest.mark.oracle),
+    ],
+)
+def test_nothing_is_left_of_a_run_that_died_at_its_end(tmp_path: Path, ending: str, to: str, every: int) -> None:
+    """One-file targets, and folders where two names cannot be exchanged: the next run, or `clean`, removes the rest."""
+    source = small(tmp_path / "source")
+    killed.convert(source, tmp_path / f"reference{ending}", to)
+    killed.convert(checkpoints.tiny(tmp_path / "other"), tmp_path / f"old{ending}", to)
+    (tmp_path / "work").mkdir()
+    places = [str(tmp_path / name) for name in ("source", "work", f"reference{ending}", f"old{ending}")]
+    command = [sys.executable, "-m", "tests.engine.killed", *places, to, str(every), "two-renames"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr
+    assert min(map(int, done.stdout.split())) > 70 // every, "points where a child died"
+
+
 @pytest.mark.parametrize("call", ["pwrite", "fsync", "ftruncate"])
 @pytest.mark.parametrize(
     ("number", "code"), [(errno.ENOSPC, "NO_SPACE"), (errno.EIO, "IO"), (errno.EDQUOT, "NO_SPACE")]

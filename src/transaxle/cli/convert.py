@@ -84,6 +84,8 @@ def command(
             report = execute(
                 prepared, dst, overwrite=overwrite, resume=resume, sync=not no_sync, limit=limit, progress=progress
             )
+        for left in () if screen.as_json else report.leftovers:
+            screen.note(left)
         screen.consequence, screen.way_on = f"{dst} is written, but not verified", ""
         checked = _verified(screen, prepared, dst, said, limit) if check else []
     if screen.as_json:

@@ -23,6 +23,7 @@ _LOADERS: dict[str, tuple[str, Callable[[], ModuleType]]] = {
     "convert": ("Convert a checkpoint, exactly or not at all.", lambda: import_module("transaxle.cli.convert")),
     "verify": ("Hold a checkpoint against its manifest, or another.", lambda: import_module("transaxle.cli.verify")),
     "diff": ("Where two checkpoints differ, across dialects.", lambda: import_module("transaxle.cli.diff")),
+    "clean": ("What killed runs have left, and its removal.", lambda: import_module("transaxle.cli.clean")),
     "check-rules": ("Whether a table of yours is sound, and what it reads.",
                     lambda: import_module("transaxle.cli.check_rules")),
     "explain": ("The long form of a refusal.", lambda: import_module("transaxle.cli.explain")),

@@ -28,6 +28,7 @@ from transaxle.engine.transfer import landing
 from transaxle.errors import gathered
 from transaxle.formats.belongings import Overwrite
 from transaxle.formats.company import MANIFEST
+from transaxle.formats.leftovers import swept
 from transaxle.formats.local import LocalStorage
 from transaxle.formats.location import Stage, staging_at
 from transaxle.formats.url import shown
@@ -70,6 +71,8 @@ class Report:
     """Tensors that were decoded or encoded, with how far their values moved."""
     counted: Mapping[str, int] = field(default_factory=dict)
     """Axes in names whose size nothing says -> how many the names showed."""
+    leftovers: tuple[str, ...] = ()
+    """What a killed run had left beside the target, and what became of it."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
@@ -114,6 +117,7 @@ def execute(
     errors = dict(cleared.errors)
     if cleared.finished:
         resumed, single = len(plan.tensors), not Path(target).is_dir()
+        found = swept(target)
         recoded = _measured(prepared, limit, errors)
     else:
         with staging_at(target, overwrite=overwrite, resume=resume, sync=sync) as staging:
@@ -121,6 +125,7 @@ def execute(
             resumed = _write(cleared, staging, limit, progress, errors)
             recoded = _measured(prepared, limit, errors)
             staging.commit()
+            found = staging.found
     return Report(
         path=shown(target),
         format=plan.format,
@@ -137,6 +142,7 @@ def execute(
         carried=() if single else plan.carried,
         recoded=recoded,
         counted=plan.counted,
+        leftovers=found,
     )
 
 

@@ -18,8 +18,8 @@ from typing import IO
 from transaxle.encodings.codec import Error
 from transaxle.engine.manifest import digest
 from transaxle.formats.failure import failed
+from transaxle.formats.place import JOURNAL
 
-_NAME = "journal"
 _NONE = "-"
 
 
@@ -59,7 +59,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path, key: str) -> None:
-        self._path = folder / _NAME
+        self._path = folder / JOURNAL
         self._lock = Lock()
         self._first_line = f"transaxle journal 2 {key}".encode()
         with self._named("reading"):

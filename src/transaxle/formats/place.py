@@ -21,7 +21,11 @@ from transaxle.formats.company import WHOLE
 from transaxle.formats.failure import failed
 from transaxle.formats.syscalls import exchange, rename_new
 
-_PARTIAL, _OLD = "partial", "old"
+PARTIAL, OLD = "partial", "old"
+"""Ends of the names of the two hidden neighbours."""
+SCRATCH, JOURNAL = ".transaxle", "journal"
+"""Folder inside the hidden one for what is not part of the checkpoint, and the file in it that lists what is done. Its
+presence means: not finished."""
 _LONGEST = 200
 """Bytes of a name that still has room for our ending within the 255 that file systems allow."""
 _REPLACE = "Choose another place, or replace it with --overwrite (overwrite=True)."
@@ -61,15 +65,19 @@ class Place:
         self._overwrite = known(overwrite)
         self.single = self.target.name if is_file else None
         """Name of the one file to write; None for a folder."""
-        self.partial = self._neighbour(_PARTIAL)
+        self.partial = neighbour(self.target, PARTIAL)
         """Folder for the work in progress."""
-        self._old = self._neighbour(_OLD)
+        self.old = neighbour(self.target, OLD)
+        """Folder for what is replaced."""
 
-    def check(self) -> None:
+    def check(self, beside: str = "") -> None:
         """Check that a checkpoint may be put here.
 
         A folder is replaced only if it is empty or holds a checkpoint, and nothing else unless that was said: a slip in
         the path must not cost a project.
+
+        Args:
+            beside: what is to be said of leftovers beside it, where it is there.
 
         Raises:
             UsageError: EXISTS.
@@ -78,24 +86,24 @@ class Place:
         if not os.path.lexists(self.typed if not self._overwrite else self.target):
             return
         if not self._overwrite:
-            raise refuse("EXISTS", "it exists already", file=self.typed, hint=_REPLACE)
+            raise refuse("EXISTS", "it exists already", file=self.typed, hint=_REPLACE + beside)
         self._refuse(*self._irreplaceable())
 
     def recover(self) -> None:
         """Put back the checkpoint that a run which died in the middle of replacing it had moved aside."""
         try:
-            if os.path.lexists(self._old):
+            if os.path.lexists(self.old):
                 if os.path.lexists(self.target):
-                    shutil.rmtree(self._old)
+                    shutil.rmtree(self.old)
                 else:
-                    self._old.rename(self.target)
+                    self.old.rename(self.target)
         except OSError as error:
-            raise failed(error, "putting the former checkpoint back", str(self._old)) from error
+            raise failed(error, "putting the former checkpoint back", str(self.old)) from error
 
     @property
     def moved_aside(self) -> bool:
         """Whether `recover` has something to put back."""
-        return os.path.lexists(self._old) and not os.path.lexists(self.target)
+        return os.path.lexists(self.old) and not os.path.lexists(self.target)
 
     def foresee(self) -> None:
         """Check as `check` does after `recover`, and change nothing.
@@ -103,11 +111,12 @@ class Place:
         Raises as `check`.
         """
         if not self.moved_aside:
-            self.check()
+            left = os.path.lexists(self.partial)
+            self.check(f" {self.partial} is left of another run: transaxle clean removes it." if left else "")
         elif self._overwrite:
-            self._refuse(*irreplaceable(LocalFolder(self._old), self._overwrite))
+            self._refuse(*irreplaceable(LocalFolder(self.old), self._overwrite))
         else:
-            message = f"it exists: {self._old}, left by a run that died while replacing it, is put back by the next one"
+            message = f"it exists: {self.old}, left by a run that died while replacing it, is put back by the next one"
             raise refuse("EXISTS", message, file=self.typed, hint=_REPLACE)
 
     def check_writable(self) -> None:
@@ -148,13 +157,7 @@ class Place:
         """Remove the hidden neighbours: work that is given up, or what was replaced. Failing to is no error."""
         shutil.rmtree(self.partial, ignore_errors=True)
         if os.path.lexists(self.target):
-            shutil.rmtree(self._old, ignore_errors=True)
-
-    def _neighbour(self, what: str) -> Path:
-        name = self.target.name
-        if len(os.fsencode(name)) > _LONGEST:
-            name = hashlib.sha256(os.fsencode(name)).hexdigest()
-        return self.target.with_name(f".{name}.transaxle-{what}")
+            shutil.rmtree(self.old, ignore_errors=True)
 
     def _refuse(self, reason: str, hint: str) -> None:
         if reason:
@@ -197,13 +200,26 @@ class Place:
                 raise
         else:
             # Not in one step here. A run that dies between the two renames is put right by `recover`.
-            self.target.rename(self._old)
+            self.target.rename(self.old)
             try:
-                self._refuse(*irreplaceable(LocalFolder(self._old), self._overwrite))
+                self._refuse(*irreplaceable(LocalFolder(self.old), self._overwrite))
                 rename_new(str(work), str(self.target))
             except BaseException:
-                self._old.rename(self.target)
+                self.old.rename(self.target)
                 raise
+
+
+def neighbour(target: Path, what: str) -> Path:
+    """Return a hidden neighbour of a target.
+
+    Args:
+        target: where it is, without links.
+        what: `PARTIAL` or `OLD`.
+    """
+    name = target.name
+    if len(os.fsencode(name)) > _LONGEST:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return target.with_name(f".{name}.transaxle-{what}")
 
 
 def make_durable(folder: Path) -> None:

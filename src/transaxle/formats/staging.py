@@ -21,18 +21,17 @@ from typing import Literal, Self
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.belongings import Overwrite
+from transaxle.formats.claim import FOLDER, Claim
 from transaxle.formats.failure import failed
 from transaxle.formats.handles import Handles
+from transaxle.formats.leftovers import described
 from transaxle.formats.names import checked_parts
-from transaxle.formats.place import Place, make_durable
+from transaxle.formats.place import SCRATCH, Place, make_durable
 from transaxle.formats.syscalls import reserve
 
-_SCRATCH = ".transaxle"
-"""Folder inside the hidden one for what is not part of the checkpoint; its presence means: not finished."""
 _MAKING = "making the folder for the work in progress"
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _REOPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Staging:
@@ -65,7 +64,9 @@ class Staging:
         self._unsynced: set[str] = set()
         self._unsynced_lock = Lock()
         self._handles = Handles(self._reopen, self._close)
-        self._lock_fd: int | None = None
+        self._claim = Claim(self._place.partial, self._place.typed)
+        self.found: tuple[str, ...] = ()
+        """What a killed run had left beside the target, and what became of it."""
         self._given_up = False
 
     @property
@@ -76,7 +77,7 @@ class Staging:
     @property
     def scratch(self) -> Path:
         """A folder for what must survive until a resumed run and is not part of the checkpoint: the journal."""
-        return self.path / _SCRATCH
+        return self.path / SCRATCH
 
     @property
     def single(self) -> str | None:
@@ -102,12 +103,7 @@ class Staging:
             raise self._several()
         self._place.foresee()
         with _named(_MAKING, str(self.path)):
-            with suppress(FileNotFoundError):
-                fd = os.open(self.path, _FOLDER)
-                try:
-                    self._held(fd, made=False)
-                finally:
-                    os.close(fd)
+            self._claim.look(unlocked=self._resume)
             self._place.check_writable()
         with _named("looking for free space", str(self.path)):
             freed = sum(path.lstat().st_blocks * 512 for path in self.path.rglob("*"))
@@ -117,29 +113,42 @@ class Staging:
         made = False
         try:
             with _named(_MAKING, str(self.path)):
-                self._lock_fd, made = self._lock()
+                made = self._claim.take(unlocked=self._resume)
+                self.found = self._left(made=made)
                 self._place.recover()
-                self._place.check()
+                self._place.check("" if made else f" {self.path} is left of another run: transaxle clean removes it.")
                 if not self._resume or not self.scratch.is_dir():
                     _empty(self.path)
                 self.scratch.mkdir(exist_ok=True)
         except BaseException:
             if made:
                 self._place.sweep()
-            self._unlock()
+            self._claim.release()
             raise
         return self
+
+    def _left(self, *, made: bool) -> tuple[str, ...]:
+        """Say what is there of an earlier run, before it is put right, continued or removed."""
+        place, found = self._place, []
+        if os.path.lexists(place.old):
+            left = described(place.old, place.target)
+            fate = "removed" if os.path.lexists(place.target) else "put back"
+            found.append(f"{left.path}, left by a killed run ({left.what}), was {fate}")
+        if not made and not (self._resume and self.scratch.is_dir()):
+            left = described(place.partial, place.target)
+            found.append(f"{left.path}, left by a killed run ({left.what}), was removed")
+        return tuple(found)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._lock_fd is None:
+        if not self._claim.held:
             return
         self._given_up = True
         self._handles.close()
         if not self._resume or not self.scratch.is_dir():
             self._place.sweep()
-        self._unlock()
+        self._claim.release()
 
     def prepare(self, files: Mapping[str, int]) -> frozenset[str]:
         """Create all files of known size, with their disk space where the file system can reserve it.
@@ -242,12 +251,12 @@ class Staging:
             if self._sync:
                 make_durable(self.path.parent)
             self._place.sweep()
-        self._unlock()
+        self._claim.release()
 
     def _path(self, name: str) -> Path:
         parts = checked_parts(name)
-        if parts[0] == _SCRATCH:
-            raise refuse("PATH_ESCAPE", f"the name {_SCRATCH} is taken", file=name)
+        if parts[0] == SCRATCH:
+            raise refuse("PATH_ESCAPE", f"the name {SCRATCH} is taken", file=name)
         return self.path.joinpath(*parts)
 
     def _create(self, name: str, path: Path, size: int) -> bool:
@@ -300,48 +309,6 @@ class Staging:
                 else:
                     path.unlink()
 
-    def _lock(self) -> tuple[int, bool]:
-        """Make the hidden folder (True) or find it, and lock it; one that is taken away meanwhile is made again."""
-        while True:
-            made = _mkdir(self.path)
-            try:
-                fd = os.open(self.path, _FOLDER)
-            except FileNotFoundError:
-                continue
-            try:
-                if self._held(fd, made):
-                    return fd, made
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)
-
-    def _held(self, fd: int, made: bool) -> bool:
-        """Lock an open folder; False if it is not the one that has the name any more."""
-        busy = "another run is writing there"
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise refuse("EXISTS", busy, file=self._place.typed, hint="Wait for it, or end it.") from error
-        except OSError as error:
-            # No locks on this file system: only the one who made the folder, or says that it resumes, may have it.
-            if not made and not self._resume:
-                hint = f"If no run is writing there, remove {self.path} or use --resume."
-                raise refuse("EXISTS", f"{busy}, or died there", file=self._place.typed, hint=hint) from error
-        now = os.fstat(fd)
-        if not made and now.st_uid != os.geteuid():
-            raise refuse("IO", "the hidden folder belongs to another user", file=str(self.path))
-        try:
-            named = os.lstat(self.path)
-        except FileNotFoundError:
-            return False
-        return (named.st_dev, named.st_ino) == (now.st_dev, now.st_ino)
-
-    def _unlock(self) -> None:
-        if self._lock_fd is not None:
-            os.close(self._lock_fd)
-            self._lock_fd = None
-
 
 @contextmanager
 def _named(doing: str, file: str) -> Iterator[None]:
@@ -357,7 +324,7 @@ def _locked_if_there(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder that is about to become the hidden one, so that no other run takes it for its own."""
     fd = None
     with suppress(OSError):  # nothing is replaced, or a file, or there are no locks on this file system
-        fd = os.open(folder, _FOLDER)
+        fd = os.open(folder, FOLDER)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     try:
         yield
@@ -368,15 +335,6 @@ def _locked_if_there(folder: Path) -> Iterator[None]:
 
 def _nothing_written() -> int:
     raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-
-def _mkdir(path: Path) -> bool:
-    """Make a folder; False if it is there already."""
-    try:
-        path.mkdir()
-    except FileExistsError:
-        return False
-    return True
 
 
 def _empty(folder: Path) -> None:

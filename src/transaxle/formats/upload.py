@@ -70,6 +70,8 @@ class Upload:
             raise refuse("UNSUPPORTED", "an upload cannot be resumed", file=self._shown, hint=hint)
         if not self._service.path.strip("/").partition("/")[2] and self._service.scheme != _OWN:
             raise refuse("EXISTS", "it is the root of the store", file=self._shown, hint="Name a folder in it.")
+        self.found: tuple[str, ...] = ()
+        """Nothing: what a killed run has sent is not to be seen."""
         self._overwrite = known(overwrite)
         self._part = part
         self._single: str | None = None
