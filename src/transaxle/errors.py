@@ -44,6 +44,18 @@ _USAGE: frozenset[Code] = frozenset({"AMBIGUOUS", "UNKNOWN_FAMILY", "UNKNOWN_AXI
 _SHOWN = 30
 """Refusals that the text of an error spells out."""
 _STORAGE: frozenset[Code] = frozenset({"IO", "NO_SPACE"})
+LONGEST_NAME = 4_096
+"""Characters of a tensor's name, as many as a path may have; a stranger's may have a hundred million."""
+_LONGEST_TEXT = 10_000
+"""Characters of a message that are shown: rules and lists of what is known fit, names by the megabyte do not."""
+
+
+def shortened(text: str, most: int) -> str:
+    """Return a text of at most some `most` characters: of a longer one the beginning, the end, and how long it was."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return f"{text[:half]} … ({len(text):,} characters) … {text[-half:]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +84,30 @@ class Refusal:
     hint: str = ""
     """What the user can do."""
 
+    def shown(self) -> Refusal:
+        """Return the refusal with texts that a person can read: the middle of a name by the megabyte is left out."""
+        file, tensor = (part and shortened(part, LONGEST_NAME) for part in (self.where.file, self.where.tensor))
+        message, hint = (shortened(text, _LONGEST_TEXT) for text in (self.message, self.hint))
+        return Refusal(self.code, message, Where(file, tensor), hint)
+
     def __str__(self) -> str:
-        place = str(self.where)
+        shown = self.shown()
+        place = str(shown.where)
         head = f"{self.code}  {place}" if place else self.code
-        lines = [head, *(f"    {line}" for line in self.message.splitlines())]
+        lines = [head, *(f"    {line}" for line in shown.message.splitlines())]
         if self.hint:
-            lines.append(f"    {self.hint}")
+            lines.append(f"    {shown.hint}")
         return "\n".join(lines)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the refusal as plain JSON data."""
+        """Return the refusal as plain JSON data; texts that are too long to read are cut, as in its text."""
+        shown = self.shown()
         return {
             "code": self.code,
-            "message": self.message,
-            "file": self.where.file,
-            "tensor": self.where.tensor,
-            "hint": self.hint,
+            "message": shown.message,
+            "file": shown.where.file,
+            "tensor": shown.where.tensor,
+            "hint": shown.hint,
         }
 
 

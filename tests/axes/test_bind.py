@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.axes.apply import law, only
+from tests.work import assert_linear, calls
 from transaxle.axes.bind import WEIGHT, Bound, bind, group, join_slot, score, split_slot
 from transaxle.axes.family import Dialect, Family, Sizes
 from transaxle.errors import UsageError
@@ -206,3 +207,11 @@ def test_step3p5_layers_after_the_last() -> None:
         "q": [(0,), (1,), (2,)],
         "mtp_q": [(0,), (1,)],
     }
+
+
+def test_looking_for_a_prefix_is_linear_in_the_dots_of_a_name() -> None:
+    dialect = TOY.dialects[0]
+    names = ["a." * count + "layers.0.norm" for count in (2_000, 4_000, 8_000)]
+    assert [score(group([name]), dialect) for name in names] == [(1, name[: -len("layers.0.norm")]) for name in names]
+    assert_linear([calls(lambda name=name: score(group([name]), dialect)) for name in names])  # type: ignore[misc]
+    assert calls(lambda: score(group(names[:1]), dialect)) < 1_000, "only what a dialect's longest name may be"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 
 from tests.formats.files import FILE, header_of, info, library, made, raw
+from tests.work import peak
 from transaxle.errors import Code, Refused, TransaxleError
 from transaxle.formats.catalog import Spec
 from transaxle.formats.dtype import BITS
@@ -428,3 +429,34 @@ def test_seventy_thousand_tensors_take_a_moment() -> None:
     header = parse_header(text, FILE, count * size)
     assert time.process_time() - begun < 2  # 0.3 s on an idle core; a shared one may be slow, never quadratic
     assert len(header.entries) == count
+
+
+def test_a_name_longer_than_any_is_refused_in_memory_like_the_header(tmp_path: Path) -> None:
+    for name in ("x" * 3_000_000, "x.0" * 1_000_000):
+        text = made({name: info("U8", [1], 0, 1)}, b"\0")
+        tmp_path.joinpath(FILE).write_bytes(text)
+
+        def read() -> None:
+            with pytest.raises(Refused, match="its name has 3,000,000 characters; names have at most 4,096") as caught:
+                header_of(tmp_path)
+            assert caught.value.code == "UNSUPPORTED"
+
+        assert peak(read) < 6 * len(text)
+    longest = "x" * 4_096
+    tmp_path.joinpath(FILE).write_bytes(made({longest: info("U8", [1], 0, 1)}, b"\0"))
+    assert list(header_of(tmp_path).entries) == [longest]
+
+
+def test_metadata_of_more_keys_than_any_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    said = {f"k{at}": "" for at in range(100_001)}
+    text = made({"__metadata__": said, "t": info("U8", [1], 0, 1)}, b"\0")
+    tmp_path.joinpath(FILE).write_bytes(text)
+
+    def read() -> None:
+        with pytest.raises(Refused, match="__metadata__ has more than 100,000 keys"):
+            header_of(tmp_path)
+
+    assert peak(read) < 8 * len(text)
+    said.pop("k0")
+    tmp_path.joinpath(FILE).write_bytes(made({"__metadata__": said, "t": info("U8", [1], 0, 1)}, b"\0"))
+    assert len(header_of(tmp_path).metadata) == 100_000

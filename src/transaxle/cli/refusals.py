@@ -61,7 +61,7 @@ def print_refusals(screen: Screen, head: str, refusals: Sequence[Refusal], put: 
     """
     count = len(refusals)
     put((head, "bold"), f" ({count:,} reasons)" if count > 1 else "")
-    groups = _alike(refusals)
+    groups = _alike([refusal.shown() for refusal in refusals])
     shown = groups if screen.everything else groups[:MOST]
     for group in shown:
         for parts in _lines(group, everything=screen.everything):
@@ -113,7 +113,7 @@ def _outcome(error: TransaxleError) -> str:
 
 def error_document(error: TransaxleError) -> dict[str, Any]:
     """Return an error as the JSON document that stands for it."""
-    return error_of(error.exit_code, str(error.refusals[0].message), *error.refusals)
+    return error_of(error.exit_code, error.refusals[0].shown().message, *error.refusals)
 
 
 def error_of(exit_code: int, message: str, *refusals: Refusal) -> dict[str, Any]:

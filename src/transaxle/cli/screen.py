@@ -15,8 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TextIO
 
+from transaxle.errors import shortened
+
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+_LONGEST = 20_000
+"""Characters of one part of a line that are printed."""
 _ENOUGH = 20
 """Rows of a list that are shown without `--all`."""
 
@@ -26,8 +30,8 @@ Progress = Callable[[int], None]
 
 
 def printable(text: str) -> str:
-    """Return the text with its control characters written out, such as ESC."""
-    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
+    """Return the text with its control characters written out, such as ESC; the middle of an endless one is cut."""
+    return _CONTROL.sub(lambda match: repr(match[0])[1:-1], shortened(text, _LONGEST))
 
 
 class Screen:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from transaxle.errors import TransaxleError, refuse
+from transaxle.errors import LONGEST_NAME, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Container
 from transaxle.formats.company import INDEX, SAFETENSORS, STATE_FOLDER, TORCH
 from transaxle.formats.dcp.draft import FORMAT as DCP_FORMAT
@@ -25,6 +25,7 @@ from transaxle.formats.deepspeed.reader import HERE, Weights, open_deepspeed
 from transaxle.formats.deepspeed.told import Cutter, untold
 from transaxle.formats.deepspeed.universal import open_universal
 from transaxle.formats.location import storage_at
+from transaxle.formats.names import too_long
 from transaxle.formats.safetensors.index import FORMAT as SAFETENSORS_FORMAT
 from transaxle.formats.safetensors.reader import open_safetensors
 from transaxle.formats.storage import Storage
@@ -216,6 +217,9 @@ def _open(storage: Storage, wanted: str | None, weights: Weights | None, cutter:
         raise refuse("UNSUPPORTED", message, file=storage.path, hint="Leave out --weights.")
     precision = () if weights is None else (weights,)
     container = witnessed(row.open(storage, storage.path, member, *precision, **options))
+    long = [name for name in container.entries if len(name) > LONGEST_NAME]
+    if long:
+        raise gathered(Refusal(*too_long(name), Where(member, name)) for name in long)
     stale = _stale(folder, _POINTERS.get(row.format))
     return replace(container, ignored=(*container.ignored, *stale)) if stale else container
 

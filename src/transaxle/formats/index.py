@@ -7,6 +7,7 @@ refused, whatever the format of the shards.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -170,14 +171,16 @@ def read_shards(
     begin = _folder_of(index)
     listing = storage.listing(begin.rstrip("/"))
     parts: dict[str, Part] = {}
-    for shard in sorted(set(weight_map.values())):
+    there, held = frozenset(listing.names), Counter(weight_map.values())
+    for shard in sorted(held):
+        if faults.full:
+            break
         if not is_plain(shard):
             faults.add("PATH_ESCAPE", f"the index names the shard {shard!r}, which is no plain file name", index)
         elif shard in listing.special:
             faults.extend(listing.special[shard])
-        elif shard not in listing.names:
-            lost = sum(named == shard for named in weight_map.values())
-            message = f"the shard is not there; the index {index} places {lost} tensors in it"
+        elif shard not in there:
+            message = f"the shard is not there; the index {index} places {held[shard]} tensors in it"
             faults.add("INCOMPLETE", message, f"{begin}{shard}", hint="Copy or download the missing file.")
         else:
             try:

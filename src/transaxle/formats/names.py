@@ -1,8 +1,8 @@
-"""File names that come from inside a checkpoint: text to be checked, never a path to be followed."""
+"""Names that come from inside a checkpoint: text to be checked, never a path to be followed."""
 
 from __future__ import annotations
 
-from transaxle.errors import refuse
+from transaxle.errors import LONGEST_NAME, Code, refuse
 
 _HINT = "Names of files in a checkpoint are relative to its folder and stay inside it."
 
@@ -23,3 +23,8 @@ def checked_parts(name: str) -> tuple[str, ...]:
 def is_plain(name: str) -> bool:
     """Tell whether a name is that of a file directly in the folder: one part, no separators of any system."""
     return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
+
+
+def too_long(name: str) -> tuple[Code, str]:
+    """Return the code and the words for a tensor's name that is longer than any is read."""
+    return "UNSUPPORTED", f"its name has {len(name):,} characters; names have at most {LONGEST_NAME:,}"

@@ -17,10 +17,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transaxle.errors import Code, refuse
+from transaxle.errors import LONGEST_NAME, Code, refuse
 from transaxle.formats.catalog import Entry, Extent, Spec
 from transaxle.formats.dtype import BITS
 from transaxle.formats.faults import Faults
+from transaxle.formats.names import too_long
 from transaxle.formats.storage import Storage
 from transaxle.formats.strict_json import MAX_PAIRS, NotJsonError, members, pairs_in, repeated
 
@@ -29,6 +30,8 @@ METADATA = "__metadata__"
 LENGTH_BYTES = 8
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the library."""
+MAX_NOTES = 100_000
+"""Keys of `__metadata__`; its texts may be as long as the header is."""
 MAX_DIMS = 64
 """What numpy can hold."""
 ALIGNMENT = 8
@@ -120,7 +123,7 @@ def parse_header(text: bytes, file: str, data_size: int, begin: int = 0) -> Head
         raise refuse("CORRUPT", f"the header is not a JSON object: {error}", file=file) from error
     faults = Faults()
     kept = len(top)
-    metadata = _metadata_of(top, file, faults)
+    metadata = _metadata_of(top, said, file, faults)
     rows = _Rows(file, faults)
     for name, raw in top.items():
         rows.add(name, raw)
@@ -166,10 +169,13 @@ def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[st
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def _metadata_of(top: dict[str, msgspec.Raw], file: str, faults: Faults) -> dict[str, str]:
-    """Take `__metadata__` out of the header's members."""
+def _metadata_of(top: dict[str, msgspec.Raw], said: int, file: str, faults: Faults) -> dict[str, str]:
+    """Take `__metadata__` out of the header's members; `said` are the keys of the whole header, at every level."""
     raw = top.pop(METADATA, None)
     if raw is None:
+        return {}
+    if said > MAX_NOTES and pairs_in(bytes(raw)) > MAX_NOTES:
+        faults.add("UNSUPPORTED", f"{METADATA} has more than {MAX_NOTES:,} keys", file)
         return {}
     try:
         return _metadata.decode(raw) or {}
@@ -228,6 +234,9 @@ class _Rows:
 
     def add(self, name: str, raw: msgspec.Raw) -> None:
         """Decode one entry; one that is malformed becomes a fault and no row."""
+        if len(name) > LONGEST_NAME:
+            self._faults.add(*too_long(name), self.file, name)
+            return
         try:
             info = _info.decode(raw)
         except (msgspec.MsgspecError, RecursionError) as error:
