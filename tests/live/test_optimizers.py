@@ -368,3 +368,88 @@ def test_a_hint_that_carries_everything(tmp_path: Path) -> None:
         _equal(optimizer.state[a], fresh.state[b]) for a, b in zip(net.parameters(), other.parameters(), strict=True)
     )
     assert fresh.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+class Kinds(Optimizer):
+    """Keeps tensors without dims of every type that Python's numbers are stored with, and numbers beside them."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.seen: list[int] = []
+
+    def step(self, closure: Any = None) -> Any:
+        self.seen.append(1)
+        torch.rand(3)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state |= {"count": torch.tensor(0), "hot": torch.tensor(False), "sum": torch.tensor(0.0).double()}
+                    state |= {"steps": 0, "mean": 0.0, "on": False, "wide": torch.tensor(0, dtype=torch.int32)}
+                state["count"] += 1
+                state["steps"] += 1
+                state["hot"].fill_(True)
+                state["sum"] += 0.1
+                state["mean"] += 0.5
+                state["on"] = True
+                parameter.sub_(group["lr"] * state["sum"].float())
+
+
+class Fragile(Kinds):
+    """Frees something when it goes: it has no twin."""
+
+    def __del__(self) -> None:
+        self.seen.clear()
+
+
+@pytest.mark.parametrize("to", ["safetensors", "dcp", "torch"])
+def test_training_8_tensors_without_dims_stay_tensors(tmp_path: Path, to: str) -> None:
+    net = model()
+    optimizer = Kinds(net.parameters())
+    with torch.no_grad():
+        optimizer.step()
+        optimizer.step()
+    save(net, tmp_path / "out", to=to, optimizer=optimizer)
+    other = model(5)
+    fresh = Kinds(other.parameters(), lr=3.0)
+    before = torch.get_rng_state()
+    load(other, tmp_path / "out", optimizer=fresh)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert fresh.seen == []  # its twin made the step
+    assert _equal(_told(optimizer), _told(fresh))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_training_8_a_scalar_parameter_of_float64(tmp_path: Path, kind: Any) -> None:
+    def made(value: float) -> Any:
+        net = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(value, dtype=torch.float64))})
+        more = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        return net, kind(net.parameters(), lr=0.01, **more)
+
+    def stepped(net: nn.Module, optimizer: Optimizer) -> None:
+        for parameter in net.parameters():
+            parameter.grad = torch.full_like(parameter, 0.3)
+        optimizer.step()
+
+    net, optimizer = made(1.0)
+    stepped(net, optimizer)
+    save(net, tmp_path / "out", to="dcp", optimizer=optimizer)
+    other, fresh = made(7.0)
+    load(other, tmp_path / "out", optimizer=fresh)
+    assert _equal(_told(optimizer), _told(fresh))
+    for each, its in ((net, optimizer), (other, fresh)):
+        stepped(each, its)
+    assert torch.equal(net["scale"], other["scale"])
+
+
+def test_without_a_twin_numbers_are_known_by_their_types(tmp_path: Path) -> None:
+    net = model()
+    optimizer = Fragile(net.parameters())
+    with torch.no_grad():
+        optimizer.step()
+    save(net, tmp_path / "out", to="dcp", optimizer=optimizer)
+    fresh = Fragile(net.parameters())
+    load(net, tmp_path / "out", optimizer=fresh)
+    state = fresh.state[next(net.parameters())]
+    assert (state["steps"], state["mean"], state["on"]) == (1, 0.5, True)
+    assert (state["count"], state["wide"].dtype) == (1, torch.int32)

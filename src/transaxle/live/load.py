@@ -179,8 +179,8 @@ def load(
                 begin_anew(held.weights[name])
         settle(held.islands, held.tensors)
         if optimizers is not None:
-            install(optimizers, named, states)
             restore(optimizers, planned.settings)
+            install(optimizers, named, states)
             for one in optimizers.members:
                 if isinstance(one, MasterWeights):
                     _restart(one, held, values, states)

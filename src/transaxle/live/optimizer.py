@@ -16,8 +16,9 @@ from transaxle.engine.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.company import STATE_FOLDER
 from transaxle.live.dtype import torch_dtype
-from transaxle.live.optimizers import Optimizers
+from transaxle.live.optimizers import CARRY, Optimizers
 from transaxle.live.part import mark, part_of, whole_shape
+from transaxle.live.twin import Twins
 from transaxle.quant.masters import MASTER, MasterWeights
 
 _PARAMS = "params"
@@ -89,7 +90,7 @@ def states_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> dict
                 found[full] = mark(held, part_of(parameter)) if held.dim() else held
             elif value is not None:
                 message = f"it is a {type(value).__name__}, neither a tensor nor a number"
-                problems.append(Refusal("UNSUPPORTED", message, Where(None, full)))
+                problems.append(Refusal("UNSUPPORTED", message, Where(None, full), CARRY))
     if problems:
         raise gathered(problems)
     return found
@@ -188,16 +189,44 @@ def follow(optimizers: Optimizers, named: Mapping[str, torch.Tensor], tensors: M
 def install(optimizers: Optimizers, named: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor]) -> None:
     """Put loaded state into the optimizers; where one keeps a Python number, a number.
 
-    What has no dims and a type that only Python's numbers are stored with becomes one, where the optimizer has no state
-    yet; it is asked in the end to make of it what it needs.
+    A value without dims is what the optimizer has there, or what it would make there itself (`live.twin`). Where it
+    cannot be tried, values of types that only Python's numbers are stored with are numbers, but not those of parameters
+    without dims. The optimizer is asked in the end to make of them what it needs. Settings are to be restored before.
     """
-    numbers = {kind for kind in _NUMBERS.values() if kind != torch.get_default_dtype()}
-    owners = optimizers.owners()
+    owners, twins = optimizers.owners(), Twins()
     for full, value in states.items():
         name, key = split_slot(full)
-        state: dict[str, Any] = owners[id(named[name])].state[named[name]]
+        parameter = named[name]
+        owner = owners[id(parameter)]
+        state: dict[str, Any] = owner.state[parameter]
+        if value.dim():
+            state[key] = value
+            continue
         old = state.get(key)
-        is_number = type(old) in _NUMBERS if key in state and old is not None else value.dtype in numbers
-        state[key] = value.item() if is_number and not value.dim() else value
+        if old is None:
+            old = twins.state(owner, parameter).get(key)
+        state[key] = _as_kept(value, old, parameter)
     for one in optimizers.members:
         one.__setstate__({"state": one.state, "param_groups": one.param_groups})
+
+
+def _as_kept(value: torch.Tensor, kept: object, parameter: torch.Tensor) -> torch.Tensor | bool | int | float:
+    """Return a value without dims as an optimizer keeps it.
+
+    Args:
+        value: as it was stored.
+        kept: one that the optimizer has, or makes; None: not known.
+        parameter: the one that it belongs to.
+    """
+    unsure = value.dtype in _NUMBERS.values() and value.dtype != torch.get_default_dtype()
+    if kept is None:
+        return value.item() if unsure and parameter.dim() else value
+    if isinstance(kept, bool | int | float):
+        number: bool | int | float = value.item()
+        of_kind = type(kept)(number)
+        return of_kind if of_kind == number else number
+    counts = parameter.dim() > 0 or not value.is_floating_point()
+    if isinstance(kept, torch.Tensor) and unsure and not kept.dim() and counts:
+        cast = value.to(kept.dtype)  # a number, of an optimizer that keeps numbers where this one has tensors
+        return cast if bool(cast.to(value.dtype) == value) else value
+    return value

@@ -23,7 +23,8 @@ AnyOptimizer = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 """An optimizer, a wrapper or container of some, or several of them; each parameter is in one."""
 _STATE, _DEFAULTS, _STEP = "state", "defaults", "step"
 _GIVE = "give the torch optimizers inside it, as a list; what else it keeps may go into extra="
-_CARRY = 'extra={"optimizer": optimizer} keeps its state_dict() as it is, for the same ranks and shards'
+CARRY = 'extra={"optimizer": optimizer} keeps its state_dict() as it is, for the same ranks and shards'
+"""What can be done with state that has no place beside its parameter."""
 _DEEPEST = 4
 """Levels of lists and dicts in an attribute that are looked through."""
 _TITAN = ("torchtitan.components.optimizer.optimizer", "OptimizersContainer")
@@ -138,14 +139,14 @@ class _Walk:
         if inner:
             self._wrapper(given, inner)
         elif not isinstance(given, Optimizer):
-            self._refuse(given, "it is no torch optimizer, and has none inside", _CARRY)
+            self._refuse(given, "it is no torch optimizer, and has none inside", CARRY)
         elif _is_of(given, _ZERO):
             hint = "overlap_with_ddp=False makes it at once"
             self._refuse(given, "the optimizer inside is not made yet, or is a functional one", hint)
         else:
             self.members.append(given)
             if not isinstance(given, MasterWeights):
-                self._check(given, [given], _CARRY)
+                self._check(given, [given], CARRY)
 
     def _wrapper(self, given: Any, inner: list[Any]) -> None:
         mine = {id(parameter) for parameter in _parameters(given)}
