@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transaxle.engine.checkpoint import Checkpoint, StoredTensor, open_checkpoint
+from transaxle.engine.checkpoint import Checkpoint, StoredTensor, check_decoded, open_checkpoint
 from transaxle.engine.compare import Comparison
 from transaxle.engine.compare import compare as _compare
 from transaxle.engine.encode import Encode
@@ -31,8 +31,9 @@ def open(path: str | Path, **said: Any) -> Checkpoint:  # noqa: A001 - the contr
         path: a folder or a file.
         **said: `format`, `family`, `dialect`, `config` (path or mapping), `axes` (axis -> size), `rules` (path),
             `weights` (`fp32` or `lp`, of a DeepSpeed checkpoint), `optimizer` (whether its state is taken),
-            `decode` (`bf16` or `fp32`: encoded tensors are plain ones, decoded when they are read), with `only` and
-            `skip` (patterns of the names that are decoded, or not).
+            `decode` (`bf16` or `fp32`: encoded tensors are plain ones, decoded when they are read) or `dtype` (`bf16`,
+            `fp16` or `fp32`: plain floating-point tensors are cast when they are read), with `only` and `skip`
+            (patterns of the names that are, or are not).
 
     Raises:
         StorageError: IO where it is missing or unreadable.
@@ -57,21 +58,26 @@ def _opened(source: Source, said: dict[str, Any]) -> Iterator[Checkpoint]:
 @contextmanager
 def _both(a: Source, b: Source, said: dict[str, Any]) -> Iterator[tuple[Checkpoint, Checkpoint]]:
     """Give two checkpoints; dialect and format are said of the first one only."""
-    of_second = {name: value for name, value in said.items() if name not in {"dialect", "format", "only", "skip"}}
+    of_first = {"dialect", "format", "only", "skip", "dtype"}
+    of_second = {name: value for name, value in said.items() if name not in of_first}
     first = {} if isinstance(a, Checkpoint) and not isinstance(b, Checkpoint) else said
+    if said.get("decode") is not None:
+        first, of_second = ({**each, "lenient": True} if each else each for each in (first, of_second))
     with _opened(a, first) as one, _opened(b, {} if isinstance(b, Checkpoint) else of_second) as two:
+        check_decoded(one, two, said.get("decode"))
         yield one, two
 
 
 def _encode(encoding: str | None, only: Sequence[str], skip: Sequence[str], said: dict[str, Any]) -> Encode | None:
     """Return what is to be encoded; where something is decoded instead, the patterns are said of that."""
     only, skip = ((one,) if isinstance(one, str) else tuple(one) for one in (only, skip))
-    decoding = said.get("decode") is not None
-    if encoding is not None and decoding:
-        raise TypeError("decode or encode: one of them at a time")
-    if (only or skip) and encoding is None and not decoding:
-        raise TypeError("only and skip say what is decoded or encoded; say which")
-    if decoding:
+    given = [name for name in ("decode", "dtype") if said.get(name) is not None]
+    given += [] if encoding is None else ["encode"]
+    if len(given) > 1:
+        raise TypeError(f"{' or '.join(given)}: one of them at a time")
+    if (only or skip) and not given:
+        raise TypeError("only and skip say what is decoded, encoded or cast; say which")
+    if encoding is None and given:
         said.update(only=only, skip=skip)
     return None if encoding is None else Encode(encoding, only, skip)
 
@@ -103,7 +109,7 @@ def plan(
         allow_lossy: run a dialect's arithmetic.
         strict: refuse tensors without a line in the target dialect instead of keeping them under their names.
         encode: `float8_block`, `mxfp8` or `nvfp4`: weights of linear layers are written in this encoding.
-        only: patterns of the table names that are encoded instead, or that are decoded where `decode` is said.
+        only: patterns of the table names that are encoded instead, or, with `decode` or `dtype`, decoded or cast.
         skip: patterns of names that are neither.
         overwrite: plan to replace the checkpoint at `dst`.
         resume: plan to continue an interrupted run.
@@ -158,7 +164,7 @@ def convert(
         allow_lossy: run a dialect's arithmetic.
         strict: refuse tensors without a line in the target dialect instead of keeping them under their names.
         encode: `float8_block`, `mxfp8` or `nvfp4`: weights of linear layers are written in this encoding.
-        only: patterns of the table names that are encoded instead, or that are decoded where `decode` is said.
+        only: patterns of the table names that are encoded instead, or, with `decode` or `dtype`, decoded or cast.
         skip: patterns of names that are neither.
         overwrite: replace the checkpoint at `dst`; it stays readable until the new one is complete. Where its folder
             holds anything else, that is refused, or goes too if this is `"everything"`.

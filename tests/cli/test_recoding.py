@@ -87,7 +87,7 @@ def test_a_damaged_result_of_an_encoding_is_found(bf16: Path, here: Path, transa
     ("options", "said"),
     [
         (["--decode", "bf16", "--encode", "mxfp8"], "one of them at a time"),
-        (["--only", "*"], "--only and --skip go with --decode or --encode"),
+        (["--only", "*"], "--only and --skip go with --decode, --encode or --dtype"),
         (["--decode", "fp16"], "fp16"),
         (["--encode", "mxfp4"], "mxfp4"),
         (["--decode", "bf16", "--only", "*.mpl.*"], "no encoded tensor has a name like"),

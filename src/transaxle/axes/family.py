@@ -153,6 +153,8 @@ class Family:
     """Known dialects, in table order."""
     wrappers: tuple[str, ...] = ()
     """Values of `model_type` of models around this one (in `text_config`) whose names the dialects have as well."""
+    precise: frozenset[str] = frozenset()
+    """Logical tensors that keep their number type where all others are cast."""
 
     def dialect(self, label: str) -> Dialect | None:
         """Return the dialect of that name (its newest version) or `name@version`; None where there is none."""

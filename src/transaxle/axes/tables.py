@@ -10,6 +10,7 @@
       extra : l f            optional            # all of it or none
       let sparse = (l + 1) % step == 0           # a formula with a name
       tie head = embed       when tie_word_embeddings
+      precise extra                              # keeps its number type where all others are cast
       cut tp = f                                 # what tensor-parallel ranks may share out
       cut tp = d of extra                        # this axis in one tensor only
 
@@ -94,6 +95,7 @@ class _Reader:
             "let": self.let,
             "tie": self.tie,
             "cut": self.cut,
+            "precise": self.precise,
         }
 
     def read(self, text: str) -> list[Family]:
@@ -270,12 +272,20 @@ class _Reader:
         cuts = tuple(Cuttable(mesh, each, tensors) for each in axes)
         self.touch(replace(self.family, cuts=self.family.cuts + cuts))
 
+    def precise(self, text: str) -> None:
+        assert self.family is not None
+        names = text.split()[1:]
+        for name in names:
+            if name not in self.family.tensors:
+                raise self.expected(f"a tensor of the family, declared above; {name!r} is none", name)
+        self.touch(replace(self.family, precise=self.family.precise.union(names)))
+
     def tensor(self, text: str) -> None:
         assert self.family is not None
         statement, when = self.split_when(text)
         match = _TENSOR.fullmatch(statement)
         if match is None:
-            raise self.expected("'model_type', 'wrapper', 'axes', 'axis', 'let', 'tie', 'cut' or 'TENSOR : AXES'")
+            raise self.expected(f"{', '.join(map(repr, self.statements))} or 'TENSOR : AXES'")
         name, axes = match[1], tuple(match[2].split())
         self.unreserved(name)
         if name in self.family.tensors:

@@ -9,7 +9,7 @@ import click
 from transaxle.cli import options
 from transaxle.cli.plan import print_counted, print_others
 from transaxle.cli.program import Command
-from transaxle.cli.recoded import print_measured
+from transaxle.cli.recoded import print_measured, print_stayed
 from transaxle.cli.screen import Screen
 from transaxle.cli.units import duration, plural, size, speed
 from transaxle.cli.verify import print_comparison, print_verification
@@ -34,6 +34,7 @@ from transaxle.formats.belongings import Overwrite
         ("transaxle convert Qwen3-30B-A3B/ out/ --to megatron --resume", "go on after an interruption"),
         ("transaxle convert DeepSeek-V3/ out/ --to hf --decode bf16", "plain numbers; errors are listed"),
         ("transaxle convert Qwen3-30B-A3B/ out/ --to hf --encode float8_block", "codes and scales"),
+        ("transaxle convert run/step-100/ out/ --to hf --dtype bf16", "plain numbers of another type"),
     ),
     help="""Convert a checkpoint, exactly or not at all.
 
@@ -42,7 +43,8 @@ from transaxle.formats.belongings import Overwrite
     that stands against the conversion is listed before the first byte is written.
 
     Quantized tensors move as they are, codes and scales, unless you say --decode; other tensors are quantized with
-    --encode. Then every tensor whose numbers changed is listed, with its largest and its RMS error.
+    --encode, and plain ones get another type with --dtype. Then every tensor whose numbers changed is listed, with its
+    largest and its RMS error; finite values that would become infinite are refused (--allow-lossy allows them).
 
     --overwrite replaces a checkpoint and nothing else: where its folder holds files that no checkpoint has (notes,
     adapters, a repository) it is refused, and they are listed. --overwrite=everything deletes them too.
@@ -132,6 +134,7 @@ def _print(screen: Screen, report: Report) -> None:
     if report.checks:
         screen.line(f"  {plural(report.checks, 'copy', 'copies')} proved equal")
     print_measured(screen, report.recoded)
+    print_stayed(screen, report.stayed)
     print_counted(screen, report.counted)
     print_others(screen, report.kept, report.ignored, report.carried)
     if not report.synced:

@@ -14,7 +14,7 @@ from transaxle.cli.program import Command
 from transaxle.cli.screen import Screen
 from transaxle.cli.units import plural
 from transaxle.cli.verify import print_across, print_comparison
-from transaxle.engine.checkpoint import Checkpoint, open_checkpoint
+from transaxle.engine.checkpoint import Checkpoint, check_decoded, open_checkpoint
 from transaxle.engine.compare import Comparison, Difference, compare
 from transaxle.engine.plan import natural
 from transaxle.engine.produce import Limits
@@ -53,7 +53,11 @@ _UNCOMPARED = _ALONE | {"encoding"}
 @options.printing
 def command(screen: Screen, a: str, b: str, stat: bool, numeric: bool, said: dict[str, Any], limit: Limits) -> int:
     """Compare two checkpoints."""
-    with open_checkpoint(a, **said) as first, open_checkpoint(b, **options.of_second(said)) as second:
+    with (
+        open_checkpoint(a, **said, lenient=True) as first,
+        open_checkpoint(b, **options.of_second(said), lenient=True) as second,
+    ):
+        check_decoded(first, second, said.get("decode"))
         total = sum(entry.nbytes for entry in first.container.entries.values())
         with screen.progress(total) as progress:
             found = compare(first, second, numeric=numeric or stat, limit=limit, progress=progress)

@@ -99,8 +99,10 @@ _RECODING = (
     _DECODE,
     click.option("--encode", type=click.Choice(["float8_block", "mxfp8", "nvfp4"]),
                  help="Write the weights of linear layers in this encoding."),
+    click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]),
+                 help="Cast plain floating-point tensors to this type."),
     click.option("--only", metavar="PATTERN", multiple=True,
-                 help="Decode or encode the tensors of these names; * stands for anything.  May be repeated."),
+                 help="Decode, encode or cast the tensors of these names; * stands for anything.  May be repeated."),
     click.option("--skip", metavar="PATTERN", multiple=True,
                  help="Leave the tensors of these names as they are.  May be repeated."),
 )  # fmt: skip
@@ -182,7 +184,7 @@ def decoding(body: Callable[..., int]) -> Callable[..., int]:
 
 
 def recoding(body: Callable[..., int]) -> Callable[..., int]:
-    """Add the options by which numbers change. Below `reading`: what is decoded goes into the command's `said`.
+    """Add the options by which numbers change. Below `reading`: what is decoded or cast goes into the command's `said`.
 
     The command gets `encode`: what is encoded, or None.
     """
@@ -193,18 +195,22 @@ def recoding(body: Callable[..., int]) -> Callable[..., int]:
         said: dict[str, Any],
         decode: str | None,
         encode: str | None,
+        dtype: str | None,
         only: tuple[str, ...],
         skip: tuple[str, ...],
         **rest: Any,
     ) -> int:
         from transaxle.engine.encode import Encode
 
-        if decode and encode:
-            raise click.UsageError("--decode and --encode: one of them at a time")
-        if (only or skip) and not (decode or encode):
-            raise click.UsageError("--only and --skip go with --decode or --encode")
+        given = [name for name, value in (("--decode", decode), ("--encode", encode), ("--dtype", dtype)) if value]
+        if len(given) > 1:
+            raise click.UsageError(f"{' and '.join(given)}: one of them at a time")
+        if (only or skip) and not given:
+            raise click.UsageError("--only and --skip go with --decode, --encode or --dtype")
         if decode:
             said = {**said, "decode": decode, "only": only, "skip": skip}
+        if dtype:
+            said = {**said, "dtype": dtype, "only": only, "skip": skip}
         return body(*args, said=said, encode=Encode(encode, only, skip) if encode else None, **rest)
 
     return _with(_RECODING, command)
@@ -232,9 +238,9 @@ def _with(
 
 def of_second(said: dict[str, Any]) -> dict[str, Any]:
     """Return what also holds for the second checkpoint of a comparison: all that is not said of names and files."""
-    return {name: value for name, value in said.items() if name not in {"dialect", "format", "only", "skip"}}
+    return {name: value for name, value in said.items() if name not in {"dialect", "format", "only", "skip", "dtype"}}
 
 
 def of_target(said: dict[str, Any]) -> dict[str, Any]:
     """Return what also holds for what a conversion wrote: not how the source's numbers were read."""
-    return {name: value for name, value in of_second(said).items() if name != "decode"}
+    return {name: value for name, value in of_second(said).items() if name not in {"decode", "dtype"}}

@@ -11,7 +11,7 @@ from transaxle.cli import options
 from transaxle.cli.fold import fold
 from transaxle.cli.moves import UNCHANGED, rules, words
 from transaxle.cli.program import Command
-from transaxle.cli.recoded import print_recoded
+from transaxle.cli.recoded import print_recoded, print_stayed
 from transaxle.cli.refusals import error_document, print_refusals
 from transaxle.cli.screen import Screen
 from transaxle.cli.units import percent, plural, size
@@ -88,6 +88,7 @@ def _print(screen: Screen, plan: Plan, limit: Limits) -> None:
     head = [plan.family or "", f"{before} -> {plan.format}:{plan.dialect}"]
     screen.line((" · ".join(part for part in head if part), "bold"))
     _print_routes(screen, plan)
+    print_stayed(screen, plan.stayed)
     print_counted(screen, plan.counted)
     print_others(screen, plan.kept, plan.ignored, plan.carried)
     print_recoded(screen, plan.recoded)

@@ -1,4 +1,4 @@
-"""Printing what is decoded, encoded and averaged: tensors folded, each group with how far its values moved."""
+"""Printing what is decoded, encoded, cast and averaged: tensors folded, each group with how far its values moved."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ def _how(what: Recoded) -> str:
     """Say from which number format to which, or of what it is the mean."""
     if what.action == "averaged":
         return f"replicas that differ, {what.dtype}"
+    if what.action == "cast":
+        return f"{what.encoding} -> {what.dtype}"
     encoded = f"{what.encoding} ({what.convention})"
     before, after = (encoded, what.dtype) if what.action == "decoded" else (what.dtype, encoded)
     return f"{before} -> {after}"
@@ -49,7 +51,15 @@ def _moved(measured: Sequence[Measured]) -> str:
     if all(each.error.exact for each in measured):
         return "exact"
     most, rms = max(each.error.max for each in measured), max(each.error.rms for each in measured)
-    return f"max |Δ| {most:.1e}, RMS {rms:.1e}"
+    infinite = sum(each.infinite for each in measured)
+    return f"max |Δ| {most:.1e}, RMS {rms:.1e}" + (f", {infinite:,} finite values became infinite" if infinite else "")
+
+
+def print_stayed(screen: Screen, stayed: tuple[str, ...]) -> None:
+    """Print which plain tensors keep their type where others are cast."""
+    if stayed:
+        rows = [f"{row.name}  {row.times}".rstrip() for row in fold(sorted(stayed, key=natural))]
+        screen.some(f"  {plural(len(stayed), 'plain tensor')} not cast (--only PATTERN names what is)", rows)
 
 
 def _counts(recoded: Sequence[Recoded]) -> dict[tuple[str, str], int]:

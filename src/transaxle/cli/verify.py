@@ -11,7 +11,7 @@ from transaxle.cli.program import Command
 from transaxle.cli.refusals import print_refusals
 from transaxle.cli.screen import Screen
 from transaxle.cli.units import parameters, plural, size
-from transaxle.engine.checkpoint import open_checkpoint
+from transaxle.engine.checkpoint import check_decoded, open_checkpoint
 from transaxle.engine.compare import Comparison
 from transaxle.engine.produce import Limits
 from transaxle.engine.verify import Verification, verify, verify_against
@@ -38,13 +38,17 @@ from transaxle.engine.verify import Verification, verify, verify_against
 @options.printing
 def command(screen: Screen, a: str, b: str | None, said: dict[str, Any], limit: Limits) -> int:
     """Verify a checkpoint, or compare two."""
-    with open_checkpoint(a, **said) as first:
+    with open_checkpoint(a, **said, lenient=b is not None) as first:
         total = sum(entry.nbytes for entry in first.container.entries.values())
         if b is None:
             with screen.progress(total) as progress:
                 found = verify(first, limit, progress)
         else:
-            with open_checkpoint(b, **options.of_second(said)) as second, screen.progress(total) as progress:
+            with (
+                open_checkpoint(b, **options.of_second(said), lenient=True) as second,
+                screen.progress(total) as progress,
+            ):
+                check_decoded(first, second, said.get("decode"))
                 found = verify_against(first, second, limit, progress)
     if screen.as_json:
         screen.document(found.as_json())

@@ -7,29 +7,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from transaxle.axes.bind import Bound, bind
 from transaxle.axes.family import Sizes
 from transaxle.axes.form import Recode, same
-from transaxle.axes.piece import Interval
 from transaxle.axes.relayout import Check, Target, unchanged
 from transaxle.axes.translate import translate
 from transaxle.encodings.encoding import Encoded
 from transaxle.encodings.quantization import MODELOPT_CONFIG
 from transaxle.engine.arithmetic import affine
 from transaxle.engine.averaged import averaged
+from transaxle.engine.cast import cast_to, precise
 from transaxle.engine.choice import chosen
 from transaxle.engine.compacted import ordering
 from transaxle.engine.cutting import cutter, stored_config
 from transaxle.engine.decoded import DTYPES, decoded, plainly
-from transaxle.engine.described import Intervals, positions
 from transaxle.engine.encoded import Catalog, View, catalog, viewed
 from transaxle.engine.foreign import foreign
 from transaxle.engine.groups import regrouped
@@ -37,129 +34,19 @@ from transaxle.engine.manifest import Manifest, read_manifest
 from transaxle.engine.recognise import IDENTITY, Recognised, pick_dialect, recognise
 from transaxle.engine.settings import CONFIG, Settings, settings
 from transaxle.engine.source import Source
-from transaxle.engine.transfer import Bytes, Scratch, Transfer, fill
+from transaxle.engine.stored import StoredTensor
 from transaxle.errors import Refusal, TransaxleError, gathered, refuse
 from transaxle.formats.catalog import Container
 from transaxle.formats.detect import open_container
-from transaxle.formats.dtype import ITEM_BITS, nbytes, numpy_dtype, packed_width
 from transaxle.formats.groups import GROUPS
 from transaxle.formats.state import LEFT_BEHIND, OPTIMIZER
-from transaxle.formats.witness import witness_of
 
-_SCRATCH, _LEAST_SCRATCH = 8 << 20, 1 << 16
-_WASTE, _GAP = 1.25, 64
-"""A read of a box may take so many bytes for each one wanted, or gaps of so many bytes between two runs."""
 LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
 """Codes of what stands against a view where not all is there."""
 _UNRECOGNISED = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
 _OF_THE_FILES = frozenset({"manifest", "config", "catalog", "decoded", "_recognition", "sizes", "bound"})
 """Cached properties that are the same in every view."""
-Box = tuple[slice, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class StoredTensor:
-    """One tensor of a checkpoint."""
-
-    name: str
-    """Stored name."""
-    dtype: str
-    """Safetensors code, e.g. `BF16`."""
-    shape: tuple[int, ...]
-    """Logical elements along each dim; for F4 the last dim counts nibbles."""
-    _target: Target
-    """How its logical tensors lie in it."""
-    _source: Source
-    """Where its bytes come from."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the dense tensor."""
-        return nbytes(self.dtype, self.shape)
-
-    @property
-    def parameters(self) -> int:
-        """Number of elements; packed ones are counted one by one."""
-        return prod(self._target.shape)
-
-    @property
-    def component(self) -> str:
-        """Logical tensors in it, `gate, up`; empty where no table was needed to read it."""
-        return self._target.component
-
-    @property
-    def origins(self) -> frozenset[str]:
-        """Names of the stored tensors that it comes from, as the tables have them."""
-        return frozenset(origin.name for part in self._target.parts for origin in part.origins)
-
-    def transfers(self, intervals: Intervals | None = None) -> list[Transfer]:
-        """Return the transfers that produce the tensor, or the chunk of it that holds `intervals`, in order.
-
-        Args:
-            intervals: per dim, the positions that the chunk holds, in chunk order; None: the whole tensor.
-        """
-        target = self._target
-        if intervals is None or (self.dtype, self.shape) == (target.dtype, target.shape):
-            return self._source.transfers(target, intervals)
-        inside = positions(self.name, intervals, self.dtype, self.shape, target.dtype, target.shape)
-        return [] if inside is None else self._source.transfers(target, inside)
-
-    def read(self, box: Box | None = None) -> np.ndarray:
-        """Read the tensor or a box of it.
-
-        Args:
-            box: one slice of step 1 per dim; None: everything. Only the box's bytes are read.
-
-        Returns:
-            A new array of the box's shape; packed types (F4, F6) come as U8 with the packed last dim.
-
-        Raises:
-            Refused: SHAPE_MISMATCH for a box that does not fit; UNSUPPORTED for one that would take a byte of packed
-                elements apart; what the container refuses.
-        """
-        spans = _spans(self.name, self.shape, box)
-        shape = tuple(stop - start for start, stop in spans)
-        flat = self._bytes(spans)
-        if ITEM_BITS.get(self.dtype, 8) >= 8:
-            return flat.view(numpy_dtype(self.dtype)).reshape(shape)
-        rows = prod(shape[:-1])
-        if not shape or (rows and len(flat) % rows):
-            message = f"rows of {list(shape)} elements of {self.dtype} are no whole bytes"
-            raise refuse("UNSUPPORTED", message, tensor=self.name, hint="tobytes() gives its bytes")
-        return flat.reshape(*shape[:-1], len(flat) // rows if rows else packed_width(self.dtype, shape[-1]))
-
-    def tobytes(self) -> bytes:
-        """Return the row-major little-endian bytes."""
-        return self._bytes(_spans(self.name, self.shape, None)).tobytes()
-
-    def _bytes(self, spans: Sequence[Interval]) -> Bytes:
-        """Read the bytes of a box."""
-        shape = tuple(stop - start for start, stop in spans)
-        size = nbytes(self.dtype, shape)
-        out = np.empty(size, np.uint8)
-        scratch = Scratch(min(_SCRATCH, max(2 * size, _LEAST_SCRATCH)), waste=_WASTE, gap=_GAP)
-        storage = self._source.container.storage
-        transfers = self.transfers(None if shape == self.shape else [[span] for span in spans])
-        if sum(transfer.size for transfer in transfers) != size:
-            out[:] = 0  # padding: bytes that no transfer fills
-        for transfer in transfers:
-            fill(storage, transfer, out, 0, scratch)
-        witness = witness_of(storage)
-        if witness is not None:
-            witness.judge((transfer.file, transfer.source, transfer.source_span) for transfer in transfers)
-        return out
-
-    def __repr__(self) -> str:
-        return f"<{self.name} {self.dtype} {list(self.shape)}>"
-
-
-def _spans(name: str, shape: tuple[int, ...], box: Box | None) -> list[tuple[int, int]]:
-    if box is None:
-        return [(0, size) for size in shape]
-    if len(box) != len(shape) or any(getattr(part, "step", 0) not in (None, 1) for part in box):
-        raise refuse("SHAPE_MISMATCH", f"a box is one slice of step 1 per dim of {list(shape)}", tensor=name)
-    spans = [part.indices(size)[:2] for part, size in zip(box, shape, strict=True)]
-    return [(start, max(start, stop)) for start, stop in spans]
+__all__ = ["LACKING", "Checkpoint", "StoredTensor", "check_decoded", "open_checkpoint"]
 
 
 class Checkpoint(Mapping[str, StoredTensor]):
@@ -401,10 +288,28 @@ class Checkpoint(Mapping[str, StoredTensor]):
         held = self.stored.catalog
         if held.refusals:
             raise gathered(held.refusals)
+        if not held.encoded:
+            raise nothing_encoded(to)
         names = chosen(held.encoded, only, skip, "encoded tensor")
         if not names:
             return self.stored
         return Checkpoint(decoded(held, names, DTYPES[to]), self.settings, None, None, self.undecoded or self.stored)
+
+    def cast(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:
+        """Return the same checkpoint with plain numbers of another type, which are cast when they are read.
+
+        Args:
+            to: `bf16`, `fp16` or `fp32`.
+            only: patterns of the names to be cast; none: all weights but what the family's table marks as precise.
+            skip: patterns of names that stay as they are.
+
+        Raises:
+            UsageError: AMBIGUOUS for an unknown type, where nothing is plain, and for a pattern that no tensor has.
+        """
+        here = self.stored
+        keep = precise(None if here.family is None else here.bound)
+        container = cast_to(here.catalog, to, only, skip, keep)
+        return Checkpoint(container, self.settings, None, None, self.undecoded)
 
     @property
     def stored(self) -> Checkpoint:
@@ -473,16 +378,41 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return f"<checkpoint {self.path} · {self.format} · {len(self)} tensors>"
 
 
+def nothing_encoded(to: str) -> TransaxleError:
+    """Build the refusal to decode what is plain."""
+    hint = f'numbers that are plain are cast with --dtype {to} (dtype="{to}")'
+    return refuse("AMBIGUOUS", "nothing is encoded here, so there is nothing to decode", hint=hint)
+
+
+def check_decoded(first: Checkpoint, second: Checkpoint, decode: str | None) -> None:
+    """Refuse to decode two checkpoints of which neither has anything encoded.
+
+    Raises:
+        UsageError: AMBIGUOUS.
+    """
+    if decode is not None and not (first.decoded or second.decoded):
+        raise nothing_encoded(decode)
+
+
 def open_checkpoint(
-    path: str | Path, *, decode: str | None = None, only: Sequence[str] = (), skip: Sequence[str] = (), **said: Any
+    path: str | Path,
+    *,
+    decode: str | None = None,
+    dtype: str | None = None,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    lenient: bool = False,
+    **said: Any,
 ) -> Checkpoint:
     """Open a checkpoint of any known format; nothing is loaded, and torch is not imported.
 
     Args:
         path: a folder or a file.
         decode: `bf16` or `fp32`: encoded tensors are seen as plain ones, decoded when they are read.
-        only: patterns of the names to be decoded.
-        skip: patterns of names that stay encoded.
+        dtype: `bf16`, `fp16` or `fp32`: plain floating-point tensors are cast when they are read.
+        only: patterns of the names to be decoded or cast.
+        skip: patterns of names that stay as they are.
+        lenient: decode what is encoded, if anything is: of two that are compared, one may be plain.
         **said: `format`, `family`, `dialect`, `config`, `axes`, `rules`, `weights`, `optimizer`, `average`: see
             `settings`.
 
@@ -495,4 +425,10 @@ def open_checkpoint(
     found = Checkpoint(averaged(container) if given.average else container, given, None, None)
     if given.optimizer is False:
         found = found.without_optimizer()
-    return found if decode is None else found.decode(decode, only, skip)
+    if decode is not None and dtype is not None:
+        raise TypeError("decode or dtype: one of them at a time")
+    if dtype is not None:
+        return found.cast(dtype, only, skip)
+    if decode is None or (lenient and not found.catalog.encoded and not found.catalog.refusals):
+        return found
+    return found.decode(decode, only, skip)

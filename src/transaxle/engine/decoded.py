@@ -44,7 +44,7 @@ _KEPT = 16 << 20
 Scales = npt.NDArray[Any]
 
 
-class _Rows:
+class Rows:
     """The bytes of one stored buffer in row-major order, wherever its chunks lie."""
 
     def __init__(self, reader: Reader, transfers: list[Transfer]) -> None:
@@ -214,16 +214,16 @@ class Decoder:
         return codes, scale[:, left:right], (inside % self._tile_rows, column % self._tile_columns)
 
     @cached_property
-    def _codes(self) -> _Rows:
+    def _codes(self) -> Rows:
         return self._buffer(Role.CODES)
 
     @cached_property
-    def _scale(self) -> _Rows:
+    def _scale(self) -> Rows:
         return self._buffer(Role.SCALE)
 
-    def _buffer(self, role: Role) -> _Rows:
+    def _buffer(self, role: Role) -> Rows:
         name = buffer_name(self.tensor.name, role)
-        return _Rows(self._reader, self._source.transfers(unchanged(name, self._source.entries[name])))
+        return Rows(self._reader, self._source.transfers(unchanged(name, self._source.entries[name])))
 
     @cached_property
     def _scale_dtype(self) -> np.dtype[Any]:

@@ -14,6 +14,7 @@ import xxhash
 
 from transaxle.encodings.codec import Error
 from transaxle.engine.averaged import averages_of
+from transaxle.engine.cast import casting_errors, casts_of, refuse_infinite
 from transaxle.engine.copies import unequal
 from transaxle.engine.finished import manifest_of
 from transaxle.engine.journal import Done, Journal
@@ -69,6 +70,8 @@ class Report:
     """Files copied beside the tensors."""
     recoded: tuple[Measured, ...] = ()
     """Tensors that were decoded or encoded, with how far their values moved."""
+    stayed: tuple[str, ...] = ()
+    """Plain source tensors that kept their type where others were cast."""
     counted: Mapping[str, int] = field(default_factory=dict)
     """Axes in names whose size nothing says -> how many the names showed."""
     leftovers: tuple[str, ...] = ()
@@ -114,16 +117,17 @@ def execute(
     )
     plan = ready(cleared)
     limit = (limit or limits()).holding(plan.band)
+    casts = _casts(prepared, limit)
     errors = dict(cleared.errors)
     if cleared.finished:
         resumed, single = len(plan.tensors), not Path(target).is_dir()
         found = swept(target)
-        recoded = _measured(prepared, limit, errors)
+        recoded = _measured(prepared, limit, errors, casts)
     else:
         with staging_at(target, overwrite=overwrite, resume=resume, sync=sync) as staging:
             single = staging.single is not None
             resumed = _write(cleared, staging, limit, progress, errors)
-            recoded = _measured(prepared, limit, errors)
+            recoded = _measured(prepared, limit, errors, casts)
             staging.commit()
             found = staging.found
     return Report(
@@ -141,19 +145,40 @@ def execute(
         ignored=(*plan.ignored, *plan.carried) if single else plan.ignored,
         carried=() if single else plan.carried,
         recoded=recoded,
+        stayed=plan.stayed,
         counted=plan.counted,
         leftovers=found,
     )
 
 
-def _measured(prepared: Prepared, limit: Limits, encoded: Mapping[str, Error]) -> tuple[Measured, ...]:
+def _casts(prepared: Prepared, limit: Limits) -> dict[str, tuple[Error, int]]:
+    """Return how far cast tensors are from what they were.
+
+    Raises:
+        Refused: LOSSY where values become infinite, unless that is allowed.
+    """
+    plan, storage = prepared.plan, prepared.checkpoint.container.storage
+    found = casting_errors(storage, [each.name for each in plan.recoded if each.action == "cast"], limit)
+    if not plan.allow_lossy:
+        refuse_infinite(found, str(casts_of(storage).dtype))
+    return found
+
+
+def _measured(
+    prepared: Prepared, limit: Limits, encoded: Mapping[str, Error], casts: Mapping[str, tuple[Error, int]]
+) -> tuple[Measured, ...]:
     """Return how far each tensor is from what it was; those that are decoded are read once more for it."""
     recoded = prepared.plan.recoded
     names = [each.name for each in recoded if each.action == "decoded"]
     decoded = decoding_errors(prepared.checkpoint.container.storage, names, limit)
     averaged = averages_of(prepared.checkpoint.container.storage)
-    found = {"decoded": decoded, "encoded": encoded, "averaged": averaged}
-    return tuple(Measured(each, found[each.action][each.name]) for each in recoded)
+    cast = {name: error for name, (error, _) in casts.items()}
+    found = {"decoded": decoded, "encoded": encoded, "averaged": averaged, "cast": cast}
+    infinite = {name: many for name, (_, many) in casts.items()}
+    return tuple(
+        Measured(each, found[each.action][each.name], infinite.get(each.name, 0) if each.action == "cast" else 0)
+        for each in recoded
+    )
 
 
 def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress, errors: dict[str, Error]) -> int:

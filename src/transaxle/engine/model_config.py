@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import prod
 from typing import Any
 
 from transaxle.axes.bind import WEIGHT, split_slot
+from transaxle.axes.relayout import Target
+from transaxle.encodings.casting import PLAIN
 from transaxle.encodings.convention import MODELOPT
 from transaxle.encodings.quantization import MODELOPT_CONFIG
 from transaxle.encodings.rewriting import written
+from transaxle.engine.cast import casts_of
 from transaxle.engine.checkpoint import Checkpoint
 from transaxle.engine.cutting import stored_config
 from transaxle.engine.decoded import decoders_of
@@ -39,7 +44,8 @@ def rewritten(
     """
     listed = list(products)
     held = checkpoint.catalog
-    changing = bool(checkpoint.decoded) or any(product.step is not None for product in listed)
+    casts = casts_of(checkpoint.container.storage)
+    changing = bool(checkpoint.decoded or casts.by_file) or any(product.step is not None for product in listed)
     if not changing and (dialect == IDENTITY or (held.quantization is None and not held.encoded)):
         return {}
     encoded = encoded_tensors(view, listed)
@@ -49,6 +55,8 @@ def rewritten(
     dtypes = {decoder.dtype for decoder in decoders_of(checkpoint.container.storage).values()}
     shapes = {name: target.shape for name, target in plain.items()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
+    if casts.dtype is not None:
+        dtype = casts.dtype if casts.dtype == _usual(plain.values()) else None
     speaks = MODELOPT_CONFIG if held.quantization is not None and held.quantization.file == MODELOPT_CONFIG else CONFIG
     found: dict[str, bytes | None] = {}
     modelopt = {one.convention for one in encoded.values()} == {MODELOPT}
@@ -68,6 +76,17 @@ def rewritten(
         elif after != before:
             found[file] = json.dumps(after, indent=2, ensure_ascii=False).encode() + b"\n"
     return found
+
+
+def _usual(targets: Iterable[Target]) -> str | None:
+    """Return the type that most floating-point numbers have; None where two have as many."""
+    counts: Counter[str] = Counter()
+    for target in targets:
+        if target.dtype in PLAIN:
+            counts[target.dtype] += prod(target.shape)
+    most = max(counts.values(), default=0)
+    found = [code for code, count in counts.items() if count == most]
+    return found[0] if len(found) == 1 else None
 
 
 def _origins(target: Any) -> set[str]:

@@ -15,6 +15,7 @@ import msgspec
 from transaxle.axes.family import Dialect
 from transaxle.encodings.encoding import Role
 from transaxle.engine.arithmetic import Affine, affine
+from transaxle.engine.cast import casts_of
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.copies import PlannedCheck, plan_checks
 from transaxle.engine.counted import counted
@@ -133,6 +134,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Why it may not run; empty when it may."""
     recoded: tuple[Recoded, ...] = ()
     """Tensors that are decoded or encoded."""
+    allow_lossy: bool = False
+    """Whether values may become infinite in a cast."""
+    stayed: tuple[str, ...] = ()
+    """Plain source tensors that keep their type where others are cast."""
     counted: dict[str, int] = {}
     """Axes in names whose size nothing says -> how many the names show: a missing last one would not be noticed."""
 
@@ -329,6 +334,8 @@ def make_plan(
         axes=_axes(checkpoint, view, found.family.dialect(wanted) if found else None),
         refusals=tuple(problems),
         recoded=tuple(recoded(checkpoint, [(written[tensor.name], tensor.transfers) for tensor in tensors])),
+        allow_lossy=allow_lossy,
+        stayed=casts_of(checkpoint.container.storage).stayed,
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if found else {},
     )
     return Prepared(plan, checkpoint, draft)

@@ -15,7 +15,7 @@ from transaxle.encodings.encoding import ENCODINGS, Encoded, Role
 from transaxle.engine.encode import Step
 from transaxle.engine.encoded import View
 
-Action = Literal["decoded", "encoded", "averaged"]
+Action = Literal["decoded", "encoded", "averaged", "cast"]
 
 
 class Recoded(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ class Recoded(msgspec.Struct, frozen=True):
     action: Action
     """What is done."""
     encoding: str
-    """From which encoding, or to which; none where replicas are averaged."""
+    """From which encoding, or to which; none where replicas are averaged; of what is cast, the type that it had."""
     convention: str
     """In which convention that is stored."""
     dtype: str
@@ -43,11 +43,15 @@ class Measured:
     """The tensor."""
     error: Error
     """Decoded values against the products of code and scales; encoded ones, read again, against those given; replicas
-    against their mean."""
+    against their mean; cast ones against what they were."""
+    infinite: int = 0
+    """Finite values that are infinite now."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
-        found = {"max_abs": self.error.max, "rms": self.error.rms, "exact": self.error.exact}
+        found: dict[str, Any] = {"max_abs": self.error.max, "rms": self.error.rms, "exact": self.error.exact}
+        if self.infinite:
+            found["infinite"] = self.infinite
         what: dict[str, Any] = msgspec.to_builtins(self.what)
         return {**what, "shape": list(self.what.shape), **found}
 

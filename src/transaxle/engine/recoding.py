@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from transaxle.axes.bind import WEIGHT
 from transaxle.axes.form import Form, Recode
 from transaxle.engine.averaged import averages_of
+from transaxle.engine.cast import casts_of
 from transaxle.engine.checkpoint import Checkpoint
 from transaxle.engine.decoded import decoders_of
 from transaxle.engine.encoded import View
@@ -69,6 +70,10 @@ def recoded(checkpoint: Checkpoint, written: Sequence[tuple[Product, Sequence[Tr
         if file in read:
             one = decoder.tensor
             found.append(Recoded(one.name, "decoded", one.encoding.name, one.convention, decoder.dtype, one.shape))
+    for file, caster in casts_of(checkpoint.container.storage).by_file.items():
+        if file in read:
+            was = caster.entry
+            found.append(Recoded(was.name, "cast", was.dtype, "", caster.dtype, was.shape))
     for name in averages_of(checkpoint.container.storage):
         entry = checkpoint.container.entries.get(name)
         if entry is not None and read.intersection(extent.file for extent in entry.extents):
