@@ -156,7 +156,7 @@ class _Adapter:
         self._seen = seen
         self._everything = everything
         self._mine = found.tensors
-        self._islands = found.islands
+        self._islands, self._kept = found.islands, found.kept
         self._rank = rank
         self._known: dict[Any, tuple[_Choice, ...]] = {}
         self._sources: dict[int, Source] = {}
@@ -196,9 +196,9 @@ class _Adapter:
         Raises:
             Refused: UNSUPPORTED, MISSING_TENSOR.
         """
-        problems, left = untaken(self._islands)
-        if problems or left:
-            raise gathered([*problems, *left_out(left)])
+        problems, left = untaken(() if self._kept else self._islands)
+        if problems or left or self._kept:
+            raise gathered([*self._kept, *problems, *left_out(left)])
 
     def apart(self, made: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors; those made of the same bytes get memory of their own, since they may be filled unlike."""

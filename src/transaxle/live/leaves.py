@@ -19,6 +19,7 @@ from transaxle.axes.name import own_name
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live import fsdp1
 from transaxle.live.derived import EXTRA_STATE, Island, islands
+from transaxle.live.keepers import kept_elsewhere, partitioned
 from transaxle.live.landing import local_of
 from transaxle.live.part import mark, mark_all, part_of
 from transaxle.quant.entries import is_quantized
@@ -26,6 +27,7 @@ from transaxle.quant.entries import is_quantized
 State = nn.Module | Mapping[str, Any]
 """A model, or a state dict, nested or flat."""
 _SEPARATOR = "."
+_PLAIN_ONLY = "modules keep such things as extra state; load and save a quantized model before it is quantized"
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,14 @@ class Leaves:
     """Quantized parameters of a model; of these `tensors` has codes and scales, each under a name of its own."""
     islands: tuple[Island, ...] = ()
     """Modules of a model whose entries in `tensors` are copies; `settle` puts their values into place."""
+
+    kept: tuple[Refusal, ...] = ()
+    """Why values that are written into them would be lost."""
+
+    copies: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    """What takes the values of one of `tensors` too: copies of a base's weights that an adapter trains."""
+    untouched: tuple[str, ...] = ()
+    """Names of what a model holds beside `tensors`: its adapters, or their base."""
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -63,6 +73,8 @@ def leaves(state: State) -> Leaves:
         state = state.module
     clean = isinstance(state, nn.Module)
     if isinstance(state, nn.Module):
+        if taken := partitioned(state):
+            raise gathered(taken)
         mark_all(state)
     found = iter((entries := _entries(state)).items()) if isinstance(state, nn.Module) else _flat(state, "")
     tensors: dict[str, torch.Tensor] = {}
@@ -72,12 +84,10 @@ def leaves(state: State) -> Leaves:
         name = own_name(path) if clean else path
         if name in tensors or name in others:
             problems.append(Refusal("NAME_COLLISION", f"two entries have this name, one is {path}", Where(None, name)))
-        if is_lazy(value):
-            message, hint = "it is lazy, and has no shape yet", "run the model once first"
-            problems.append(Refusal("UNSUPPORTED", message, Where(None, name), hint))
-            continue
-        extra = clean and name.endswith(EXTRA_STATE)
-        if isinstance(value, torch.Tensor) and not extra:
+        strange = _strange(name, value, of_module=clean)
+        if strange is not None:
+            problems.append(strange)
+        elif isinstance(value, torch.Tensor) and not (clean and name.endswith(EXTRA_STATE)):
             tensors[name] = value
         else:
             others[name] = value
@@ -88,7 +98,20 @@ def leaves(state: State) -> Leaves:
     apart = tuple(islands(state, entries))
     for path in (island.full(name) for island in apart for name in island.derived):
         tensors[own_name(path)] = _copy(tensors[own_name(path)])
-    return Leaves(tensors, others, _quantized(state), apart)
+    return Leaves(tensors, others, _quantized(state), apart, tuple(kept_elsewhere(state)))
+
+
+def _strange(name: str, value: Any, *, of_module: bool) -> Refusal | None:
+    """Return why an entry can be neither saved nor loaded; None where it can."""
+    if is_lazy(value):
+        message, hint = "it is lazy, and has no shape yet", "run the model once first"
+    elif isinstance(value, torch.Tensor) and value.is_quantized:
+        message, hint = f"it is of torch's own quantized type {value.dtype}", "load and save it unquantized"
+    elif of_module and not isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE):
+        message, hint = f"it is a {type(value).__name__}, no tensor, in the state dict of a module", _PLAIN_ONLY
+    else:
+        return None
+    return Refusal("UNSUPPORTED", message, Where(None, name), hint)
 
 
 def _entries(model: nn.Module) -> dict[str, Any]:

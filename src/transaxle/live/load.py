@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from transaxle.axes.bind import join_slot
+from transaxle.engine.adapter import adapter_config
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor, open_checkpoint
 from transaxle.engine.copies import plan_checks, unequal
 from transaxle.engine.groups import regrouped
@@ -25,6 +26,7 @@ from transaxle.engine.produce import limits, share
 from transaxle.engine.transfer import Reader, Scratch
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.groups import GROUPS, PARAMS, Group
+from transaxle.live.adapters import adapted, seen_by
 from transaxle.live.beside import Beside
 from transaxle.live.census import Census, census
 from transaxle.live.clock import Clock
@@ -143,7 +145,7 @@ def load(
         with world.together():
             if isinstance(state, nn.Module):
                 materialise(state, planned.stored.keys() | planned.reached, device or _default_device())
-            held = leaves(state)
+            held = _found(state, checkpoint)
             _check_taken(held, planned.untried)
             values = {
                 n: stand_in(held.weights[n], code, meta=False) for n, code in planned.anew.items() if n in held.weights
@@ -178,6 +180,10 @@ def load(
             if name in held.weights:
                 begin_anew(held.weights[name])
         settle(held.islands, held.tensors)
+        with torch.no_grad():
+            for name in held.copies.keys() & landings.keys():
+                for copy in held.copies[name]:
+                    copy.copy_(held.tensors[name])
         if optimizers is not None:
             restore(optimizers, planned.settings)
             install(optimizers, named, states)
@@ -198,6 +204,7 @@ def load(
         converted=_converted(planned.conversions, landings, world),
         missing=(*planned.missing, *planned.beside.missing),
         unexpected=planned.unexpected,
+        untouched=held.untouched,
         scalars=planned.beside.scalars,
         extra=planned.beside.extra,
         untrained=planned.untrained,
@@ -245,7 +252,7 @@ def _plan(
 ) -> _Planned:
     """Find out what every rank needs and where it lies; collective."""
     with world.together():
-        found = leaves(state)
+        found = _found(state, checkpoint)
     names = census(found.tensors, world)
     weights = Weights(found.weights, world)
     with world.together():
@@ -264,7 +271,7 @@ def _plan(
         named = {} if optimizers is None else names_of(optimizers, found.parameters)
         states = {} if optimizers is None else rooms_for(optimizers, named, stored)
         lost = () if optimizers is None else unrestored(optimizers, named, stored)
-        unfit, left = untaken(found.islands)
+        unfit, left = untaken(() if found.kept else found.islands)
     kept = {name: tensor for name, tensor in names.items() if name not in filled.gone}
     added = census({**plain, **states}, world)
     told = world.gather((tied(mine, stored), doubled(named, found.parameters, stored), tuple(found.others), left))
@@ -276,7 +283,7 @@ def _plan(
         problems += filled.problems
         unexpected = tuple(name for name in unexpected if name not in others | doubles | filled.gone)
         beside = Beside(state, found.others, extra, seen.checkpoint, stored, world)
-        problems += [*beside.problems, *unfit]
+        problems += [*beside.problems, *found.kept, *unfit]
         missing += (*lost, *sorted(omitted))
         if strict:
             names_there = [name for name in checkpoint if name not in everything]
@@ -310,6 +317,15 @@ def _plan(
         reach,
         frozenset(island.path for island in found.islands if island.is_meta),
     )
+
+
+def _found(state: State, checkpoint: Checkpoint) -> Leaves:
+    """Return what a state holds; of a model with adapters what the checkpoint is for."""
+    found, model = leaves(state), adapted(state)
+    if model is None:
+        return found
+    is_adapter = adapter_config(checkpoint.container) is not None
+    return seen_by(model, found, checkpoint.catalog.entries.keys(), adapter=is_adapter)
 
 
 def _left(held: Leaves, gone: frozenset[str]) -> dict[str, torch.Tensor]:

@@ -38,6 +38,8 @@ class LoadReport:
     """Names of the model that the source lacks (`strict=False`); they hold what they held."""
     unexpected: tuple[str, ...]
     """Names of the source that the model lacks (`strict=False`)."""
+    untouched: tuple[str, ...] = ()
+    """Names of what a model with adapters holds beside what the source is for: its adapters, or their base."""
     scalars: Mapping[str, Any] = field(default_factory=dict)
     """Entries of a state dict that are no tensors, with the source's values."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -53,7 +55,12 @@ class LoadReport:
 
     def __str__(self) -> str:
         read, needed, received = map(size, (self.bytes_read, self.bytes_needed, self.bytes_received))
-        counts = {"missing": self.missing, "unexpected": self.unexpected, "converted": self.converted}
+        counts = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "untouched": self.untouched,
+            "converted": self.converted,
+        }
         rest = "".join(f", {len(names):,} {what}" for what, names in counts.items() if names)
         tensors = f"{plural(self.tensors, 'tensor')}, {self.states:,} of the optimizer{rest}"
         return (

@@ -91,8 +91,8 @@ def reshard(
         stored = seen.tensors()
         problems, missing, unexpected = compared(target, stored, optimizer=True)
         problems = [replace(one, hint=_CAST) if one.code == "DTYPE_MISMATCH" else one for one in problems]
-        unfit, left = untaken(into.islands)
-        problems += [*unwritable(theirs), *unfit]
+        unfit, left = untaken(() if into.kept else into.islands)
+        problems += [*unwritable(theirs), *into.kept, *unfit]
     ties = filled(theirs, stored, target, world) | spare(unexpected, target, stored, source, mine, world)
     problems += torn(theirs, stored, source, mine, world)
     missing, unexpected = (tuple(name for name in names if name not in ties) for names in (missing, unexpected))
