@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from transaxle.engine.cutting import stored_config
-from transaxle.errors import TransaxleError, refuse
+from transaxle.errors import refuse
 from transaxle.formats.catalog import Container
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -27,10 +27,15 @@ def adapter_config(container: Container) -> Mapping[str, Any] | None:
     return found if _KIND in found else None
 
 
-def of_no_family(config: Mapping[str, Any]) -> TransaxleError:
-    """Return why an adapter is read by no table."""
-    base = config.get(_BASE) or "a model that it does not name"
-    message = (
-        f"a {str(config[_KIND])[:40]} adapter of {str(base)[:200]}: its tensors are no model's, and no table has them"
-    )
-    return refuse("UNKNOWN_FAMILY", message, hint=_HINT)
+def check_model(container: Container) -> None:
+    """Prove that a checkpoint is a model's, which a table may read.
+
+    Raises:
+        UsageError: UNKNOWN_FAMILY for an adapter.
+        Refused: CORRUPT.
+    """
+    config = adapter_config(container)
+    if config is not None:
+        base = config.get(_BASE) or "a model that it does not name"
+        what = f"a {str(config[_KIND])[:40]} adapter of {str(base)[:200]}"
+        raise refuse("UNKNOWN_FAMILY", f"{what}: its tensors are no model's, and no table has them", hint=_HINT)

@@ -20,7 +20,7 @@ from transaxle.axes.relayout import Check, Target, unchanged
 from transaxle.axes.translate import translate
 from transaxle.encodings.encoding import Encoded
 from transaxle.encodings.quantization import MODELOPT_CONFIG
-from transaxle.engine.adapter import adapter_config, of_no_family
+from transaxle.engine.adapter import check_model
 from transaxle.engine.arithmetic import affine
 from transaxle.engine.averaged import averaged
 from transaxle.engine.cast import cast_to, precise
@@ -134,14 +134,13 @@ class Checkpoint(Mapping[str, StoredTensor]):
     def _recognition(self) -> Recognised | TransaxleError:
         said = self.settings
         family, dialect = said.family, said.dialect
-        if (adapter := adapter_config(self.container)) is not None:
-            return of_no_family(adapter)
         known = said.families.get(self.manifest.family or "") if self.manifest is not None else None
         if self.manifest is not None and known is not None:
             family = family or known.name
             if dialect is None and family == known.name and known.dialect(self.manifest.dialect) is not None:
                 dialect = self.manifest.dialect
         try:
+            check_model(self.container)
             return recognise(tuple(self.catalog.entries), self.config, said.families, family, dialect)
         except TransaxleError as error:
             return error
