@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import tiny
-from tests.cli.running import HUNG_UP, INTERRUPTED, TERMINATED, Transaxle, command, tree
+from tests.cli.running import HUNG_UP, INTERRUPTED, TERMINATED, USAGE, Transaxle, command, tree
 
 SLOWLY = """
 import time
@@ -168,10 +169,41 @@ def test_a_terminal_that_is_gone(ck: Path) -> None:
     assert _hidden(Path()) == []
 
 
+def test_what_is_left_is_not_dropped_for_another_task(ck: Path, transaxle: Transaxle) -> None:
+    """`--resume` continues what was begun, or says that it cannot; what is there stays until it is told to go."""
+    with _running(*CONVERT, "--resume") as running:
+        running.send_signal(signal.SIGKILL)
+    left = tree(Path(".out.transaxle-partial"))
+    said = {
+        ("--to", "automodel"): "it writes safetensors:torchtitan@0.3, and safetensors:automodel is asked for now",
+        ("--to", "dcp:torchtitan"): "and dcp:torchtitan@0.3 is asked for now",
+        ("--to", "torch:torchtitan"): "and torch:torchtitan@0.3 is asked for now",
+        ("--to", "torchtitan", "--shard-size", "10kB"): "with other options",
+        ("--to", "torchtitan", "--encode", "float8_block", "--only", "*.w1_EFD"): "with other options",
+    }
+    for options, reason in said.items():
+        for name in ("plan", "convert"):
+            outcome = transaxle(name, "ck", "out", *options, "--resume", "--json")
+            assert (outcome.code, outcome.codes) == (USAGE, ["EXISTS"]), outcome
+            (refusal,) = outcome.json["error"]["refusals"]
+            assert reason in refusal["message"]
+            assert "without --resume" in refusal["hint"]
+            assert tree(Path(".out.transaxle-partial")) == left
+    shutil.copytree(ck, "other")
+    assert "which is another source" in transaxle("convert", "other", *CONVERT[2:], "--resume").err
+    assert tree(Path(".out.transaxle-partial")) == left
+    assert transaxle("plan", *CONVERT[1:], "--resume").code == 0
+    assert transaxle(*CONVERT, "--resume", "--json").json["resumed"] > 0
+    assert transaxle("verify", ck, "out").code == 0
+
+
 def test_another_source_is_not_continued(ck: Path, transaxle: Transaxle) -> None:
     with _running(*CONVERT) as running:
         running.send_signal(signal.SIGKILL)
     ck.rename("old")
     tiny(Path("ck"), shards=2)
-    assert transaxle(*CONVERT, "--resume", "--json").json["resumed"] == 0
+    assert transaxle(*CONVERT, "--resume", "--json").codes == ["EXISTS"]
+    assert _hidden(Path()) == [".out.transaxle-partial"]
+    assert transaxle(*CONVERT, "--json").json["resumed"] == 0
     assert transaxle("verify", "ck", "out").code == 0
+    assert _hidden(Path()) == []

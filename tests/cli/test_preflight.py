@@ -9,9 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import transaxle as tx
+from tests.checkpoints import CONFIG, write
 from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle, process
 from transaxle.cli.program import program
 from transaxle.formats.staging import Staging
@@ -200,3 +202,76 @@ def test_they_take_the_same_options() -> None:
         assert command is not None
         taken.append([(p.name, p.opts, p.secondary_opts, getattr(p, "help", None)) for p in command.params])
     assert taken[0] == taken[1]
+
+
+@pytest.mark.parametrize(
+    ("target", "said"),
+    [
+        ("out.gguf", "files that end in .gguf are not written; one file ends in .safetensors"),
+        ("out.bin.gz", ".gz are not written"),
+        ("out.h5", ".h5 are not written"),
+        ("out.npz", ".npz are not written"),
+        ("out.onnx", ".onnx are not written"),
+        ("OUT.GGUF", ".gguf are not written"),
+        ("out.ckpt", ".ckpt are not written"),
+        ("out.pth.tar", ".tar are not written"),
+        ("out.json", ".json are not written"),
+        ("out.SafeTensors", "is no file that others open"),
+        ("memory://bucket/out.gguf", ".gguf are not written"),
+        ("out.pt", "a file of another format"),
+        ("out.bin", "a file of another format"),
+    ],
+)
+def test_a_name_of_another_kind_of_file_is_no_folder(target: str, said: str, ck: Path, transaxle: Transaxle) -> None:
+    assert _both(transaxle, ck, target, "--to", "torchtitan") == (REFUSED, ["UNSUPPORTED"])
+    assert said in transaxle("plan", ck, target, "--to", "torchtitan").out
+    assert not Path(target).exists()
+
+
+@pytest.mark.parametrize("target", ["out.gguf", "out.safetensors", "out.pt"])
+def test_a_format_of_folders_refuses_them_too(target: str, ck: Path, transaxle: Transaxle) -> None:
+    code, codes = _both(transaxle, ck, target, "--to", "dcp:torchtitan")
+    assert (code, set(codes)) == (REFUSED, {"UNSUPPORTED"})
+
+
+@pytest.mark.parametrize("target", ["Qwen2.5-0.5B", "step.100", "run.best", "v1.0", ".hidden", "out.gguf/"])
+def test_a_folder_may_have_a_dot_in_its_name(target: str, ck: Path, transaxle: Transaxle) -> None:
+    assert _both(transaxle, ck, target, "--to", "torchtitan") == (0, [])
+    assert Path(target).is_dir()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--memory", "1KB"), "1KB is too little: the buffers of one worker need 384KiB"),
+        (("--memory", "0"), "is not a size"),
+        (("--jobs", "0"), "--jobs"),
+        (("--jobs", "-3"), "--jobs"),
+        (("--shard-size", "0"), "is not a size"),
+        (("--shard-size", "-5GB"), "is not a size"),
+    ],
+)
+def test_numbers_that_nothing_can_be_done_with(
+    options: tuple[str, ...], said: str, ck: Path, transaxle: Transaxle
+) -> None:
+    for command in ("plan", "convert"):
+        outcome = transaxle(command, ck, "out", "--to", "torchtitan", *options)
+        assert outcome.code == USAGE
+        assert said in outcome.err
+    assert not Path("out").exists()
+
+
+def test_an_empty_target_is_refused(ck: Path, transaxle: Transaxle) -> None:
+    assert _both(transaxle, ck, "", "--to", "torchtitan") == (MACHINE, ["IO"])
+
+
+def test_memory_that_does_not_hold_what_is_encoded(here: Path, transaxle: Transaxle) -> None:
+    """Where somebody says how much there is, more is not taken."""
+    config = {**CONFIG, "hidden_size": 4096, "num_hidden_layers": 1, "intermediate_size": 8}
+    wide = np.zeros((256, 4096), np.float32)
+    write(here / "wide", {"model.layers.0.mlp.gate_proj.weight": wide}, config=config)
+    options = ("--to", "safetensors", "--encode", "float8_block", "--only", "*")
+    said = ("wide", "out", *options, "--memory", "384KiB")
+    assert _both(transaxle, *said) == (REFUSED, ["UNSUPPORTED"])
+    assert "bytes of buffers" in transaxle("plan", *said).out
+    assert _both(transaxle, "wide", "out", *options) == (0, [])

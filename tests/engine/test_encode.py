@@ -19,6 +19,7 @@ from tests.engine import quantized
 from tests.engine.quantized import BF16, SCALE, Array, Tensors
 from transaxle.encodings.codec import amax, encode_rows
 from transaxle.encodings.encoding import FLOAT8_BLOCK, MXFP8, NVFP4, Encoding
+from transaxle.engine.produce import LEAST_MEMORY
 from transaxle.errors import UsageError
 
 ENCODINGS: dict[str, Encoding] = {"float8_block": FLOAT8_BLOCK, "mxfp8": MXFP8, "nvfp4": NVFP4}
@@ -96,7 +97,15 @@ def test_each_expert_of_a_stack_is_tiled_for_itself(tmp_path: Path, encoding: st
     held = quantized.read(tmp_path / "stacked")
     stack = "model.layers.0.mlp.experts.gate_up_proj"
     assert held[stack].shape == (8, 320, 64)
-    tx.convert(source, tmp_path / "out", to="transformers", encode=encoding, only="*.experts.*", memory=1, sync=False)
+    tx.convert(
+        source,
+        tmp_path / "out",
+        to="transformers",
+        encode=encoding,
+        only="*.experts.*",
+        memory=LEAST_MEMORY,
+        sync=False,
+    )
     linear = [name for name in held if ".experts." in name]
     assert written(tmp_path / "out") == expected(encoding, held, linear)
     if encoding == "float8_block":  # each half ends inside a tile
@@ -209,7 +218,8 @@ KILLED = """
         if left < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    tx.convert(sys.argv[1], sys.argv[2], to="hf", encode=sys.argv[3], jobs=1, memory=1, resume=True, progress=progress)
+    said = {"jobs": 1, "memory": 393216, "resume": True, "progress": progress}
+    tx.convert(sys.argv[1], sys.argv[2], to="hf", encode=sys.argv[3], **said)
 """
 
 

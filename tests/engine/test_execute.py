@@ -28,7 +28,7 @@ from tests.engine.killed import contents
 from transaxle.engine.checkpoint import open_checkpoint
 from transaxle.engine.execute import execute
 from transaxle.engine.plan import make_plan
-from transaxle.engine.produce import Limits, StoppedError, limits, share
+from transaxle.engine.produce import LEAST_MEMORY, Limits, StoppedError, limits, share
 from transaxle.errors import Code, refuse
 
 ROOT = Path(__file__).parents[2]
@@ -290,21 +290,24 @@ def test_one_file_is_resumed_too(source: Path, tmp_path: Path, *, single: bool) 
         assert contents(target) == contents(reference)
 
 
-def test_a_source_that_changed_before_the_resume_is_converted_anew(source: Path, tmp_path: Path) -> None:
+def test_a_source_that_changed_before_the_resume_is_refused(source: Path, tmp_path: Path) -> None:
     interrupted(source, tmp_path / "out", 12)
     with (source / checkpoints.WHOLE).open("r+b") as file:
         file.seek(3000)
         file.write(b"entirely other values")
-    report = tx.convert(source, tmp_path / "out", to=TO, shard_size=killed.SHARD_SIZE, resume=True)
-    assert report.resumed == 0
+    with pytest.raises(tx.TransaxleError, match="another source, or was changed since") as caught:
+        tx.convert(source, tmp_path / "out", to=TO, shard_size=killed.SHARD_SIZE, resume=True)
+    assert caught.value.code == "EXISTS"
+    assert tx.convert(source, tmp_path / "out", to=TO, shard_size=killed.SHARD_SIZE).resumed == 0
     tx.convert(source, tmp_path / "again", to=TO, shard_size=killed.SHARD_SIZE)
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
 
 
 def test_another_plan_is_not_continued(source: Path, tmp_path: Path) -> None:
     interrupted(source, tmp_path / "out", 12)
-    report = tx.convert(source, tmp_path / "out", to="torchtitan", shard_size=killed.SHARD_SIZE, resume=True)
-    assert report.resumed == 0
+    with pytest.raises(tx.TransaxleError, match="is asked for now"):
+        tx.convert(source, tmp_path / "out", to="torchtitan", shard_size=killed.SHARD_SIZE, resume=True)
+    assert tx.convert(source, tmp_path / "out", to="torchtitan", shard_size=killed.SHARD_SIZE).resumed == 0
     tx.convert(source, tmp_path / "again", to="torchtitan", shard_size=killed.SHARD_SIZE)
     assert contents(tmp_path / "out") == contents(tmp_path / "again")
 
@@ -442,7 +445,7 @@ def test_any_number_of_workers_and_any_memory_give_the_same_bytes(tmp_path: Path
     config = {**CONFIG, **sizes}
     source = checkpoints.write(tmp_path / "source", held, config=config)
     found = []
-    for number, (jobs, memory) in enumerate([(1, None), (4, None), (4, 1), (3, 1 << 20), (16, 5_000_001)]):
+    for number, (jobs, memory) in enumerate([(1, None), (4, None), (4, 400_000), (3, 1 << 20), (16, 5_000_001)]):
         target = tmp_path / f"out{number}"
         tx.convert(source, target, to=to, jobs=jobs, memory=memory, sync=False, shard_size=500_000)
         found.append(contents(target))
@@ -467,15 +470,22 @@ def test_buffers_stay_within_the_memory_given(tmp_path: Path) -> None:
 
 
 def test_limits() -> None:
-    for jobs, memory in [(1, 1), (8, 64 << 20), (64, 1 << 20), (3, 10_000_001), (1, 1 << 40), (1000, 1 << 30)]:
+    for jobs, memory in [
+        (1, LEAST_MEMORY),
+        (8, 64 << 20),
+        (64, 1 << 20),
+        (3, 10_000_001),
+        (1, 1 << 40),
+        (1000, 1 << 30),
+    ]:
         limit = limits(jobs, memory)
         assert 1 <= limit.jobs <= jobs
-        assert limit.peak <= max(memory, 3 << 16)
-        assert limit.halved.peak * 2 <= max(memory, 6 << 16)
+        assert limit.peak <= memory
+        assert limit.halved.peak * 2 <= memory
         assert limit.strided_block % 4096 == 0
     assert limits() == Limits(min(8, os.cpu_count() or 1), 64 << 20)
-    for wrong in [(0, None), (-1, None), (None, 0)]:
-        with pytest.raises(ValueError, match="positive"):
+    for wrong in [(0, None), (-1, None), (None, 0), (None, -1), (None, 1000), (1, LEAST_MEMORY - 1)]:
+        with pytest.raises(ValueError, match=r"positive|too few"):
             limits(*wrong)
 
 

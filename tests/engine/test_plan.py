@@ -22,6 +22,7 @@ from tests.engine.test_transfer import positions
 from tests.formats import files
 from transaxle.engine.checkpoint import open_checkpoint
 from transaxle.engine.plan import Plan, Prepared, make_plan, natural, parse_to
+from transaxle.engine.produce import LEAST_MEMORY
 from transaxle.errors import Code
 
 GATE = checkpoints.GATE
@@ -347,7 +348,9 @@ def test_rounding_never_happens_unasked(tmp_path: Path) -> None:
     assert "norm - 1" in plan.refusals[0].message
     allowed = prepared(source, "minus", rules=rules, family="shifted", allow_lossy=True).plan
     assert [t.arithmetic for t in allowed.tensors if t.name == "0.minus"] == [(1.0, -1.0)]
-    tx.convert(source, tmp_path / "out", to="minus", rules=rules, family="shifted", allow_lossy=True, memory=1)
+    tx.convert(
+        source, tmp_path / "out", to="minus", rules=rules, family="shifted", allow_lossy=True, memory=LEAST_MEMORY
+    )
     found = checkpoints.read(tmp_path / "out")
     wanted = (held["0.norm"].astype(np.float64) - 1).astype(ml_dtypes.bfloat16)
     assert found["0.minus"].tobytes() == wanted.tobytes()

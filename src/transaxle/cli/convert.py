@@ -50,7 +50,8 @@ from transaxle.formats.belongings import Overwrite
     adapters, a repository) it is refused, and they are listed. --overwrite=everything deletes them too.
 
     --resume continues what an interrupted run left, and keeps what is there if this one is interrupted too; where
-    nothing was left it starts from the beginning.""",
+    nothing was left it starts from the beginning, and what was begun with other options or from another source is
+    refused, and stays.""",
 )
 @click.argument("src", type=click.Path())
 @click.argument("dst", type=click.Path())

@@ -25,6 +25,16 @@ def _size(_ctx: click.Context, _param: click.Parameter, typed: str | None) -> in
     return count
 
 
+def _memory(ctx: click.Context, param: click.Parameter, typed: str | None) -> int | None:
+    """Read how much memory there is, and refuse what nothing can be done with."""
+    from transaxle.engine.produce import LEAST_MEMORY
+
+    count = _size(ctx, param, typed)
+    if count is not None and count < LEAST_MEMORY:
+        raise click.BadParameter(f"{typed} is too little: the buffers of one worker need {LEAST_MEMORY >> 10}KiB")
+    return count
+
+
 def _axes(_ctx: click.Context, _param: click.Parameter, typed: tuple[str, ...]) -> dict[str, int]:
     """Read sizes of axes: `g=8`."""
     sizes: dict[str, int] = {}
@@ -108,7 +118,8 @@ _RECODING = (
 )  # fmt: skip
 _WORKING = (
     click.option("--jobs", metavar="N", type=click.IntRange(1, 1024), help="Workers.  [default: cores, up to 8]"),
-    click.option("--memory", metavar="SIZE", callback=_size, help="Memory for all buffers together.  [default: 64MB]"),
+    click.option("--memory", metavar="SIZE", callback=_memory,
+                 help="Memory for all buffers together.  [default: 64MB]"),
 )  # fmt: skip
 _WRITING = (
     click.option("--overwrite", cls=Bare, bare="checkpoint", metavar="[=everything]",

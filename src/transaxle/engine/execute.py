@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import xxhash
 
 from transaxle.encodings.codec import Error
@@ -17,9 +16,9 @@ from transaxle.engine.averaged import averages_of
 from transaxle.engine.cast import casting_errors, casts_of, refuse_infinite
 from transaxle.engine.copies import unequal
 from transaxle.engine.finished import manifest_of
-from transaxle.engine.journal import Done, Journal
+from transaxle.engine.journal import Done, Journal, refuse_other
 from transaxle.engine.made import Sizes, Summed, decoding_errors, made, measured_sizes
-from transaxle.engine.manifest import digest, encode
+from transaxle.engine.manifest import encode
 from transaxle.engine.plan import Plan, PlannedTensor, Prepared, ready
 from transaxle.engine.portions import in_turn, portions
 from transaxle.engine.preflight import Cleared, preflight
@@ -193,6 +192,7 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     single = staging.single is not None
+    refuse_other(staging.scratch, prepared.task, shown(prepared.asked[0]))
     kept = staging.prepare(prepared.draft.files if single else plan.files)
     for fragment in prepared.draft.fragments:
         staging.pwrite(fragment.file, fragment.offset, memoryview(fragment.data))
@@ -200,7 +200,7 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
     if differing:
         raise gathered(differing)
     tensors, carried = dict[str, Done](), dict[str, Done]()
-    journal = Journal(staging.scratch, _key(plan, prepared.state))
+    journal = Journal(staging.scratch, prepared.task)
     workers = partial(Worker, storage, limit)
     sizes: Sizes = {}
 
@@ -253,12 +253,6 @@ def _expect(prepared: Prepared, tensors: Iterable[PlannedTensor]) -> None:
         else:  # made of others, which are not known here
             for each in container.checksums:
                 witness.expect(each.file, each.offset, each.size)
-
-
-def _key(plan: Plan, state: str) -> str:
-    """Return a hash of what a plan does and of the files it reads: a journal of anything else is not continued."""
-    what = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), source=""))
-    return digest(what + state.encode())
 
 
 def _still_there(staging: Stage, plan: Plan, recorded: Mapping[str, Done], kept: frozenset[str]) -> dict[str, Done]:

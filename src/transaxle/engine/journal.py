@@ -1,8 +1,8 @@
 """The journal of a conversion: which tensors are already written, so that an interrupted run can be continued.
 
 One line per finished tensor, each with its own checksum; a torn last line is simply not there. A journal belongs to
-one plan over one state of the source: anything else starts anew. What it lists is read back and hashed before it is
-believed, so a resumed run gives the same bytes as an uninterrupted one.
+one plan over one state of the source: to anything else it is refused, and what is there stays. What it lists is read
+back and hashed before it is believed, so a resumed run gives the same bytes as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from pathlib import Path
 from threading import Lock
 from typing import IO
 
+import msgspec
+
 from transaxle.encodings.codec import Error
 from transaxle.engine.manifest import digest
+from transaxle.errors import refuse
 from transaxle.formats.failure import failed
 from transaxle.formats.place import JOURNAL
 
+_HEAD = b"transaxle journal 3 "
+"""How a journal begins; what it belongs to follows."""
 _NONE = "-"
 
 
@@ -31,6 +36,86 @@ class Done:
     """xxh3-128 of its bytes."""
     error: Error | None = None
     """How far the values are that it encodes, where it is encoded."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What a journal belongs to."""
+
+    to: str
+    """Container format and dialect of the target."""
+    source: str
+    """Path of the source, as typed; only said, not compared."""
+    state: str
+    """Hash of the state of the source's files."""
+    plan: str
+    """Hash of everything that the plan does."""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What must be the same for a run to be continued."""
+        return self.to, self.state, self.plan
+
+    def differs(self, begun: Task) -> str:
+        """Say how what was begun is another task than this one."""
+        if begun.to != self.to:
+            return f"it writes {begun.to}, and {self.to} is asked for now"
+        if begun.plan == self.plan:
+            return f"it reads {begun.source}, which is another source, or was changed since"
+        options = "what is encoded, decoded or cast, rules, config, axes, shard size …"
+        return f"it was begun with other options ({options}), or from another source than this"
+
+
+def begun(folder: Path) -> Task | None:
+    """Return what the journal in a folder belongs to; None where there is none, or nothing is finished in it.
+
+    Raises:
+        StorageError: IO.
+    """
+    path = folder / JOURNAL
+    try:
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+    except OSError as error:
+        raise failed(error, "reading the journal", os.fspath(path)) from error
+    return _task(lines[0]) if len(lines) > 1 and any(map(_entry, lines[1:])) else None
+
+
+def _task(line: bytes) -> Task | None:
+    """Inverse of what the first line of a journal is written with."""
+    if not line.startswith(_HEAD):
+        return None
+    try:
+        return msgspec.json.decode(line.removeprefix(_HEAD), type=Task)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _entry(line: bytes) -> tuple[str, Done] | None:
+    """Read a line of a finished tensor; None where it is damaged."""
+    checksum, _, rest = line.partition(b" ")
+    if digest(rest).encode() != checksum:
+        return None
+    tensor_hash, error, name = rest.decode().split(" ", 2)
+    return name, Done(tensor_hash, _error(error))
+
+
+def refuse_other(folder: Path, task: Task, file: str) -> None:
+    """Refuse to continue, and so to drop, what a run of another task has left.
+
+    Args:
+        folder: where its journal is.
+        task: what is to be done now.
+        file: the target, for the error.
+
+    Raises:
+        UsageError: EXISTS.
+        StorageError: IO.
+    """
+    left = begun(folder)
+    if left is None or left.key == task.key:
+        return
+    message = f"{folder.parent} holds unfinished work that this cannot continue: {task.differs(left)}"
+    hint = "Continue it as it was begun; without --resume it is removed, and the conversion starts anew."
+    raise refuse("EXISTS", message, file=file, hint=hint)
 
 
 def _written(error: Error | None) -> str:
@@ -52,16 +137,16 @@ class Journal:
 
     Args:
         folder: a folder that survives until the target is committed.
-        key: hash of the plan and of the source's state.
+        task: what it belongs to; one of another is begun anew, see `refuse_other`.
 
     Raises:
         StorageError: IO, NO_SPACE.
     """
 
-    def __init__(self, folder: Path, key: str) -> None:
+    def __init__(self, folder: Path, task: Task) -> None:
         self._path = folder / JOURNAL
         self._lock = Lock()
-        self._first_line = f"transaxle journal 2 {key}".encode()
+        self._task = task
         with self._named("reading"):
             self.finished = self._read()
             """What an earlier run of the same plan recorded, by tensor."""
@@ -72,22 +157,17 @@ class Journal:
         if not self._path.exists():
             return {}
         lines = self._path.read_bytes().split(b"\n")
-        if lines[0] != self._first_line:
+        task = _task(lines[0])
+        if task is None or task.key != self._task.key:
             return {}
-        found: dict[str, Done] = {}
-        for line in lines[1:]:
-            checksum, _, rest = line.partition(b" ")
-            if digest(rest).encode() == checksum:
-                tensor_hash, error, name = rest.decode().split(" ", 2)
-                found[name] = Done(tensor_hash, _error(error))
-        return found
+        return dict(entry for line in lines[1:] if (entry := _entry(line)) is not None)
 
     def _open(self) -> IO[bytes]:
         if self.finished:
             return self._path.open("ab", buffering=0)
         file = self._path.open("wb", buffering=0)
         try:
-            file.write(self._first_line + b"\n")
+            file.write(_HEAD + msgspec.json.encode(self._task) + b"\n")
         except BaseException:
             file.close()
             raise

@@ -29,12 +29,10 @@ from transaxle.engine.published import published
 from transaxle.engine.recoding import components, displaced, recoded, recoding
 from transaxle.engine.recognise import IDENTITY, pick_dialect
 from transaxle.engine.source import Source
+from transaxle.engine.target_name import is_one_file, misnamed
 from transaxle.engine.transfer import Transfer
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Draft, Entry, Spec
-from transaxle.formats.company import SAFETENSORS as SAFETENSORS_FILE
-from transaxle.formats.company import TORCH as TORCH_FILES
-from transaxle.formats.company import WHOLE
 from transaxle.formats.dcp.draft import FORMAT as DCP
 from transaxle.formats.dcp.draft import draft as dcp_draft
 from transaxle.formats.deepspeed.keys import UNIVERSAL
@@ -216,8 +214,6 @@ HUB = (SAFETENSORS, "hf")
 """Format and dialect of a model on a hub: the optimizer's state stays behind unless it is asked for."""
 _INFORMED = frozenset({UNIVERSAL})
 """Formats that also record the run: their sinks are told what the source says of it."""
-_FILES: Mapping[str, str | tuple[str, ...]] = {SAFETENSORS: SAFETENSORS_FILE, TORCH: TORCH_FILES}
-"""Ends of the names of single files, by format."""
 
 
 def parse_to(to: str) -> tuple[str, str | None]:
@@ -278,6 +274,8 @@ def make_plan(
     Returns:
         The plan, with all refusals in `plan.refusals`; only usage errors and unreadable sources raise.
     """
+    if shard_size < 1:
+        raise ValueError(f"shard_size must be positive, not {shard_size}")
     form, label = parse_to(to)
     wanted = label or IDENTITY
     against: list[Refusal] = []
@@ -296,10 +294,8 @@ def make_plan(
             )
             for name in view.kept
         )
-    single = target is not None and target.endswith(WHOLE)
-    if target is not None and single and not target.endswith(_FILES.get(form, ())):
-        message = f"the name says that it is a file of another format; {form} is to be written"
-        problems.append(Refusal("UNSUPPORTED", message, Where(target), "Choose another name, or another --to."))
+    single = is_one_file(target)
+    problems.extend(misnamed(target, form))
     source = checkpoint.source_of(wanted)
     written = _by_name(products(view, names, encode.encoding if encode else ""), problems)
     groups = regrouped(checkpoint.container.metadata.get(GROUPS, ()), view.targets, problems)

@@ -13,12 +13,15 @@ import msgspec
 from transaxle.encodings.codec import Error
 from transaxle.engine.apart import refuse_together
 from transaxle.engine.finished import is_finished
+from transaxle.engine.journal import Task, refuse_other
+from transaxle.engine.manifest import digest
 from transaxle.engine.plan import Prepared
 from transaxle.engine.produce import Limits, Progress, limits, unwatched
-from transaxle.errors import Refusal, TransaxleError
+from transaxle.errors import Refusal, TransaxleError, Where
 from transaxle.formats.belongings import Overwrite
 from transaxle.formats.location import staging_at
 from transaxle.formats.staging import Staging
+from transaxle.formats.url import shown
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class Cleared(Prepared):
 
     asked: tuple[str, Overwrite, bool]
     """Target, whether it may be replaced, and whether an interrupted run is continued."""
-    state: str = ""
-    """A text that changes when a file of the source does."""
+    task: Task
+    """What a journal of it belongs to."""
     finished: bool = False
     """Whether the target holds just what would be written: there is nothing left to do."""
     errors: Mapping[str, Error] = field(default_factory=dict)
@@ -78,7 +81,11 @@ def preflight(
             return True
         return False
 
-    state = _state(prepared, problems)
+    if limit.said and limit.least(prepared.plan.band) > limit.memory:
+        message = f"the largest tensor to be encoded needs {limit.least(prepared.plan.band):,} bytes of buffers"
+        hint = f"Give it more than the {limit.memory:,} bytes of --memory (memory=), or leave that out."
+        problems.append(Refusal("UNSUPPORTED", message, Where(), hint))
+    task = _task(prepared, problems)
     errors: dict[str, Error] = {}
     finished = False
 
@@ -92,20 +99,23 @@ def preflight(
             with staging:  # puts back what was there, and is refused
                 pass
         staging.look(prepared.plan.files, prepared.draft.files)
+        if resume:
+            refuse_other(staging.scratch, task, shown(target))
 
-    if not found(lambda: refuse_together(prepared.checkpoint, target)):
+    if not target or not found(lambda: refuse_together(prepared.checkpoint, target)):
         found(look)
     plan = msgspec.structs.replace(prepared.plan, refusals=tuple(dict.fromkeys(problems)))
-    return Cleared(plan, prepared.checkpoint, prepared.draft, asked, state, finished, errors)
+    return Cleared(plan, prepared.checkpoint, prepared.draft, asked, task, finished, errors)
 
 
-def _state(prepared: Prepared, problems: list[Refusal]) -> str:
-    """Return a text that changes when a file of the source does; what cannot be opened is added to the problems."""
-    storage = prepared.checkpoint.container.storage
+def _task(prepared: Prepared, problems: list[Refusal]) -> Task:
+    """Return what a journal would belong to; files of the source that cannot be opened are added to the problems."""
+    plan, storage = prepared.plan, prepared.checkpoint.container.storage
     lines = []
-    for name in (*prepared.checkpoint.container.files, *prepared.plan.carried):
+    for name in (*prepared.checkpoint.container.files, *plan.carried):
         try:
             lines.append(f"{name} {storage.version(name)}\n")
         except TransaxleError as error:
             problems.extend(error.refusals)
-    return "".join(lines)
+    what = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), source=""))
+    return Task(f"{plan.format}:{plan.dialect}", plan.source, digest("".join(lines).encode()), digest(what))

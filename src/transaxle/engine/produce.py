@@ -26,6 +26,8 @@ _GRAIN = 1 << 12
 """Blocks are multiples of this, and so of every item size."""
 _PARTS = 3
 """A worker's buffers in blocks: the block itself, and a scratch of two."""
+LEAST_MEMORY = 2 * _PARTS * _SMALLEST
+"""Bytes of memory without which nothing is moved."""
 _DEFAULT_JOBS = 8
 _DEFAULT_MEMORY = 64 << 20
 
@@ -51,6 +53,8 @@ class Limits:
     """Bytes of all buffers together."""
     band: int = 0
     """Bytes that a worker must be able to hold at once, however little memory there is."""
+    said: bool = False
+    """Whether somebody said how much memory there is: then more is never taken."""
 
     @property
     def strided_block(self) -> int:
@@ -76,7 +80,11 @@ class Limits:
     def holding(self, band: int) -> Limits:
         """Return the same memory for workers that must hold so many bytes at once: fewer of them, at least one."""
         jobs = min(self.jobs, max(1, self.memory // (_PARTS * band))) if band else self.jobs
-        return Limits(jobs, self.memory, band)
+        return Limits(jobs, self.memory, band, self.said)
+
+    def least(self, band: int) -> int:
+        """Return the bytes of memory that one worker needs which must hold so many bytes at once."""
+        return max(LEAST_MEMORY, _PARTS * band)
 
     @property
     def halved(self) -> Limits:
@@ -90,16 +98,19 @@ def limits(jobs: int | None = None, memory: int | None = None) -> Limits:
     Args:
         jobs: worker threads; None: one per core, at most eight.
         memory: bytes of all buffers together; None: 64 MiB. Where it is too little for so many workers there are
-            fewer; one worker alone needs 384 KiB, and takes them.
+            fewer; one worker alone needs 384 KiB.
 
     Raises:
-        ValueError: for numbers that are not positive.
+        ValueError: for less memory than that, or less than one worker.
     """
+    said = memory is not None
     jobs = min(_DEFAULT_JOBS, os.cpu_count() or 1) if jobs is None else jobs
     memory = _DEFAULT_MEMORY if memory is None else memory
-    if jobs < 1 or memory < 1:
-        raise ValueError(f"jobs and memory must be positive, not {jobs} and {memory}")
-    return Limits(min(jobs, max(1, memory // (2 * _PARTS * _SMALLEST))), memory)
+    if jobs < 1:
+        raise ValueError(f"jobs must be positive, not {jobs}")
+    if memory < LEAST_MEMORY:
+        raise ValueError(f"{memory} bytes of memory are too few: one worker needs {LEAST_MEMORY:,} (384 KiB)")
+    return Limits(min(jobs, memory // LEAST_MEMORY), memory, said=said)
 
 
 class Worker:
