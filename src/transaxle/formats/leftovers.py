@@ -23,7 +23,7 @@ from transaxle.formats.belongings import LocalFolder, strangers
 from transaxle.formats.claim import FOLDER, Claim
 from transaxle.formats.company import WHOLE
 from transaxle.formats.failure import failed
-from transaxle.formats.place import JOURNAL, OLD, PARTIAL, SCRATCH, neighbour
+from transaxle.formats.place import JOURNAL, OLD, PARTIAL, SCRATCH, make_durable, neighbour
 from transaxle.formats.url import is_url, local_path, shown
 
 _NAME = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
@@ -197,6 +197,7 @@ def _cleaned(found: Leftover, path: Path, target: Path) -> Leftover:
             return replace(found, outcome="kept", why=_IN_USE)
         if not os.path.lexists(target):
             path.rename(target)
+            make_durable(target.parent)
             return replace(found, outcome="put back")
     own = [] if (path / SCRATCH).is_dir() else strangers(LocalFolder(path))
     if target.name.endswith(WHOLE):

@@ -4,6 +4,9 @@ The folder may come from anyone. A name in it can be a link to your keys, a FIFO
 never ends. So a name is resolved first and must stay inside the folder (a link of the Hugging Face cache to its
 `blobs` excepted), its kind is looked at before it is opened, and again on the open descriptor. Data is not mapped:
 a mapped file that is cut short while in use kills the process, a read of it is an error that can be named.
+
+The folder may be replaced by another one while it is read. It is held open, and every file that is opened must be the
+one of that folder: what is read is all of one checkpoint, or an error.
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ from __future__ import annotations
 import difflib
 import os
 import stat
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from transaxle.axes.strided import Loop
-from transaxle.errors import Refusal, TransaxleError, refuse
+from transaxle.errors import Refusal, StorageError, TransaxleError, refuse
 from transaxle.formats.failure import failed
 from transaxle.formats.handles import Handles
 from transaxle.formats.names import checked_parts
@@ -35,7 +40,14 @@ _KINDS = {
 _SNAPSHOTS, _BLOBS = "snapshots", "blobs"
 _BLOCK = 1 << 20
 
-Stamp = tuple[int, int, int, int]
+_HOLD = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+_REPLACED = "the checkpoint was replaced while it was open"
+_CHANGED = "the file was changed while the checkpoint was open"
+_AGAIN = "Open it again: what is there now is another one."
+
+Stamp = tuple[int, int, int, int, int]
+"""What changes when a file does: device, inode, size, and the times of change of its content and of its inode. The
+last one is the system's own, and cannot be set back."""
 
 
 class LocalStorage(Storage):
@@ -60,6 +72,11 @@ class LocalStorage(Storage):
         else:
             raise _not_regular(self._path, kind)
         self._blobs = _blobs_beside(self._root)
+        try:
+            self._folder = os.open(self._root, _HOLD)
+        except OSError as error:
+            raise failed(error, "opening it", self._path) from error
+        self._let_go = weakref.finalize(self, os.close, self._folder)
         self._stamps: dict[str, Stamp] = {}
         self._handles = Handles(self._open)
 
@@ -82,7 +99,9 @@ class LocalStorage(Storage):
             with os.scandir(self._resolve(folder) if folder else self._root) as entries:
                 found = sorted((entry.name, entry.is_file(follow_symlinks=False)) for entry in entries)
         except OSError as error:
-            raise failed(error, "listing the folder", folder or self._path) from error
+            raise self._gone(folder) or failed(error, "listing the folder", folder or self._path) from error
+        if gone := self._gone(folder):
+            raise gone
         for name, regular in found:
             shown = name.encode("utf-8", "backslashreplace").decode()
             if shown != name:
@@ -134,6 +153,18 @@ class LocalStorage(Storage):
     def close(self) -> None:
         """Close all files."""
         self._handles.close()
+        self._let_go()
+
+    def _gone(self, name: str) -> TransaxleError | None:
+        """Return the error for a folder that is no longer the one that was opened; None where it is."""
+        if not self._let_go.alive:
+            return None
+        held = os.fstat(self._folder)
+        with suppress(OSError):
+            now = os.stat(self._root)  # noqa: PTH116
+            if (now.st_dev, now.st_ino) == (held.st_dev, held.st_ino):
+                return None
+        return refuse("CORRUPT", _REPLACED, file=name or self._path, hint=_AGAIN)
 
     def _resolve(self, name: str) -> str:
         """Return the real path of a name, which must lie inside the checkpoint."""
@@ -153,7 +184,10 @@ class LocalStorage(Storage):
         return real
 
     def _open(self, name: str) -> int:
-        fd, now = _opened(self._resolve(name), name)
+        try:
+            fd, now = _opened(self._resolve(name), name)
+        except StorageError as error:
+            raise self._gone(name) or error from error
         try:
             self._check(name, now)
         except BaseException:
@@ -162,10 +196,16 @@ class LocalStorage(Storage):
         return fd
 
     def _check(self, name: str, now: os.stat_result) -> None:
-        """Refuse a file that is not the one that was opened under this name before."""
-        stamp = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns)
+        """Refuse a file of another folder than the one that is held, or another one than was opened under this name."""
+        try:
+            held = os.stat(name, dir_fd=self._folder)
+        except OSError:
+            held = None
+        if held is None or (held.st_dev, held.st_ino) != (now.st_dev, now.st_ino):
+            raise self._gone(name) or refuse("CORRUPT", _CHANGED, file=name)
+        stamp = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
         if self._stamps.setdefault(name, stamp) != stamp:
-            raise refuse("CORRUPT", "the file was changed while the checkpoint was open", file=name)
+            raise refuse("CORRUPT", _CHANGED, file=name)
 
 
 def read_file(path: str | os.PathLike[str], most: int) -> bytes:

@@ -97,6 +97,7 @@ class Place:
                     shutil.rmtree(self.old)
                 else:
                     self.old.rename(self.target)
+                    make_durable(self.target.parent)
         except OSError as error:
             raise failed(error, "putting the former checkpoint back", str(self.old)) from error
 
