@@ -18,13 +18,14 @@ KERNEL := src/transaxle/encodings/kernel.c src/transaxle/formats/runs.c
 
 export PYTHONUTF8 = 1
 
-.PHONY: help demo test oracle bench docs lint format clean
+.PHONY: help demo test oracle fuzz bench docs lint format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    make, convert, verify and run a tiny mixture-of-experts checkpoint'
 	@echo 'make test    lint, types, tests and docs: what CI runs'
 	@echo 'make oracle  the whole sweeps over what the peers ship (make test runs a sample)'
+	@echo 'make fuzz    hostile inputs, each with a cap on time and memory'
 	@echo 'make bench   the speed figures, one script a promise'
 	@echo 'make docs    the documentation, in build/docs/index.html'
 	@echo 'make format  let ruff fix what it can'
@@ -38,6 +39,9 @@ test: lint
 
 oracle: $(VENV)/.all
 	$(BIN)/python -m pytest -q -m oracle --numprocesses $(JOBS) --dist worksteal
+
+fuzz: $(VENV)/.all
+	$(BIN)/python fuzz/resources.py
 
 lint: $(VENV)/.all
 	$(BIN)/ruff check .

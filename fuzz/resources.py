@@ -132,7 +132,8 @@ def long_table(folder: Path, scale: float) -> None:
 
 def longest_table(folder: Path, scale: float) -> None:
     """The most lines that are read."""
-    lines = "\n".join(f"x{{l}}.{at} = t[f d]" for at in range(many(scale, 9_990)))
+    names = (str(at).translate(str.maketrans("0123456789", "abcdefghij")) for at in range(many(scale, 9_990)))
+    lines = "\n".join(f"x.{{l}}.{name} = t[f d]" for name in names)
     (folder / "file").write_text(f"family toy\naxes l=n f=i d=h\nt : l f d\ndialect hf\n{lines}\n")
 
 
@@ -240,7 +241,7 @@ def chunks(folder: Path, scale: float) -> None:
 
 
 LOOK = (("info", "@"), ("ls", "@"))
-PLAN = (*LOOK, ("plan", "@", "@/out", "--to", "safetensors:identity"))
+PLAN = (*LOOK, ("plan", "@", "@-out", "--to", "safetensors:identity"))
 TABLE = (("check-rules", "@/file"),)
 
 INPUTS = (

@@ -63,6 +63,7 @@ HOUSE = {
 
 LAZY_EXTRAS = {
     "cli/demo.py": frozenset({"torch", "transformers"}),
+    "formats/web.py": frozenset({"aiohttp"}),
     "quant/torchao.py": frozenset({"torchao"}),
 }
 """Modules that may import more than their room, inside functions only."""

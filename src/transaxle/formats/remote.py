@@ -15,14 +15,14 @@ from urllib.parse import quote, unquote
 from transaxle.errors import Refusal, TransaxleError, refuse
 from transaxle.formats.names import checked_parts, is_plain
 from transaxle.formats.read_ahead import MEMORY, ReadAhead
-from transaxle.formats.service import FILE, Info, Service
+from transaxle.formats.service import FILE, RANGES, Info, Service
 from transaxle.formats.storage import Listing, Storage
+from transaxle.formats.web import WEB
 
 _TAGS = ("ETag", "etag", "generation", "blob_id", "oid", "sha256", "Content-MD5", "Digest")
 """What services call the tag of an object's content; the first that is there counts."""
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created")
 """What they call its time of change."""
-_WEB = frozenset({"http", "https"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class RemoteStorage(Storage):
     def __init__(self, url: str, memory: int = MEMORY) -> None:
         self._service = Service(url)
         self._path = self._service.shown
-        self._web = self._service.scheme in _WEB
+        self._web = self._service.scheme in WEB
         self._root, self._query = self._service.path, ""
         self._single: str | None = None
         self._stamps: dict[str, Stamp] = {}
@@ -191,7 +191,7 @@ class RemoteStorage(Storage):
         self._check(name)
         if len(data) != stop - start:
             message = f"bytes {start} to {stop} were asked for, the service gave {len(data)}"
-            raise refuse("IO", message, file=name, hint="It must answer requests for ranges of bytes.")
+            raise refuse("IO", message, file=name, hint=RANGES)
         return data
 
     def _similar(self) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.url import harmless, scheme, shown
+from transaxle.formats.web import WEB, TooMuchError, session
 
 _CLIENTS = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp",
@@ -27,6 +28,7 @@ _HOW_TO_LOG_IN = "Give the credentials as the client of the service expects them
 
 Info = dict[str, Any]
 """What a service says of one file or folder: `name`, `size`, `type`, and tags of its own."""
+RANGES = "It must answer requests for ranges of bytes."
 FILE = "file"
 """The `type` of a file."""
 
@@ -71,7 +73,8 @@ class Service:
 
             try:
                 # The transaction below is this run's own: an instance that others share must not have it.
-                found = url_to_fs(url, skip_instance_cache=True) if writing else url_to_fs(url)
+                options = {"get_client": session} if self.scheme in WEB else {}
+                found = url_to_fs(url, **({"skip_instance_cache": True} if writing else {}), **options)
             except ImportError as error:
                 package = _CLIENTS.get(self.scheme)
                 hint = f"pip install '{package}'" if package else harmless(str(error))
@@ -200,6 +203,8 @@ def _failed(error: Exception, doing: str, file: str) -> TransaxleError:
         said, hint = f"access denied ({said})" if said else "access denied", _HOW_TO_LOG_IN
     elif kind in _NO_CREDENTIALS:
         hint = _HOW_TO_LOG_IN
+    elif isinstance(error, TooMuchError):
+        hint = RANGES
     elif not isinstance(error, OSError) or not said:
         said = f"{kind}: {said}" if said else kind
     return refuse("IO", f"{doing}: {said}", file=file, hint=hint)
