@@ -46,7 +46,8 @@ def test_one_container_is_taken_off(root: str) -> None:
     assert list(state.leaves) == ["a.weight", "b", "epoch"]
     assert state.root == root
     assert state.left_behind == {"c": "str", "name": "str"}
-    assert state.metadata() == {"root": root, "left_behind": {"c": "str", "name": "str"}}
+    beside = {"training_state": ["epoch"]}
+    assert state.metadata() == {"root": root, **beside, "left_behind": {"c": "str", "name": "str"}}
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from transaxle.engine.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.copies import plan_checks, unequal
 from transaxle.engine.produce import Limits, Pair, Progress, limits, share, unwatched
 from transaxle.engine.recognise import IDENTITY
+from transaxle.engine.training import beside
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.dtype import ITEM_BITS, numpy_dtype
 from transaxle.formats.state import OPTIMIZER
@@ -146,6 +147,7 @@ def compare(
     found = [difference for difference, _ in differing]
     twice = [_without_ties(one, other) for one, other in ((view, second), (second, view))]
     told = {name for _, names in differing for name in names}.union(*(ties for ties, _ in twice))
+    told |= beside(view, second) | beside(second, view)
     found += [
         Difference(n, view[n].component, "only_first", f"only in {first.path}")
         for n in view

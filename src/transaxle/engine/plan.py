@@ -30,6 +30,7 @@ from transaxle.engine.recoding import components, displaced, recoded, recoding
 from transaxle.engine.recognise import IDENTITY, pick_dialect
 from transaxle.engine.source import Source
 from transaxle.engine.target_name import is_one_file, misnamed
+from transaxle.engine.training import without_training
 from transaxle.engine.transfer import Transfer
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog import Draft, Entry, Spec
@@ -280,7 +281,7 @@ def make_plan(
     wanted = label or IDENTITY
     against: list[Refusal] = []
     if for_hub(to):
-        checkpoint, against = published(checkpoint)
+        checkpoint, against = published(without_training(checkpoint))
         if checkpoint.settings.optimizer is None:
             checkpoint = checkpoint.without_optimizer()
     view, names, problems = _viewed(checkpoint, wanted, encode)

@@ -12,6 +12,7 @@ from typing import Any
 
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage import Storage
+from transaxle.formats.training import Item
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,8 @@ class Container:
     """Copies whose equality every conversion checks before it writes."""
     left: Mapping[str, Entry] = field(default_factory=dict)
     """Tensors that are there and are not wanted."""
+    training: tuple[Item, ...] = ()
+    """What is beside model and optimizer; see `formats.training`."""
 
     def without(self, names: Collection[str]) -> Container:
         """Return the container without some tensors: they are left, and their copies are not compared."""

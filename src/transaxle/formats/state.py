@@ -17,6 +17,7 @@ from transaxle.errors import refuse
 from transaxle.formats.faults import Faults
 from transaxle.formats.groups import GROUPS, KEPT, NAMES, PARAMS, Group, gathered, plain
 from transaxle.formats.pickled.descriptors import NOTHING
+from transaxle.formats.training import Item, is_training, tops
 
 Path = tuple[str | int, ...]
 """Keys and list indices from the top of a state to a leaf."""
@@ -24,6 +25,8 @@ Kind = Literal["tensor", "number", "other"]
 
 ROOT = "root"
 """Key of a container's metadata: the top-level container that was taken off all names."""
+TRAINING = "training_state"
+"""Key of a container's metadata: names at the top of a state that are training state, see `formats.training`."""
 LEFT_BEHIND = "left_behind"
 """Key of a container's metadata: path -> kind of everything that is neither tensor nor number."""
 OPTIMIZER = "optim/"
@@ -62,12 +65,15 @@ class State:
     """Path of everything else -> what it is; a container that holds no tensor is one item."""
     groups: Sequence[Group] = ()
     """The settings of all optimizers, see `formats.groups`."""
+    training: Sequence[Item] = ()
+    """What is beside model and optimizer, such as schedulers and counters."""
 
     def metadata(self) -> dict[str, Any]:
         """Return what a container's metadata says of it."""
         root = {} if self.root is None else {ROOT: self.root}
         groups = {GROUPS: list(self.groups)} if self.groups else {}
-        return root | groups | ({LEFT_BEHIND: dict(self.left_behind)} if self.left_behind else {})
+        beside = {TRAINING: tops(self.training)} if self.training else {}
+        return root | groups | beside | ({LEFT_BEHIND: dict(self.left_behind)} if self.left_behind else {})
 
 
 def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] | None = None) -> State:
@@ -89,6 +95,7 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
     named: dict[str, Leaf] = {}
     left: dict[str, str] = {}
     groups = _Groups(read)
+    training: list[Item] = []
     faults = Faults()
     length = 0
     for leaf in leaves:
@@ -98,6 +105,9 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
                 left[joined(leaf.path)] = leaf.what or leaf.kind
             continue
         held = _shortest(leaf.path, settings) if inside is None else None
+        beside = inside is None and leaf.path[0] != root and is_training(leaf.path, leaf.kind)
+        if beside and (held is not None or leaf.kind == "other"):
+            training.append(Item(leaf.path, None, leaf.value, leaf.what or leaf.kind))
         if held is not None:
             left[joined(held)] = "settings"
             continue
@@ -115,9 +125,11 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
             one, other = (repr(list(each.path)) for each in (named[name], leaf))
             faults.add("NAME_COLLISION", f"two items get this name: {one} and {other}", file, name)
         named[name] = leaf
+        if beside:
+            training.append(Item(leaf.path, name, leaf.value if leaf.kind == "number" else None))
     if faults:
         raise faults.error()
-    return State(named, root, left, groups.found(optimizers.called))
+    return State(named, root, left, groups.found(optimizers.called), training)
 
 
 def joined(path: Path) -> str:

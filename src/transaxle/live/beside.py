@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, Where
+from transaxle.formats.training import nested, tops
 from transaxle.live.dtype import torch_dtype
 from transaxle.live.extras import EXTRA, FILE, MODEL, STATE, Extras, Random, Stateful
 from transaxle.live.leaves import State, set_extra_state
@@ -54,10 +56,15 @@ class Beside:
         storage = checkpoint.container.storage
         there = FILE in checkpoint.container.carried
         self._extras = Extras(storage.read(FILE, 0, storage.size(FILE)) if there else None, world)
+        self._items = checkpoint.container.training
+        self._all = stored
+        known = set(tops(self._items))
+        self._trained = [name for name in extra if name in known and f"{EXTRA}/{name}" not in self._extras.states]
+        """Extras that are training state of the source's own kind."""
         self.scalars: dict[str, Any] = {}
         self.extra: dict[str, Any] = {}
         lacking = [(name, self._extras.lacking(f"{self._owner}/{name}")) for name in others if name not in stored]
-        lacking += [(name, self._extras.lacking(f"{EXTRA}/{name}")) for name in extra]
+        lacking += [(n, self._lacking(f"{EXTRA}/{n}", known)) for n in extra if n not in self._trained]
         self.missing = tuple(name for name, problem in lacking if problem is not None)
         lenient = {name for name, held in extra.items() if isinstance(held, Random) and not held.strict}
         self.lacking = [problem for name, problem in lacking if problem is not None and name not in lenient]
@@ -66,6 +73,18 @@ class Beside:
             for name, tensor in self._stored.items()
             if tensor.shape and self._owner == STATE
         ]
+        for name in self._trained:
+            odd = nested(self._items, name, lambda _: None)[1]
+            message = f"it is more than plain data, and nothing is unpickled here: {'; '.join(odd)}"
+            hint = "leave it out of extra, and restore that part yourself"
+            self.problems += [Refusal("UNSUPPORTED", message, Where(None, name), hint)] if odd else []
+
+    def _lacking(self, key: str, known: Collection[str]) -> Refusal | None:
+        """Return why this rank has no state of a name, and which names there are."""
+        found = self._extras.lacking(key)
+        if found is None or not known:
+            return found
+        return replace(found, hint=f"the source has {', '.join(sorted(known))}; {found.hint}")
 
     def read(self) -> None:
         """Read everything; nothing is changed yet.
@@ -73,15 +92,23 @@ class Beside:
         Raises:
             TransaxleError: what reading raises.
         """
-        for name, tensor in self._stored.items():
-            octets = bytearray(tensor.tobytes())
-            dtype = torch_dtype(tensor.dtype, tensor=name)
-            value = torch.frombuffer(octets, dtype=dtype) if octets else torch.empty(0, dtype=dtype)
-            self.scalars[name] = value.reshape(tensor.shape) if self._owner == MODEL else value.item()
+        for name in self._stored:
+            value = self._read(name)
+            self.scalars[name] = value if self._owner == MODEL else value.item()
+        for name in self._trained:
+            self._extras.states[f"{EXTRA}/{name}"] = nested(self._items, name, self._read)[0]
         for name in self._others:
             key = f"{self._owner}/{name}"
             if name not in self._stored and key in self._extras.states:
                 self.scalars[name] = self._extras.states[key]
+
+    def _read(self, name: str) -> torch.Tensor:
+        """Read a tensor."""
+        tensor = self._all[name]
+        octets = bytearray(tensor.tobytes())
+        dtype = torch_dtype(tensor.dtype, tensor=name)
+        value = torch.frombuffer(octets, dtype=dtype) if octets else torch.empty(0, dtype=dtype)
+        return value.reshape(tensor.shape)
 
     def install(self) -> None:
         """Hand every state to its owner."""

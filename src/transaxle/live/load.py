@@ -281,7 +281,8 @@ def _plan(
         sizes = sizes_that_differ(state, seen.checkpoint.config)
         problems, missing, unexpected = compared(everything, stored, optimizer is not None, decode, sizes)
         problems += filled.problems
-        unexpected = tuple(name for name in unexpected if name not in others | doubles | filled.gone)
+        beside_them = {item.name for item in checkpoint.container.training if item.name is not None}
+        unexpected = tuple(n for n in unexpected if n not in others | doubles | filled.gone | beside_them)
         beside = Beside(state, found.others, extra, seen.checkpoint, stored, world)
         problems += [*beside.problems, *found.kept, *unfit]
         missing += (*lost, *sorted(omitted))

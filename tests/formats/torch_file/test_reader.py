@@ -418,4 +418,4 @@ def test_numbers_of_several_shards(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": A, "b": A, "epoch": A, "c": B, "step": B}}))
     found = tx.open(tmp_path)
     assert (found["epoch"].read().item(), found["step"].read().item()) == (3, 7)
-    assert found.metadata == {"left_behind": {"note": "str"}}
+    assert found.metadata == {"training_state": ["epoch", "step"], "left_behind": {"note": "str"}}

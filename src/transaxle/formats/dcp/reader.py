@@ -95,7 +95,17 @@ def open_dcp(storage: Storage, path: str, member: str) -> Container:
     around = company(storage, files)
     checksums = tuple(payloads.checksums)
     return Container(
-        FORMAT, path, inline, entries, files, metadata, around.carried, around.ignored, checksums, tuple(twins)
+        FORMAT,
+        path,
+        inline,
+        entries,
+        files,
+        metadata,
+        around.carried,
+        around.ignored,
+        checksums,
+        tuple(twins),
+        training=tuple(state.training),
     )
 
 

@@ -16,11 +16,12 @@ from transaxle.formats.index import read_files
 from transaxle.formats.inline import Inline, number
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Quantized, Scalar, TensorRef
 from transaxle.formats.pickled.flatten import Odd, flatten
-from transaxle.formats.state import LEFT_BEHIND, Leaf, arrange
+from transaxle.formats.state import LEFT_BEHIND, TRAINING, Leaf, arrange
 from transaxle.formats.storage import Storage
 from transaxle.formats.torch_file.quantized import NOTE, TAKEN, Layout, layout
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.torch_file.views import REPEATED, ViewFault, identity, place
+from transaxle.formats.training import Item, tops
 
 FORMAT = "torch"
 TIES = "ties"
@@ -37,6 +38,8 @@ class Part:
     """Its root, its ties, its quantized tensors, and what is left behind."""
     checksums: tuple[Checksum, ...] = ()
     """What the archive says of its records' bytes."""
+    training: tuple[Item, ...] = ()
+    """What is beside model and optimizer."""
 
 
 def open_torch(storage: Storage, path: str, member: str) -> Container:
@@ -56,9 +59,19 @@ def open_torch(storage: Storage, path: str, member: str) -> Container:
     found = read_files(storage, member, lambda file: read_part(inline, file))
     around = company(storage, found.sizes)
     checksums = tuple(checksum for part in found.parts.values() for checksum in part.checksums)
-    metadata = {**found.said, **_merged(found.parts)}
+    training = tuple(item for part in found.parts.values() for item in part.training)
+    metadata = {**found.said, **_merged(found.parts), **({TRAINING: tops(training)} if training else {})}
     return Container(
-        FORMAT, path, inline, found.entries, found.sizes, metadata, around.carried, around.ignored, checksums
+        FORMAT,
+        path,
+        inline,
+        found.entries,
+        found.sizes,
+        metadata,
+        around.carried,
+        around.ignored,
+        checksums,
+        training=training,
     )
 
 
@@ -95,7 +108,7 @@ def read_part(inline: Inline, file: str) -> Part:
     metadata = state.metadata() | ({TIES: placed.ties} if placed.ties else {}) | placed.said
     if placed.left:
         metadata[LEFT_BEHIND] = {**metadata.get(LEFT_BEHIND, {}), **placed.left}
-    return Part(placed.entries, metadata, saved.checksums)
+    return Part(placed.entries, metadata, saved.checksums, tuple(state.training))
 
 
 class _Placed:

@@ -1,0 +1,153 @@
+"""Training state beside model and optimizer, as trainers write it: not in the way of a load, and claimed by `extra`.
+
+The checkpoints are written by torch's own `dcp.save` of objects with a state, in the layout of torchtitan (the model's
+names at the top) and nested, and by `torch.save`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import transaxle as tx
+from transaxle.errors import TransaxleError
+
+CONFIG = LlamaConfig(
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    vocab_size=32,
+    attn_implementation="eager",
+)
+LAYOUTS = ["flat", "nested", "torch"]
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Progress:
+    """What torchtitan calls its train state."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.losses = [1.5, 0.5]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": torch.tensor(self.step, dtype=torch.int32), "losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert isinstance(state["step"], torch.Tensor)
+        self.step, self.losses = int(state["step"]), state["losses"]
+
+
+class Place:
+    """A data loader's place, as torchtitan writes it: bytes for each rank."""
+
+    def __init__(self, held: dict[str, Any]) -> None:
+        self.held = held
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.held
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state
+
+
+def _run() -> tuple[nn.Module, torch.optim.Optimizer, LambdaLR]:
+    model = LlamaForCausalLM(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
+    return model, optimizer, LambdaLR(optimizer, lambda step: 0.5**step)
+
+
+def _written(folder: Path, layout: str) -> tuple[Path, nn.Module]:
+    model, optimizer, schedule = _run()
+    tokens = torch.arange(4)[None]
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    schedule.step()
+    flat = StateDictOptions(flatten_optimizer_state_dict=layout == "flat")
+    others: dict[str, Any] = {
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=flat),
+        "lr_scheduler": schedule,
+        "train_state": Progress(7),
+        "dataloader": Place({"dp_rank_0": b"\x80here", "world_size": 1}),
+        "epoch": 3,
+    }
+    if layout == "torch":
+        states = {key: value.state_dict() if hasattr(value, "state_dict") else value for key, value in others.items()}
+        torch.save({"model": model.state_dict(), **states}, folder / "saved.pt")
+        return folder / "saved.pt", model
+    top = model.state_dict() if layout == "flat" else {"model": model.state_dict()}
+    save({**top, **others}, checkpoint_id=folder / "saved", no_dist=True)
+    return folder / "saved", model
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_state_is_loaded_by_who_claims_it_and_in_nobodys_way(tmp_path: Path, layout: str) -> None:
+    source, model = _written(tmp_path, layout)
+    other, optimizer, schedule = _run()
+    tx.load(other, source)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    tx.load(other, source, optimizer=optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    progress, place = Progress(0), Place({})
+    progress.losses = []
+    claimed = {"train_state": progress, "lr_scheduler": schedule, "dataloader": place, "epoch": None}
+    report = tx.load(other, source, optimizer=optimizer, extra=claimed)
+    assert (progress.step, progress.losses) == (7, [1.5, 0.5])
+    assert (schedule.last_epoch, schedule.get_last_lr()) == (1, [0.125])
+    assert place.held == {"dp_rank_0": b"\x80here", "world_size": 1}
+    assert report.extra == {"epoch": 3}
+    assert type(report.extra["epoch"]) is int
+    assert not report.unexpected
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_for_a_hub_holds_no_training_state(tmp_path: Path, layout: str) -> None:
+    source, model = _written(tmp_path, layout)
+    report = tx.convert(source, tmp_path / "hub", to="hf", config=CONFIG.to_dict())
+    assert {"train_state", "lr_scheduler", "dataloader", "epoch"} <= set(report.ignored)
+    assert not report.kept
+    with tx.open(tmp_path / "hub") as made:
+        assert set(made) == set(model.state_dict())
+    assert tx.verify(tmp_path / "hub").ok
+    with tx.open(source, optimizer=False) as held, tx.open(tmp_path / "hub") as made:
+        assert tx.diff(held, made).equal
+
+
+def test_a_name_that_the_source_lacks_is_told_with_those_that_it_has(tmp_path: Path) -> None:
+    source, _ = _written(tmp_path, "flat")
+    model, _, schedule = _run()
+    with pytest.raises(TransaxleError) as error:
+        tx.load(model, source, extra={"schedule": schedule})
+    assert error.value.code == "MISSING_TENSOR"
+    assert "the source has dataloader, epoch, lr_scheduler, train_state" in error.value.hint
+
+
+def test_a_state_that_is_no_plain_data_is_refused_by_its_place(tmp_path: Path) -> None:
+    state = {"weight": torch.ones(2), "train_state": {"step": torch.tensor(3), "when": Path("somewhere")}}
+    torch.save(state, tmp_path / "saved.pt")
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(2))
+    tx.load(model, tmp_path / "saved.pt")
+    with pytest.raises(TransaxleError) as error:
+        tx.load(model, tmp_path / "saved.pt", extra={"train_state": None})
+    assert error.value.code == "UNSUPPORTED"
+    assert "train_state.when" in str(error.value)
+
+
+def test_a_parameter_with_the_name_of_a_container_is_a_parameter(tmp_path: Path) -> None:
+    torch.save({"scheduler.weight": torch.ones(2), "step": torch.ones(1)}, tmp_path / "saved.pt")
+    model = nn.Module()
+    model.step = nn.Parameter(torch.zeros(1))
+    with pytest.raises(TransaxleError) as error:
+        tx.load(model, tmp_path / "saved.pt")
+    assert [(one.code, one.where.tensor) for one in error.value.refusals] == [("UNEXPECTED_TENSOR", "scheduler.weight")]
