@@ -111,7 +111,7 @@ for command in (["ls"], ["info"], ["verify"], ["plan", "x", "--to", "torchtitan"
 assert tx.diff(folder, folder).equal
 tx.convert(folder, out, to="hf")
 try:
-    tx.convert(folder, folder / "inside", to="hf")
+    tx.convert(out, folder / "inside", to="hf")
 except AssertionError:
     pass
 else:
