@@ -21,6 +21,7 @@ from transaxle.engine.copies import PlannedCheck, plan_checks
 from transaxle.engine.counted import counted
 from transaxle.engine.encode import Encode, Step, choose
 from transaxle.engine.encoded import View
+from transaxle.engine.file_names import clashing
 from transaxle.engine.groups import regrouped
 from transaxle.engine.model_config import rewritten, with_files
 from transaxle.engine.notes import joined, without_notes
@@ -309,6 +310,7 @@ def make_plan(
     configs = {} if single else rewritten(checkpoint, wanted, view, written.values(), problems)
     carried = {name: size for name, size in carried.items() if name not in configs}
     lost.extend(name for name, text in configs.items() if text is None)
+    problems.extend(clashing((*draft.files, *(() if single else carried))))
     draft = with_files(draft, {name: text for name, text in configs.items() if text is not None})
     found = checkpoint.recognised if wanted != IDENTITY else None
     family = found.family.name if found else checkpoint.family

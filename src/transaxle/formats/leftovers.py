@@ -23,10 +23,9 @@ from transaxle.formats.belongings import LocalFolder, strangers
 from transaxle.formats.claim import FOLDER, Claim
 from transaxle.formats.company import WHOLE
 from transaxle.formats.failure import failed
-from transaxle.formats.place import JOURNAL, OLD, PARTIAL, SCRATCH, make_durable, neighbour
+from transaxle.formats.place import JOURNAL, OLD, OURS, PARTIAL, SCRATCH, make_durable, neighbour
 from transaxle.formats.url import is_url, local_path, shown
 
-_NAME = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
 _HASHED = re.compile(r"[0-9a-f]{64}")
 """What stands for a name that is too long for an ending of ours."""
 _IN_USE = "a process works with it. Wait for it, or end it."
@@ -86,7 +85,7 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
 def _candidates(typed: str) -> Iterator[tuple[Path, Path]]:
     """Yield hidden folders with the targets that they belong to."""
     place = Path(os.path.realpath(typed))
-    named = _NAME.fullmatch(place.name)
+    named = OURS.fullmatch(place.name)
     if named and _is_folder(place):
         yield place, place.with_name(named[1])
         return
@@ -97,7 +96,7 @@ def _candidates(typed: str) -> Iterator[tuple[Path, Path]]:
             yield hidden, place
     if place.is_dir():
         for entry in sorted(os.scandir(place), key=lambda entry: entry.name):
-            found = _NAME.fullmatch(entry.name)
+            found = OURS.fullmatch(entry.name)
             if found and entry.is_dir(follow_symlinks=False):
                 yield Path(entry.path), place / found[1]
 

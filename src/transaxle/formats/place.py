@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import shutil
 import stat
 from contextlib import suppress
@@ -26,6 +27,8 @@ PARTIAL, OLD = "partial", "old"
 SCRATCH, JOURNAL = ".transaxle", "journal"
 """Folder inside the hidden one for what is not part of the checkpoint, and the file in it that lists what is done. Its
 presence means: not finished."""
+OURS = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
+"""Name of a hidden neighbour: that of its target, and what it is."""
 _LONGEST = 200
 """Bytes of a name that still has room for our ending within the 255 that file systems allow."""
 _REPLACE = "Choose another place, or replace it with --overwrite (overwrite=True)."
@@ -40,6 +43,7 @@ class Place:
 
     Raises:
         UsageError: EXISTS for the root of the file system; AMBIGUOUS for an `overwrite` that says nothing.
+        Refused: NAME_COLLISION for a name that is one of our own.
         StorageError: IO if it is no path, or the folder around it is missing.
     """
 
@@ -59,6 +63,10 @@ class Place:
             raise failed(error, "looking at it", self.typed) from error
         if not self.target.name:
             raise refuse("EXISTS", "it is the root of the file system", file=self.typed)
+        reserved = next((part for part in self.target.parts if part == SCRATCH or OURS.fullmatch(part)), None)
+        if reserved is not None:
+            message = f"the name {reserved} is one of our own: what bears it is removed by the next run beside it"
+            raise refuse("NAME_COLLISION", message, file=self.typed, hint="Choose another name.")
         if not has_parent:
             message = f"there is no folder {self.target.parent}"
             raise refuse("IO", message, file=self.typed, hint="Make it first.")
