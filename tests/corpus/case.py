@@ -20,5 +20,7 @@ class Case:
     code: Code
     said: str
     """In the message or the hint."""
+    unverified: bool = False
+    """It is about copies that differ: conversions compare them, `verify` reads each."""
     late: bool = False
     """The damage is in the values: it is found when they are read, not when the file is opened."""

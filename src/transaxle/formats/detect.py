@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,7 @@ from transaxle.formats.deepspeed.reader import HERE, Weights, open_deepspeed
 from transaxle.formats.deepspeed.told import Cutter, untold
 from transaxle.formats.deepspeed.universal import open_universal
 from transaxle.formats.location import storage_at
-from transaxle.formats.names import too_long
+from transaxle.formats.names import is_plain, too_long
 from transaxle.formats.safetensors.index import FORMAT as SAFETENSORS_FORMAT
 from transaxle.formats.safetensors.reader import open_safetensors
 from transaxle.formats.storage import Storage
@@ -111,11 +111,23 @@ def _tag_in(folder: Folder, file: str) -> str:
     return folder.storage.read(whole, 0, size).decode("utf-8", "replace").strip()
 
 
-def _stale(folder: Folder, file: str | None) -> tuple[str, ...]:
-    """Return what is to be said of a file with a tag that names no folder which is there: it is not followed."""
-    if file not in folder.names or not folder.folders or _said(folder, file) is not None:
-        return ()
-    return (f"{file}, which names {_tag_in(folder, file)!r}: there is no such folder",)
+def _check_tag(folder: Folder, file: str | None) -> None:
+    """Refuse a file with a tag that names no folder of the checkpoint: another step is not what was asked for.
+
+    Raises:
+        Refused: PATH_ESCAPE where it leads out; INCOMPLETE where the folder is not there.
+    """
+    if file is None or file not in folder.names or _said(folder, file) is not None:
+        return
+    tag = _tag_in(folder, file)
+    if not is_plain(tag):
+        message = f"it names {tag!r}, which is no folder of the checkpoint"
+        hint = "Name the folder of a step itself."
+        raise refuse("PATH_ESCAPE" if tag else "CORRUPT", message, file=f"{folder.inside}{file}", hint=hint)
+    if folder.folders:
+        message = f"it names the folder {tag!r}, which is not there; there is {_listed(folder.folders)}"
+        hint = "Copy it, or name the folder of a step itself."
+        raise refuse("INCOMPLETE", message, file=f"{folder.inside}{file}", hint=hint)
 
 
 def _is_universal(folder: Folder, name: str) -> bool:
@@ -216,12 +228,12 @@ def _open(storage: Storage, wanted: str | None, weights: Weights | None, cutter:
         message = f"{row.what} holds its weights once: there is no choice of precision"
         raise refuse("UNSUPPORTED", message, file=storage.path, hint="Leave out --weights.")
     precision = () if weights is None else (weights,)
+    _check_tag(folder, _POINTERS.get(row.format))
     container = witnessed(row.open(storage, storage.path, member, *precision, **options))
     long = [name for name in container.entries if len(name) > LONGEST_NAME]
     if long:
         raise gathered(Refusal(*too_long(name), Where(member, name)) for name in long)
-    stale = _stale(folder, _POINTERS.get(row.format))
-    return replace(container, ignored=(*container.ignored, *stale)) if stale else container
+    return container
 
 
 def _folder(storage: Storage, inside: str = "") -> Folder:
@@ -276,6 +288,9 @@ def _nothing(folder: Folder, wanted: str | None) -> TransaxleError:
     if storage.single:
         hint = f"If you know what it is, say so: --format {SAFETENSORS_FORMAT}." if not wanted else ""
         return refuse("UNSUPPORTED", f"{what}: the name tells no format known here", file=storage.path, hint=hint)
+    for file in _POINTERS.values():
+        if wanted in (None, deepspeed.FORMAT, deepspeed.UNIVERSAL):
+            _check_tag(folder, file)
     seen = [*folder.names, *(f"{name}/" for name in folder.folders)]
     path = storage.path.rstrip("/")
     others = [name for name in folder.folders if name != STATE_FOLDER]

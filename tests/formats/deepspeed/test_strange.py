@@ -248,13 +248,16 @@ def test_links_out_of_the_checkpoint_are_not_followed(universal: Path, tmp_path:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("said", ["../outside", "/etc", "..", "a/../../b", ""])
-def test_latest_never_leads_out(universal: Path, said: str) -> None:
-    """What it says is no folder of the checkpoint; so the folder is found by its name."""
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [("../outside", "PATH_ESCAPE"), ("/etc", "PATH_ESCAPE"), ("..", "PATH_ESCAPE"), ("a/../../b", "PATH_ESCAPE"),
+     ("", "CORRUPT"), ("global_step7", "INCOMPLETE")],
+)  # fmt: skip
+def test_latest_never_leads_elsewhere(universal: Path, said: str, code: str) -> None:
+    """What it names is no folder of the checkpoint, and no other one is taken for it."""
     (universal.parent / "outside").mkdir()
     (universal / keys.LATEST_UNIVERSAL).write_text(said, "utf-8")
     (universal / "transaxle.json").unlink()
-    with tx.open(universal) as found:
-        assert found.format == UNIVERSAL
-        assert f"{OPTIMIZER}{NAME}/exp_avg" in found
-        assert [each for each in found.container.ignored if repr(said) in each]
+    with pytest.raises(TransaxleError, match=keys.LATEST_UNIVERSAL) as caught:
+        tx.open(universal)
+    assert caught.value.code == code

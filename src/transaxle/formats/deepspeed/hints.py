@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from transaxle.errors import refuse
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.categories import Categories, size_of
 from transaxle.formats.deepspeed.node import Node
@@ -20,6 +21,7 @@ from transaxle.formats.pickled.descriptors import Global, Object
 
 HINTS = "cuts"
 """Key of the hints among what is said about a run: parameter -> hint."""
+_CUT_AGAIN = "DeepSpeed could not cut it again: convert the checkpoint of the run itself once more."
 Hint = Mapping[str, Any]
 """Some of `cat_dim`, `param_n_sub_params`, `sub_param_shape` and `vocab_tensor`."""
 _SHAPE_CLASS = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
@@ -90,6 +92,32 @@ def hint_in(file: Node) -> dict[str, Any]:
     if vocabulary is not None and vocabulary.flag():
         hint[keys.VOCABULARY] = True
     return hint
+
+
+def check_hint(hint: Hint, name: str, shape: Shape, file: str) -> None:
+    """Check that what a file says of how its parameter is cut is about a tensor of its shape.
+
+    Args:
+        hint: what it says.
+        name: of the parameter.
+        shape: of the whole tensor.
+        file: that says it.
+
+    Raises:
+        Refused: SHAPE_MISMATCH.
+    """
+    said = hint.get(keys.SUB_SHAPE)
+    dim, parts = hint.get(keys.CAT_DIM, 0), hint.get(keys.SUB_COUNT, 1)
+    problem = ""
+    if dim and dim >= len(shape):
+        problem = f"{keys.CAT_DIM} is {dim}"
+    elif said is not None and said[keys.PARTITION_DIM] >= max(len(said[keys.SHAPE]), 1):
+        problem = f"{keys.PARTITION_DIM} of its {keys.SUB_SHAPE} is {said[keys.PARTITION_DIM]}"
+    elif parts != 1 and (not parts or not shape or shape[dim] % parts):
+        problem = f"{keys.SUB_COUNT} is {parts} along dim {dim}"
+    if problem:
+        message = f"{problem}, and the tensor has the shape {list(shape)}"
+        raise refuse("SHAPE_MISMATCH", message, file=file, tensor=name, hint=_CUT_AGAIN)
 
 
 def written(hint: Hint, name: str, shape: Shape) -> dict[str, Any]:

@@ -45,6 +45,7 @@ SCRIPTS = frozenset({keys.LATEST, keys.LATEST_UNIVERSAL, "zero_to_fp32.py", "zer
 _TIED = "tied_modules."
 _OF_A_LAYER = re.compile(r"(\d{1,6})\.")
 _WITHOUT_ZERO = "the state of an optimizer without ZeRO"
+_ONLY_LOW = "Copy the missing files; --weights lp reads the module's own weights, in low precision."
 _NO_LOW = "ZeRO-3 saves no weights in low precision: its module holds empty placeholders"
 
 
@@ -101,6 +102,9 @@ def open_deepspeed(
     faults = Faults()
     models, states, layers, checksums = _read(inline, files, prefix, faults)
     models = _with_experts(inline, models, files, prefix, checksums, faults)
+    if weights != "lp" and not files.optimizer and any(model.shapes for ranks in models.values() for model in ranks):
+        message = f"it is of a run with ZeRO, and no file *{keys.OPTIM_END} is there, which hold its weights"
+        faults.add("INCOMPLETE", message, prefix.rstrip("/") or path, hint=_ONLY_LOW)
     if faults:
         raise faults.error()
     pp, tp = degrees(models, files.layers.values(), len(files.optimizer.get(0, {})))

@@ -20,6 +20,7 @@ from transaxle.formats.deepspeed.ranks import RankModel, RankState
 from transaxle.formats.deepspeed.shard import Shard
 from transaxle.formats.pickled.descriptors import Object
 
+_OF_ONE_RUN = "Files of two runs are mixed: keep those of one."
 _SLACK = 16
 """Elements per rank by which a vector may be longer than its parameters: it is padded for the sake of alignment."""
 
@@ -57,6 +58,7 @@ def trained(model: RankModel, states: Sequence[RankState]) -> tuple[dict[str, Tr
     counts = {len(state.groups) for state in states}
     if len(counts) > 1:
         raise refuse("CORRUPT", f"its ranks have {sorted(counts)} groups", file=states[0].file)
+    _check_counts(states)
     found: dict[str, Trained] = {}
     for group, name, shape, held, buffers in _held(model, states, zero3=stages == {3}):
         if name in found:
@@ -67,6 +69,26 @@ def trained(model: RankModel, states: Sequence[RankState]) -> tuple[dict[str, Tr
         }
         found[name] = Trained(group, shape, shards, states[0].groups[group].numbers)
     return found, list(_steps(found, states))
+
+
+def _check_counts(states: Sequence[RankState]) -> None:
+    """Check that all ranks say the same of how many of them share each group, and say it of each."""
+    first, *others = [_counts(state) for state in states]
+    for state, counts in zip(states[1:], others, strict=True):
+        if counts != first:
+            message = f"{keys.PARTITION_COUNT} is {list(counts or ())}, and {list(first or ())} in {states[0].file}"
+            raise refuse("CORRUPT", message, file=state.file, hint=_OF_ONE_RUN)
+    if first is not None and len(first) != len(states[0].groups):
+        message = f"{keys.PARTITION_COUNT} has {len(first)} numbers for {len(states[0].groups)} groups"
+        raise refuse("CORRUPT", message, file=states[0].file)
+
+
+def _counts(state: RankState) -> tuple[int, ...] | None:
+    """Return over how many ranks each group is cut; None where the file does not say."""
+    counts = state.root.get(keys.PARTITION_COUNT)
+    if counts is None or state.stage == 3:
+        return None
+    return counts.naturals() if counts.is_list else (counts.natural(),) * len(state.groups)
 
 
 _Held = tuple[int, str, Shape, list[Run], Mapping[str, list[Vector]]]
@@ -96,7 +118,7 @@ def _placed(
     width = _width(states, group, masters)
     places, used = positions(shapes, _paddings(states[0], group, len(shapes)))
     slack = width * len(states) - used
-    if not 0 <= slack < _SLACK * len(states):
+    if not 0 <= slack < _SLACK * len(states) or not _adds_up(states, group, slack, _sum(masters) - used):
         message = f"group {group}: its parameters take {used} elements, its buffers have {width * len(states)}"
         raise refuse("CORRUPT", message, file=states[0].file)
     cut = {place.name: list(runs(place, width, len(states))) for place in places}
@@ -122,6 +144,24 @@ def _width(states: Sequence[RankState], group: int, masters: Sequence[Vector]) -
         return lengths[0]
     message = f"group {group}: the ranks' buffers have {lengths[:8]} elements, which are no equal parts"
     raise refuse("CORRUPT", message, file=states[0].file)
+
+
+def _sum(vectors: Sequence[Vector]) -> int:
+    return sum(vector.length for vector in vectors)
+
+
+def _adds_up(states: Sequence[RankState], group: int, slack: int, more: int) -> bool:
+    """Tell whether what a group has beyond its parameters is its padding; files of earlier versions give none.
+
+    Args:
+        states: the ranks' files.
+        group: its number.
+        slack: elements of the ranks' equal parts that belong to no parameter.
+        more: elements that the buffers in the files have beyond the parameters.
+    """
+    if any(state.root.get(keys.GROUP_PADDINGS) is None for state in states):
+        return True
+    return sum(_padding(state, group) for state in states) in (slack, more)
 
 
 def _padding(state: RankState, group: int) -> int:

@@ -18,7 +18,7 @@ from transaxle.formats.company import company
 from transaxle.formats.deepspeed import affine, keys
 from transaxle.formats.deepspeed.files import sort_files
 from transaxle.formats.deepspeed.flat import Shape
-from transaxle.formats.deepspeed.hints import Hint, hint_in, told_by
+from transaxle.formats.deepspeed.hints import Hint, check_hint, hint_in, told_by
 from transaxle.formats.deepspeed.info import Info
 from transaxle.formats.deepspeed.node import Node
 from transaxle.formats.deepspeed.pattern import Patterns
@@ -174,6 +174,8 @@ def _by_rank(models: Sequence[RankModel]) -> dict[int, list[RankModel]]:
 
 def _settings(inline: Inline, prefix: str, checksums: list[Checksum]) -> tuple[Node, list[str]]:
     file = f"{prefix}{keys.ZERO_FOLDER}/{keys.OPTIMIZER_FILE}"
+    if keys.OPTIMIZER_FILE not in inline.listing(f"{prefix}{keys.ZERO_FOLDER}").everything():
+        raise refuse("INCOMPLETE", "the file with its settings is missing", file=file, hint="Copy the missing file.")
     saved = read_saved(inline, file)
     checksums.extend(saved.checksums)
     return Node(saved.value, file), [file]
@@ -195,6 +197,7 @@ def _parameter(
             node = Node(saved.value, whole)
             entry = _tensor(Tensors(inline, whole), name, node, parameter, state, shapes)
             hint = hint_in(node) if node.is_dict and state == keys.FP32 else None
+            check_hint(hint or {}, parameter, entry.shape, whole)
         except TransaxleError as error:
             faults.extend(*error.refusals)
             continue
@@ -211,6 +214,12 @@ def _check_all_there(entries: Mapping[str, Entry], parameters: Sequence[str], sh
     for name in dict.fromkeys((*parameters, *trained)):
         if name not in entries:
             faults.add("INCOMPLETE", f"there is no {keys.FP32}{keys.STATE_END} of it", keys.ZERO_FOLDER, name)
+    for name, entry in entries.items():
+        parameter, slash, state = name.removeprefix(OPTIMIZER).rpartition("/")
+        held = entries.get(parameter) if slash and name.startswith(OPTIMIZER) else None
+        if held is not None and entry.shape and entry.shape != held.shape:
+            message = f"its {state} has the shape {list(entry.shape)}, its weights have {list(held.shape)}"
+            faults.add("SHAPE_MISMATCH", message, f"{keys.ZERO_FOLDER}/{parameter}/{state}{keys.STATE_END}", parameter)
 
 
 def _check_states(entries: Mapping[str, Entry], groups: Sequence[Mapping[str, Any]]) -> None:
