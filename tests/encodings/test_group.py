@@ -257,6 +257,16 @@ MALFORMED: list[tuple[dict[str, Any] | None, Entries, str, str]] = [
     (OSS, changed(BLOCKS, "blocks", shape=(3, 96, 2, 8)), "SHAPE_MISMATCH", r"\[..., K/32, 16\]; found U8"),
     (OSS, changed(BLOCKS, "scales", shape=(3, 96, 4)), "SHAPE_MISMATCH", r"1 x 32 are \[3, 96, 2\]"),
     (NVIDIA, changed(MODELOPT, "weight_scale_2", shape=(2,)), "SHAPE_MISMATCH", "the global of"),
+    # An odd number of columns, which no pairs of codes give: compressed-tensors refuses to make them.
+    (
+        ct("NVFP4"),
+        changed(changed(PACKED, "weight_packed", "F4", (96, 63)), "weight_scale", shape=(96, 4)),
+        "SHAPE_MISMATCH",
+        "in pairs along the last dim",
+    ),
+    (NVIDIA, changed(MODELOPT, "weight", "F4", (96, 63)), "SHAPE_MISMATCH", "in pairs along the last dim"),
+    (OSS, changed(BLOCKS, "blocks", "F4", (3, 96, 63)), "SHAPE_MISMATCH", "in pairs along the last dim"),
+    (ct("NVFP4"), changed(PACKED, "weight_packed", "F4", ()), "SHAPE_MISMATCH", "in pairs along the last dim"),
     # Others.
     (OSS, {**BLOCKS, E: Entry("BF16", (3, 64, 96))}, "NAME_COLLISION", "there as well"),
     (ct("NVFP4"), {**PACKED, **entries(weight=("BF16", (96, 64)))}, "NAME_COLLISION", "there as well"),

@@ -316,6 +316,9 @@ def _exact(
     if shape is None:
         message = f"packed codes are [..., K/{convention.block}, {convention.block // 2}]; found {codes} {list(packed)}"
         return _Misfit("SHAPE_MISMATCH", Role.CODES, message)
+    if encoding.code_bits < 8 and (not shape or shape[-1] % 2):
+        message = f"codes of {encoding.name} lie in pairs along the last dim; found {codes} {list(packed)}"
+        return _Misfit("SHAPE_MISMATCH", Role.CODES, message)
     if scales not in _SCALES[encoding.name]:
         known = " or ".join(_SCALES[encoding.name])
         return _Misfit(
