@@ -9,10 +9,10 @@ import torch
 
 import transaxle as tx
 from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle
-from tests.corpus import checksums
+from tests.corpus import archives, checksums, deepspeed, folders
 from tests.corpus.case import Case
 
-CASES = {**checksums.CASES}
+CASES = {**checksums.CASES, **archives.CASES, **folders.CASES, **deepspeed.CASES}
 TARGETS = ("safetensors:identity", "dcp:identity", "torch:identity")
 
 
@@ -39,7 +39,8 @@ def test_every_command_refuses(here: Path, transaxle: Transaxle, name: str) -> N
         done = transaxle("convert", path, here / "out", "--to", target, "--json")
         _said(case, done.codes, done.out)
     done = transaxle("verify", path, "--json")
-    _said(case, [each["code"] for each in done.json["problems"]] if case.late else done.codes, done.out)
+    if not case.unverified:
+        _said(case, [each["code"] for each in done.json["problems"]] if case.late else done.codes, done.out)
     with pytest.raises(tx.TransaxleError) as caught:
         tx.load(_state(path) if case.late else {"a": torch.zeros(1)}, path)
     _said(case, [each.code for each in caught.value.refusals], str(caught.value))

@@ -38,7 +38,6 @@ def fill(folder: Path, names: Iterable[str]) -> None:
 OPENED = {
     "an index": ([INDEX], INDEX),
     "an index of diffusers": (["diffusion_pytorch_model.safetensors.index.json"], SHARD),
-    "an index before a whole file": ([INDEX, FILE], INDEX),
     "an index before another file": ([INDEX, "consolidated.safetensors"], INDEX),
     "an index before torch": ([INDEX, "pytorch_model.bin.index.json", "pytorch_model.bin"], INDEX),
     "a whole file": ([FILE], FILE),
@@ -77,6 +76,7 @@ REFUSED: dict[str, tuple[list[str], Code, str]] = {
     "DeepSpeed of several steps": (["latest", "global_step1/", "global_step2/"], "INCOMPLETE", "_model_states.pt"),
     "DeepSpeed without latest": (["global_step10/"], "INCOMPLETE", "_model_states.pt"),
     "DeepSpeed before others": (["global_step2/", FILE], "INCOMPLETE", "_model_states.pt"),
+    "an index and a whole file": ([INDEX, FILE], "AMBIGUOUS", "two checkpoints in one place"),
     "DeepSpeed undecided": (["global_step1/", "global_step2/"], "AMBIGUOUS", "global_step1, global_step2"),
     "torch": (["pytorch_model.bin"], "UNSUPPORTED", "no torch file"),
     "torch of several files": (["pytorch_model.bin.index.json", "a.bin", "b.bin"], "CORRUPT", "weight_map"),

@@ -7,6 +7,7 @@ refused, whatever the format of the shards.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ TOTAL_SIZE = "total_size"
 DERIVED = frozenset({TOTAL_SIZE, "total_parameters"})
 """Members of the metadata that say nothing which the shards do not say."""
 
+_NUMBERED = re.compile(r"(.*)-\d{1,9}(-of-\d{1,9}\.\w+)")
+"""Name of a shard, without its number: what it has in common with the others of its set."""
 _MAX_INDEX = 200_000_000
 _NULL = msgspec.Raw(b"null")
 _EMPTY = msgspec.Raw(b"{}")
@@ -149,8 +152,32 @@ def _read_set(
         part = read(member)
         return {member: part}, dict(part.entries), {}
     weight_map, said = read_index(storage, member)
+    _check_alone(storage, member, weight_map, faults)
     parts = read_shards(storage, member, weight_map, read, faults)
     return parts, agreed(member, weight_map, {name: part.entries for name, part in parts.items()}, faults), said
+
+
+def _check_alone(storage: Storage, index: str, weight_map: Mapping[str, str], faults: Faults) -> None:
+    """Refuse an index of nothing, and one beside a whole file of its name: programs differ in which of both they read.
+
+    transformers reads the file and leaves the shards alone. Whoever names one of the two has chosen.
+    """
+    if not weight_map:
+        faults.add("CORRUPT", f"its {WEIGHT_MAP} is empty: it names no tensor", index)
+    if storage.single is not None:
+        return
+    begin, named = _folder_of(index), set(weight_map.values())
+    whole = index.removeprefix(begin).removesuffix(INDEX)
+    there = storage.listing(begin.rstrip("/")).everything()
+    sets = {found.groups() for shard in named if (found := _NUMBERED.fullmatch(shard))}
+    for shard in there:
+        found = _NUMBERED.fullmatch(shard)
+        if found and found.groups() in sets and shard not in named:
+            message = f"by its name it is a shard of the same set, and the index {index} does not name it"
+            faults.add("CORRUPT", message, f"{begin}{shard}", hint="Copy the index that belongs to it, or remove it.")
+    if whole not in named and whole in there:
+        message = f"{begin}{whole} and the shards of {index} are two checkpoints in one place"
+        faults.add("AMBIGUOUS", message, storage.path, hint=f"Name one of them: the file {whole}, or the index.")
 
 
 def read_shards(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import transaxle as tx
 from tests.formats.torch_file.made import FILE, octets, opened, view
 from transaxle.errors import Code, TransaxleError
 from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
@@ -55,6 +56,24 @@ def test_a_good_one(tmp_path: Path) -> None:
     assert container.checksums == ()
 
 
+def test_views_of_storages(tmp_path: Path) -> None:
+    """torch up to 0.3 saved a part of a storage as a storage of its own; torch still reads such files."""
+    value = {
+        "whole": view(storage()),
+        "first": view(storage(part=("8", 0, 2)), shape=(2,)),
+        "last": view(storage(part=("9", 1, 3)), offset=1, shape=(2,)),
+        "again": view(storage(part=("9", 1, 3)), shape=(2,), strides=(2,)),
+        "none": view(storage(part=("10", 4, 0)), shape=(0,)),
+    }
+    data = legacy(value)
+    (tmp_path / FILE).write_bytes(data)
+    held = torch.load(tmp_path / FILE, weights_only=True)
+    with tx.open(tmp_path / FILE) as checkpoint:
+        found = {name: tensor.tobytes() for name, tensor in checkpoint.items()}
+    assert found == {name: tensor.contiguous().numpy().tobytes() for name, tensor in held.items()}
+    assert found["last"] == BYTES[8:16]
+
+
 LIES: dict[str, tuple[bytes, Code, str]] = {
     "no storages are listed": (legacy(keys=(), data=b""), "CORRUPT", "which it does not hold"),
     "a storage that no tensor refers to": (
@@ -79,7 +98,18 @@ LIES: dict[str, tuple[bytes, Code, str]] = {
     "no system": (legacy(system=[]), "CORRUPT", "system"),
     "a system without its order": (legacy(system={"x": 1}), "CORRUPT", "system"),
     "big-endian": (legacy(system={"little_endian": False}), "UNSUPPORTED", "big-endian"),
-    "a view of a storage": (legacy(weight(part=("8", 0, 4))), "UNSUPPORTED", "view of another"),
+    "a view beyond its storage": (legacy(weight(part=("8", 1, 4))), "CORRUPT", "does not lie in storage '7'"),
+    "a view before its storage": (legacy(weight(part=("8", -1, 4))), "CORRUPT", "does not lie in storage '7'"),
+    "a view of less than nothing": (legacy(weight(part=("8", 2, -1))), "CORRUPT", "does not lie in storage '7'"),
+    "a view of a true size": (legacy(weight(part=("8", 0, True))), "CORRUPT", "does not lie in storage '7'"),
+    "a tensor beyond its view": (legacy(weight(part=("8", 1, 3))), "CORRUPT", "ends at byte 16 of storage '8'"),
+    "a view without a key": (legacy(weight(part=(8, 0, 4))), "CORRUPT", "view of storage '7' is malformed"),
+    "a view of two numbers": (legacy(weight(part=("8", 0))), "CORRUPT", "view of storage '7' is malformed"),
+    "a view with a path for a name": (legacy(weight(part=("../8", 0, 4))), "CORRUPT", "no name of a view"),
+    "a view that is its storage": (legacy(weight(part=("7", 0, 4))), "CORRUPT", "is a storage and a view"),
+    "a view that is two": (
+        legacy([view(storage(part=("8", 0, 2)), shape=(2,)), view(storage(part=("8", 2, 2)), shape=(2,))]),
+        "CORRUPT", "two parts of storages"),
     "a storage of a new file": (
         legacy({"w": view(Persistent(("storage", StorageType(None), "7", "cpu", 4)))}), "CORRUPT", "no storage"),
     "a view that is too long": (legacy({"w": view(storage(), shape=(5,))}), "CORRUPT", "ends at byte 20"),

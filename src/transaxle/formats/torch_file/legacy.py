@@ -93,6 +93,8 @@ def _place(window: Window, head: Head) -> None:
     for key in keys:
         if key not in found:
             raise window.corrupt(f"it holds the storage {key[:80]!r}, which no tensor refers to")
+    if head.storages.clash:
+        raise window.corrupt(f"{head.storages.clash!r} is a storage and a view of one")
     missing = found.keys() - set(keys)
     if missing:
         raise window.corrupt(f"tensors refer to the storage {min(missing)!r}, which it does not hold")

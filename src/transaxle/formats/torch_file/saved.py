@@ -15,12 +15,14 @@ from transaxle.formats.torch_file.stored import Storages, Stored
 from transaxle.formats.torch_file.window import Window, window
 
 PICKLE, DATA, BYTE_ORDER, VERSION = "data.pkl", "data/", "byteorder", "version"
+FORMAT_VERSION, ALIGNED = ".format_version", ".storage_alignment"
 LITTLE = b"little"
 _BIG = b"big"
 _SCRIPT = "constants.pkl"
 _LFS_POINTER = b"version https://git-lfs"
 _TAR, _TAR_AT = b"ustar", 257
 _LONGEST_NOTE = 64
+_WIDEST = 1 << 30
 _PICKLE_BEGINS = b"\x80"
 
 
@@ -58,8 +60,7 @@ def read_saved(storage: Storage, file: str, start: int = 0, size: int | None = N
         checksums = ()
     else:
         raise _no_torch_file(area, begin)
-    for stored in storages.found.values():
-        stored.offset += start
+    storages.settle(start)
     return Saved(value, storages.found, checksums)
 
 
@@ -112,8 +113,12 @@ def _check_notes(area: Window, archive: Archive) -> None:
         raise area.unsupported("it was written on a big-endian machine", "Save it again on a little-endian one.")
     if order not in (None, LITTLE):
         raise area.corrupt(f"record {BYTE_ORDER}: {order!r} is no byte order")
-    if version is not None and not version.strip().isdigit():
-        raise area.corrupt(f"record {VERSION}: {version!r} is no version")
+    for name, said in ((VERSION, version), (FORMAT_VERSION, _note(area, archive, FORMAT_VERSION))):
+        if said is not None and not said.strip().isdigit():
+            raise area.corrupt(f"record {name}: {said!r} is no version")
+    aligned = _note(area, archive, ALIGNED)
+    if aligned is not None and not (aligned.isdigit() and 0 < int(aligned) <= _WIDEST):
+        raise area.corrupt(f"record {ALIGNED}: {aligned!r} is no number of bytes that storages can be aligned to")
 
 
 def _note(area: Window, archive: Archive, name: str) -> bytes | None:

@@ -53,13 +53,13 @@ class Storages:
     def __init__(self, *, legacy: bool) -> None:
         self._legacy = legacy
         self.found: dict[str, Stored] = {}
+        self._views: dict[str, tuple[Stored, int, Stored]] = {}
 
     def refer(self, pid: object) -> Stored:
         """Resolve a persistent id: `("storage", type, key, device, elements)`, in old files with the view it is of.
 
         Raises:
-            PickleFault: CORRUPT if it is none, or contradicts an earlier one; UNSUPPORTED for code that was saved, and
-                for views of storages, which no release since 0.4 writes.
+            PickleFault: CORRUPT if it is none, or contradicts an earlier one; UNSUPPORTED for code that was saved.
         """
         if type(pid) is not tuple or len(pid) < 2:
             raise malformed("a persistent id is no storage")
@@ -75,9 +75,38 @@ class Storages:
             raise malformed(f"storage {key[:80]!r} has an impossible number of elements")
         if not is_plain(key):
             raise malformed(f"{key[:80]!r} is no name of a storage")
-        if self._legacy and rest[4] is not None:
-            raise PickleFault(f"storage {key!r} is a view of another", "UNSUPPORTED")
-        return self._agreed(Stored(key, kind.dtype or BYTE, count))
+        stored = self._agreed(Stored(key, kind.dtype or BYTE, count))
+        return self._view(stored, rest[4]) if self._legacy and rest[4] is not None else stored
+
+    @property
+    def clash(self) -> str | None:
+        """A key that is that of a storage and of a view of one; None where there is none."""
+        return min(self.found.keys() & self._views.keys(), default=None)
+
+    def settle(self, start: int) -> None:
+        """Count all places from the beginning of the file, and give views of storages theirs.
+
+        Args:
+            start: byte of the file from which the storages' places were counted.
+        """
+        for stored in self.found.values():
+            stored.offset += start
+        for root, first, view in self._views.values():
+            view.offset = self.found[root.key].offset + first * item_bytes(view.dtype)
+
+    def _view(self, root: Stored, said: object) -> Stored:
+        """Return a part of a storage that releases before 0.4 saved as one: `(key, first element, elements)`."""
+        if type(said) is not tuple or len(said) != 3 or type(said[0]) is not str:
+            raise malformed(f"the view of storage {root.key!r} is malformed")
+        key, first, count = said
+        if not is_plain(key):
+            raise malformed(f"{key[:80]!r} is no name of a view of a storage")
+        if type(first) is not int or type(count) is not int or not 0 <= first <= first + count <= root.count:
+            raise malformed(f"the view {key!r} does not lie in storage {root.key!r}, which has {root.count} elements")
+        known, begin, view = self._views.setdefault(key, (root, first, Stored(key, root.dtype, count)))
+        if (known.key, begin, view.dtype, view.count) != (root.key, first, root.dtype, count):
+            raise malformed(f"the view {key!r} is said to be two parts of storages")
+        return view
 
     def _agreed(self, said: Stored) -> Stored:
         known = self.found.setdefault(said.key, said)
