@@ -55,7 +55,7 @@ def train(said: argparse.Namespace) -> list[float]:
     """Train for some steps, write both folders, and return the losses."""
     model = build(said.source, said.data)
     if not said.resume:
-        tx.load(model, said.source, decode="fp32")  # a hub's weights are bf16; each rank reads its part of them
+        tx.load(model, said.source, dtype="fp32")  # a hub's weights are bf16; each rank reads its part of them
     optimizer = AdamW(model.parameters(), lr=1e-3)  # of the parameters that have storage by now
     if said.resume:
         tx.load(model, said.resume, optimizer=optimizer)

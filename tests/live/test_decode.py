@@ -1,4 +1,4 @@
-"""`decode=`: what is encoded, or of another type, becomes what the parameter is; unasked, it is refused."""
+"""`decode=` and `dtype=`: what is encoded, or of another type, becomes what the parameter is, if that is asked for."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ def test_a_type_that_differs_needs_leave(tmp_path: Path) -> None:
         load(state, source)
     assert [r.where.tensor for r in found.value.refusals] == ["a", "b", "c"]
     assert {r.code for r in found.value.refusals} == {"DTYPE_MISMATCH"}
-    assert 'decode="bf16"' in found.value.refusals[0].hint
-    assert 'decode="fp32"' in found.value.refusals[2].hint
+    assert 'dtype="bf16"' in found.value.refusals[0].hint
+    assert 'dtype="fp32"' in found.value.refusals[2].hint
     with pytest.raises(TransaxleError) as found:
-        load(state, source, decode="bf16")
+        load(state, source, dtype="bf16")
     assert [r.where.tensor for r in found.value.refusals] == ["c"]
     assert all(bool((tensor == 1).all()) for tensor in state.values())
     state["c"] = state["c"].bfloat16()
-    report = load(state, source, decode="bf16")
+    with pytest.raises(TransaxleError, match="DTYPE_MISMATCH"):
+        load(state, source, decode="bf16")  # what is plain is not decoded
+    report = load(state, source, dtype="bf16")
     assert torch.equal(state["a"], (torch.arange(6.0) + 1 / 3).bfloat16())
     assert torch.equal(state["b"], torch.arange(6.0).bfloat16())
     assert report.converted == (Conversion("a", "F32", "BF16", exact=False), Conversion("b", "F32", "BF16", exact=True))
@@ -55,7 +57,7 @@ def test_every_plain_type_is_converted_as_torch_does(tmp_path: Path, decode: Any
     tensors = {str(kind): values.to(kind) for kind in kinds}
     save_file(tensors, tmp_path / "model.safetensors")
     state = {name: torch.zeros(40, dtype=dtype) for name in tensors}
-    report = load(state, tmp_path, decode=decode)
+    report = load(state, tmp_path, dtype=decode)
     for name, tensor in tensors.items():
         assert torch.equal(state[name].nan_to_num(77), tensor.to(dtype).nan_to_num(77))
     for each in report.converted:
@@ -102,7 +104,7 @@ def test_codes_with_scales_are_decoded_if_asked(tmp_path: Path) -> None:
     assert [(each.name, each.to, each.exact) for each in report.converted] == [("layer.weight", "F32", None)]
     assert report.bytes_read < 256 * 384 * 2 < report.bytes_written
     half = {"layer.weight": torch.ones(256, 384, dtype=torch.float16), "layer.bias": torch.zeros(256, dtype=torch.half)}
-    load(half, tmp_path, decode="fp16")
+    load(half, tmp_path, decode="fp16", dtype="fp16")
     assert torch.equal(half["layer.weight"], values.half())
 
 
@@ -136,7 +138,7 @@ def _fill(rank: int, world: int, source: str) -> Any:
         name: distribute_tensor(torch.full(shape, 9.0).bfloat16(), mesh, [Shard(0)], src_data_rank=None)
         for name, shape in shapes.items()
     }
-    report = load(state, source, decode="bf16")
+    report = load(state, source, decode="bf16", dtype="bf16")
     converted = {each.name: (each.stored, each.to, each.exact) for each in report.converted}
     return {name: tensor.full_tensor() for name, tensor in state.items()}, converted
 

@@ -112,7 +112,7 @@ def test_everything_is_told_at_once_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(TransaxleError) as found:
         load(state, tmp_path)
     assert _refusals(found) == {
-        ("DTYPE_MISMATCH", "a.weight"): 'decode="bf16" converts what is stored to the parameter\'s type',
+        ("DTYPE_MISMATCH", "a.weight"): 'dtype="bf16" casts what is stored to the parameter\'s type',
         ("SHAPE_MISMATCH", "b.weight"): "build the model with the sizes that the source has",
         ("MISSING_TENSOR", "c.weight"): "strict=False loads the others",
         ("MISSING_TENSOR", "model.x.bias"): "the closest name in the source is x.bias; strict=False loads the others",

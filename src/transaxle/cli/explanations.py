@@ -119,7 +119,8 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "Moving a tensor never changes its dtype. Where a target can hold only one type, another one is refused "
         "instead of being cast: codes of 8-bit floats without their scales, for instance, are not numbers yet.",
         "model.layers.0.mlp.down_proj.weight\n    expected BF16, got F8_E4M3",
-        "Convert the dtype in the program that made the checkpoint, or choose a target that holds it as it is.",
+        "Cast plain numbers with --dtype (dtype= of load), decode encoded ones with --decode, or choose a target that "
+        "holds them as they are.",
     ),
     "DTYPE_MIXED": Explanation(
         "Tensors of different dtypes would have to share one stored tensor.",

@@ -1,4 +1,4 @@
-"""Conversions that `decode=` allows: which types become which, and whether a value was rounded on the way.
+"""Conversions that `decode=` and `dtype=` allow: which types become which, and whether a value was rounded on the way.
 
 Codes without their scales are no values: a tensor of fp8 that no encoding explains is converted by nothing here.
 """
@@ -15,7 +15,7 @@ from transaxle.engine.checkpoint import Checkpoint
 from transaxle.errors import refuse
 
 ALLOWED: Mapping[str, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-"""Values of `decode=`, and the safetensors codes of the parameters that may be converted to."""
+"""Values of `decode=` and `dtype=`, and the safetensors codes of the parameters that may be converted to."""
 _DECODED_AS: Mapping[str, str] = {"bf16": "bf16", "fp16": "fp32", "fp32": "fp32"}
 """Type in which encoded values are computed."""
 _PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
@@ -39,9 +39,20 @@ class Conversion:
     became is not measured while loading."""
 
 
-def may_become(stored: str, wanted: str, decode: str | None) -> bool:
-    """Tell whether values of one type may become another."""
-    return decode is not None and stored in _PLAIN and ALLOWED[decode] == wanted
+def may_become(stored: str, wanted: str, allowed: str | None) -> bool:
+    """Tell whether values of one type may become another: `allowed` is `dtype`, or `decode` of what was encoded."""
+    return allowed is not None and stored in _PLAIN and ALLOWED[allowed] == wanted
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Refuse a `dtype=` that parameters cannot be cast to.
+
+    Raises:
+        Refused: UNSUPPORTED.
+    """
+    if dtype is not None and dtype not in ALLOWED:
+        named = ", ".join(f'dtype="{one}"' for one in ALLOWED)
+        raise refuse("UNSUPPORTED", f"dtype={dtype!r} is no type that parameters can be cast to", hint=named)
 
 
 def is_plain(stored: str) -> bool:
@@ -56,6 +67,8 @@ def decode_hint(stored: str, wanted: str, decode: str | None = None) -> str:
         return "values become codes when they are written so, transaxle convert --encode, or in a parameter of tx.quant"
     if said is None or not stored.startswith(("F", "BF")):
         return ""
+    if stored in _PLAIN:
+        return f'dtype="{said}" casts what is stored to the parameter\'s type'
     if said == decode:
         return "codes are values with their scales alone: nothing here says which scales these have"
     return f'decode="{said}" converts what is stored to the parameter\'s type'
@@ -77,6 +90,8 @@ def decoded(checkpoint: Checkpoint, decode: str | None, keep: Iterable[str] = ()
     if decode not in ALLOWED:
         named = ", ".join(f'decode="{one}"' for one in ALLOWED)
         raise refuse("UNSUPPORTED", f"decode={decode!r} is no type that parameters can be converted to", hint=named)
+    if not checkpoint.catalog.encoded and not checkpoint.catalog.refusals:
+        return checkpoint  # a plain source needs no decoding, and what is of another type needs `dtype`
     return checkpoint.decode(_DECODED_AS[decode], skip=[escape(name) for name in keep])
 
 

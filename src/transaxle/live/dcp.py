@@ -195,7 +195,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
                 problems.append(Refusal("SHAPE_MISMATCH", message, where))
             elif stored.properties.dtype != value.dtype:
                 here, there = code_of(value.dtype), code_of(stored.properties.dtype)
-                hint = decode_hint(there, here).replace("decode=", "transaxle.load with decode=")
+                hint = f"transaxle.load: {decode_hint(there, here)}"
                 message = f"the model's is {here}, the checkpoint's {there}"
                 problems.append(Refusal("DTYPE_MISMATCH", message, where, hint))
         if problems:

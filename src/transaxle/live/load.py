@@ -31,7 +31,7 @@ from transaxle.live.beside import Beside
 from transaxle.live.census import Census, census
 from transaxle.live.clock import Clock
 from transaxle.live.config import Config, plain, sizes_that_differ
-from transaxle.live.convert import Conversion
+from transaxle.live.convert import Conversion, check_dtype
 from transaxle.live.deferred import Deferred
 from transaxle.live.exchange import Parcel, exchange
 from transaxle.live.groups import restore, settings_for
@@ -104,6 +104,7 @@ def load(
     config: str | Path | Config | None = None,
     strict: bool = True,
     decode: Literal["bf16", "fp16", "fp32"] | None = None,
+    dtype: Literal["bf16", "fp16", "fp32"] | None = None,
     broadcast_replicated: bool = True,
     group: dist.ProcessGroup | None = None,
     device: torch.device | None = None,
@@ -122,8 +123,9 @@ def load(
         dialect: dialect of the model's names; None: recognised.
         config: config.json of the source, where it has none: its path, its content or a transformers config.
         strict: refuse names that only one side has; otherwise they are reported.
-        decode: parameters of this type take encoded tensors, decoded, and floating-point ones of other types, rounded;
-            None: a type that differs is refused.
+        decode: parameters of this type take encoded tensors, decoded; None: these are refused.
+        dtype: parameters of this type take plain floating-point tensors of other types, cast as `.to` does; None: a
+            type that differs is refused.
         broadcast_replicated: read what several ranks hold once, and send it.
         group: the ranks that load together; None: all.
         device: where plain meta tensors go; None: the current GPU, or the CPU where there is none.
@@ -138,7 +140,7 @@ def load(
         reader = Counting(base.container.storage)
         checkpoint = _counted(base, reader)
         with clock.stage("plan"):
-            planned = _plan(state, checkpoint, optimizer, extra or {}, family, dialect, world, strict, decode)
+            planned = _plan(state, checkpoint, optimizer, extra or {}, family, dialect, world, strict, decode, dtype)
             plan = units(planned.wanted, planned.stored, once=broadcast_replicated)
         with clock.stage("check"), world.together():
             _check_copies(planned.seen, world, jobs)
@@ -249,9 +251,11 @@ def _plan(
     world: World,
     strict: bool,
     decode: str | None,
+    dtype: str | None,
 ) -> _Planned:
     """Find out what every rank needs and where it lies; collective."""
     with world.together():
+        check_dtype(dtype)
         found = _found(state, checkpoint)
     names = census(found.tensors, world)
     weights = Weights(found.weights, world)
@@ -278,8 +282,8 @@ def _plan(
     ties, doubles, others, omitted = ({name for each in told for name in each[side]} for side in range(4))
     everything = {name: tensor for name, tensor in {**kept, **added}.items() if name not in ties}
     with world.together():
-        sizes = sizes_that_differ(state, seen.checkpoint.config)
-        problems, missing, unexpected = compared(everything, stored, optimizer is not None, decode, sizes)
+        sizes, codes = sizes_that_differ(state, seen.checkpoint.config), seen.checkpoint.decoded
+        problems, missing, unexpected = compared(everything, stored, optimizer is not None, decode, sizes, dtype, codes)
         problems += filled.problems
         beside_them = {item.name for item in checkpoint.container.training if item.name is not None}
         unexpected = tuple(n for n in unexpected if n not in others | doubles | filled.gone | beside_them)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 from transaxle.axes.arrange import arranged, groups
@@ -24,6 +24,8 @@ def compared(
     optimizer: bool,
     decode: str | None = None,
     sizes: str = "",
+    dtype: str | None = None,
+    encoded: Container[str] = (),
 ) -> tuple[list[Refusal], tuple[str, ...], tuple[str, ...]]:
     """Hold the model's tensors against the source's; return what differs, and the names that only one of them has.
 
@@ -33,8 +35,10 @@ def compared(
         everything: the model's.
         stored: the source's, by the model's names.
         optimizer: whether state that only the source has counts.
-        decode: type of parameters that other floating-point types may be converted to.
+        decode: type of parameters that take encoded tensors, decoded.
         sizes: how the configs of the two differ.
+        dtype: type of parameters that take plain numbers of other types, cast.
+        encoded: names, as tables have them, of what is decoded.
     """
     there = {name: source.shape for name, source in stored.items()}
     experts = arranged(groups({name: tensor.shape for name, tensor in everything.items()}, there), there)
@@ -49,7 +53,9 @@ def compared(
         if source.shape != tensor.shape:
             message = f"the model's is {list(tensor.shape)}, the source's {list(source.shape)}"
             problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name), sizes or _OTHER_SIZES))
-        elif source.dtype != tensor.dtype and not may_become(source.dtype, tensor.dtype, decode):
+            continue
+        codes = any(origin in encoded for origin in source.origins)
+        if source.dtype != tensor.dtype and not may_become(source.dtype, tensor.dtype, decode if codes else dtype):
             message = f"the model's is {tensor.dtype}, the source's {source.dtype}"
             hint = decode_hint(source.dtype, tensor.dtype, decode)
             problems.append(Refusal("DTYPE_MISMATCH", message, Where(None, name), hint))

@@ -33,7 +33,7 @@ class LoadReport:
     bytes_written: int
     """Bytes written into this rank's tensors; equal to what they hold."""
     converted: tuple[Conversion, ...]
-    """Tensors whose values were decoded or cast, because `decode` allowed it, and whether any was rounded."""
+    """Tensors whose values were decoded or cast (`decode`, `dtype`), and whether any was rounded."""
     missing: tuple[str, ...]
     """Names of the model that the source lacks (`strict=False`); they hold what they held."""
     unexpected: tuple[str, ...]
