@@ -87,7 +87,7 @@ def test_opening_is_linear_in_the_parts_of_a_checkpoint(make: Make, each: int, t
 
     works = [looking(count) for count in (60, 120, 240)]
     works[0]()  # what it imports counts once
-    assert_linear([calls(work) for work in works])
+    assert_linear([calls(work) for work in works], 1.6)  # beyond some files, the first ones are opened once more
     peaks = [peak(work) for work in works]
     assert (peaks[2] - peaks[1]) / 120 < each, peaks
 
