@@ -146,3 +146,16 @@ def test_no_value_passes_through_a_collective_that_need_not(tmp_path: Path, once
     assert received == ((world - 1) * shared if once else 0)
     assert sum(each["read"] for each in found) == needed - received
     assert all(0 < each["moved"] < (1 << 17) + 2 * each["received"] for each in found), "names and shapes, no values"
+
+
+def _columns(rank: int, world: int, folder: str, columns: int) -> float:
+    mesh = init_device_mesh("cpu", (world,))
+    state = {"w": distribute_tensor(torch.zeros(512, columns), mesh, [Shard(1)], src_data_rank=None)}
+    report = load(state, folder)
+    return report.bytes_read / report.bytes_needed
+
+
+@pytest.mark.parametrize(("columns", "most"), [(4, 2.0), (32, 2.0), (34, 1.0), (256, 1.0)])
+def test_gaps_are_read_along_only_where_they_are_short(tmp_path: Path, columns: int, most: float) -> None:
+    save_file({"w": torch.rand(512, columns)}, tmp_path / "model.safetensors")
+    assert all(most - 0.01 < found <= most for found in run(2, _columns, str(tmp_path), columns))
