@@ -67,8 +67,18 @@ def test_a_missing_file_is_seen(converted: Callable[[str], Path], transaxle: Tra
 def test_without_a_manifest_it_says_what_that_proves(ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("verify", ck)
     assert outcome.code == 0
-    assert "no transaxle.json to be held against" in outcome.out
+    assert outcome.out.startswith("no digest: structure checked only: 69 tensors")
+    assert "as it was written" not in outcome.out
     assert transaxle("verify", ck, "--json").json["against"] == "structure"
+
+
+def test_one_file_is_held_against_its_own_digests(ck: Path, transaxle: Transaxle) -> None:
+    assert transaxle("convert", ck, "out.safetensors", "--to", "hf", "--verify").code == 0
+    outcome = transaxle("verify", "out.safetensors")
+    assert "every digest in the file agrees" in outcome.out
+    flip(Path("out.safetensors"), -1)
+    assert transaxle("verify", "out.safetensors").code == DIFFERENT
+    assert transaxle("verify", "out.safetensors", "--json").json["problems"][0]["code"] == "CORRUPT"
 
 
 def test_diff_says_where(ck: Path, transaxle: Transaxle) -> None:

@@ -27,8 +27,8 @@ from transaxle.engine.verify import Verification, verify, verify_against
     help="""Hold a checkpoint against its manifest, or against another checkpoint.
 
     Exits with 0 if all is well and with 1 if not. With one checkpoint, every tensor is read and its hash compared with
-    the one in transaxle.json; without that file, only the structure can be checked. With two, their tensors are
-    compared bit by bit, whatever dialect and files each is in.""",
+    the one in transaxle.json, or of one file with the one in it; without either, only the structure can be checked.
+    With two, their tensors are compared bit by bit, whatever dialect and files each is in.""",
 )
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path(), required=False)
@@ -67,9 +67,13 @@ def print_verification(screen: Screen, found: Verification) -> None:
         print_refusals(screen, "  what is wrong", found.problems, screen.line)
     elif found.against == "manifest":
         screen.line(("as it was written", "green"), f": {amount}; every hash in its manifest agrees (xxh3-128)")
+    elif found.against == "digests":
+        screen.line(("as it was written", "green"), f": {amount}; every digest in the file agrees (xxh3-128)")
     else:
-        screen.line(f"readable: {amount}")
-        screen.line("  it has no transaxle.json to be held against: name a second checkpoint to compare it with")
+        screen.line(f"no digest: structure checked only: {amount}")
+        screen.line(
+            "  what was written is not known, so its data is not proved: name a second checkpoint to compare with"
+        )
 
 
 def print_comparison(screen: Screen, found: Comparison) -> None:

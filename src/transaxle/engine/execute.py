@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from transaxle.engine.product import Measured
 from transaxle.engine.transfer import landing
 from transaxle.errors import gathered
 from transaxle.formats.belongings import Overwrite
+from transaxle.formats.catalog import Fragment
 from transaxle.formats.company import MANIFEST
 from transaxle.formats.leftovers import swept
 from transaxle.formats.local import LocalStorage
@@ -194,8 +195,8 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
     single = staging.single is not None
     refuse_other(staging.scratch, prepared.task, shown(prepared.asked[0]))
     kept = staging.prepare(prepared.draft.files if single else plan.files)
-    for fragment in prepared.draft.fragments:
-        staging.pwrite(fragment.file, fragment.offset, memoryview(fragment.data))
+
+    put(staging, prepared.draft.early())
     differing = unequal(plan.checks, storage, limit)
     if differing:
         raise gathered(differing)
@@ -205,16 +206,15 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
     sizes: Sizes = {}
 
     def copy(worker: Worker, item: PlannedTensor, progress: Progress) -> Done:
-        hashed, measured = xxhash.xxh3_128(), Summed()
-        for file, offset, part in landing(made(worker, item, sizes, measured), item.places):
-            staging.pwrite(file, offset, part)
-            hashed.update(part)
-            progress(len(part))
-        return Done(hashed.hexdigest(), measured.error if item.codes_of is not None else None)
+        return _copied(made(worker, item, sizes, measured := Summed()), item, measured, staging, progress)
 
     def write(worker: Worker, tensor: PlannedTensor) -> None:
         tensors[tensor.name] = copy(worker, tensor, progress)
         journal.add(tensor.name, tensors[tensor.name])
+
+    def foretell(worker: Worker, item: PlannedTensor) -> None:
+        blocks = made(worker, item, sizes, measured := Summed())
+        tensors[item.name] = _copied(blocks, item, measured, None, unwatched)
 
     def carry(worker: Worker, file: PlannedTensor) -> None:
         carried[file.name] = copy(worker, file, unwatched)
@@ -226,6 +226,10 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
         _expect(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors])
         progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in todo))
         sizes = measured_sizes(todo, limit, workers)
+        first = staging.ordered and prepared.draft.sealed_first
+        if first:  # a stream cannot go back to them: everything is read twice
+            share(todo, limit.jobs, workers, foretell)
+            put(staging, _late(prepared, tensors))
         share(portions(todo, ordered=staging.ordered), limit.jobs, workers, in_turn(write))
         share(() if single else plan.carried_files, limit.jobs, workers, carry)
     finally:
@@ -235,10 +239,35 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
         if tensor.codes_of is not None and error is not None:
             errors[tensor.codes_of] = error
     storage.recheck()
+    put(staging, () if first else _late(prepared, tensors))
     if not single:
         hashes = ({name: done.hash for name, done in each.items()} for each in (tensors, carried))
         staging.write(MANIFEST, encode(manifest_of(prepared, *hashes)))
     return resumed
+
+
+def put(staging: Stage, fragments: Iterable[Fragment]) -> None:
+    """Write bytes that are known."""
+    for fragment in fragments:
+        staging.pwrite(fragment.file, fragment.offset, memoryview(fragment.data))
+
+
+def _late(prepared: Prepared, tensors: Mapping[str, Done]) -> Iterator[Fragment]:
+    """Return the bytes that are known when all tensors are."""
+    return prepared.draft.late({name: done.hash for name, done in tensors.items()})
+
+
+def _copied(
+    blocks: Iterable[memoryview], item: PlannedTensor, measured: Summed, staging: Stage | None, progress: Progress
+) -> Done:
+    """Write what a tensor is made of, or only hash it where there is nowhere to write to."""
+    hashed = xxhash.xxh3_128()
+    for file, offset, part in landing(blocks, item.places):
+        if staging is not None:
+            staging.pwrite(file, offset, part)
+        hashed.update(part)
+        progress(len(part))
+    return Done(hashed.hexdigest(), measured.error if item.codes_of is not None else None)
 
 
 def _expect(prepared: Prepared, tensors: Iterable[PlannedTensor]) -> None:

@@ -102,10 +102,12 @@ def _alike(prepared: Prepared, storage: LocalStorage) -> bool:
         sizes = dict(zip([single], prepared.draft.files.values(), strict=True))
     if any(storage.size(name) != size for name, size in sizes.items()):
         return False
-    return all(
-        storage.read(single or fragment.file, fragment.offset, len(fragment.data)) == fragment.data
-        for fragment in prepared.draft.fragments
-    )
+    return all(_holds(storage, fragment) for fragment in prepared.draft.early())
+
+
+def _holds(storage: LocalStorage, fragment: Fragment) -> bool:
+    file = storage.single or fragment.file
+    return storage.read(file, fragment.offset, len(fragment.data)) == fragment.data
 
 
 def _files(storage: LocalStorage, folder: str = "") -> Iterator[str]:
@@ -126,7 +128,7 @@ def _same_bytes(
     if tensors is None:
         return False
     if single:
-        return True
+        return all(_holds(storage, fragment) for fragment in prepared.draft.late(tensors))
     carried = _compared(prepared, plan.carried_files, storage, limit, progress, errors)
     if carried is None:
         return False

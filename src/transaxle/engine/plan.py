@@ -214,6 +214,8 @@ SINKS: Mapping[str, Sink] = {
 """Formats that can be written."""
 HUB = (SAFETENSORS, "hf")
 """Format and dialect of a model on a hub: the optimizer's state stays behind unless it is asked for."""
+_SEALED = frozenset({SAFETENSORS, TORCH})
+"""Formats of which one file can be a checkpoint: it holds its digests itself, for no manifest lies beside it."""
 _INFORMED = frozenset({UNIVERSAL})
 """Formats that also record the run: their sinks are told what the source says of it."""
 
@@ -301,7 +303,8 @@ def make_plan(
     source = checkpoint.source_of(wanted)
     written = _by_name(products(view, names, encode.encoding if encode else ""), problems)
     groups = regrouped(checkpoint.container.metadata.get(GROUPS, ()), view.targets, problems)
-    told = _told(checkpoint, view, source, groups) if form in _INFORMED else {"groups": groups}
+    told: dict[str, Any] = _told(checkpoint, view, source, groups) if form in _INFORMED else {"groups": groups}
+    told |= {"sealed": True} if single and form in _SEALED else {}
     notes = joined(checkpoint.metadata) if wanted == IDENTITY else without_notes(checkpoint.metadata)
     draft, lost = _drafted(checkpoint, form, written, notes, told, None if single else shard_size, problems)
     tensors = _planned(source, written, draft, allow_lossy, problems)

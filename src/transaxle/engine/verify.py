@@ -11,12 +11,15 @@ import xxhash
 
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.compare import Comparison, Difference, compare
-from transaxle.engine.manifest import TensorRecord, load, stale
+from transaxle.engine.manifest import Manifest, TensorRecord, load, stale
 from transaxle.engine.produce import Limits, Progress, Worker, limits, share, unwatched
 from transaxle.errors import Refusal, Where
-from transaxle.formats.catalog import Checksum
+from transaxle.formats.catalog import Checksum, Container
 from transaxle.formats.company import MANIFEST
+from transaxle.formats.seal import Seal, read_digest, rest_of
 from transaxle.formats.witness import witness_of
+
+_CHANGED = "its bytes were changed after it was written"
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class Verification:
     bytes_read: int
     """Bytes read."""
     against: str
-    """`manifest`; `structure`, where there is no manifest; `checkpoint`, where a second one was named."""
+    """`manifest`; `digests`, those that one file holds of itself; `structure`, where there is neither: then the data is
+    not proved to be what was written; `checkpoint`, where a second one was named."""
     problems: tuple[Refusal, ...] = ()
     """Everything that is wrong."""
     extra: tuple[str, ...] = ()
@@ -88,8 +92,9 @@ def verify_against(
 def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progress = unwatched) -> Verification:
     """Hold a checkpoint against its manifest: every file, every tensor, every byte.
 
-    Without a manifest the tensors are read once, which proves the catalog and that every byte can be read. Checksums
-    that the format itself keeps are checked in any case.
+    One file that is a checkpoint by itself is held against the digests in it, where it was written with them. Without
+    either the tensors are read once, which proves the catalog and that every byte can be read. Checksums that the
+    format itself keeps are checked in any case.
 
     Raises:
         Refused: CORRUPT where the manifest itself is damaged.
@@ -105,6 +110,10 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         problems.extend(stale(manifest, container))
         problems.extend(_listed(recorded.keys() - container.left.keys(), stored.keys()))
         extra = tuple(name for name in container.storage.names() if name not in manifest.files and name != MANIFEST)
+    sealed: dict[str, tuple[Seal, int]] = {}
+    for seal in container.seals:
+        problems.extend(_rest(seal, container))
+        sealed.update(_sealed(seal, container))
     damaged: dict[str, Refusal] = {}
 
     def check(worker: Worker, name: str) -> None:
@@ -114,6 +123,10 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
             hashed.update(block)
             progress(len(block))
         problem = _held(name, tensor, hashed.hexdigest(), recorded.get(name))
+        if problem is None and name in sealed and tensor.nbytes:
+            seal, place = sealed[name]
+            if read_digest(container.storage, seal, place) != hashed.hexdigest():
+                problem = Refusal("CORRUPT", _CHANGED, Where(seal.file, name))
         if problem is not None:
             damaged[name] = problem
 
@@ -133,10 +146,43 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         len(stored),
         stored.parameters,
         sum(tensor.nbytes for tensor in stored.values()),
-        "structure" if manifest is None else "manifest",
+        _against(manifest, container),
         (*problems, *(damaged[name] for name in stored if name in damaged)),
         extra,
     )
+
+
+def _against(manifest: Manifest | None, container: Container) -> str:
+    """Say what the tensors' bytes were held against, all of them."""
+    if manifest is not None:
+        return "manifest"
+    files = {extent.file for entry in container.entries.values() for extent in entry.extents}
+    return "digests" if container.seals and files <= {seal.file for seal in container.seals} else "structure"
+
+
+def _ranges(file: str, container: Container) -> Iterator[tuple[str, int, int]]:
+    """Yield the tensors of a sealed file that have bytes: name, first byte, and the one after the last."""
+    for name, entry in (*container.entries.items(), *container.left.items()):
+        if entry.nbytes and entry.extents[0].file == file:
+            begin = entry.extents[0].offset
+            yield name, begin, begin + entry.nbytes
+
+
+def _sealed(seal: Seal, container: Container) -> Iterator[tuple[str, tuple[Seal, int]]]:
+    """Yield the tensors of a file that keeps digests, each with the place of its own."""
+    for name, begin, _ in _ranges(seal.file, container):
+        if begin in seal.places:
+            yield name, (seal, seal.places[begin])
+
+
+def _rest(seal: Seal, container: Container) -> Iterator[Refusal]:
+    """Hold what is no tensor's in a file against its digest, and its tensors against those that have one."""
+    ranges = list(_ranges(seal.file, container))
+    if {begin for _, begin, _ in ranges} != seal.places.keys():
+        yield Refusal("CORRUPT", "it has not as many digests as tensors", Where(seal.file))
+    found = rest_of(container.storage, seal, ((begin, end) for _, begin, end in ranges))
+    if found != read_digest(container.storage, seal, seal.head):
+        yield Refusal("CORRUPT", "its header, or what else lies around its tensors, was changed", Where(seal.file))
 
 
 def _listed(recorded: Collection[str], present: Collection[str]) -> Iterator[Refusal]:
@@ -158,5 +204,5 @@ def _held(name: str, tensor: StoredTensor, digest: str, recorded: TensorRecord |
         message = f"the manifest says {said}, the file {found}"
         return Refusal("SHAPE_MISMATCH", message, Where(None, name))
     if recorded.xxh3 != digest:
-        return Refusal("CORRUPT", "its bytes were changed after it was written", Where(None, name))
+        return Refusal("CORRUPT", _CHANGED, Where(None, name))
     return None

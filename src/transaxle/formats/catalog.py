@@ -6,11 +6,12 @@ each with the extents that hold its bytes. That is why a plan is only a list of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from transaxle.formats.dtype import nbytes
+from transaxle.formats.seal import Seal, filled
 from transaxle.formats.storage import Storage
 from transaxle.formats.training import Item
 
@@ -107,6 +108,8 @@ class Container:
     """Tensors that are there and are not wanted."""
     training: tuple[Item, ...] = ()
     """What is beside model and optimizer; see `formats.training`."""
+    seals: tuple[Seal, ...] = ()
+    """Where files keep digests of all their bytes; `verify` checks them."""
 
     def without(self, names: Collection[str]) -> Container:
         """Return the container without some tensors: they are left, and their copies are not compared."""
@@ -153,3 +156,33 @@ class Draft:
     """Final size of every file."""
     fragments: tuple[Fragment, ...]
     """Bytes that are known before any tensor is copied."""
+    seal: Seal | None = None
+    """Room for digests, in a file that is the whole checkpoint; the fragment that holds it is known last."""
+
+    def early(self) -> tuple[Fragment, ...]:
+        """Return the fragments that are known before any tensor is copied: all but the one with room for digests."""
+        return tuple(each for each in self.fragments if not self._is_sealed(each))
+
+    def late(self, hashes: Mapping[str, str]) -> Iterator[Fragment]:
+        """Yield the fragment that holds the digests, filled in.
+
+        Args:
+            hashes: of every tensor, by name.
+        """
+        if self.seal is None:
+            return
+        firsts = {entry.extents[0].offset: hashes[name] for name, entry in self.entries.items() if entry.nbytes}
+        parts = sorted((each.offset, each.data) for each in self.fragments)
+        for fragment, (_, data) in zip(
+            sorted(self.fragments, key=lambda each: each.offset), filled(parts, self.seal, firsts), strict=True
+        ):
+            if self._is_sealed(fragment):
+                yield replace(fragment, data=data)
+
+    @property
+    def sealed_first(self) -> bool:
+        """Whether the digests stand before the tensors: a stream needs them before it begins."""
+        return self.seal is not None and any(not each.offset and self._is_sealed(each) for each in self.fragments)
+
+    def _is_sealed(self, fragment: Fragment) -> bool:
+        return self.seal is not None and fragment.offset <= self.seal.head < fragment.offset + len(fragment.data)

@@ -6,9 +6,10 @@ checkpoint: index and manifest. Where a rank fails, each takes back what it has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
+from transaxle.engine.execute import put as put_known
 from transaxle.engine.finished import manifest_of
 from transaxle.engine.manifest import digest, encode
 from transaxle.engine.plan import Prepared
@@ -47,6 +48,7 @@ def upload(
     owners = senders(prepared, ranks)
     takers = [(owners[tensor.places[0].file],) if tensor.places else ranks[:1] for tensor in plan.tensors]
     passing = Passing(plan.tensors, takers, world.rank)
+    sealed_first = prepared.draft.sealed_first
     mine = {file: size for file, size in prepared.draft.files.items() if owners[file] == world.rank}
     with ExitStack() as stack:
         stage = lead
@@ -58,9 +60,8 @@ def upload(
             if stage is not None:
                 carried = plan.carried if lead is not None and lead.single is None else ()
                 stage.prepare(mine | {name: plan.files[name] for name in carried})
-                for fragment in prepared.draft.fragments:
-                    if fragment.file in mine:
-                        stage.pwrite(fragment.file, fragment.offset, memoryview(fragment.data))
+                known = [*prepared.draft.early(), *(prepared.draft.late(foretold) if sealed_first else ())]
+                put_known(stage, (fragment for fragment in known if fragment.file in mine))
 
         def put(run: Run, data: Bytes) -> None:
             for place in places(plan.tensors[run.item.key].places, run.start, run.stop):
@@ -75,6 +76,7 @@ def upload(
             return received, passing.found()
 
         with clock.stage("prepare"):
+            foretold = _foretold(prepared, takers, world) if sealed_first else {}
             world.pool(begin)
         with clock.stage("write"):
             sent = world.pool(send)
@@ -86,6 +88,17 @@ def upload(
         if stage is not None:
             stage.keep()
     return sent[world.ranks.index(world.rank)][0], passing.own
+
+
+def _foretold(prepared: Prepared, takers: Sequence[tuple[int, ...]], world: World) -> dict[str, str]:
+    """Hash what is to be sent before any of it is, where the digests stand before it; collective."""
+    passing = Passing(prepared.plan.tensors, takers, world.rank)
+
+    def look() -> dict[str, str]:
+        assemble(passing.items, memory_of(prepared.checkpoint.container), world, passing.take)
+        return passing.found()
+
+    return {name: hashed for found in world.pool(look) for name, hashed in found.items()}
 
 
 def senders(prepared: Prepared, ranks: tuple[int, ...]) -> dict[str, int]:
@@ -132,6 +145,8 @@ def _ready(prepared: Prepared, lead: Upload | None, hashes: Mapping[str, str]) -
     """Write on rank 0 what is known now, and take away what is replaced."""
     if lead is None:
         return
+    if not prepared.draft.sealed_first:
+        put_known(lead, prepared.draft.late(hashes))
     if lead.single is None:
         lead.write(MANIFEST, encode(manifest_of(prepared, hashes, carry(prepared, lead))))
     lead.complete()

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 import xxhash
 
 from transaxle.engine.copies import PlannedCheck
+from transaxle.engine.execute import put as put_known
 from transaxle.engine.finished import manifest_of
 from transaxle.engine.manifest import encode
 from transaxle.engine.plan import PlannedTensor, Prepared
@@ -75,8 +76,7 @@ def write(
             if isinstance(stage, Upload):
                 return "", world.ranks if stage.shared else world.ranks[:1]
             stage.prepare(plan.files if stage.single is None else prepared.draft.files)
-            for fragment in prepared.draft.fragments:
-                stage.pwrite(fragment.file, fragment.offset, memoryview(fragment.data))
+            put_known(stage, prepared.draft.early())
             return str(stage.path), ()
 
         with clock.stage("prepare"):
@@ -86,6 +86,7 @@ def write(
         received, own, hashes = _write(prepared, folder, world, clock, sync=sync)
         with clock.stage("commit"), world.together():
             if stage is not None:
+                put_known(stage, prepared.draft.late(hashes))
                 if stage.single is None:
                     stage.write(MANIFEST, encode(manifest_of(prepared, hashes, carry(prepared, stage))))
                 stage.commit()

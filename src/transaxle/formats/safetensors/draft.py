@@ -8,6 +8,7 @@ back is byte for byte the file it started from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from transaxle.errors import TransaxleError
 from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
@@ -15,7 +16,7 @@ from transaxle.formats.company import SAFETENSORS
 from transaxle.formats.dtype import BITS, nbytes
 from transaxle.formats.faults import Faults
 from transaxle.formats.groups import KEPT, Group, encode
-from transaxle.formats.safetensors.header import MAX_DIMS, METADATA, encode_header
+from transaxle.formats.safetensors.header import MAX_DIMS, METADATA, blank_seal, encode_header, room_for_seal
 from transaxle.formats.safetensors.index import FORMAT
 from transaxle.formats.shards import Sized, lay_out_shards
 
@@ -29,6 +30,7 @@ def draft(
     metadata: Mapping[str, str] | None = None,
     shard_size: int | None = None,
     groups: Sequence[Group] = (),
+    sealed: bool = False,
 ) -> Draft:
     """Lay out safetensors files.
 
@@ -38,6 +40,7 @@ def draft(
         shard_size: bytes of tensors in one file; a tensor that is larger gets a file of its own. Without it, or when
             everything fits, there is one file `model.safetensors` and no index.
         groups: settings of the optimizer, as text in the header of the first file.
+        sealed: leave room for digests in the header; there must be one file.
 
     Raises:
         Refused: for every tensor that has no place: UNSUPPORTED (dtype, dims, a name that is no Unicode),
@@ -53,11 +56,17 @@ def draft(
     if faults:
         raise faults.error()
     first = iter([{KEPT: encode(groups)}] if groups else [])
+    room = blank_seal(sum(size > 0 for _, size in sized)) if sealed else {}
 
     def lay_out(file: str, shard: Iterable[Sized]) -> tuple[list[Entry], list[Fragment], int]:
-        return _lay_out(file, shard, {**(metadata or {}), **next(first, {})})
+        return _lay_out(file, shard, {**(metadata or {}), **next(first, {}), **room})
 
-    return lay_out_shards(FORMAT, _STEM, SAFETENSORS, sized, shard_size, lay_out)
+    made = lay_out_shards(FORMAT, _STEM, SAFETENSORS, sized, shard_size, lay_out)
+    if not sealed:
+        return made
+    (header,) = made.fragments
+    offsets = [entry.extents[0].offset for entry in made.entries.values() if entry.nbytes]
+    return replace(made, seal=room_for_seal(header.data, header.file, offsets))
 
 
 def _size(spec: Spec, seen: set[str], faults: Faults) -> int:

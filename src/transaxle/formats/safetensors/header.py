@@ -22,11 +22,15 @@ from transaxle.formats.catalog import Entry, Extent, Spec
 from transaxle.formats.dtype import BITS
 from transaxle.formats.faults import Faults
 from transaxle.formats.names import too_long
+from transaxle.formats.seal import DIGITS, Seal, seal_of
 from transaxle.formats.storage import Storage
 from transaxle.formats.strict_json import MAX_PAIRS, NotJsonError, members, pairs_in, repeated
 
 METADATA = "__metadata__"
 """The one key of a header that is no tensor."""
+SEALED = ("transaxle.digest", "transaxle.digests")
+"""Keys of the metadata: the digest of everything that is no tensor's, and the tensors' digests in file order. They are
+two, so that damage to the name of one does not make a sealed file look like any other."""
 LENGTH_BYTES = 8
 MAX_HEADER = 100_000_000
 """Bytes; the limit of the library."""
@@ -69,6 +73,8 @@ class Header:
     """The free text under `__metadata__`."""
     size: int
     """Bytes before the data: the length field and the JSON."""
+    seal: Seal | None = None
+    """Where it keeps digests of the file's bytes; their text is not in the metadata."""
 
 
 def read_header(storage: Storage, file: str, begin: int = 0) -> Header:
@@ -140,7 +146,55 @@ def parse_header(text: bytes, file: str, data_size: int, begin: int = 0) -> Head
         _add_layout(rows, layout, data_size, faults)
     if faults:
         raise faults.error()
-    return Header(entries, metadata, size)
+    seal = _seal(text, metadata, entries, file, begin)
+    kept_text = {key: value for key, value in metadata.items() if key not in SEALED}
+    return Header(entries, kept_text, size, seal)
+
+
+def _seal(text: bytes, metadata: Mapping[str, str], entries: Mapping[str, Entry], file: str, begin: int) -> Seal | None:
+    """Return where a header keeps digests; None where it keeps none.
+
+    Raises:
+        Refused: CORRUPT where there is only a part of them.
+    """
+    there = [metadata.get(key) for key in SEALED]
+    if there == [None, None]:
+        return None
+    offsets = [entry.extents[0].offset for entry in entries.values() if entry.nbytes]
+    places = [_value_at(text, key) for key in SEALED]
+    for said, at, count in zip(there, places, (1, len(offsets)), strict=True):
+        if said is None or at is None or len(said) != count * DIGITS or text[at : at + len(said)] != said.encode():
+            raise refuse("CORRUPT", "the digests in its header are not whole", file=file, hint=_AGAIN)
+    head, first = (begin + LENGTH_BYTES + at for at in places if at is not None)
+    return seal_of(file, head, first, offsets)
+
+
+def _value_at(text: bytes, key: str) -> int | None:
+    """Return where the value of a key of the metadata begins in a header as this module writes it."""
+    said = f'"{key}":"'.encode()
+    at = text.find(said)
+    while at > 0 and text[at - 1 : at] == b"\\":
+        at = text.find(said, at + 1)
+    return at + len(said) if at >= 0 else None
+
+
+def room_for_seal(header: bytes, file: str, offsets: Sequence[int]) -> Seal:
+    """Return the seal of a header that was written with `blank_seal` among its metadata.
+
+    Args:
+        header: as `encode_header` gives it.
+        file: name of the file.
+        offsets: first bytes in the file of the tensors that have bytes, in file order.
+    """
+    head, first = (_value_at(header, key) for key in SEALED)
+    assert head is not None
+    assert first is not None
+    return seal_of(file, head, first, offsets)
+
+
+def blank_seal(count: int) -> dict[str, str]:
+    """Return the metadata that leaves room for the digests of so many tensors, those that have bytes."""
+    return dict(zip(SEALED, ("0" * DIGITS, "0" * DIGITS * count), strict=True))
 
 
 def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[str, str]) -> bytes:

@@ -47,7 +47,10 @@ def open_safetensors(storage: Storage, path: str, member: str) -> Container:
     if groups is not None:
         del metadata[KEPT]
         metadata[GROUPS] = groups
-    return Container(FORMAT, path, storage, found.entries, found.sizes, metadata, around.carried, around.ignored)
+    seals = tuple(header.seal for header in found.parts.values() if header.seal is not None)
+    return Container(
+        FORMAT, path, storage, found.entries, found.sizes, metadata, around.carried, around.ignored, seals=seals
+    )
 
 
 def _check_whole(headers: Mapping[str, Header]) -> None:

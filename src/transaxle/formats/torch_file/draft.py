@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -23,10 +24,11 @@ from transaxle.formats.pickled.allowed import DTYPES, STORAGES
 from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.interpreter import Bounds
 from transaxle.formats.pickled.writer import write_pickle
+from transaxle.formats.seal import DIGITS, seal_of
 from transaxle.formats.shards import Sized, lay_out_shards
 from transaxle.formats.torch_file.layout import ALIGNMENT, Item, Layout, lay_out
 from transaxle.formats.torch_file.reader import FORMAT
-from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, VERSION
+from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, SEALED, VERSION
 from transaxle.formats.torch_file.stored import STORAGE, item_bytes
 
 _STEM, _ENDING = "pytorch_model", ".bin"
@@ -50,6 +52,7 @@ def draft(
     metadata: Mapping[str, str] | None = None,
     shard_size: int | None = None,
     groups: Sequence[Group] = (),
+    sealed: bool = False,
 ) -> Draft:
     """Lay out torch files.
 
@@ -59,6 +62,7 @@ def draft(
         shard_size: bytes of tensors in one file; a tensor that is larger gets a file of its own. Without it, or when
             everything fits, there is one file `pytorch_model.bin` and no index.
         groups: settings of the optimizer, in the first file: a list of dicts under a key of its own.
+        sealed: leave room for digests in a record of their own; there must be one file.
 
     Raises:
         Refused: for every tensor that has no place: UNSUPPORTED (dtype, dims), NAME_COLLISION, SHAPE_MISMATCH (an odd
@@ -75,10 +79,17 @@ def draft(
         raise faults.error()
     first = iter([groups])
 
-    def lay_out(file: str, shard: Sequence[Sized]) -> tuple[list[Entry], list[Fragment], int]:
-        return _lay_out(file, shard, next(first, ()))
+    room: list[int] = []
 
-    return lay_out_shards(FORMAT, _STEM, _ENDING, sized, shard_size, lay_out)
+    def lay_out(file: str, shard: Sequence[Sized]) -> tuple[list[Entry], list[Fragment], int]:
+        return _lay_out(file, shard, next(first, ()), room if sealed else None)
+
+    made = lay_out_shards(FORMAT, _STEM, _ENDING, sized, shard_size, lay_out)
+    if not sealed:
+        return made
+    (file,), (head,) = made.files, room
+    offsets = [entry.extents[0].offset for entry in made.entries.values() if entry.nbytes]
+    return replace(made, seal=seal_of(file, head, head + DIGITS, offsets))
 
 
 def _size(spec: Spec, seen: set[str], faults: Faults) -> int:
@@ -100,15 +111,23 @@ def _size(spec: Spec, seen: set[str], faults: Faults) -> int:
     return nbytes(spec.dtype, spec.shape)
 
 
-def _lay_out(file: str, shard: Sequence[Sized], groups: Sequence[Group]) -> tuple[list[Entry], list[Fragment], int]:
-    """Give each tensor of one file its offset; also return all bytes around them, and the file's size."""
+def _lay_out(
+    file: str, shard: Sequence[Sized], groups: Sequence[Group], room: list[int] | None = None
+) -> tuple[list[Entry], list[Fragment], int]:
+    """Give each tensor of one file its offset; also return all bytes around them, and the file's size.
+
+    Where there is to be room for digests, its offset is added to `room`.
+    """
     value: dict[str, object] = {}
     for key, (spec, _) in enumerate(shard):
         value[spec.name] = reference(spec.dtype, spec.shape, key)
     storages: list[int | bytes] = [size for _, size in shard]
     if groups:
         value[KEPT] = [{key: saved(setting, storages) for key, setting in group.items()} for group in groups]
-    layout = surround(file, value, storages)
+    digests = None if room is None else DIGITS * (1 + sum(size > 0 for _, size in shard))
+    layout = surround(file, value, storages, digests)
+    if room is not None and layout.room is not None:
+        room.append(layout.room)
     placed = [
         Entry(spec.name, spec.dtype, spec.shape, (Extent((0,) * len(spec.shape), spec.shape, file, offset),))
         for (spec, _), offset in zip(shard, layout.offsets, strict=False)
@@ -126,13 +145,14 @@ def saved(setting: Any, storages: list[int | bytes]) -> object:
     return type(setting)(saved(item, storages) for item in setting) if isinstance(setting, list | tuple) else setting
 
 
-def surround(file: str, value: object, storages: Sequence[int | bytes]) -> Layout:
+def surround(file: str, value: object, storages: Sequence[int | bytes], digests: int | None = None) -> Layout:
     """Lay out the file of any value.
 
     Args:
         file: its name, for errors.
         value: plain values and descriptors; its tensors are `reference`s to the storages by their numbers.
         storages: bytes of each storage: how many, or they themselves where they are known.
+        digests: bytes of room for digests; None: no record for them.
 
     Returns:
         where everything lies; of the offsets, those of the storages.
@@ -150,8 +170,11 @@ def surround(file: str, value: object, storages: Sequence[int | bytes]) -> Layou
         items.append(Item(f"{DATA}{key}", held if isinstance(held, int) else len(held), _known(held)))
     identity = f"{int(hashlib.sha256(pickle).hexdigest(), 16) % 10**_ID_DIGITS:0{_ID_DIGITS}}".encode()
     items += [Item(VERSION, len(_VERSION), _VERSION), Item(_ID, len(identity), identity)]
+    if digests is not None:
+        items.append(Item(SEALED, digests, b"0" * digests, room=True))
     layout = lay_out(_FOLDER, items)
-    return Layout(layout.offsets[first : first + len(storages)], layout.known, layout.size)
+    room = None if digests is None else layout.offsets[-1]
+    return Layout(layout.offsets[first : first + len(storages)], layout.known, layout.size, room)
 
 
 def _known(held: int | bytes) -> bytes | None:

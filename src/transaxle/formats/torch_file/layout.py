@@ -49,6 +49,8 @@ class Item:
     """Its bytes."""
     data: bytes | None = None
     """They themselves; None for a storage, whose bytes come later."""
+    room: bool = False
+    """Whether they are room for what is known last: no checksum is taken of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class Layout:
     """All bytes outside of storages: offset and bytes."""
     size: int
     """Bytes of the archive."""
+    room: int | None = None
+    """First byte of the room for digests, where there is some."""
 
 
 def lay_out(folder: str, items: Iterable[Item]) -> Layout:
@@ -78,7 +82,7 @@ def lay_out(folder: str, items: Iterable[Item]) -> Layout:
     for count, item in enumerate(items, 1):  # noqa: B007 - it is used below
         path = f"{folder}/{item.name}".encode()
         header = begin + len(pending)
-        crc32 = zlib.crc32(item.data) if item.data is not None else 0
+        crc32 = 0 if item.data is None or item.room else zlib.crc32(item.data)
         pending += _local(path, item.size, header)
         offsets.append(begin + len(pending))
         if item.data is not None:

@@ -16,6 +16,7 @@ from transaxle.formats.index import read_files
 from transaxle.formats.inline import Inline, number
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Quantized, Scalar, TensorRef
 from transaxle.formats.pickled.flatten import Odd, flatten
+from transaxle.formats.seal import Seal
 from transaxle.formats.state import LEFT_BEHIND, TRAINING, Leaf, arrange
 from transaxle.formats.storage import Storage
 from transaxle.formats.torch_file.quantized import NOTE, TAKEN, Layout, layout
@@ -40,6 +41,8 @@ class Part:
     """What the archive says of its records' bytes."""
     training: tuple[Item, ...] = ()
     """What is beside model and optimizer."""
+    seal: Seal | None = None
+    """Where the file keeps digests of its bytes."""
 
 
 def open_torch(storage: Storage, path: str, member: str) -> Container:
@@ -61,6 +64,7 @@ def open_torch(storage: Storage, path: str, member: str) -> Container:
     checksums = tuple(checksum for part in found.parts.values() for checksum in part.checksums)
     training = tuple(item for part in found.parts.values() for item in part.training)
     metadata = {**found.said, **_merged(found.parts), **({TRAINING: tops(training)} if training else {})}
+    seals = tuple(part.seal for part in found.parts.values() if part.seal is not None)
     return Container(
         FORMAT,
         path,
@@ -72,6 +76,7 @@ def open_torch(storage: Storage, path: str, member: str) -> Container:
         around.ignored,
         checksums,
         training=training,
+        seals=seals,
     )
 
 
@@ -108,7 +113,7 @@ def read_part(inline: Inline, file: str) -> Part:
     metadata = state.metadata() | ({TIES: placed.ties} if placed.ties else {}) | placed.said
     if placed.left:
         metadata[LEFT_BEHIND] = {**metadata.get(LEFT_BEHIND, {}), **placed.left}
-    return Part(placed.entries, metadata, saved.checksums, tuple(state.training))
+    return Part(placed.entries, metadata, saved.checksums, tuple(state.training), saved.seal)
 
 
 class _Placed:

@@ -8,6 +8,7 @@ from typing import Any
 
 from transaxle.formats.catalog import Checksum
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
+from transaxle.formats.seal import DIGITS, Seal, seal_of
 from transaxle.formats.storage import Storage
 from transaxle.formats.torch_file.archive import LOCAL, Archive, read_archive
 from transaxle.formats.torch_file.legacy import read_legacy
@@ -16,6 +17,8 @@ from transaxle.formats.torch_file.window import Window, window
 
 PICKLE, DATA, BYTE_ORDER, VERSION = "data.pkl", "data/", "byteorder", "version"
 FORMAT_VERSION, ALIGNED = ".format_version", ".storage_alignment"
+SEALED = ".data/transaxle_digests"
+"""Record of the digests of all bytes of the file; torch reads past it."""
 LITTLE = b"little"
 _BIG = b"big"
 _SCRIPT = "constants.pkl"
@@ -36,6 +39,8 @@ class Saved:
     """All storages by key; their offsets count from the beginning of the file."""
     checksums: tuple[Checksum, ...]
     """What the archive says of its records' bytes; a legacy file says nothing."""
+    seal: Seal | None = None
+    """Where the file keeps digests of its bytes."""
 
 
 def read_saved(storage: Storage, file: str, start: int = 0, size: int | None = None) -> Saved:
@@ -54,14 +59,14 @@ def read_saved(storage: Storage, file: str, start: int = 0, size: int | None = N
     area = window(storage, file, start, size)
     begin = area.read(0, min(len(_LFS_POINTER), area.size))
     if begin.startswith(LOCAL):
-        value, storages, checksums = _read_zip(area)
+        value, storages, checksums, seal = _read_zip(area)
     elif begin.startswith(_PICKLE_BEGINS):
         value, storages = read_legacy(area)
-        checksums = ()
+        checksums, seal = (), None
     else:
         raise _no_torch_file(area, begin)
     storages.settle(start)
-    return Saved(value, storages.found, checksums)
+    return Saved(value, storages.found, checksums, seal)
 
 
 def _no_torch_file(area: Window, begin: bytes) -> Exception:
@@ -75,7 +80,7 @@ def _no_torch_file(area: Window, begin: bytes) -> Exception:
     return area.unsupported("the file is no torch file: it is neither a zip archive nor a pickle")
 
 
-def _read_zip(area: Window) -> tuple[Any, Storages, tuple[Checksum, ...]]:
+def _read_zip(area: Window) -> tuple[Any, Storages, tuple[Checksum, ...], Seal | None]:
     archive = read_archive(area)
     records = archive.records
     if _SCRIPT in records:
@@ -103,7 +108,26 @@ def _read_zip(area: Window) -> tuple[Any, Storages, tuple[Checksum, ...]]:
     for name in records:
         if name.startswith(DATA) and name.removeprefix(DATA) not in storages.found:
             raise area.corrupt(f"no tensor refers to the record {name}")
-    return pickled.value, storages, archive.checksums()
+    return pickled.value, storages, archive.checksums(), _seal(area, archive)
+
+
+def _seal(area: Window, archive: Archive) -> Seal | None:
+    """Return where a file keeps digests; None where it keeps none.
+
+    Only files that we wrote have them: of storages that each are one tensor, in the order of their records.
+
+    Raises:
+        Refused: CORRUPT where there is only a part of them.
+    """
+    record = archive.records.get(SEALED)
+    if record is None:
+        return None
+    held = [each.offset for name, each in archive.records.items() if name.startswith(DATA) and each.size]
+    count = record.size // DIGITS - 1
+    if record.size % DIGITS or not 0 <= count <= len(held):  # settings of an optimizer are storages too, and last
+        raise area.corrupt("the record of its digests is not whole")
+    first = area.start + record.offset
+    return seal_of(area.file, first, first + DIGITS, (area.start + offset for offset in held[:count]))
 
 
 def _check_notes(area: Window, archive: Archive) -> None:
