@@ -6,16 +6,24 @@ The outcome is `EXACT`, or the code of a refusal that has left the module as it 
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim.swa_utils import AveragedModel
 
+from tests.live import tiny
 from transaxle.errors import TransaxleError
+from transaxle.live.landing import local_of
 from transaxle.live.load import load
 from transaxle.live.reshard import reshard
 from transaxle.live.save import save
@@ -69,11 +77,12 @@ def tensors(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _all(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield name, local_of(parameter)
     for path, owner in module.named_modules():
         for name, buffer in owner.named_buffers(recurse=False):
             if name not in owner._non_persistent_buffers_set:
-                yield f"{path}.{name}", buffer
+                yield f"{path}.{name}", local_of(buffer)
 
 
 def _scrambled(module: nn.Module, seed: int) -> nn.Module:
@@ -108,7 +117,6 @@ def shipped(namespace: object) -> dict[str, type[nn.Module]]:
 BARE = frozenset({"Container", "RNNBase", "RNNCellBase", "Module"})
 """Classes of torch.nn that are no layers of their own."""
 
-_IMAGE = {"1d": 1, "2d": 2, "3d": 3}
 LAYERS: dict[str, Make] = {
     "AdaptiveLogSoftmaxWithLoss": lambda: nn.AdaptiveLogSoftmaxWithLoss(8, 12, [4, 8], head_bias=True),
     "BatchNorm1d": lambda: nn.BatchNorm1d(3),
@@ -153,5 +161,94 @@ LAYERS: dict[str, Make] = {
     "TransformerEncoderLayer": lambda: nn.TransformerEncoderLayer(4, 2, 6),
 }
 """How to build each layer of torch.nn that has values of its own."""
-LAZY = {name: nn.__dict__[name] for name in vars(nn) if name.startswith("Lazy")}
+LAZY = {name: kind for name, kind in shipped(nn).items() if name.startswith("Lazy")}
 """Layers that get their sizes in their first step."""
+
+
+def _made(of: Callable[[nn.Module], object], layer: Make = lambda: nn.Linear(3, 3)) -> Make:
+    """Return what builds a layer to which something is done in place."""
+
+    def make() -> nn.Module:
+        module = layer()
+        of(module)
+        return module
+
+    return make
+
+
+class Symmetric(nn.Module):
+    """A parametrization: a symmetric matrix of its upper half."""
+
+    def forward(self, half: torch.Tensor) -> torch.Tensor:
+        return half.triu() + half.triu(1).t()
+
+    def right_inverse(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.triu()
+
+
+def _shared() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    return nn.Sequential(layer, nn.Linear(3, 3), layer)
+
+
+_FIRST = torch.zeros(2, 4)
+WRAPPED: dict[str, Make] = {
+    "parametrizations.weight_norm": _made(parametrizations.weight_norm),
+    "parametrizations.spectral_norm": _made(parametrizations.spectral_norm),
+    "parametrizations.orthogonal": _made(parametrizations.orthogonal),
+    "parametrize": _made(lambda layer: parametrize.register_parametrization(layer, "weight", Symmetric())),
+    "spectral_norm": _made(nn.utils.spectral_norm),
+    "prune": _made(lambda layer: cast(Any, prune).random_unstructured(layer, "weight", 0.3)),
+    "lazy, run once": _made(lambda layer: layer(_FIRST), lambda: nn.LazyLinear(3)),
+    "lazy norm, run once": _made(lambda layer: layer(_FIRST), nn.LazyBatchNorm1d),
+    "checkpoint_wrapper": lambda: nn.Sequential(checkpoint_wrapper(nn.Linear(2, 3))),
+    "offload_wrapper": lambda: offload_wrapper(nn.Linear(2, 3)),
+    "compile": lambda: cast(nn.Module, torch.compile(nn.Sequential(nn.Linear(2, 3)))),
+    "compile inside": lambda: nn.Sequential(cast(nn.Module, torch.compile(nn.Linear(2, 3)))),
+    "AveragedModel": lambda: AveragedModel(nn.BatchNorm1d(3), use_buffers=True),
+    "fx": lambda: torch.fx.symbolic_trace(nn.Sequential(nn.Linear(2, 3))),
+    "DataParallel inside": lambda: nn.Sequential(nn.DataParallel(nn.Linear(2, 3))),
+    "shared": _shared,
+    "bfloat16": lambda: nn.Linear(3, 3).bfloat16(),
+    "complex": lambda: nn.Linear(3, 3, dtype=torch.complex64),
+}
+"""Wrappers, parametrizations and other forms of modules."""
+
+
+LACKING = {"qwen3_5": "fla"}
+"""Families of torchtitan that cannot be imported without a library for GPUs."""
+
+
+def titans() -> dict[str, Make]:
+    """Return the debug models of every family of torchtitan."""
+    import torchtitan.models
+
+    found: dict[str, Make] = {}
+    for info in pkgutil.iter_modules(torchtitan.models.__path__):
+        if info.ispkg and info.name not in LACKING:
+            held = vars(importlib.import_module(f"torchtitan.models.{info.name}"))
+            tables = [value for name, value in held.items() if name.endswith("_configs") and isinstance(value, dict)]
+            configured = {key: value for table in tables for key, value in table.items() if "debug" in key}
+            found |= {f"{info.name} {key}": partial(_titan, value) for key, value in configured.items()}
+    return found
+
+
+def _titan(config: Callable[..., Any]) -> nn.Module:
+    said = {"attn_backend": "flex", "moe_comm_backend": "standard"}
+    known = inspect.signature(config).parameters
+    with torch.device("meta"):
+        model: nn.Module = config(**{name: value for name, value in said.items() if name in known}).build()
+    return model.to_empty(device="cpu")
+
+
+def hub(model_type: str) -> Make | None:
+    """Return what builds a tiny model of transformers; None where none can be."""
+    if tiny.build(model_type) is None:
+        return None
+
+    def make() -> nn.Module:
+        model = tiny.build(model_type)
+        assert model is not None
+        return model.to_empty(device="cpu")
+
+    return make
