@@ -46,7 +46,7 @@ WRAPPERS: dict[str, Make] = {
     "DDP": lambda: DistributedDataParallel(_net()),
     "DDP inside": lambda: nn.ModuleDict({"one": DistributedDataParallel(_net())}),
     "compile of DDP": lambda: torch.compile(DistributedDataParallel(_net())),  # type: ignore[dict-item,return-value]
-    "DDP of compile": lambda: DistributedDataParallel(torch.compile(_net())),  # type: ignore[arg-type]
+    "DDP of compile": lambda: DistributedDataParallel(torch.compile(_net())),
     "fully_shard": _sharded,
     "accelerate": _accelerated,
     "deepspeed MoE": _experts,
