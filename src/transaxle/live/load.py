@@ -39,6 +39,7 @@ from transaxle.live.landing import Landing, local_of
 from transaxle.live.leaves import Leaves, State, leaves, tied, unwritable
 from transaxle.live.matching import compared, unmatched
 from transaxle.live.meta import materialise, unloadable
+from transaxle.live.one_source import refuse_different
 from transaxle.live.optimizer import doubled, follow, install, names_of, rooms_for, taken_away, unrestored, untrained
 from transaxle.live.optimizers import AnyOptimizer, Optimizers, apart
 from transaxle.live.quantized import Weights, stand_in
@@ -224,6 +225,7 @@ def _opened(src: str | Path | Checkpoint, config: str | Path | Config | None, wo
         said = config if isinstance(config, str | Path | None) else plain(config)
         checkpoint = open_checkpoint(src, config=said)
     with checkpoint:
+        refuse_different(checkpoint, world)
         yield checkpoint
 
 

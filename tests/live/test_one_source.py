@@ -1,0 +1,75 @@
+"""A checkpoint that is replaced while the ranks open it one after the other: a refusal on all, nothing loaded."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.live.ranks import run
+from transaxle.engine.checkpoint import Checkpoint, open_checkpoint
+from transaxle.errors import TransaxleError
+from transaxle.live import load as loading
+from transaxle.live.load import load
+from transaxle.live.one_source import refuse_different
+from transaxle.live.save import save
+from transaxle.live.world import World
+
+
+def _state(value: float) -> dict[str, torch.Tensor]:
+    return {f"part.{i}.weight": torch.full((8, 3), value) for i in range(4)}
+
+
+def _go(rank: int, world: int, target: str, replaced: bool) -> str:
+    save(_state(1), target, to="safetensors")
+    opened = open_checkpoint
+
+    def late(path: Any, **said: Any) -> Checkpoint:
+        """Rank 0 opens the old one; then it is replaced, and the others open the new one."""
+        found = opened(path, **said) if rank == 0 else None
+        dist.barrier()
+        if replaced:
+            save(_state(2), target, to="safetensors", overwrite=True)
+        return opened(path, **said) if found is None else found
+
+    setattr(loading, "open_checkpoint", late)  # noqa: B010
+    state = _state(0)
+    try:
+        load(state, target)
+    except TransaxleError as error:
+        assert all(not tensor.any() for tensor in state.values())
+        return str(error)
+    finally:
+        setattr(loading, "open_checkpoint", opened)  # noqa: B010
+    assert all(bool((tensor == 1).all()) for tensor in state.values())
+    return ""
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_all_ranks_open_one_checkpoint(tmp_path: Path, replaced: bool) -> None:
+    for said in run(2, _go, str(tmp_path / "run"), replaced):
+        assert ("replaced" in said) == replaced
+        assert said.startswith("CORRUPT") == replaced
+
+
+def _differ(rank: int, world: int, folder: str) -> str:
+    """Each rank of its own machine, with a copy of its own under one path: as far apart as two saves are."""
+    checkpoint = open_checkpoint(Path(folder, str(rank)))
+    mine = replace(checkpoint.container, path="run")
+    try:
+        refuse_different(Checkpoint(mine, checkpoint.settings, None, None), World())
+    except TransaxleError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("other", [1, 2])
+def test_copies_on_several_machines_are_compared(tmp_path: Path, other: int) -> None:
+    for rank, value in ((0, 1), (1, other)):
+        save(_state(value), tmp_path / str(rank), to="safetensors")
+    for said in run(2, _differ, str(tmp_path)):
+        assert ("rank 1 opened another checkpoint there than rank 0" in said) == (other == 2)
