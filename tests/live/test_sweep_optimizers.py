@@ -7,10 +7,12 @@ and the next step has to give the same bits.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,6 @@ from transaxle.live.optimizers import apart
 from transaxle.live.save import save
 
 STEPS = 3
-ROOTS = {Optimizer.__name__, *torch.optim.__all__}
-"""Names of torch's own classes, from which others are derived."""
 
 
 class Bag(nn.Module):
@@ -46,8 +46,8 @@ class Bag(nn.Module):
 class Kind:
     """One way to make an optimizer."""
 
-    make: Callable[[list[nn.Parameter]], Any]
-    """Given a model's parameters."""
+    make: Callable[[nn.Module], Any]
+    """Given the model."""
     dims: tuple[int, ...] = (0, 1, 2, 3)
     """Of the parameters that it takes."""
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float64, torch.bfloat16)
@@ -60,18 +60,18 @@ class Kind:
     """Part of what a refused save says."""
 
 
-def of(module: str, name: str, **said: Any) -> Callable[[list[nn.Parameter]], Any]:
+def imported(module: str, name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return getattr(importlib.import_module(module), name)
+
+
+def of(module: str, name: str, **said: Any) -> Callable[[nn.Module], Any]:
     """An optimizer by the name of its class; its module is imported when it is made."""
-
-    def make(parameters: list[nn.Parameter]) -> Any:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return getattr(importlib.import_module(module), name)(parameters, **said)
-
-    return make
+    return lambda model: imported(module, name)(list(model.parameters()), **said)
 
 
-def torchs(name: str, **said: Any) -> Callable[[list[nn.Parameter]], Any]:
+def torchs(name: str, **said: Any) -> Callable[[nn.Module], Any]:
     return of("torch.optim", name, **{"lr": 0.01, **said})
 
 
@@ -96,6 +96,113 @@ TORCH: dict[str, Kind] = {
     "SparseAdam": Kind(torchs("SparseAdam"), dims=(1, 2, 3), dtypes=(torch.float32, torch.float64), sparse=True),
 }
 """torch's, by class; another way to make it stands behind the name."""
+
+
+F32 = (torch.float32,)
+TITAN = "torchtitan.components.optimizer.optimizer"
+AO = "torchao.optim.adam"
+MUON = "deepspeed.runtime.zero.muon.original_muon"
+
+
+def titan(model: nn.Module) -> Any:
+    groups = [
+        imported(TITAN, "ParamGroupConfig")(pattern=pattern, optimizer_name=name, optimizer_kwargs={"lr": rate})
+        for pattern, name, rate in (("w6", "Adam", 0.02), (".", "AdamW", 0.01))
+    ]
+    container = imported(TITAN, "OptimizersContainer")
+    return container(container.Config(param_groups=groups, implementation="for-loop"), model_parts=[model])
+
+
+def with_aux_adam(model: nn.Module) -> Any:
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    rest = [p for p in model.parameters() if p.dim() != 2]
+    groups = [
+        {
+            "params": matrices,
+            "use_muon": True,
+            "lr": 0.02,
+            "momentum": 0.9,
+            "weight_decay": 0.1,
+            "ns_method": "standard",
+        },
+        {"params": rest, "use_muon": False, "lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.1},
+    ]
+    return imported(MUON, "SingleDeviceMuonWithAuxAdam")(groups)
+
+
+def accelerated(model: nn.Module) -> Any:
+    imported("accelerate", "Accelerator")(cpu=True)
+    return imported("accelerate.optimizer", "AcceleratedOptimizer")(torch.optim.AdamW(model.parameters(), lr=0.01))
+
+
+def layer_wise(model: nn.Module) -> Any:
+    each = {parameter: torch.optim.AdamW([parameter]) for parameter in model.parameters()}
+    return imported("transformers.trainer_pt_utils", "LayerWiseDummyOptimizer")(optimizer_dict=each)
+
+
+def sharded(model: nn.Module) -> Any:
+    shards = imported("torch.distributed._shard.sharded_optim.api", "ShardedOptimizer")
+    return shards(dict(model.named_parameters()), torch.optim.AdamW, lr=0.01)
+
+
+def named(model: nn.Module) -> Any:
+    named = imported("torch.distributed.optim.named_optimizer", "_NamedOptimizer")
+    return named(dict(model.named_parameters()), torch.optim.AdamW, lr=0.01)
+
+
+PEERS: dict[str, Kind] = {
+    "transformers Adafactor": Kind(
+        of("transformers.optimization", "Adafactor", lr=0.01, relative_step=False, beta1=0.9)
+    ),
+    "transformers Adafactor relative": Kind(of("transformers.optimization", "Adafactor")),
+    "transformers LayerWiseDummyOptimizer": Kind(layer_wise, refused="have other tensors than it"),
+    **{
+        f"torchao {name}": Kind(of(AO, name), dtypes=F32, refused="codes with scales")
+        for name in ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8")
+    },
+    "torchao _AdamW": Kind(of(AO, "_AdamW"), dtypes=F32),
+    "deepspeed SingleDeviceMuon": Kind(of(MUON, "SingleDeviceMuon", ns_method="standard"), dims=(2,), dtypes=F32),
+    "deepspeed SingleDeviceMuonWithAuxAdam": Kind(with_aux_adam, dtypes=F32),
+    "accelerate AcceleratedOptimizer": Kind(accelerated),
+    "torchtitan OptimizersContainer": Kind(titan),
+    "torch ShardedOptimizer": Kind(sharded, refused="NotImplementedError"),
+    "torch _NamedOptimizer": Kind(named),
+}
+"""Those of other packages, and torch's distributed ones."""
+_CUDA = "its kernel is for CUDA devices"
+_ENGINE = "made by deepspeed.initialize, of flat buffers; see `test_training_2_what_keeps_state_elsewhere_is_refused`"
+_ZENFLOW = "part of an engine that offloads from a CUDA device"
+_BUILT = "its kernel is compiled when it is made; see `test_deepspeeds_kernels_for_cpus`"
+ELSEWHERE: dict[str, str] = {
+    "torch ZeroRedundancyOptimizer": "see `test_training_2_zero_redundancy`",
+    "torch PostLocalSGDOptimizer": "see `test_training_2_what_keeps_state_elsewhere_is_refused`",
+    "torchtitan DistMuon": "takes parameters on CUDA devices alone",
+    "torchtitan TorchFTOptimizersContainer": "torchft is not installed; it is an OptimizersContainer",
+    "torchao _AdamBase": "a base",
+    "torchao CPUOffloadOptimizer": "asks for an accelerator when it is made",
+    "torchao QuantOptimizer": "a prototype around another optimizer: refused for 'qat_state' in its state_dict()",
+    "torchao PruneOptimizer": "a prototype around another optimizer",
+    "accelerate DeepSpeedOptimizerWrapper": _ENGINE,
+    "accelerate MegatronLMOptimizerWrapper": "made by Megatron-LM, which is not installed",
+    "deepspeed Muon": "gathers over CUDA devices; its state is that of SingleDeviceMuon",
+    "deepspeed MuonWithAuxAdam": "gathers over CUDA devices; its state is that of SingleDeviceMuonWithAuxAdam",
+    "deepspeed FusedAdam": _CUDA,
+    "deepspeed FusedLamb": _CUDA,
+    "deepspeed FusedLion": _CUDA,
+    "deepspeed ZenFlowSelectiveAdamW": _ZENFLOW,
+    "deepspeed ZenFlowSelectiveAdamW_stage3": _ZENFLOW,
+    "deepspeed ZenFlowCPUAdam": _ZENFLOW,
+    **{f"deepspeed {name}": _BUILT for name in ("DeepSpeedCPUAdam", "DeepSpeedCPUAdagrad", "DeepSpeedCPULion")},
+    **{
+        f"deepspeed {name}": _ENGINE
+        for name in (
+            "ZeROOptimizer", "BF16_Optimizer", "FP16_Optimizer", "FP16_UnfusedOptimizer", "DeepSpeedZeroOptimizer",
+            "DeepSpeedZeroOptimizer_Stage3", "SuperOffloadOptimizer_Stage3", "ZenFlowZeroOptimizer",
+            "ZenFlowZeroOptimizerSequential", "ZenFlowZeroOptimizerParallel",
+        )
+    },
+}  # fmt: skip
+"""Those that are not swept here, and why."""
 
 
 def gradients(model: nn.Module, seed: int, *, sparse: bool) -> None:
@@ -144,9 +251,13 @@ def same(one: Any, other: Any) -> bool:
 def check(kind: Kind, dtype: torch.dtype, folder: Path, to: str) -> None:
     """Save, load into another model and optimizer, compare, and go on with both."""
     model = Bag(dtype, 1, kind.dims)
-    optimizer = kind.make(list(model.parameters()))
+    optimizer = kind.make(model)
     for number in range(STEPS):
         step(kind, model, optimizer, number)
+    if kind.refused:
+        with pytest.raises(TransaxleError, match=kind.refused):
+            save(model, folder, to=to, optimizer=optimizer)
+        return
     for one in apart(optimizer).members:
         for group in one.param_groups:
             rate = group["lr"]
@@ -154,13 +265,9 @@ def check(kind: Kind, dtype: torch.dtype, folder: Path, to: str) -> None:
                 rate.mul_(0.5)
             elif rate is not None:
                 group["lr"] = rate * 0.5
-    if kind.refused:
-        with pytest.raises(TransaxleError, match=kind.refused):
-            save(model, folder, to=to, optimizer=optimizer)
-        return
     save(model, folder, to=to, optimizer=optimizer)
     other = Bag(dtype, 2, kind.dims)
-    fresh = kind.make(list(other.parameters()))
+    fresh = kind.make(other)
     load(other, folder, optimizer=fresh)
     wanted, found = dict(told(model, optimizer)), dict(told(other, fresh))
     assert wanted.keys() == found.keys()
@@ -189,3 +296,68 @@ def test_torch_ships_no_optimizer_that_is_in_no_table() -> None:
     shipped = {name for name in torch.optim.__all__ if isinstance(getattr(torch.optim, name), type)}
     shipped = {name for name in shipped if issubclass(getattr(torch.optim, name), Optimizer)} - {"Optimizer"}
     assert shipped == {name.partition(" ")[0] for name in TORCH}
+
+
+BASES = {"Optimizer", "ZeROOptimizer", "DeepSpeedOptimizer", *(name.partition(" ")[0] for name in TORCH)}
+"""Names of classes from which optimizers are derived."""
+
+
+def shipped(package: str) -> set[str]:
+    """Names of the classes in a package's source that are derived from optimizers, tests left out."""
+    found_at = find_spec(package)
+    assert found_at is not None
+    assert found_at.submodule_search_locations
+    derived: dict[str, set[str]] = {}
+    for folder in found_at.submodule_search_locations:
+        for path in Path(folder).rglob("*.py"):
+            text = path.read_text(errors="replace")
+            if "testing" in path.parts or not any(base in text for base in BASES):
+                continue
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.ClassDef):
+                    bases = (base.value if isinstance(base, ast.Subscript) else base for base in node.bases)
+                    names = {
+                        each.attr if isinstance(each, ast.Attribute) else getattr(each, "id", "") for each in bases
+                    }
+                    derived.setdefault(node.name, set()).update(names)
+    found: set[str] = set()
+    while more := {name for name, bases in derived.items() if bases & (BASES | found)} - found:
+        found |= more
+    return {f"{package} {name}" for name in found}
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("package", ["torch", "torchtitan", "transformers", "deepspeed", "torchao", "accelerate"])
+def test_peers_ship_no_optimizer_that_is_in_no_table(package: str) -> None:
+    mine = {f"torch {name}" for name in TORCH} | {*PEERS, *ELSEWHERE}
+    known = {" ".join(name.split(" ")[:2]) for name in mine if name.startswith(f"{package} ")}
+    assert shipped(package) == known
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("to", ["dcp", "safetensors", "torch"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        pytest.param(kind, dtype, id=f"{name} {str(dtype).rpartition('.')[2]}")
+        for name, kind in {**TORCH, **PEERS}.items()
+        for dtype in kind.dtypes
+    ],
+)
+def test_every_optimizer_goes_on_as_if_nothing_had_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, dtype: torch.dtype, to: str
+) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # torchao's steps
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(kind, dtype, tmp_path / "out", to)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("module", "name"), [("adam", "DeepSpeedCPUAdam"), ("adagrad", "DeepSpeedCPUAdagrad"), ("lion", "DeepSpeedCPULion")]
+)
+def test_deepspeeds_kernels_for_cpus(tmp_path: Path, module: str, name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(Kind(of(f"deepspeed.ops.{module}", name, lr=0.01), dtypes=F32), torch.float32, tmp_path / "out", "dcp")

@@ -10,12 +10,14 @@ from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from transaxle.axes.bind import join_slot, split_slot
 from transaxle.engine.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.company import STATE_FOLDER
 from transaxle.live.dtype import torch_dtype
+from transaxle.live.landing import local_of
 from transaxle.live.optimizers import CARRY, Optimizers
 from transaxle.live.part import mark, part_of, whole_shape
 from transaxle.live.twin import Twins
@@ -81,7 +83,9 @@ def states_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> dict
         for key, value in states.get(id(parameter), {}).items() if id(parameter) in owners else ():
             full = join_slot(name, key)
             held = value if isinstance(value, torch.Tensor) else as_tensor(value)
-            if held is not None and held.dim() and part_of(parameter) is not None and held.shape != parameter.shape:
+            if isinstance(value, torch.Tensor) and _is_encoded(value):
+                problems.append(_encoded(full, value))
+            elif held is not None and held.dim() and part_of(parameter) is not None and held.shape != parameter.shape:
                 message = (
                     f"it has the shape {list(held.shape)}, and its parameter, {list(parameter.shape)} here, is cut"
                 )
@@ -148,6 +152,9 @@ def rooms_for(
         optimizers: as taken apart.
         named: their parameters by name; those that other ranks update get none.
         stored: the source's tensors by the model's names.
+
+    Raises:
+        Refused: UNSUPPORTED for state that is no plain tensor.
     """
     on_device = {
         id(parameter)
@@ -155,13 +162,16 @@ def rooms_for(
         for parameter in group[_PARAMS]
         if any(group.get(setting) for setting in _ON_DEVICE)
     }
-    found, owners = {}, optimizers.owners()
+    found, problems, owners = {}, list[Refusal](), optimizers.owners()
     for full, source in stored.items():
         name, key = split_slot(full)
         parameter = named.get(name)
         if not key or parameter is None or id(parameter) not in owners:
             continue
         present = owners[id(parameter)].state.get(parameter, {}).get(key)
+        if isinstance(present, torch.Tensor) and _is_encoded(present):
+            problems.append(_encoded(full, present))
+            continue
         if isinstance(present, torch.Tensor) and not present.is_meta:
             found[full] = mark(present, part_of(parameter)) if present.dim() else present
         elif source.shape == whole_shape(parameter) and source.shape:
@@ -170,7 +180,20 @@ def rooms_for(
         else:
             where = parameter.device if id(parameter) in on_device else torch.device("cpu")
             found[full] = torch.zeros(source.shape, dtype=torch_dtype(source.dtype, tensor=full), device=where)
+    if problems:
+        raise gathered(problems)
     return found
+
+
+def _is_encoded(state: torch.Tensor) -> bool:
+    """Tell whether state is a tensor of several buffers, as torchao's quantized optimizers have it."""
+    return is_traceable_wrapper_subclass(local_of(state))
+
+
+def _encoded(name: str, state: torch.Tensor) -> Refusal:
+    message = f"it is a {type(local_of(state)).__name__}, whose values are codes with scales"
+    hint = "torch's own dcp.save of get_optimizer_state_dict keeps such state; without optimizer= the model goes alone"
+    return Refusal("UNSUPPORTED", message, Where(None, name), hint)
 
 
 def follow(optimizers: Optimizers, named: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
