@@ -23,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,8 @@ from typing import Any
 
 READ, REFUSED = 0, 3
 MB = 1 << 20
+_PATIENCE = 10
+"""A run is killed after so many times the processor time that it may take: it may be waiting for ever."""
 _SPACE = 6 << 30
 """Address space of each run, so that a leak ends the run and not the machine."""
 
@@ -47,7 +48,7 @@ class Input:
     code: int
     """What the program must exit with."""
     seconds: float
-    """Time that a run may take."""
+    """Processor time that a run may take."""
     megabytes: int
     """Memory that it may have."""
 
@@ -59,6 +60,7 @@ class Taken:
     code: int
     """Exit code; negative: the signal that ended it."""
     seconds: float
+    """Of processor time: how busy the machine is does not count."""
     megabytes: float
     text: int
     """Characters that it printed where an error was expected, of both streams."""
@@ -69,16 +71,15 @@ class Taken:
 def run(arguments: Sequence[str], seconds: float) -> Taken:
     """Run the program, and kill it when its time is over."""
     with tempfile.TemporaryFile() as out:
-        began = time.monotonic()
         child = subprocess.Popen(
             [sys.executable, "-c", _CHILD, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=out
         )
-        timer = threading.Timer(seconds, child.kill)
+        timer = threading.Timer(seconds * _PATIENCE, child.kill)
         timer.start()
         _, status, used = os.wait4(child.pid, 0)
         timer.cancel()
         child.returncode = os.waitstatus_to_exitcode(status)
-        took = time.monotonic() - began
+        took = used.ru_utime + used.ru_stime
         size = out.seek(0, os.SEEK_END)
         out.seek(max(0, size - 4096))
         said = out.read().decode("utf-8", "replace").strip().splitlines()
