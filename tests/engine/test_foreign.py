@@ -70,6 +70,13 @@ def test_the_text_model_is_taken_out_where_that_is_said(tmp_path: Path) -> None:
     assert set(tx.open(tmp_path / "out")) == set(checkpoints.tensors())
 
 
+def test_what_is_said_to_be_the_family_is_not_made_of_other_names(tmp_path: Path) -> None:
+    source = _store(tmp_path / "source", "language_model.", WRAPPED, SIGHT)
+    for to in ("hf", "megatron"):
+        (refusal,) = tx.plan(source, tmp_path / "out", to=to, family="qwen3_moe").refusals
+        assert (refusal.code, refusal.where.tensor) == ("UNEXPECTED_TENSOR", "vision.proj.weight")
+
+
 def test_names_alone_do_not_say_what_strange_tensors_are_called_elsewhere(tmp_path: Path) -> None:
     """Older files of vision models call the text model in them just what it is called alone."""
     source = _store(tmp_path / "source", "", None, SIGHT)

@@ -31,16 +31,18 @@ def foreign(bound: Bound, config: Mapping[str, Any], target: Dialect, *, said: b
         bound: the stored names, read through their own dialect.
         config: the model's config.json; empty where there is none.
         target: the dialect that is wanted; in their own, names that no line reads stay what they are.
-        said: whether the user said which family it is: then what is wrapped is taken out of its wrapper.
+        said: whether the user said which family it is: then what is wrapped is
+            taken out of its wrapper, if there is nothing else.
     """
     family = bound.family
-    known = {*family.model_types, *family.wrappers}
-    told = model_types(config)
-    top = config.get("model_type")
-    whole = said or (isinstance(top, str) and top in known)
-    wrapped = not said and ((bool(told) and not whole) or not is_outer(bound.prefix))
+    top, text = config.get("model_type"), config.get("text_config")
+    outer = is_outer(bound.prefix)
+    nested = isinstance(text, Mapping) and top not in family.model_types and model_types(config) != []
+    inside = nested or not outer
+    wrapped = inside and not said and not (outer and top in family.wrappers)
+    whole = not inside and (said or top in family.model_types)
     unknown = tuple(name for name in bound.unknown if split_slot(name)[1] == WEIGHT)
-    if not wrapped and (whole or not unknown or target is bound.dialect):
+    if not wrapped and (whole or not unknown or (target is bound.dialect and not inside)):
         return []
     lines = [_whole(bound, config, target.label)] if wrapped else []
     if unknown:
@@ -52,7 +54,7 @@ def foreign(bound: Bound, config: Mapping[str, Any], target: Dialect, *, said: b
     ways = [_IDENTITY, _TABLE]
     if not unknown:
         ways.append(f"take the text model out with --family {family.name}")
-    elif not wrapped:
+    elif not inside:
         ways.append(f"say that it is a {family.name} by --config FILE or --family {family.name}: they keep their names")
     where = Where(None, unknown[0] if len(unknown) == 1 else None)
     code: Code = "UNKNOWN_FAMILY" if wrapped else "UNEXPECTED_TENSOR"

@@ -127,10 +127,11 @@ def recognise(
     distinct = {(r.family.name, _reading(r, grouped)): r for r in reversed(best)}
     if len(distinct) > 1:
         listed = ", ".join(f"{r.family.name}:{r.dialect.label}" for r in best)
+        names_only = "" if told else " (no config.json says what it is)"
         raise refuse(
             "AMBIGUOUS",
-            f"{most} of {len(names)} names are read alike by {listed}",
-            hint="say which with --family NAME and --from DIALECT (family=, dialect=)",
+            f"{most} of {len(names)} names are read alike by {listed}{names_only}",
+            hint="say which with --config FILE, or with --family NAME and --from DIALECT (config=, family=, dialect=)",
         )
     chosen = best[0]
     if family is None and told and not any(t in chosen.family.model_types for t in told):

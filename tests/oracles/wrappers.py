@@ -1,0 +1,80 @@
+"""transformers 5.23: every model type that builds from a tiny config, with the names that it has in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.oracles.quiet import quiet
+
+_SIZES = {
+    "hidden_size": 32, "d_model": 32, "n_embd": 32, "embed_dim": 32, "dim": 32, "width": 32, "model_dim": 32,
+    "intermediate_size": 32, "ffn_dim": 32, "ffn_hidden_size": 32, "decoder_ffn_dim": 32, "encoder_ffn_dim": 32,
+    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "dense_intermediate_size": 32,
+    "num_hidden_layers": 2, "num_layers": 2, "n_layer": 2, "n_layers": 2, "depth": 2, "encoder_layers": 2,
+    "decoder_layers": 2, "num_encoder_layers": 2, "num_decoder_layers": 2, "num_attention_heads": 4, "n_head": 4,
+    "num_heads": 4, "n_heads": 4, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "projection_dim": 32, "out_hidden_size": 32, "vision_feature_dim": 32,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+    "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "image_size": 28, "patch_size": 14, "first_k_dense_replace": 1, "decoder_hidden_size": 32,
+}  # fmt: skip
+_VOCABULARY = 97
+_MOST = 8_000_000
+"""Parameters of a model that is still tiny."""
+AUTO = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
+
+
+def types() -> list[str]:
+    """All model types."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return sorted(CONFIG_MAPPING_NAMES)
+
+
+def _shrunk(config: Any) -> Any:
+    from transformers import PreTrainedConfig
+
+    for key, value in list(vars(config).items()):
+        if isinstance(value, PreTrainedConfig):
+            _shrunk(value)
+        elif key in _SIZES and type(value) is int:
+            setattr(config, key, _SIZES[key])
+        elif key in ("vocab_size", "vocabulary_size") and type(value) is int and value > 1000:
+            setattr(config, key, _VOCABULARY)
+        elif key.endswith("_token_id") and type(value) is int and value >= _VOCABULARY:
+            setattr(config, key, 1)
+        elif key in ("layer_types", "mlp_layer_types", "layers_block_type") and isinstance(value, list):
+            setattr(config, key, value[:2])
+    return config
+
+
+def build(model_type: str) -> Any:
+    """A tiny model of a type, its weights drawn; None where it does not build from a tiny config."""
+    import transformers
+    from transformers import AutoConfig
+
+    with quiet():
+        for factory in AUTO:
+            try:
+                config = _shrunk(AutoConfig.for_model(model_type))
+                make = getattr(transformers, factory)
+                with torch.device("meta"):
+                    count = sum(p.numel() for p in make.from_config(config).parameters())
+                if count <= _MOST:
+                    return make.from_config(config).eval()
+            except Exception:  # noqa: BLE001 - some types have no class of this kind, some no tiny config
+                continue
+    return None
+
+
+def saved(model: Any, folder: Path) -> Path | None:
+    """What `save_pretrained` stores; None where it cannot."""
+    with quiet():
+        try:
+            model.save_pretrained(folder)
+        except Exception:  # noqa: BLE001 - transformers' own
+            return None
+    return folder
