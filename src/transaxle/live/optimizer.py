@@ -213,8 +213,9 @@ def install(optimizers: Optimizers, named: Mapping[str, torch.Tensor], states: M
     """Put loaded state into the optimizers; where one keeps a Python number, a number.
 
     A value without dims is what the optimizer has there, or what it would make there itself (`live.twin`). Where it
-    cannot be tried, values of types that only Python's numbers are stored with are numbers, but not those of parameters
-    without dims. The optimizer is asked in the end to make of them what it needs. Settings are to be restored before.
+    cannot be tried, values of types that only Python's numbers are stored with are numbers, but not fractions of
+    parameters without dims. The optimizer is asked in the end to make of them what it needs. Settings are to be
+    restored before.
     """
     owners, twins = optimizers.owners(), Twins()
     for full, value in states.items():
@@ -242,13 +243,13 @@ def _as_kept(value: torch.Tensor, kept: object, parameter: torch.Tensor) -> torc
         parameter: the one that it belongs to.
     """
     unsure = value.dtype in _NUMBERS.values() and value.dtype != torch.get_default_dtype()
+    counts = parameter.dim() > 0 or not value.is_floating_point()
     if kept is None:
-        return value.item() if unsure and parameter.dim() else value
+        return value.item() if unsure and counts else value
     if isinstance(kept, bool | int | float):
         number: bool | int | float = value.item()
         of_kind = type(kept)(number)
         return of_kind if of_kind == number else number
-    counts = parameter.dim() > 0 or not value.is_floating_point()
     if isinstance(kept, torch.Tensor) and unsure and not kept.dim() and counts:
         cast = value.to(kept.dtype)  # a number, of an optimizer that keeps numbers where this one has tensors
         return cast if bool(cast.to(value.dtype) == value) else value
