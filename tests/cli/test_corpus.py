@@ -9,7 +9,7 @@ import torch
 
 import transaxle as tx
 from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle
-from tests.corpus import archives, checksums, configs, deepspeed, folders
+from tests.corpus import archives, checksums, deepspeed, folders
 from tests.corpus.case import Case
 
 CASES = {**checksums.CASES, **archives.CASES, **folders.CASES, **deepspeed.CASES}
@@ -55,13 +55,3 @@ def _said(case: Case, codes: list[str], text: str) -> None:
 def _state(path: Path) -> dict[str, torch.Tensor]:
     with tx.open(path) as checkpoint:
         return {name: torch.zeros(tensor.shape) for name, tensor in checkpoint.items()}
-
-
-@pytest.mark.parametrize("name", configs.CASES)
-def test_sizes_that_are_none_are_refused(here: Path, transaxle: Transaxle, name: str) -> None:
-    """They were left out without a word; what needs no table goes on."""
-    configs.CASES[name](here / "source")
-    done = transaxle("convert", "source", "out", "--to", "torchtitan", "--json")
-    assert (done.code, done.codes[0]) == (REFUSED, "CORRUPT")
-    assert "expected a whole number" in done.out
-    assert not (here / "out").exists()

@@ -17,7 +17,6 @@ from transaxle.axes.expression import Expression
 from transaxle.axes.form import WORDS
 from transaxle.axes.formula import Formula
 from transaxle.axes.name import Name
-from transaxle.errors import refuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +178,6 @@ def _age(dialect: Dialect) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall("[0-9]+", dialect.version or ""))
 
 
-_CONFIG = "config.json"
 _Measured = tuple[dict[str, int], MutableMapping[str, Any]]
 """Sizes, and the values that formulas see."""
 
@@ -248,12 +246,7 @@ class Sizes:
             if value is None and formula is not None:
                 own = {axis: self.settings.get(axis)} if axis in formula.names else {}  # a key of the same name
                 value = formula(ChainMap(own, values) if own else values)
-            if isinstance(value, bool) or (isinstance(value, int | float) and not (value >= 0 and value % 1 == 0)):
-                message = (
-                    f"the size of {axis} ({formula.text if formula else axis}) is {value!r}; expected a whole number"
-                )
-                raise refuse("CORRUPT", message, file=_CONFIG, hint="Correct the config, or give another: --config.")
-            if isinstance(value, int):
+            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 sizes[axis] = value
             if axis not in hidden:
                 values[axis] = sizes.get(axis)
