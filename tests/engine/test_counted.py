@@ -86,3 +86,13 @@ def test_len(text: str, value: int | None) -> None:
 def test_other_calls_are_refused(text: str) -> None:
     with pytest.raises(tx.TransaxleError, match="CORRUPT"):
         Formula(text)({"a": 3})
+
+
+def test_a_config_that_claims_too_many_experts_is_refused_at_once(tmp_path: Path) -> None:
+    """What would be written is not laid out first: that would not end."""
+    source = checkpoints.tiny(tmp_path / "source")
+    config = json.loads((source / "config.json").read_text("utf-8"))
+    (source / "config.json").write_text(json.dumps({**config, "num_experts": 10**30}), "utf-8")
+    found = tx.plan(source, tmp_path / "out", to="dcp:torchtitan")
+    assert {"MISSING_TENSOR", "CORRUPT"} <= {refusal.code for refusal in found.refusals}
+    assert any("is no real one" in refusal.message for refusal in found.refusals)

@@ -25,7 +25,7 @@ from transaxle.engine.file_names import clashing
 from transaxle.engine.groups import regrouped
 from transaxle.engine.model_config import rewritten, with_files
 from transaxle.engine.notes import joined, without_notes
-from transaxle.engine.product import Product, Recoded, products
+from transaxle.engine.product import Product, Recoded, by_name, products
 from transaxle.engine.published import published
 from transaxle.engine.recoding import components, displaced, recoded, recoding
 from transaxle.engine.recognise import IDENTITY, pick_dialect
@@ -301,7 +301,7 @@ def make_plan(
     single = is_one_file(target)
     problems.extend(misnamed(target, form))
     source = checkpoint.source_of(wanted)
-    written = _by_name(products(view, names, encode.encoding if encode else ""), problems)
+    written = by_name(products(view, names, encode.encoding if encode else ""), problems)
     groups = regrouped(checkpoint.container.metadata.get(GROUPS, ()), view.targets, problems)
     told: dict[str, Any] = _told(checkpoint, view, source, groups) if form in _INFORMED else {"groups": groups}
     told |= {"sealed": True} if single and form in _SEALED else {}
@@ -361,16 +361,6 @@ def _viewed(checkpoint: Checkpoint, wanted: str, encode: Encode | None) -> tuple
     if wanted == IDENTITY:
         misfits.extend(displaced(checkpoint, names))
     return view, [name for name in names if name in view.targets], [*view.refusals, *misfits]
-
-
-def _by_name(written: Sequence[Product], problems: list[Refusal]) -> dict[str, Product]:
-    found: dict[str, Product] = {}
-    for product in written:
-        if product.name in found:
-            message = f"{product.target.rule}\nwrites the name of {found[product.name].target.rule}"
-            problems.append(Refusal("NAME_COLLISION", message, Where(None, product.name)))
-        found[product.name] = product
-    return found
 
 
 def _axes(checkpoint: Checkpoint, translation: View, target: Dialect | None) -> dict[str, int]:

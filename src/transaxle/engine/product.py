@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import Any, Literal
 
 import msgspec
@@ -14,7 +15,10 @@ from transaxle.encodings.convention import CONVENTIONS, PREFERRED
 from transaxle.encodings.encoding import ENCODINGS, Encoded, Role
 from transaxle.engine.encode import Step
 from transaxle.engine.encoded import View
+from transaxle.errors import Refusal, Where
 
+_LARGEST = 1 << 44
+"""Elements of a tensor."""
 Action = Literal["decoded", "encoded", "averaged", "cast"]
 
 
@@ -117,4 +121,19 @@ def encoded_tensors(view: View, written: Iterable[Product]) -> dict[str, Encoded
             held = found.get(step.tensor)
             parts = {**(held.parts if held else {}), Role(step.role): product.name}
             found[step.tensor] = Encoded(step.tensor, step.spec, step.shape, parts, step.convention)
+    return found
+
+
+def by_name(written: Iterable[Product], problems: list[Refusal]) -> dict[str, Product]:
+    """Return products by name; two of one name, and those that no machine can hold, are problems."""
+    found: dict[str, Product] = {}
+    for product in written:
+        if prod(product.shape) > _LARGEST:  # else laying it out would never end
+            message = f"it would have the shape {list(product.shape)}: a size that its config gives is no real one"
+            problems.append(Refusal("CORRUPT", message, Where(None, product.name)))
+            continue
+        if product.name in found:
+            message = f"{product.target.rule}\nwrites the name of {found[product.name].target.rule}"
+            problems.append(Refusal("NAME_COLLISION", message, Where(None, product.name)))
+        found[product.name] = product
     return found
