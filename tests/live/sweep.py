@@ -6,12 +6,9 @@ The outcome is `EXACT`, or the code of a refusal that has left the module as it 
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +18,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel
 
-from tests.live import tiny
 from transaxle.errors import TransaxleError
 from transaxle.live.landing import local_of
 from transaxle.live.load import load
@@ -213,42 +209,3 @@ WRAPPED: dict[str, Make] = {
     "complex": lambda: nn.Linear(3, 3, dtype=torch.complex64),
 }
 """Wrappers, parametrizations and other forms of modules."""
-
-
-LACKING = {"qwen3_5": "fla"}
-"""Families of torchtitan that cannot be imported without a library for GPUs."""
-
-
-def titans() -> dict[str, Make]:
-    """Return the debug models of every family of torchtitan."""
-    import torchtitan.models
-
-    found: dict[str, Make] = {}
-    for info in pkgutil.iter_modules(torchtitan.models.__path__):
-        if info.ispkg and info.name not in LACKING:
-            held = vars(importlib.import_module(f"torchtitan.models.{info.name}"))
-            tables = [value for name, value in held.items() if name.endswith("_configs") and isinstance(value, dict)]
-            configured = {key: value for table in tables for key, value in table.items() if "debug" in key}
-            found |= {f"{info.name} {key}": partial(_titan, value) for key, value in configured.items()}
-    return found
-
-
-def _titan(config: Callable[..., Any]) -> nn.Module:
-    said = {"attn_backend": "flex", "moe_comm_backend": "standard"}
-    known = inspect.signature(config).parameters
-    with torch.device("meta"):
-        model: nn.Module = config(**{name: value for name, value in said.items() if name in known}).build()
-    return model.to_empty(device="cpu")
-
-
-def hub(model_type: str) -> Make | None:
-    """Return what builds a tiny model of transformers; None where none can be."""
-    if tiny.build(model_type) is None:
-        return None
-
-    def make() -> nn.Module:
-        model = tiny.build(model_type)
-        assert model is not None
-        return model.to_empty(device="cpu")
-
-    return make

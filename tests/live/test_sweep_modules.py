@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from tests.live.sweep import BARE, EXACT, LAYERS, LAZY, WRAPPED, Make, by_torch, hub, outcome, shipped, tensors
+from tests.live.sweep import BARE, EXACT, LAYERS, LAZY, WRAPPED, Make, by_torch, outcome, shipped, tensors
 from tests.oracles.quiet import quiet
 
 SAMPLE = ["BatchNorm2d", "Conv2d", "EmbeddingBag", "LSTM", "MultiheadAttention", "ParameterDict"]
 SIZES = ((), (2,), (2, 2), (2, (2, 2)), (2, 2, 2))
 """Arguments by which torch's layers without values can be made."""
-TYPES = ("albert", "llama")
 
 
 def test_every_layer_that_torch_ships_is_in_the_table_or_has_no_values() -> None:
@@ -46,14 +45,6 @@ def test_wrappers_and_parametrizations(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert outcome(WRAPPED[name]) == EXACT
-
-
-@pytest.mark.parametrize("model_type", TYPES)
-def test_models_of_transformers(model_type: str) -> None:
-    with quiet():
-        make = hub(model_type)
-        assert make is not None
-        assert outcome(make) == EXACT
 
 
 @pytest.mark.oracle

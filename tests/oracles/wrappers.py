@@ -34,12 +34,12 @@ def types() -> list[str]:
     return sorted(CONFIG_MAPPING_NAMES)
 
 
-def _shrunk(config: Any) -> Any:
+def shrunk(config: Any) -> Any:
     from transformers import PreTrainedConfig
 
     for key, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
-            _shrunk(value)
+            shrunk(value)
         elif key in _SIZES and type(value) is int:
             setattr(config, key, _SIZES[key])
         elif key in ("vocab_size", "vocabulary_size") and type(value) is int and value > 1000:
@@ -59,7 +59,7 @@ def build(model_type: str) -> Any:
     with quiet():
         for factory in AUTO:
             try:
-                config = _shrunk(AutoConfig.for_model(model_type))
+                config = shrunk(AutoConfig.for_model(model_type))
                 make = getattr(transformers, factory)
                 with torch.device("meta"):
                     count = sum(p.numel() for p in make.from_config(config).parameters())
