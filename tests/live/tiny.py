@@ -7,7 +7,8 @@ import importlib
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -54,12 +55,12 @@ def builder(model_type: str) -> Callable[[], nn.Module] | str:
                 for kind in kinds:
                     try:
                         with torch.device("meta"):
-                            model = kind(copy.deepcopy(config))
+                            model = _made(kind, config)
                     except Exception:  # noqa: BLE001 - likewise
                         continue
                     if sum(p.numel() * p.element_size() for p in model.parameters()) <= MOST:
-                        kind(copy.deepcopy(config))  # its non-persistent buffers have no values on meta
-                        return lambda kind=kind, config=config: kind(copy.deepcopy(config))
+                        _made(kind, config)  # its non-persistent buffers have no values on meta
+                        return partial(_made, kind, config)
                     why = "large"
     except _Late:
         return "slow"
@@ -68,6 +69,11 @@ def builder(model_type: str) -> Callable[[], nn.Module] | str:
 
 class _Late(BaseException):
     """What is built takes too long; no error that a builder may catch."""
+
+
+def _made(kind: Any, config: Any) -> nn.Module:
+    model: nn.Module = kind(copy.deepcopy(config))
+    return model
 
 
 @contextmanager
@@ -91,9 +97,9 @@ def _classes(config: Any) -> list[Any]:
     from transformers import PreTrainedModel
 
     module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
-    found = [
+    found: list[Any] = [
         kind
-        for name, kind in vars(module).items()
+        for name, kind in cast(dict[str, Any], vars(module)).items()
         if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.__module__ == module.__name__
         if kind.config_class is type(config) and not name.endswith("PreTrainedModel")
     ]

@@ -58,7 +58,7 @@ def _built(family: Any, config: Callable[..., Any], choice: list[str], fused: bo
     said = {"attn_backend": "flex", "moe_comm_backend": "standard"}
     known = inspect.signature(config).parameters
     builders = {name: _choosing(getattr(family, name), fused) for name in choice}
-    with patch.multiple(family, **builders) if builders else patch.dict({}):
+    with patch.dict(vars(family), builders):
         made = config(**{name: value for name, value in said.items() if name in known})
     _shrink(made, set())
     with torch.device("meta"):
