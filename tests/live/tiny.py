@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -99,9 +99,9 @@ def _classes(config: Any) -> list[Any]:
     module = importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
     found: list[Any] = [
         kind
-        for name, kind in cast(dict[str, Any], vars(module)).items()
+        for name, kind in vars(module).items()
         if isinstance(kind, type) and issubclass(kind, PreTrainedModel) and kind.__module__ == module.__name__
-        if kind.config_class is type(config) and not name.endswith("PreTrainedModel")
+        if getattr(kind, "config_class", None) is type(config) and not name.endswith("PreTrainedModel")
     ]
     order = {kind: next(n for n, end in enumerate(_KINDS) if kind.__name__.endswith(end)) for kind in found}
     return sorted(found, key=lambda kind: order[kind])
