@@ -56,11 +56,11 @@ def builder(model_type: str) -> Callable[[], nn.Module] | str:
                     try:
                         with torch.device("meta"):
                             model = _made(kind, config)
+                        if sum(p.numel() * p.element_size() for p in model.parameters()) <= MOST:
+                            _made(kind, config)  # on meta no values are drawn
+                            return partial(_made, kind, config)
                     except Exception:  # noqa: BLE001 - likewise
                         continue
-                    if sum(p.numel() * p.element_size() for p in model.parameters()) <= MOST:
-                        _made(kind, config)  # its non-persistent buffers have no values on meta
-                        return partial(_made, kind, config)
                     why = "large"
     except _Late:
         return "slow"
