@@ -169,7 +169,8 @@ def _check_alone(storage: Storage, index: str, weight_map: Mapping[str, str], fa
     begin, named = _folder_of(index), set(weight_map.values())
     whole = index.removeprefix(begin).removesuffix(INDEX)
     there = storage.listing(begin.rstrip("/")).everything()
-    sets = {found.groups() for shard in named if (found := _NUMBERED.fullmatch(shard))}
+    numbered = [found.groups() for shard in named if (found := _NUMBERED.fullmatch(shard))]
+    sets = set(numbered if len(numbered) == len(named) else ())  # a name of another kind is told of elsewhere
     for shard in there:
         found = _NUMBERED.fullmatch(shard)
         if found and found.groups() in sets and shard not in named:
