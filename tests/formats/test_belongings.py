@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -151,8 +152,8 @@ def test_what_came_while_it_was_written_stays(tmp_path: Path, monkeypatch: pytes
     for exchange in (syscalls.exchange, lambda *_: False):
         check = place.Place.check
 
-        def late(self: place.Place, check: object = check) -> None:
-            check(self)  # type: ignore[operator]
+        def late(self: place.Place, hint: str = "", check: Any = check) -> None:
+            check(self, hint)
             (out / "late.md").write_text("mine")
 
         with monkeypatch.context() as patch:

@@ -275,6 +275,7 @@ def test_the_optimizer_beside_a_model(tmp_path: Path) -> None:
     assert (list(foreign.entries), foreign.ignored) == (["a"], ("optimizer/",))
     file.write_bytes(b"torn")
     assert problems(tmp_path) == [("CORRUPT", "optimizer/optimizer.safetensors", None)]
+    file.unlink()
     index = {"weight_map": {"optim/a/step": "x.safetensors", "optim/a/y": "../x"}}
     state.joinpath("optimizer.safetensors.index.json").write_text(json.dumps(index))
     assert problems(tmp_path) == [
@@ -283,7 +284,6 @@ def test_the_optimizer_beside_a_model(tmp_path: Path) -> None:
     ]
     state.joinpath("optimizer.safetensors.index.json").unlink()
     write(tmp_path, {"a": A, "optim/a/step": A}, **{A: {"a": ONE, "optim/a/step": info("F32", [1], 4, 8)}})
-    file.unlink()
     assert list(open_container(str(tmp_path)).entries) == ["a", "optim/a/step"]
     file.write_bytes(made({"optim/a/step": ONE}, bytes(4)))
     assert problems(tmp_path) == [("NAME_COLLISION", "optimizer/optimizer.safetensors", "optim/a/step")]

@@ -100,10 +100,10 @@ def test_what_torch_saved_is_read_in_any_dialect(tmp_path: Path, source: Path) -
     (place.parent / "config.json").write_text(json.dumps(CONFIG))
     plan = tx.plan(place.parent, tmp_path / "out", to="hf")
     assert not plan.refusals
-    assert "name" in plan.ignored
+    assert {"name", "epoch"} <= set(plan.ignored)
     tx.convert(place.parent, tmp_path / "out", to="hf")
     found = load_file(tmp_path / "out" / SAFE)
-    assert found.pop("epoch").item() == 3
+    assert "epoch" not in found
     assert all(torch.equal(found[name], tensor) for name, tensor in model().items())
     tx.convert(place.parent, tmp_path / "titan", to="torchtitan")
     direct = tmp_path / "direct"
