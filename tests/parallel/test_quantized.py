@@ -32,8 +32,8 @@ from transaxle.nn.moe import MoE
 from transaxle.parallel.cutting import Kept, everything
 from transaxle.parallel.modules import is_cut
 from transaxle.parallel.tensor_parallel import tensor_parallel
+from transaxle.quant.buffers import AMAX, DATA, HISTORY, SCALE, SCALED_FOR
 from transaxle.quant.entries import is_quantized, whole_shape
-from transaxle.quant.frame import AMAX, DATA, HISTORY, SCALE, SCALED_FOR
 from transaxle.quant.masters import MasterWeights
 from transaxle.quant.modules import quantize_
 from transaxle.quant.quantizers import MXFP8, NVFP4, Float8Block

@@ -29,8 +29,8 @@ from transaxle.live.dtype import code_of
 from transaxle.live.landing import local_of
 from transaxle.live.part import mark, part_of
 from transaxle.live.world import World
+from transaxle.quant.buffers import AMAX, SCALE
 from transaxle.quant.entries import suffix_of, whole_shape
-from transaxle.quant.frame import AMAX, SCALE
 from transaxle.quant.tensor import QuantizedTensor
 
 _PLAIN = "BF16"

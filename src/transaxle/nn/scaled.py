@@ -22,7 +22,7 @@ from torch.nn import functional
 from transaxle.encodings.encoding import FLOAT8, MXFP8
 from transaxle.errors import refuse
 from transaxle.quant import QuantizedTensor, Quantizer, kernels
-from transaxle.quant.frame import COLUMN_DATA, COLUMN_SCALE, DATA, SCALE
+from transaxle.quant.buffers import COLUMN_DATA, COLUMN_SCALE, DATA, SCALE
 from transaxle.quant.kernels.swizzle import swizzled
 
 

@@ -19,6 +19,7 @@ from transaxle.live.landing import local_of
 from transaxle.live.part import Part, mark, own_part
 from transaxle.parallel.collectives import summed
 from transaxle.quant.modules import CUTS
+from transaxle.quant.parts import part_of
 from transaxle.quant.quantizers import Quantizer
 from transaxle.quant.share import Share, along, misplaced
 from transaxle.quant.tensor import QuantizedTensor
@@ -111,7 +112,7 @@ class Kept:
         """Return this rank's share of a whole tensor, in storage of its own; of a quantized one, raw."""
         if isinstance(tensor, QuantizedTensor):
             share = self.share
-            return tensor.clone() if share is None else share.of(tensor)
+            return tensor.clone() if share is None else part_of(tensor, share)
         if not tensor.dim():
             return tensor.clone()
         return along(tensor, self.dim, self.held[self.rank]).contiguous()

@@ -1,5 +1,7 @@
 """Quantized training: tensors that live as codes and scales."""
 
+from transaxle.quant import dispatch as _dispatch  # noqa: F401 - it tells the tensor what operations do
+from transaxle.quant import functions as _functions  # noqa: F401 - and what functions do
 from transaxle.quant.linear import linear
 from transaxle.quant.masters import MasterWeights
 from transaxle.quant.modules import quantize_, quantized_init

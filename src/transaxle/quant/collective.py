@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from transaxle.errors import refuse
-from transaxle.quant.frame import ORIGIN
+from transaxle.quant.buffers import ORIGIN
 from transaxle.quant.join import is_whole, refused
 from transaxle.quant.tensor import QuantizedTensor
 

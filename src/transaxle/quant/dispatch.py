@@ -18,11 +18,12 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from transaxle.errors import refuse
+from transaxle.quant.buffers import COLUMN_DATA, COLUMN_SCALE, DATA, ORIGIN, SCALE, STATE
 from transaxle.quant.collective import all_gather, padded
-from transaxle.quant.frame import COLUMN_DATA, COLUMN_SCALE, DATA, ORIGIN, SCALE, STATE, blank
+from transaxle.quant.frame import blank
 from transaxle.quant.join import cat, is_whole, refused, stack
-from transaxle.quant.share import check_common
-from transaxle.quant.tensor import QuantizedTensor
+from transaxle.quant.parts import check_common
+from transaxle.quant.tensor import OPERATIONS, QuantizedTensor
 
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
@@ -366,3 +367,5 @@ TABLE: Mapping[Any, Handler] = MappingProxyType(
 
 COPIES = frozenset({aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default})
 """Operations that torch calls views and that give plain copies here: a write into one does not reach the codes."""
+
+OPERATIONS[:] = [run]

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from transaxle.axes.chunk import Intervals
 from transaxle.encodings.encoding import NVFP4
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.quant.frame import AMAX, DATA, ORIGIN, SCALE, STATE, Frame, buffers_of
+from transaxle.quant.buffers import AMAX, DATA, ORIGIN, SCALE, STATE, buffers_of
+from transaxle.quant.frame import Frame
 from transaxle.quant.placed import cut_along, group_of, placed_like, share_of
 from transaxle.quant.quantizers import Quantizer
 from transaxle.quant.tensor import QuantizedTensor, from_components, quantized

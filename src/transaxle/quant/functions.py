@@ -5,8 +5,6 @@ These are the few that would look at a tensor's storage, which is empty here, or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch.nn import functional
 
 from transaxle.errors import refuse
 from transaxle.quant.linear import linear
-from transaxle.quant.tensor import QuantizedTensor
+from transaxle.quant.tensor import FUNCTIONS, QuantizedTensor
 
 
 def _buffers(tensor: QuantizedTensor) -> list[torch.Tensor]:
@@ -68,7 +66,7 @@ def _set_data(tensor: QuantizedTensor, other: torch.Tensor) -> None:
     tensor.frame, tensor.skip, tensor.height = other.frame, other.skip, other.height
 
 
-TABLE: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+FUNCTIONS.update(
     {
         functional.linear: linear,
         torch.Tensor.share_memory_: _share_memory,
@@ -77,4 +75,3 @@ TABLE: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         torch.Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
     }
 )
-"""Functions that are done here; all others reach the operations of `transaxle.quant.dispatch`."""

@@ -7,15 +7,13 @@ the first one send padding, which is dropped on arrival.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from transaxle.errors import refuse
-from transaxle.quant.frame import ORIGIN, Frame
-from transaxle.quant.tensor import QuantizedTensor
+from transaxle.quant.buffers import ORIGIN
+from transaxle.quant.frame import Frame
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,56 +26,45 @@ class Sent:
     """Name of each buffer that is sent, and what of it is."""
 
 
-def sent(tensor: QuantizedTensor, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Sent]:
+def sent(frame: Frame, skip: int, height: int, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Sent]:
     """Return the bytes to gather, padded to what the first rank has, and what to know on arrival.
 
     Raises:
         Refused: `UNSUPPORTED` for rows that are not those that FSDP2 cuts for this rank.
     """
-    frame, world = tensor.frame, mesh.size()
+    world = mesh.size()
     if frame.width is not None:
         raise refuse(
             "UNSUPPORTED", f"{frame.columns} of {frame.width} columns on each rank", hint="fully_shard along dim 0"
         )
     padded = -(-frame.whole // world)
     start = min(padded * mesh.get_local_rank(), frame.whole)
-    if tensor.height and frame.tall and frame.start + tensor.skip != start:
+    if height and frame.tall and frame.start + skip != start:
         raise refuse(
             "UNSUPPORTED",
-            f"rows from {frame.start + tensor.skip} of {frame.whole}; FSDP2 gathers rows from {start} of {world} ranks",
+            f"rows from {frame.start + skip} of {frame.whole}; FSDP2 gathers rows from {start} of {world} ranks",
             hint="fully_shard along dim 0, over one mesh dim",
         )
     buffers = []
     for name, buffer in frame.cut.items():
         if name == ORIGIN:
             continue
-        rows = buffer[tensor.skip : tensor.skip + padded].view(torch.uint8)
+        rows = buffer[skip : skip + padded].view(torch.uint8)
         if len(rows) < padded:
             rows = torch.cat([rows, rows.new_zeros((padded - len(rows), *rows.shape[1:]))])
         buffers.append((name, rows.contiguous()))
     return tuple(rows for _, rows in buffers), Sent(frame, tuple(buffers))
 
 
-def received(
-    outputs: tuple[torch.Tensor, ...], metadata: Any, dtype: torch.dtype, out: torch.Tensor | None
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-    """Return the whole matrix around the gathered bytes, or put it into `out`, made so before.
+def received(outputs: tuple[torch.Tensor, ...], knowledge: Sent) -> Frame:
+    """Return the frame of the whole matrix around the gathered bytes.
 
     A world of one gets the first output only (torch copies no more); the others are its own.
     """
-    assert isinstance(metadata, Sent)
-    shard = metadata.shard
+    shard = knowledge.shard
     cut = {}
-    for place, (name, own) in enumerate(metadata.buffers):
+    for place, (name, own) in enumerate(knowledge.buffers):
         whole = outputs[place] if place < len(outputs) else own
         cut[name] = whole[: shard.whole].view(shard.cut[name].dtype)
     shared = dict(shard.shared)
-    frame = Frame(shard.quantizer, shard.columns, shard.whole, cut, shared, matrix=shard.matrix, share=shard.share)
-    if out is None:
-        return QuantizedTensor(frame, 0, shard.whole, dtype), ()
-    if isinstance(out, DTensor):
-        out = out.to_local()
-    if not isinstance(out, QuantizedTensor) or out.dtype != dtype:
-        raise refuse("UNSUPPORTED", f"gathered into {type(out).__name__} of {out.dtype}, expected quantized {dtype}")
-    out.frame.cut, out.frame.shared = frame.cut, frame.shared
-    return None
+    return Frame(shard.quantizer, shard.columns, shard.whole, cut, shared, matrix=shard.matrix, share=shard.share)

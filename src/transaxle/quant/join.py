@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.quant.frame import COLUMN_SCALE, SCALE, Frame, framed
+from transaxle.quant.buffers import COLUMN_SCALE, SCALE
+from transaxle.quant.frame import Frame, framed
 from transaxle.quant.kernels.components import columnwise_of
 from transaxle.quant.tensor import QuantizedTensor, same_bytes
 from transaxle.quant.whole import stacked

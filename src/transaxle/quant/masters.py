@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.quant.frame import ORIGIN
+from transaxle.quant.buffers import ORIGIN
 from transaxle.quant.placed import group_of, placed_like
 from transaxle.quant.tensor import QuantizedTensor
 

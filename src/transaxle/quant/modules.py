@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
+from transaxle.quant.buffers import ORIGIN
 from transaxle.quant.entries import give_entries, is_quantized
-from transaxle.quant.frame import ORIGIN
 from transaxle.quant.placed import placed_like
 from transaxle.quant.quantizers import Quantizer
 from transaxle.quant.share import Share

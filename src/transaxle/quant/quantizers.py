@@ -8,7 +8,7 @@ tensor, and arithmetic is the encodings'.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
@@ -21,6 +21,16 @@ from transaxle.encodings.encoding import Encoding
 
 if TYPE_CHECKING:
     from transaxle.quant.tensor import QuantizedTensor
+
+_MAKER: list[Callable[..., QuantizedTensor]] = []
+"""What makes tensors: `transaxle.quant.tensor`, which stands above this module, puts it here."""
+
+
+def makes_tensors(maker: Callable[..., QuantizedTensor]) -> Callable[..., QuantizedTensor]:
+    """Decorator: let `Quantizer.quantize` call this function."""
+    _MAKER[:] = [maker]
+    return maker
+
 
 Float8Code = Literal["F8_E4M3", "F8_E5M2"]
 """Safetensors code of eight-bit codes."""
@@ -77,9 +87,7 @@ class Quantizer(ABC):
         Raises:
             Refused: `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED` for what cannot be quantized.
         """
-        from transaxle.quant.tensor import quantized
-
-        return quantized(self, x, group=group, start=start, whole=whole)
+        return _MAKER[0](self, x, group=group, start=start, whole=whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,22 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from transaxle.axes.chunk import Intervals, length, whole
 from transaxle.encodings.encoding import WHOLE, Encoding
-from transaxle.errors import Refusal, refuse
-from transaxle.quant.frame import (
-    AMAX,
-    COLUMN_DATA,
-    COLUMN_SCALE,
-    COMPONENTS,
-    DATA,
-    ORIGIN,
-    STATE,
-    Frame,
-    buffers_of,
-    framed,
-)
+from transaxle.errors import Refusal
+from transaxle.quant.buffers import AMAX, COLUMN_DATA, COLUMN_SCALE, DATA, ORIGIN, STATE, buffers_of
 from transaxle.quant.kernels.components import columnwise_of
 from transaxle.quant.quantizers import Quantizer
-from transaxle.quant.tensor import QuantizedTensor, same_bytes
 
 _HINT = "cut it over fewer ranks; say in the plan how many rows each rank has; or leave it plain (filter=, decode=)"
 _MATRIX = 2
@@ -103,52 +91,8 @@ class Share:
         raw = buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
         return along(raw, self.dim, self._spans(step)).contiguous().view(buffer.dtype)
 
-    def of(self, tensor: QuantizedTensor) -> QuantizedTensor:
-        """Return this rank's part of a whole tensor, raw, as a copy."""
-        frame = tensor.frame
-        buffers = {n: self.part(frame.quantizer, n, buffer) for n, buffer in (frame.cut | frame.shared).items()}
-        origin = buffers.pop(ORIGIN, None)
-        made = framed(frame.quantizer, buffers, self.local, blank=frame.blank)
-        if origin is not None:
-            made.cut[ORIGIN] = origin
-        made.share = self
-        return QuantizedTensor(made, 0, self.local[0], tensor.dtype)
-
-    def has(self, frame: Frame) -> bool:
-        """Whether a frame is of the same part, or of the whole that this is a part of."""
-        other = frame.share
-        if other is None:
-            return (frame.whole, frame.width or frame.columns) == self.shape
-        return (other.shape, other.dim, other.held) == (self.shape, self.dim, self.held)
-
     def _spans(self, step: int) -> Intervals:
         return tuple((start // step, -(-stop // step)) for start, stop in self.held)
-
-
-def check_common(target: QuantizedTensor, source: QuantizedTensor) -> None:
-    """Refuse a copy into a part of a matrix that would give it a scale, an amax or a history of its own.
-
-    Raises:
-        Refused: `UNEQUAL_COPIES`: the other ranks' codes would be left under theirs.
-    """
-    frame, share = target.frame, target.frame.share
-    if target.is_meta or source.is_meta:
-        return
-    if share is None:
-        rows = frame.rows if frame.used is None else frame.used
-        known = frame.blank or rows >= frame.whole or source.frame.whole == frame.whole
-        common = [name for name in frame.shared if not known]
-    else:
-        known = share.has(source.frame)
-        common = [name for name in (*COMPONENTS, *STATE) if not known and not share.step(target.quantizer, name)]
-    mine, given = ({**one.components, **one.state} for one in (target, source))
-    names = [name for name in common if name in mine and name in given]
-    if not same_bytes({name: mine[name] for name in names}, {name: given[name] for name in names}):
-        raise refuse(
-            "UNEQUAL_COPIES",
-            f"{list(source.shape)} have {', '.join(names)} of their own, and become a part of a larger matrix",
-            hint="copy_() values on every rank that has a part, or load_state_dict()",
-        )
 
 
 def _encoding(quantizer: Quantizer, name: str) -> Encoding:

@@ -10,16 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from transaxle.encodings.encoding import WHOLE
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.quant import kernels
-from transaxle.quant.frame import (
+from transaxle.quant import gather, kernels, usage
+from transaxle.quant.buffers import (
     COLUMN_DATA,
     COLUMN_SCALE,
     COMPONENTS,
@@ -27,17 +28,19 @@ from transaxle.quant.frame import (
     ORIGIN,
     SCALE,
     STATE,
-    Frame,
     buffers_of,
-    framed,
     is_cut,
 )
-from transaxle.quant.quantizers import QUANTIZERS, Quantizer
+from transaxle.quant.frame import Frame, framed
+from transaxle.quant.quantizers import QUANTIZERS, Quantizer, makes_tensors
+from transaxle.quant.share import Share
 from transaxle.quant.usage import both_ways
 from transaxle.quant.whole import frame_of, place
 
-if TYPE_CHECKING:
-    from transaxle.quant.share import Share
+FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""Torch functions that quantized tensors carry out themselves: `transaxle.quant.functions` puts them here."""
+OPERATIONS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
+"""What carries out an operation: `transaxle.quant.dispatch` puts it here."""
 
 
 class QuantizedTensor(torch.Tensor):
@@ -224,15 +227,12 @@ class QuantizedTensor(torch.Tensor):
 
     def transposed(self) -> QuantizedTensor:
         """Return the transpose, raw: its codes are the columnwise ones; see `transaxle.quant.usage`."""
-        from transaxle.quant import usage
-
-        return QuantizedTensor(frame := usage.turned(self), 0, frame.rows, self.dtype)
+        turned = usage.turned(self.frame, self.skip, tuple(self.shape))
+        return QuantizedTensor(turned, 0, turned.rows, self.dtype)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
         """Return the codes, and scales that are cut, as bytes to gather; see `transaxle.quant.gather`."""
-        from transaxle.quant import gather
-
-        return gather.sent(self, mesh)
+        return gather.sent(self.frame, self.skip, self.height, mesh)
 
     def fsdp_post_all_gather(
         self,
@@ -242,26 +242,28 @@ class QuantizedTensor(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Put the gathered bytes together; see `transaxle.quant.gather`."""
-        from transaxle.quant import gather
-
-        return gather.received(all_gather_outputs, metadata, param_dtype, out)
+        """Return the whole matrix around the gathered bytes, or put it into `out`, which was made so before."""
+        frame = gather.received(all_gather_outputs, metadata)
+        if out is None:
+            return QuantizedTensor(frame, 0, frame.whole, param_dtype), ()
+        inner = out.to_local() if isinstance(out, DTensor) else out
+        if not isinstance(inner, QuantizedTensor) or inner.dtype != param_dtype:
+            message = f"gathered into {type(inner).__name__} of {inner.dtype}, expected quantized {param_dtype}"
+            raise refuse("UNSUPPORTED", message)
+        inner.frame.cut, inner.frame.shared = frame.cut, frame.shared
+        return None
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from transaxle.quant import dispatch
-
-        return dispatch.run(func, args, kwargs or {})
+        return OPERATIONS[0](func, args, kwargs or {})
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        from transaxle.quant import functions
-
-        own = functions.TABLE.get(func)
+        own = FUNCTIONS.get(func)
         if own is not None:
             return own(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
@@ -362,6 +364,7 @@ def values_of(frame: Frame, first: int, count: int, dtype: torch.dtype, *, colum
     return made
 
 
+@makes_tensors
 def quantized(
     quantizer: Quantizer,
     x: torch.Tensor,

@@ -12,7 +12,7 @@ import torch
 from transaxle.encodings.encoding import NVFP4 as NVFP4_ENCODING
 from transaxle.errors import TransaxleError, refuse
 from transaxle.quant import kernels
-from transaxle.quant.frame import AMAX, DATA, SCALE
+from transaxle.quant.buffers import AMAX, DATA, SCALE
 from transaxle.quant.join import alone
 from transaxle.quant.quantizers import MXFP8, NVFP4, DelayedScaling, Float8Block, Float8CurrentScaling, Quantizer
 from transaxle.quant.tensor import QuantizedTensor, from_components

@@ -11,16 +11,13 @@ codes by columns follow from those by rows, raw. Elsewhere they are roundings of
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from transaxle.errors import refuse
-from transaxle.quant.frame import AMAX, COLUMN_DATA, COLUMN_SCALE, DATA, SCALE, Frame, framed
+from transaxle.quant.buffers import AMAX, COLUMN_DATA, COLUMN_SCALE, DATA, SCALE
+from transaxle.quant.frame import Frame, framed
 from transaxle.quant.kernels.components import columnwise_of
-
-if TYPE_CHECKING:
-    from transaxle.quant.tensor import QuantizedTensor
 
 _PACKED = 4
 """Bits of a code that shares its byte."""
@@ -52,26 +49,29 @@ def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
     return replace(frame, cut=frame.cut | cut, shared=frame.shared | {n: b for n, b in made.items() if n not in cut})
 
 
-def turned(tensor: QuantizedTensor) -> Frame:
+def turned(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
     """Return the frame of a matrix's transpose, or of the transposes of a stack's matrices, as a copy.
 
-    Its codes by rows are the columnwise ones of the tensor and, where it has any, the other way round. An nvfp4 amax
+    Its codes by rows are the columnwise ones of the frame and, where it has any, the other way round. An nvfp4 amax
     is for both: they differ where there are random Hadamard transforms only.
+
+    Args:
+        frame: of the matrix, or of the stack.
+        skip: row of it that is the first one; of a stack, matrix.
+        shape: of the tensor that looks at it: [M, K] or [E, M, K].
 
     Raises:
         Refused: `UNSUPPORTED` where columnwise codes neither are there nor follow from the others; `BLOCK_MISALIGNED`
             for rows of a matrix, and views of another shape; `SHAPE_MISMATCH` for an odd number of rows of 4 bits.
     """
-    frame, skip, height = tensor.frame, tensor.skip, tensor.height
-    if tuple(tensor.shape) != (height, *frame.row) or (
-        frame.matrix is None and (frame.start + skip, height) != (0, frame.whole)
-    ):
+    height = shape[0]
+    if shape != (height, *frame.row) or (frame.matrix is None and (frame.start + skip, height) != (0, frame.whole)):
         raise refuse("BLOCK_MISALIGNED", f"{height} rows of {frame.whole}: only whole matrices are transposed")
     source = frame if frame.columnwise else both_ways(frame, skip, height)
     if not source.columnwise:
         raise refuse(
             "UNSUPPORTED",
-            f"{tensor.quantizer}: there are no columnwise codes",
+            f"{frame.quantizer}: there are no columnwise codes",
             hint="quantize both ways (columnwise=True), or dequantize()",
         )
     held, bits = source.buffers(skip, height), frame.encoding.code_bits
@@ -82,7 +82,7 @@ def turned(tensor: QuantizedTensor) -> Frame:
     }
     if AMAX in held:
         made[AMAX] = held[AMAX].clone()
-    *stack, rows, columns = tensor.shape
+    *stack, rows, columns = shape
     return framed(frame.quantizer, made, (*stack, columns, rows))
 
 

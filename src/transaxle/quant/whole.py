@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,23 +17,11 @@ import torch.distributed as dist
 from transaxle.encodings.encoding import WHOLE
 from transaxle.errors import refuse
 from transaxle.quant import kernels
-from transaxle.quant.frame import (
-    AMAX,
-    COLUMN_SCALE,
-    HISTORY,
-    SCALE,
-    SCALED_FOR,
-    Frame,
-    blank,
-    buffers_of,
-    framed,
-    is_cut,
-)
+from transaxle.quant.buffers import AMAX, COLUMN_SCALE, HISTORY, SCALE, SCALED_FOR, buffers_of, is_cut
+from transaxle.quant.frame import Frame, blank, framed
 from transaxle.quant.kernels.components import columnwise_of
 from transaxle.quant.quantizers import Quantizer
-
-if TYPE_CHECKING:
-    from transaxle.quant.share import Share
+from transaxle.quant.share import Share
 
 
 @dataclass(frozen=True, slots=True)
