@@ -1,4 +1,6 @@
-"""Writes the parts of the reference that the program itself knows: `make docs`, or `python docs/generate.py`.
+"""Writes what the program itself knows: parts of the reference, and the index of the families.
+
+    python docs/generate.py [--check]
 
 A generated part stands between `<!-- generated: name -->` and `<!-- end -->`. With `--check` nothing is written, and
 pages that are out of date are an error.
@@ -12,12 +14,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
+import msgspec
 
+from transaxle import families
 from transaxle.cli.explanations import EXPLANATIONS
 from transaxle.cli.program import COMMANDS, NAME, program
 from transaxle.errors import CODES, refuse
+from transaxle.families import INDEX, index
 
 REFERENCE = Path(__file__).parent / "reference"
+FAMILIES = Path(families.__file__).parent
 WIDTH = 92
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -52,17 +58,26 @@ def codes() -> Iterator[str]:
 PARTS: dict[str, Callable[[], Iterator[str]]] = {"commands": commands, "codes": codes}
 
 
+def _page(before: str) -> str:
+    return _PART.sub(lambda match: f"{match[1]}\n{''.join(PARTS[match[2]]())}\n{match[3]}", before)
+
+
+def _index(_before: str) -> str:
+    return msgspec.json.format(msgspec.json.encode(index()), indent=1).decode() + "\n"
+
+
 def main() -> int:
     """Write the generated parts, or with `--check` say which pages are out of date."""
     stale = []
-    for page in sorted(REFERENCE.glob("*.md")):
-        before = page.read_text("utf-8")
-        after = _PART.sub(lambda match: f"{match[1]}\n{''.join(PARTS[match[2]]())}\n{match[3]}", before)
+    check = "--check" in sys.argv[1:]
+    for page, written in (*((page, _page) for page in sorted(REFERENCE.glob("*.md"))), (FAMILIES / INDEX, _index)):
+        before = page.read_text("utf-8") if page.exists() else ""
+        after = written(before)
         if after != before:
             stale.append(page)
-            if "--check" not in sys.argv[1:]:
+            if not check:
                 page.write_text(after, "utf-8")
-    if "--check" in sys.argv[1:] and stale:
+    if check and stale:
         sys.stderr.write(f"out of date, run `python docs/generate.py`: {', '.join(page.name for page in stale)}\n")
         return 1
     return 0

@@ -69,10 +69,10 @@ class _Reader:
     """Reads one file's statements; every problem is kept with its line and column, and reading goes on."""
 
     def __init__(self, known: Mapping[str, Family], file: str) -> None:
-        self.known = dict(known)
+        self.known = known
+        self.made: dict[str, Family] = {}
         self.file = file
         self.problems: list[Refusal] = []
-        self.touched: dict[str, None] = {}
         self.opened = 0
         self.family: Family | None = None
         self.dialect: Dialect | None = None
@@ -117,7 +117,7 @@ class _Reader:
                 Refusal("CORRUPT", f"there is more: these are the first {_MOST_PROBLEMS} problems", Where(self.file))
             ]
             raise gathered([*self.problems, *(more if len(self.problems) >= _MOST_PROBLEMS else ())])
-        return [self.known[name] for name in self.touched]
+        return list(self.made.values())
 
     def keep(self, error: TransaxleError) -> None:
         where = Where(f"{self.file}, line {self.number}")
@@ -177,8 +177,7 @@ class _Reader:
         return parts[0].strip(), self.formula(parts[1]) if len(parts) == 2 else None
 
     def touch(self, family: Family) -> None:
-        self.family = self.known[family.name] = family
-        self.touched[family.name] = None
+        self.family = self.made[family.name] = family
 
     # Families.
 
@@ -188,7 +187,7 @@ class _Reader:
         match = _FAMILY.fullmatch(text)
         if match is None:
             raise self.expected("'family NAME'")
-        if match[1] in self.touched:
+        if match[1] in self.made:
             raise self.expected(f"each family once; {match[1]!r} is declared above", match[1])
         self.skipping = False
         self.sizes, self.tensors, self.named, self.used = {}, {}, {}, set()
@@ -307,9 +306,10 @@ class _Reader:
             raise self.expected("'dialect NAME [VERSION] [of FAMILY] [like DIALECT]'")
         name, version, owner, base = match.groups()
         if owner is not None:
-            if owner not in self.known:
-                raise self.expected(f"a known family after 'of'; these are known: {', '.join(self.known)}", owner)
-            self.family = self.known[owner]
+            if owner not in self.made and owner not in self.known:
+                known = ", ".join(dict.fromkeys((*self.known, *self.made)))
+                raise self.expected(f"a known family after 'of'; these are known: {known}", owner)
+            self.family = self.made[owner] if owner in self.made else self.known[owner]
         elif lost:
             return
         if self.family is None:

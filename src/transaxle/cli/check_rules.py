@@ -39,7 +39,7 @@ Facts = dict[str, Any]
 def command(screen: Screen, file: str, ckpt: str | None) -> int:
     """Check a table."""
     known = settings(rules=file).families
-    declared = [family for name, family in known.items() if builtin().get(name) is not family]
+    declared = [known[name] for name, entry in known.entries.items() if not entry.file]
     found: dict[str, Any] = {"file": file, "families": [_declared(family) for family in declared]}
     if ckpt is not None:
         found |= {"checkpoint": ckpt, "reads": [_read(ckpt, file, family) for family in declared]}

@@ -164,7 +164,7 @@ def _installation(*, whole: bool) -> Facts:
             "machine": f"{platform.system()} {platform.machine()}, {plural(os.cpu_count() or 1, 'core')}",
             "packages": {name: _installed(name) for name in needed},
             "formats": {"reads": _readable(), "writes": list(SINKS)},
-            "families": {name: list(family.labels) for name, family in builtin().items()},
+            "families": {name: list(entry.dialects) for name, entry in builtin().entries.items()},
             "commands": list(COMMANDS),
         }
     return facts

@@ -60,7 +60,12 @@ def dialects() -> list[str]:
     """Return the dialects that ship, each once."""
     from transaxle.families import builtin
 
-    labels = [label for family in builtin().values() for d in family.dialects for label in (d.name, d.label)]
+    labels = [
+        name
+        for entry in builtin().entries.values()
+        for label in entry.dialects
+        for name in (label.partition("@")[0], label)
+    ]
     return sorted(dict.fromkeys(labels))
 
 

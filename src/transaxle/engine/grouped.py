@@ -16,6 +16,7 @@ from transaxle.axes.solve import Shape
 from transaxle.engine.checkpoint import Checkpoint
 from transaxle.engine.encoded import Catalog
 from transaxle.errors import gathered
+from transaxle.families import Families
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,12 @@ def seen(checkpoint: Checkpoint, given: Sequence[Stem]) -> Checkpoint:
     """
     family, container = table(given), checkpoint.container
     said = replace(
-        checkpoint.settings, family=FAMILY, dialect=STORED, families={FAMILY: family}, axes=sizes(given), config={}
+        checkpoint.settings,
+        family=FAMILY,
+        dialect=STORED,
+        families=Families({}, {FAMILY: family}),
+        axes=sizes(given),
+        config={},
     )
     made = Checkpoint(container, said, None, None, checkpoint.undecoded)
     vars(made)["catalog"] = Catalog(container, container.entries, {}, None, ())  # codes and scales, each for itself

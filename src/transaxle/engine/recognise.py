@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from transaxle.axes.bind import group, score, split_slot
 from transaxle.axes.family import Dialect, Family, Tensor
 from transaxle.axes.name import skeleton
 from transaxle.errors import TransaxleError, refuse
+from transaxle.families import Families
 
 IDENTITY = "identity"
 """The dialect of every checkpoint: each tensor under its own name."""
@@ -87,10 +88,31 @@ def _most_complete(found: Sequence[Recognised], grouped: Mapping[str, list[str]]
     return [reading for reading, count in whole if count == least] or list(found)
 
 
+def _readings(family: Family, grouped: Mapping[str, list[str]], dialect: str | None) -> Iterator[Recognised]:
+    """Yield how each dialect of a family, or the one named, reads the names."""
+    for each in family.dialects if dialect is None else [family.dialect(dialect)]:
+        matched, prefix = (0, "") if each is None else score(grouped, each)
+        if each is not None and matched:
+            yield Recognised(family, each, prefix, matched)
+
+
+def _best_readings(families: Families, grouped: Mapping[str, list[str]], dialect: str | None) -> list[Recognised]:
+    """Return the readings of the families that may read the most names; tables that read fewer stay unread."""
+    found: list[Recognised] = []
+    most = 0
+    for bound, family in families.that_may_read({key: len(same) for key, same in grouped.items()}):
+        if bound < most:
+            break
+        found.extend(_readings(family, grouped, dialect))
+        most = max((reading.matched for reading in found), default=0)
+    order = {name: place for place, name in enumerate(families)}
+    return sorted(found, key=lambda reading: order[reading.family.name])
+
+
 def recognise(
     names: Sequence[str],
     config: Mapping[str, Any],
-    families: Mapping[str, Family],
+    families: Families,
     family: str | None = None,
     dialect: str | None = None,
 ) -> Recognised:
@@ -108,20 +130,13 @@ def recognise(
     """
     grouped = group(split_slot(name)[0] for name in names)
     told = model_types(config)
-    if family is not None:
-        candidates = [pick_family(family, families)]
+    candidates = [pick_family(family, families)] if family is not None else families.of_types(told)
+    if candidates:
+        found = [each for one in candidates for each in _readings(one, grouped, dialect)]
     else:
-        candidates = [f for f in families.values() if any(t in f.model_types for t in told)] if told else []
-        candidates = candidates or list(families.values())
-    found: list[Recognised] = []
-    for one in candidates:
-        dialects = one.dialects if dialect is None else [d for d in [one.dialect(dialect)] if d is not None]
-        for each in dialects:
-            matched, prefix = score(grouped, each)
-            if matched:
-                found.append(Recognised(one, each, prefix, matched))
+        found = _best_readings(families, grouped, dialect)
     if not found:
-        raise _nothing(names, told, candidates, dialect)
+        raise _nothing(names, told, candidates or list(families.values()), dialect)
     most = max(r.matched for r in found)
     best = _most_complete([r for r in found if r.matched == most], grouped)
     distinct = {(r.family.name, _reading(r, grouped)): r for r in reversed(best)}

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transaxle.axes.family import Family
 from transaxle.errors import refuse
-from transaxle.families import builtin, with_rules
+from transaxle.families import Families, builtin, with_rules
 from transaxle.formats.deepspeed.reader import Weights
 from transaxle.formats.local import read_file
 
@@ -35,7 +34,7 @@ class Settings:
     """config.json; None: the checkpoint's own."""
     axes: Mapping[str, int] = field(default_factory=dict)
     """Axis sizes that override everything."""
-    families: Mapping[str, Family] = field(default_factory=builtin)
+    families: Families = field(default_factory=builtin)
     """Known families."""
     weights: Weights | None = None
     """Of a DeepSpeed checkpoint, which weights; None: those the optimizer keeps."""
@@ -83,7 +82,7 @@ def settings(
     files = tuple(str(path) for path in (config, rules) if isinstance(path, str | Path))
     families = builtin() if rules is None else with_rules(_text(rules, LONGEST_TABLE), str(rules))
     given = dict(axes or {})
-    known = {axis for f in families.values() for axis in f.axes}
+    known = {axis for entry in families.entries.values() for axis in entry.axes}
     for axis in given:
         if axis not in known:
             raise refuse("UNKNOWN_AXIS", f"no family has an axis {axis!r}", hint=f"axes: {', '.join(sorted(known))}")

@@ -1,32 +1,134 @@
 """The families that ship with Transaxle: one `.rules` file each, read by `transaxle.axes.tables`.
 
-Adding a family is adding a file here, or passing it with `--rules`.
+Adding a family is adding a file here, or passing it with `--rules`. A table is read when its family is needed. What
+there is to choose from, `index.json` says: which file a family is in, the values of `model_type` that mean it, its
+dialects, its axes, and the skeletons of the names that each dialect reads. It follows from the tables:
+`python docs/generate.py` writes it, and a test compares.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
+
+import msgspec
 
 from transaxle.axes import tables
 from transaxle.axes.family import Family
 
+INDEX = "index.json"
+_SUFFIX = ".rules"
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What the index says of a family, so that its table need not be read."""
+
+    file: str
+    """Its table."""
+    model_types: tuple[str, ...]
+    """Values of config.json's `model_type` that mean it."""
+    axes: tuple[str, ...]
+    """Its axes."""
+    dialects: dict[str, tuple[str, ...]]
+    """Label of each dialect, in table order -> skeletons of the names that it reads."""
+
+
+class Families(Mapping[str, Family]):
+    """Families by name; the table of each is read when it is asked for.
+
+    Args:
+        entries: what the index says of those that ship.
+        own: families of a user's table, which replace those of the same name.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry], own: Mapping[str, Family] | None = None) -> None:
+        own = own or {}
+        self.entries = {**entries, **{name: entry_of(family) for name, family in own.items()}}
+        self._read = dict(own)
+
+    def __getitem__(self, name: str) -> Family:
+        if name not in self._read and name in self.entries:
+            self._read = {**_in_file(self.entries[name].file), **self._read}
+        return self._read[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def only(self, name: str) -> Families:
+        """Return a choice of one family."""
+        return Families({}, {name: self[name]})
+
+    def of_types(self, model_types: Iterable[str]) -> list[Family]:
+        """Return the families that a config means by its `model_type`s."""
+        wanted = frozenset(model_types)
+        return [self[name] for name, entry in self.entries.items() if wanted & frozenset(entry.model_types)]
+
+    def that_may_read(self, skeletons: Mapping[str, int]) -> Iterator[tuple[int, Family]]:
+        """Yield each family with the most names that a dialect of it may read, the largest number first.
+
+        Args:
+            skeletons: of the names at hand -> how many names have it. A prefix may stand before what a table says.
+        """
+        tails: dict[str, list[int]] = {}
+        for key, whole in enumerate(skeletons):
+            tail = whole
+            while True:
+                tails.setdefault(tail, []).append(key)
+                _, dot, tail = tail.partition(".")
+                if not dot:
+                    break
+        counts = list(skeletons.values())
+        bounds = []
+        for name, entry in self.entries.items():
+            most = 0
+            for known in entry.dialects.values():
+                read = {key for skeleton in known for key in tails.get(skeleton, ())}
+                most = max(most, sum(counts[key] for key in read))
+            if most:
+                bounds.append((most, name))
+        for most, name in sorted(bounds, key=lambda bound: -bound[0]):
+            yield most, self[name]
+
+
+def entry_of(family: Family, file: str = "") -> Entry:
+    """Return what the index says of a family."""
+    dialects = {dialect.label: tuple(dialect.by_skeleton) for dialect in family.dialects}
+    return Entry(file, family.model_types, tuple(family.axes), dialects)
+
+
+def index() -> dict[str, Entry]:
+    """Read every table that ships, and return what the index has to say of it."""
+    return {
+        family.name: entry_of(family, item.name)
+        for item in sorted(files(__name__).iterdir(), key=lambda item: item.name)
+        if item.name.endswith(_SUFFIX)
+        for family in _in_file(item.name).values()
+    }
+
 
 @cache
-def builtin() -> Mapping[str, Family]:
+def builtin() -> Families:
     """Return every family that ships, by name."""
-    found: dict[str, Family] = {}
-    for item in sorted(files(__name__).iterdir(), key=lambda item: item.name):
-        if item.name.endswith(".rules"):
-            found.update(tables.index(tables.read(item.read_text("utf-8"), file=item.name)))
-    return found
+    return Families(msgspec.json.decode((files(__name__) / INDEX).read_bytes(), type=dict[str, Entry]))
 
 
-def with_rules(text: str, file: str) -> Mapping[str, Family]:
+@cache
+def _in_file(file: str) -> Mapping[str, Family]:
+    return tables.index(tables.read((files(__name__) / file).read_text("utf-8"), file=file))
+
+
+def with_rules(text: str, file: str) -> Families:
     """Return the built-in families with those of a user's rules file added or extended.
 
     Raises:
         Refused: CORRUPT, with every problem of the file.
     """
-    return {**builtin(), **tables.index(tables.read(text, file=file, known=builtin()))}
+    known = builtin()
+    return Families(known.entries, tables.index(tables.read(text, file=file, known=known)))

@@ -77,7 +77,7 @@ def view(
     aside = frozenset(beside)
     wanted = [name for name in shapes if name not in aside]
     settings = checkpoint.settings
-    families = {checkpoint.family: settings.families[checkpoint.family]} if checkpoint.family else settings.families
+    families = settings.families.only(checkpoint.family) if checkpoint.family else settings.families
     said = family is not None or dialect is not None
     try:
         read = recognise(wanted, checkpoint.config, families, family or checkpoint.family, dialect)
