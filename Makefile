@@ -14,7 +14,7 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PINNED := $(PIP) install --quiet --constraint constraints.txt
 TITAN  := torchtitan nemo-automodel
-KERNEL := src/transaxle/encodings/kernel.c src/transaxle/formats/runs.c
+KERNEL := src/transaxle/encodings/arithmetic/kernel.c src/transaxle/formats/storage/runs.c
 
 export PYTHONUTF8 = 1
 
@@ -61,7 +61,7 @@ docs: $(VENV)/.all
 	@echo 'build/docs/index.html'
 
 clean:
-	rm -rf .venv build dist src/transaxle/encodings/libkernel.so src/transaxle/formats/libruns.so .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build
+	rm -rf .venv build dist src/transaxle/*/*/lib*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build
 	find src tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:

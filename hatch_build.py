@@ -23,8 +23,8 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 PACKAGE = Path("src/transaxle")
 PARTS = {
-    "encodings/kernel.c": "encodings will be computed with numpy, to the same bits",
-    "formats/runs.c": "the runs of a file will be read one by one",
+    "encodings/arithmetic/kernel.c": "encodings will be computed with numpy, to the same bits",
+    "formats/storage/runs.c": "the runs of a file will be read one by one",
 }
 """Sources, and what happens without them; `libNAME.so` is built beside `NAME.c`."""
 

@@ -22,7 +22,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from transaxle.encodings.codec import Path, active, amax, decode_box, encode_rows
+from transaxle.encodings.arithmetic.codec import Path, active, amax, decode_box, encode_rows
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding
 
 COLUMNS = 4096

@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from transaxle.axes.chunk import Shard, whole
-from transaxle.axes.relayout import Target
-from transaxle.engine.checkpoint import Checkpoint
-from transaxle.engine.plan import Plan, make_plan
-from transaxle.engine.source import Source
+from transaxle.axes.geometry.chunk import Shard, whole
+from transaxle.axes.layout.relayout import Target
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.copying.source import Source
+from transaxle.engine.plan.conversion import Plan, make_plan
 
 DIALECTS = ("transformers", "automodel", "torchtitan", "te", "megatron", "hf")
 FIRST = DIALECTS[0]

@@ -17,8 +17,9 @@ import click
 import msgspec
 
 from transaxle import families
-from transaxle.cli.explanations import EXPLANATIONS
-from transaxle.cli.program import COMMANDS, NAME, program
+from transaxle.cli.command import NAME
+from transaxle.cli.program import COMMANDS, program
+from transaxle.cli.screen.explanations import EXPLANATIONS
 from transaxle.errors import CODES, refuse
 from transaxle.families import INDEX, index
 

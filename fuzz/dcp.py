@@ -13,12 +13,12 @@ from folder import HeldFolder
 from target import run
 
 from transaxle.errors import TransaxleError
-from transaxle.formats.catalog import Spec
+from transaxle.formats.catalog.catalog import Spec
+from transaxle.formats.catalog.inline import NUMBERS
 from transaxle.formats.dcp.draft import draft
 from transaxle.formats.dcp.metadata import METADATA
 from transaxle.formats.dcp.reader import open_dcp
 from transaxle.formats.dtype import nbytes
-from transaxle.formats.inline import NUMBERS
 
 _LENGTH = 4
 _DATA = "__0_0.distcp"

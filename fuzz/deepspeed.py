@@ -20,20 +20,22 @@ from folder import HeldFolder
 from target import run
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog import Container, Entry
-from transaxle.formats.deepspeed import keys, ranks, universal
-from transaxle.formats.deepspeed.info_draft import collected
+from transaxle.formats.catalog.catalog import Container, Entry
+from transaxle.formats.catalog.inline import NUMBERS
+from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed.metadata.info_draft import collected
+from transaxle.formats.deepspeed.metadata.record import Record
 from transaxle.formats.deepspeed.reader import HERE, open_deepspeed
-from transaxle.formats.deepspeed.record import Record
+from transaxle.formats.deepspeed.universal import reader as universal
+from transaxle.formats.deepspeed.zero import ranks
 from transaxle.formats.dtype import nbytes
-from transaxle.formats.inline import NUMBERS
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.pickled.writer import write_pickle
-from transaxle.formats.storage import Storage
+from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.draft import reference
 from transaxle.formats.torch_file.saved import Saved
-from transaxle.formats.torch_file.stored import Storages
+from transaxle.formats.torch_file.stored_storage import Storages
 
 _LENGTH = 2
 _ROOM = bytes(1 << 16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from transaxle.errors import refuse
-from transaxle.formats.storage import Listing
+from transaxle.formats.storage.storage import Listing
 
 
 class HeldFolder:

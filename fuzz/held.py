@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from transaxle.errors import refuse
-from transaxle.formats.storage import Listing
+from transaxle.formats.storage.storage import Listing
 
 
 class Held:

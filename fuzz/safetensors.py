@@ -16,7 +16,7 @@ from held import Held
 from target import run
 
 from transaxle.errors import Refused
-from transaxle.formats.catalog import Spec
+from transaxle.formats.catalog.catalog import Spec
 from transaxle.formats.safetensors.draft import draft
 from transaxle.formats.safetensors.reader import open_safetensors
 

@@ -19,22 +19,22 @@ __version__ = "0.1.0"
 _LAZY = "transaxle._api"
 """Where everything below lives that is not imported above: it is loaded when it is first used."""
 _LIVE = {
-    "AccelerateHooks": "callbacks",
-    "LoadPlanner": "dcp",
-    "LoadReport": "report",
-    "Random": "extras",
-    "ReshardReport": "reshard",
-    "SaveJob": "asynchronous",
-    "SavePlanner": "dcp",
-    "SaveReport": "report",
-    "TrainerCheckpoints": "callbacks",
-    "as_runs": "runs",
-    "async_save": "asynchronous",
-    "load": "load",
-    "loadable_as": "adapt",
-    "reshard": "reshard",
-    "save": "save",
-    "state_dict_as": "adapt",
+    "AccelerateHooks": "integrations.callbacks",
+    "LoadPlanner": "integrations.dcp_planners",
+    "LoadReport": "model.report",
+    "Random": "training.extra_state",
+    "ReshardReport": "reexpress.reshard",
+    "SaveJob": "background.asynchronous",
+    "SavePlanner": "integrations.dcp_planners",
+    "SaveReport": "model.report",
+    "TrainerCheckpoints": "integrations.callbacks",
+    "as_runs": "sharding.dcp_chunks",
+    "async_save": "background.asynchronous",
+    "load": "load.load",
+    "loadable_as": "reexpress.state_dict_adapter",
+    "reshard": "reexpress.reshard",
+    "save": "save.save",
+    "state_dict_as": "reexpress.state_dict_adapter",
 }
 """What works on live models -> its module; these import torch."""
 
@@ -58,16 +58,16 @@ if TYPE_CHECKING:
         plan,
         verify,
     )
-    from transaxle.live.adapt import loadable_as, state_dict_as
-    from transaxle.live.asynchronous import SaveJob, async_save
-    from transaxle.live.callbacks import AccelerateHooks, TrainerCheckpoints
-    from transaxle.live.dcp import LoadPlanner, SavePlanner
-    from transaxle.live.extras import Random
-    from transaxle.live.load import load
-    from transaxle.live.report import LoadReport, SaveReport
-    from transaxle.live.reshard import ReshardReport, reshard
-    from transaxle.live.runs import as_runs
-    from transaxle.live.save import save
+    from transaxle.live.background.asynchronous import SaveJob, async_save
+    from transaxle.live.integrations.callbacks import AccelerateHooks, TrainerCheckpoints
+    from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner
+    from transaxle.live.load.load import load
+    from transaxle.live.model.report import LoadReport, SaveReport
+    from transaxle.live.reexpress.reshard import ReshardReport, reshard
+    from transaxle.live.reexpress.state_dict_adapter import loadable_as, state_dict_as
+    from transaxle.live.save.save import save
+    from transaxle.live.sharding.dcp_chunks import as_runs
+    from transaxle.live.training.extra_state import Random
 
 
 def __getattr__(name: str) -> Any:

@@ -7,19 +7,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transaxle.engine.checkpoint import Checkpoint, StoredTensor, check_decoded, open_checkpoint
-from transaxle.engine.compare import Comparison
-from transaxle.engine.compare import compare as _compare
-from transaxle.engine.encode import Encode
-from transaxle.engine.execute import Report, execute
-from transaxle.engine.plan import SHARD_SIZE, Plan, make_plan
-from transaxle.engine.preflight import preflight
-from transaxle.engine.produce import Progress, limits, unwatched
-from transaxle.engine.verify import Verification, verify_against
-from transaxle.engine.verify import verify as _verify
-from transaxle.formats.belongings import Overwrite
-from transaxle.formats.leftovers import Leftover, leftovers
-from transaxle.formats.leftovers import clean as _clean
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor, check_decoded, open_checkpoint
+from transaxle.engine.compare.compare import Comparison
+from transaxle.engine.compare.compare import compare as _compare
+from transaxle.engine.compare.verification import Verification, verify_against
+from transaxle.engine.compare.verification import verify as _verify
+from transaxle.engine.copying.workers import Progress, limits, unwatched
+from transaxle.engine.execute.execute import Report, execute
+from transaxle.engine.execute.preflight import preflight
+from transaxle.engine.plan.conversion import SHARD_SIZE, Plan, make_plan
+from transaxle.engine.views.encode import Encode
+from transaxle.formats.staging.belongings import Overwrite
+from transaxle.formats.staging.leftovers import Leftover, leftovers
+from transaxle.formats.staging.leftovers import clean as _clean
 
 Source = str | Path | Checkpoint
 

@@ -11,15 +11,15 @@ import numpy.typing as npt
 import torch
 from hypothesis import settings
 
-from transaxle.axes import tables
-from transaxle.axes.bind import Bound, bind, group, score, split_slot
-from transaxle.axes.family import Family, Sizes
-from transaxle.axes.form import Recode
-from transaxle.axes.form import same as unchanged
-from transaxle.axes.piece import Interval, Move
-from transaxle.axes.relayout import Copier, Target
-from transaxle.axes.solve import Shape
-from transaxle.axes.translate import Translation, translate
+from transaxle.axes.geometry.piece import Interval, Move
+from transaxle.axes.layout.bind import Bound, bind, group, score, split_slot
+from transaxle.axes.layout.relayout import Copier, Target
+from transaxle.axes.layout.solve import Shape
+from transaxle.axes.notation import tables
+from transaxle.axes.notation.family import Family, Sizes
+from transaxle.axes.notation.number_format import Recode
+from transaxle.axes.notation.number_format import same as unchanged
+from transaxle.axes.translation.translate import Translation, translate
 
 Array = npt.NDArray[Any]
 Intervals = Sequence[Sequence[Interval]]

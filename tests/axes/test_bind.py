@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from tests.axes.apply import law, only
 from tests.work import assert_linear, calls
-from transaxle.axes.bind import WEIGHT, Bound, bind, group, join_slot, score, split_slot
-from transaxle.axes.family import Dialect, Family, Sizes
+from transaxle.axes.layout.bind import WEIGHT, Bound, bind, group, join_slot, score, split_slot
+from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.errors import UsageError
 from transaxle.families import builtin
 

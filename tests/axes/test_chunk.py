@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.axes import walking
 from tests.axes.apply import arange, law, take
-from transaxle.axes.chunk import (
+from transaxle.axes.geometry.chunk import (
     Cut,
     Even,
     Intervals,
@@ -36,9 +36,9 @@ from transaxle.axes.chunk import (
     place,
     whole,
 )
-from transaxle.axes.chunk import take as taken
-from transaxle.axes.expression import Expression, Layout, parse
-from transaxle.axes.piece import pieces
+from transaxle.axes.geometry.chunk import take as taken
+from transaxle.axes.geometry.piece import pieces
+from transaxle.axes.notation.expression import Expression, Layout, parse
 from transaxle.errors import Refused
 
 

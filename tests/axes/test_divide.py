@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.axes import tables
-from transaxle.axes.chunk import whole
-from transaxle.axes.divide import Division, divide
-from transaxle.axes.expression import Expression, parse
-from transaxle.axes.family import Cuttable
+from transaxle.axes.geometry.chunk import whole
+from transaxle.axes.layout.divide import Division, divide
+from transaxle.axes.notation import tables
+from transaxle.axes.notation.expression import Expression, parse
+from transaxle.axes.notation.family import Cuttable
 from transaxle.errors import TransaxleError
 
 SIZES = {"g": 3, "r": 2, "c": 4, "d": 5, "f": 7, "n": 9, "x": 2, "p": 3}

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from tests.axes import walking
 from tests.axes.apply import arange, law
-from transaxle.axes.expression import Expression, Layout, Merge, parse, size
+from transaxle.axes.notation.expression import Expression, Layout, Merge, parse, size
 from transaxle.errors import Refused
 
 Parts = dict[str, torch.Tensor]

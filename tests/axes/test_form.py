@@ -10,11 +10,11 @@ import torch
 
 from tests.axes.apply import Array, Store, carried, fill, only, same, translated
 from tests.axes.toy import only_refusal
-from transaxle.axes import tables
-from transaxle.axes.family import Family
-from transaxle.axes.form import PLAIN, WORDS, Form, words
-from transaxle.axes.relayout import Copier
-from transaxle.axes.tile import scales
+from transaxle.axes.layout.relayout import Copier
+from transaxle.axes.layout.tile import scales
+from transaxle.axes.notation import tables
+from transaxle.axes.notation.family import Family
+from transaxle.axes.notation.number_format import PLAIN, WORDS, Form, words
 from transaxle.encodings.encoding import ENCODINGS
 from transaxle.errors import Refused
 from transaxle.families import builtin

@@ -8,9 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transaxle.axes.arrange import Arranged, arranged, groups
-from transaxle.axes.grouped import COLUMN, MEMBERS, ROWS, STACK, STORED, Form, Stem, numbered, regrouped, table
-from transaxle.axes.relayout import Copier, Target
+from transaxle.axes.layout.relayout import Copier, Target
+from transaxle.axes.translation.arrange import Arranged, arranged, groups
+from transaxle.axes.translation.grouped import (
+    COLUMN,
+    MEMBERS,
+    ROWS,
+    STACK,
+    STORED,
+    Form,
+    Stem,
+    numbered,
+    regrouped,
+    table,
+)
 
 Shapes = dict[str, tuple[int, ...]]
 

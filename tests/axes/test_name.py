@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.axes.apply import law
-from transaxle.axes.name import Hole, Name, skeleton
+from transaxle.axes.notation.name import Hole, Name, skeleton
 from transaxle.errors import Refused, UsageError
 
 literal = st.text(st.sampled_from("ab.1µ層_"), max_size=4)

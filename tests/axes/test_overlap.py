@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transaxle.axes import tables
+from transaxle.axes.notation import tables
 from transaxle.errors import TransaxleError
 
 HEAD = """family toy

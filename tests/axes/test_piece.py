@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.axes import walking
 from tests.axes.apply import Intervals, law, move, take
-from transaxle.axes.expression import Expression, Share, parse
-from transaxle.axes.piece import Piece, cut, meet, pieces
+from transaxle.axes.geometry.piece import Piece, cut, meet, pieces
+from transaxle.axes.notation.expression import Expression, Share, parse
 
 
 @st.composite

@@ -7,9 +7,9 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from transaxle.axes.chunk import Intervals
-from transaxle.axes.expression import parse
-from transaxle.axes.ranges import axes_in, local_sizes, positions, segment_sizes
+from transaxle.axes.geometry.chunk import Intervals
+from transaxle.axes.geometry.ranges import axes_in, local_sizes, positions, segment_sizes
+from transaxle.axes.notation.expression import parse
 
 SIZES = {"g": 3, "r": 4, "c": 5, "f": 7, "d": 2}
 Q = np.arange(60).reshape(3, 4, 5)

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from tests.axes import walking
 from tests.axes.apply import HOLE, Entry, Extent, Intervals, Store, arange, fill, law, move, take
-from transaxle.axes.chunk import Cut, StridedShard, place
-from transaxle.axes.expression import parse
-from transaxle.axes.piece import Interval
-from transaxle.axes.relayout import Copier, Origin, Part, Target, unchanged
+from transaxle.axes.geometry.chunk import Cut, StridedShard, place
+from transaxle.axes.geometry.piece import Interval
+from transaxle.axes.layout.relayout import Copier, Origin, Part, Target, unchanged
+from transaxle.axes.notation.expression import parse
 from transaxle.errors import Refused
 
 SIZES = {"e": 6, "f": 4, "d": 5}
@@ -20,7 +20,7 @@ STACKED, SINGLE, FLIPPED = (parse(text).layout(SIZES) for text in ("x[e f d]", "
 
 
 def target(layout: object, *origins: Origin, **index: int) -> Target:
-    from transaxle.axes.expression import Layout
+    from transaxle.axes.notation.expression import Layout
 
     assert isinstance(layout, Layout)
     return Target("out", "I64", layout, index, (Part("x", origins),), "out = x[…]")

@@ -8,8 +8,8 @@ import torch
 
 from tests.axes.apply import Store, arange, carried, only, same, translated
 from tests.work import assert_linear, calls
-from transaxle.axes import tables
-from transaxle.axes.family import Sizes
+from transaxle.axes.notation import tables
+from transaxle.axes.notation.family import Sizes
 from transaxle.errors import Refused, TransaxleError
 from transaxle.families import builtin
 

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tests.axes import walking
 from tests.axes.apply import HOLE, Array, Entry, Extent, Store, arange, fill, law, numbers, only, translated
-from transaxle.axes.chunk import Cut, Intervals, Shard, place, whole
-from transaxle.axes.expression import parse
-from transaxle.axes.relayout import Copier, Target
-from transaxle.axes.solve import Shape
-from transaxle.axes.tile import Scales, Tile, grid, scales, shard_tiles, whole_tile
+from transaxle.axes.geometry.chunk import Cut, Intervals, Shard, place, whole
+from transaxle.axes.layout.relayout import Copier, Target
+from transaxle.axes.layout.solve import Shape
+from transaxle.axes.layout.tile import Scales, Tile, grid, scales, shard_tiles, whole_tile
+from transaxle.axes.notation.expression import parse
 from transaxle.errors import Refused
 
 Tiling = Callable[[Shape], Tile]

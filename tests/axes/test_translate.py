@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.axes import walking
 from tests.axes.apply import Store, arange, carried, fill, law, only, same, take, translated
 from tests.axes.toy import CONFIG, TOY, model, only_refusal, packed
-from transaxle.axes.chunk import Cut, place
-from transaxle.axes.relayout import Copier
+from transaxle.axes.geometry.chunk import Cut, place
+from transaxle.axes.layout.relayout import Copier
 from transaxle.errors import UsageError
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from tests.axes import walking
 from tests.axes.apply import Store, arange, carried, law, only, same, translated
-from transaxle.axes.expression import Expression, parse
-from transaxle.axes.unify import factors, unify
+from transaxle.axes.layout.unify import factors, unify
+from transaxle.axes.notation.expression import Expression, parse
 from transaxle.families import builtin
 
 

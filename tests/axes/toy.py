@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from tests.axes.apply import HOLE, Store, arange, fill, only
-from transaxle.axes.translate import Translation
+from transaxle.axes.translation.translate import Translation
 from transaxle.errors import Refusal
 
 TOY = only("""

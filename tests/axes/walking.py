@@ -12,8 +12,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.axes.apply import HOLE, Array, only
-from transaxle.axes.expression import Axis, Expression, Merge, Node, Sum, parse
-from transaxle.axes.family import Family
+from transaxle.axes.notation.expression import Axis, Expression, Merge, Node, Sum, parse
+from transaxle.axes.notation.family import Family
 
 Sizes = Mapping[str, int]
 Index = tuple[tuple[str, int], ...]

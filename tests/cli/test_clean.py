@@ -16,7 +16,7 @@ import pytest
 import transaxle as tx
 from tests.cli.running import REFUSED, USAGE, Transaxle, tree
 from transaxle.errors import refuse
-from transaxle.formats.staging import Staging
+from transaxle.formats.staging.staging import Staging
 
 PARTIAL, OLD = Path(".out.transaxle-partial"), Path(".out.transaxle-old")
 CONVERT = ("convert", "ck", "out", "--to", "torchtitan")

@@ -12,8 +12,8 @@ import pytest
 
 from tests.checkpoints import CONFIG, GATE, TENSORS, read, same, tensors, tiny, write
 from tests.cli.running import DIFFERENT, REFUSED, USAGE, Transaxle, flip, only, tree
-from transaxle.cli import convert as convert_module
-from transaxle.engine import execute as execute_module
+from transaxle.cli.commands import convert as convert_module
+from transaxle.engine.execute import execute as execute_module
 
 LIMITS = ("--jobs", "1", "--memory", "9MiB")
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.checkpoints import INDEX, WHOLE, tiny, write
 from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle
-from transaxle.engine.plan import SINKS
+from transaxle.engine.plan.conversion import SINKS
 from transaxle.formats.detect import FORMATS
 
 READING = (

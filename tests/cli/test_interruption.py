@@ -20,7 +20,7 @@ from tests.cli.running import HUNG_UP, INTERRUPTED, TERMINATED, USAGE, Transaxle
 
 SLOWLY = """
 import time
-from transaxle.formats.staging import Staging
+from transaxle.formats.staging.staging import Staging
 write = Staging.pwrite
 def slowly(*arguments):
     time.sleep(0.02)

@@ -12,7 +12,7 @@ import pytest
 from tests.checkpoints import CONFIG, SIZES, TENSORS, Tensors, tensors, tiny, write
 from tests.cli.running import USAGE, Transaxle, flip, lines, only
 from transaxle import __version__
-from transaxle.encodings.codec import active
+from transaxle.encodings.arithmetic.codec import active
 
 
 def test_a_checkpoint_fits_on_a_page(ck: Path, transaxle: Transaxle) -> None:

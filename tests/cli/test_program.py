@@ -16,8 +16,9 @@ import pytest
 from tests.checkpoints import TENSORS
 from tests.cli.running import BUG, USAGE, Transaxle, command, process
 from transaxle import __version__
-from transaxle.cli import ls as ls_module
-from transaxle.cli.program import COMMANDS, NAME, Command, program
+from transaxle.cli.command import NAME, Command
+from transaxle.cli.commands import ls as ls_module
+from transaxle.cli.program import COMMANDS, program
 
 BLOCKED = """
 import sys

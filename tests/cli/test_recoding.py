@@ -72,11 +72,11 @@ def test_a_damaged_result_of_an_encoding_is_found(bf16: Path, here: Path, transa
     held, config = quantized.plain_llama(d=128, f=256, g=1, r=2, head=64)
     quantized.store(here / "other", ({**held, DOWN: quantized.plain((128, 256), 77)}, config))
     transaxle("convert", "other", "out", "--to", "hf", "--encode", "mxfp8")
-    from transaxle.engine.checkpoint import open_checkpoint
-    from transaxle.engine.encode import Encode
-    from transaxle.engine.finished import reproduced
-    from transaxle.engine.plan import make_plan
-    from transaxle.engine.produce import limits, unwatched
+    from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+    from transaxle.engine.copying.workers import limits, unwatched
+    from transaxle.engine.execute.resume_check import reproduced
+    from transaxle.engine.plan.conversion import make_plan
+    from transaxle.engine.views.encode import Encode
 
     with open_checkpoint(bf16) as source, open_checkpoint(here / "out") as written:
         found = reproduced(make_plan(source, "hf", encode=Encode("mxfp8")), written, limits(), unwatched)

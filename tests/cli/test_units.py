@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.cli import units
+from transaxle.cli.screen import quantities as units
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,21 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.encodings import walk
-from transaxle.encodings import codec, kernel
-from transaxle.encodings.codec import Error, Path, Wide, amax, decode_box, decode_error, encode_error, encode_rows
+from transaxle.encodings.arithmetic import codec, kernel
+from transaxle.encodings.arithmetic.codec import (
+    Error,
+    Path,
+    Wide,
+    amax,
+    decode_box,
+    decode_error,
+    encode_error,
+    encode_rows,
+)
+from transaxle.encodings.arithmetic.minifloat import MINIFLOATS
+from transaxle.encodings.arithmetic.tiling import tiling
+from transaxle.encodings.arithmetic.wide import LARGEST, WIDE
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
-from transaxle.encodings.minifloat import MINIFLOATS
-from transaxle.encodings.tiling import tiling
-from transaxle.encodings.wide import LARGEST, WIDE
 from transaxle.errors import TransaxleError
 
 PATHS: list[Path] = ["numpy", "compiled"] if kernel.load() else ["numpy"]

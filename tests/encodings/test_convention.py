@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.encodings.convention import CONVENTIONS, PREFERRED, Convention
+from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED, Convention
+from transaxle.encodings.conventions.scheme import CHANNEL
 from transaxle.encodings.encoding import ENCODINGS, FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding, Role
-from transaxle.encodings.scheme import CHANNEL
 from transaxle.errors import TransaxleError
 
 DEEPSEEK, COMPRESSED, GPT_OSS = (CONVENTIONS[name] for name in ("deepseek", "compressed_tensors", "gpt_oss"))

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transaxle.encodings.convention import CONVENTIONS
+from transaxle.encodings.conventions.buffer_group import Grouped, group
+from transaxle.encodings.conventions.convention import CONVENTIONS
+from transaxle.encodings.conventions.quantization import read
+from transaxle.encodings.conventions.scheme import CHANNEL, SECTION
+from transaxle.encodings.conventions.torchao_convention import NAMES
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding, Role
-from transaxle.encodings.group import Grouped, group
-from transaxle.encodings.quantization import read
-from transaxle.encodings.scheme import CHANNEL, SECTION
-from transaxle.encodings.torchao import NAMES
 
 Shape = tuple[int, ...]
 W = "model.layers.0.mlp.up_proj.weight"

@@ -17,9 +17,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from transaxle.encodings import codec, kernel
+from transaxle.encodings.arithmetic import codec, kernel
 from transaxle.encodings.encoding import MXFP8
-from transaxle.formats import strided
+from transaxle.formats.storage import strided_reads as strided
 
 ROOT = Path(__file__).parent.parent.parent
 LIBRARIES = {kernel.LIBRARY.name, strided.LIBRARY.name}

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.encodings import walk
-from transaxle.encodings.minifloat import E2M1, E4M3, E5M2, MINIFLOATS, Minifloat, power_of_two
+from transaxle.encodings.arithmetic.minifloat import E2M1, E4M3, E5M2, MINIFLOATS, Minifloat, power_of_two
 
 WALKS = {"F8_E4M3": walk.E4M3, "F8_E5M2": walk.E5M2, "F4": walk.E2M1}
 ML = {"F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2, "F4": ml_dtypes.float4_e2m1fn}

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.quiet import quiet
-from transaxle.encodings.pattern import (
+from transaxle.encodings.conventions.pattern import (
     Expression,
     PatternError,
     compressed_modules,

@@ -18,11 +18,11 @@ import torch
 
 import transaxle as tx
 from tests.oracles.quantized_peers import Made, compressed, fp8, gpt_oss, torchao
-from transaxle.encodings.convention import CONVENTIONS
+from transaxle.encodings.conventions.buffer_group import Grouped, group
+from transaxle.encodings.conventions.convention import CONVENTIONS
+from transaxle.encodings.conventions.quantization import module_of, read
+from transaxle.encodings.conventions.rewriting import written
 from transaxle.encodings.encoding import WHOLE, Encoded, Role
-from transaxle.encodings.group import Grouped, group
-from transaxle.encodings.quantization import module_of, read
-from transaxle.encodings.rewriting import written
 
 pytestmark = pytest.mark.peers
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.quiet import quiet
+from transaxle.encodings.conventions.quantization import CONFIG, MODELOPT_CONFIG, read
+from transaxle.encodings.conventions.scheme import CHANNEL, METHODS, SECTION
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
-from transaxle.encodings.quantization import CONFIG, MODELOPT_CONFIG, read
-from transaxle.encodings.scheme import CHANNEL, METHODS, SECTION
 from transaxle.errors import TransaxleError
 
 Q = "model.layers.0.self_attn.q_proj"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from transaxle.encodings.convention import COMPRESSED_TENSORS, CONVENTIONS, DEEPSEEK
+from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS, DEEPSEEK
+from transaxle.encodings.conventions.restated import hub_convention, restated
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP8, NVFP4, Encoding
-from transaxle.encodings.restated import hub_convention, restated
 
 COMPRESSED = CONVENTIONS[COMPRESSED_TENSORS]
 BLOCKS = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.oracles.quiet import quiet
-from transaxle.encodings.convention import CONVENTIONS, PREFERRED
+from transaxle.encodings.conventions.buffer_group import group
+from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED
+from transaxle.encodings.conventions.quantization import read
+from transaxle.encodings.conventions.rewriting import written
+from transaxle.encodings.conventions.scheme import CHANNEL, SECTION
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoded, Encoding, Role
-from transaxle.encodings.group import group
-from transaxle.encodings.quantization import read
-from transaxle.encodings.rewriting import written
-from transaxle.encodings.scheme import CHANNEL, SECTION
 from transaxle.errors import TransaxleError
 
 Shape = tuple[int, ...]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.encodings import walk
+from transaxle.encodings.arithmetic.scaling import Scales, scales
+from transaxle.encodings.arithmetic.wide import LARGEST
 from transaxle.encodings.encoding import ENCODINGS, FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding
-from transaxle.encodings.scaling import Scales, scales
-from transaxle.encodings.wide import LARGEST
 from transaxle.errors import TransaxleError
 
 F32_MAX = float(np.finfo(np.float32).max)

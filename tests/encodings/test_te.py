@@ -16,12 +16,12 @@ import pytest
 import transaxle as tx
 from tests.encodings.test_group import Entry
 from tests.oracles.te_pickles import Array, File, Tensor, blockwise, float8, mxfp8, nvfp4
-from transaxle.encodings import te
-from transaxle.encodings.convention import CONVENTIONS, TE, TE_HALVED
+from transaxle.encodings.conventions import te_convention as te
+from transaxle.encodings.conventions.buffer_group import group
+from transaxle.encodings.conventions.convention import CONVENTIONS, TE, TE_HALVED
 from transaxle.encodings.encoding import FLOAT8_BLOCK, MXFP8, NVFP4, Role
-from transaxle.encodings.group import group
 from transaxle.errors import TransaxleError
-from transaxle.formats.torch_file import quantized
+from transaxle.formats.torch_file import quantized_tensors as quantized
 
 NAME = "layer.weight"
 LAYOUTS = ["square", "square columns", "rows", "rows compact", "columns", "columns compact"]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from threading import Lock
 
-from transaxle.engine.checkpoint import Checkpoint
-from transaxle.formats.storage import Listing, Storage
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.formats.storage.storage import Listing, Storage
 
 Before = Callable[[str, int, int], None]
 """Called before each read with file, offset and size; what it raises, the read raises."""

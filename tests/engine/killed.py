@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import transaxle as tx
-from transaxle.engine import journal
-from transaxle.formats import place, staging
+from transaxle.engine.execute import journal
+from transaxle.formats.staging import place, staging
 
 TO = "automodel"
 SHARD_SIZE = 8000

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.oracles import MISSING, VARIANTS, cases
 from tests.oracles.hub import WEIGHTS, Tensors
-from transaxle.axes.family import Family
+from transaxle.axes.notation.family import Family
 from transaxle.families import builtin
 
 CONFIG = "config.json"

@@ -5,10 +5,10 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from transaxle.engine.checkpoint import Checkpoint
-from transaxle.engine.settings import settings
-from transaxle.formats.catalog import Container, Entry, Extent
-from transaxle.formats.storage import Listing
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.settings import settings
+from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.storage.storage import Listing
 
 FILE = "model.safetensors"
 HEAD, HIDDEN, EXPERT, VOCABULARY = 128, 7168, 2048, 129_280

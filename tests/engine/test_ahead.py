@@ -13,7 +13,7 @@ from tests.engine import peers
 from tests.oracles import cases
 from tests.oracles.cases import AUTOMODEL, HF, TE, TORCHTITAN, TRANSFORMERS
 from tests.oracles.hub import Tensors
-from transaxle.axes.family import Sizes
+from transaxle.axes.notation.family import Sizes
 from transaxle.families import builtin
 
 pytestmark = peers.pytestmark

@@ -15,9 +15,10 @@ import transaxle as tx
 from tests.checkpoints import write
 from tests.formats.files import open_files
 from transaxle.errors import TransaxleError
-from transaxle.formats import local, place
-from transaxle.formats.handles import Handles
-from transaxle.formats.staging import Staging
+from transaxle.formats.staging import place
+from transaxle.formats.staging.staging import Staging
+from transaxle.formats.storage import local
+from transaxle.formats.storage.handles import Handles
 
 NAMES = tuple(f"model.layers.{i}.weight" for i in range(12))
 FORMS = ("safetensors", "torch", "dcp", "deepspeed-universal")

@@ -19,8 +19,8 @@ import transaxle as tx
 from tests import checkpoints
 from tests.engine import law, quantized
 from tests.formats import files
-from transaxle.engine.compare import compare
-from transaxle.engine.produce import limits
+from transaxle.engine.compare.compare import compare
+from transaxle.engine.copying.workers import limits
 
 GATE = checkpoints.GATE
 STACK = "model.layers.0.mlp.experts.gate_and_up_projs"

@@ -18,10 +18,10 @@ import transaxle as tx
 from tests.engine import quantized
 from tests.engine.counting import CountingStorage
 from tests.engine.quantized import BF16, BLOCKS, FP8, SCALE, SCALES, Array, Tensors
-from transaxle.engine.checkpoint import Checkpoint
-from transaxle.engine.settings import settings as said
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.settings import settings as said
 from transaxle.errors import UsageError
-from transaxle.formats.catalog import Container, Entry, Extent
+from transaxle.formats.catalog.catalog import Container, Entry, Extent
 
 NAMES = {"block": "b.weight", "stack": "s.weight", "four": "m.down_proj", "nv": "n.weight", "tensor": "t.weight"}
 

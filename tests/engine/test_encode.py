@@ -17,9 +17,9 @@ import transaxle as tx
 from tests import checkpoints
 from tests.engine import quantized
 from tests.engine.quantized import BF16, SCALE, Array, Tensors
-from transaxle.encodings.codec import amax, encode_rows
+from transaxle.encodings.arithmetic.codec import amax, encode_rows
 from transaxle.encodings.encoding import FLOAT8_BLOCK, MXFP8, NVFP4, Encoding
-from transaxle.engine.produce import LEAST_MEMORY
+from transaxle.engine.copying.workers import LEAST_MEMORY
 from transaxle.errors import UsageError
 
 ENCODINGS: dict[str, Encoding] = {"float8_block": FLOAT8_BLOCK, "mxfp8": MXFP8, "nvfp4": NVFP4}

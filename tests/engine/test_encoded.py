@@ -13,7 +13,7 @@ import torch
 import transaxle as tx
 from tests.engine import quantized
 from tests.engine.quantized import BLOCKS, FP8, SCALE, SCALES, Array, Tensors
-from transaxle.axes.tile import shard_tiles
+from transaxle.axes.layout.tile import shard_tiles
 from transaxle.errors import Refusal
 
 RULES = """

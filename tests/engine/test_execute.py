@@ -25,10 +25,10 @@ from tests import checkpoints
 from tests.engine import killed
 from tests.engine.counting import Before, counted
 from tests.engine.killed import contents
-from transaxle.engine.checkpoint import open_checkpoint
-from transaxle.engine.execute import execute
-from transaxle.engine.plan import make_plan
-from transaxle.engine.produce import LEAST_MEMORY, Limits, StoppedError, limits, share
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+from transaxle.engine.copying.workers import LEAST_MEMORY, Limits, StoppedError, limits, share
+from transaxle.engine.execute.execute import execute
+from transaxle.engine.plan.conversion import make_plan
 from transaxle.errors import Code, refuse
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ import torch
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.formats.groups import KEPT
+from transaxle.formats.training_state.state_groups import KEPT
 
 GROUPS = "param_groups"
 NAMES = list(checkpoints.tensors())

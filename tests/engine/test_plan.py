@@ -20,9 +20,9 @@ from tests import checkpoints
 from tests.engine import law
 from tests.engine.test_transfer import positions
 from tests.formats import files
-from transaxle.engine.checkpoint import open_checkpoint
-from transaxle.engine.plan import Plan, Prepared, make_plan, natural, parse_to
-from transaxle.engine.produce import LEAST_MEMORY
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+from transaxle.engine.copying.workers import LEAST_MEMORY
+from transaxle.engine.plan.conversion import Plan, Prepared, make_plan, natural, parse_to
 from transaxle.errors import Code
 
 GATE = checkpoints.GATE

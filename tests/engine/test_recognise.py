@@ -11,7 +11,7 @@ import pytest
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.engine.recognise import recognise
+from transaxle.engine.checkpoint.recognise import recognise
 from transaxle.errors import Code
 from transaxle.families import builtin
 

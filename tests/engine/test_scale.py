@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from tests.engine import synthetic
-from transaxle.axes import relayout
-from transaxle.axes.chunk import Shard, whole
-from transaxle.axes.formula import Formula
-from transaxle.axes.name import Name
-from transaxle.engine.checkpoint import Checkpoint
-from transaxle.engine.plan import make_plan
+from transaxle.axes.geometry.chunk import Shard, whole
+from transaxle.axes.layout import relayout
+from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.name import Name
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.plan.conversion import make_plan
 
 MEETS, FORMULAS, FORMATS, MATCHES, PIECES = "meets", "formulas", "names formatted", "names matched", "pieces"
 RANKS = 256

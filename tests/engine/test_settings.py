@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from transaxle.engine.settings import LONGEST_CONFIG, LONGEST_TABLE, settings
+from transaxle.engine.checkpoint.settings import LONGEST_CONFIG, LONGEST_TABLE, settings
 from transaxle.errors import Refused, StorageError, TransaxleError
 
 TABLE = "family mine\naxes l=num_layers\n"

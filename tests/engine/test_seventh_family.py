@@ -12,8 +12,8 @@ import pytest
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.engine.checkpoint import Checkpoint, open_checkpoint
-from transaxle.engine.settings import Settings
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from transaxle.engine.checkpoint.settings import Settings
 from transaxle.families import with_rules
 
 Array = npt.NDArray[Any]

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine import law
-from transaxle.axes.strided import Loop
-from transaxle.engine.transfer import Scratch, Transfer, active, clip, fill, lower
-from transaxle.formats.strided import read_each
+from transaxle.axes.geometry.strided import Loop
+from transaxle.engine.copying.transfer import Scratch, Transfer, active, clip, fill, lower
+from transaxle.formats.storage.strided_reads import read_each
 
 FILE = "source"
 BASE = 3

@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 import transaxle as tx
 from tests import checkpoints
 from tests.engine.killed import contents
-from transaxle.engine.manifest import SCHEMA, decode, encode
-from transaxle.engine.verify import Verification, verify
+from transaxle.engine.checkpoint.manifest import SCHEMA, decode, encode
+from transaxle.engine.compare.verification import Verification, verify
 
 SIZES = {**checkpoints.SIZES, "num_hidden_layers": 1, "num_experts": 2}
 CONFIG = {**checkpoints.CONFIG, **SIZES}

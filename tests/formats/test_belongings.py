@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 import transaxle as tx
 from tests import checkpoints
 from transaxle.errors import UsageError
-from transaxle.formats import place, syscalls
-from transaxle.formats.belongings import LocalFolder, irreplaceable, strangers
+from transaxle.formats.staging import place, syscalls
+from transaxle.formats.staging.belongings import LocalFolder, irreplaceable, strangers
 
 DEEPSPEED = (
     "latest", "zero_to_fp32.py", "global_step7/mp_rank_00_model_states.pt",

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tests.formats.files import FILE, INDEX, library
 from tests.formats.test_reader import every_dtype, octets
 from transaxle.errors import Code, Refused
-from transaxle.formats.catalog import Draft, Spec
+from transaxle.formats.catalog.catalog import Draft, Spec
 from transaxle.formats.detect import open_container
 from transaxle.formats.dtype import BITS, nbytes
 from transaxle.formats.safetensors.draft import draft

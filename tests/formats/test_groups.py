@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.formats.groups import Group, decode, encode, gathered, plain, renamed
 from transaxle.formats.pickled.descriptors import NOTHING, Global, Object, Scalar
+from transaxle.formats.training_state.state_groups import Group, decode, encode, gathered, plain, renamed
 
 NUMBERS = [np.float32(0.1), np.int64(-7), np.float64("nan"), np.bool_(True), ml_dtypes.bfloat16(1.5)]
 settings = st.recursive(

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import transaxle as tx
 from tests.checkpoints import GATE, INDEX, WHOLE, Tensors, read, same, tiny, write
-from transaxle.engine.plan import SINKS
+from transaxle.engine.plan.conversion import SINKS
 from transaxle.errors import TransaxleError
 
 CONFIG = "config.json"

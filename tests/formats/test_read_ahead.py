@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.formats.read_ahead import LEAST, ReadAhead
+from transaxle.formats.remote.read_ahead import LEAST, ReadAhead
 
 DATA = random.Random(0).randbytes(3_000_000)
 

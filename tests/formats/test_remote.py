@@ -19,13 +19,13 @@ import transaxle as tx
 from tests.checkpoints import GATE, INDEX, WHOLE, read, same, tiny, write
 from tests.formats.s3_server import Bucket
 from tests.formats.stores import Memory, Store, upload
-from transaxle.engine.verify import Verification
+from transaxle.engine.compare.verification import Verification
 from transaxle.errors import Refused, StorageError, TransaxleError
-from transaxle.formats.local import LocalStorage
-from transaxle.formats.location import storage_at
-from transaxle.formats.read_ahead import LEAST
-from transaxle.formats.remote import RemoteStorage
-from transaxle.formats.service import Service
+from transaxle.formats.remote.read_ahead import LEAST
+from transaxle.formats.remote.remote_storage import RemoteStorage
+from transaxle.formats.remote.service import Service
+from transaxle.formats.staging.location import storage_at
+from transaxle.formats.storage.local import LocalStorage
 
 FILE = "a.bin"
 DATA = bytes(range(256)) * 64

@@ -19,11 +19,11 @@ import pytest
 
 from tests.formats.files import names_in, open_files
 from transaxle.errors import Code, Refused, StorageError, UsageError
-from transaxle.formats import place as place_module
-from transaxle.formats import staging as staging_module
-from transaxle.formats import syscalls
-from transaxle.formats.handles import Handles
-from transaxle.formats.staging import Staging
+from transaxle.formats.staging import place as place_module
+from transaxle.formats.staging import staging as staging_module
+from transaxle.formats.staging import syscalls
+from transaxle.formats.staging.staging import Staging
+from transaxle.formats.storage.handles import Handles
 
 A, B = "model-1.safetensors", "model-2.safetensors"
 NEW = {A: b"new" * 1000, B: b"NEW" * 500}

@@ -10,8 +10,8 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from transaxle.errors import TransaxleError
-from transaxle.formats.inline import NUMBERS, number
-from transaxle.formats.state import Kind, Leaf, Path, State, arrange
+from transaxle.formats.catalog.inline import NUMBERS, number
+from transaxle.formats.training_state.state import Kind, Leaf, Path, State, arrange
 
 FILE = "checkpoint"
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.formats.strict_json import NotJsonError, dropped, members, pairs_in, repeated
+from transaxle.formats.catalog.strict_json import NotJsonError, dropped, members, pairs_in, repeated
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(alphabet=':"\\{}[],ab\n'),

@@ -16,13 +16,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from transaxle.axes.strided import Loop
+from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refused, StorageError
-from transaxle.formats import strided
-from transaxle.formats.inline import NUMBERS, Inline
-from transaxle.formats.local import LocalStorage
-from transaxle.formats.storage import Beside
-from transaxle.formats.strided import read_strided
+from transaxle.formats.catalog.inline import NUMBERS, Inline
+from transaxle.formats.storage import strided_reads as strided
+from transaxle.formats.storage.local import LocalStorage
+from transaxle.formats.storage.storage import Beside
+from transaxle.formats.storage.strided_reads import read_strided
 
 FILE, MADE = "a.bin", "made"
 DATA = np.random.default_rng(0).integers(1, 256, 1 << 16, np.uint8).tobytes()

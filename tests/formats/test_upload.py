@@ -15,11 +15,11 @@ import transaxle as tx
 from tests.checkpoints import INDEX, TENSORS, WHOLE, read, same, tiny, write
 from tests.formats.s3_server import Bucket
 from tests.formats.stores import Memory, Store, download, upload
-from transaxle.engine.plan import SINKS
+from transaxle.engine.plan.conversion import SINKS
 from transaxle.errors import TransaxleError
-from transaxle.formats.company import MANIFEST
-from transaxle.formats.service import Service
-from transaxle.formats.upload import PART, Upload, _File, part_size
+from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.remote.service import Service
+from transaxle.formats.staging.upload import PART, Upload, _File, part_size
 
 LEAST_PART = 5 << 20
 """What S3 takes."""

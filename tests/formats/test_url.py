@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from transaxle.formats.url import harmless, is_url, local_path, shown
+from transaxle.formats.remote.url import harmless, is_url, local_path, shown
 
 SECRET = "sEcReT"
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import transaxle as tx
 from tests.corpus.checksums import flip
-from transaxle.formats.catalog import Checksum
-from transaxle.formats.local import LocalStorage
-from transaxle.formats.witness import Tally, Witness, joined
+from transaxle.formats.catalog.catalog import Checksum
+from transaxle.formats.catalog.checksums import Tally, Witness, joined
+from transaxle.formats.storage.local import LocalStorage
 
 DATA = os.urandom(4000)
 

@@ -11,10 +11,10 @@ from torch import nn
 
 from tests.oracles.quiet import quiet
 from transaxle._api import open as opened
-from transaxle.engine.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.errors import TransaxleError
-from transaxle.live.load import load
-from transaxle.live.save import save
+from transaxle.live.load.load import load
+from transaxle.live.save.save import save
 
 with quiet():
     import peft

@@ -16,11 +16,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import transaxle as tx
 from tests.live.ranks import run
-from transaxle.live import near
-from transaxle.live.exchange import Parcel, exchange, rounds
-from transaxle.live.region import Address, Region, seen
-from transaxle.live.save import save
-from transaxle.live.world import World
+from transaxle.live.save.save import save
+from transaxle.live.transport import shm_transport as near
+from transaxle.live.transport.shared_memory import Address, Region, seen
+from transaxle.live.transport.tensor_exchange import Parcel, exchange, rounds
+from transaxle.live.transport.world import World
 
 SIZES = [0, 1, 7, 4096, 100_003, 1 << 20, 3]
 MATRIX = torch.arange(768 * 1024, dtype=torch.int32).reshape(768, 1024)

@@ -20,7 +20,7 @@ from tests.live.ranks import run
 from tests.live.topologies import FSDP, LLAMA, MOE, build, full
 from tests.oracles import hub
 from tests.oracles.quiet import quiet
-from transaxle.live.callbacks import FOLDER
+from transaxle.live.integrations.callbacks import FOLDER
 
 pytestmark = pytest.mark.peers
 TOKENS = [{"input_ids": [(7 * n + 3 * i) % 96 for i in range(8)], "labels": list(range(n, n + 8))} for n in range(16)]

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 
 from tests.live.ranks import run
-from transaxle.engine.checkpoint import Checkpoint, open_checkpoint
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import TransaxleError
-from transaxle.live import load as loading
-from transaxle.live.load import load
-from transaxle.live.one_source import refuse_different
-from transaxle.live.save import save
-from transaxle.live.world import World
+from transaxle.live.load import load as loading
+from transaxle.live.load.load import load
+from transaxle.live.load.one_source import refuse_different
+from transaxle.live.save.save import save
+from transaxle.live.transport.world import World
 
 
 def _state(value: float) -> dict[str, torch.Tensor]:

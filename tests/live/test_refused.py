@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 
 from tests.live.ranks import ranks, run
 from transaxle.errors import TransaxleError
-from transaxle.live.load import load
-from transaxle.live.reshard import reshard
-from transaxle.live.save import save
+from transaxle.live.load.load import load
+from transaxle.live.reexpress.reshard import reshard
+from transaxle.live.save.save import save
 
 
 def _bad(rank: int, world: int, source: str) -> None:
@@ -52,7 +52,7 @@ def test_everything_is_listed_on_every_rank_and_nothing_written(tmp_path: Path) 
 
 
 def _fails_on_one(rank: int, world: int, source: str) -> None:
-    from transaxle.engine.checkpoint import open_checkpoint
+    from transaxle.engine.checkpoint.checkpoint import open_checkpoint
     from transaxle.errors import refuse
 
     mesh = init_device_mesh("cpu", (world,))

@@ -19,10 +19,10 @@ from tests.live.ranks import ranks, run
 from tests.live.test_load import FULL, _octets
 from tests.live.test_save import _save
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.upload import Upload
-from transaxle.live.landing import Bytes
-from transaxle.live.load import load
-from transaxle.live.save import save
+from transaxle.formats.staging.upload import Upload
+from transaxle.live.load.load import load
+from transaxle.live.save.save import save
+from transaxle.live.tensors.destination import Bytes
 
 BIG = torch.arange(3 << 20, dtype=torch.float32).reshape(3 << 10, 1 << 10)
 
@@ -67,7 +67,7 @@ def _fails(rank: int, world: int, server: str, target: str) -> None:
     os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=server)
     state = _state(world, 0)
     if rank == 1:
-        from transaxle.live.memory import Memory
+        from transaxle.live.sharding.memory import Memory
 
         def broken(self: Memory, name: str, offset: int, size: int) -> Bytes:
             raise refuse("IO", "rank 1 cannot read its memory", file=name)

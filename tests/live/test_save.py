@@ -14,7 +14,7 @@ from torch.distributed.tensor import distribute_tensor
 import transaxle as tx
 from tests.live.ranks import run
 from tests.live.test_load import FULL, PLACEMENTS, WORLDS, _octets, on
-from transaxle.live.save import save
+from transaxle.live.save.save import save
 
 
 def _save(rank: int, world: int, target: str, shape: tuple[int, ...]) -> dict[str, Any]:

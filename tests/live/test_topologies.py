@@ -21,11 +21,11 @@ from tests.live.test_adapt import CONFIG, automodel
 from tests.live.test_adapt import hub as unstacked
 from tests.live.topologies import LLAMA, MOE, PP, build, gathered, same, source
 from tests.oracles import hub
-from transaxle.live.landing import local_of
-from transaxle.live.load import load
-from transaxle.live.reshard import reshard
-from transaxle.live.runs import as_runs
-from transaxle.live.save import save
+from transaxle.live.load.load import load
+from transaxle.live.reexpress.reshard import reshard
+from transaxle.live.save.save import save
+from transaxle.live.sharding.dcp_chunks import as_runs
+from transaxle.live.tensors.destination import local_of
 
 
 def _differing(state: dict[str, Any], truth: dict[str, torch.Tensor]) -> set[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.live.ranks import run
 from transaxle.errors import TransaxleError, refuse
-from transaxle.live.world import _PAGE, _SIZE, World
+from transaxle.live.transport.world import _PAGE, _SIZE, World
 
 _ROOM = _PAGE - _SIZE - len(pickle.dumps(b"x" * 300)) + 300
 """The longest bytes that one collective gathers."""

@@ -17,11 +17,11 @@ import transaxle as tx
 from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, build
 from transaxle.formats.deepspeed.keys import UNIVERSAL
-from transaxle.live.landing import local_of
-from transaxle.live.leaves import leaves
-from transaxle.live.optimizer import names_of, states_of
-from transaxle.live.optimizers import apart
-from transaxle.parallel.cutting import everything
+from transaxle.live.model.state_tensors import leaves
+from transaxle.live.tensors.destination import local_of
+from transaxle.live.training.optimizer_state import names_of, states_of
+from transaxle.live.training.optimizers import apart
+from transaxle.parallel.cuts.cutting import everything
 from transaxle.parallel.tensor_parallel import tensor_parallel
 
 DEGREES = (1, 2, 3, 4)

@@ -21,10 +21,10 @@ from tests.live.ranks import run
 from tests.oracles import hub
 from tests.parallel.models import tokens
 from transaxle.errors import TransaxleError
-from transaxle.live.landing import local_of
-from transaxle.nn.grouped_linear import GroupedLinear
-from transaxle.nn.moe import MoE
-from transaxle.parallel.cutting import everything
+from transaxle.live.tensors.destination import local_of
+from transaxle.nn.linear.grouped_linear import GroupedLinear
+from transaxle.nn.moe.moe import MoE
+from transaxle.parallel.cuts.cutting import everything
 from transaxle.parallel.tensor_parallel import tensor_parallel
 
 INNER, EXPERTS, CHOSEN = 10, 3, 2

@@ -27,7 +27,7 @@ from torch.optim import AdamW
 from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, EVEN, build
 from transaxle.errors import TransaxleError
-from transaxle.live.landing import local_of
+from transaxle.live.tensors.destination import local_of
 from transaxle.parallel.tensor_parallel import tensor_parallel
 
 TAKEN = "part of a parameter, and torch's checkpoint takes it for the whole"

@@ -26,18 +26,18 @@ from tests.parallel.models import SIZES, build, tokens, train
 from tests.quant.kinds import raw
 from tests.quant.training import FIVE
 from transaxle.errors import TransaxleError
-from transaxle.live.landing import local_of
-from transaxle.nn.grouped_linear import GroupedLinear
-from transaxle.nn.moe import MoE
-from transaxle.parallel.cutting import Kept, everything
-from transaxle.parallel.modules import is_cut
+from transaxle.live.tensors.destination import local_of
+from transaxle.nn.linear.grouped_linear import GroupedLinear
+from transaxle.nn.moe.moe import MoE
+from transaxle.parallel.cuts.cutting import Kept, everything
+from transaxle.parallel.cuts.tp_modules import is_cut
 from transaxle.parallel.tensor_parallel import tensor_parallel
-from transaxle.quant.buffers import AMAX, DATA, HISTORY, SCALE, SCALED_FOR
-from transaxle.quant.entries import is_quantized, whole_shape
-from transaxle.quant.masters import MasterWeights
-from transaxle.quant.modules import quantize_
-from transaxle.quant.quantizers import MXFP8, NVFP4, Float8Block
-from transaxle.quant.tensor import QuantizedTensor
+from transaxle.quant.frame.buffers import AMAX, DATA, HISTORY, SCALE, SCALED_FOR
+from transaxle.quant.frame.quantizers import MXFP8, NVFP4, Float8Block
+from transaxle.quant.modules.entries import is_quantized, whole_shape
+from transaxle.quant.modules.masters import MasterWeights
+from transaxle.quant.modules.quantized_modules import quantize_
+from transaxle.quant.tensor.tensor import QuantizedTensor
 
 kinds = pytest.mark.parametrize("kind", FIVE)
 STEPS = 3

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, EVEN, build
 from transaxle.errors import TransaxleError
-from transaxle.parallel.plan import Plan, Role, make_plan
-from transaxle.parallel.reading import read
+from transaxle.parallel.plans.table_reading import read
+from transaxle.parallel.plans.tp_plan import Plan, Role, make_plan
 from transaxle.parallel.tensor_parallel import tensor_parallel
 
 QUERY, KEY, OUT = (f"model.layers.0.self_attn.{name}_proj" for name in "qko")

@@ -10,7 +10,7 @@ import torch
 
 from tests.quant.kernels.cases import DTYPES, array, bits, nearest, strange
 from tests.quant.kinds import MORE, raw, values
-from transaxle.encodings import codec
+from transaxle.encodings.arithmetic import codec
 from transaxle.errors import TransaxleError
 from transaxle.quant import (
     MXFP8,

@@ -155,7 +155,7 @@ def test_masters_start_from_the_values_that_were_loaded(tmp_path: Path) -> None:
 
 def test_a_load_that_writes_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TransformerEngine's resharded MXFP8 loads copied into values that were thrown away, and reported success."""
-    from transaxle.live import load
+    from transaxle.live.load import load
 
     model = _linear("mxfp8", 1)
     tx.save(model, tmp_path / "saved", to="identity")

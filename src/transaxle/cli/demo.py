@@ -15,10 +15,10 @@ import click
 
 import transaxle as tx
 from transaxle.cli import options
-from transaxle.cli.moves import RENAMED, UNCHANGED, rules, words
-from transaxle.cli.program import Command
-from transaxle.cli.screen import Screen
-from transaxle.cli.units import parameters, plural
+from transaxle.cli.command import Command
+from transaxle.cli.screen.moves import RENAMED, UNCHANGED, rules, words
+from transaxle.cli.screen.quantities import parameters, plural
+from transaxle.cli.screen.screen import Screen
 from transaxle.errors import refuse
 
 _SIZES = {
@@ -187,7 +187,7 @@ def _make(folder: Path) -> tuple[Any, Any, Any]:
 
 def _describe(screen: Screen, folder: Path, name: str) -> Facts:
     """Print what a checkpoint holds: how much, and its attention query and experts."""
-    from transaxle.cli.summary import cells, rows
+    from transaxle.cli.screen.summary import cells, rows
 
     with tx.open(folder / name) as checkpoint:
         amount = sum(tensor.parameters for tensor in checkpoint.values())

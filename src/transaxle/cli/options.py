@@ -9,11 +9,11 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from transaxle.cli.program import Bare
-from transaxle.cli.refusals import failed, interrupted
-from transaxle.cli.screen import Screen
+from transaxle.cli.command import Bare
+from transaxle.cli.screen.quantities import parse_size
+from transaxle.cli.screen.refusals import failed, interrupted
+from transaxle.cli.screen.screen import Screen
 from transaxle.cli.stop import outcome
-from transaxle.cli.units import parse_size
 from transaxle.errors import TransaxleError, refuse
 
 
@@ -27,7 +27,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, typed: str | None) -> in
 
 def _memory(ctx: click.Context, param: click.Parameter, typed: str | None) -> int | None:
     """Read how much memory there is, and refuse what nothing can be done with."""
-    from transaxle.engine.produce import LEAST_MEMORY
+    from transaxle.engine.copying.workers import LEAST_MEMORY
 
     count = _size(ctx, param, typed)
     if count is not None and count < LEAST_MEMORY:
@@ -77,7 +77,7 @@ def _families() -> list[str]:
 
 def _targets() -> list[str]:
     """Return what `--to` understands: dialects alone, and formats with dialects."""
-    from transaxle.engine.plan import SINKS
+    from transaxle.engine.plan.conversion import SINKS
 
     names = [*dialects(), "identity"]
     return [*names, *(f"{form}:{name}" for form in SINKS for name in names)]
@@ -216,7 +216,7 @@ def recoding(body: Callable[..., int]) -> Callable[..., int]:
         skip: tuple[str, ...],
         **rest: Any,
     ) -> int:
-        from transaxle.engine.encode import Encode
+        from transaxle.engine.views.encode import Encode
 
         given = [name for name, value in (("--decode", decode), ("--encode", encode), ("--dtype", dtype)) if value]
         if len(given) > 1:
@@ -237,7 +237,7 @@ def working(body: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(body)
     def command(*args: Any, jobs: int | None, memory: int | None, **rest: Any) -> int:
-        from transaxle.engine.produce import limits
+        from transaxle.engine.copying.workers import limits
 
         return body(*args, limit=limits(jobs, memory), **rest)
 

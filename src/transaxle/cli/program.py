@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Sequence
 from importlib import import_module
-from types import ModuleType
-from typing import Any
 
 import click
 
 from transaxle import __version__
+from transaxle.cli.command import NAME, write_examples
 
-NAME = "transaxle"
 COMPLETE = "_TRANSAXLE_COMPLETE"
 """Environment variable by which a shell asks for completions."""
 
-_LOADERS: dict[str, tuple[str, Callable[[], ModuleType]]] = {
-    "ls": ("What is in a checkpoint, layers and experts folded.", lambda: import_module("transaxle.cli.ls")),
-    "info": ("What was recognised, and why.", lambda: import_module("transaxle.cli.info")),
-    "plan": ("What a conversion would do; nothing is written.", lambda: import_module("transaxle.cli.plan")),
-    "convert": ("Convert a checkpoint, exactly or not at all.", lambda: import_module("transaxle.cli.convert")),
-    "verify": ("Hold a checkpoint against its manifest, or another.", lambda: import_module("transaxle.cli.verify")),
-    "diff": ("Where two checkpoints differ, across dialects.", lambda: import_module("transaxle.cli.diff")),
-    "clean": ("What killed runs have left, and its removal.", lambda: import_module("transaxle.cli.clean")),
-    "check-rules": ("Whether a table of yours is sound, and what it reads.",
-                    lambda: import_module("transaxle.cli.check_rules")),
-    "explain": ("The long form of a refusal.", lambda: import_module("transaxle.cli.explain")),
-    "demo": ("All of it on a tiny model, step by step.", lambda: import_module("transaxle.cli.demo")),
+_LOADERS: dict[str, tuple[str, str]] = {
+    "ls": ("What is in a checkpoint, layers and experts folded.", "transaxle.cli.commands.ls"),
+    "info": ("What was recognised, and why.", "transaxle.cli.commands.info"),
+    "plan": ("What a conversion would do; nothing is written.", "transaxle.cli.commands.plan"),
+    "convert": ("Convert a checkpoint, exactly or not at all.", "transaxle.cli.commands.convert"),
+    "verify": ("Hold a checkpoint against its manifest, or another.", "transaxle.cli.commands.verify"),
+    "diff": ("Where two checkpoints differ, across dialects.", "transaxle.cli.commands.diff"),
+    "clean": ("What killed runs have left, and its removal.", "transaxle.cli.commands.clean"),
+    "check-rules": ("Whether a table of yours is sound, and what it reads.", "transaxle.cli.commands.check_rules"),
+    "explain": ("The long form of a refusal.", "transaxle.cli.commands.explain"),
+    "demo": ("All of it on a tiny model, step by step.", "transaxle.cli.demo"),
 }  # fmt: skip
+"""Command -> what it does, and the module that is imported when it is used."""
 COMMANDS = tuple(_LOADERS)
 
 _EXAMPLES = (
@@ -48,49 +45,6 @@ _CODES = (
 )
 
 
-class Bare(click.Option):
-    """An option whose value may be left out, and otherwise follows a `=`: never the next word, which is an argument.
-
-    Args:
-        bare: its value where it is left out.
-    """
-
-    def __init__(self, *args: Any, bare: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.bare = bare
-
-
-class Command(click.Command):
-    """A command whose help begins with examples.
-
-    Args:
-        examples: command lines with what they do.
-    """
-
-    def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.examples = tuple(examples)
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the arguments; options whose value is left out get it."""
-        bare = {name: each.bare for each in self.params if isinstance(each, Bare) for name in each.opts}
-        end = args.index("--") if "--" in args else len(args)
-        said = [f"{word}={bare[word]}" if word in bare else word for word in args[:end]]
-        return super().parse_args(ctx, [*said, *args[end:]])
-
-    def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write summary, examples, usage, and options."""
-        summary, _, details = (self.help or "").strip().partition("\n")
-        formatter.write_text(summary)
-        _write_examples(formatter, self.examples)
-        formatter.write_paragraph()
-        self.format_usage(ctx, formatter)
-        for paragraph in details.strip().split("\n\n"):
-            formatter.write_paragraph()
-            formatter.write_text(" ".join(paragraph.split()))
-        self.format_options(ctx, formatter)
-
-
 class Program(click.Group):
     """The program: commands are imported when they are used."""
 
@@ -102,7 +56,7 @@ class Program(click.Group):
         """Import a command."""
         if cmd_name not in _LOADERS:
             return None
-        found: click.Command = _LOADERS[cmd_name][1]().command
+        found: click.Command = import_module(_LOADERS[cmd_name][1]).command
         return found
 
     def resolve_command(
@@ -119,7 +73,7 @@ class Program(click.Group):
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write what it is, examples, commands, and what it exits with."""
         formatter.write_text(f"{self.help}")
-        _write_examples(formatter, _EXAMPLES)
+        write_examples(formatter, _EXAMPLES)
         with formatter.section("Commands"):
             formatter.write_dl([(name, summary) for name, (summary, _) in _LOADERS.items()])
         self.format_options(ctx, formatter)
@@ -134,15 +88,6 @@ class Program(click.Group):
         records = [record for param in self.get_params(ctx) if (record := param.get_help_record(ctx)) is not None]
         with formatter.section("Options"):
             formatter.write_dl(records)
-
-
-def _write_examples(formatter: click.HelpFormatter, examples: Sequence[tuple[str, str]]) -> None:
-    if not examples:
-        return
-    formatter.write_paragraph()
-    widest = max(len(line) for line, _ in examples)
-    for line, what in examples:
-        formatter.write(f"  {line.ljust(widest)}   {what}\n".rstrip(" ") if what else f"  {line}\n")
 
 
 def _version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:

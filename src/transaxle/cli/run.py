@@ -16,9 +16,10 @@ import click
 from click.shell_completion import shell_complete
 
 from transaxle import __version__
-from transaxle.cli.program import COMPLETE, NAME, program
-from transaxle.cli.refusals import error_of
-from transaxle.cli.screen import Screen
+from transaxle.cli.command import NAME
+from transaxle.cli.program import COMPLETE, program
+from transaxle.cli.screen.refusals import error_of
+from transaxle.cli.screen.screen import Screen
 from transaxle.cli.stop import outcome, stoppable
 
 USAGE, MACHINE, BUG, BROKEN_PIPE = 2, 4, 70, 141

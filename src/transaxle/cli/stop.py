@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from transaxle.cli.refusals import INTERRUPTED
+from transaxle.cli.screen.refusals import INTERRUPTED
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 

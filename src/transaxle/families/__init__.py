@@ -1,4 +1,4 @@
-"""The families that ship with Transaxle: one `.rules` file each, read by `transaxle.axes.tables`.
+"""The families that ship with Transaxle: one `.rules` file each, read by `transaxle.axes.notation.tables`.
 
 Adding a family is adding a file here, or passing it with `--rules`. A table is read when its family is needed. What
 there is to choose from, `index.json` says: which file a family is in, the values of `model_type` that mean it, its
@@ -14,8 +14,8 @@ from importlib.resources import files
 
 import msgspec
 
-from transaxle.axes import tables
-from transaxle.axes.family import Family
+from transaxle.axes.notation import tables
+from transaxle.axes.notation.family import Family
 
 INDEX = "index.json"
 _SUFFIX = ".rules"

@@ -14,24 +14,24 @@ from functools import partial
 from typing import Any
 
 from transaxle.errors import LONGEST_NAME, Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.formats.catalog import Container
-from transaxle.formats.company import INDEX, SAFETENSORS, STATE_FOLDER, TORCH
+from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog.checksums import witnessed
+from transaxle.formats.catalog.sidecar_files import INDEX, SAFETENSORS, STATE_FOLDER, TORCH
 from transaxle.formats.dcp.draft import FORMAT as DCP_FORMAT
 from transaxle.formats.dcp.reader import metadata_files, open_dcp
-from transaxle.formats.dcp.shards import open_shards, shard_files
+from transaxle.formats.dcp.safetensors_shards import open_shards, shard_files
 from transaxle.formats.deepspeed import keys as deepspeed
 from transaxle.formats.deepspeed.files import is_rank_file
 from transaxle.formats.deepspeed.reader import HERE, Weights, open_deepspeed
-from transaxle.formats.deepspeed.told import Cutter, untold
-from transaxle.formats.deepspeed.universal import open_universal
-from transaxle.formats.location import storage_at
-from transaxle.formats.names import is_plain, too_long
-from transaxle.formats.safetensors.index import FORMAT as SAFETENSORS_FORMAT
+from transaxle.formats.deepspeed.table_cuts import Cutter, untold
+from transaxle.formats.deepspeed.universal.reader import open_universal
+from transaxle.formats.safetensors.index_name import FORMAT as SAFETENSORS_FORMAT
 from transaxle.formats.safetensors.reader import open_safetensors
-from transaxle.formats.storage import Storage
+from transaxle.formats.staging.location import storage_at
+from transaxle.formats.storage.names import is_plain, too_long
+from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.reader import FORMAT as TORCH_FORMAT
 from transaxle.formats.torch_file.reader import open_torch
-from transaxle.formats.witness import witnessed
 
 _LONGEST_TAG = 4096
 _STEP = "global_step"

@@ -26,6 +26,8 @@ ITEM_BITS: dict[str, int] = BITS | {
 }  # fmt: skip
 """Bits per element of every type that may be stored; torch counts a whole byte for each element of its packed ones."""
 
+Shape = tuple[int, ...]
+
 _NUMPY: dict[str, np.dtype] = {
     "BOOL": np.dtype(np.bool_), "U8": np.dtype("u1"), "I8": np.dtype("i1"), "I16": np.dtype("<i2"),
     "U16": np.dtype("<u2"), "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "I64": np.dtype("<i8"),
@@ -53,6 +55,16 @@ def code_of(dtype: np.dtype) -> str:
         KeyError: where there is none.
     """
     return _CODES[dtype]
+
+
+PACKED = {"F4": 2}
+"""Codes of which torch counts several elements as one, along the last dim."""
+
+
+def logical(counts: Shape, code: str) -> Shape:
+    """Return torch's counts along each dim as ours: elements, also of packed types."""
+    packed = PACKED.get(code, 1)
+    return counts if packed == 1 or not counts else (*counts[:-1], counts[-1] * packed)
 
 
 def packed_width(code: str, width: int) -> int:

@@ -1,7 +1,7 @@
 """Tensor parallelism for models whose family has a table."""
 
-from transaxle.parallel.metadata import universal_checkpoint_info
-from transaxle.parallel.norm import clip_grad_norm_
+from transaxle.parallel.cuts.norm import clip_grad_norm_
 from transaxle.parallel.tensor_parallel import tensor_parallel
+from transaxle.parallel.universal_metadata import universal_checkpoint_info
 
 __all__ = ["clip_grad_norm_", "tensor_parallel", "universal_checkpoint_info"]

@@ -15,22 +15,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.live.landing import local_of
-from transaxle.live.part import Part, mark, mark_all, part_of, parts_in
-from transaxle.live.runs import Runs, runs
-from transaxle.live.world import World
-from transaxle.nn.grouped_linear import GroupedLinear
-from transaxle.parallel.alone import ASKED, Alone, no_names, refuse_methods
-from transaxle.parallel.cutting import Kept, keep, kept_by, replaced, tell_parts
-from transaxle.parallel.dropout import drop_alike, random_refusals
-from transaxle.parallel.metadata import record_of, universal_checkpoint_info
-from transaxle.parallel.modules import count_heads, cut_module, is_cut
-from transaxle.parallel.plan import Plan, Rules, make_plan
-from transaxle.parallel.reading import read
-from transaxle.quant.entries import is_quantized, parts_of
-from transaxle.quant.placed import held_by, placed_like, take
-from transaxle.quant.share import misplaced
-from transaxle.quant.tensor import QuantizedTensor
+from transaxle.live.sharding.dcp_chunks import Runs, runs
+from transaxle.live.tensors.destination import local_of
+from transaxle.live.tensors.tp_shard import Part, mark, mark_all, part_of, parts_in
+from transaxle.live.transport.world import World
+from transaxle.nn.linear.grouped_linear import GroupedLinear
+from transaxle.parallel.cuts.cutting import Kept, keep, kept_by, replaced, tell_parts
+from transaxle.parallel.cuts.dropout import drop_alike, random_refusals
+from transaxle.parallel.cuts.tp_modules import count_heads, cut_module, is_cut
+from transaxle.parallel.plans.alone import ASKED, Alone, no_names, refuse_methods
+from transaxle.parallel.plans.table_reading import read
+from transaxle.parallel.plans.tp_plan import Plan, Rules, make_plan
+from transaxle.parallel.universal_metadata import record_of, universal_checkpoint_info
+from transaxle.quant.frame.tp_share import misplaced
+from transaxle.quant.modules.entries import is_quantized, parts_of
+from transaxle.quant.modules.placed import held_by, placed_like, take
+from transaxle.quant.tensor.tensor import QuantizedTensor
 
 _SAMPLE = 64
 """Elements of each parameter by which those of other values on some ranks are found."""

@@ -40,7 +40,7 @@ from tests.oracles.te_pickles import (
 )
 from transaxle.errors import Code, TransaxleError
 from transaxle.formats.detect import open_container
-from transaxle.formats.torch_file.quantized import NOTE, SCALE
+from transaxle.formats.torch_file.quantized_tensors import NOTE, SCALE
 
 NAME, DATA = "layer.weight", "__{}_0.distcp"
 Part = tuple[tuple[int, ...], Tensor]

@@ -13,11 +13,11 @@ from tests.engine.counting import counted
 from tests.formats.dcp.conftest import Saved
 from tests.formats.dcp.truth import hold, truth_of
 from tests.formats.dcp.world import BY_WORLD, CHECKPOINT, FULL
-from transaxle.axes.chunk import Shard, whole
-from transaxle.engine.transfer import Scratch, fill
+from transaxle.axes.geometry.chunk import Shard, whole
+from transaxle.engine.copying.transfer import Scratch, fill
 from transaxle.errors import Refused
 from transaxle.formats.detect import open_container
-from transaxle.formats.state import LEFT_BEHIND, ROOT
+from transaxle.formats.training_state.state import LEFT_BEHIND, ROOT
 
 ALL = [(world, case.__name__) for world, cases in BY_WORLD.items() for case in cases]
 every_case = pytest.mark.parametrize(("world", "case"), ALL, ids=[f"{case}-{world}" for world, case in ALL])

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.formats.dcp.tiling import (
+from transaxle.formats.catalog.problem_list import Faults
+from transaxle.formats.dcp.chunks.chunk_tiling import (
     MAX_CORNERS,
     Box,
     Shape,
@@ -19,7 +20,6 @@ from transaxle.formats.dcp.tiling import (
     outside,
     tiled,
 )
-from transaxle.formats.faults import Faults
 
 
 @st.composite

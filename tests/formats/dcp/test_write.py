@@ -21,8 +21,8 @@ from tests.formats.dcp.processes import start
 from tests.formats.dcp.truth import CODES, hold
 from tests.formats.dcp.world import CHECKPOINT, FULL, PLAIN, TRUTH, octets
 from transaxle.errors import Code, Refused
-from transaxle.formats.catalog import Draft, Spec
-from transaxle.formats.dcp.archive import LARGEST, frame
+from transaxle.formats.catalog.catalog import Draft, Spec
+from transaxle.formats.dcp.byte_items import LARGEST, frame
 from transaxle.formats.dcp.draft import draft
 from transaxle.formats.dcp.metadata import METADATA
 from transaxle.formats.dtype import BITS, nbytes

@@ -13,8 +13,8 @@ import transaxle as tx
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.hints import HINTS
 from transaxle.formats.deepspeed.keys import UNIVERSAL
-from transaxle.formats.deepspeed.run import RUN
-from transaxle.formats.state import OPTIMIZER
+from transaxle.formats.deepspeed.zero.training_run import RUN
+from transaxle.formats.training_state.state import OPTIMIZER
 
 pytest.importorskip("deepspeed")
 torch = pytest.importorskip("torch")

@@ -19,8 +19,8 @@ from tests.formats.deepspeed.test_truth import differing
 from tests.oracles.deepspeed_peer.case import FP32, STATES, TAG
 from tests.oracles.deepspeed_peer.farm import Farm
 from transaxle.formats.deepspeed.keys import INFO, LATEST_UNIVERSAL, UNIVERSAL, UNSUPPORTED_PATTERNS
-from transaxle.formats.deepspeed.pattern import escaped
-from transaxle.formats.state import OPTIMIZER
+from transaxle.formats.deepspeed.metadata.name_patterns import escaped
+from transaxle.formats.training_state.state import OPTIMIZER
 
 pytestmark = pytest.mark.peers
 CASE = "z1-bf16-w2"

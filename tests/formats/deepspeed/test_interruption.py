@@ -18,9 +18,9 @@ from tests.engine.killed import contents
 from tests.engine.test_execute import ROOT, Trouble, failing, names_in
 from transaxle.errors import Code
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.info_draft import collected
 from transaxle.formats.deepspeed.keys import UNIVERSAL
-from transaxle.formats.deepspeed.record import Record
+from transaxle.formats.deepspeed.metadata.info_draft import collected
+from transaxle.formats.deepspeed.metadata.record import Record
 
 torch = pytest.importorskip("torch")
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transaxle.axes import tables
-from transaxle.axes.chunk import Rule, whole
-from transaxle.axes.divide import divide
+from transaxle.axes.geometry.chunk import Rule, whole
+from transaxle.axes.layout.divide import divide
+from transaxle.axes.notation import tables
 from transaxle.errors import TransaxleError
-from transaxle.formats.deepspeed.spread import cut, owners
+from transaxle.formats.deepspeed.metadata.spread import cut, owners
 
 pytestmark = pytest.mark.peers
 (ORDERS,) = tables.read(Path(__file__).with_name("orders.rules").read_text("utf-8"), file="orders.rules")

@@ -19,13 +19,14 @@ from hypothesis import strategies as st
 
 from tests.formats.deepspeed.test_spread import rebuilt
 from transaxle.errors import TransaxleError
-from transaxle.formats.deepspeed import affine, keys
-from transaxle.formats.deepspeed.info import Info
-from transaxle.formats.deepspeed.info_draft import Vocabulary, collected
-from transaxle.formats.deepspeed.node import Node
-from transaxle.formats.deepspeed.pattern import escaped
-from transaxle.formats.deepspeed.record import Record, read
-from transaxle.formats.deepspeed.spread import Spread, by_widths, folded, same, whole
+from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.metadata import affine
+from transaxle.formats.deepspeed.metadata.info_draft import Vocabulary, collected
+from transaxle.formats.deepspeed.metadata.name_patterns import escaped
+from transaxle.formats.deepspeed.metadata.record import Record, read
+from transaxle.formats.deepspeed.metadata.spread import Spread, by_widths, folded, same, whole
+from transaxle.formats.deepspeed.metadata.universal_info import Info
 
 pytest.importorskip("deepspeed")
 torch = pytest.importorskip("torch")

@@ -10,8 +10,8 @@ import pytest
 import transaxle as tx
 from tests.oracles.deepspeed_peer.farm import Farm
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.node import Node
-from transaxle.formats.deepspeed.ranks import plain
+from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.zero.ranks import plain
 
 pytestmark = pytest.mark.peers
 

@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.errors import TransaxleError
-from transaxle.formats.deepspeed import affine, keys
-from transaxle.formats.deepspeed.info import Info
-from transaxle.formats.deepspeed.node import Node
-from transaxle.formats.deepspeed.pattern import escaped, parse
-from transaxle.formats.deepspeed.spread import Spread, by_widths, folded, owners, same, whole
+from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.metadata import affine
+from transaxle.formats.deepspeed.metadata.name_patterns import escaped, parse
+from transaxle.formats.deepspeed.metadata.spread import Spread, by_widths, folded, owners, same, whole
+from transaxle.formats.deepspeed.metadata.universal_info import Info
 
 FILE = "mp_rank_00_model_states.pt"
 NAME = "layers.0.qkv.weight"

@@ -15,12 +15,13 @@ import transaxle as tx
 from tests.engine.test_execute import names_in
 from tests.formats.deepspeed.test_interruption import NAME, NORM, RECORD, folder
 from transaxle.errors import TransaxleError
-from transaxle.formats.deepspeed import affine, keys
-from transaxle.formats.deepspeed.info_draft import collected
+from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.keys import UNIVERSAL
-from transaxle.formats.deepspeed.pattern import Patterns
-from transaxle.formats.deepspeed.spread import by_widths, folded
-from transaxle.formats.state import OPTIMIZER
+from transaxle.formats.deepspeed.metadata import affine
+from transaxle.formats.deepspeed.metadata.info_draft import collected
+from transaxle.formats.deepspeed.metadata.name_patterns import Patterns
+from transaxle.formats.deepspeed.metadata.spread import by_widths, folded
+from transaxle.formats.training_state.state import OPTIMIZER
 
 torch = pytest.importorskip("torch")
 

@@ -16,7 +16,7 @@ from tests.formats.deepspeed.test_truth import differing
 from tests.oracles.deepspeed_peer.case import BY_NAME, CASES, FP32, LOW, STATES, Case
 from tests.oracles.deepspeed_peer.farm import Farm
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.state import OPTIMIZER
+from transaxle.formats.training_state.state import OPTIMIZER
 
 pytestmark = pytest.mark.peers
 RULES = Path(__file__).with_name("fused.rules")

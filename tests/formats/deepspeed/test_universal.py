@@ -14,7 +14,7 @@ from tests.formats.deepspeed.test_truth import differing
 from tests.oracles.deepspeed_peer.case import BY_NAME, FP32, STATES, STEP, TAG
 from tests.oracles.deepspeed_peer.farm import Farm
 from transaxle.formats.deepspeed.keys import UNIVERSAL
-from transaxle.formats.state import OPTIMIZER
+from transaxle.formats.training_state.state import OPTIMIZER
 
 pytestmark = [pytest.mark.peers, pytest.mark.slow]
 

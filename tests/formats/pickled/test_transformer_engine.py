@@ -27,8 +27,8 @@ from tests.oracles.te_pickles import (
 )
 from transaxle.errors import Code, TransaxleError
 from transaxle.formats.pickled.descriptors import DType, Global, Object, Quantized, TensorRef
-from transaxle.formats.pickled.flatten import described, flatten
 from transaxle.formats.pickled.machine import Bounds
+from transaxle.formats.training_state.flatten import described, flatten
 
 BF16 = name("torch", "bfloat16")
 SIZE = call(name("torch", "Size"), (2, 3))

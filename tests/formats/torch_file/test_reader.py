@@ -20,7 +20,7 @@ from tests.formats.torch_file.made import FILE, octets
 from transaxle.errors import Code, TransaxleError
 from transaxle.formats.detect import open_container
 from transaxle.formats.dtype import ITEM_BITS
-from transaxle.formats.pickled.allowed import DTYPES
+from transaxle.formats.pickled.allowed_globals.allowed import DTYPES
 from transaxle.formats.pickled.descriptors import CODES, DType
 from transaxle.formats.torch_file.saved import read_saved
 
@@ -312,7 +312,7 @@ def test_any_name_if_the_format_is_said(tmp_path: Path) -> None:
 
 def test_a_range_of_a_file(tmp_path: Path) -> None:
     """A torch file inside another one, as `torch.distributed.checkpoint` keeps its objects."""
-    from transaxle.formats.local import LocalStorage
+    from transaxle.formats.storage.local import LocalStorage
 
     for legacy in (False, True):
         save({"a": torch.arange(3.0)}, tmp_path / FILE, legacy=legacy)

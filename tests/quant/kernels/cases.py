@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from transaxle.encodings import codec
+from transaxle.encodings.arithmetic import codec
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding
 from transaxle.quant.kernels import Components
 

@@ -29,7 +29,7 @@ from tests.quant.kernels.cases import (
     ordinary,
     strange,
 )
-from transaxle.encodings import codec
+from transaxle.encodings.arithmetic import codec
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4
 from transaxle.errors import TransaxleError
 from transaxle.quant import kernels

@@ -31,9 +31,9 @@ from tests.quant.kernels.cases import (
     ordinary,
     strange,
 )
-from transaxle.encodings import codec
+from transaxle.encodings.arithmetic import codec
+from transaxle.encodings.arithmetic.minifloat import power_of_two
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding
-from transaxle.encodings.minifloat import power_of_two
 from transaxle.quant import kernels
 from transaxle.quant.kernels import Components
 from transaxle.quant.kernels.components import columnwise_of

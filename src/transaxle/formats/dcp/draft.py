@@ -14,18 +14,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transaxle.errors import TransaxleError
-from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
-from transaxle.formats.dcp.archive import LARGEST, frame
-from transaxle.formats.dcp.keys import as_numbered, flat_path, group_path, path_of
-from transaxle.formats.dcp.metadata import DATA_FILE, METADATA, MODULES, PACKED, Payload, Shape, logical
-from transaxle.formats.dtype import code_of, nbytes
-from transaxle.formats.faults import Faults
-from transaxle.formats.groups import PARAMS, Group
+from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
+from transaxle.formats.catalog.problem_list import Faults
+from transaxle.formats.dcp.byte_items import LARGEST, frame
+from transaxle.formats.dcp.key_names import as_numbered, flat_path, group_path, path_of
+from transaxle.formats.dcp.metadata import DATA_FILE, METADATA, MODULES, Payload
+from transaxle.formats.dtype import PACKED, Shape, code_of, logical, nbytes
 from transaxle.formats.pickled.descriptors import CODES, DType, Global, Object
 from transaxle.formats.pickled.writer import write_pickle
-from transaxle.formats.state import Path, joined
 from transaxle.formats.torch_file.draft import saved, surround
-from transaxle.formats.torch_file.layout import ALIGNMENT
+from transaxle.formats.torch_file.zip.layout import ALIGNMENT
+from transaxle.formats.training_state.state import Path, joined
+from transaxle.formats.training_state.state_groups import PARAMS, Group
 
 FORMAT = "dcp"
 VERSION = "1.0.0"

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from transaxle.errors import refuse
-from transaxle.formats.faults import Faults
-from transaxle.formats.pickled.allowed import ALLOWED, INERT, Names
+from transaxle.formats.catalog.problem_list import Faults
+from transaxle.formats.dtype import Shape
+from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, Names
 from transaxle.formats.pickled.descriptors import DType, Global, Key, Object
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
-from transaxle.formats.state import Path, joined
-from transaxle.formats.storage import Storage
+from transaxle.formats.storage.storage import Storage
+from transaxle.formats.training_state.state import Path, joined
 
 METADATA = ".metadata"
 """Name of the file, and the end of its name where each rank wrote its own."""
@@ -65,18 +66,6 @@ def _names() -> Iterator[tuple[str, str]]:
 
 NAMES: Names = {**ALLOWED, **dict.fromkeys(_names(), INERT)}
 """Globals that this file may name; they are of no use in the files that hold tensors."""
-
-Shape = tuple[int, ...]
-
-
-PACKED = {"F4": 2}
-"""Codes of which torch counts several elements as one, along the last dim."""
-
-
-def logical(counts: Shape, code: str) -> Shape:
-    """Return torch's counts along each dim as ours: elements, also of packed types."""
-    packed = PACKED.get(code, 1)
-    return counts if packed == 1 or not counts else (*counts[:-1], counts[-1] * packed)
 
 
 class Payload(NamedTuple):

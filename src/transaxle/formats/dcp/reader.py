@@ -12,22 +12,22 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from transaxle.errors import TransaxleError
-from transaxle.formats.catalog import Container, Entry, Extent, Twin
-from transaxle.formats.company import company
+from transaxle.formats.catalog.catalog import Container, Entry, Extent, Twin
+from transaxle.formats.catalog.inline import Inline, Number, number
+from transaxle.formats.catalog.problem_list import Faults
+from transaxle.formats.catalog.sidecar_files import company
+from transaxle.formats.dcp.chunks.chunk_tiling import outside, tiled
+from transaxle.formats.dcp.chunks.payload import Payloads, QuantizedChunk
+from transaxle.formats.dcp.chunks.quantized_chunks import Whole, buffers, copies, whole
 from transaxle.formats.dcp.draft import FORMAT
-from transaxle.formats.dcp.keys import paths_within
-from transaxle.formats.dcp.metadata import METADATA, Chunk, Item, logical, read_metadata
-from transaxle.formats.dcp.payload import Payloads, QuantizedChunk
-from transaxle.formats.dcp.quantized import Whole, buffers, copies, whole
-from transaxle.formats.dcp.tiling import outside, tiled
-from transaxle.formats.dtype import ITEM_BITS
-from transaxle.formats.faults import Faults
-from transaxle.formats.groups import single
-from transaxle.formats.inline import Inline, Number, number
-from transaxle.formats.names import checked_parts
+from transaxle.formats.dcp.key_names import paths_within
+from transaxle.formats.dcp.metadata import METADATA, Chunk, Item, read_metadata
+from transaxle.formats.dtype import ITEM_BITS, logical
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
-from transaxle.formats.state import ROOT, Leaf, arrange
-from transaxle.formats.storage import Storage
+from transaxle.formats.storage.names import checked_parts
+from transaxle.formats.storage.storage import Storage
+from transaxle.formats.training_state.state import ROOT, Leaf, arrange
+from transaxle.formats.training_state.state_groups import single
 
 _RANK = re.compile(rf"__(\d+){re.escape(METADATA)}")
 _WHY = "{} and {} each say that they hold this part of {!r}; one of them is read"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from transaxle.errors import refuse
+from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.faults import Faults
 
 _PREFIX = "(?:bf16_|fp16_)?"
 _ZERO = re.compile(rf"{_PREFIX}zero_pp_rank_(\d{{1,6}})_mp_rank_(\d{{1,6}})(_model_states|_?optim_states)\.pt")

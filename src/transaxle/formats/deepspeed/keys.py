@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from transaxle.formats import groups
+from transaxle.formats.training_state import state_groups as groups
 
 FORMAT: Final = "deepspeed"
 UNIVERSAL: Final = "deepspeed-universal"

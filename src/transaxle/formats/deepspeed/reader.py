@@ -13,27 +13,27 @@ from math import prod
 from typing import Any, Literal
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog import Checksum, Container, Entry, Twin
-from transaxle.formats.company import company
+from transaxle.formats.catalog.catalog import Checksum, Container, Entry, Twin
+from transaxle.formats.catalog.inline import Inline
+from transaxle.formats.catalog.problem_list import Faults
+from transaxle.formats.catalog.sidecar_files import company
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.experts import Shares, with_experts
 from transaxle.formats.deepspeed.files import ModelRank as Rank
 from transaxle.formats.deepspeed.files import RankFiles, sort_files
 from transaxle.formats.deepspeed.hints import hints_of, told_by
-from transaxle.formats.deepspeed.info import Info
-from transaxle.formats.deepspeed.numbered import read_numbered
-from transaxle.formats.deepspeed.ranks import RankModel, RankState, read_layer, read_model, read_state
-from transaxle.formats.deepspeed.run import DEGREES, RUN, run_of, state_groups
-from transaxle.formats.deepspeed.scale import unscaled
-from transaxle.formats.deepspeed.shard import Shard, merged, unspread
-from transaxle.formats.deepspeed.stage import ModelRank, Stage, assemble
-from transaxle.formats.deepspeed.told import Cutter, Told, untold
-from transaxle.formats.deepspeed.trained import trained
-from transaxle.formats.faults import Faults
-from transaxle.formats.groups import Group
-from transaxle.formats.inline import Inline
-from transaxle.formats.state import LEFT_BEHIND, OPTIMIZER
-from transaxle.formats.storage import Storage
+from transaxle.formats.deepspeed.metadata.universal_info import Info
+from transaxle.formats.deepspeed.table_cuts import Cutter, Told, untold
+from transaxle.formats.deepspeed.zero.experts import Shares, with_experts
+from transaxle.formats.deepspeed.zero.loss_scale import unscaled
+from transaxle.formats.deepspeed.zero.numbered import read_numbered
+from transaxle.formats.deepspeed.zero.ranks import RankModel, RankState, read_layer, read_model, read_state
+from transaxle.formats.deepspeed.zero.shard import Shard, merged, unspread
+from transaxle.formats.deepspeed.zero.stage import ModelRank, Stage, assemble
+from transaxle.formats.deepspeed.zero.trained import trained
+from transaxle.formats.deepspeed.zero.training_run import DEGREES, RUN, run_of, state_groups
+from transaxle.formats.storage.storage import Storage
+from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER
+from transaxle.formats.training_state.state_groups import Group
 
 Weights = Literal["fp32", "lp"]
 HERE = "."

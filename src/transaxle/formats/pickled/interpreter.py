@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.formats.pickled.allowed import ALLOWED, Names
+from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, Names
 from transaxle.formats.pickled.descriptors import Persistent
 from transaxle.formats.pickled.fault import PickleEnds, PickleFault
 from transaxle.formats.pickled.machine import Bounds, Machine, PersistentId

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from transaxle.formats.pickled.allowed import MEMBER, Names
+from transaxle.formats.pickled.allowed_globals.allowed import MEMBER, Names
 from transaxle.formats.pickled.descriptors import NOTHING, Global, Object
 from transaxle.formats.pickled.fault import PickleEnds, malformed
 

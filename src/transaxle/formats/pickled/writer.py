@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from transaxle.formats.pickled.allowed import STORAGES
+from transaxle.formats.pickled.allowed_globals.allowed import STORAGES
 from transaxle.formats.pickled.descriptors import (
     NOTHING,
     DType,

@@ -11,14 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from transaxle.errors import TransaxleError
-from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
-from transaxle.formats.company import SAFETENSORS
+from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
+from transaxle.formats.catalog.problem_list import Faults
+from transaxle.formats.catalog.sidecar_files import SAFETENSORS
 from transaxle.formats.dtype import BITS, nbytes
-from transaxle.formats.faults import Faults
-from transaxle.formats.groups import KEPT, Group, encode
 from transaxle.formats.safetensors.header import MAX_DIMS, METADATA, blank_seal, encode_header, room_for_seal
-from transaxle.formats.safetensors.index import FORMAT
-from transaxle.formats.shards import Sized, lay_out_shards
+from transaxle.formats.safetensors.index_name import FORMAT
+from transaxle.formats.sharded.shards import Sized, lay_out_shards
+from transaxle.formats.training_state.state_groups import KEPT, Group, encode
 
 _STEM = "model"
 _RANK = {code: rank for rank, code in enumerate(BITS)}

@@ -11,15 +11,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
-from transaxle.formats.catalog import Container
-from transaxle.formats.company import company
-from transaxle.formats.dcp.sharding import NOTE, NOTES, starts
-from transaxle.formats.faults import Faults
-from transaxle.formats.groups import GROUPS, KEPT, decode
-from transaxle.formats.index import read_files
+from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog.problem_list import Faults
+from transaxle.formats.catalog.sidecar_files import company
 from transaxle.formats.safetensors.header import Header, read_header
-from transaxle.formats.safetensors.index import FORMAT
-from transaxle.formats.storage import Storage
+from transaxle.formats.safetensors.index_name import FORMAT
+from transaxle.formats.safetensors.torch_parts import NOTE, NOTES, starts
+from transaxle.formats.sharded.shard_index import read_files
+from transaxle.formats.storage.storage import Storage
+from transaxle.formats.training_state.state_groups import GROUPS, KEPT, decode
 
 
 def open_safetensors(storage: Storage, path: str, member: str) -> Container:

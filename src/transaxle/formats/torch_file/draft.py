@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog import Draft, Entry, Extent, Fragment, Spec
-from transaxle.formats.dtype import code_of, nbytes
-from transaxle.formats.faults import Faults
-from transaxle.formats.groups import KEPT, Group
-from transaxle.formats.pickled.allowed import DTYPES, STORAGES
+from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
+from transaxle.formats.catalog.problem_list import Faults
+from transaxle.formats.catalog.seal import DIGITS, seal_of
+from transaxle.formats.dtype import PACKED, code_of, nbytes
+from transaxle.formats.pickled.allowed_globals.allowed import DTYPES, STORAGES
 from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.interpreter import Bounds
 from transaxle.formats.pickled.writer import write_pickle
-from transaxle.formats.seal import DIGITS, seal_of
-from transaxle.formats.shards import Sized, lay_out_shards
-from transaxle.formats.torch_file.layout import ALIGNMENT, Item, Layout, lay_out
+from transaxle.formats.sharded.shards import Sized, lay_out_shards
 from transaxle.formats.torch_file.reader import FORMAT
 from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, SEALED, VERSION
-from transaxle.formats.torch_file.stored import STORAGE, item_bytes
+from transaxle.formats.torch_file.stored_storage import STORAGE, item_bytes
+from transaxle.formats.torch_file.zip.layout import ALIGNMENT, Item, Layout, lay_out
+from transaxle.formats.training_state.state_groups import KEPT, Group
 
 _STEM, _ENDING = "pytorch_model", ".bin"
 _FOLDER = "archive"
@@ -43,7 +43,6 @@ _TYPED = frozenset(STORAGES.values())
 """Types that have a storage class of their own; storages of any other are bytes."""
 _BY_CODE = {DType(name).code: DType(name) for name in DTYPES if not name.startswith(("qint", "quint"))}
 """Types that a tensor may be written in; a quantized one would lack its scale."""
-_PACKED = {"F4": 2}
 
 
 def draft(
@@ -103,7 +102,7 @@ def _size(spec: Spec, seen: set[str], faults: Faults) -> int:
         hint = "Choose a format that can hold it, or leave it out."
         faults.add("UNSUPPORTED", f"torch has no dtype for {spec.dtype}", None, shown, hint)
         return 0
-    pack = _PACKED.get(spec.dtype, 1)
+    pack = PACKED.get(spec.dtype, 1)
     if pack > 1 and (not spec.shape or spec.shape[-1] % pack):
         message = f"torch holds {pack} elements of {spec.dtype} in one; {list(spec.shape)} has no such rows"
         faults.add("SHAPE_MISMATCH", message, None, shown)
@@ -196,8 +195,8 @@ def reference(code: str, shape: Sequence[int], key: int) -> TensorRef:
     """
     dtype = _BY_CODE[code]
     typed = dtype.name in _TYPED
-    if code in _PACKED:
-        shape = (*shape[:-1], shape[-1] // _PACKED[code])
+    if code in PACKED:
+        shape = (*shape[:-1], shape[-1] // PACKED[code])
     count = prod(shape) if typed else prod(shape) * item_bytes(dtype)
     pid = (STORAGE, StorageType(dtype if typed else None), str(key), _DEVICE, count)
     return TensorRef(Persistent(pid), None if typed else dtype, 0, tuple(shape), _dense(shape))

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from transaxle.formats.pickled.descriptors import Persistent
 from transaxle.formats.pickled.interpreter import Bounds, PersistentId, PickleEnds, read_pickle
-from transaxle.formats.torch_file.stored import Storages
-from transaxle.formats.torch_file.window import Window
+from transaxle.formats.torch_file.stored_storage import Storages
+from transaxle.formats.torch_file.zip.window import Window
 
 MAGIC = 0x1950A86A20F9469CFC6C
 """What the first pickle holds."""

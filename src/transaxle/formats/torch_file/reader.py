@@ -8,21 +8,21 @@ from functools import partial
 from typing import Any
 
 from transaxle.errors import refuse
-from transaxle.formats.catalog import Checksum, Container, Entry
-from transaxle.formats.company import company
-from transaxle.formats.faults import Faults
-from transaxle.formats.groups import GROUPS, single
-from transaxle.formats.index import read_files
-from transaxle.formats.inline import Inline, number
+from transaxle.formats.catalog.catalog import Checksum, Container, Entry
+from transaxle.formats.catalog.inline import Inline, number
+from transaxle.formats.catalog.problem_list import Faults
+from transaxle.formats.catalog.seal import Seal
+from transaxle.formats.catalog.sidecar_files import company
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Quantized, Scalar, TensorRef
-from transaxle.formats.pickled.flatten import Odd, flatten
-from transaxle.formats.seal import Seal
-from transaxle.formats.state import LEFT_BEHIND, TRAINING, Leaf, arrange
-from transaxle.formats.storage import Storage
-from transaxle.formats.torch_file.quantized import NOTE, TAKEN, Layout, layout
+from transaxle.formats.sharded.shard_index import read_files
+from transaxle.formats.storage.storage import Storage
+from transaxle.formats.torch_file.quantized_tensors import NOTE, TAKEN, Layout, layout
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.torch_file.views import REPEATED, ViewFault, identity, place
-from transaxle.formats.training import Item, tops
+from transaxle.formats.training_items import Item, tops
+from transaxle.formats.training_state.flatten import Odd, flatten
+from transaxle.formats.training_state.state import LEFT_BEHIND, TRAINING, Leaf, arrange
+from transaxle.formats.training_state.state_groups import GROUPS, single
 
 FORMAT = "torch"
 TIES = "ties"

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transaxle.formats.catalog import Checksum
+from transaxle.formats.catalog.catalog import Checksum
+from transaxle.formats.catalog.seal import DIGITS, Seal, seal_of
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
-from transaxle.formats.seal import DIGITS, Seal, seal_of
-from transaxle.formats.storage import Storage
-from transaxle.formats.torch_file.archive import LOCAL, Archive, read_archive
+from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.legacy import read_legacy
-from transaxle.formats.torch_file.stored import Storages, Stored
-from transaxle.formats.torch_file.window import Window, window
+from transaxle.formats.torch_file.stored_storage import Storages, Stored
+from transaxle.formats.torch_file.zip.archive import LOCAL, Archive, read_archive
+from transaxle.formats.torch_file.zip.window import Window, window
 
 PICKLE, DATA, BYTE_ORDER, VERSION = "data.pkl", "data/", "byteorder", "version"
 FORMAT_VERSION, ALIGNED = ".format_version", ".storage_alignment"

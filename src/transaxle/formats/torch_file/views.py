@@ -9,9 +9,9 @@ from __future__ import annotations
 from math import prod
 
 from transaxle.errors import Code
-from transaxle.formats.catalog import Entry, Extent
+from transaxle.formats.catalog.catalog import Entry, Extent
 from transaxle.formats.pickled.descriptors import DType, Object, Quantized, TensorRef
-from transaxle.formats.torch_file.stored import BYTE, Stored, item_bytes
+from transaxle.formats.torch_file.stored_storage import BYTE, Stored, item_bytes
 
 REPEATED = 1 << 30
 """Bytes that the views of one file may repeat, all together: expanded tensors are small, or a trap."""

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from transaxle.encodings import codec, kernel, vectorised
+from transaxle.encodings.arithmetic import codec, kernel, vectorised
+from transaxle.encodings.arithmetic.minifloat import MINIFLOATS
+from transaxle.encodings.arithmetic.scaling import scales
+from transaxle.encodings.arithmetic.tiling import tiling
 from transaxle.encodings.encoding import WHOLE, Encoding
-from transaxle.encodings.minifloat import MINIFLOATS
-from transaxle.encodings.scaling import scales
-from transaxle.encodings.tiling import tiling
 from transaxle.errors import refuse
 from transaxle.quant.kernels.components import Components, columnwise_of, first_tiles
 from transaxle.quant.kernels.swizzle import swizzled_groups

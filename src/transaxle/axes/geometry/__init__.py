@@ -1,0 +1,1 @@
+"""Boxes, pieces and intervals: where the elements of a tensor lie."""

@@ -1,0 +1,167 @@
+"""Pieces: which box of a logical tensor one chunk of a stored tensor holds, and where.
+
+`pieces` lowers a layout, whole or cut, to pieces; `meet` intersects a source piece with a target piece into one strided
+copy. Nothing else moves data: relayouts, resharding, box reads and rank-local plans are all `meet` over two lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from transaxle.axes.geometry.strided import Loop, coalesce, lexicographic_boxes, rank, row_major
+from transaxle.axes.notation.expression import Layout, Share
+
+Interval = tuple[int, int]
+"""`[start, stop)` positions of a stored dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of one logical tensor and the strided place where a chunk keeps it."""
+
+    box: Mapping[str, Interval]
+    """Axis -> `[start, stop)` indices."""
+    offset: int
+    """Elements from the beginning of the chunk to the box's first element."""
+    strides: Mapping[str, int]
+    """Axis -> elements between neighbours along it, in the chunk."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        count = 1
+        for start, stop in self.box.values():
+            count *= stop - start
+        return count
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One box copy between two chunks."""
+
+    source_offset: int
+    """First element in the source chunk."""
+    target_offset: int
+    """First element in the target chunk."""
+    loops: tuple[Loop, ...]
+    """`(size, source stride, target stride)`, in target order, coalesced."""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        count = 1
+        for loop in self.loops:
+            count *= loop[0]
+        return count
+
+
+def cut(share: Share, start: int, stop: int) -> list[tuple[tuple[Interval, ...], int]]:
+    """Cut a component's share of a dim by the interval `[start, stop)` of that dim.
+
+    Returns:
+        `(index interval per axis of the share, position of its first element)`, in stored order: at most `2k-1`
+        boxes for k axes. Together they are exactly the component's elements at positions in the interval.
+    """
+    loops = [(size, stride) for _, size, stride in share.axes]
+    first, last = rank(loops, start - share.offset), rank(loops, stop - share.offset)
+    boxes = lexicographic_boxes([size for size, _ in loops], first, last)
+    strides = [stride for _, stride in loops]
+    return [(box, share.offset + sum(b[0] * s for b, s in zip(box, strides, strict=True))) for box in boxes]
+
+
+def pieces(
+    layout: Layout,
+    component: str,
+    intervals: Sequence[Sequence[Interval]] | None = None,
+    strides: Sequence[int] | None = None,
+) -> tuple[Piece, ...]:
+    """Lower a component's share of a chunk of a stored tensor to pieces.
+
+    Args:
+        layout: the stored tensor.
+        component: the logical tensor asked for.
+        intervals: per stored dim, the positions that the chunk holds, in chunk order; None: the whole tensor.
+        strides: element strides of the chunk; None: row-major.
+
+    Returns:
+        Disjoint pieces whose union is what the chunk holds of the component.
+    """
+    shares = layout.shares[component]
+    if intervals is None:
+        intervals = [((0, size),) for size in layout.shape]
+    if strides is None:
+        strides = row_major([sum(stop - start for start, stop in held) for held in intervals])
+    axis_strides: dict[str, int] = {}
+    per_dim: list[list[tuple[dict[str, Interval], int]]] = []
+    for share, held, step in zip(shares, intervals, strides, strict=True):
+        axis_strides |= {axis: step * stride for axis, _, stride in share.axes}
+        names = [axis for axis, _, _ in share.axes]
+        found = []
+        base = 0
+        for start, stop in held:
+            for spans, position in cut(share, start, stop):
+                found.append((dict(zip(names, spans, strict=True)), (base + position - start) * step))
+            base += stop - start
+        per_dim.append(found)
+    result = []
+    for parts in product(*per_dim):
+        box = {axis: span for spans, _ in parts for axis, span in spans.items()}
+        result.append(Piece(box, sum(offset for _, offset in parts), axis_strides))
+    return tuple(result)
+
+
+_ANY: Mapping[str, int] = {}
+
+
+def meet(
+    source: Piece,
+    target: Piece,
+    source_index: Mapping[str, int] = _ANY,
+    target_index: Mapping[str, int] = _ANY,
+) -> Move | None:
+    """Intersect two pieces of one logical tensor; None where they share nothing.
+
+    Args:
+        source: a piece of a logical tensor.
+        target: another piece of the same.
+        source_index: the axes that live in the source's name, with its indices.
+        target_index: the same for the target.
+
+    An axis that only the target has is a copy axis: it is written for every index (broadcast). The source has no axis
+    that the target lacks.
+
+    Post-condition: for every index of the logical tensor that both pieces hold, and no other, the move holds the pair
+    of its places.
+    """
+    source_offset, target_offset = source.offset, target.offset
+    loops = []
+    for axis, (low, high) in target.box.items():
+        step = target.strides[axis]
+        if axis in source_index:
+            index = source_index[axis]
+            if not low <= index < high:
+                return None
+            target_offset += (index - low) * step
+            continue
+        span = source.box.get(axis)
+        if span is None:
+            loops.append((high - low, 0, step))
+            continue
+        first, last = max(low, span[0]), min(high, span[1])
+        if first >= last:
+            return None
+        stride = source.strides[axis]
+        source_offset += (first - span[0]) * stride
+        target_offset += (first - low) * step
+        loops.append((last - first, stride, step))
+    for axis, index in target_index.items():
+        if axis in source.box:
+            low, high = source.box[axis]
+            if not low <= index < high:
+                return None
+            source_offset += (index - low) * source.strides[axis]
+        elif axis in source_index and source_index[axis] != index:
+            return None
+    return Move(source_offset, target_offset, coalesce(loops))

@@ -1,0 +1,227 @@
+"""Dividing: how a stored tensor was cut over the ranks of a mesh, where nothing but the table says so.
+
+A checkpoint without metadata has only the shards' shapes. They do not say along which dim the shards are joined (square
+matrices), nor how a dim that holds several tensors was cut: q, k and v each, or all of them in one. The table does: its
+`cut` statements name the axes that ranks may share out. Together with the whole shape, which the table and the config
+give, the shards' shapes leave one reading or none; where they leave two, nobody guesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from transaxle.axes.geometry.chunk import Intervals, Replicated, Rule, take
+from transaxle.axes.layout.solve import mismatch, root, unknown, unknown_axis
+from transaxle.axes.notation.expression import PADDING, Axis, Expression, Layout, Merge, Node, Sum, size, walk
+from transaxle.axes.notation.family import Cuttable
+from transaxle.errors import refuse
+
+Shape = tuple[int, ...]
+_APART = "'"
+"""Ends the name of an axis that is not shared out, of a component that a `cut` statement does not name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How a stored tensor is cut."""
+
+    shape: Shape
+    """Of the whole tensor."""
+    dim: int | None
+    """The dim that is cut; None: every rank holds all of it."""
+    rule: Rule
+    """What each rank holds of that dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A chunk rule: positions rank by rank, where the parts of a dim are cut each by itself."""
+
+    held: tuple[Intervals, ...]
+    """What each rank holds, in local order."""
+
+    def __call__(self, held: Intervals, _parts: int, rank: int, /) -> Intervals:
+        """See `Rule`."""
+        return tuple(part for start, stop in self.held[rank] for part in take(held, start, stop))
+
+
+def divide(
+    expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shards: Sequence[Shape]
+) -> Division:
+    """Find how a stored tensor is cut.
+
+    Args:
+        expression: what it holds.
+        cuts: the axes that the ranks may share out.
+        sizes: axis -> size in the whole model.
+        shards: the tensor's shape on every rank.
+
+    Returns:
+        The one division that the table allows and that gives shards of these shapes.
+
+    Raises:
+        Refused: SHAPE_MISMATCH where the table allows none; UNSUPPORTED where padding would be cut.
+        UsageError: UNKNOWN_AXIS where the whole shape is not known; AMBIGUOUS where the table allows several.
+    """
+    usable = [cut for cut in cuts if cut.tensors is None or not cut.tensors.isdisjoint(expression.components)]
+    shape = _whole(expression, usable, sizes, shards)
+    found = dict(_readings(expression, usable, sizes, shape, shards))
+    seen = ", ".join(str(list(each)) for each in shards[:8])
+    if len(found) > 1:
+        ways = " or ".join(text for text, _ in found.values())
+        raise refuse(
+            "AMBIGUOUS",
+            f"{expression.text}\nshards of {seen} make {list(shape)} in several ways: cut along {ways}",
+            hint="in the rules file, restrict a cut to the tensors it is meant for:  cut tp = AXIS of TENSOR",
+        )
+    for _, division in found.values():
+        return division
+    allowed = ", ".join(cut.text for cut in usable) or "none"
+    message = f"{expression.text}\nshards of {seen} do not make {list(shape)}; axes that may be cut here: {allowed}"
+    raise refuse("SHAPE_MISMATCH", message, hint="a `cut` statement in a rules file says what was cut:  --rules FILE")
+
+
+def _readings(
+    expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shape: Shape, shards: Sequence[Shape]
+) -> Iterator[tuple[object, tuple[str, Division]]]:
+    """Yield the divisions that give these shards, each with what tells it from others and what is cut."""
+    if all(shard == shape for shard in shards):
+        yield None, ("no axis", Division(shape, None, Replicated()))
+        return
+    for cut in cuts:
+        for dim, node in enumerate(expression.dims):
+            if not all(axis in _axes(node) for axis in cut.axes) or not _alike(shape, shards, dim):
+                continue
+            if any(name == PADDING for part in walk(node) if isinstance(part, Sum) for name, _ in part.segments):
+                raise refuse("UNSUPPORTED", f"{expression.text}\nits padding is cut over the ranks too")
+            mine = _apart(node, cut)
+            held = _along(mine, cut.axes, {**sizes, **_marked(mine, sizes)}, [shard[dim] for shard in shards])
+            if held is not None:
+                yield (dim, held), (cut.text, Division(shape, dim, Listed(held)))
+
+
+def _whole(
+    expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shards: Sequence[Shape]
+) -> Shape:
+    """Return the shape of the whole tensor; a dim that is never cut is what all ranks say."""
+    dims = len(expression.dims)
+    for shard in shards:
+        if len(shard) != dims:
+            raise mismatch(expression, f"{dims} dims", shard)
+    movable = {axis for cut in cuts for axis in cut.axes}
+    shape = []
+    for dim, node in enumerate(expression.dims):
+        lacking = unknown(node, sizes)
+        if not lacking:
+            shape.append(size(node, sizes))
+        elif movable.isdisjoint(_axes(node)) and len({shard[dim] for shard in shards}) == 1:
+            shape.append(shards[0][dim])
+        else:
+            raise unknown_axis(lacking[0], expression.text, shards[0])
+    return tuple(shape)
+
+
+def _axes(node: Node) -> frozenset[str]:
+    return frozenset(part.name for part in walk(node) if isinstance(part, Axis))
+
+
+def _alike(shape: Shape, shards: Sequence[Shape], dim: int) -> bool:
+    """Tell whether the shards are whole along every other dim."""
+    return all((*shard[:dim], *shard[dim + 1 :]) == (*shape[:dim], *shape[dim + 1 :]) for shard in shards)
+
+
+def _apart(node: Node, cut: Cuttable) -> Node:
+    """Return a dim in which the components that a cut does not name have axes of their own."""
+    if cut.tensors is None:
+        return node
+    match node:
+        case Sum(segments):
+            return Sum(tuple((name, p if name in cut.tensors else _renamed(p, cut.axes)) for name, p in segments))
+        case Merge(parts):
+            return Merge(tuple(_apart(part, cut) for part in parts))
+        case Axis():
+            return node
+
+
+def _renamed(node: Node, axes: Sequence[str]) -> Node:
+    match node:
+        case Axis(name):
+            return Axis(name + _APART) if name in axes else node
+        case Merge(parts):
+            return Merge(tuple(_renamed(part, axes) for part in parts))
+        case Sum():
+            return node  # there is no sum inside a sum
+
+
+def _marked(node: Node, sizes: Mapping[str, int]) -> dict[str, int]:
+    return {axis: sizes[axis.removesuffix(_APART)] for axis in _axes(node) if axis.endswith(_APART)}
+
+
+def _along(
+    node: Node, axes: Sequence[str], sizes: Mapping[str, int], rows: Sequence[int]
+) -> tuple[Intervals, ...] | None:
+    """Return what each rank holds of a dim if the ranks share out an axis; None where that does not give these rows.
+
+    Args:
+        node: the dim.
+        axes: the axis; or several that are counted through as one, outermost first, of which each rank has all but the
+            last at their full size.
+        sizes: axis -> size.
+        rows: length of the dim on every rank.
+    """
+    if _leads(node, axes):
+        if sum(rows) != size(node, sizes):
+            return None
+        ends = np.cumsum(rows).tolist()
+        return tuple(((end - count, end),) if count else () for end, count in zip(ends, rows, strict=True))
+    *outer, last = axes
+    counts = [root(node, last, sizes, count) for count in rows]
+    known = [count for count in counts if count is not None]
+    if len(known) < len(rows) or sum(known) != sizes[last]:
+        return None
+    times = prod(sizes[axis] for axis in outer)
+    starts = [times * sum(known[:rank]) for rank in range(len(known))]
+    return tuple(_positions(node, axes, sizes, *each) for each in zip(starts, known, strict=True))
+
+
+def _leads(node: Node, axes: Sequence[str]) -> bool:
+    """Tell whether an axis is the outermost of a dim: however finely that is cut, every rank holds one run of rows."""
+    first = node.parts[0] if isinstance(node, Merge) and node.parts else node
+    return len(axes) == 1 and first == Axis(axes[0])
+
+
+def _positions(node: Node, axes: Sequence[str], sizes: Mapping[str, int], start: int, count: int) -> Intervals:
+    """Return the positions of a dim that a rank holds, in the rank's order.
+
+    The rank's dim is the same expression with a smaller last axis. Each of its rows is an element of one component; the
+    same element, its shared axes counted from the rank's first, has its place in the whole dim.
+    """
+    mine, whole = (_layout(node, each) for each in ({**sizes, axes[-1]: count}, sizes))
+    places = np.empty(mine.shape[0], np.int64)
+    for component, (share,) in mine.shares.items():
+        grid = np.indices([length for _, length, _ in share.axes])
+        index = dict(zip((axis for axis, _, _ in share.axes), grid, strict=True))
+        local = share.offset + sum(index[axis] * step for axis, _, step in share.axes)
+        if all(axis in index for axis in axes):
+            shape = tuple(sizes[axis] for axis in axes)
+            flat = start + np.ravel_multi_index([index[axis] for axis in axes], (*shape[:-1], count))
+            index |= dict(zip(axes, np.unravel_index(flat, shape), strict=True))
+        (there,) = whole.shares[component]
+        places[local] = there.offset + sum(index[axis] * step for axis, _, step in there.axes)
+    ends = np.flatnonzero(np.diff(places, append=-1) != 1)
+    first = 0
+    found = []
+    for end in ends.tolist():
+        found.append((int(places[first]), int(places[end]) + 1))
+        first = end + 1
+    return tuple(found)
+
+
+def _layout(node: Node, sizes: Mapping[str, int]) -> Layout:
+    """Return the layout of one dim by itself."""
+    fused = any(isinstance(part, Sum) for part in walk(node))
+    return Expression("", None if fused else "", (node,)).layout(sizes)

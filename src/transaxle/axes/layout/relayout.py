@@ -1,0 +1,277 @@
+"""Relayout: one checkpoint seen through another dialect, as box copies.
+
+Every target tensor is asked for its pieces; each piece meets the source pieces of the same logical tensor, whose names
+are formatted, never searched. There is no pivot: the dialects meet in the family's logical tensors.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Protocol
+
+from transaxle.axes.geometry.piece import Interval, Move, Piece, meet, pieces
+from transaxle.axes.layout.solve import Shape
+from transaxle.axes.notation.expression import Layout, Share
+from transaxle.axes.notation.family import Arithmetic
+from transaxle.axes.notation.number_format import PLAIN
+from transaxle.errors import refuse
+
+IDENTITY = "#"
+"""Component of a tensor that no table describes."""
+
+
+class Chunk(Protocol):
+    """A rectangular chunk of a stored tensor (`formats.Extent`)."""
+
+    @property
+    def start(self) -> Shape:
+        """First index in each dim."""
+
+    @property
+    def shape(self) -> Shape:
+        """Elements along each dim."""
+
+    @property
+    def strides(self) -> Shape | None:
+        """Element strides; None: row-major."""
+
+
+class Stored(Protocol):
+    """A stored tensor (`formats.Entry`)."""
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors code."""
+
+    @property
+    def shape(self) -> Shape:
+        """Logical elements along each dim."""
+
+    @property
+    def extents(self) -> Sequence[Chunk]:
+        """Chunks that tile it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One box copy from a chunk of a stored tensor into a chunk of a target tensor."""
+
+    source: str
+    """Stored tensor name."""
+    chunk: int
+    """Which of its extents."""
+    move: Move
+    """Where in both."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One stored tensor that holds part of a logical tensor."""
+
+    name: str
+    """Stored name."""
+    component: str
+    """Logical tensor, as the source's line calls it."""
+    layout: Layout
+    """How it lies in the stored tensor."""
+    index: Mapping[str, int]
+    """Axes of the logical tensor that live in the stored name, in the order of the name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One logical tensor's part of a target tensor, and the stored tensors it comes from."""
+
+    component: str
+    """Logical tensor, as the target's line calls it."""
+    origins: tuple[Origin, ...]
+    """Disjoint sources, which together hold it all, sorted by their indices."""
+    arithmetic: tuple[Arithmetic | None, Arithmetic | None] = (None, None)
+    """Arithmetic of the source's and of the target's line."""
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A tensor of the target dialect."""
+
+    name: str
+    """Stored name in the target dialect."""
+    dtype: str
+    """Safetensors code: layout never changes it."""
+    layout: Layout
+    """How its logical tensors lie in it."""
+    index: Mapping[str, int]
+    """Name axes of the target tensor."""
+    parts: tuple[Part, ...]
+    """What it consists of."""
+    rule: str
+    """The target dialect's line as written."""
+    component: str = ""
+    """The tensor's name in reports: its logical tensors."""
+    encoding: str = PLAIN
+    """Encoding in which it is written, one of `form.WORDS`."""
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of the whole tensor."""
+        return self.layout.shape
+
+
+@dataclass(frozen=True, eq=False)
+class Check:
+    """Two stored copies of one logical tensor that must be equal, bit by bit, before anything is committed."""
+
+    first: Target
+    """A stored tensor read as it lies."""
+    second: Target
+    """The other copy in the same layout."""
+    why: str
+    """The rule that says they are one."""
+
+
+@lru_cache(maxsize=1024)
+def identity(shape: Shape) -> Layout:
+    """Return the layout of a tensor whose dims are its axes; a model of many tensors has few shapes."""
+    return Layout(shape, {IDENTITY: tuple(Share(0, ((f"#{dim}", size, 1),)) for dim, size in enumerate(shape))})
+
+
+def unchanged(name: str, stored: Stored) -> Target:
+    """Return the target that is a stored tensor under its own name."""
+    layout = identity(stored.shape)
+    origin = Origin(name, IDENTITY, layout, {})
+    return Target(name, stored.dtype, layout, {}, (Part(IDENTITY, (origin,)),), f"{name} = {name}", "")
+
+
+_Held = tuple[tuple[Interval, ...], ...]
+"""Per stored dim, the positions that a chunk holds, in chunk order."""
+
+
+class Copier:
+    """Turns target tensors, or chunks of them, into box copies; remembers the pieces of equal chunks."""
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self.stored = stored
+        self._pieces: dict[tuple[int, str, _Held | None, Shape | None], tuple[Piece, ...]] = {}
+        self._alive: list[Layout] = []
+        self._tilings: dict[str, _Chunks] = {}
+
+    def copies(
+        self,
+        target: Target,
+        intervals: Sequence[Sequence[Interval]] | None = None,
+        strides: Shape | None = None,
+    ) -> Iterator[Copy]:
+        """Yield the copies that fill a target tensor, or the chunk of it that holds `intervals`.
+
+        Args:
+            target: the tensor.
+            intervals: per stored dim, the positions that the chunk holds, in chunk order; None: all.
+            strides: element strides of the chunk; None: row-major.
+
+        Raises:
+            Refused: INCOMPLETE where the sources leave a hole; no copy of that part was wrong, but some are missing.
+        """
+        held = None if intervals is None else tuple(map(tuple, intervals))
+        for part in target.parts:
+            for piece in self._lower(target.layout, part.component, held, strides):
+                moved = 0
+                for origin in _within(part.origins, piece):
+                    for number, source in self._source_pieces(origin, piece, target.index):
+                        move = meet(source, piece, origin.index, target.index)
+                        if move is not None:
+                            moved += move.size
+                            yield Copy(origin.name, number, move)
+                if moved != piece.size:
+                    raise refuse(
+                        "INCOMPLETE",
+                        f"{target.rule}\n{part.component} needs {piece.size} elements here, the source holds {moved}",
+                        tensor=target.name,
+                    )
+
+    def _lower(self, layout: Layout, component: str, held: _Held | None, strides: Shape | None) -> tuple[Piece, ...]:
+        key = id(layout), component, held, strides
+        found = self._pieces.get(key)
+        if found is None:
+            self._alive.append(layout)  # an identity is a key only as long as its object lives
+            found = self._pieces[key] = pieces(layout, component, held, strides)
+        return found
+
+    def _source_pieces(self, origin: Origin, piece: Piece, index: Mapping[str, int]) -> Iterator[tuple[int, Piece]]:
+        """Yield the pieces of the source's chunks that can meet a target piece, with the chunks' numbers."""
+        stored = self.stored[origin.name]
+        extents = stored.extents
+        if len(extents) == 1 and extents[0].strides is None and extents[0].shape == stored.shape:
+            for source in self._lower(origin.layout, origin.component, None, None):
+                yield 0, source
+            return
+        tiling = self._tilings.get(origin.name)
+        if tiling is None:
+            tiling = self._tilings[origin.name] = _Chunks(extents)
+        for number in tiling.overlapping(_span(origin, piece, index)):
+            chunk = extents[number]
+            held = tuple(((first, first + size),) for first, size in zip(chunk.start, chunk.shape, strict=True))
+            for source in self._lower(origin.layout, origin.component, held, chunk.strides):
+                yield number, source
+
+
+def _within(origins: Sequence[Origin], piece: Piece) -> Sequence[Origin]:
+    """Return the origins that can meet a piece: a slice, where their innermost name axis numbers all of them."""
+    if len(origins) < 3:
+        return origins
+    first, last = origins[0].index, origins[-1].index
+    *outer, axis = first
+    numbered = last[axis] - first[axis] == len(origins) - 1 and all(first[name] == last[name] for name in outer)
+    if axis not in piece.box or not numbered:
+        return origins
+    start, stop = piece.box[axis]
+    return origins[max(start - first[axis], 0) : max(stop - first[axis], 0)]
+
+
+def _span(origin: Origin, piece: Piece, index: Mapping[str, int]) -> list[Interval]:
+    """Return, per stored dim of the source, the positions between which a target piece's elements lie."""
+    spans = []
+    for share in origin.layout.shares[origin.component]:
+        low = high = share.offset
+        for axis, size, step in share.axes:
+            start, stop = piece.box.get(axis, (0, size))
+            if axis in index:
+                start, stop = index[axis], index[axis] + 1
+            low += start * step
+            high += (stop - 1) * step
+        spans.append((low, high + 1))
+    return spans
+
+
+class _Chunks:
+    """The chunks of one stored tensor, sorted so that those in a region are found without looking at all of them."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.chunks = chunks
+        dims = range(len(chunks[0].start) if chunks else 0)
+        self.dim = max(dims, key=lambda dim: len({chunk.start[dim] for chunk in chunks}), default=None)
+        if self.dim is None:
+            return
+        dim = self.dim
+        self.order = sorted(range(len(chunks)), key=lambda number: chunks[number].start[dim])
+        ordered = [chunks[number] for number in self.order]
+        self.starts = [chunk.start[dim] for chunk in ordered]
+        self.stops = list(accumulate((chunk.start[dim] + chunk.shape[dim] for chunk in ordered), max))
+
+    def overlapping(self, spans: Sequence[Interval]) -> list[int]:
+        """Return the numbers of the chunks that overlap a region, in order."""
+        if self.dim is None:
+            return list(range(len(self.chunks)))
+        low, high = spans[self.dim]
+        candidates = self.order[bisect_right(self.stops, low) : bisect_left(self.starts, high)]
+        return sorted(number for number in candidates if _overlaps(self.chunks[number], spans))
+
+
+def _overlaps(chunk: Chunk, spans: Sequence[Interval]) -> bool:
+    return all(
+        first < stop and start < first + size
+        for first, size, (start, stop) in zip(chunk.start, chunk.shape, spans, strict=True)
+    )

@@ -1,0 +1,202 @@
+"""Tiles: block scales follow the codes wherever a relayout keeps every tile whole.
+
+A tile is a region of a stored tensor whose elements share one scale: 128 x 128, 1 x 32, or the whole tensor. Tiles
+belong to stored dims, not to axes, so whether a relayout keeps them whole is a question of numbers: every tile of the
+target must lie inside one tile of the source, in any order within it, and takes its scale. Otherwise the codes would
+need another scale than the one they were made with, and that is refused.
+
+The answer is again a relayout, of the grids of scales: box copies, for the same executor as all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+from transaxle.axes.geometry.chunk import Intervals
+from transaxle.axes.geometry.piece import cut
+from transaxle.axes.geometry.retile import Box, Coordinate, Misaligned, retile
+from transaxle.axes.layout.relayout import Check, Origin, Part, Target
+from transaxle.axes.layout.solve import Shape
+from transaxle.axes.notation.expression import Layout, Share
+from transaxle.errors import TransaxleError, refuse
+
+Tile = tuple[int, ...]
+"""Positions of a tile along each stored dim."""
+
+_SCALE = "scale"
+_LISTED = 4
+"""Sources of a misaligned tile that a refusal names."""
+
+
+def grid(shape: Shape, tile: Tile) -> Shape:
+    """Return the shape of the grid of scales: tiles along each dim, the last ones perhaps not full."""
+    return tuple(-(-size // step) for size, step in zip(shape, tile, strict=True))
+
+
+def whole_tile(shape: Shape) -> Tile:
+    """Return the tile of an encoding with one scale per tensor."""
+    return tuple(max(size, 1) for size in shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Touched:
+    """The scales that a shard carries along one dim."""
+
+    tiles: Intervals
+    """For each interval of positions, the interval of tiles it touches, in the same order."""
+    phases: tuple[int, ...]
+    """For each interval, positions of its first tile that lie before it."""
+
+
+def shard_tiles(intervals: Intervals, tile: int) -> Touched:
+    """Return the tiles that a shard touches along one dim: a cut may fall inside a tile, which both sides then carry.
+
+    Post-condition: position `i` of an interval, counted from its start, has the scale of tile
+    `first + (phase + i) // tile`, with `first` the interval's first tile and `phase` its phase.
+    """
+    tiles = tuple((start // tile, max(start // tile, -(-stop // tile))) for start, stop in intervals)
+    return Touched(tiles, tuple(start % tile for start, _ in intervals))
+
+
+@dataclass(frozen=True)
+class Scales:
+    """How the scales of a target tensor come from those of its sources."""
+
+    target: Target
+    """The grid of scales, to be filled from the sources' grids. Tiles of padding alone have no source."""
+    checks: tuple[Check, ...]
+    """Scales that must prove bit-equal, because one scale stands for all of them in the target."""
+
+
+def scales(target: Target, tile: Tile, tiles: Mapping[str, Tile], *, named: Callable[[str], str], dtype: str) -> Scales:
+    """Relayout the scales that belong to a target tensor's codes.
+
+    Args:
+        target: the codes, as a target of a translation.
+        tile: the target's tile.
+        tiles: stored name of codes -> their tile, for every source of the target.
+        named: gives the name of the scales from the name of the codes.
+        dtype: safetensors code of the scales.
+
+    Post-condition: executing the result gives each target tile the scale of every element's tile in the sources.
+
+    Raises:
+        Refused: BLOCK_MISALIGNED where a target tile has elements of several source tiles; it names them.
+    """
+    shape = grid(target.layout.shape, tile)
+    grids = {o.name: grid(o.layout.shape, tiles[o.name]) for part in target.parts for o in part.origins}
+    if prod(shape) == 1 and all(prod(stored) == 1 for stored in grids.values()):
+        return _one_scale(target, shape, grids, named, dtype)
+    views = tuple(target.layout.shares[part.component] for part in target.parts)
+    sources = tuple(_coordinates(part, target.index, tiles) for part in target.parts)
+    stored = [[(origin.name, dict(origin.index)) for origin in part.origins] for part in target.parts]
+    groups = tuple(map(stored.index, stored))
+    try:
+        found = retile(target.layout.shape, tile, views, sources, groups)
+    except Misaligned as fault:
+        raise _misaligned(target, tile, fault.tile, sources) from None
+    shares: dict[str, tuple[Share, ...]] = {}
+    parts = []
+    for part, boxes in zip(target.parts, found, strict=True):
+        by_index = _by_index(part, target.index)
+        for number, box in enumerate(boxes):
+            component = f"{part.component}#{number}"
+            dims = [_share(box, column) for column in range(len(box.start))]
+            rest = len(shape) + len(grids[part.origins[0].name])
+            shares[component] = tuple(dims[: len(shape)])
+            layout = Layout(grids[part.origins[0].name], {component: tuple(dims[len(shape) : rest])})
+            origins = [
+                Origin(named(by_index[key]), component, layout, index)
+                for key, index in _indices(dims[rest:])
+                if key in by_index
+            ]
+            parts.append(Part(component, tuple(origins)))
+    return Scales(Target(named(target.name), dtype, Layout(shape, shares), {}, tuple(parts), target.rule), ())
+
+
+def _one_scale(
+    target: Target, shape: Shape, grids: Mapping[str, Shape], named: Callable[[str], str], dtype: str
+) -> Scales:
+    """One scale for the whole tensor, from tensors with one scale each: these must be equal."""
+    alone = []
+    for name, stored in grids.items():
+        here, there = (Layout(s, {_SCALE: tuple(Share(0, ()) for _ in s)}) for s in (shape, stored))
+        part = Part(_SCALE, (Origin(named(name), _SCALE, there, {}),))
+        alone.append(Target(named(target.name), dtype, here, {}, (part,), target.rule))
+    why = f"{target.rule}\none scale stands for all of them"
+    return Scales(alone[0], tuple(Check(alone[0], other, why) for other in alone[1:]))
+
+
+def _coordinates(part: Part, index: Mapping[str, int], tiles: Mapping[str, Tile]) -> tuple[Coordinate, ...]:
+    """Return what tells where in the sources an element is: one per stored dim, then one per axis in their names.
+
+    Axes that are in the target's name as well have one index there, and tell nothing.
+    """
+    first = part.origins[0]
+    tile = tiles[first.name]
+    for other in part.origins[1:]:
+        if tiles[other.name] != tile or (other.layout is not first.layout and other.layout != first.layout):
+            message = f"{first.name} and {other.name} differ in their tiles or their layout"
+            raise refuse("UNSUPPORTED", message, tensor=first.name)
+    found = []
+    for share, step in zip(first.layout.shares[first.component], tile, strict=True):
+        fixed = sum(index[axis] * stride for axis, _, stride in share.axes if axis in index)
+        weights = tuple((axis, stride) for axis, _, stride in share.axes if axis not in index)
+        found.append(Coordinate(weights, share.offset + fixed, step))
+    return (*found, *(Coordinate(((axis, 1),), 0, 1) for axis in first.index if axis not in index))
+
+
+def _by_index(part: Part, index: Mapping[str, int]) -> dict[tuple[int, ...], str]:
+    """Return the sources' names by their indices along the axes that are in their names only."""
+    return {tuple(i for axis, i in o.index.items() if axis not in index): o.name for o in part.origins}
+
+
+def _share(box: Box, column: int) -> Share:
+    """Return the share of one dim: loops that step along it, the widest step first."""
+    axes = [(f"#{place}", count, step[column]) for place, (count, step) in enumerate(box.loops) if step[column]]
+    return Share(box.start[column], tuple(sorted(axes, key=lambda axis: -axis[2])))
+
+
+def _indices(names: Sequence[Share]) -> Iterator[tuple[tuple[int, ...], dict[str, int]]]:
+    """Yield the sources' indices over which the loops run that step along names, with the loops' own."""
+    loops = sorted((axis, count) for share in names for axis, count, _ in share.axes)
+    for place in product(*(range(count) for _, count in loops)):
+        index = {axis: at for (axis, _), at in zip(loops, place, strict=True)}
+        yield tuple(share.offset + sum(index[axis] * step for axis, _, step in share.axes) for share in names), index
+
+
+def _misaligned(
+    target: Target, tile: Tile, number: tuple[int, ...], sources: Sequence[tuple[Coordinate, ...]]
+) -> TransaxleError:
+    """Build the refusal: the target tile, the source tiles that it draws on, and where in it each begins."""
+    limits = zip(number, tile, target.layout.shape, strict=True)
+    spans = [(at * step, min((at + 1) * step, size)) for at, step, size in limits]
+    drawn: dict[str, str] = {}
+    for part, coordinates in zip(target.parts, sources, strict=True):
+        by_index = _by_index(part, target.index)
+        dims = len(part.origins[0].layout.shape)
+        shares = target.layout.shares[part.component]
+        for chosen in product(*(cut(share, *span) for share, span in zip(shares, spans, strict=True))):
+            axes = [axis for share in shares for axis, _, _ in share.axes]
+            box = dict(zip(axes, (span for spans_in_dim, _ in chosen for span in spans_in_dim), strict=True))
+            bounds = [coordinate.bounds(box) for coordinate in coordinates]
+            tiles = ", ".join(str(low) if low == high else f"{low} to {high}" for low, high in bounds[:dims])
+            inside = [(begin, step) for (_, begin), step in zip(chosen, tile, strict=True) if begin % step]
+            begins = " and ".join(f"{at} = {at // step} x {step} + {at % step}" for at, step in inside)
+            for key in product(*map(dict.fromkeys, bounds[dims:])):
+                drawn.setdefault(
+                    f"{by_index.get(key, '?')}, tile ({tiles})", f", from position {begins} on" if begins else ""
+                )
+    lines = [f"  {source}{begins}" for source, begins in drawn.items()]
+    more = [f"  … and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
+    where = " x ".join(f"[{start}, {stop})" for start, stop in spans)
+    head = f"its tile {number} of {' x '.join(map(str, tile))}, positions {where}, has one scale, but draws on"
+    return refuse(
+        "BLOCK_MISALIGNED",
+        "\n".join([target.rule, head, *lines[:_LISTED], *more]),
+        tensor=target.name,
+        hint="choose a dialect that keeps its tiles whole, or decode it:  --decode bf16",
+    )

@@ -1,0 +1,274 @@
+"""Families and dialects: the tables.
+
+A family lists the logical tensors of a model with their named axes; a dialect says, one line per stored tensor, how a
+framework names and packs them. Both are data; `tables.read` parses their text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import ChainMap, defaultdict
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, cast
+
+from transaxle.axes.notation.expression import Expression
+from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.name import Name
+from transaxle.axes.notation.number_format import WORDS
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """A logical tensor of a family."""
+
+    name: str
+    """Component name used in expressions."""
+    axes: tuple[str, ...]
+    """Its axes, in canonical order."""
+    when: Formula | None = None
+    """Where it must exist; None: everywhere. A tensor that need not exist may."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """Two logical tensors that are one."""
+
+    alias: str
+    """The one that may be stored as a copy, or not at all."""
+    original: str
+    """The one that is always stored."""
+    when: Formula
+    """When they are tied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cuttable:
+    """An axis that the ranks of a mesh may share out."""
+
+    mesh: str
+    """The mesh axis, `tp`."""
+    axes: tuple[str, ...]
+    """The axis; or several that are counted through as one, outermost first."""
+    tensors: frozenset[str] | None = None
+    """The tensors it holds for; None: all that have the axis."""
+
+    @property
+    def text(self) -> str:
+        """What is cut, as the table says it."""
+        return self.axes[0] if len(self.axes) == 1 else f"({' '.join(self.axes)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """Stored value = scale * logical value + shift; it never runs unless asked for."""
+
+    text: str
+    """As written in the table."""
+    scale: float
+    """Factor."""
+    shift: float
+    """Summand."""
+
+
+@dataclass(frozen=True, eq=False)
+class Line:
+    """One line of a dialect: a name pattern, and the expression of the tensor stored under it."""
+
+    name: Name
+    """Pattern of the stored names."""
+    expression: Expression
+    """What the tensor holds."""
+    when: Formula | None = None
+    """When the dialect stores it; None: always."""
+    lossy: Arithmetic | None = None
+    """Arithmetic between the logical and the stored values."""
+
+    @property
+    def text(self) -> str:
+        """The rule as written, for errors."""
+        return f"{self.name.text} = {self.expression.text}"
+
+    @cached_property
+    def by_form(self) -> bool:
+        """Whether its condition asks in which encoding a tensor is."""
+        return self.when is not None and not self.when.names.isdisjoint(WORDS)
+
+
+@dataclass(frozen=True, eq=False)
+class Dialect:
+    """How one framework (and one of its versions) stores a family."""
+
+    name: str
+    """e.g. `hf`, `torchtitan`."""
+    version: str | None
+    """e.g. `0.2`; None where only one is known."""
+    lines: tuple[Line, ...]
+    """One line per stored tensor."""
+    ignored: tuple[Name, ...] = ()
+    """Stored names that hold nothing of the model (recomputable buffers)."""
+
+    @property
+    def label(self) -> str:
+        """Name, with the version where there is one: `torchtitan@0.2`."""
+        return self.name if self.version is None else f"{self.name}@{self.version}"
+
+    @cached_property
+    def by_skeleton(self) -> Mapping[str, tuple[Line, ...]]:
+        """Lines a name may match, by the name's skeleton."""
+        found: dict[str, list[Line]] = defaultdict(list)
+        for line in self.lines:
+            found[line.name.skeleton].append(line)
+        return {key: tuple(lines) for key, lines in found.items()}
+
+    @cached_property
+    def ignored_skeletons(self) -> frozenset[str]:
+        """Skeletons of `ignored`."""
+        return frozenset(name.skeleton for name in self.ignored)
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """The logical tensors of a model family, and every dialect known for it."""
+
+    name: str
+    """e.g. `qwen3_moe`."""
+    model_types: tuple[str, ...]
+    """Values of config.json's `model_type` that mean this family."""
+    axes: Mapping[str, Formula | None]
+    """Axis -> its size as a formula over the config; None: only shapes and names tell."""
+    tensors: Mapping[str, Tensor]
+    """Logical tensors by name."""
+    ties: tuple[Tie, ...] = ()
+    """Tensors that may be one."""
+    cuts: tuple[Cuttable, ...] = ()
+    """Axes that tensor-parallel ranks may share out."""
+    within: Mapping[str, str] = field(default_factory=dict)
+    """Axis -> the axis that ranks share out among them where several have to share one index of the first. What has
+    only the first (keys and values, shared by query heads) each of them holds."""
+    named: Mapping[str, Formula] = field(default_factory=dict)
+    """Formulas with a name (`let`)."""
+    dialects: tuple[Dialect, ...] = ()
+    """Known dialects, in table order."""
+    wrappers: tuple[str, ...] = ()
+    """Values of `model_type` of models around this one (in `text_config`) whose names the dialects have as well."""
+    precise: frozenset[str] = frozenset()
+    """Logical tensors that keep their number type where all others are cast."""
+
+    def dialect(self, label: str) -> Dialect | None:
+        """Return the dialect of that name (its newest version) or `name@version`; None where there is none."""
+        named = [d for d in self.dialects if d.name == label]
+        exact = [d for d in self.dialects if d.label == label]
+        return max(named, key=_age, default=None) or next(iter(exact), None)
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """Labels of the dialects, in table order."""
+        return tuple(d.label for d in self.dialects)
+
+    @cached_property
+    def name_axes(self) -> frozenset[str]:
+        """Axes that some dialect keeps in its stored names: the tensor at hand has an index of them."""
+        return frozenset(axis for d in self.dialects for line in d.lines for axis in line.name.axes)
+
+
+def _age(dialect: Dialect) -> tuple[int, ...]:
+    """Return what orders versions: `0.10` is newer than `0.9`."""
+    return tuple(int(part) for part in re.findall("[0-9]+", dialect.version or ""))
+
+
+_Measured = tuple[dict[str, int], MutableMapping[str, Any]]
+"""Sizes, and the values that formulas see."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Axis sizes of one checkpoint: what its config, or the user, says.
+
+    In a formula, an axis that lives in names means the index of the tensor at hand, and is unknown without one; any
+    other axis means its size.
+    """
+
+    family: Family
+    """The family whose axes are meant."""
+    config: Mapping[str, Any]
+    """config.json; empty where there is none."""
+    given: Mapping[str, int] = field(default_factory=dict)
+    """Sizes that override the formulas: the user's, or those solved from shapes."""
+
+    @cached_property
+    def settings(self) -> Mapping[str, Any]:
+        """The part of the config that speaks of this family: nested text models have their own."""
+        nested = self.config.get("text_config")
+        if isinstance(nested, Mapping) and self.config.get("model_type") not in self.family.model_types:
+            return nested
+        return self.config
+
+    @cached_property
+    def varying(self) -> frozenset[str]:
+        """Name axes on which some size depends (`l`, where heads differ per layer)."""
+        formulas = [formula for formula in self.family.axes.values() if formula is not None]
+        return frozenset(axis for formula in formulas for axis in formula.names & self.family.name_axes)
+
+    def at(self, index: Mapping[str, int]) -> dict[str, int]:
+        """Return every size known for the tensor at `index` (name axis -> its index).
+
+        Raises:
+            Refused: what a formula refuses.
+        """
+        return dict(self._measured(index)[0])
+
+    def _measured(self, index: Mapping[str, int]) -> _Measured:
+        """Return the sizes, and the values that formulas see beside the index; they are the same in layers alike."""
+        key = tuple(index.get(axis) for axis in self._order)
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = self._evaluated(index)
+        return found
+
+    @cached_property
+    def _known(self) -> dict[tuple[int | None, ...], _Measured]:
+        return {}
+
+    @cached_property
+    def _order(self) -> tuple[str, ...]:
+        return tuple(sorted(self.varying))
+
+    def _evaluated(self, index: Mapping[str, int]) -> _Measured:
+        """Evaluate the formula of every axis."""
+        sizes: dict[str, int] = dict(self.given)
+        hidden = dict.fromkeys(self.family.name_axes)
+        # Chained, not copied: a config may have a hundred thousand keys, and a checkpoint as many tensors.
+        values: ChainMap[str, Any] = ChainMap({**hidden, **index}, cast("dict[str, Any]", self.settings))
+        for axis, formula in self.family.axes.items():
+            value = self.given.get(axis)
+            if value is None and formula is not None:
+                own = {axis: self.settings.get(axis)} if axis in formula.names else {}  # a key of the same name
+                value = formula(ChainMap(own, values) if own else values)
+            if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+                sizes[axis] = value
+            if axis not in hidden:
+                values[axis] = sizes.get(axis)
+        return sizes, values
+
+    def holds(
+        self, formula: Formula | None, index: Mapping[str, int], present: Mapping[str, bool] | None = None
+    ) -> bool | None:
+        """Evaluate a condition for the tensor at `index`; None where the config does not tell.
+
+        Args:
+            formula: the condition; None always holds.
+            index: name axis -> index.
+            present: words of the condition that mean something at hand -> whether it is so: logical tensors that
+                exist there, and encodings (`form.words`).
+        """
+        if formula is None:
+            return True
+        hidden = dict.fromkeys(self.family.name_axes)
+        value = formula(ChainMap({**hidden, **index, **(present or {})}, self._measured(index)[1]))
+        return None if value is None else bool(value)
+
+    def giving(self, found: Mapping[str, int]) -> Sizes:
+        """Return the same sizes with more of them known."""
+        return Sizes(self.family, self.config, {**found, **self.given})

@@ -1,0 +1,1 @@
+"""From the tensors of one dialect to those of another."""

@@ -1,0 +1,100 @@
+"""Completeness: the tensors that a checkpoint must have and lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+
+from transaxle.axes.layout.bind import WEIGHT, Index
+from transaxle.axes.notation.family import Tensor
+from transaxle.axes.translation.holdings import Held, Holdings
+from transaxle.errors import Refusal, Where
+
+_LISTED = 20
+"""Missing tensors that a refusal names."""
+_COUNTED = 10_000
+"""Missing tensors that it counts: a config that claims a billion layers must not keep us busy."""
+_ASKED = 300_000
+"""Absent tensors that are asked for whether they must exist; as many as no model has."""
+
+
+def incomplete(holdings: Holdings, tied: Mapping[str, str]) -> list[Refusal]:
+    """Refuse a checkpoint that lacks tensors of its family.
+
+    Args:
+        holdings: the checkpoint.
+        tied: logical tensors that need not be stored, with the one they equal.
+    """
+    budget = iter(range(_ASKED))
+    lacking = list(islice(_lacking(holdings, tied, budget), _COUNTED))
+    if not lacking and next(budget, None) is None:
+        lacking = [f"(its config claims more layers or experts than can be looked for: {_ASKED} of them are absent)"]
+    if not lacking:
+        return []
+    bound = holdings.bound
+    head = f"{bound.family.name} in dialect {bound.dialect.label} lacks"
+    more = len(lacking) - _LISTED
+    tail = [f"… and {more}{' or more' if len(lacking) == _COUNTED else ' more'}"] if more > 0 else []
+    hint = "is a shard missing? a part of a checkpoint converts under its own names:  --to FORMAT:identity"
+    return [Refusal("MISSING_TENSOR", "\n".join([head, *lacking[:_LISTED], *tail]), Where(), hint)]
+
+
+def _lacking(holdings: Holdings, tied: Mapping[str, str], budget: Iterator[int]) -> Iterator[str]:
+    for tensor in holdings.bound.family.tensors.values():
+        helds = holdings.held.get((tensor.name, WEIGHT), [])
+        if helds:
+            yield from _missing_names(holdings, helds, tensor, budget)
+        elif tensor.name not in tied and _must_exist(holdings, tensor, budget):
+            yield f"{tensor.name} (in no layer)"
+
+
+def _must_exist(holdings: Holdings, tensor: Tensor, budget: Iterator[int]) -> bool:
+    """Tell whether a tensor that nothing holds must exist at any index at all."""
+    if tensor.when is None:
+        return True
+    known = holdings.sizes.at({})
+    axes = [axis for axis in tensor.axes if axis in tensor.when.names and axis in known]
+    return any(
+        holdings.holds(tensor.when, dict(zip(axes, index, strict=True)))
+        for _, index in zip(budget, _indices([known[axis] for axis in axes]), strict=False)
+    )
+
+
+def _indices(counts: Sequence[int]) -> Iterator[Index]:
+    """Yield every index in order, as `itertools.product` of ranges does, but without writing the ranges out first."""
+    if not counts:
+        yield ()
+        return
+    for first in range(counts[0]):
+        for rest in _indices(counts[1:]):
+            yield (first, *rest)
+
+
+def _missing_names(holdings: Holdings, helds: list[Held], tensor: Tensor, budget: Iterator[int]) -> Iterator[str]:
+    """Yield the names that should be there: every index for which the tensor must exist, in any of its lines.
+
+    Where the config does not tell whether it must, it must be whole: there at all indices or at none.
+    """
+    known = holdings.sizes.at({})
+    axes = helds[0].axes
+    for position in _indices([known[axis] for axis in axes]):
+        if position in helds[0].present:
+            continue
+        if next(budget, None) is None:
+            return
+        index = dict(zip(axes, position, strict=True))
+        if any(held.at(index) for held in helds):
+            continue
+        must = holdings.holds(tensor.when, index)
+        if must is None:
+            names = tensor.when.names if tensor.when is not None else frozenset()
+            must = any(held.at({axis: i for axis, i in index.items() if axis in names}) for held in helds)
+        if must:
+            yield holdings.bound.prefix + _name(holdings, helds, index)
+
+
+def _name(holdings: Holdings, helds: list[Held], index: Mapping[str, int]) -> str:
+    """Return the name of the missing tensor, in the line that would hold it."""
+    line = next((h.line for h in helds if holdings.holds(h.line.when, index) is not False), helds[0].line)
+    known = holdings.sizes.at({})
+    return line.name.format(tuple(index.get(hole.axis, 0) + hole.added(known) for hole in line.name.holes))

@@ -1,0 +1,225 @@
+"""Holdings: what a bound checkpoint has of each logical tensor: in which lines, at which indices, in which layout.
+
+Everything that needs the stored shapes happens here, once per stored tensor; what comes after works on origins.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from transaxle.axes.layout.bind import WEIGHT, Bound, Index
+from transaxle.axes.layout.relayout import Origin, Stored
+from transaxle.axes.layout.solve import Shape, fill, solve
+from transaxle.axes.layout.unify import Basis, factors
+from transaxle.axes.notation.expression import Expression, Layout, Share
+from transaxle.axes.notation.family import Line, Sizes
+from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.number_format import PLAIN, Form, words
+from transaxle.errors import Refusal, TransaxleError, Where
+
+_BYTES = "U8"
+"""Safetensors code of what holds two codes of four bits."""
+Key = tuple[str, str]
+"""(logical tensor, slot)."""
+_Filled = tuple[Layout, dict[str, int]]
+"""A stored tensor's layout and axis sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A stored tensor that holds part of a logical tensor."""
+
+    origin: Origin
+    """Where its elements are; copies along a dim are left out but for the first."""
+    whole: Layout
+    """The stored tensor with all its copies."""
+    sizes: Mapping[str, int]
+    """Axis sizes of this stored tensor."""
+    form: Form
+    """As what numbers it is stored."""
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """What the tensors of one line hold of one logical tensor."""
+
+    line: Line
+    """The source's line."""
+    axes: tuple[str, ...]
+    """The logical tensor's axes in the stored name, in the order of the name; a copy's number is not among them."""
+    scalar: bool
+    """They keep one number per stored tensor (a step), not one per element."""
+    places: Mapping[Index, Place]
+    """Indices of `axes` -> where it is; sorted."""
+    copies: Sequence[tuple[Index, Place]]
+    """Further copies of the same, under other numbers."""
+    present: frozenset[Index]
+    """All indices there are names for, those of tensors with a wrong shape included."""
+
+    @cached_property
+    def _projections(self) -> dict[tuple[str, ...], frozenset[Index]]:
+        return {}
+
+    @cached_property
+    def _counts(self) -> dict[tuple[str, ...], Counter[Index]]:
+        return {}
+
+    def count(self, index: Mapping[str, int]) -> int:
+        """Return the number of tensors at these indices."""
+        common = tuple(axis for axis in self.axes if axis in index)
+        found = self._counts.get(common)
+        if found is None:
+            order = [self.axes.index(axis) for axis in common]
+            found = self._counts[common] = Counter(tuple(position[p] for p in order) for position in self.places)
+        return found[tuple(index[axis] for axis in common)]
+
+    def at(self, index: Mapping[str, int]) -> bool:
+        """Tell whether a tensor is there that can hold something at these indices."""
+        common = tuple(axis for axis in self.axes if axis in index)
+        found = self._projections.get(common)
+        if found is None:
+            order = [self.axes.index(axis) for axis in common]
+            found = frozenset(tuple(position[p] for p in order) for position in self.present)
+            self._projections[common] = found
+        return tuple(index[axis] for axis in common) in found
+
+
+def solved(bound: Bound, stored: Mapping[str, Stored], sizes: Sizes) -> Sizes:
+    """Add the sizes that names and shapes tell."""
+    counted: dict[str, int] = {}
+    equations: dict[Expression, dict[Shape, Mapping[str, int]]] = defaultdict(dict)
+    for (line, slot), names in bound.found.items():
+        for position, axis in enumerate(line.name.axes):
+            counted[axis] = max(counted.get(axis, 0), *(index[position] + 1 for index in names))
+        weights = bound.found.get((line, WEIGHT), {})
+        for index, name in names.items():
+            if slot == WEIGHT or (index in weights and _unpacks(stored[name], stored[weights[index]])):
+                equations[line.expression].setdefault(stored[name].shape, dict(zip(line.name.axes, index, strict=True)))
+    known = sizes.at({})
+    return solve(equations, sizes.giving({axis: count for axis, count in counted.items() if axis not in known}))
+
+
+def _unpacks(state: Stored, weight: Stored) -> bool:
+    """Tell whether a parameter is codes, two in a byte, and its state one number for each: it has twice the columns."""
+    columns = weight.shape[-1:] if weight.dtype == _BYTES else ()
+    return columns != () and state.shape == (*weight.shape[:-1], 2 * columns[0])
+
+
+class Holdings:
+    """The logical tensors of a bound checkpoint.
+
+    Attributes:
+        held: (logical tensor, slot) -> the lines that hold it; a checkpoint may hold one in several.
+        refusals: stored tensors that their rules do not explain.
+        broken: what these tensors were to hold.
+    """
+
+    def __init__(self, bound: Bound, stored: Mapping[str, Stored], sizes: Sizes, basis: Basis) -> None:
+        self.bound = bound
+        self.stored = stored
+        self.sizes = sizes
+        self.refusals: list[Refusal] = []
+        self.broken: set[Key] = set()
+        self.held: dict[Key, list[Held]] = defaultdict(list)
+        self._varying = tuple(sorted(sizes.varying))
+        self._filled: dict[tuple[int, bool, Shape, tuple[int | None, ...]], _Filled] = {}
+        self._originals: dict[tuple[int, str], Layout] = {}
+        for (line, slot), names in bound.found.items():
+            expression = basis.rewrite(line.expression)
+            scalar = slot != WEIGHT and self._is_scalar(line, names)
+            usable = dict(self._layouts(line, expression, names, scalar))
+            if len(usable) < len(names):
+                self.broken.update((component, slot) for component in line.expression.components)
+            for component in line.expression.components:
+                self.held[component, slot].append(self._held(line, component, names, usable, scalar))
+
+    def at(self, component: str, index: Mapping[str, int]) -> bool:
+        """Tell whether a logical tensor exists at these indices."""
+        return any(held.at(index) for held in self.held.get((component, WEIGHT), ()))
+
+    def holds(self, condition: Formula | None, index: Mapping[str, int], encoding: str | None = None) -> bool | None:
+        """Evaluate a condition of a line or a tensor.
+
+        A tensor's name in it means that the tensor exists at this index, and the word for a number format that the
+        tensor at hand is in that encoding: None where there is none at hand.
+        """
+        if condition is None:
+            return True
+        named = condition.names & self.bound.family.tensors.keys()
+        meant = {name: self.at(name, index) for name in named}
+        return self.sizes.holds(condition, index, meant if encoding is None else meant | words(encoding))
+
+    def _is_scalar(self, line: Line, names: Mapping[Index, str]) -> bool:
+        """Tell whether a slot keeps one number per tensor: it has one element where its parameter has another shape."""
+        weights = self.bound.found.get((line, WEIGHT), {})
+        shapes = {index: self.stored[name].shape for index, name in names.items()}
+        alike = any(index in weights and self.stored[weights[index]].shape == shapes[index] for index in shapes)
+        return not alike and all(prod(shape) == 1 for shape in shapes.values())
+
+    def _layouts(
+        self, line: Line, expression: Expression, names: Mapping[Index, str], scalar: bool
+    ) -> Iterator[tuple[str, _Filled]]:
+        """Yield each stored tensor's layout and axis sizes; those that do not fit their rule are refused."""
+        for position, name in names.items():
+            index = dict(zip(line.name.axes, position, strict=True))
+            shape = self.stored[name].shape
+            key = id(line), scalar, shape, tuple(index.get(axis) for axis in self._varying)
+            if key not in self._filled:
+                try:
+                    self._filled[key] = self._fill(expression, shape, index, scalar)
+                except TransaxleError as error:
+                    self.refusals.extend(Refusal(r.code, r.message, Where(None, name), r.hint) for r in error.refusals)
+                    continue
+            yield name, self._filled[key]
+
+    def _fill(self, expression: Expression, shape: Shape, index: Mapping[str, int], scalar: bool) -> _Filled:
+        sizes = self.sizes.at(index)
+        if scalar:
+            one = tuple(Share(0, ()) for _ in shape)
+            return Layout(shape, dict.fromkeys(expression.components, one)), sizes
+        sizes = fill(expression, shape, sizes)
+        return expression.layout(sizes), sizes
+
+    def _held(
+        self,
+        line: Line,
+        component: str,
+        names: Mapping[Index, str],
+        usable: Mapping[str, _Filled],
+        scalar: bool,
+    ) -> Held:
+        own = self.bound.family.tensors[component].axes
+        kept = [position for position, axis in enumerate(line.name.axes) if axis in own]
+        axes = tuple(line.name.axes[position] for position in kept)
+        places: dict[Index, Place] = {}
+        copies: list[tuple[Index, Place]] = []
+        present = set()
+        for position, name in sorted(names.items()):
+            index = tuple(position[p] for p in kept)
+            present.add(index)
+            if name not in usable:
+                continue
+            whole, sizes = usable[name]
+            layout = self._without_copies(whole, component, own)
+            origin = Origin(name, component, layout, dict(zip(axes, index, strict=True)))
+            form = Form(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN))
+            place = Place(origin, whole, sizes, form)
+            if places.setdefault(index, place) is not place:
+                copies.append((index, place))
+        return Held(line, axes, scalar, dict(sorted(places.items())), copies, frozenset(present))
+
+    def _without_copies(self, whole: Layout, component: str, own: Sequence[str]) -> Layout:
+        """Return the layout in which axes that the logical tensor does not have are left at their first index."""
+        key = id(whole), component
+        if key not in self._originals:
+            shares = whole.shares[component]
+            kept = tuple(
+                Share(share.offset, tuple(item for item in share.axes if not set(factors(item[0])).isdisjoint(own)))
+                for share in shares
+            )
+            self._originals[key] = whole if kept == shares else Layout(whole.shape, {component: kept})
+        return self._originals[key]

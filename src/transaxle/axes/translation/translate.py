@@ -1,0 +1,380 @@
+"""Translation: which tensors a checkpoint has in another dialect, and which stored tensors each comes from.
+
+`translate` works on names, shapes and dtypes only. It gathers every problem instead of stopping at the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot
+from transaxle.axes.layout.relayout import Check, Origin, Part, Stored, Target, unchanged
+from transaxle.axes.layout.solve import unknown_axis, with_products
+from transaxle.axes.layout.unify import unify
+from transaxle.axes.notation.expression import Expression, Layout
+from transaxle.axes.notation.family import Dialect, Line, Sizes
+from transaxle.axes.notation.number_format import PLAIN, Form, Recode, same
+from transaxle.axes.translation.agree import agreements
+from transaxle.axes.translation.complete import incomplete
+from transaxle.axes.translation.holdings import Held, Holdings, Place, solved
+from transaxle.errors import Refusal, TransaxleError, Where, refuse
+
+
+@dataclass(frozen=True)
+class Translation:
+    """A checkpoint in another dialect."""
+
+    targets: Mapping[str, Target]
+    """Its tensors, in table order."""
+    checks: tuple[Check, ...]
+    """Copies that must prove equal before anything is committed."""
+    kept: tuple[str, ...]
+    """Stored tensors that the target dialect has no line for; they keep their own names."""
+    ignored: tuple[str, ...]
+    """Stored tensors left out because they hold nothing of the model."""
+    aliases: Mapping[str, str]
+    """Target name -> target name of the tensor it is tied to."""
+    refusals: tuple[Refusal, ...]
+    """Everything that makes the translation impossible."""
+    axes: Mapping[str, int]
+    """Axis sizes that are the same everywhere: what was said, and what names and shapes tell."""
+
+
+@dataclass
+class _Gathered:
+    """What one component of one target tensor consists of."""
+
+    held: Held
+    """The line that the sources are of."""
+    places: dict[frozenset[tuple[str, int]], Place]
+    """Name indices -> source."""
+
+    @property
+    def first(self) -> Place:
+        """The first source."""
+        return next(iter(self.places.values()))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the component's axes, those in stored names included where they are known."""
+        origin, known = self.first.origin, self.first.sizes
+        axes = [axis for share in origin.layout.shares[origin.component] for axis, _, _ in share.axes]
+        return {axis: known[axis] for axis in [*axes, *origin.index] if axis in known}
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """The sources, sorted by their indices."""
+        origins = (place.origin for place in self.places.values())
+        return tuple(sorted(origins, key=lambda origin: [origin.index[axis] for axis in self.held.axes]))
+
+
+_Found = Mapping[str, _Gathered]
+"""Component -> what it consists of."""
+
+
+class _Translator:
+    def __init__(
+        self, bound: Bound, stored: Mapping[str, Stored], target: Dialect, sizes: Sizes, recode: Recode
+    ) -> None:
+        self.bound = bound
+        self.stored = stored
+        self.target = target
+        self.recode = recode
+        self.refusals: dict[tuple[str, ...], Refusal] = {}
+        self.checks: list[Check] = []
+        self.sizes = solved(bound, stored, sizes)
+        self.tied = {tie.alias: tie.original for tie in bound.family.ties if self.sizes.holds(tie.when, {})}
+        self.lines = self._target_lines()
+        used = dict.fromkeys(line.expression for line, _ in bound.found)
+        self.basis = unify([*used, *(line.expression for line in self.lines)], self.tied)
+        self.holdings = Holdings(bound, stored, self.sizes, self.basis)
+        self._layouts: dict[Hashable, Layout] = {}
+        self._varying = tuple(sorted(self.sizes.varying))
+        self._used: set[tuple[str, str]] = set()
+        self._single: dict[tuple[str, str, frozenset[tuple[str, int]]], str] = {}
+
+    def run(self, *, partial: bool) -> Translation:
+        self.refuse(self.holdings.refusals)
+        built: dict[str, Target] = {}
+        for line in self.lines:
+            for slot in dict.fromkeys(slot for _, slot in self.holdings.held):
+                try:
+                    self._build(line, slot, built)
+                except TransaxleError as error:
+                    self.refuse(error.refusals)
+        if not partial:
+            self.refuse(incomplete(self.holdings, self.tied))
+        checks, unequal = agreements(self.holdings, self.tied)
+        self.checks.extend(checks)
+        self.refuse(unequal)
+        kept = (*self.bound.unknown, *self._unplaced())
+        for name in kept:
+            if name in built:
+                message = f"a tensor without a place in {self.target.label} has the name of one that it writes"
+                self.refuse([Refusal("NAME_COLLISION", message, Where(None, name))])
+            form = self.recode(name, Form(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN)))
+            built[name] = replace(unchanged(name, self.stored[name]), dtype=form.dtype, encoding=form.encoding)
+        refusals = tuple(self.refusals.values())
+        return Translation(
+            built, tuple(self.checks), kept, self.bound.ignored, self._aliases(), refusals, self.sizes.at({})
+        )
+
+    def refuse(self, refusals: Iterable[Refusal], tensor: str | None = None) -> None:
+        """Keep refusals, each once: an axis that is unknown is unknown in every layer."""
+        for refusal in refusals:
+            where = Where(refusal.where.file, refusal.where.tensor or tensor)
+            place = "" if refusal.code == "UNKNOWN_AXIS" else str(where)
+            key = refusal.code, refusal.message, place
+            self.refusals.setdefault(key, Refusal(refusal.code, refusal.message, where, refusal.hint))
+
+    def _target_lines(self) -> tuple[Line, ...]:
+        """Return the target's lines for what the source holds; conditions on the index are left to `_build`."""
+        present = {name for line, _ in self.bound.found for name in line.expression.components}
+        present |= {alias for alias, original in self.tied.items() if original in present}
+        lines = [line for line in self.target.lines if present.intersection(line.expression.components)]
+        return tuple(line for line in lines if line.name.axes or self.sizes.holds(line.when, {}) is not False)
+
+    def _build(self, line: Line, slot: str, built: dict[str, Target]) -> None:
+        """Build the target tensors of one line and slot.
+
+        Raises:
+            UsageError: UNKNOWN_AXIS where an axis is needed to name them.
+        """
+        parts = {component: self._gather(component, slot, line) for component in line.expression.components}
+        keys = dict.fromkeys(key for found in parts.values() for key in found)
+        if not keys:
+            return
+        rewritten = self.basis.rewrite(line.expression)
+        held = [key for key in keys if self.holdings.holds(line.when, self._index(line, key)) is not False]
+        for key, name in self._names(line, slot, held):
+            index = self._index(line, key)
+            found = {component: gathered[key] for component, gathered in parts.items() if key in gathered}
+            forms = self._forms(name, found)
+            if line.by_form and len(forms) == 1 and self.holdings.holds(line.when, index, forms[0].encoding) is False:
+                continue
+            missing = [component for component in parts if component not in found]
+            if missing:
+                if self.holdings.broken.isdisjoint((component, slot) for component in missing):
+                    message = f"{line.text}\nneeds {', '.join(missing)}, which the source does not hold here"
+                    self.refuse([Refusal("MISSING_TENSOR", message, Where(None, name))])
+                continue
+            if name in built:
+                message = f"{line.text}\nwrites the name of {built[name].rule}"
+                self.refuse([Refusal("NAME_COLLISION", message, Where(None, name))])
+                continue
+            try:
+                built[name] = self._target(line, rewritten, name, index, found, forms)
+            except TransaxleError as error:
+                self.refuse(error.refusals, name)
+            places = (place.origin for gathered in found.values() for place in gathered.places.values())
+            self._used.update((origin.name, origin.component) for origin in places)
+            if len(found) == 1:
+                self._single[line.expression.components[0], slot, frozenset(index.items())] = name
+
+    def _index(self, line: Line, key: Index) -> dict[str, int]:
+        return dict(zip(line.name.axes, key, strict=True))
+
+    def _names(self, line: Line, slot: str, keys: Iterable[Index]) -> Iterator[tuple[Index, str]]:
+        """Yield each index with the name of its target tensor; the shifts are asked for only where there is one.
+
+        Raises:
+            UsageError: UNKNOWN_AXIS where a number is shifted by the size of an axis that is not known.
+        """
+        shifts: list[int] | None = None
+        for key in keys:
+            if shifts is None:
+                known = self.sizes.at({})
+                shifts = [hole.added(known) for hole in line.name.holes]
+            numbers = tuple(i + shift for i, shift in zip(key, shifts, strict=True))
+            if min(numbers, default=0) < 0:
+                at = ", ".join(f"{axis}={i}" for axis, i in self._index(line, key).items())
+                raise refuse("SHAPE_MISMATCH", f"{line.text}\nthere is no number {min(numbers)} for {at}")
+            yield key, join_slot(line.name.format(numbers), slot)
+
+    def _forms(self, name: str, found: _Found) -> list[Form]:
+        """Return the forms in which the parts of a target tensor would be written; one, unless they do not fit."""
+        stored = {place.form for gathered in found.values() for place in gathered.places.values()}
+        return sorted({self.recode(name, form) for form in stored})
+
+    def _gather(self, component: str, slot: str, line: Line) -> dict[Index, _Gathered]:
+        """Collect the sources of one component of a target line, by the target's index.
+
+        Where several lines of the source hold it, they complete each other; what they hold twice is taken once.
+        """
+        gathered: dict[Index, _Gathered] = {}
+        stored_as = component if (component, slot) in self.holdings.held else self.tied.get(component, component)
+        for held in self.holdings.held.get((stored_as, slot), ()):
+            for key, place in self._keyed(held, line):
+                entry = gathered.setdefault(key, _Gathered(held, {}))
+                if entry.held is held or set(entry.held.axes) == set(held.axes):
+                    self._agree(entry, place)
+                    entry.places.setdefault(frozenset(place.origin.index.items()), place)
+        return gathered
+
+    def _keyed(self, held: Held, line: Line) -> Iterator[tuple[Index, Place]]:
+        """Yield each source with the index of every target tensor that it contributes to.
+
+        Raises:
+            UsageError: UNKNOWN_AXIS where an axis is in the target's names, and its size is unknown.
+        """
+        order = [held.axes.index(axis) if axis in held.axes else None for axis in line.name.axes]
+        for position, place in held.places.items():
+            if None not in order:
+                yield tuple(position[p] for p in order if p is not None), place
+                continue
+            ranges = []
+            for axis, p in zip(line.name.axes, order, strict=True):
+                if p is None and axis not in place.sizes:
+                    raise unknown_axis(axis, line.text)
+                ranges.append(range(place.sizes[axis]) if p is None else (position[p],))
+            yield from ((key, place) for key in product(*ranges))
+
+    def _agree(self, entry: _Gathered, place: Place) -> None:
+        """Refuse stored tensors of different sizes for one target tensor."""
+        if not entry.places or place.sizes is entry.first.sizes:
+            return
+        origin, first = place.origin, entry.first
+        sized = {axis: count for share in origin.layout.shares[origin.component] for axis, count, _ in share.axes}
+        if any(first.sizes.get(axis) != count for axis, count in sized.items()):
+            shapes = f"expected {list(first.whole.shape)} as {first.origin.name}, got {list(place.whole.shape)}"
+            message = f"{entry.held.line.text}\n{shapes}"
+            self.refuse([Refusal("SHAPE_MISMATCH", message, Where(None, origin.name))])
+
+    def _target(
+        self,
+        line: Line,
+        rewritten: Expression,
+        name: str,
+        index: Mapping[str, int],
+        found: _Found,
+        forms: Sequence[Form],
+    ) -> Target:
+        if len(forms) > 1:
+            kinds = " and ".join(" ".join(part for part in form if part) for form in forms)
+            raise refuse("DTYPE_MIXED", f"{line.text}\nits parts are stored as {kinds}")
+        scalar = {gathered.held.scalar for gathered in found.values()}
+        if scalar == {True}:
+            self._refuse_some(line, index, found)
+            return self._scalar(line, name, found, forms[0].dtype)
+        if True in scalar:
+            message = f"{line.text}\nsome of its parts keep one number per tensor, some one per element"
+            raise refuse("SHAPE_MISMATCH", message)
+        layout = self._layout(line, rewritten, index, found)
+        parts = tuple(Part(c, g.origins, (g.held.line.lossy, line.lossy)) for c, g in found.items())
+        return Target(name, forms[0].dtype, layout, index, parts, line.text, ", ".join(found), forms[0].encoding)
+
+    def _refuse_some(self, line: Line, index: Mapping[str, int], found: _Found) -> None:
+        """Refuse one number for a tensor, some of whose sources have none: they would get that of the others.
+
+        Raises:
+            Refused: INCOMPLETE.
+        """
+        for component, gathered in found.items():
+            weights = self.holdings.held.get((component, WEIGHT), ())
+            wanted = sum(held.count(index) for held in weights if set(held.axes) == set(gathered.held.axes))
+            if len(gathered.places) < wanted:
+                message = (
+                    f"{line.text}\n{wanted} tensors of {component} become one, {len(gathered.places)} have this state"
+                )
+                raise refuse("INCOMPLETE", message)
+
+    def _scalar(self, line: Line, name: str, found: _Found, dtype: str) -> Target:
+        """One number for the whole target tensor: all sources must agree, which the checks prove."""
+        origins = {place.origin.name: place.origin for g in found.values() for place in g.places.values()}
+        first, *others = (_alone(origin, name, dtype, line.text) for origin in origins.values())
+        why = f"{line.text}\none number stands for all of them"
+        self.checks.extend(Check(first, other, why) for other in others)
+        return replace(first, component=", ".join(found))
+
+    def _layout(self, line: Line, rewritten: Expression, index: Mapping[str, int], found: _Found) -> Layout:
+        """Fill in the target's sizes: those of its sources, which must agree; padding is none unless given."""
+        alike = (
+            id(line),
+            tuple(index.get(axis) for axis in self._varying),
+            tuple((c, id(g.held), id(g.first.sizes), id(g.first.origin.layout)) for c, g in found.items()),
+        )
+        if alike not in self._layouts:
+            self._layouts[alike] = self._fill(line, rewritten, index, found)
+        return self._layouts[alike]
+
+    def _fill(self, line: Line, rewritten: Expression, index: Mapping[str, int], found: _Found) -> Layout:
+        sizes = self.sizes.at(index)
+        owner: dict[str, str] = {}
+        for component, gathered in found.items():
+            for axis, count in gathered.sizes.items():
+                if owner.setdefault(axis, component) != component and sizes[axis] != count:
+                    message = f"axis {axis} is {sizes[axis]} in {owner[axis]} and {count} in {component}"
+                    raise refuse("SHAPE_MISMATCH", f"{line.text}\n{message}")
+                sizes[axis] = count
+        for axis in rewritten.padding:
+            sizes.setdefault(axis, 0)
+        sizes = with_products(sizes, rewritten)
+        axes = sorted(rewritten.axes)
+        for axis in axes:
+            if axis not in sizes:
+                raise unknown_axis(axis, line.text)
+        key = id(line), tuple(sizes[axis] for axis in axes)
+        if key not in self._layouts:
+            self._layouts[key] = rewritten.layout(sizes)
+        return self._layouts[key]
+
+    def _unplaced(self) -> Iterator[str]:
+        """Yield stored tensors that the target dialect has no place for: they keep their names, like unknown ones.
+
+        A tensor of which only some parts have a place cannot be kept whole: that is refused.
+        """
+        sides = (side for check in self.checks for side in (check.first, check.second))
+        used = self._used | {(o.name, o.component) for side in sides for part in side.parts for o in part.origins}
+        clean = not self.refusals
+        for (line, _), names in self.bound.found.items():
+            components = line.expression.components
+            for name in names.values():
+                homeless = [component for component in components if (name, component) not in used]
+                if len(homeless) == len(components):
+                    yield name
+                elif homeless and clean:
+                    message = f"{line.text}\ndialect {self.target.label} has no place for its {', '.join(homeless)}"
+                    hint = "add a line for it with --rules, or choose another dialect"
+                    self.refuse([Refusal("UNSUPPORTED", message, Where(None, name), hint)])
+
+    def _aliases(self) -> dict[str, str]:
+        """Return the target names that are one tensor by a tie."""
+        pairs = (
+            (name, self._single.get((self.tied[component], slot, index)))
+            for (component, slot, index), name in self._single.items()
+            if component in self.tied
+        )
+        return {alias: original for alias, original in pairs if original is not None}
+
+
+def _alone(origin: Origin, name: str, dtype: str, rule: str) -> Target:
+    """Return the target that is one stored tensor, whatever its name says."""
+    part = Part(origin.component, (replace(origin, index={}),))
+    return Target(name, dtype, origin.layout, {}, (part,), rule)
+
+
+def translate(
+    bound: Bound,
+    stored: Mapping[str, Stored],
+    target: Dialect,
+    sizes: Sizes,
+    recode: Recode = same,
+    *,
+    partial: bool = False,
+) -> Translation:
+    """Express a bound checkpoint in another dialect.
+
+    Args:
+        bound: its names read through its own dialect.
+        stored: its tensors by name.
+        target: the dialect wanted.
+        sizes: what its config and the user say of axis sizes.
+        recode: in which form each tensor is written; as it is stored unless numbers are to change.
+        partial: tensors of the family may be absent: what is there is a part of a model on purpose.
+
+    Returns:
+        The target tensors with their origins. Where `refusals` is not empty nothing may be written.
+    """
+    return _Translator(bound, stored, target, sizes, recode).run(partial=partial)

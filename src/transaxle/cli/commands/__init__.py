@@ -1,0 +1,1 @@
+"""One file a command: options parsed, the engine called, the result printed."""

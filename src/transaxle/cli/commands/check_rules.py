@@ -1,0 +1,131 @@
+"""`transaxle check-rules`: whether a table is sound, and what of a checkpoint it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from transaxle.axes.layout.bind import group, score, split_slot
+from transaxle.axes.notation.family import Dialect, Family
+from transaxle.cli import options
+from transaxle.cli.command import Command
+from transaxle.cli.commands.plan import folded
+from transaxle.cli.screen.quantities import plural
+from transaxle.cli.screen.screen import Screen
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from transaxle.engine.checkpoint.settings import settings
+from transaxle.errors import TransaxleError
+from transaxle.families import builtin
+
+Facts = dict[str, Any]
+
+
+@click.command(
+    "check-rules",
+    cls=Command,
+    examples=(
+        ("transaxle check-rules my.rules", "every mistake, with its line"),
+        ("transaxle check-rules my.rules my-model/", "and what of this checkpoint it reads"),
+    ),
+    help="""Check a table of families and dialects, and what it reads of a checkpoint.
+
+    Without CKPT: every mistake in FILE with its line, and what the file declares. With CKPT also: how many names each
+    dialect reads, which names it does not, the sizes of all axes, and what stands against writing each dialect.""",
+)
+@click.argument("file", type=click.Path())
+@click.argument("ckpt", type=click.Path(), required=False)
+@options.printing
+def command(screen: Screen, file: str, ckpt: str | None) -> int:
+    """Check a table."""
+    known = settings(rules=file).families
+    declared = [known[name] for name, entry in known.entries.items() if not entry.file]
+    found: dict[str, Any] = {"file": file, "families": [_declared(family) for family in declared]}
+    if ckpt is not None:
+        found |= {"checkpoint": ckpt, "reads": [_read(ckpt, file, family) for family in declared]}
+    if screen.as_json:
+        screen.document(found)
+    else:
+        _print(screen, found)
+    return 0
+
+
+def _declared(family: Family) -> Facts:
+    new = [dialect for dialect in family.dialects if not _ships(family, dialect)]
+    return {
+        "name": family.name,
+        "model_types": list(family.model_types),
+        "axes": {axis: None if formula is None else formula.text for axis, formula in family.axes.items()},
+        "unsized": _unsized(family),
+        "tensors": list(family.tensors),
+        "dialects": {dialect.label: len(dialect.lines) for dialect in new},
+    }
+
+
+def _unsized(family: Family) -> list[str]:
+    """Return the axes in names that have no formula: how many there are, only the names of a checkpoint tell."""
+    return [axis for axis, formula in family.axes.items() if formula is None and axis in family.name_axes]
+
+
+def _ships(family: Family, dialect: Dialect) -> bool:
+    known = builtin().get(family.name)
+    return known is not None and any(dialect is other for other in known.dialects)
+
+
+def _read(ckpt: str, file: str, family: Family) -> Facts:
+    """Return what each dialect of a family reads of a checkpoint, and what stands against writing the others."""
+    with open_checkpoint(ckpt, rules=file, family=family.name) as checkpoint:
+        grouped = group(split_slot(name)[0] for name in checkpoint)
+        counts = {dialect.label: score(grouped, dialect)[0] for dialect in family.dialects}
+        own = checkpoint.recognised.dialect
+        return {
+            "family": family.name,
+            "tensors": len(checkpoint),
+            "names_read": counts,
+            "dialect": own.label,
+            "unknown": list(checkpoint.bound.unknown),
+            "ignored": list(checkpoint.bound.ignored),
+            "axes": dict(checkpoint.sizes.at({})),
+            "writes": {d.label: _written(checkpoint, d) for d in family.dialects if d.label != own.label},
+        }
+
+
+def _written(checkpoint: Checkpoint, dialect: Dialect) -> Facts:
+    """Return what a checkpoint becomes in another dialect, or everything that stands against it."""
+    try:
+        made = checkpoint.translation(dialect.label)
+    except TransaxleError as error:
+        return {"tensors": 0, "refusals": [refusal.as_json() for refusal in error.refusals]}
+    against = (*checkpoint.foreign(dialect.label), *made.refusals)
+    return {"tensors": len(made.targets), "refusals": [refusal.as_json() for refusal in against]}
+
+
+def _print(screen: Screen, found: Facts) -> None:
+    screen.line((found["file"], "bold"), ": sound")
+    for family in found["families"]:
+        amount = f"{plural(len(family['axes']), 'axis', 'axes')}, {plural(len(family['tensors']), 'logical tensor')}"
+        screen.line(f"  family {family['name']}: {amount}")
+        for axis in family["unsized"]:
+            screen.line(
+                f"    no size for {axis}: only names tell how many there are, and a missing last one is not noticed; "
+                f"say {axis}=CONFIG_KEY, or {axis}=len(CONFIG_KEY) for a list"
+            )
+        for label, lines in family["dialects"].items():
+            screen.line(f"    dialect {label}: {plural(lines, 'line')}")
+    for read in found.get("reads", []):
+        screen.line((found["checkpoint"], "bold"), f": read as {read['family']}, dialect {read['dialect']}")
+        total = plural(read["tensors"], "name")
+        best = [(label, count) for label, count in read["names_read"].items() if count]
+        screen.table([[label, f"reads {count:,} of {total}"] for label, count in best])
+        if read["unknown"]:
+            screen.some("  no line reads", list(folded(tuple(read["unknown"]))))
+        screen.line(f"  axes {' '.join(f'{axis}={count}' for axis, count in read['axes'].items()) or '(from shapes)'}")
+        for label, made in read["writes"].items():
+            refusals = made["refusals"]
+            if not refusals:
+                screen.line(f"  to {label}: {plural(made['tensors'], 'tensor')}")
+                continue
+            first = refusals[0]["message"].splitlines()
+            screen.line(f"  to {label}: {plural(len(refusals), 'refusal')}, first {refusals[0]['code']}: {first[0]}")
+            for line in first[1:]:
+                screen.line(f"      {line}")

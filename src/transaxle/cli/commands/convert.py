@@ -1,0 +1,142 @@
+"""`transaxle convert`: the conversion itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from transaxle.cli import options
+from transaxle.cli.command import Command
+from transaxle.cli.commands.plan import print_counted, print_others
+from transaxle.cli.commands.verify import print_comparison, print_verification
+from transaxle.cli.screen.quantities import duration, plural, size, speed
+from transaxle.cli.screen.recoded import print_measured, print_stayed
+from transaxle.cli.screen.screen import Screen
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+from transaxle.engine.compare.compare import Comparison, compare
+from transaxle.engine.compare.verification import Verification, verify
+from transaxle.engine.copying.workers import Limits
+from transaxle.engine.execute.execute import Report, execute
+from transaxle.engine.execute.preflight import preflight
+from transaxle.engine.execute.resume_check import reproduced
+from transaxle.engine.plan.conversion import Prepared, make_plan, ready
+from transaxle.formats.staging.belongings import Overwrite
+
+
+@click.command(
+    "convert",
+    cls=Command,
+    examples=(
+        ("transaxle convert Qwen3-30B-A3B/ out/ --to dcp:torchtitan", ""),
+        ("transaxle convert out/ back/ --to hf --verify", "read it back and compare"),
+        ("transaxle convert Qwen3-30B-A3B/ out/ --to hf --shard-size 10GB", "only other files"),
+        ("transaxle convert Qwen3-30B-A3B/ out/ --to megatron --resume", "go on after an interruption"),
+        ("transaxle convert DeepSeek-V3/ out/ --to hf --decode bf16", "plain numbers; errors are listed"),
+        ("transaxle convert Qwen3-30B-A3B/ out/ --to hf --encode float8_block", "codes and scales"),
+        ("transaxle convert run/step-100/ out/ --to hf --dtype bf16", "plain numbers of another type"),
+    ),
+    help="""Convert a checkpoint, exactly or not at all.
+
+    SRC is a folder or a file, and never written to. DST is a folder, or one file if it ends in .safetensors, .pt, .pth
+    or .bin; it must not exist unless you say --overwrite or --resume, and it appears when it is complete. Everything
+    that stands against the conversion is listed before the first byte is written.
+
+    Quantized tensors move as they are, codes and scales, unless you say --decode; other tensors are quantized with
+    --encode, and plain ones get another type with --dtype. Then every tensor whose numbers changed is listed, with its
+    largest and its RMS error; finite values that would become infinite are refused (--allow-lossy allows them).
+
+    --overwrite replaces a checkpoint and nothing else: where its folder holds files that no checkpoint has (notes,
+    adapters, a repository) it is refused, and they are listed. --overwrite=everything deletes them too.
+
+    --resume continues what an interrupted run left, and keeps what is there if this one is interrupted too; where
+    nothing was left it starts from the beginning, and what was begun with other options or from another source is
+    refused, and stays.""",
+)
+@click.argument("src", type=click.Path())
+@click.argument("dst", type=click.Path())
+@options.planning
+@options.reading
+@options.recoding
+@options.writing
+@options.working
+@options.printing
+def command(
+    screen: Screen,
+    src: str,
+    dst: str,
+    to: str,
+    overwrite: Overwrite,
+    resume: bool,
+    check: bool,
+    no_sync: bool,
+    said: dict[str, Any],
+    limit: Limits,
+    **shaping: Any,
+) -> int:
+    """Convert a checkpoint."""
+    screen.consequence = "nothing was written"
+    with open_checkpoint(src, **said) as source:
+        with screen.working("planning"):
+            planned = make_plan(source, to, target=dst, **shaping)
+            prepared = preflight(planned, dst, overwrite=overwrite, resume=resume, running=True, limit=limit)
+            plan = ready(prepared)
+        if resume:
+            screen.way_on = "run the same command again to continue"
+        with screen.progress(sum(tensor.nbytes for tensor in plan.tensors), stays=True) as progress:
+            report = execute(
+                prepared, dst, overwrite=overwrite, resume=resume, sync=not no_sync, limit=limit, progress=progress
+            )
+        for left in () if screen.as_json else report.leftovers:
+            screen.note(left)
+        screen.consequence, screen.way_on = f"{dst} is written, but not verified", ""
+        checked = _verified(screen, prepared, dst, said, limit) if check else []
+    if screen.as_json:
+        screen.document({**report.as_json(), **{_KEYS[type(found)]: found.as_json() for found in checked}})
+    else:
+        _print(screen, report)
+        for found in checked:
+            if isinstance(found, Comparison):
+                print_comparison(screen, found)
+            else:
+                print_verification(screen, found)
+    return 0 if all(checked) else 1
+
+
+_KEYS = {Verification: "verification", Comparison: "comparison"}
+
+
+def _verified(
+    screen: Screen, prepared: Prepared, dst: str, said: dict[str, Any], limit: Limits
+) -> list[Verification | Comparison]:
+    """Hold what was written against its manifest, and against the source: encoded once more, where it was encoded."""
+    with open_checkpoint(dst, **options.of_target(said)) as written:
+        total = sum(entry.nbytes for entry in written.container.entries.values())
+        with screen.progress(2 * total) as progress:
+            alone = verify(written, limit, progress)
+            if prepared.plan.band:
+                return [alone, reproduced(prepared, written, limit, progress)]
+            return [alone, compare(prepared.checkpoint, written, limit=limit, progress=progress)]
+
+
+def _print(screen: Screen, report: Report) -> None:
+    parts = [
+        report.path,
+        report.format,
+        report.dialect,
+        plural(report.tensors, "tensor"),
+        size(report.bytes_written),
+        f"{duration(report.seconds)} ({speed(report.bytes_written, report.seconds)})",
+        "hashed while written (xxh3-128)",
+    ]
+    screen.line((" · ".join(parts), "bold"))
+    if report.resumed:
+        screen.line(f"  {plural(report.resumed, 'tensor')} had been written by an earlier run")
+    if report.checks:
+        screen.line(f"  {plural(report.checks, 'copy', 'copies')} proved equal")
+    print_measured(screen, report.recoded)
+    print_stayed(screen, report.stayed)
+    print_counted(screen, report.counted)
+    print_others(screen, report.kept, report.ignored, report.carried)
+    if not report.synced:
+        screen.line("  not synced (--no-sync): a power cut in the next minutes may damage it")

@@ -1,0 +1,155 @@
+"""`transaxle diff`: where two checkpoints differ."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import click
+
+from transaxle.cli import options
+from transaxle.cli.command import Command
+from transaxle.cli.commands.verify import print_across, print_comparison
+from transaxle.cli.screen.fold import fold
+from transaxle.cli.screen.quantities import plural
+from transaxle.cli.screen.screen import Screen
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, check_decoded, open_checkpoint
+from transaxle.engine.compare.compare import Comparison, Difference, compare
+from transaxle.engine.copying.workers import Limits
+from transaxle.engine.plan.conversion import natural
+
+_ROWS = 20
+_NO_TABLE = "(in no table)"
+_ALONE = frozenset({"only_first", "only_second"})
+_UNCOMPARED = _ALONE | {"encoding"}
+"""Differences between tensors that were not held against each other."""
+
+
+@click.command(
+    "diff",
+    cls=Command,
+    examples=(
+        ("transaxle diff run-a/ run-b/", "which tensors"),
+        ("transaxle diff run-a/ run-b/ --stat", "by logical tensor, with the largest difference"),
+        ("transaxle diff run-a/ run-b/ --numeric", "which tensors, and by how much"),
+    ),
+    help="""Say where two checkpoints differ, across formats and dialects.
+
+    Exits with 0 if they are equal and with 1 if not. The first is seen in the dialect of the second, and compared bit
+    by bit: -0.0 and 0.0 differ, two NaNs of the same bits do not.
+
+    With --numeric, values are compared: what is quantized is decoded for it, and a tensor may be in one number format
+    here and in another there. For each tensor that differs it prints the largest absolute difference, its root mean
+    square, and its norm over the norm of the second.""",
+)
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path())
+@click.option("--stat", is_flag=True, help="Count by logical tensor instead of listing names.")
+@click.option("--numeric", is_flag=True, help="Compare values, across number formats too, and measure the distance.")
+@options.reading
+@options.decoding
+@options.working
+@options.printing
+def command(screen: Screen, a: str, b: str, stat: bool, numeric: bool, said: dict[str, Any], limit: Limits) -> int:
+    """Compare two checkpoints."""
+    with (
+        open_checkpoint(a, **said, lenient=True) as first,
+        open_checkpoint(b, **options.of_second(said), lenient=True) as second,
+    ):
+        check_decoded(first, second, said.get("decode"))
+        total = sum(entry.nbytes for entry in first.container.entries.values())
+        with screen.progress(total) as progress:
+            found = compare(first, second, numeric=numeric or stat, limit=limit, progress=progress)
+        components = _components(second) if stat else {}
+    if screen.as_json:
+        screen.document(found.as_json())
+    elif found.equal:
+        print_comparison(screen, found)
+    elif stat:
+        _print_stat(screen, found, components)
+    else:
+        _print_names(screen, found)
+    return 0 if found else 1
+
+
+def _print_names(screen: Screen, found: Comparison) -> None:
+    """Print the tensors that differ, folded."""
+    by_name = {difference.name: difference for difference in found.differences}
+    names = sorted(by_name, key=natural)
+    folded = fold(names, [_what(by_name[name], found) for name in names])
+    cells = [[row.name, row.times, str(row.key), _measured(by_name[name] for name in row.names)] for row in folded]
+    left = screen.table(cells, most=_ROWS)
+    if left:
+        screen.line(f"  … and {left:,} more rows (--all or --json shows them)")
+    equal = sum(found.compared.values()) - sum(d.kind not in _UNCOMPARED for d in found.differences)
+    screen.line(f"  {plural(len(names), 'tensor')} {'differs' if len(names) == 1 else 'differ'}, {equal:,} equal")
+    if any(difference.kind == "encoding" for difference in found.differences):
+        screen.line("  encodings differ: --numeric compares the values")
+    print_across(screen, found)
+
+
+def _what(difference: Difference, found: Comparison) -> str:
+    """Say how a tensor differs, in words that are the same for all that differ alike."""
+    match difference.kind:
+        case "only_first":
+            return f"only in {found.first}"
+        case "only_second":
+            return f"only in {found.second}"
+        case "values":
+            return "values differ"
+        case "copies" | "encoding":
+            return difference.detail
+    return f"{difference.kind} {difference.detail}"
+
+
+def _measured(group: Iterable[Difference]) -> str:
+    """Return how far the values of a group are apart, where it was measured."""
+    measured = [
+        (d.elements, d.max_abs, d.rms or 0.0, d.relative or 0.0)
+        for d in group
+        if d.elements is not None and d.max_abs is not None
+    ]
+    if not measured:
+        return ""
+    elements, furthest, rms, relative = zip(*measured, strict=True)
+    words = f"{plural(sum(elements), 'element')}, max |Δ| {max(furthest):.1e}"
+    return f"{words}, RMS {max(rms):.1e}, relative {max(relative):.1e}"
+
+
+def _components(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the logical tensors that each stored tensor holds, as far as a table reads them."""
+    if checkpoint.family is None:
+        return {}
+    found = checkpoint.bound.found.items()
+    return {name: ", ".join(line.expression.components) for (line, _), names in found for name in names.values()}
+
+
+def _print_stat(screen: Screen, found: Comparison, components: Mapping[str, str]) -> None:
+    """Print one row per logical tensor.
+
+    Args:
+        screen: where to.
+        found: what differs.
+        components: name in the second checkpoint -> its logical tensors.
+    """
+    groups: dict[str, list[Difference]] = defaultdict(list)
+    alone: dict[str, int] = defaultdict(int)
+    for difference in found.differences:
+        if difference.kind in _UNCOMPARED:
+            alone[_what(difference, found)] += 1
+        else:
+            groups[components.get(difference.name, _NO_TABLE)].append(difference)
+    of = Counter(components.values())
+    cells = [
+        [
+            component,
+            f"{len(group):,} of {max(of[component], len(group)):,} tensors differ",
+            _measured(group) or "; ".join(dict.fromkeys(_what(difference, found) for difference in group)),
+        ]
+        for component, group in groups.items()
+    ]
+    cells += [[where, plural(count, "tensor"), ""] for where, count in alone.items()]
+    equal = sum(found.compared.values()) - sum(len(group) for group in groups.values())
+    cells.append(["everything else", f"{plural(equal, 'tensor')} equal", ""])
+    screen.table(cells)

@@ -1,0 +1,85 @@
+"""`transaxle explain`: the long form of a refusal."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from typing import Any
+
+import click
+
+from transaxle.cli import options
+from transaxle.cli.command import Command
+from transaxle.cli.screen.explanations import EXPLANATIONS, Explanation
+from transaxle.cli.screen.screen import Screen
+from transaxle.errors import CODES, Code, refuse
+
+_WIDTH = 100
+
+
+def _known(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> tuple[Code, ...]:
+    """Return the codes that were typed, in any case; an unknown one gets a suggestion."""
+    found: list[Code] = []
+    for typed in values:
+        wanted = typed.upper().replace("-", "_")
+        close = difflib.get_close_matches(wanted, CODES, 1)
+        code = next((code for code in CODES if code == wanted), None)
+        if code is None:
+            hint = f" Did you mean {close[0]}?" if close else " `transaxle explain` alone lists them."
+            raise click.BadParameter(f"there is no code {typed!r}.{hint}")
+        found.append(code)
+    return tuple(found)
+
+
+@click.command(
+    "explain",
+    cls=Command,
+    examples=(("transaxle explain BLOCK_MISALIGNED", ""), ("transaxle explain", "all codes, one line each")),
+    help="""Explain a refusal: what it means, a typical example, and what to do.
+
+    The codes are a closed set.""",
+)
+@click.argument(
+    "codes", metavar="[CODE]...", nargs=-1, callback=_known, shell_complete=options.completing(lambda: CODES)
+)
+@options.printing
+def command(screen: Screen, codes: tuple[Code, ...]) -> int:
+    """Explain codes, or list them."""
+    if screen.as_json:
+        screen.document({code: _as_json(code) for code in codes or CODES})
+    elif codes:
+        for number, code in enumerate(codes):
+            if number:
+                screen.line()
+            _print(screen, code, EXPLANATIONS[code])
+    else:
+        screen.table([[code, f"exits with {_exit(code)}", EXPLANATIONS[code].summary] for code in CODES], indent="")
+    return 0
+
+
+def _exit(code: Code) -> int:
+    return refuse(code, "").exit_code
+
+
+def _as_json(code: Code) -> dict[str, Any]:
+    text = EXPLANATIONS[code]
+    return {
+        "exit_code": _exit(code),
+        "summary": text.summary,
+        "meaning": text.meaning,
+        "example": text.example,
+        "remedy": text.remedy,
+    }
+
+
+def _print(screen: Screen, code: Code, text: Explanation) -> None:
+    screen.line((code, "bold"), f"  {text.summary}", (f"  (exits with {_exit(code)})", "dim"))
+    width = min(screen.width or _WIDTH, _WIDTH) - 2
+    for paragraph in (text.meaning, text.remedy):
+        screen.line()
+        for line in textwrap.wrap(paragraph, width, break_on_hyphens=False):
+            screen.line(f"  {line}")
+        if paragraph is text.meaning:
+            screen.line()
+            for line in f"{code}  {text.example}".splitlines():
+                screen.line((f"      {line}", "dim"))

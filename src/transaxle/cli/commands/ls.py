@@ -1,0 +1,60 @@
+"""`transaxle ls`: what is in a checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from transaxle.cli import options
+from transaxle.cli.command import Command
+from transaxle.cli.screen import summary
+from transaxle.cli.screen.screen import Screen
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+
+
+@click.command(
+    "ls",
+    cls=Command,
+    examples=(
+        ("transaxle ls Qwen3-30B-A3B/", "layers and experts folded"),
+        ("transaxle ls Qwen3-30B-A3B/ --all", "every name"),
+        ("transaxle ls Qwen3-30B-A3B/ --as torchtitan", "as it would look there; nothing is written"),
+    ),
+    help="""List what is in a checkpoint.
+
+    PATH is a folder or a file. Only headers are read. Names that differ in their indices are one row, if dtype and
+    shape are alike.""",
+)
+@click.argument("path", type=click.Path())
+@click.option(
+    "--as",
+    "seen_as",
+    metavar="DIALECT",
+    shell_complete=options.completing(options.dialects),
+    help="List it as it would be in another dialect.",
+)
+@options.reading
+@options.decoding
+@options.printing
+def command(screen: Screen, path: str, seen_as: str | None, said: dict[str, Any]) -> int:
+    """List a checkpoint."""
+    with open_checkpoint(path, **said) as checkpoint:
+        view = checkpoint if seen_as is None else checkpoint.as_dialect(seen_as)
+        found = summary.rows(view, everything=screen.everything)
+        if screen.as_json:
+            screen.document(
+                {
+                    "path": path,
+                    "format": checkpoint.format,
+                    "family": checkpoint.family,
+                    "dialect": view.dialect,
+                    **asdict(summary.totals(view)),
+                    "rows": [summary.as_json(row) for row in found],
+                }
+            )
+            return 0
+        screen.line((summary.headline(checkpoint, view), "bold"))
+        screen.table([summary.cells(row) for row in found])
+    return 0

@@ -1,0 +1,160 @@
+"""`transaxle plan`: what a conversion would do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import click
+
+from transaxle.cli import options
+from transaxle.cli.command import Command
+from transaxle.cli.screen.fold import fold
+from transaxle.cli.screen.moves import UNCHANGED, rules, words
+from transaxle.cli.screen.quantities import percent, plural, size
+from transaxle.cli.screen.recoded import print_recoded, print_stayed
+from transaxle.cli.screen.refusals import error_document, print_refusals
+from transaxle.cli.screen.screen import Screen
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+from transaxle.engine.copying.workers import Limits
+from transaxle.engine.execute.preflight import preflight
+from transaxle.engine.plan.conversion import Plan, make_plan, natural
+from transaxle.errors import gathered
+from transaxle.formats.staging.belongings import Overwrite
+
+_GAP = "  "
+
+
+@click.command(
+    "plan",
+    cls=Command,
+    examples=(
+        ("transaxle plan Qwen3-30B-A3B/ out/ --to dcp:torchtitan", ""),
+        ("transaxle plan my-moe/ out/ --to safetensors:joined --rules my.rules", "a table of your own"),
+        ("transaxle plan Qwen3-30B-A3B/ out/ --to hf --json", "every tensor and every number"),
+    ),
+    help="""Say what a conversion would do, and do nothing.
+
+    Prints, rule by rule, which axes move between names and shapes, how much is read and written, and everything that
+    stands against it: in the tensors, in the files of SRC, and in the place DST. Takes the options of convert. Exits
+    with 0 if the conversion can run, and else with what it would exit with.""",
+)
+@click.argument("src", type=click.Path())
+@click.argument("dst", type=click.Path())
+@options.planning
+@options.reading
+@options.recoding
+@options.writing
+@options.working
+@options.printing
+def command(
+    screen: Screen,
+    src: str,
+    dst: str,
+    to: str,
+    overwrite: Overwrite,
+    resume: bool,
+    check: bool,  # noqa: ARG001 - changes nothing of the plan
+    no_sync: bool,  # noqa: ARG001 - likewise
+    said: dict[str, Any],
+    limit: Limits,
+    **shaping: Any,
+) -> int:
+    """Plan a conversion."""
+    with open_checkpoint(src, **said) as checkpoint, screen.working("planning"):
+        planned = make_plan(checkpoint, to, target=dst, **shaping)
+        prepared = preflight(planned, dst, overwrite=overwrite, resume=resume, limit=limit)
+    plan = prepared.plan
+    error = gathered(plan.refusals) if plan.refusals else None
+    if screen.as_json:
+        shown = {
+            "target": dst,
+            "finished": prepared.finished,
+            **plan.as_json(copies=False),
+            "buffers": limit.holding(plan.band).peak,
+        }
+        screen.document(shown if error is None else {**error_document(error), **shown})
+    else:
+        _print(screen, plan, limit)
+        if prepared.finished:
+            screen.line(f"  {dst} holds just this already: there is nothing left to do")
+        if error is not None:
+            print_refusals(screen, "  it would be refused", error.refusals, screen.line)
+    return 0 if error is None else error.exit_code
+
+
+def _print(screen: Screen, plan: Plan, limit: Limits) -> None:
+    before = f"{plan.source_format}:{plan.from_dialect or 'own names'}"
+    head = [plan.family or "", f"{before} -> {plan.format}:{plan.dialect}"]
+    screen.line((" · ".join(part for part in head if part), "bold"))
+    _print_routes(screen, plan)
+    print_stayed(screen, plan.stayed)
+    print_counted(screen, plan.counted)
+    print_others(screen, plan.kept, plan.ignored, plan.carried)
+    print_recoded(screen, plan.recoded)
+    if plan.aliases:
+        screen.line(f"  tied: {', '.join(f'{name} = {of}' for name, of in plan.aliases.items())}")
+    if plan.checks:
+        screen.line(f"  {plural(len(plan.checks), 'copy', 'copies')} must prove equal first")
+    amount = [
+        f"read {size(plan.bytes_read)}",
+        f"write {size(plan.bytes_written)} in {plural(len(plan.files), 'file')}",
+        f"{plural(plan.copies, 'copy', 'copies')}, {percent(plan.contiguous, plan.copies)} contiguous",
+        f"peak memory {size(limit.holding(plan.band).peak)} of buffers",
+    ]
+    screen.line(_GAP + _GAP.join(amount if plan.refusals else [*amount, "nothing refused"]))
+
+
+def _print_routes(screen: Screen, plan: Plan) -> None:
+    """Print one row per rule; what does not move is counted."""
+    moving = [(route, words(route, plan.axes)) for route in plan.routes]
+    still = [route.component for route, what in moving if what == UNCHANGED]
+    moving = [(route, what) for route, what in moving if what != UNCHANGED]
+    moving.sort(key=lambda item: " " not in item[1] and item[1] == "renamed")
+    if moving:
+        widths = [
+            max(len(cell) for cell in column) for column in zip(*((r.component, w) for r, w in moving), strict=True)
+        ]
+        for route, what in moving:
+            lead = f"  {route.component.ljust(widths[0])}  {what.ljust(widths[1])}  "
+            sources, target = rules(route)
+            whole = f"{lead}{' + '.join(sources) or '(tied)'} -> {target}"
+            if screen.width is None or len(whole) <= screen.width:
+                screen.line(whole)
+                continue
+            screen.line(lead.rstrip())
+            for source in sources:
+                screen.line(f"      {source}")
+            screen.line(f"   -> {target}")
+    if still:
+        screen.line(f"  {plural(len(still), 'rule')} unchanged: {', '.join(still)}")
+    if not plan.routes and plan.tensors:
+        screen.line(f"  {plural(len(plan.tensors), 'tensor')} under their own names, in their own shapes")
+
+
+def print_counted(screen: Screen, counted: Mapping[str, int]) -> None:
+    """Print what only names tell: how many layers there are, where no config says it."""
+    for axis, count in counted.items():
+        screen.line(
+            f"  size of {axis} unknown: {count} found (--axis {axis}=N or --config FILE would notice a lost one)"
+        )
+
+
+def print_others(screen: Screen, kept: tuple[str, ...], ignored: tuple[str, ...], carried: tuple[str, ...]) -> None:
+    """Print what is not converted: tensors that keep their names, and files that come along or stay."""
+    if kept:
+        count = plural(len(kept), "tensor")
+        screen.some(
+            f"  {count} without a line in the target, under their own names (--strict refuses)", list(folded(kept))
+        )
+    if ignored:
+        screen.some("  left behind", list(folded(ignored)))
+    if carried:
+        shown = ", ".join(carried) if screen.everything or len(carried) <= 8 else f"{', '.join(carried[:8])} …"
+        screen.line(f"  carried along: {shown}")
+
+
+def folded(names: tuple[str, ...]) -> Iterator[str]:
+    """Yield names as few rows."""
+    for row in fold(sorted(names, key=natural)):
+        yield f"{row.name}  {row.times}".rstrip()

@@ -1,0 +1,99 @@
+"""`transaxle verify`: a checkpoint against its own manifest, or two against each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from transaxle.cli import options
+from transaxle.cli.command import Command
+from transaxle.cli.screen.quantities import parameters, plural, size
+from transaxle.cli.screen.refusals import print_refusals
+from transaxle.cli.screen.screen import Screen
+from transaxle.engine.checkpoint.checkpoint import check_decoded, open_checkpoint
+from transaxle.engine.compare.compare import Comparison
+from transaxle.engine.compare.verification import Verification, verify, verify_against
+from transaxle.engine.copying.workers import Limits
+
+
+@click.command(
+    "verify",
+    cls=Command,
+    examples=(
+        ("transaxle verify out/", "every byte against the manifest it was written with"),
+        ("transaxle verify Qwen3-30B-A3B/ out/", "against each other, in any two dialects"),
+    ),
+    help="""Hold a checkpoint against its manifest, or against another checkpoint.
+
+    Exits with 0 if all is well and with 1 if not. With one checkpoint, every tensor is read and its hash compared with
+    the one in transaxle.json, or of one file with the one in it; without either, only the structure can be checked.
+    With two, their tensors are compared bit by bit, whatever dialect and files each is in.""",
+)
+@click.argument("a", type=click.Path())
+@click.argument("b", type=click.Path(), required=False)
+@options.reading
+@options.decoding
+@options.working
+@options.printing
+def command(screen: Screen, a: str, b: str | None, said: dict[str, Any], limit: Limits) -> int:
+    """Verify a checkpoint, or compare two."""
+    with open_checkpoint(a, **said, lenient=b is not None) as first:
+        total = sum(entry.nbytes for entry in first.container.entries.values())
+        if b is None:
+            with screen.progress(total) as progress:
+                found = verify(first, limit, progress)
+        else:
+            with (
+                open_checkpoint(b, **options.of_second(said), lenient=True) as second,
+                screen.progress(total) as progress,
+            ):
+                check_decoded(first, second, said.get("decode"))
+                found = verify_against(first, second, limit, progress)
+    if screen.as_json:
+        screen.document(found.as_json())
+    elif found.comparison is None:
+        print_verification(screen, found)
+    else:
+        print_comparison(screen, found.comparison)
+    return 0 if found else 1
+
+
+def print_verification(screen: Screen, found: Verification) -> None:
+    """Print how a checkpoint compares with its manifest."""
+    amount = f"{plural(found.tensors, 'tensor')}, {parameters(found.parameters)}, {size(found.bytes_read)} read"
+    if found.problems:
+        screen.line(("not as it was written", "red"), f": {amount}")
+        print_refusals(screen, "  what is wrong", found.problems, screen.line)
+    elif found.against == "manifest":
+        screen.line(("as it was written", "green"), f": {amount}; every hash in its manifest agrees (xxh3-128)")
+    elif found.against == "digests":
+        screen.line(("as it was written", "green"), f": {amount}; every digest in the file agrees (xxh3-128)")
+    else:
+        screen.line(f"no digest: structure checked only: {amount}")
+        screen.line(
+            "  what was written is not known, so its data is not proved: name a second checkpoint to compare with"
+        )
+
+
+def print_comparison(screen: Screen, found: Comparison) -> None:
+    """Print whether two checkpoints are equal, and if not, where to look."""
+    first, second = (f"{count:,}" for count in found.tensors)
+    if found.equal:
+        counts = f"{first} = {second} tensors" if first != second else plural(found.tensors[0], "tensor")
+        screen.line(("equal", "green"), f": {counts}, {parameters(found.parameters)}")
+        print_across(screen, found)
+        return
+    screen.line(
+        ("different", "red"),
+        f": {plural(len(found.differences), 'tensor')}; {found.first} has {first}, {found.second} {second}",
+    )
+    screen.line(f"  where: transaxle diff {found.first} {found.second}")
+    if found.optimizer_only:
+        screen.line("  all of it is optimizer state that one of them does not hold: --no-optimizer compares the rest")
+
+
+def print_across(screen: Screen, found: Comparison) -> None:
+    """Print which tensors were compared by their values, because they are stored in two number formats."""
+    for formats, count in found.across.items():
+        screen.line(f"  {plural(count, 'tensor')} compared by value, stored as {formats}")

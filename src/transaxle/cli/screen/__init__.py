@@ -1,0 +1,1 @@
+"""What people read: numbers, folded names, tables, refusals."""

@@ -1,0 +1,50 @@
+"""Casting: plain floating-point values in another floating-point type, as torch's `.to` makes them.
+
+The nearest value, ties to even; what is too large becomes infinite; a NaN stays one. float64 goes through float32, as
+it does in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transaxle.encodings.arithmetic.codec import Wide
+from transaxle.encodings.arithmetic.wide import narrowed, widened
+from transaxle.encodings.error import Error
+
+CASTS: Mapping[str, Wide] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+"""Types that can be cast to, as users write them, and their safetensors codes."""
+PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
+"""Safetensors codes of what can be cast."""
+
+
+def cast(values: NDArray[Any], code: str) -> NDArray[Any]:
+    """Return values in another type.
+
+    Args:
+        values: of a type of `PLAIN`, contiguous.
+        code: safetensors code of a type of `CASTS`.
+    """
+    if values.dtype == np.float64:
+        with np.errstate(all="ignore"):
+            values = values.astype(np.float32)
+    return narrowed(widened(values), code)
+
+
+def cast_error(before: NDArray[Any], after: NDArray[Any]) -> tuple[Error, int]:
+    """Return how far values are from what they were, and how many finite ones are infinite now."""
+    with np.errstate(all="ignore"):
+        one, two = (_exact(values) for values in (before, after))
+        same = (one == two) | (np.isnan(one) & np.isnan(two))
+        apart = np.where(same, 0.0, np.abs(one - two))
+        apart = np.where(np.isnan(apart), np.inf, apart)
+        found = Error(float(apart.max(initial=0.0)), float(np.square(apart).sum()), apart.size, int((~same).sum()))
+    return found, int(np.count_nonzero(np.isfinite(one) & np.isinf(two)))
+
+
+def _exact(values: NDArray[Any]) -> NDArray[np.float64]:
+    return (values if values.dtype == np.float64 else widened(values)).astype(np.float64)

@@ -1,0 +1,311 @@
+"""The codec: values of encoded matrices, and encoded matrices of values.
+
+Everything here works on two dims. A tensor of more is a list of matrices for it: tiles belong to the last two dims.
+There are two paths, one compiled and one in numpy, which give the same bits.
+
+**Decode**: `value = code x scale`, where the scale of a tile is its stored scale times the tensor's factor, multiplied
+in double precision and rounded once to float32; the product is rounded to float32 and then to the type that is asked
+for. This is the order of torchao, compressed-tensors and transformers. A NaN has the sign of its code and no payload.
+
+**Encode**: `scaling` says what scale a tile gets, and by what its values are multiplied, in float32, before they are
+rounded to codes: to nearest, ties to even, saturating.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transaxle.encodings.arithmetic import kernel, vectorised
+from transaxle.encodings.arithmetic.minifloat import E4M3, MINIFLOATS, Minifloat, power_of_two
+from transaxle.encodings.arithmetic.scaling import scales
+from transaxle.encodings.arithmetic.tiling import Tiling, tiling
+from transaxle.encodings.arithmetic.wide import LARGEST, WIDE, wide_code, widened
+from transaxle.encodings.encoding import Encoding
+from transaxle.encodings.error import Error
+from transaxle.errors import refuse
+
+__all__ = ["Error", "Path", "Wide", "active", "amax", "decode_box", "decode_error", "encode_error", "encode_rows"]
+
+Path = Literal["compiled", "numpy"]
+"""Which implementation computes. The bits are the same."""
+Wide = Literal["BF16", "F16", "F32"]
+"""Safetensors code of a type that values come in or are decoded to."""
+
+Bytes = NDArray[np.uint8]
+
+
+class _Arithmetic(Protocol):
+    """What both paths can do; documented in `vectorised`."""
+
+    def largest(self, values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]: ...
+    def cast(
+        self, values: NDArray[Any], tiles: Tiling, multiplier: NDArray[np.float32], kind: Minifloat, out: Bytes
+    ) -> None: ...
+    def value(
+        self,
+        codes: Bytes,
+        tiles: Tiling,
+        scale: NDArray[np.float32],
+        kind: Minifloat,
+        out: NDArray[Any],
+        wide: str,
+    ) -> None: ...
+    def encode_error(
+        self, values: NDArray[Any], codes: Bytes, tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat
+    ) -> Error: ...
+    def decode_error(
+        self,
+        codes: Bytes,
+        tiles: Tiling,
+        scale: NDArray[np.float32],
+        exact: NDArray[np.float64],
+        kind: Minifloat,
+        wide: str,
+    ) -> Error: ...
+
+
+def active() -> Path:
+    """Return the path that computes unless one is named: compiled, where the kernel was built."""
+    return "numpy" if kernel.load() is None else "compiled"
+
+
+def amax(values: NDArray[Any], *, path: Path | None = None) -> np.float32:
+    """Return the largest absolute value of a matrix, as float32: NaN if one is NaN, 0 if there are none."""
+    matrix = _matrix(values)
+    if not matrix.size:
+        return np.float32(0)
+    found = _arithmetic(path).largest(matrix, Tiling(_shape(matrix), _shape(matrix)))
+    return np.float32(found[0, 0])
+
+
+def encode_rows(
+    encoding: Encoding,
+    values: NDArray[Any],
+    *,
+    amax: float | None = None,
+    over: tuple[int, int] | None = None,
+    codes_out: Bytes | None = None,
+    path: Path | None = None,
+) -> tuple[Bytes, NDArray[np.float32] | Bytes]:
+    """Encode rows of a matrix, the first of which starts a tile; the last tile of either dim may be cut short.
+
+    Args:
+        encoding: what to make.
+        values: `[R, C]` of BF16, F16 or F32.
+        amax: of the whole tensor. Needed where there is a global scale; an encoding with one tile for everything takes
+            it instead of measuring the values given, which may be only some of the rows.
+        over: elements that share an amax, a multiple of the encoding's tile: `(16, 16)` for weights in nvfp4, where
+            sixteen rows have equal scales. The tile itself unless given.
+        codes_out: where the codes go.
+        path: which implementation; the fastest there is unless given.
+
+    Returns:
+        The codes, `u8[R, C]` or `u8[R, C / 2]`, and the scales, one for each tile: float32, or for scales of eight
+        bits their bits, u8.
+
+    Raises:
+        Refused: SHAPE_MISMATCH where packed codes do not fill bytes, DTYPE_MISMATCH for other values, UNSUPPORTED for
+            scales that are read and not made.
+        ValueError: if `amax` is missing or not of one tile, `over` is no multiple of the tile, or `codes_out` does not
+            fit.
+    """
+    matrix, kind, arithmetic = _matrix(values), _kind(encoding), _arithmetic(path)
+    shape = _shape(matrix)
+    tiles = tiling(encoding, shape)
+    shared = tiles if over is None else _shared(tiles, over)
+    codes = _codes_of(shape, kind, codes_out)
+    found = arithmetic.largest(matrix, shared)
+    if amax is not None and not encoding.has_global:
+        if found.size > 1:
+            raise ValueError(f"{encoding.name} has {found.size} tiles, not one, and each has its own amax")
+        found[...] = amax
+    made = scales(encoding, found, widest=LARGEST[wide_code(matrix.dtype)], tensor=amax)
+    arithmetic.cast(matrix, shared, made.multiplier, kind, codes)
+    return codes, _repeated(made.stored, shared, tiles)
+
+
+def decode_box(
+    encoding: Encoding,
+    codes: NDArray[Any],
+    scale: NDArray[Any],
+    *,
+    phase: tuple[int, int] = (0, 0),
+    factor: float = 1.0,
+    dtype: Wide = "BF16",
+    out: NDArray[Any] | None = None,
+    path: Path | None = None,
+) -> NDArray[Any]:
+    """Decode a box of a matrix.
+
+    Args:
+        encoding: what the codes are.
+        codes: `[R, C]` or, two to a byte, `[R, C / 2]`: u8 or the code's own type.
+        scale: the scales of all tiles that the box touches, `[gr, gc]`: of the stored type, or for scales of eight
+            bits their bits.
+        phase: where in its tile the first element of the box lies: its row and column modulo the tile's.
+        factor: what every value of the tensor is multiplied by: its global scale, as its convention means it.
+        dtype: the type to decode to.
+        out: where the values go: `[R, C]`, rows of adjacent elements.
+        path: which implementation; the fastest there is unless given.
+
+    Returns:
+        The values, `[R, C]`.
+
+    Raises:
+        Refused: SHAPE_MISMATCH for scales that do not fit, UNSUPPORTED for scales of a type that no encoding has.
+        ValueError: if `out` does not fit.
+    """
+    matrix, tiles, kind = _encoded(encoding, codes, phase)
+    single, _ = _scale(encoding, scale, tiles, factor)
+    made = _out(tiles.shape, WIDE[dtype], out)
+    _arithmetic(path).value(matrix, tiles, single, kind, made, dtype)
+    return made
+
+
+def encode_error(
+    encoding: Encoding,
+    values: NDArray[Any],
+    codes: NDArray[Any],
+    scale: NDArray[Any],
+    *,
+    factor: float = 1.0,
+    path: Path | None = None,
+) -> Error:
+    """Return by how much the values of codes, decoded to F32, differ from the values that were encoded.
+
+    Args:
+        encoding: what the codes are.
+        values: what was given to `encode_rows`.
+        codes: what it returned.
+        scale: the scales that it returned.
+        factor: what every decoded value is multiplied by, see `decode_box`.
+        path: which implementation; the fastest there is unless given.
+    """
+    given = _matrix(values)
+    matrix, tiles, kind = _encoded(encoding, codes, (0, 0))
+    if given.shape != tiles.shape:
+        raise ValueError(f"codes of {tiles.shape} for values of {given.shape}")
+    single, _ = _scale(encoding, scale, tiles, factor)
+    return _arithmetic(path).encode_error(given, matrix, tiles, single, kind)
+
+
+def decode_error(
+    encoding: Encoding,
+    codes: NDArray[Any],
+    scale: NDArray[Any],
+    *,
+    phase: tuple[int, int] = (0, 0),
+    factor: float = 1.0,
+    dtype: Wide = "BF16",
+    path: Path | None = None,
+) -> Error:
+    """Return by how much decoded values differ from the real product of code, scale and factor.
+
+    The product is a double: exact for a factor that is a float32, since code, scale and factor have at most 4, 24 and
+    24 significant bits, and 8-bit scales 4; within 2**-53 of it for one that is not. Arguments as of `decode_box`.
+    """
+    matrix, tiles, kind = _encoded(encoding, codes, phase)
+    single, double = _scale(encoding, scale, tiles, factor)
+    return _arithmetic(path).decode_error(matrix, tiles, single, double, kind, dtype)
+
+
+def _arithmetic(path: Path | None) -> _Arithmetic:
+    compiled = None if path == "numpy" else kernel.load()
+    if path == "compiled" and compiled is None:
+        raise ValueError("the kernel was not built: install the package where there is a C compiler")
+    return vectorised if compiled is None else compiled
+
+
+def _kind(encoding: Encoding) -> Minifloat:
+    if encoding.code not in MINIFLOATS:
+        raise refuse("UNSUPPORTED", f"{encoding.name}: codes of {encoding.code}; {', '.join(MINIFLOATS)} are known")
+    return MINIFLOATS[encoding.code]
+
+
+def _matrix(values: NDArray[Any]) -> NDArray[Any]:
+    """Return values of two dims whose rows are adjacent elements, copied only where they are not."""
+    wide_code(values.dtype)
+    return _adjacent(values)
+
+
+def _adjacent(array: NDArray[Any]) -> NDArray[Any]:
+    if array.ndim != 2:
+        raise ValueError(f"{array.ndim} dims; encodings are computed matrix by matrix")
+    loose = array.shape[1] > 1 and array.strides[1] != array.itemsize
+    apart = array.strides[0] % array.itemsize or not array.flags.aligned
+    return np.ascontiguousarray(array) if loose or apart else array
+
+
+def _shape(matrix: NDArray[Any]) -> tuple[int, int]:
+    return matrix.shape[0], matrix.shape[1]
+
+
+def _encoded(encoding: Encoding, codes: NDArray[Any], phase: tuple[int, int]) -> tuple[Bytes, Tiling, Minifloat]:
+    """Return codes as bytes, with their tiles and type."""
+    kind = _kind(encoding)
+    matrix = _adjacent(codes.view(np.uint8) if codes.dtype.itemsize == 1 else codes)
+    if matrix.dtype != np.uint8:
+        raise refuse("DTYPE_MISMATCH", f"{encoding.name}: codes come in bytes, not as {matrix.dtype}")
+    rows, width = _shape(matrix)
+    return matrix, tiling(encoding, (rows, width * 8 // kind.bits), phase), kind
+
+
+def _codes_of(shape: tuple[int, int], kind: Minifloat, out: Bytes | None) -> Bytes:
+    rows, columns = shape
+    if columns * kind.bits % 8:
+        raise refuse("SHAPE_MISMATCH", f"rows of {columns} codes of {kind.code}, two to a byte, do not fill bytes")
+    return _out((rows, columns * kind.bits // 8), np.dtype(np.uint8), out)
+
+
+def _out(shape: tuple[int, int], dtype: np.dtype[Any], out: NDArray[Any] | None) -> NDArray[Any]:
+    if out is None:
+        return np.empty(shape, dtype)
+    if out.shape != shape or out.dtype != dtype or _adjacent(out) is not out or not out.flags.writeable:
+        raise ValueError(f"out is {out.dtype}{list(out.shape)}; {dtype}{list(shape)} in adjacent elements is needed")
+    return out
+
+
+def _shared(tiles: Tiling, over: tuple[int, int]) -> Tiling:
+    if any(size % step for size, step in zip(over, tiles.tile, strict=True)):
+        raise ValueError(f"an amax over {over} is not one over whole tiles of {tiles.tile}")
+    return Tiling(tiles.shape, over)
+
+
+def _repeated(stored: NDArray[Any], shared: Tiling, tiles: Tiling) -> NDArray[Any]:
+    """Return a scale for each tile where several share one."""
+    if shared is tiles:
+        return stored
+    rows, columns = (size // step for size, step in zip(shared.tile, tiles.tile, strict=True))
+    full = stored.repeat(rows, axis=0).repeat(columns, axis=1)
+    return np.ascontiguousarray(full[: tiles.grid[0], : tiles.grid[1]])
+
+
+def _scale(
+    encoding: Encoding, scale: NDArray[Any], tiles: Tiling, factor: float
+) -> tuple[NDArray[np.float32], NDArray[np.float64]]:
+    """Return what each tile is multiplied by, the factor included: rounded to float32, and in double precision."""
+    if scale.shape != tiles.grid:
+        raise refuse(
+            "SHAPE_MISMATCH",
+            f"{encoding.name}: {list(tiles.shape)} elements from {list(tiles.phase)} on touch {list(tiles.grid)} tiles "
+            f"of {list(tiles.tile)}, and there are {list(scale.shape)} scales",
+        )
+    if encoding.scale == "F8_E8M0":
+        plain = power_of_two(_bits(scale))
+    elif encoding.scale == E4M3.code:
+        plain = E4M3.values[_bits(scale)]
+    else:
+        wide_code(scale.dtype)
+        plain = widened(scale)
+    with np.errstate(all="ignore"):
+        double = plain.astype(np.float64) * float(factor)
+        return (plain if factor == 1 else double.astype(np.float32)), double
+
+
+def _bits(scale: NDArray[Any]) -> Bytes:
+    if scale.dtype.itemsize != 1:
+        raise refuse("DTYPE_MISMATCH", f"scales of eight bits come in bytes, not as {scale.dtype}")
+    return scale.view(np.uint8)

@@ -1,0 +1,154 @@
+"""The compiled kernel: `kernel.c`, built when the package is installed, where there is a compiler.
+
+It is found beside this module and used only if it was built from the source that stands there too. Calls release the
+interpreter's lock, so threads encode and decode side by side.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transaxle.encodings.arithmetic.minifloat import MINIFLOATS, Minifloat
+from transaxle.encodings.arithmetic.tiling import Tiling
+from transaxle.encodings.arithmetic.vectorised import sizes
+from transaxle.encodings.arithmetic.wide import WIDE, wide_code
+from transaxle.encodings.error import Error
+
+SOURCE = Path(__file__).with_name("kernel.c")
+LIBRARY = Path(__file__).with_name("libkernel.so")
+
+_TYPES = {code: number for number, code in enumerate(WIDE)}
+_CODES = {code: number for number, code in enumerate(MINIFLOATS)}
+
+
+class _Grid(ctypes.Structure):
+    """`grid` of kernel.c."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_ssize_t)
+        for name in ("rows", "columns", "row_phase", "column_phase", "tile_rows", "tile_columns")
+    )
+
+
+_AT, _LONG, _GRID, _KIND = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.POINTER(_Grid), ctypes.c_int
+_MATRIX = (_AT, _LONG)
+_OPERATIONS: dict[str, tuple[Any, ...]] = {
+    "largest": (*_MATRIX, _GRID, _AT, _KIND),
+    "cast": (*_MATRIX, _GRID, _AT, *_MATRIX, _KIND, _KIND),
+    "value": (*_MATRIX, _GRID, _AT, *_MATRIX, _KIND, _KIND),
+    "error": (*_MATRIX, *_MATRIX, _GRID, _AT, _AT, _AT, _KIND, _KIND),
+}
+
+
+class Kernel:
+    """The operations of `vectorised`, compiled. Rows of arrays may stand apart; their elements do not."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, arguments in _OPERATIONS.items():
+            function = library[f"transaxle_{name}"]
+            function.argtypes, function.restype = arguments, None
+            setattr(self, f"_{name}", function)
+
+    _largest: Any
+    _cast: Any
+    _value: Any
+    _error: Any
+
+    def largest(self, values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]:
+        """See `vectorised.largest`."""
+        found = np.zeros(tiles.grid, np.uint32)
+        self._largest(*_matrix(values), _grid(tiles), found.ctypes.data, _TYPES[wide_code(values.dtype)])
+        return sizes(found, values.dtype)
+
+    def cast(
+        self,
+        values: NDArray[Any],
+        tiles: Tiling,
+        multiplier: NDArray[np.float32],
+        kind: Minifloat,
+        out: NDArray[np.uint8],
+    ) -> None:
+        """See `vectorised.cast`."""
+        by = np.ascontiguousarray(multiplier)
+        types = _TYPES[wide_code(values.dtype)], _CODES[kind.code]
+        self._cast(*_matrix(values), _grid(tiles), by.ctypes.data, *_matrix(out), *types)
+
+    def value(
+        self,
+        codes: NDArray[np.uint8],
+        tiles: Tiling,
+        scale: NDArray[np.float32],
+        kind: Minifloat,
+        out: NDArray[Any],
+        wide: str,
+    ) -> None:
+        """See `vectorised.value`."""
+        by = np.ascontiguousarray(scale)
+        self._value(*_matrix(codes), _grid(tiles), by.ctypes.data, *_matrix(out), _TYPES[wide], _CODES[kind.code])
+
+    def encode_error(
+        self,
+        values: NDArray[Any],
+        codes: NDArray[np.uint8],
+        tiles: Tiling,
+        scale: NDArray[np.float32],
+        kind: Minifloat,
+    ) -> Error:
+        """See `vectorised.encode_error`."""
+        types = _TYPES[wide_code(values.dtype)], _CODES[kind.code]
+        return self._measured(_matrix(values), codes, tiles, np.ascontiguousarray(scale), None, types)
+
+    def decode_error(
+        self,
+        codes: NDArray[np.uint8],
+        tiles: Tiling,
+        scale: NDArray[np.float32],
+        exact: NDArray[np.float64],
+        kind: Minifloat,
+        wide: str,
+    ) -> Error:
+        """See `vectorised.decode_error`."""
+        by, wider = np.ascontiguousarray(scale), np.ascontiguousarray(exact)
+        return self._measured((None, 0), codes, tiles, by, wider, (_TYPES[wide], _CODES[kind.code]))
+
+    def _measured(
+        self,
+        values: tuple[int | None, int],
+        codes: NDArray[np.uint8],
+        tiles: Tiling,
+        by: NDArray[np.float32],
+        exact: NDArray[np.float64] | None,
+        types: tuple[int, int],
+    ) -> Error:
+        found = np.zeros(3)
+        wider = None if exact is None else exact.ctypes.data
+        self._error(*values, *_matrix(codes), _grid(tiles), by.ctypes.data, wider, found.ctypes.data, *types)
+        return Error(float(found[0]), float(found[1]), tiles.shape[0] * tiles.shape[1], int(found[2]))
+
+
+def _matrix(array: NDArray[Any]) -> tuple[int, int]:
+    """Return where an array starts, and the bytes from one row to the next."""
+    return array.ctypes.data, array.strides[0]
+
+
+def _grid(tiles: Tiling) -> Any:
+    return ctypes.byref(_Grid(*tiles.shape, *tiles.phase, *tiles.tile))
+
+
+@cache
+def load() -> Kernel | None:
+    """Return the kernel, or None where it was not built, cannot be loaded here, or is not of this source."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        stamp = library.transaxle_stamp
+        stamp.restype = ctypes.c_uint32
+        return Kernel(library) if stamp() == zlib.crc32(SOURCE.read_bytes()) else None
+    except (OSError, AttributeError):
+        return None

@@ -1,0 +1,130 @@
+"""The arithmetic of encodings in numpy: what the compiled kernel does, for machines where it was not built.
+
+Rows are worked on in groups that stay in a cache. Each function says in numpy what `kernel.c` says in C; the bits are
+the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transaxle.encodings.arithmetic.minifloat import F32_NAN, Minifloat
+from transaxle.encodings.arithmetic.tiling import Tiling
+from transaxle.encodings.arithmetic.wide import narrowed, widened, without_sign
+from transaxle.encodings.error import Error
+
+_GROUP = 1 << 16
+"""Elements worked on at a time, more or less."""
+
+
+def largest(values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]:
+    """Return the largest absolute value of each tile; NaN where a tile holds one. Rows start on a tile."""
+    grid = tiles.grid
+    found = np.zeros(grid, np.uint32)
+    if values.size:
+        starts = np.arange(grid[1]) * tiles.tile[1]
+        for row in range(grid[0]):
+            band = slice(row * tiles.tile[0], (row + 1) * tiles.tile[0])
+            for rows in _groups(values[band].shape):
+                column = np.maximum.reduce(without_sign(values[band][rows]), axis=0)
+                found[row] = np.maximum(found[row], np.maximum.reduceat(column, starts))
+    return sizes(found, values.dtype)
+
+
+def sizes(bits: NDArray[np.uint32], dtype: np.dtype[Any]) -> NDArray[np.float32]:
+    """Return the float32 numbers that bits of a wide type, without sign, stand for."""
+    return widened(bits.astype(np.uint16).view(dtype) if dtype.itemsize == 2 else bits.view(dtype))
+
+
+def cast(
+    values: NDArray[Any], tiles: Tiling, multiplier: NDArray[np.float32], kind: Minifloat, out: NDArray[np.uint8]
+) -> None:
+    """Write the codes of values times the multiplier of their tile; each code has the sign of its value."""
+    with np.errstate(all="ignore"):
+        for rows in _groups(tiles.shape):
+            wide = widened(values[rows])
+            codes = kind.rounded(np.copysign(wide * _spread(multiplier, tiles, rows), wide))
+            out[rows] = codes[:, 0::2] | codes[:, 1::2] << 4 if kind.bits == 4 else codes
+
+
+def value(
+    codes: NDArray[np.uint8], tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat, out: NDArray[Any], wide: str
+) -> None:
+    """Write codes times the scale of their tile: a float32 product, rounded to the wide type."""
+    for rows in _groups(tiles.shape):
+        out[rows] = narrowed(_scaled(codes, tiles, scale, kind, rows), wide)
+
+
+def encode_error(
+    values: NDArray[Any], codes: NDArray[np.uint8], tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat
+) -> Error:
+    """Return by how much the float32 values of codes differ from the values that were encoded."""
+    total = Error()
+    for rows in _groups(tiles.shape):
+        total += _compared(_scaled(codes, tiles, scale, kind, rows), widened(values[rows]))
+    return total
+
+
+def decode_error(
+    codes: NDArray[np.uint8],
+    tiles: Tiling,
+    scale: NDArray[np.float32],
+    exact: NDArray[np.float64],
+    kind: Minifloat,
+    wide: str,
+) -> Error:
+    """Return by how much decoded values differ from the product of code and scale in double precision."""
+    total = Error()
+    for rows in _groups(tiles.shape):
+        made = widened(narrowed(_scaled(codes, tiles, scale, kind, rows), wide))
+        with np.errstate(all="ignore"):
+            meant = kind.values[_unpacked(codes[rows], kind)].astype(np.float64) * _spread(exact, tiles, rows)
+        total += _compared(made, meant)
+    return total
+
+
+def _groups(shape: tuple[int, ...]) -> Iterator[slice]:
+    rows, columns = shape
+    step = max(1, _GROUP // max(1, columns))
+    for first in range(0, rows if columns else 0, step):
+        yield slice(first, min(rows, first + step))
+
+
+def _spread(numbers: NDArray[Any], tiles: Tiling, rows: slice) -> NDArray[Any]:
+    """Repeat each tile's number over the elements of some rows."""
+    (row_tile, column_tile), (row_phase, column_phase) = tiles.tile, tiles.phase
+    down = (row_phase + np.arange(rows.start, rows.stop)) // row_tile
+    along = (column_phase + np.arange(tiles.shape[1])) // column_tile
+    spread: NDArray[Any] = numbers[down][:, along]
+    return spread
+
+
+def _unpacked(codes: NDArray[np.uint8], kind: Minifloat) -> NDArray[np.uint8]:
+    """Return codes one to a byte."""
+    return np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1) if kind.bits == 4 else codes
+
+
+def _scaled(
+    codes: NDArray[np.uint8], tiles: Tiling, scale: NDArray[np.float32], kind: Minifloat, rows: slice
+) -> NDArray[np.float32]:
+    """Return float32 products; every NaN has the sign of its code and no payload."""
+    one_each = _unpacked(codes[rows], kind)
+    with np.errstate(all="ignore"):
+        product: NDArray[np.float32] = kind.values[one_each] * _spread(scale, tiles, rows)
+    nan = np.isnan(product)
+    if nan.any():
+        signs = (one_each[nan] & kind.sign).astype(bool)
+        product.view(np.uint32)[nan] = np.uint32(F32_NAN) | signs.astype(np.uint32) << 31
+    return product
+
+
+def _compared(made: NDArray[np.float32], meant: NDArray[Any]) -> Error:
+    with np.errstate(all="ignore"):
+        apart = np.abs(made.astype(np.float64) - meant.astype(np.float64))
+        apart[np.isnan(apart)] = np.inf
+        apart[(made == meant) | (np.isnan(made) & np.isnan(meant))] = 0
+        return Error(float(apart.max(initial=0)), float((apart * apart).sum()), apart.size, int((apart > 0).sum()))

@@ -1,0 +1,1 @@
+"""How each ecosystem stores an encoding: names of buffers, config entries, scale layouts."""

@@ -1,0 +1,411 @@
+"""Grouping: which stored tensors are the buffers of one encoded tensor.
+
+Names alone do not tell: torchtitan keeps gpt-oss in bf16 under `*_blocks`. A config alone does not either: it speaks
+of modules and classes. So a tensor is encoded when its name has the form of codes, its type is one of codes, and its
+scales are there under the name that belongs to it and in the shape that the config's tiles ask for. What is almost so
+is refused; what is not is a plain tensor.
+
+Every name is looked at once and the others are looked up, so that grouping is linear in the number of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from typing import Protocol
+
+from transaxle.encodings.conventions import te_convention as te
+from transaxle.encodings.conventions.convention import (
+    COMPRESSED_TENSORS,
+    CONVENTIONS,
+    DEEPSEEK,
+    GPT_OSS,
+    MODELOPT,
+    TE,
+    TE_HALVED,
+    TORCHAO,
+    WEIGHT,
+    Convention,
+)
+from transaxle.encodings.conventions.quantization import Quantization, module_of
+from transaxle.encodings.conventions.scheme import CHANNEL, variant
+from transaxle.encodings.conventions.torchao_convention import Described, described
+from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoded, Encoding, Role
+from transaxle.errors import Code, Refusal, TransaxleError, Where
+
+Shape = tuple[int, ...]
+
+_EIGHT = ("F8_E4M3", "F8_E5M2")
+_FOUR = ("U8", "F4")
+_CODES = frozenset((*_EIGHT, *_FOUR))
+_REALS = ("F32", "BF16", "F16")
+_EXPONENTS = ("F8_E8M0", "U8")
+_SCALES = {
+    FLOAT8.name: _REALS,
+    FLOAT8_BLOCK.name: (*_REALS, *_EXPONENTS),
+    MXFP8.name: _EXPONENTS,
+    MXFP4.name: _EXPONENTS,
+    NVFP4.name: ("F8_E4M3",),
+}
+"""Encoding -> types in which its scales may be stored."""
+_GUESSED = (DEEPSEEK, COMPRESSED_TENSORS, GPT_OSS, MODELOPT, TE, TE_HALVED)
+"""Conventions whose names and types speak for themselves, where no config does."""
+_MX_COLUMNS = replace(MXFP8, tile=MXFP8.tile[::-1])
+_LINES = tuple(replace(FLOAT8_BLOCK, tile=tile) for tile in ((1, 128), (128, 1)))
+"""Tiles of one row or one column, which TransformerEngine has under DeepSeek's names."""
+_OTHERS = ("weight_zero_point", "weight_g_idx")
+"""Further buffers of a weight, of integer codes: with them, a value is not code x scale."""
+
+
+class Stored(Protocol):
+    """A stored tensor, as a catalog lists it."""
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors code."""
+
+    @property
+    def shape(self) -> Shape:
+        """Elements along each dim, as stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """What a checkpoint's tensors are, by their names, their types and its config together."""
+
+    encoded: Mapping[str, Encoded]
+    """Encoded tensors by table name; every other stored tensor is a plain one."""
+    refusals: tuple[Refusal, ...]
+    """Why some cannot be told to be either."""
+    bare: tuple[str, ...] = ()
+    """Plain tensors whose type is one of codes, but which have no scales: they move, and cannot be decoded."""
+
+
+def group(
+    entries: Mapping[str, Stored],
+    quantization: Quantization | None = None,
+    metadata: Mapping[str, object] | None = None,
+) -> Grouped:
+    """Find the encoded tensors of a checkpoint.
+
+    Args:
+        entries: stored name -> type and shape.
+        quantization: what the config says; None where it says nothing, and only names and types speak.
+        metadata: of the container, where torchao and the readers of TransformerEngine's pickles describe tensors.
+
+    Post-condition: no stored tensor is part of two encoded ones, and the shape of each part fits its encoding.
+
+    The refusals are MISSING_TENSOR for codes without scales, UNEXPECTED_TENSOR for scales without codes, DTYPE_MISMATCH
+    and SHAPE_MISMATCH for buffers that do not go together, NAME_COLLISION for two tensors of one table name, CORRUPT
+    and UNSUPPORTED for what torchao's metadata says, UNSUPPORTED for further buffers and for lists of modules that
+    take too long.
+    """
+    finder = _Finder(entries, quantization)
+    try:
+        for name, said in described(metadata or {}).items():
+            finder.described(name, said)
+        for name, (convention, encoding) in te.described(metadata or {}).items():
+            if name in entries and entries[name].dtype in _CODES:  # what has been decoded is plain
+                finder.take(CONVENTIONS[convention], name, [encoding])
+        alone = [name for name, entry in entries.items() if entry.dtype in _CODES and not finder.codes(name, entry)]
+        for name in alone:
+            if name not in finder.used:
+                finder.alone(name, entries[name])
+        for name in entries:
+            if name not in finder.used:
+                finder.left(name)
+    except TransaxleError as error:
+        finder.refusals.extend(error.refusals)
+    return Grouped(finder.found, tuple(finder.refusals), tuple(finder.bare))
+
+
+class _MisfitError(Exception):
+    """Buffers that do not make a tensor of one encoding."""
+
+    def __init__(self, code: Code, name: str, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.refusal = Refusal(code, message, Where(None, name), hint)
+
+
+class _Finder:
+    """Collects what is found, tensor by tensor."""
+
+    def __init__(self, entries: Mapping[str, Stored], quantization: Quantization | None) -> None:
+        self.entries = entries
+        self.quantization = quantization
+        self.found: dict[str, Encoded] = {}
+        self.used: set[str] = set()
+        self.refusals: list[Refusal] = []
+        self.bare: list[str] = []
+        names = _GUESSED if quantization is None else quantization.conventions
+        self.conventions = [CONVENTIONS[name] for name in names if name != TORCHAO]
+
+    def described(self, name: str, said: Described) -> None:
+        """Take in a tensor that torchao's metadata describes."""
+        self.used.update(part for part in said.parts if part in self.entries)
+        if said.encoding is None:
+            self.refusals.extend(said.refusals)
+        else:
+            self.take(CONVENTIONS[TORCHAO], name, [said.encoding])
+
+    def codes(self, name: str, entry: Stored) -> bool:
+        """Take in a tensor whose type is one of codes, and tell whether there are scales that make it such."""
+        if name in self.used:
+            return True
+        head, dot, segment = name.rpartition(".")
+        eight = entry.dtype in _EIGHT
+        for convention in self.conventions:
+            forms = convention.eight if eight else convention.four
+            inner = forms[Role.CODES].back(segment) if forms else None
+            if inner is None:
+                continue
+            scale = self.entries.get(f"{head}{dot}{forms[Role.SCALE](inner)}")
+            if scale is not None:
+                table_name = f"{head}{dot}{inner}"
+                self.take(convention, table_name, self._candidates(convention, table_name, eight, scale))
+                return True
+        return False
+
+    def _candidates(self, convention: Convention, name: str, eight: bool, scale: Stored) -> list[Encoding]:
+        """Return the encodings that a tensor may have, the likeliest first."""
+        said: tuple[Encoding, ...] = ()
+        if self.quantization is not None and self._is_of(convention):
+            said = self.quantization.encodings(module_of(name))
+        fitting = [encoding for encoding in said if (encoding.code_bits == 8) == eight]
+        return fitting or _usual(convention, eight, scale)
+
+    def alone(self, name: str, entry: Stored) -> None:
+        """Take in a tensor whose type is one of codes, and which has no scales: plain, unless it must have some."""
+        if entry.dtype not in _EIGHT:
+            self._packed_alone(name, entry)
+            return
+        said = self.quantization.encodings(module_of(name)) if self.quantization is not None else ()
+        if any(encoding.code_bits == 8 for encoding in said):
+            scale = self.conventions[0].stored(name, Role.SCALE, FLOAT8)
+            message = f"the config has {_told(entry)} quantized, and its scales {_last(scale)} are not there"
+            self._refuse("MISSING_TENSOR", name, message)
+        else:
+            self.bare.append(name)
+
+    def _packed_alone(self, name: str, entry: Stored) -> None:
+        segment = _last(name)
+        for convention in self.conventions:
+            form = convention.four.get(Role.CODES)
+            inner = form.back(segment) if form else None
+            if inner is None:
+                continue
+            in_blocks = convention.block > 0 and entry.shape[-1:] == (convention.block // 2,)
+            named = inner == WEIGHT and (segment != WEIGHT or self._is_of(convention))
+            if in_blocks or named:
+                scale = convention.four[Role.SCALE](inner)
+                self._refuse("MISSING_TENSOR", name, f"the scales {scale} of packed codes {_told(entry)} are not there")
+                return
+
+    def _is_of(self, convention: Convention) -> bool:
+        """Tell whether the config's method has this convention, and does not only allow for it."""
+        return self.quantization is not None and self.quantization.conventions[:1] == (convention.name,)
+
+    def left(self, name: str) -> None:
+        """Take in a tensor that is no part of any: plain, unless its name can only be one of scales."""
+        head, dot, segment = name.rpartition(".")
+        expected = [f"{head}{dot}{codes}" for codes in self._codes_of(segment, head + dot, self.entries[name])]
+        if not expected:
+            if self.quantization and TORCHAO in self.quantization.conventions and _is_torchao(segment):
+                self._refuse("UNSUPPORTED", name, "a part of a tensor of torchao's, which no file's metadata describes")
+            return
+        there = next((codes for codes in expected if codes in self.entries), None)
+        if there is None:
+            self._refuse("UNEXPECTED_TENSOR", name, f"scales without codes; expected {' or '.join(expected)}")
+        elif self.entries[there].dtype in _CODES:
+            self._refuse("UNEXPECTED_TENSOR", name, f"scales that do not belong to the encoding of {there}")
+        else:
+            message = f"{there} is {_told(self.entries[there])} and has scales; expected codes"
+            self._refuse("DTYPE_MISMATCH", name, message, "remove the scales if the tensor has been decoded")
+
+    def _codes_of(self, segment: str, head: str, entry: Stored) -> list[str]:
+        """Return the last segments of the codes whose scales this would be; none where it may mean something else."""
+        inner = CONVENTIONS[DEEPSEEK].eight[Role.SCALE].back(segment)
+        if inner is not None:
+            return [inner]
+        compressed, blocks = CONVENTIONS[COMPRESSED_TENSORS], CONVENTIONS[GPT_OSS].four
+        if segment == compressed.four[Role.GLOBAL].weight:
+            return [compressed.four[Role.CODES].weight]
+        if segment == CONVENTIONS[MODELOPT].four[Role.GLOBAL].weight:
+            return [WEIGHT]
+        if segment == compressed.eight[Role.SCALE].weight and self.quantization and self.conventions:
+            return [WEIGHT, compressed.four[Role.CODES].weight]
+        inner = blocks[Role.SCALE].back(segment)
+        if inner is not None:
+            codes = blocks[Role.CODES](inner)
+            by_config = self.quantization is not None and GPT_OSS in self.quantization.conventions
+            if by_config or (entry.dtype in _EXPONENTS and f"{head}{codes}" in self.entries):
+                return [codes]
+        return []
+
+    def _refuse(self, code: Code, name: str, message: str, hint: str = "") -> None:
+        self.refusals.append(Refusal(code, message, Where(None, name), hint))
+
+    def take(self, convention: Convention, table_name: str, candidates: Sequence[Encoding]) -> None:
+        """Take in a tensor whose codes and scales are there, in the first encoding that fits."""
+        misfit: Refusal | None = None
+        for encoding in candidates:
+            parts = convention.buffers(table_name, encoding)
+            if Role.INPUT_SCALE in parts and parts[Role.INPUT_SCALE] not in self.entries:
+                del parts[Role.INPUT_SCALE]
+            try:
+                exact, shape = self._fitted(convention, table_name, encoding, parts)
+            except _MisfitError as error:
+                self.used.update(name for name in parts.values() if name in self.entries)
+                misfit = misfit or error.refusal
+            else:
+                self.used.update(parts.values())
+                self.found[table_name] = Encoded(table_name, exact, shape, parts, convention.name)
+                return
+        if misfit is not None:
+            self.refusals.append(misfit)
+
+    def _fitted(
+        self, convention: Convention, table_name: str, encoding: Encoding, parts: Mapping[Role, str]
+    ) -> tuple[Encoding, Shape]:
+        """Return the encoding as the parts have it, and the tensor's elements, if they fit.
+
+        Raises:
+            _MisfitError: with the first thing that does not fit.
+        """
+        for role, name in parts.items():
+            if name not in self.entries:
+                raise _MisfitError("MISSING_TENSOR", table_name, f"{encoding.name} needs its {role}, {_last(name)}")
+        if parts[Role.CODES] != table_name and table_name in self.entries:
+            message = f"the codes {parts[Role.CODES]} stand for the tensor of this name, which is there as well"
+            raise _MisfitError("NAME_COLLISION", table_name, message)
+        for other in _OTHERS:
+            beside = f"{module_of(table_name)}.{other}"
+            if beside in self.entries:
+                raise _MisfitError("UNSUPPORTED", beside, "with this buffer, a value is more than its code and scale")
+        codes, scale = self.entries[parts[Role.CODES]], self.entries[parts[Role.SCALE]]
+        found = _exact(convention, encoding, codes.dtype, codes.shape, scale.dtype, scale.shape)
+        if isinstance(found, _Misfit):
+            raise _MisfitError(found.code, parts[found.role], found.message)
+        for role, name in parts.items():
+            if role is Role.GLOBAL or role is Role.INPUT_SCALE:
+                _one_number(role, name, self.entries[name], found[1])
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Misfit:
+    """Why codes and scales do not go together."""
+
+    code: Code
+    role: Role
+    """Which of them the refusal names."""
+    message: str
+
+
+@lru_cache(maxsize=4096)
+def _exact(
+    convention: Convention, encoding: Encoding, codes: str, packed: Shape, scales: str, stored: Shape
+) -> tuple[Encoding, Shape] | _Misfit:
+    """Return the encoding as codes and scales of these types and shapes have it, and the tensor's elements."""
+    if codes not in (_EIGHT if encoding.code_bits == 8 else _FOUR):
+        message = f"codes of {encoding.name} are {encoding.code}; found {codes} {list(packed)}"
+        return _Misfit("DTYPE_MISMATCH", Role.CODES, message)
+    shape = convention.elements(encoding, codes, packed)
+    if shape is None:
+        message = f"packed codes are [..., K/{convention.block}, {convention.block // 2}]; found {codes} {list(packed)}"
+        return _Misfit("SHAPE_MISMATCH", Role.CODES, message)
+    if encoding.code_bits < 8 and (not shape or shape[-1] % 2):
+        message = f"codes of {encoding.name} lie in pairs along the last dim; found {codes} {list(packed)}"
+        return _Misfit("SHAPE_MISMATCH", Role.CODES, message)
+    if scales not in _SCALES[encoding.name]:
+        known = " or ".join(_SCALES[encoding.name])
+        return _Misfit(
+            "DTYPE_MISMATCH", Role.SCALE, f"scales of {encoding.name} are {known}; found {scales} {list(stored)}"
+        )
+    tile = _tile(convention, encoding.tile, shape, stored)
+    if tile is not None:
+        code = codes if encoding.code_bits == 8 else encoding.code
+        kind = _EXPONENTS[0] if scales in _EXPONENTS else scales
+        exact = replace(variant(code, kind, tile, has_global=encoding.has_global), scale_max=encoding.scale_max)
+        if _same(stored, exact.grid(shape)):
+            return exact, shape
+    tiles = " x ".join("all" if step == WHOLE else str(step) for step in encoding.tile)
+    expected = list(encoding.grid(shape)) if len(shape) >= len(encoding.tile) else "of more dims"
+    message = f"scales of {list(shape)} elements in tiles of {tiles} are {expected}; found {scales} {list(stored)}"
+    return _Misfit("SHAPE_MISMATCH", Role.SCALE, message)
+
+
+def _last(name: str) -> str:
+    """Return the last segment of a name; without the others, refusals of many tensors are told as one."""
+    return name.rpartition(".")[2]
+
+
+def _told(entry: Stored) -> str:
+    return f"{entry.dtype} {list(entry.shape)}"
+
+
+def _usual(convention: Convention, eight: bool, scale: Stored) -> list[Encoding]:
+    """Return the encodings that a convention has for such codes and scales, where no config says which."""
+    if not eight:
+        nvfp4 = replace(NVFP4, scale_max=convention.scale_max)
+        return [e for e in (nvfp4, MXFP4) if e.name in convention.holds and scale.dtype in _SCALES[e.name]] or [
+            nvfp4 if NVFP4.name in convention.holds else MXFP4
+        ]
+    if scale.dtype in _EXPONENTS:
+        return [MXFP8, FLOAT8_BLOCK, *([_MX_COLUMNS] if convention.name == DEEPSEEK else ())]
+    if convention.name == DEEPSEEK:
+        return [FLOAT8_BLOCK, FLOAT8, *_LINES]
+    return [FLOAT8, CHANNEL, FLOAT8_BLOCK]
+
+
+def _tile(convention: Convention, tile: Shape, shape: Shape, scale: Shape) -> Shape | None:
+    """Return the tile as this tensor has it; None where it has fewer dims.
+
+    One scale for a tensor of more dims than two, or of one, covers all of them. torchao gives the size of a dim, where
+    others say all of it. transformers gives experts at least two rows of scales, one for each half of `gate_up_proj`,
+    however few rows these have (`_alloc_expert_proj`).
+    """
+    if convention.name == TORCHAO and len(tile) == len(shape) and tile != FLOAT8_BLOCK.tile:
+        whole = (WHOLE if step == size else step for step, size in zip(tile[-2:], shape[-2:], strict=True))
+        tile = (*(step for step in tile[:-2] if step != 1), *whole)
+    if set(tile) == {WHOLE} and shape and len(shape) != 2 and prod(scale) == 1:
+        return (WHOLE,) * len(shape)
+    if len(shape) < len(tile):
+        return None
+    rows = shape[-2] if len(shape) > 2 else 0
+    halves = len(scale) == len(shape) and scale[-2:-1] == (2,)
+    if convention.name == DEEPSEEK and rows and rows % 2 == 0 and halves and (tile[-2] == WHOLE or tile[-2] >= rows):
+        return (rows // 2, tile[-1])
+    return tile
+
+
+def _same(stored: Shape, grid: Shape) -> bool:
+    """Tell whether scales lie as a grid has them.
+
+    `[]` is `[1, 1]`, and `[M]` is `[M, 1]`. ModelOpt keeps the dims of its blocks, `[rows, 1, columns, 1]`.
+    """
+    if len(stored) == 2 * len(grid) and set(stored[1::2]) == {1}:
+        stored = stored[::2]
+    return prod(stored) == prod(grid) == 1 or _trimmed(stored) == _trimmed(grid)
+
+
+def _trimmed(shape: Shape) -> Shape:
+    while shape[-1:] == (1,):
+        shape = shape[:-1]
+    return shape
+
+
+def _one_number(role: Role, name: str, entry: Stored, shape: Shape) -> None:
+    """Refuse a per-tensor scale that is not one number, in a stack one for each matrix."""
+    if entry.dtype not in _REALS:
+        raise _MisfitError("DTYPE_MISMATCH", name, f"the {role} is {' or '.join(_REALS)}; found {_told(entry)}")
+    if not _same(entry.shape, shape[:-2]):
+        expected = f"numbers are {list(shape[:-2])}" if shape[:-2] else "is one number"
+        message = f"the {role} of {list(shape)} elements {expected}; found {_told(entry)}"
+        raise _MisfitError("SHAPE_MISMATCH", name, message)
+
+
+def _is_torchao(segment: str) -> bool:
+    return CONVENTIONS[TORCHAO].eight[Role.CODES].back(segment) is not None

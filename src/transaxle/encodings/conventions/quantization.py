@@ -1,0 +1,144 @@
+"""What a model's config says of its quantization: which modules are stored as codes and scales, and in which encoding.
+
+Five methods are known by their `quant_method`; each has its own way to list modules and to say what a scale covers. A
+config that is malformed, or speaks of what is not known here, is refused as a whole: half understood, it would be
+worse than none. Which tensors are encoded is decided by `group`, from this, their names and their types together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transaxle.encodings.conventions.pattern import PatternError
+from transaxle.encodings.conventions.scheme import COMPRESSED, GROUPS, METHOD, METHODS, MODELOPT_METHOD, SECTION, Scheme
+from transaxle.encodings.encoding import Encoding
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+
+CONFIG = "config.json"
+MODELOPT_CONFIG = "hf_quant_config.json"
+"""Where older ModelOpt exports say what config.json does not."""
+
+NESTED = ("text_config", "llm_config", "language_config")
+"""Sections of multimodal configs that may hold the section of the language model."""
+OLD_SECTION = "compression_config"
+"""What compressed-tensors called the section at first."""
+MODELOPT_SECTION = "quantization"
+"""Key of the section in `hf_quant_config.json`."""
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a config says of how weights are stored."""
+
+    method: str
+    """`quant_method`, a key of `METHODS`."""
+    scheme: Scheme
+    """Its groups of modules."""
+    paths: tuple[tuple[str, ...], ...]
+    """Keys that lead to the section in its file; several where it is given twice, alike."""
+    section: Mapping[str, Any]
+    """The section itself."""
+    file: str = CONFIG
+    """The file that holds it."""
+
+    @property
+    def conventions(self) -> tuple[str, ...]:
+        """Conventions under which its tensors may be stored."""
+        return self.scheme.conventions
+
+    def encodings(self, module: str) -> tuple[Encoding, ...]:
+        """Return the encodings in which the config may have a module's weights, the likeliest first.
+
+        None for a module that is left as it is. Several where classes are listed, which a name does not tell.
+
+        Raises:
+            Refused: UNSUPPORTED for a pattern that takes too long.
+        """
+        try:
+            if module in self.scheme.ignored:
+                return ()
+            for group in self.scheme.groups:
+                if group.modules is not None and module in group.modules:
+                    return (group.encoding,)
+        except PatternError as error:
+            raise refuse("UNSUPPORTED", f"a list of modules: {error}", file=self.file) from None
+        return self._of_classes
+
+    @cached_property
+    def _of_classes(self) -> tuple[Encoding, ...]:
+        return tuple(dict.fromkeys(group.encoding for group in self.scheme.groups if group.modules is None))
+
+
+def module_of(table_name: str) -> str:
+    """Return the module that a config lists for a tensor: its name without the last segment."""
+    return table_name.rpartition(".")[0]
+
+
+def read(
+    config: Mapping[str, Any] | None, *, modelopt: Mapping[str, Any] | None = None, file: str = CONFIG
+) -> Quantization | None:
+    """Read what a config says of quantization.
+
+    Args:
+        config: the contents of config.json, or of a ModelOpt `hf_quant_config.json`.
+        modelopt: the contents of `hf_quant_config.json`, asked where the config itself says nothing.
+        file: name of the file, for refusals.
+
+    Returns:
+        None where nothing is said of it.
+
+    Raises:
+        Refused: CORRUPT for what is malformed, UNSUPPORTED for a method, format or number that is not known.
+    """
+    sections = _sections(config or {})
+    if not sections and modelopt is not None:
+        return read(modelopt, file=MODELOPT_CONFIG)
+    if not sections:
+        return None
+    path, section = sections[0]
+    at = ".".join(path)
+    if any(other != section for _, other in sections[1:]):
+        both = " and ".join(".".join(path) for path, _ in sections)
+        raise refuse("CORRUPT", f"{both} differ; one of them must go", file=file)
+    if not isinstance(section, Mapping):
+        raise refuse("CORRUPT", f"{at} is no object: {section!r}", file=file)
+    method = _method(section, path)
+    if method not in METHODS:
+        told = repr(method) if METHOD in section else "not there"
+        message = f"{at}.{METHOD} is {told}; known: {', '.join(METHODS)}"
+        raise refuse("UNSUPPORTED", message, file=file, hint="to move the files as they are, name no dialect")
+    try:
+        return Quantization(method, METHODS[method](section, at), tuple(path for path, _ in sections), section, file)
+    except PatternError as error:
+        raise refuse("UNSUPPORTED", f"{at}: a list of modules: {error}", file=file) from None
+    except TransaxleError as error:
+        raise gathered(Refusal(r.code, r.message, Where(file), r.hint) for r in error.refusals) from None
+
+
+def _sections(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
+    """Find the sections of a config and the keys that lead to them, the outermost first."""
+    paths = [(SECTION,), (OLD_SECTION,), *((outer, SECTION) for outer in NESTED)]
+    if SECTION not in config and "producer" in config:
+        paths.append((MODELOPT_SECTION,))
+    found = []
+    for path in paths:
+        place: Any = config
+        for key in path:
+            place = place.get(key) if isinstance(place, Mapping) else None
+        if place is not None:
+            found.append((path, place))
+    return found
+
+
+def _method(section: Mapping[str, Any], path: tuple[str, ...]) -> str:
+    """Return the method of a section; those of old or foreign files go without the key."""
+    if path == (MODELOPT_SECTION,):
+        return MODELOPT_METHOD
+    if METHOD not in section and GROUPS in section:
+        return COMPRESSED
+    if METHOD not in section and "quant_algo" in section:
+        return MODELOPT_METHOD
+    return str(section.get(METHOD))

@@ -1,0 +1,334 @@
+"""Schemes: what each `quant_method` says of how weights are stored, read from its own fields.
+
+One function per method turns the section of a config into groups of modules with an encoding each. The fields and
+their defaults are those of transformers 5.23 (`fp8`, `mxfp4`, `torchao`), compressed-tensors 0.20 and ModelOpt's
+exports; a field of the wrong type is `CORRUPT`, a value of the right type that is not known here `UNSUPPORTED`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, DEEPSEEK, GPT_OSS, MODELOPT, TORCHAO
+from transaxle.encodings.conventions.pattern import Modules, compressed_modules, transformers_modules, wildcard_modules
+from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
+from transaxle.errors import refuse
+
+SECTION = "quantization_config"
+"""Key of the section in config.json."""
+METHOD = "quant_method"
+"""Key of the method in the section."""
+GROUPS = "config_groups"
+"""Key of compressed-tensors' groups."""
+LINEAR = "Linear"
+"""The class that groups are for as a rule."""
+FP8, COMPRESSED = "fp8", "compressed-tensors"
+MXFP4_METHOD, TORCHAO_METHOD, MODELOPT_METHOD = "mxfp4", "torchao", "modelopt"
+
+CHANNEL = replace(FLOAT8, tile=(1, WHOLE))
+"""Float8 with one scale per row."""
+
+_E8M0 = "F8_E8M0"
+_GROUP = 32
+"""Elements that share a scale in the MX encodings."""
+
+Positive = Annotated[int, msgspec.Meta(gt=0)]
+_T = TypeVar("_T")
+
+
+def variant(code: str, scale: str, tile: tuple[int, ...], *, has_global: bool = False) -> Encoding:
+    """Return the encoding of these codes, scales and tiles, under the name of the one that it is a variant of."""
+    if code == MXFP4.code:
+        base = MXFP4 if scale == _E8M0 else NVFP4
+    elif scale == _E8M0 and tile == MXFP8.tile:
+        base = MXFP8
+    else:
+        base = FLOAT8 if tile[-1] == WHOLE and set(tile) <= {WHOLE, 1} else FLOAT8_BLOCK
+    return replace(base, code=code, scale=scale, tile=tile, has_global=has_global)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Modules whose weights are stored in one encoding."""
+
+    encoding: Encoding
+    """What the config says; the type of its scales is the file's to say."""
+    modules: Modules | None
+    """The modules, where they are listed by name; None: every module of a class, which names cannot tell."""
+    key: str = ""
+    """What the config calls the group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """What one section says."""
+
+    conventions: tuple[str, ...]
+    """Keys of `CONVENTIONS` under which its tensors may be stored; none where weights are stored plain."""
+    groups: tuple[Group, ...]
+    """In the order in which they claim modules."""
+    ignored: Modules
+    """Modules that are left as they are."""
+
+
+class _Fp8(msgspec.Struct):
+    """Fields of `FineGrainedFP8Config`; without blocks there is one scale per tensor."""
+
+    weight_block_size: tuple[Positive, Positive] | None = (128, 128)
+    activation_scheme: str = "dynamic"
+    modules_to_not_convert: list[str] | None = None
+    ignored_layers: list[str] | None = None
+    scale_fmt: str | None = None
+    fmt: str = "e4m3"
+    expert_dtype: str = "fp8"
+
+
+def _fp8(section: Mapping[str, Any], at: str) -> Scheme:
+    said = _fields(section, _Fp8, at)
+    _known(said.activation_scheme.lower(), ("dynamic", "static"), f"{at}.activation_scheme")
+    _known(said.scale_fmt or "float", ("float", "ue8m0"), f"{at}.scale_fmt")
+    _known(said.expert_dtype, ("fp8",), f"{at}.expert_dtype")
+    _known(said.fmt, ("e4m3", "float8_e4m3fn"), f"{at}.fmt")
+    listed = said.ignored_layers if said.modules_to_not_convert is None else said.modules_to_not_convert
+    if said.weight_block_size is None:
+        encoding = FLOAT8
+    else:
+        exponents = said.scale_fmt == "ue8m0" and said.weight_block_size == MXFP8.tile
+        encoding = variant(FLOAT8.code, _E8M0 if exponents else FLOAT8.scale, said.weight_block_size)
+    return Scheme((DEEPSEEK, MODELOPT), (Group(encoding, None),), transformers_modules(listed or ()))
+
+
+class _Mxfp4(msgspec.Struct):
+    """Fields of `Mxfp4Config`: all experts but those of the modules listed."""
+
+    modules_to_not_convert: list[str] | None = None
+
+
+def _mxfp4(section: Mapping[str, Any], at: str) -> Scheme:
+    said = _fields(section, _Mxfp4, at)
+    return Scheme((GPT_OSS,), (Group(MXFP4, None),), transformers_modules(said.modules_to_not_convert or ()))
+
+
+class _TorchAo(msgspec.Struct):
+    """Fields of `TorchAoConfig`: what was applied to which modules is told by each file's own metadata."""
+
+    modules_to_not_convert: list[str] | None = None
+
+
+def _torchao(section: Mapping[str, Any], at: str) -> Scheme:
+    said = _fields(section, _TorchAo, at)
+    return Scheme((TORCHAO,), (), transformers_modules(said.modules_to_not_convert or ()))
+
+
+class _Weights(msgspec.Struct):
+    """Fields of compressed-tensors' `QuantizationArgs`."""
+
+    num_bits: int = 8
+    type: str = "int"
+    symmetric: bool = True
+    group_size: int | None = None
+    strategy: str | None = None
+    block_structure: list[int] | str | None = None
+    dynamic: bool | str = False
+    scale_dtype: str | None = None
+
+
+class _Group(msgspec.Struct):
+    """Fields of compressed-tensors' `QuantizationScheme`."""
+
+    targets: list[str]
+    weights: _Weights | None = None
+    format: str | None = None
+
+
+class _Compressed(msgspec.Struct):
+    """Fields of compressed-tensors' `QuantizationConfig`; a group may be the name of a preset and its targets."""
+
+    config_groups: dict[str, _Group | list[str]]
+    format: str = "fakequant"
+    ignore: list[str] | None = None
+    quantization_status: str = "initialized"
+    sparsity_config: dict[str, Any] | None = None
+
+
+_TENSOR, _CHANNEL, _BLOCK, _IN_GROUPS, _TENSOR_GROUP = "tensor", "channel", "block", "group", "tensor_group"
+_DENSE = ("dense", "fakequant")
+_FORMATS = {
+    "float-quantized": "F8_E4M3",
+    "naive-quantized": "F8_E4M3",
+    "mxfp8-quantized": "F8_E4M3",
+    "nvfp4-pack-quantized": "F4",
+    "mxfp4-pack-quantized": "F4",
+    "mixed-precision": None,
+}
+"""Formats of compressed-tensors, and the codes of what they hold; None: each group has its own."""
+
+
+def _float_weights(bits: int, strategy: str, size: int | None = None, block: list[int] | None = None) -> _Weights:
+    return _Weights(bits, "float", strategy=strategy, group_size=size, block_structure=block)
+
+
+_PRESETS = {
+    "FP8": _float_weights(8, _TENSOR),
+    "FP8_DYNAMIC": _float_weights(8, _CHANNEL),
+    "FP8_BLOCK": _float_weights(8, _BLOCK, block=[128, 128]),
+    "NVFP4": _float_weights(4, _TENSOR_GROUP, 16),
+    "NVFP4A16": _float_weights(4, _TENSOR_GROUP, 16),
+    "MXFP4": _float_weights(4, _IN_GROUPS, _GROUP),
+    "MXFP4A16": _float_weights(4, _IN_GROUPS, _GROUP),
+    "MXFP4XFP8": _float_weights(4, _IN_GROUPS, _GROUP),
+    "MXFP8": msgspec.structs.replace(_float_weights(8, _IN_GROUPS, _GROUP), scale_dtype="torch.uint8"),
+    "MXFP8A16": msgspec.structs.replace(_float_weights(8, _IN_GROUPS, _GROUP), scale_dtype="torch.uint8"),
+}
+"""Presets of compressed-tensors 0.20 whose weights are of an encoding known here."""
+
+
+def _compressed(section: Mapping[str, Any], at: str) -> Scheme:
+    said = _fields(section, _Compressed, at)
+    sparsity = (said.sparsity_config or {}).get("format", _DENSE[0])
+    _known(str(sparsity), _DENSE, f"{at}.sparsity_config.format")
+    named, classes = [], []
+    for key, given in said.config_groups.items():
+        spot = f"{at}.{GROUPS}.{key}"
+        if isinstance(given, list):
+            _known(key.upper(), _PRESETS, spot)
+            group = _Group(given, _PRESETS[key.upper()])
+        else:
+            group = given
+        layout = group.format or said.format
+        _known(layout, (*_FORMATS, *_DENSE), f"{spot}.format" if group.format else f"{at}.format")
+        if group.weights is None or layout in _DENSE:
+            continue
+        encoding = _compressed_encoding(group.weights, f"{spot}.weights")
+        code = _FORMATS[layout]
+        if code not in (None, encoding.code):
+            message = f"{spot} stores codes of {encoding.code}, its format {layout} codes of {code}"
+            raise refuse("CORRUPT", message)
+        by_name = [target for target in group.targets if not _is_class(target)]
+        if by_name:
+            named.append(Group(encoding, compressed_modules(by_name), key))
+        if len(by_name) < len(group.targets):
+            classes.append(Group(encoding, None, key))
+    conventions = (COMPRESSED_TENSORS,) if named or classes else ()
+    return Scheme(conventions, (*named, *classes), compressed_modules(said.ignore or ()))
+
+
+def _is_class(target: str) -> bool:
+    """Tell a class (`Linear`) from a module: names of modules are lower case, or have dots."""
+    return target[:1].isupper() and "." not in target
+
+
+def _compressed_encoding(said: _Weights, at: str) -> Encoding:
+    kind = f"{said.type.lower()}{said.num_bits}"
+    _known(kind, ("float8", "float4"), f"{at} (type and num_bits)")
+    if said.dynamic or not said.symmetric:
+        found = f"dynamic {said.dynamic!r}, symmetric {said.symmetric!r}"
+        raise refuse("UNSUPPORTED", f"{at} is {found}; known: weights that are stored, and symmetric")
+    strategy = said.strategy or _inferred(said)
+    if kind == "float4":
+        _known(strategy, (_IN_GROUPS, _TENSOR_GROUP), f"{at}.strategy")
+        _known(said.group_size, (16, _GROUP), f"{at}.group_size")
+        if said.group_size == _GROUP:
+            return MXFP4
+        return replace(NVFP4, has_global=strategy == _TENSOR_GROUP)
+    _known(strategy, (_TENSOR, _CHANNEL, _BLOCK, _IN_GROUPS), f"{at}.strategy")
+    if strategy == _IN_GROUPS:
+        if not said.group_size or said.group_size < 0:
+            raise refuse("CORRUPT", f"{at}.group_size is {said.group_size!r}; expected a positive number")
+        exponents = said.group_size == _GROUP and str(said.scale_dtype).endswith("uint8")
+        return MXFP8 if exponents else variant(FLOAT8.code, FLOAT8.scale, (1, said.group_size))
+    if strategy == _BLOCK:
+        return variant(FLOAT8.code, FLOAT8.scale, _block(said.block_structure, f"{at}.block_structure"))
+    return variant(FLOAT8.code, FLOAT8.scale, (WHOLE if strategy == _TENSOR else 1, WHOLE))
+
+
+def _inferred(said: _Weights) -> str:
+    if said.group_size is None:
+        return _TENSOR
+    return _CHANNEL if said.group_size == -1 else _IN_GROUPS
+
+
+def _block(given: list[int] | str | None, at: str) -> tuple[int, int]:
+    parts = given.split("x") if isinstance(given, str) else given or []
+    sizes = [int(part) if str(part).isdecimal() else 0 for part in parts]
+    if len(sizes) != 2 or min(sizes) < 1:
+        raise refuse("CORRUPT", f"{at} is {given!r}; expected two positive numbers, [rows, columns]")
+    return sizes[0], sizes[1]
+
+
+class _Layer(msgspec.Struct):
+    """What ModelOpt says of one layer of a mixed checkpoint."""
+
+    quant_algo: str | None = None
+    group_size: int | None = None
+
+
+class _ModelOpt(msgspec.Struct):
+    """Fields of ModelOpt's exports, in `hf_quant_config.json` and, newer, in config.json."""
+
+    quant_algo: str | None = None
+    group_size: int | None = None
+    exclude_modules: list[str] | None = None
+    ignore: list[str] | None = None
+    quantized_layers: dict[str, _Layer] | None = None
+
+
+MIXED = "MIXED_PRECISION"
+ALGORITHMS = {
+    "FP8": FLOAT8,
+    "FP8_PER_CHANNEL_PER_TOKEN": CHANNEL,
+    "FP8_PB_WO": variant(FLOAT8.code, FLOAT8.scale, FLOAT8_BLOCK.tile),
+    "MXFP8": MXFP8,
+    "NVFP4": NVFP4,
+}
+"""`quant_algo` of ModelOpt -> encoding of the weights."""
+
+
+def _modelopt(section: Mapping[str, Any], at: str) -> Scheme:
+    said = _fields(section, _ModelOpt, at)
+    ignored = wildcard_modules(said.exclude_modules or said.ignore or ())
+    algorithm = said.quant_algo
+    if algorithm is None:
+        return Scheme((), (), ignored)
+    if algorithm == MIXED:
+        listed: dict[Encoding, list[str]] = {}
+        for name, layer in (said.quantized_layers or {}).items():
+            spot = f"{at}.quantized_layers.{name}"
+            listed.setdefault(_algorithm(layer.quant_algo or "", layer.group_size, spot), []).append(name)
+        groups = tuple(Group(encoding, wildcard_modules(names)) for encoding, names in listed.items())
+        return Scheme((MODELOPT,), groups, ignored)
+    return Scheme((MODELOPT,), (Group(_algorithm(algorithm, said.group_size, at), None),), ignored)
+
+
+def _algorithm(name: str, size: int | None, at: str) -> Encoding:
+    _known(name, ALGORITHMS, f"{at}.quant_algo")
+    encoding = ALGORITHMS[name]
+    if encoding is NVFP4 and size is not None:
+        _known(size, (NVFP4.tile[-1],), f"{at}.group_size")
+    return encoding
+
+
+METHODS: Mapping[str, Callable[[Mapping[str, Any], str], Scheme]] = MappingProxyType(
+    {FP8: _fp8, COMPRESSED: _compressed, MXFP4_METHOD: _mxfp4, TORCHAO_METHOD: _torchao, MODELOPT_METHOD: _modelopt}
+)
+"""`quant_method` -> how its section is read."""
+
+
+def _fields(section: Mapping[str, Any], kind: type[_T], at: str) -> _T:
+    """Read the fields of a section; those that are not of interest may hold anything."""
+    try:
+        return msgspec.convert(section, kind)
+    except msgspec.ValidationError as error:
+        raise refuse("CORRUPT", f"{at}: {error}") from None
+
+
+def _known(found: object, known: Iterable[object], at: str) -> None:
+    """Refuse a value that is none of those known."""
+    names = list(known)
+    if found not in names:
+        raise refuse("UNSUPPORTED", f"{at} is {found!r}; known: {', '.join(map(str, names))}")

@@ -1,0 +1,204 @@
+"""What torchao writes of its tensors into the header of a safetensors file.
+
+Each tensor of a subclass is flattened into plain ones, `X._weight_qdata` and `X._weight_scale`, and the header's
+metadata holds a JSON text under the name of the whole, with its class, its attributes and which parts there are
+(`torchao.prototype.safetensors`, 0.18). Nothing of it is executed here: it is read as a description.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from transaxle.encodings.conventions.scheme import Positive, variant
+from transaxle.encodings.encoding import MXFP4, MXFP8, NVFP4, WHOLE, Encoding
+from transaxle.errors import Code, Refusal, Where
+
+NAMES = "tensor_names"
+"""Key of the metadata under which the names of all tensors are listed."""
+
+_PLAIN = "Tensor"
+_DTYPE = "torch.dtype"
+_CODES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float4_e2m1fn_x2": "F4"}
+_SCALE = "F32"
+
+
+class _Named(msgspec.Struct, rename={"type": "_type", "data": "_data"}):
+    """A value that torchao's encoder gives the name of its class."""
+
+    type: str
+    data: Any = None
+
+
+class _Float8(msgspec.Struct):
+    """Attributes of `Float8Tensor`."""
+
+    block_size: list[Positive] = []
+
+
+class _Mx(msgspec.Struct):
+    """Attributes of `MXTensor`."""
+
+    elem_dtype: _Named
+    block_size: Positive
+    is_swizzled_scales: bool = False
+
+
+class _Nvfp4(msgspec.Struct):
+    """Attributes of `NVFP4Tensor`."""
+
+    block_size: Positive
+    is_swizzled_scales: bool = False
+
+
+class _Tensor(msgspec.Struct, rename={"type": "_type", "data": "_data", "parts": "_tensor_data_names"}):
+    """What the metadata holds of one tensor."""
+
+    type: str
+    data: dict[str, Any] = {}
+    parts: list[str] = []
+
+
+_tensor = msgspec.json.Decoder(_Tensor)
+_names = msgspec.json.Decoder(list[str])
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """An encoded tensor as the metadata has it."""
+
+    encoding: Encoding | None
+    """Codes of e4m3 where the class does not say; None where the description cannot be read."""
+    parts: tuple[str, ...] = ()
+    """Stored names of its parts."""
+    refusals: tuple[Refusal, ...] = ()
+    """Why it cannot be read."""
+
+
+def described(metadata: Mapping[str, object]) -> Mapping[str, Described]:
+    """Return the encoded tensors that the metadata of torchao's files lists, by name; plain ones are left out.
+
+    Args:
+        metadata: of one file, or of all together, where a key on which they differ has `file:` before it.
+    """
+    found: dict[str, Described] = {}
+    for key, listed in metadata.items():
+        if key != NAMES and not key.endswith(f":{NAMES}"):
+            continue
+        try:
+            names = _names.decode(str(listed))
+        except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+            found[key] = _unread(key, (), "CORRUPT", f"the list in the header's metadata is malformed: {error}")
+            continue
+        for name in names:
+            said = _described(name, metadata.get(name))
+            if said is not None:
+                found[name] = said
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Swizzled:
+    """A tensor whose scales lie in the order of a matrix-multiply kernel."""
+
+    codes: str
+    """Stored name of its codes."""
+    scale: str
+    """Stored name of its scales."""
+    per_byte: int
+    """Codes in one stored element."""
+    block: int
+    """Codes along a row that share a scale."""
+    compact: Mapping[str, Any]
+    """Its description, were they in compact order."""
+
+
+def swizzled(metadata: Mapping[str, object]) -> Mapping[str, Swizzled]:
+    """Return the tensors that torchao's files describe with such scales, by name; what is malformed is not among them.
+
+    Args:
+        metadata: see `described`.
+    """
+    found: dict[str, Swizzled] = {}
+    for name, said in described(metadata).items():
+        text = str(metadata.get(name))
+        if said.encoding is not None or _SWIZZLED not in text:
+            continue
+        try:
+            tensor = _tensor.decode(text)
+            whole = msgspec.json.decode(text, type=dict[str, Any])
+            if tensor.type not in _BLOCKED or tensor.data.get(_SWIZZLED) is not True:
+                continue
+            whole[_DATA] = {**whole[_DATA], _SWIZZLED: False}
+            encoding = _encoding(_tensor.decode(msgspec.json.encode(whole)))
+        except (msgspec.MsgspecError, _UnknownError, UnicodeError, RecursionError):
+            continue
+        head, dot, segment = name.rpartition(".")
+        codes, scale = (f"{head}{dot}_{segment}_{part}" for part in _BUFFERS)
+        if {codes, scale} <= set(said.parts):
+            found[name] = Swizzled(codes, scale, 8 // encoding.code_bits, encoding.tile[-1], whole)
+    return found
+
+
+def _described(name: str, text: object) -> Described | None:
+    """Read what the metadata says of one tensor; None for a plain one."""
+    if text is None:
+        message = f"the header's metadata lists it under {NAMES}, and does not say what it is, or in several ways"
+        return _unread(name, (), "CORRUPT", message)
+    try:
+        tensor = _tensor.decode(str(text))
+    except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
+        return _unread(name, (), "CORRUPT", f"what the header's metadata says of it is malformed: {error}")
+    if tensor.type == _PLAIN:
+        return None
+    head, dot, segment = name.rpartition(".")
+    parts = tuple(f"{head}{dot}_{segment}_{part}" for part in tensor.parts)
+    try:
+        return Described(_encoding(tensor), parts)
+    except msgspec.ValidationError as error:
+        return _unread(name, parts, "CORRUPT", f"an attribute of its {tensor.type} is malformed: {error}")
+    except _UnknownError as error:
+        return _unread(name, parts, "UNSUPPORTED", str(error))
+
+
+def _unread(name: str, parts: tuple[str, ...], code: Code, message: str) -> Described:
+    hint = "save it dequantized with torchao, or move the file as it is" if code == "UNSUPPORTED" else ""
+    return Described(None, parts, (Refusal(code, message, Where(None, name), hint),))
+
+
+class _UnknownError(ValueError):
+    """A tensor of a class, or with an attribute, that is not known here."""
+
+
+def _encoding(tensor: _Tensor) -> Encoding:
+    if tensor.type == "Float8Tensor":
+        return variant("F8_E4M3", _SCALE, tuple(msgspec.convert(tensor.data, _Float8).block_size) or (WHOLE, WHOLE))
+    if tensor.type == "MXTensor":
+        mx = msgspec.convert(tensor.data, _Mx)
+        code = _CODES.get(str(mx.elem_dtype.data))
+        _compact(mx.is_swizzled_scales)
+        if mx.elem_dtype.type != _DTYPE or code is None:
+            raise _UnknownError(f"elements of {mx.elem_dtype.data!r}; known: {', '.join(_CODES)}")
+        base = MXFP4 if code == MXFP4.code else MXFP8
+        return replace(base, code=code, tile=(1, mx.block_size))
+    if tensor.type == "NVFP4Tensor":
+        nv = msgspec.convert(tensor.data, _Nvfp4)
+        _compact(nv.is_swizzled_scales)
+        return replace(NVFP4, tile=(1, nv.block_size), has_global=_GLOBAL in tensor.parts)
+    raise _UnknownError(f"it is of torchao's class {tensor.type!r}; known: {', '.join(_KNOWN)}")
+
+
+def _compact(swizzled: bool) -> None:
+    if swizzled:
+        raise _UnknownError("its scales lie in the order of a matrix-multiply kernel (`is_swizzled_scales`)")
+
+
+_GLOBAL = "per_tensor_scale"
+_SWIZZLED = "is_swizzled_scales"
+_DATA = "_data"
+_BUFFERS = ("qdata", "scale")
+_BLOCKED = ("MXTensor", "NVFP4Tensor")
+_KNOWN = ("Float8Tensor", "MXTensor", "NVFP4Tensor")

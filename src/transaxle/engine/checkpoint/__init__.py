@@ -1,0 +1,1 @@
+"""An open checkpoint: its family, dialect and axes recognised, its tensors readable."""

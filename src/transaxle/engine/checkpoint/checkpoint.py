@@ -1,0 +1,436 @@
+"""An opened checkpoint: a mapping from stored names to tensors, in its own dialect or, lazily, in another.
+
+Nothing is loaded until a tensor is read, and a read touches only the bytes of its box.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from transaxle.axes.layout.bind import Bound, bind
+from transaxle.axes.layout.relayout import Check, Target, unchanged
+from transaxle.axes.notation.family import Sizes
+from transaxle.axes.notation.number_format import Recode, same
+from transaxle.axes.translation.translate import translate
+from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG
+from transaxle.encodings.encoding import Encoded
+from transaxle.engine.checkpoint.foreign_names import foreign
+from transaxle.engine.checkpoint.manifest import Manifest, read_manifest
+from transaxle.engine.checkpoint.peft_adapter import check_model
+from transaxle.engine.checkpoint.recognise import IDENTITY, Recognised, pick_dialect, recognise
+from transaxle.engine.checkpoint.settings import CONFIG, Settings, settings
+from transaxle.engine.checkpoint.stored_tensor import StoredTensor
+from transaxle.engine.checkpoint.tp_from_tables import cutter, stored_config
+from transaxle.engine.copying.arithmetic import affine
+from transaxle.engine.copying.replica_mean import averaged
+from transaxle.engine.copying.source import Source
+from transaxle.engine.views.cast import cast_to, precise
+from transaxle.engine.views.decoded import DTYPES, decoded, plainly
+from transaxle.engine.views.encoded import Catalog, View, catalog, viewed
+from transaxle.engine.views.name_filter import chosen
+from transaxle.engine.views.param_groups import regrouped
+from transaxle.engine.views.swizzled_scales import ordering
+from transaxle.errors import Refusal, TransaxleError, gathered, refuse
+from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.detect import open_container
+from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER
+from transaxle.formats.training_state.state_groups import GROUPS
+
+LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
+"""Codes of what stands against a view where not all is there."""
+_UNRECOGNISED = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
+_OF_THE_FILES = frozenset({"manifest", "config", "catalog", "decoded", "_recognition", "sizes", "bound"})
+"""Cached properties that are the same in every view."""
+__all__ = ["LACKING", "Checkpoint", "StoredTensor", "check_decoded", "open_checkpoint"]
+
+
+class Checkpoint(Mapping[str, StoredTensor]):
+    """An opened checkpoint, in its own dialect or re-expressed in another.
+
+    Attributes:
+        container: the files behind it.
+        settings: what the user said about it.
+        undecoded: the checkpoint as it is stored, where this one is decoded.
+        decoded: what was encoded there and is plain here, by table name.
+    """
+
+    def __init__(
+        self,
+        container: Container,
+        said: Settings,
+        view: View | None,
+        label: str | None,
+        undecoded: Checkpoint | None = None,
+    ) -> None:
+        self.container = container
+        self.settings = said
+        self.undecoded = undecoded
+        self._view = view
+        self._label = label
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """The checkpoint's `transaxle.json`; None where there is none, or its files were changed since."""
+        return read_manifest(self.container) if self.undecoded is None else self.undecoded.manifest
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """The stored tensors as tables see them: what is encoded is one tensor."""
+        beside = MODELOPT_CONFIG in self.container.carried
+        modelopt = stored_config(self.container.storage, MODELOPT_CONFIG) if beside else None
+        return catalog(self.container, self.config, modelopt)
+
+    @cached_property
+    def decoded(self) -> Mapping[str, Encoded]:
+        """What is plain here and encoded where it is stored, by table name."""
+        if self.undecoded is None:
+            return {}
+        held = self.undecoded.catalog.encoded
+        return {name: one for name, one in held.items() if name not in self.catalog.encoded}
+
+    @property
+    def format(self) -> str:
+        """Container format, e.g. `safetensors`."""
+        return self.container.format
+
+    @property
+    def path(self) -> str:
+        """The path as the user typed it."""
+        return self.container.path
+
+    @property
+    def metadata(self) -> Mapping[str, Any]:
+        """What the container says beside its tensors; parameter groups by the names of this view."""
+        said = self.container.metadata
+        if self._view is None or GROUPS not in said:
+            return said
+        return {**said, GROUPS: regrouped(said[GROUPS], self._view.targets, [])}
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The model's config.json: the user's, or the checkpoint's; empty where there is none."""
+        if self.settings.config is not None:
+            return self.settings.config
+        return stored_config(self.container.storage) if CONFIG in self.container.carried else {}
+
+    @property
+    def recognised(self) -> Recognised:
+        """Family and dialect of the stored names.
+
+        Raises:
+            UsageError: UNKNOWN_FAMILY, AMBIGUOUS.
+        """
+        if isinstance(self._recognition, TransaxleError):
+            raise self._recognition
+        return self._recognition
+
+    @cached_property
+    def _recognition(self) -> Recognised | TransaxleError:
+        said = self.settings
+        family, dialect = said.family, said.dialect
+        known = said.families.get(self.manifest.family or "") if self.manifest is not None else None
+        if self.manifest is not None and known is not None:
+            family = family or known.name
+            if dialect is None and family == known.name and known.dialect(self.manifest.dialect) is not None:
+                dialect = self.manifest.dialect
+        try:
+            check_model(self.container)
+            return recognise(tuple(self.catalog.entries), self.config, said.families, family, dialect)
+        except TransaxleError as error:
+            return error
+
+    @property
+    def family(self) -> str | None:
+        """Name of the model family; None where no table reads the names."""
+        found = self._recognised_or_none()
+        return None if found is None else found.family.name
+
+    @property
+    def dialect(self) -> str | None:
+        """Label of the dialect of this view; None where no table reads the names."""
+        if self._label is not None:
+            return self._label
+        found = self._recognised_or_none()
+        return None if found is None else found.dialect.label
+
+    def _recognised_or_none(self) -> Recognised | None:
+        """Return what the names are read as; None if they are not, unless the user said how to read them."""
+        found = self._recognition
+        if not isinstance(found, TransaxleError):
+            return found
+        if self.settings.family or self.settings.dialect or found.code not in _UNRECOGNISED:
+            raise found
+        return None
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Axis sizes: the user's, the manifest's (unless the user gave a config), the config's."""
+        trusted = self.manifest if self.settings.config is None else None
+        axes = {} if trusted is None else trusted.axes
+        return Sizes(self.recognised.family, self.config, {**axes, **self.settings.axes})
+
+    @cached_property
+    def bound(self) -> Bound:
+        """The stored names read through the dialect."""
+        found = self.recognised
+        held = self.catalog
+        stored_as = {name: one.encoding.name for name, one in (*held.encoded.items(), *self.decoded.items())}
+        names = tuple(held.entries)
+        return bind(names, found.family, found.dialect, self.sizes, found.prefix, stored_as)
+
+    def translation(self, dialect: str, recode: Recode = same) -> View:
+        """Return this checkpoint's tensors in another dialect, with everything that stands against it.
+
+        Args:
+            dialect: its label; `identity` for the stored tensors under their own names.
+            recode: target name and form -> form in which it is written, where tensors are encoded afterwards.
+
+        Raises:
+            UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
+        """
+        if dialect == IDENTITY:
+            targets = {name: unchanged(name, entry) for name, entry in self.container.entries.items()}
+            return View(targets, (), (), (), {}, (), self.sizes.at({}) if self.family else {})
+        target = pick_dialect(self.recognised.family, dialect)
+        entries, partial = self.catalog.entries, self.settings.partial
+        found = translate(self.bound, entries, target, self.sizes, plainly(recode), partial=partial)
+        return viewed(found, self.catalog)
+
+    def as_dialect(self, dialect: str) -> Checkpoint:
+        """Return the same checkpoint lazily re-expressed in another dialect; nothing is converted or written.
+
+        Copies of one tensor (ties) are not compared here: `convert`, `verify` and `diff` do that.
+
+        Raises:
+            TransaxleError: everything that stands against it, at once.
+        """
+        problems = self.foreign(dialect)
+        if problems:
+            raise gathered(problems)
+        return self.seen_as(dialect)
+
+    def foreign(self, dialect: str) -> list[Refusal]:
+        """Return why names of some tensors are not known in a dialect; it raises what `translation` does."""
+        if dialect == IDENTITY:
+            return []
+        target = pick_dialect(self.recognised.family, dialect)
+        return foreign(self.bound, self.config, target, said=self.settings.family is not None)
+
+    def seen_as(self, dialect: str) -> Checkpoint:
+        """Return what `as_dialect` does with unknown names as they are, for those who then compare all names."""
+        return self._expressed(self.translation(dialect), dialect)
+
+    def in_part(self, dialect: str) -> Checkpoint:
+        """Return what `as_dialect` does as far as the stored tensors go: one that they are not all of is not there.
+
+        Raises:
+            TransaxleError: everything else that stands against it, at once.
+        """
+        part = Checkpoint(self.container, replace(self.settings, partial=True), None, None, self.undecoded)
+        view, source = part.translation(dialect), part.source_of(dialect)
+        there = {name: target for name, target in view.targets.items() if source.covers(target)}
+        against = tuple(refusal for refusal in view.refusals if refusal.code not in LACKING)
+        return part._expressed(replace(view, targets=there, refusals=against), dialect)
+
+    def _expressed(self, view: View, dialect: str) -> Checkpoint:
+        """Return the same checkpoint under another view, unless something stands against it."""
+        problems = list(view.refusals)
+        for target in view.targets.values():
+            try:
+                affine(target, allowed=False)
+            except TransaxleError as error:
+                problems.extend(error.refusals)
+        if problems:
+            raise gathered(problems)
+        label = IDENTITY if dialect == IDENTITY else pick_dialect(self.recognised.family, dialect).label
+        return self._seen(view, label)
+
+    def _seen(self, view: View | None, label: str | None) -> Checkpoint:
+        """Return another view of the same files; what is known of them is not looked up again."""
+        found = Checkpoint(self.container, self.settings, view, label, self.undecoded)
+        vars(found).update({key: value for key, value in vars(self).items() if key in _OF_THE_FILES})
+        return found
+
+    def checking(self, checks: Sequence[Check]) -> Checkpoint:
+        """Return the same view with more stored copies that must be equal for it to be true."""
+        return self if not checks else self._seen(replace(self.view, checks=(*self.checks, *checks)), self._label)
+
+    def without_optimizer(self) -> Checkpoint:
+        """Return the same checkpoint without the optimizer's state and settings."""
+        state = {name for name in self.container.entries if name.startswith(OPTIMIZER)}
+        said = dict(self.container.metadata)
+        if said.pop(GROUPS, None) is not None:
+            said[LEFT_BEHIND] = {**said.get(LEFT_BEHIND, {}), GROUPS: "settings"}
+        elif not state:
+            return self
+        return Checkpoint(
+            replace(self.container.without(state), metadata=said), self.settings, None, None, self.undecoded
+        )
+
+    def decode(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:
+        """Return the same checkpoint with encoded tensors as plain ones, which are decoded when they are read.
+
+        Args:
+            to: `bf16` or `fp32`.
+            only: patterns of the names to be decoded, as tables have them; none: all.
+            skip: patterns of names that stay as they are.
+
+        Raises:
+            Refused: what stands against telling their buffers apart.
+            UsageError: AMBIGUOUS for an unknown type, and for a pattern that no encoded tensor has.
+        """
+        if to not in DTYPES:
+            raise refuse("AMBIGUOUS", f"cannot decode to {to!r}", hint=f"say one of: {', '.join(DTYPES)}")
+        held = self.stored.catalog
+        if held.refusals:
+            raise gathered(held.refusals)
+        if not held.encoded:
+            raise nothing_encoded(to)
+        names = chosen(held.encoded, only, skip, "encoded tensor")
+        if not names:
+            return self.stored
+        return Checkpoint(decoded(held, names, DTYPES[to]), self.settings, None, None, self.undecoded or self.stored)
+
+    def cast(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:
+        """Return the same checkpoint with plain numbers of another type, which are cast when they are read.
+
+        Args:
+            to: `bf16`, `fp16` or `fp32`.
+            only: patterns of the names to be cast; none: all weights but what the family's table marks as precise.
+            skip: patterns of names that stay as they are.
+
+        Raises:
+            UsageError: AMBIGUOUS for an unknown type, where nothing is plain, and for a pattern that no tensor has.
+        """
+        here = self.stored
+        keep = precise(None if here.family is None else here.bound)
+        container = cast_to(here.catalog, to, only, skip, keep)
+        return Checkpoint(container, self.settings, None, None, self.undecoded)
+
+    @property
+    def stored(self) -> Checkpoint:
+        """The checkpoint under its own names, whatever dialect this view is in."""
+        return self if self._view is None else self._seen(None, None)
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        """Stored copies that must be equal for this view to be true; none where nothing was re-expressed."""
+        return () if self._view is None else self._view.checks
+
+    @cached_property
+    def view(self) -> View:
+        """The tensors of this view, as the planner sees them."""
+        return self.translation(IDENTITY) if self._view is None else self._view
+
+    @property
+    def targets(self) -> Mapping[str, Target]:
+        """The tensors of this view by stored name."""
+        return self.view.targets
+
+    @cached_property
+    def source(self) -> Source:
+        """What turns the tensors of this view into transfers."""
+        return self.source_of(self._label)
+
+    def source_of(self, dialect: str | None) -> Source:
+        """Return what turns the tensors of a translation into transfers; None: under their stored names."""
+        return Source(self.container, None if dialect in (None, IDENTITY) else self.catalog.buffers)
+
+    @property
+    def encoded(self) -> Mapping[str, Encoded]:
+        """The encoded tensors of this view by table name, with the names of their buffers."""
+        return self.catalog.encoded if self._label in (None, IDENTITY) else self.view.encoded
+
+    @property
+    def parameters(self) -> int:
+        """Number of the model's elements: what is encoded counts once, and its scales do not."""
+        parts = {stored for one in self.encoded.values() for stored in one.parts.values()}
+        plain = sum(tensor.parameters for name, tensor in self.items() if name not in parts)
+        return plain + sum(prod(one.shape) for one in self.encoded.values())
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        return StoredTensor(name, *self.view.described(name), self.targets[name], self.source)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.targets)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.targets
+
+    def close(self) -> None:
+        """Release the files behind it."""
+        self.container.storage.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<checkpoint {self.path} · {self.format} · {len(self)} tensors>"
+
+
+def nothing_encoded(to: str) -> TransaxleError:
+    """Build the refusal to decode what is plain."""
+    hint = f'numbers that are plain are cast with --dtype {to} (dtype="{to}")'
+    return refuse("AMBIGUOUS", "nothing is encoded here, so there is nothing to decode", hint=hint)
+
+
+def check_decoded(first: Checkpoint, second: Checkpoint, decode: str | None) -> None:
+    """Refuse to decode two checkpoints of which neither has anything encoded.
+
+    Raises:
+        UsageError: AMBIGUOUS.
+    """
+    if decode is not None and not (first.decoded or second.decoded):
+        raise nothing_encoded(decode)
+
+
+def open_checkpoint(
+    path: str | Path,
+    *,
+    decode: str | None = None,
+    dtype: str | None = None,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    lenient: bool = False,
+    **said: Any,
+) -> Checkpoint:
+    """Open a checkpoint of any known format; nothing is loaded, and torch is not imported.
+
+    Args:
+        path: a folder or a file.
+        decode: `bf16` or `fp32`: encoded tensors are seen as plain ones, decoded when they are read.
+        dtype: `bf16`, `fp16` or `fp32`: plain floating-point tensors are cast when they are read.
+        only: patterns of the names to be decoded or cast.
+        skip: patterns of names that stay as they are.
+        lenient: decode what is encoded, if anything is: of two that are compared, one may be plain.
+        **said: `format`, `family`, `dialect`, `config`, `axes`, `rules`, `weights`, `optimizer`, `average`: see
+            `settings`.
+
+    Raises:
+        StorageError: IO where it is missing or unreadable.
+        Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem of its files.
+    """
+    given = settings(**said)
+    container = ordering(open_container(os.fspath(path), given.format, given.weights, cutter(given)))
+    found = Checkpoint(averaged(container) if given.average else container, given, None, None)
+    if given.optimizer is False:
+        found = found.without_optimizer()
+    if decode is not None and dtype is not None:
+        raise TypeError("decode or dtype: one of them at a time")
+    if dtype is not None:
+        return found.cast(dtype, only, skip)
+    if decode is None or (lenient and not found.catalog.encoded and not found.catalog.refusals):
+        return found
+    return found.decode(decode, only, skip)

@@ -1,0 +1,188 @@
+"""The manifest `transaxle.json`: what a checkpoint that we wrote is, and a hash of every tensor and every header.
+
+It is written last. While its file sizes and header hashes match, it tells the family and dialect without guessing;
+`verify` also holds every tensor's bytes against it. Its own checksum covers the rest of its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+import xxhash
+
+from transaxle.engine.checkpoint.settings import CONFIG
+from transaxle.errors import Refusal, StorageError, TransaxleError, Where, refuse
+from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.dtype import nbytes
+
+SCHEMA = 1
+_BLOCK = 1 << 20
+_LARGEST = 1 << 30
+
+
+class FileRecord(msgspec.Struct, frozen=True):
+    """A file of the checkpoint."""
+
+    size: int
+    """Bytes."""
+    head: int
+    """Number of its bytes that are no tensor's: the headers of a tensor file, all of any other file."""
+    xxh3: str
+    """xxh3-128 of those bytes, in the order of the file, in hex."""
+
+
+class TensorRecord(msgspec.Struct, frozen=True):
+    """A tensor of the checkpoint."""
+
+    dtype: str
+    """Safetensors code."""
+    shape: tuple[int, ...]
+    """Logical elements along each dim."""
+    xxh3: str
+    """xxh3-128 of its row-major little-endian bytes, in hex."""
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """The whole of `transaxle.json`."""
+
+    transaxle: int = SCHEMA
+    """Version of this schema."""
+    format: str
+    """Container format."""
+    family: str | None
+    """Model family."""
+    dialect: str
+    """Dialect of the names."""
+    axes: dict[str, int]
+    """Axis sizes, as far as they are the same in every layer."""
+    aliases: dict[str, str]
+    """Stored name -> stored name of the tensor it is tied to."""
+    files: dict[str, FileRecord]
+    """Every other file."""
+    tensors: dict[str, TensorRecord]
+    """Every tensor."""
+    checksum: str = ""
+    """xxh3-128 of this text with an empty checksum."""
+
+
+def digest(data: bytes | memoryview) -> str:
+    """Return the xxh3-128 of bytes, in hex."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return the manifest's text, with its checksum.  Inverse: `decode`."""
+    bare = msgspec.structs.replace(manifest, checksum="")
+    checksum = digest(msgspec.json.encode(bare))
+    return msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(bare, checksum=checksum)), indent=1)
+
+
+def decode(text: bytes, file: str = MANIFEST) -> Manifest:
+    """Read a manifest's text.
+
+    Raises:
+        Refused: UNSUPPORTED for one of a later version; CORRUPT where it is malformed or was changed.
+    """
+    try:
+        manifest = msgspec.json.decode(text, type=Manifest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise refuse("CORRUPT", f"malformed: {error}", file=file) from None
+    if manifest.transaxle > SCHEMA:
+        message = f"it is of version {manifest.transaxle}; this program reads up to version {SCHEMA}"
+        raise refuse("UNSUPPORTED", message, file=file, hint="A newer Transaxle reads it.")
+    if encode(manifest) != text:
+        raise refuse("CORRUPT", "its text was changed: the checksum does not match", file=file)
+    return manifest
+
+
+def load(container: Container) -> Manifest | None:
+    """Return the manifest in a checkpoint's folder, whatever it says; None where there is none.
+
+    Raises:
+        Refused: CORRUPT.
+        StorageError: IO.
+    """
+    storage = container.storage
+    if storage.single or MANIFEST not in storage.names():
+        return None
+    size = storage.size(MANIFEST)
+    if size > _LARGEST:
+        raise refuse("CORRUPT", f"a manifest of {size} bytes is longer than any real one", file=MANIFEST)
+    return decode(storage.read(MANIFEST, 0, size))
+
+
+def stale(manifest: Manifest, container: Container, files: Collection[str] | None = None) -> list[Refusal]:
+    """Return what the manifest says of files and what is no longer so.
+
+    Args:
+        manifest: from `load`.
+        container: the checkpoint.
+        files: hold only these against it; None: all that it lists.
+    """
+    problems = []
+    held = _held(container)
+    present = set(container.storage.names())
+    for name, record in manifest.files.items():
+        if files is not None and name not in files:
+            continue
+        size = _size(container, name, present)
+        if size is None:
+            problems.append(Refusal("INCOMPLETE", "the manifest lists this file; it is missing", Where(name)))
+        elif size != record.size:
+            message = f"the manifest says {record.size} bytes, the file has {size}"
+            problems.append(Refusal("CORRUPT", message, Where(name)))
+        elif _described(container, name, size, held.get(name, [])) != (record.head, record.xxh3):
+            what = "this file" if record.head == size else "its header"
+            problems.append(Refusal("CORRUPT", f"{what} was changed after it was written", Where(name)))
+    return problems
+
+
+def _size(container: Container, name: str, present: Collection[str]) -> int | None:
+    """Return the size of a file, which may lie in a sub-folder; None if it is not there."""
+    if "/" not in name and name not in present:
+        return None
+    try:
+        return container.storage.size(name)
+    except StorageError:
+        return None
+
+
+def _held(container: Container) -> dict[str, list[tuple[int, int]]]:
+    """Return the byte ranges of every file that hold tensors."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for entry in (*container.entries.values(), *container.left.values()):
+        for extent in entry.extents:
+            size = nbytes(entry.dtype, extent.shape)
+            if size:
+                found.setdefault(extent.file, []).append((extent.offset, extent.offset + size))
+    return found
+
+
+def _described(container: Container, name: str, size: int, held: list[tuple[int, int]]) -> tuple[int, str]:
+    """Return the number and the xxh3-128 of a file's bytes that no tensor holds."""
+    state = xxhash.xxh3_128()
+    reached = count = 0
+    for begin, end in [*sorted(held), (size, size)]:
+        for start in range(reached, begin, _BLOCK):
+            state.update(container.storage.read(name, start, min(_BLOCK, begin - start)))
+        count += max(0, begin - reached)
+        reached = max(reached, end)
+    return count, state.hexdigest()
+
+
+def read_manifest(container: Container) -> Manifest | None:
+    """Return the manifest if there is one and the checkpoint is still what it was written with.
+
+    That is: the files that hold or describe tensors, and config.json. Other files beside them are left to `verify`.
+    """
+    try:
+        manifest = load(container)
+        if manifest is None or not container.files.keys() <= manifest.files.keys():
+            return None
+        if stale(manifest, container, {*container.files, CONFIG}):
+            return None
+    except TransaxleError:
+        return None
+    return manifest

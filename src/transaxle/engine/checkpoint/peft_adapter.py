@@ -1,0 +1,41 @@
+"""Adapters: folders of peft, whose tensors are added to those of a model and mean nothing without it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from transaxle.engine.checkpoint.tp_from_tables import stored_config
+from transaxle.errors import refuse
+from transaxle.formats.catalog.catalog import Container
+
+ADAPTER_CONFIG = "adapter_config.json"
+"""peft's description of an adapter."""
+_KIND, _BASE = "peft_type", "base_model_name_or_path"
+_HINT = "tx.load(peft_model, …) loads it; --to FORMAT:identity keeps its names; or merge it first (merge_and_unload)"
+
+
+def adapter_config(container: Container) -> Mapping[str, Any] | None:
+    """Return what a checkpoint says of itself as an adapter; None for one that is a model.
+
+    Raises:
+        Refused: CORRUPT.
+    """
+    if ADAPTER_CONFIG not in container.carried:
+        return None
+    found = stored_config(container.storage, ADAPTER_CONFIG)
+    return found if _KIND in found else None
+
+
+def check_model(container: Container) -> None:
+    """Prove that a checkpoint is a model's, which a table may read.
+
+    Raises:
+        UsageError: UNKNOWN_FAMILY for an adapter.
+        Refused: CORRUPT.
+    """
+    config = adapter_config(container)
+    if config is not None:
+        base = config.get(_BASE) or "a model that it does not name"
+        what = f"a {str(config[_KIND])[:40]} adapter of {str(base)[:200]}"
+        raise refuse("UNKNOWN_FAMILY", f"{what}: its tensors are no model's, and no table has them", hint=_HINT)

@@ -1,0 +1,128 @@
+"""A stored tensor: what is read of it, whole or in boxes; a read touches only the bytes of its box."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from transaxle.axes.geometry.piece import Interval
+from transaxle.axes.layout.relayout import Target
+from transaxle.engine.copying.bitcast import Intervals, positions
+from transaxle.engine.copying.source import Source
+from transaxle.engine.copying.transfer import Bytes, Scratch, Transfer, fill
+from transaxle.errors import refuse
+from transaxle.formats.catalog.checksums import witness_of
+from transaxle.formats.dtype import ITEM_BITS, nbytes, numpy_dtype, packed_width
+
+_SCRATCH, _LEAST_SCRATCH = 8 << 20, 1 << 16
+_WASTE, _GAP = 1.25, 64
+"""A read of a box may take so many bytes for each one wanted, or gaps of so many bytes between two runs."""
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
+    """One tensor of a checkpoint."""
+
+    name: str
+    """Stored name."""
+    dtype: str
+    """Safetensors code, e.g. `BF16`."""
+    shape: tuple[int, ...]
+    """Logical elements along each dim; for F4 the last dim counts nibbles."""
+    _target: Target
+    """How its logical tensors lie in it."""
+    _source: Source
+    """Where its bytes come from."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense tensor."""
+        return nbytes(self.dtype, self.shape)
+
+    @property
+    def parameters(self) -> int:
+        """Number of elements; packed ones are counted one by one."""
+        return prod(self._target.shape)
+
+    @property
+    def component(self) -> str:
+        """Logical tensors in it, `gate, up`; empty where no table was needed to read it."""
+        return self._target.component
+
+    @property
+    def origins(self) -> frozenset[str]:
+        """Names of the stored tensors that it comes from, as the tables have them."""
+        return frozenset(origin.name for part in self._target.parts for origin in part.origins)
+
+    def transfers(self, intervals: Intervals | None = None) -> list[Transfer]:
+        """Return the transfers that produce the tensor, or the chunk of it that holds `intervals`, in order.
+
+        Args:
+            intervals: per dim, the positions that the chunk holds, in chunk order; None: the whole tensor.
+        """
+        target = self._target
+        if intervals is None or (self.dtype, self.shape) == (target.dtype, target.shape):
+            return self._source.transfers(target, intervals)
+        inside = positions(self.name, intervals, self.dtype, self.shape, target.dtype, target.shape)
+        return [] if inside is None else self._source.transfers(target, inside)
+
+    def read(self, box: Box | None = None) -> np.ndarray:
+        """Read the tensor or a box of it.
+
+        Args:
+            box: one slice of step 1 per dim; None: everything. Only the box's bytes are read.
+
+        Returns:
+            A new array of the box's shape; packed types (F4, F6) come as U8 with the packed last dim.
+
+        Raises:
+            Refused: SHAPE_MISMATCH for a box that does not fit; UNSUPPORTED for one that would take a byte of packed
+                elements apart; what the container refuses.
+        """
+        spans = _spans(self.name, self.shape, box)
+        shape = tuple(stop - start for start, stop in spans)
+        flat = self._bytes(spans)
+        if ITEM_BITS.get(self.dtype, 8) >= 8:
+            return flat.view(numpy_dtype(self.dtype)).reshape(shape)
+        rows = prod(shape[:-1])
+        if not shape or (rows and len(flat) % rows):
+            message = f"rows of {list(shape)} elements of {self.dtype} are no whole bytes"
+            raise refuse("UNSUPPORTED", message, tensor=self.name, hint="tobytes() gives its bytes")
+        return flat.reshape(*shape[:-1], len(flat) // rows if rows else packed_width(self.dtype, shape[-1]))
+
+    def tobytes(self) -> bytes:
+        """Return the row-major little-endian bytes."""
+        return self._bytes(_spans(self.name, self.shape, None)).tobytes()
+
+    def _bytes(self, spans: Sequence[Interval]) -> Bytes:
+        """Read the bytes of a box."""
+        shape = tuple(stop - start for start, stop in spans)
+        size = nbytes(self.dtype, shape)
+        out = np.empty(size, np.uint8)
+        scratch = Scratch(min(_SCRATCH, max(2 * size, _LEAST_SCRATCH)), waste=_WASTE, gap=_GAP)
+        storage = self._source.container.storage
+        transfers = self.transfers(None if shape == self.shape else [[span] for span in spans])
+        if sum(transfer.size for transfer in transfers) != size:
+            out[:] = 0  # padding: bytes that no transfer fills
+        for transfer in transfers:
+            fill(storage, transfer, out, 0, scratch)
+        witness = witness_of(storage)
+        if witness is not None:
+            witness.judge((transfer.file, transfer.source, transfer.source_span) for transfer in transfers)
+        return out
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.dtype} {list(self.shape)}>"
+
+
+def _spans(name: str, shape: tuple[int, ...], box: Box | None) -> list[tuple[int, int]]:
+    if box is None:
+        return [(0, size) for size in shape]
+    if len(box) != len(shape) or any(getattr(part, "step", 0) not in (None, 1) for part in box):
+        raise refuse("SHAPE_MISMATCH", f"a box is one slice of step 1 per dim of {list(shape)}", tensor=name)
+    spans = [part.indices(size)[:2] for part, size in zip(box, shape, strict=True)]
+    return [(start, max(start, stop)) for start, stop in spans]

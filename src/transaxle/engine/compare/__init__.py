@@ -1,0 +1,1 @@
+"""Two checkpoints compared; one checked against what it says of itself."""

@@ -1,0 +1,208 @@
+"""Verification: a checkpoint held against its own manifest, byte by byte, or against another checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import xxhash
+
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.checkpoint.manifest import Manifest, TensorRecord, load, stale
+from transaxle.engine.compare.compare import Comparison, Difference, compare
+from transaxle.engine.copying.workers import Limits, Progress, Worker, limits, share, unwatched
+from transaxle.errors import Refusal, Where
+from transaxle.formats.catalog.catalog import Checksum, Container
+from transaxle.formats.catalog.checksums import witness_of
+from transaxle.formats.catalog.seal import Seal, read_digest, rest_of
+from transaxle.formats.catalog.sidecar_files import MANIFEST
+
+_CHANGED = "its bytes were changed after it was written"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a checkpoint was held against, and what is wrong with it. It is true where all is well."""
+
+    tensors: int
+    """Tensors read."""
+    parameters: int
+    """Elements read."""
+    bytes_read: int
+    """Bytes read."""
+    against: str
+    """`manifest`; `digests`, those that one file holds of itself; `structure`, where there is neither: then the data is
+    not proved to be what was written; `checkpoint`, where a second one was named."""
+    problems: tuple[Refusal, ...] = ()
+    """Everything that is wrong."""
+    extra: tuple[str, ...] = ()
+    """Files in the folder that the manifest does not list; nothing is known of them."""
+    comparison: Comparison | None = None
+    """What the two have in common and where they differ; None where no second checkpoint was named."""
+
+    @property
+    def ok(self) -> bool:
+        """The verdict: nothing is wrong, and nothing differs."""
+        return not self.problems and (self.comparison is None or self.comparison.equal)
+
+    @property
+    def equal(self) -> bool:
+        """The verdict, under the name that reads well for two checkpoints."""
+        return self.ok
+
+    @property
+    def differences(self) -> tuple[Difference, ...]:
+        """What differs between two checkpoints, by name; nothing where no second one was named."""
+        return () if self.comparison is None else self.comparison.differences
+
+    def __bool__(self) -> bool:
+        """Return the verdict, so that `assert tx.verify(a, b)` is what it says."""
+        return self.ok
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain JSON data."""
+        return {
+            "ok": self.ok,
+            "tensors": self.tensors,
+            "parameters": self.parameters,
+            "bytes_read": self.bytes_read,
+            "against": self.against,
+            "problems": [problem.as_json() for problem in self.problems],
+            "extra": list(self.extra),
+            "comparison": None if self.comparison is None else self.comparison.as_json(),
+        }
+
+
+def verify_against(
+    first: Checkpoint, second: Checkpoint, limit: Limits | None = None, progress: Progress = unwatched
+) -> Verification:
+    """Hold two checkpoints against each other, in whatever formats and dialects they are.
+
+    Raises:
+        TransaxleError: where the first cannot be expressed in the second one's dialect.
+    """
+    found = compare(first, second, limit=limit, progress=progress)
+    return Verification(
+        sum(found.compared.values()), found.parameters, found.bytes_read, "checkpoint", comparison=found
+    )
+
+
+def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progress = unwatched) -> Verification:
+    """Hold a checkpoint against its manifest: every file, every tensor, every byte.
+
+    One file that is a checkpoint by itself is held against the digests in it, where it was written with them. Without
+    either the tensors are read once, which proves the catalog and that every byte can be read. Checksums that the
+    format itself keeps are checked in any case.
+
+    Raises:
+        Refused: CORRUPT where the manifest itself is damaged.
+    """
+    stored = (checkpoint.undecoded or checkpoint).stored
+    container = stored.container
+    manifest = load(container)
+    recorded: Mapping[str, TensorRecord] = {}
+    problems: list[Refusal] = []
+    extra: tuple[str, ...] = ()
+    if manifest is not None:
+        recorded = manifest.tensors
+        problems.extend(stale(manifest, container))
+        problems.extend(_listed(recorded.keys() - container.left.keys(), stored.keys()))
+        extra = tuple(name for name in container.storage.names() if name not in manifest.files and name != MANIFEST)
+    sealed: dict[str, tuple[Seal, int]] = {}
+    for seal in container.seals:
+        problems.extend(_rest(seal, container))
+        sealed.update(_sealed(seal, container))
+    damaged: dict[str, Refusal] = {}
+
+    def check(worker: Worker, name: str) -> None:
+        tensor = stored[name]
+        hashed = xxhash.xxh3_128()
+        for block in worker.blocks(tensor.transfers(), tensor.nbytes):
+            hashed.update(block)
+            progress(len(block))
+        problem = _held(name, tensor, hashed.hexdigest(), recorded.get(name))
+        if problem is None and name in sealed and tensor.nbytes:
+            seal, place = sealed[name]
+            if read_digest(container.storage, seal, place) != hashed.hexdigest():
+                problem = Refusal("CORRUPT", _CHANGED, Where(seal.file, name))
+        if problem is not None:
+            damaged[name] = problem
+
+    witness = witness_of(container.storage)
+
+    def settle(_: object, checksum: Checksum) -> None:
+        assert witness is not None
+        witness.settle([checksum])
+
+    limit = limit or limits()
+    workers = partial(Worker, container.storage, limit)
+    share(stored, limit.jobs, workers, check)
+    if witness is not None:
+        share(container.checksums, limit.jobs, lambda _: None, settle)
+        problems.extend(witness.problem(each) for each in container.checksums if not witness.is_right(each))
+    return Verification(
+        len(stored),
+        stored.parameters,
+        sum(tensor.nbytes for tensor in stored.values()),
+        _against(manifest, container),
+        (*problems, *(damaged[name] for name in stored if name in damaged)),
+        extra,
+    )
+
+
+def _against(manifest: Manifest | None, container: Container) -> str:
+    """Say what the tensors' bytes were held against, all of them."""
+    if manifest is not None:
+        return "manifest"
+    files = {extent.file for entry in container.entries.values() for extent in entry.extents}
+    return "digests" if container.seals and files <= {seal.file for seal in container.seals} else "structure"
+
+
+def _ranges(file: str, container: Container) -> Iterator[tuple[str, int, int]]:
+    """Yield the tensors of a sealed file that have bytes: name, first byte, and the one after the last."""
+    for name, entry in (*container.entries.items(), *container.left.items()):
+        if entry.nbytes and entry.extents[0].file == file:
+            begin = entry.extents[0].offset
+            yield name, begin, begin + entry.nbytes
+
+
+def _sealed(seal: Seal, container: Container) -> Iterator[tuple[str, tuple[Seal, int]]]:
+    """Yield the tensors of a file that keeps digests, each with the place of its own."""
+    for name, begin, _ in _ranges(seal.file, container):
+        if begin in seal.places:
+            yield name, (seal, seal.places[begin])
+
+
+def _rest(seal: Seal, container: Container) -> Iterator[Refusal]:
+    """Hold what is no tensor's in a file against its digest, and its tensors against those that have one."""
+    ranges = list(_ranges(seal.file, container))
+    if {begin for _, begin, _ in ranges} != seal.places.keys():
+        yield Refusal("CORRUPT", "it has not as many digests as tensors", Where(seal.file))
+    found = rest_of(container.storage, seal, ((begin, end) for _, begin, end in ranges))
+    if found != read_digest(container.storage, seal, seal.head):
+        yield Refusal("CORRUPT", "its header, or what else lies around its tensors, was changed", Where(seal.file))
+
+
+def _listed(recorded: Collection[str], present: Collection[str]) -> Iterator[Refusal]:
+    """Yield the tensors that only the manifest or only the files know."""
+    for name in recorded:
+        if name not in present:
+            yield Refusal("MISSING_TENSOR", "the manifest lists it", Where(None, name))
+    for name in present:
+        if name not in recorded:
+            yield Refusal("UNEXPECTED_TENSOR", "the manifest does not list it", Where(None, name))
+
+
+def _held(name: str, tensor: StoredTensor, digest: str, recorded: TensorRecord | None) -> Refusal | None:
+    """Hold one tensor against its record."""
+    if recorded is None:
+        return None
+    if (recorded.dtype, recorded.shape) != (tensor.dtype, tensor.shape):
+        said, found = (f"{side.dtype} {list(side.shape)}" for side in (recorded, tensor))
+        message = f"the manifest says {said}, the file {found}"
+        return Refusal("SHAPE_MISMATCH", message, Where(None, name))
+    if recorded.xxh3 != digest:
+        return Refusal("CORRUPT", _CHANGED, Where(None, name))
+    return None

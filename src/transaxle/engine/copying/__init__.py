@@ -1,0 +1,1 @@
+"""Transfers between boxes, and the workers that carry them out."""

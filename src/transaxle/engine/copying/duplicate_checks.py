@@ -1,0 +1,88 @@
+"""Copies: what a checkpoint stores twice, and the proof that both are equal.
+
+Ties, replicas along a name axis and merged counters are one tensor stored in several places. Only one of them is
+written to the target. So the others must prove equal, bit by bit, before anything is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import msgspec
+
+from transaxle.axes.layout.relayout import Check, unchanged
+from transaxle.engine.copying.source import Source
+from transaxle.engine.copying.transfer import Reader, Transfer
+from transaxle.engine.copying.workers import Limits, Pair, share
+from transaxle.errors import Refusal, TransaxleError, Where
+from transaxle.formats.catalog.catalog import Container
+from transaxle.formats.dtype import nbytes
+
+
+class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
+    """Two stored copies of one tensor that must be equal before the target is committed."""
+
+    name: str
+    """Stored name of the first, or that of the target they become."""
+    why: str
+    """The rule that says they are one."""
+    nbytes: int
+    """Bytes of each."""
+    first: tuple[Transfer, ...]
+    """Reads the first."""
+    second: tuple[Transfer, ...]
+    """Reads the second, in the first's layout."""
+
+
+def plan_checks(source: Source, checks: Sequence[Check], problems: list[Refusal]) -> list[PlannedCheck]:
+    """Plan the comparisons of stored copies; what stands against them is added to `problems`."""
+    planned = []
+    for check in checks:
+        if check.first.dtype != check.second.dtype:
+            message = f"{check.why}\nbut one is {check.first.dtype}, the other {check.second.dtype}"
+            problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, check.first.name)))
+            continue
+        try:
+            first, second = (tuple(source.transfers(side)) for side in (check.first, check.second))
+            size = nbytes(check.first.dtype, check.first.shape)
+        except TransaxleError as error:
+            problems.extend(error.refusals)
+            continue
+        planned.append(PlannedCheck(check.first.name, check.why, size, first, second))
+    return planned + _plan_twins(source.container, problems)
+
+
+def _plan_twins(container: Container, problems: list[Refusal]) -> list[PlannedCheck]:
+    """Plan the comparisons that the container itself asks for."""
+    planned = []
+    for twin in container.twins:
+        one, other = twin.first, twin.second
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            found = f"one is {one.dtype} {list(one.shape)}, the other {other.dtype} {list(other.shape)}"
+            problems.append(Refusal("UNEQUAL_COPIES", f"{twin.why}\nbut {found}", Where(None, one.name)))
+            continue
+        sides = []
+        try:
+            for entry in (one, other):
+                alone = Source(replace(container, entries={entry.name: entry}))
+                sides.append(tuple(alone.transfers(unchanged(entry.name, entry))))
+        except TransaxleError as error:
+            problems.extend(error.refusals)
+            continue
+        planned.append(PlannedCheck(one.name, twin.why, one.nbytes, *sides))
+    return planned
+
+
+def unequal(checks: Sequence[PlannedCheck], reader: Reader, limit: Limits) -> list[Refusal]:
+    """Compare stored copies, and return a refusal for each pair that differs."""
+    found: dict[int, Refusal] = {}
+
+    def compare(pair: Pair, item: tuple[int, PlannedCheck]) -> None:
+        number, check = item
+        if any(one != other for one, other in pair.blocks(check.first, check.second, check.nbytes)):
+            found[number] = Refusal("UNEQUAL_COPIES", f"{check.why}\nbut their bytes differ", Where(None, check.name))
+
+    share(enumerate(checks), limit.jobs, partial(Pair, reader, reader, limit), compare)
+    return [found[number] for number in sorted(found)]

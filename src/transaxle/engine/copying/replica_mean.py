@@ -1,0 +1,102 @@
+"""Averages: replicas that ranks hold differently, taken as their mean where the user asks for it.
+
+Tensor-parallel ranks update a replicated parameter each for itself. Where their copies have drifted apart, a conversion
+refuses them; on request they are one tensor, the mean of all copies: summed in float64 and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from transaxle.encodings.error import Error
+from transaxle.engine.copying.source import Source
+from transaxle.errors import refuse
+from transaxle.formats.catalog.catalog import Container, Entry, Extent, Twin
+from transaxle.formats.dtype import numpy_dtype
+from transaxle.formats.storage.storage import Beside, Octets, Storage, layer
+
+_LARGEST = 256 << 20
+"""Bytes of a replica at most: all copies of one are in memory at once."""
+_REAL = frozenset({"F64", "F32", "F16", "BF16"})
+_FILE = "\0mean of "
+"""What the name of a file that does not exist begins with."""
+
+
+class AveragedStorage(Beside):
+    """The files of a checkpoint, and beside them one for each tensor that is a mean.
+
+    Args:
+        below: the files.
+        means: by the file that they are.
+        errors: by tensor: how far the copies are from the mean, all of them together.
+    """
+
+    def __init__(self, below: Storage, means: Mapping[str, Octets], errors: Mapping[str, Error]) -> None:
+        super().__init__(below, means)
+        self.errors = errors
+        """By tensor."""
+
+
+def averages_of(storage: Storage) -> Mapping[str, Error]:
+    """Return the tensors of a storage that are means, and how far their copies are from them."""
+    found = layer(storage, AveragedStorage)
+    return {} if found is None else found.errors
+
+
+def averaged(container: Container) -> Container:
+    """Return a container in which replicas that differ are one tensor, their mean; those that are equal stay checked.
+
+    Raises:
+        Refused: UNSUPPORTED for replicas of more than 256 MiB, or of numbers that have no mean.
+    """
+    entries, twins = dict(container.entries), list(container.twins)
+    means: dict[str, Octets] = {}
+    errors: dict[str, Error] = {}
+    for name, pairs in _replicas(container).items():
+        copies = {copy.extents: copy for pair in pairs for copy in (pair.first, pair.second)}
+        held = [_read(container, copy) for copy in copies.values()]
+        if all(one.tobytes() == held[0].tobytes() for one in held):
+            continue
+        entry = entries[name]
+        if entry.dtype not in _REAL or entry.nbytes > _LARGEST:
+            message = f"its replicas differ, and {entry.nbytes} bytes of {entry.dtype} are not averaged"
+            raise refuse("UNSUPPORTED", message, tensor=name)
+        mean = np.mean([one.astype(np.float64) for one in held], axis=0).astype(held[0].dtype)
+        file = _FILE + name
+        means[file] = Octets(mean.tobytes())
+        errors[name] = sum((_error(one, mean) for one in held), Error())
+        extent = Extent((0,) * len(entry.shape), entry.shape, file, 0)
+        entries[name] = Entry(name, entry.dtype, entry.shape, (extent,))
+        twins = [twin for twin in twins if twin not in pairs]
+    if not means:
+        return container
+    storage = AveragedStorage(container.storage, means, errors)
+    return replace(container, storage=storage, entries=entries, twins=tuple(twins))
+
+
+def _replicas(container: Container) -> dict[str, list[Twin]]:
+    """Return each tensor that ranks hold whole and alike, with the pairs that must be equal for that.
+
+    A pair is of a tensor if it begins where that lies: weights and moments of one parameter have one name there.
+    """
+    lies = {entry.extents: name for name, entry in container.entries.items()}
+    found: dict[str, list[Twin]] = {}
+    for twin in container.twins:
+        name = lies.get(twin.first.extents)
+        if twin.replica and name is not None:
+            found.setdefault(name, []).append(twin)
+    return found
+
+
+def _read(container: Container, copy: Entry) -> npt.NDArray[np.generic]:
+    octets = Source(container, {copy.name: copy}).read(copy.name)
+    return octets.view(numpy_dtype(copy.dtype)).reshape(copy.shape)
+
+
+def _error(copy: npt.NDArray[np.generic], mean: npt.NDArray[np.generic]) -> Error:
+    apart = np.abs(copy.astype(np.float64) - mean.astype(np.float64))
+    return Error(float(apart.max(initial=0.0)), float(np.square(apart).sum()), apart.size, int(np.count_nonzero(apart)))

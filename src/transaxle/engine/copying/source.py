@@ -1,0 +1,93 @@
+"""A container's catalog turned into transfers: the one place where copies in elements become copies in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from transaxle.axes.geometry.piece import Move
+from transaxle.axes.layout.relayout import Copier, Target, unchanged
+from transaxle.engine.copying.bitcast import Intervals
+from transaxle.engine.copying.transfer import Bytes, Scratch, Transfer, fill, lower
+from transaxle.errors import Code, TransaxleError, refuse
+from transaxle.formats.catalog.catalog import Container, Entry
+from transaxle.formats.dtype import ITEM_BITS
+
+_SCRATCH = 1 << 20
+_ABSENT: Code = "INCOMPLETE"
+
+
+class Source:
+    """What targets are made of.
+
+    Args:
+        container: the files.
+        entries: the tensors that targets are made of, by the names that their origins have; None: those stored.
+    """
+
+    def __init__(self, container: Container, entries: Mapping[str, Entry] | None = None) -> None:
+        self.container = container
+        self.entries = container.entries if entries is None else entries
+        self._copier = Copier(self.entries)
+
+    def transfers(self, target: Target, intervals: Intervals | None = None) -> list[Transfer]:
+        """Return the transfers that fill a target tensor, or a chunk of it, sorted by where they land.
+
+        Raises:
+            Refused: INCOMPLETE; UNSUPPORTED where packed elements would have to be taken apart.
+        """
+        bits = ITEM_BITS.get(target.dtype, 8)
+        found = []
+        for copy in self._copier.copies(target, intervals):
+            move = copy.move
+            if move.size == 0:
+                continue
+            entry = self.entries[copy.source]
+            extent = entry.extents[copy.chunk]
+            if bits < 8:
+                move = _in_bytes(entry, bits, move)
+            item = max(bits // 8, 1)
+            found.append(lower(extent.file, extent.offset, item, move.source_offset, move.target_offset, move.loops))
+        found.sort(key=_landing)
+        return found
+
+    def covers(self, target: Target) -> bool:
+        """Tell whether everything is there that a target consists of."""
+        try:
+            self.transfers(target)
+        except TransaxleError as error:
+            if error.code != _ABSENT:
+                raise
+            return False
+        return True
+
+    def read(self, name: str) -> Bytes:
+        """Return the row-major bytes of an entry as it lies; worth it for small ones."""
+        entry = self.entries[name]
+        out = np.empty(entry.nbytes, np.uint8)
+        scratch = Scratch(_SCRATCH)
+        for transfer in self.transfers(unchanged(name, entry)):
+            fill(self.container.storage, transfer, out, 0, scratch)
+        return out
+
+
+def _landing(transfer: Transfer) -> int:
+    return transfer.target
+
+
+def _in_bytes(entry: Entry, bits: int, move: Move) -> Move:
+    """Turn a copy of elements smaller than a byte into one of bytes: it must not take any of them apart."""
+    loops = move.loops or ((1, 1, 1),)
+    *outer, (count, source, target) = loops
+    edges = [move.source_offset, move.target_offset, count, *(step for _, *steps in outer for step in steps)]
+    if (source, target) != (1, 1) or any(edge * bits % 8 for edge in edges):
+        raise refuse(
+            "UNSUPPORTED",
+            f"{entry.dtype} elements have {bits} bits; this layout would take a byte of them apart",
+            tensor=entry.name,
+            hint="choose a layout that keeps its rows, or decode it:  --decode bf16",
+        )
+    scaled = [(n, s * bits // 8, t * bits // 8) for n, s, t in outer]
+    run = (count * bits // 8, 1, 1)
+    return Move(move.source_offset * bits // 8, move.target_offset * bits // 8, (*scaled, run))

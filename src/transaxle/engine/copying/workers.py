@@ -1,0 +1,257 @@
+"""Producing tensors: a plan's transfers, carried out block by block in fixed memory by a few threads.
+
+Every worker owns one block and one scratch buffer for its whole life: memory that is touched for the first time costs
+more than the copy itself. A tensor is produced in order by one worker, so its hash is taken on the way.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from transaxle.engine.copying.arithmetic import Affine
+from transaxle.engine.copying.transfer import Bytes, Reader, Scratch, Transfer, active, fill
+from transaxle.formats.dtype import numpy_dtype
+
+_BLOCK = 1 << 20
+_STRIDED_BLOCK = 4 << 20
+_SMALLEST = 1 << 16
+_GRAIN = 1 << 12
+"""Blocks are multiples of this, and so of every item size."""
+_PARTS = 3
+"""A worker's buffers in blocks: the block itself, and a scratch of two."""
+LEAST_MEMORY = 2 * _PARTS * _SMALLEST
+"""Bytes of memory without which nothing is moved."""
+_DEFAULT_JOBS = 8
+_DEFAULT_MEMORY = 64 << 20
+
+Progress = Callable[[int], None]
+"""Told the number of bytes just done; called from several threads."""
+
+
+def unwatched(_: int) -> None:
+    """Progress that nobody watches."""
+
+
+class StoppedError(Exception):
+    """Raised in a worker that need not go on, because another one failed; it never leaves `share`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many workers, and how much buffer they have together."""
+
+    jobs: int
+    """Worker threads."""
+    memory: int
+    """Bytes of all buffers together."""
+    band: int = 0
+    """Bytes that a worker must be able to hold at once, however little memory there is."""
+    said: bool = False
+    """Whether somebody said how much memory there is: then more is never taken."""
+
+    @property
+    def strided_block(self) -> int:
+        """Bytes of the target that a worker produces at once where runs are short."""
+        fair = self.memory // self.jobs // _PARTS
+        return max(_SMALLEST, min(_STRIDED_BLOCK, fair)) // _GRAIN * _GRAIN
+
+    @property
+    def block(self) -> int:
+        """Bytes of a worker's block."""
+        return max(self.strided_block, -(-self.band // _GRAIN) * _GRAIN)
+
+    @property
+    def scratch(self) -> int:
+        """Bytes of a worker's scratch buffer."""
+        return (_PARTS - 1) * self.strided_block
+
+    @property
+    def peak(self) -> int:
+        """Bytes of all buffers together, as used."""
+        return self.jobs * (self.block + self.scratch)
+
+    def holding(self, band: int) -> Limits:
+        """Return the same memory for workers that must hold so many bytes at once: fewer of them, at least one."""
+        jobs = min(self.jobs, max(1, self.memory // (_PARTS * band))) if band else self.jobs
+        return Limits(jobs, self.memory, band, self.said)
+
+    def least(self, band: int) -> int:
+        """Return the bytes of memory that one worker needs which must hold so many bytes at once."""
+        return max(LEAST_MEMORY, _PARTS * band)
+
+    @property
+    def halved(self) -> Limits:
+        """What each of two workers has that run side by side in one thread."""
+        return Limits(self.jobs, self.memory // 2)
+
+
+def limits(jobs: int | None = None, memory: int | None = None) -> Limits:
+    """Choose the number of workers and their buffers.
+
+    Args:
+        jobs: worker threads; None: one per core, at most eight.
+        memory: bytes of all buffers together; None: 64 MiB. Where it is too little for so many workers there are
+            fewer; one worker alone needs 384 KiB.
+
+    Raises:
+        ValueError: for less memory than that, or less than one worker.
+    """
+    said = memory is not None
+    jobs = min(_DEFAULT_JOBS, os.cpu_count() or 1) if jobs is None else jobs
+    memory = _DEFAULT_MEMORY if memory is None else memory
+    if jobs < 1:
+        raise ValueError(f"jobs must be positive, not {jobs}")
+    if memory < LEAST_MEMORY:
+        raise ValueError(f"{memory} bytes of memory are too few: one worker needs {LEAST_MEMORY:,} (384 KiB)")
+    return Limits(min(jobs, memory // LEAST_MEMORY), memory, said=said)
+
+
+class Worker:
+    """The buffers of one thread.
+
+    Args:
+        reader: the source files; safe to share.
+        limit: how large the buffers are.
+        stop: set when the work is no longer wanted.
+    """
+
+    def __init__(self, reader: Reader, limit: Limits, stop: threading.Event) -> None:
+        self._reader = reader
+        self._stop = stop
+        self._block: Bytes = np.empty(limit.block, np.uint8)
+        self._scratch = Scratch(limit.scratch)
+
+    @property
+    def room(self) -> int:
+        """Bytes that are produced at once at most."""
+        return len(self._block)
+
+    def blocks(
+        self,
+        transfers: Sequence[Transfer],
+        size: int,
+        *,
+        length: int | None = None,
+        dtype: str = "U8",
+        arithmetic: Affine | None = None,
+    ) -> Iterator[memoryview]:
+        """Produce a tensor in order; each block is valid until the next one is asked for.
+
+        Args:
+            transfers: sorted by where they land.
+            size: bytes of the tensor.
+            length: bytes per block at most; None: what suits the transfers.
+            dtype: the tensor's type, where there is arithmetic.
+            arithmetic: what is done to every value.
+        """
+        if length is None:
+            plain = all(transfer.width >= _SMALLEST for transfer in transfers)
+            length = _BLOCK if plain else self.room
+        ends = range(min(length, self.room), size, min(length, self.room))
+        return self.cut(transfers, [*ends, size] if size else (), dtype=dtype, arithmetic=arithmetic)
+
+    def cut(
+        self, transfers: Sequence[Transfer], ends: Iterable[int], *, dtype: str = "U8", arithmetic: Affine | None = None
+    ) -> Iterator[memoryview]:
+        """Produce a tensor in order, in blocks that end at these bytes; otherwise as `blocks`."""
+        for start, stop, parts in active(transfers, ends):
+            if self._stop.is_set():
+                raise StoppedError
+            held = self._block[: stop - start]
+            if sum(part.size for part in parts) != stop - start:
+                held[:] = 0  # padding: bytes that no transfer fills
+            for part in parts:
+                fill(self._reader, part, held, start, self._scratch)
+            if arithmetic is not None:
+                scale, shift = arithmetic
+                values = held.view(numpy_dtype(dtype))
+                values[...] = (values.astype(np.float64) * scale + shift).astype(values.dtype)
+            yield held.data
+
+
+class Pair:
+    """Two workers in one thread that produce two tensors side by side, in the memory of one.
+
+    Args:
+        first: the source files of the first.
+        second: those of the second.
+        limit: what one worker would have.
+        stop: set when the work is no longer wanted.
+    """
+
+    def __init__(self, first: Reader, second: Reader, limit: Limits, stop: threading.Event) -> None:
+        self._workers = Worker(first, limit.halved, stop), Worker(second, limit.halved, stop)
+
+    def blocks(
+        self, first: Sequence[Transfer], second: Sequence[Transfer], size: int, other: int | None = None
+    ) -> Iterator[tuple[memoryview, memoryview]]:
+        """Produce two tensors of as many elements in order, block by block.
+
+        Args:
+            first: what fills the first.
+            second: what fills the second.
+            size: bytes of the first.
+            other: bytes of the second; None: the same.
+        """
+        one, two = self._workers
+        sizes = size, size if other is None else other
+        most = min(_BLOCK, one.room)
+        lengths = [most * each // max(*sizes, 1) or 1 for each in sizes]  # as many elements: items are powers of two
+        yield from zip(
+            one.blocks(first, sizes[0], length=lengths[0]), two.blocks(second, sizes[1], length=lengths[1]), strict=True
+        )
+
+
+Item = TypeVar("Item")
+Buffers = TypeVar("Buffers")
+
+
+def share(
+    items: Iterable[Item],
+    jobs: int,
+    make: Callable[[threading.Event], Buffers],
+    work: Callable[[Buffers, Item], None],
+) -> None:
+    """Let workers take items in order until none is left; the first error stops all of them and is raised.
+
+    Args:
+        items: what is to be done.
+        jobs: number of workers.
+        make: makes a worker's buffers; the event tells them to stop.
+        work: does one item with a worker's buffers.
+    """
+    queue = iter(items)
+    lock = threading.Lock()
+    stop = threading.Event()
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            buffers = make(stop)
+            while not stop.is_set():
+                with lock:
+                    item = next(queue, None)
+                if item is None:
+                    return
+                work(buffers, item)
+        except StoppedError:
+            return
+        except BaseException as error:  # noqa: BLE001 - it is raised again, by the thread that waits
+            with lock:
+                errors.append(error)
+            stop.set()
+
+    with ThreadPoolExecutor(jobs, "transaxle") as pool:
+        try:
+            wait([pool.submit(run) for _ in range(jobs)])
+        finally:
+            stop.set()
+    if errors:
+        raise errors[0]

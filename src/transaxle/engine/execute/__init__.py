@@ -1,0 +1,1 @@
+"""A plan carried out: work items, journal, resume."""

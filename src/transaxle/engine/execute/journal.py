@@ -1,0 +1,197 @@
+"""The journal of a conversion: which tensors are already written, so that an interrupted run can be continued.
+
+One line per finished tensor, each with its own checksum; a torn last line is simply not there. A journal belongs to
+one plan over one state of the source: to anything else it is refused, and what is there stays. What it lists is read
+back and hashed before it is believed, so a resumed run gives the same bytes as an uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import IO
+
+import msgspec
+
+from transaxle.encodings.arithmetic.codec import Error
+from transaxle.engine.checkpoint.manifest import digest
+from transaxle.errors import refuse
+from transaxle.formats.staging.place import JOURNAL
+from transaxle.formats.storage.os_errors import failed
+
+_HEAD = b"transaxle journal 3 "
+"""How a journal begins; what it belongs to follows."""
+_NONE = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A tensor whose bytes are written."""
+
+    hash: str
+    """xxh3-128 of its bytes."""
+    error: Error | None = None
+    """How far the values are that it encodes, where it is encoded."""
+
+
+class Task(msgspec.Struct, frozen=True):
+    """What a journal belongs to."""
+
+    to: str
+    """Container format and dialect of the target."""
+    source: str
+    """Path of the source, as typed; only said, not compared."""
+    state: str
+    """Hash of the state of the source's files."""
+    plan: str
+    """Hash of everything that the plan does."""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What must be the same for a run to be continued."""
+        return self.to, self.state, self.plan
+
+    def differs(self, begun: Task) -> str:
+        """Say how what was begun is another task than this one."""
+        if begun.to != self.to:
+            return f"it writes {begun.to}, and {self.to} is asked for now"
+        if begun.plan == self.plan:
+            return f"it reads {begun.source}, which is another source, or was changed since"
+        options = "what is encoded, decoded or cast, rules, config, axes, shard size …"
+        return f"it was begun with other options ({options}), or from another source than this"
+
+
+def begun(folder: Path) -> Task | None:
+    """Return what the journal in a folder belongs to; None where there is none, or nothing is finished in it.
+
+    Raises:
+        StorageError: IO.
+    """
+    path = folder / JOURNAL
+    try:
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+    except OSError as error:
+        raise failed(error, "reading the journal", os.fspath(path)) from error
+    return _task(lines[0]) if len(lines) > 1 and any(map(_entry, lines[1:])) else None
+
+
+def _task(line: bytes) -> Task | None:
+    """Inverse of what the first line of a journal is written with."""
+    if not line.startswith(_HEAD):
+        return None
+    try:
+        return msgspec.json.decode(line.removeprefix(_HEAD), type=Task)
+    except msgspec.MsgspecError:
+        return None
+
+
+def _entry(line: bytes) -> tuple[str, Done] | None:
+    """Read a line of a finished tensor; None where it is damaged."""
+    checksum, _, rest = line.partition(b" ")
+    if digest(rest).encode() != checksum:
+        return None
+    tensor_hash, error, name = rest.decode().split(" ", 2)
+    return name, Done(tensor_hash, _error(error))
+
+
+def refuse_other(folder: Path, task: Task, file: str) -> None:
+    """Refuse to continue, and so to drop, what a run of another task has left.
+
+    Args:
+        folder: where its journal is.
+        task: what is to be done now.
+        file: the target, for the error.
+
+    Raises:
+        UsageError: EXISTS.
+        StorageError: IO.
+    """
+    left = begun(folder)
+    if left is None or left.key == task.key:
+        return
+    message = f"{folder.parent} holds unfinished work that this cannot continue: {task.differs(left)}"
+    hint = "Continue it as it was begun; without --resume it is removed, and the conversion starts anew."
+    raise refuse("EXISTS", message, file=file, hint=hint)
+
+
+def _written(error: Error | None) -> str:
+    if error is None:
+        return _NONE
+    return f"{error.max!r},{error.square_sum!r},{error.count},{error.unequal}"
+
+
+def _error(text: str) -> Error | None:
+    """Inverse of `_written`."""
+    if text == _NONE:
+        return None
+    most, squares, count, unequal = text.split(",")
+    return Error(float(most), float(squares), int(count), int(unequal))
+
+
+class Journal:
+    """Finished tensors of one conversion.
+
+    Args:
+        folder: a folder that survives until the target is committed.
+        task: what it belongs to; one of another is begun anew, see `refuse_other`.
+
+    Raises:
+        StorageError: IO, NO_SPACE.
+    """
+
+    def __init__(self, folder: Path, task: Task) -> None:
+        self._path = folder / JOURNAL
+        self._lock = Lock()
+        self._task = task
+        with self._named("reading"):
+            self.finished = self._read()
+            """What an earlier run of the same plan recorded, by tensor."""
+        with self._named("beginning"):
+            self._file: IO[bytes] = self._open()
+
+    def _read(self) -> dict[str, Done]:
+        if not self._path.exists():
+            return {}
+        lines = self._path.read_bytes().split(b"\n")
+        task = _task(lines[0])
+        if task is None or task.key != self._task.key:
+            return {}
+        return dict(entry for line in lines[1:] if (entry := _entry(line)) is not None)
+
+    def _open(self) -> IO[bytes]:
+        if self.finished:
+            return self._path.open("ab", buffering=0)
+        file = self._path.open("wb", buffering=0)
+        try:
+            file.write(_HEAD + msgspec.json.encode(self._task) + b"\n")
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    @contextmanager
+    def _named(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise failed(error, f"{doing} the journal", os.fspath(self._path)) from error
+
+    def add(self, name: str, done: Done) -> None:
+        """Record a tensor whose bytes are written; names with line breaks are not recorded, only done again.
+
+        Raises:
+            StorageError: IO, NO_SPACE.
+        """
+        if "\n" in name:
+            return
+        rest = f"{done.hash} {_written(done.error)} {name}".encode()
+        with self._lock, self._named("writing"):
+            self._file.write(b"\n" + digest(rest).encode() + b" " + rest)  # first the break: a torn line stays alone
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()

@@ -1,0 +1,121 @@
+"""What stands against carrying a plan out, beyond the plan itself: the source's files, and the place it is written to.
+
+Planning a conversion and running it ask here, so that a plan says what a run would. Nothing on the disk is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from transaxle.encodings.arithmetic.codec import Error
+from transaxle.engine.checkpoint.manifest import digest
+from transaxle.engine.copying.workers import Limits, Progress, limits, unwatched
+from transaxle.engine.execute.apart import refuse_together
+from transaxle.engine.execute.journal import Task, refuse_other
+from transaxle.engine.execute.resume_check import is_finished
+from transaxle.engine.plan.conversion import Prepared
+from transaxle.errors import Refusal, TransaxleError, Where
+from transaxle.formats.remote.url import shown
+from transaxle.formats.staging.belongings import Overwrite
+from transaxle.formats.staging.location import staging_at
+from transaxle.formats.staging.staging import Staging
+
+
+@dataclass(frozen=True)
+class Cleared(Prepared):
+    """A plan with one place to carry it out: its refusals are all of those that a run would meet before it writes."""
+
+    asked: tuple[str, Overwrite, bool]
+    """Target, whether it may be replaced, and whether an interrupted run is continued."""
+    task: Task
+    """What a journal of it belongs to."""
+    finished: bool = False
+    """Whether the target holds just what would be written: there is nothing left to do."""
+    errors: Mapping[str, Error] = field(default_factory=dict)
+    """How far each tensor is that is encoded, by table name, where the target is finished."""
+
+
+def preflight(
+    prepared: Prepared,
+    target: str,
+    *,
+    overwrite: Overwrite = False,
+    resume: bool = False,
+    running: bool = False,
+    limit: Limits | None = None,
+    progress: Progress = unwatched,
+) -> Cleared:
+    """Find out whether a plan can be carried out at a place.
+
+    Only a target that is there and is to be resumed is read: it may be what an interrupted run had finished.
+
+    Args:
+        prepared: from `make_plan`.
+        target: folder, one file, or URL.
+        overwrite: as for `execute`.
+        resume: as for `execute`.
+        running: it is about to be carried out, so a checkpoint that a run died over while replacing it is put back, as
+            every run does. Otherwise nothing is changed.
+        limit: workers and memory.
+        progress: told the bytes of each block compared with such a target.
+
+    Returns:
+        The plan, with everything that stands against it there added to its refusals.
+    """
+    asked = target, overwrite, resume
+    if isinstance(prepared, Cleared):
+        if prepared.asked == asked:
+            return prepared
+        raise ValueError(f"this plan is cleared for {prepared.asked}, not for {asked}")
+    limit = (limit or limits()).holding(prepared.plan.band)
+    problems = list(prepared.plan.refusals)
+
+    def found(step: Callable[[], None]) -> bool:
+        try:
+            step()
+        except TransaxleError as error:
+            problems.extend(error.refusals)
+            return True
+        return False
+
+    if limit.said and limit.least(prepared.plan.band) > limit.memory:
+        message = f"the largest tensor to be encoded needs {limit.least(prepared.plan.band):,} bytes of buffers"
+        hint = f"Give it more than the {limit.memory:,} bytes of --memory (memory=), or leave that out."
+        problems.append(Refusal("UNSUPPORTED", message, Where(), hint))
+    task = _task(prepared, problems)
+    errors: dict[str, Error] = {}
+    finished = False
+
+    def look() -> None:
+        nonlocal finished
+        if resume and not overwrite and not problems and is_finished(prepared, target, limit, progress, errors):
+            finished = True
+            return
+        staging = staging_at(target, overwrite=overwrite, resume=resume)
+        if running and not overwrite and isinstance(staging, Staging) and staging.moved_aside:
+            with staging:  # puts back what was there, and is refused
+                pass
+        staging.look(prepared.plan.files, prepared.draft.files)
+        if resume:
+            refuse_other(staging.scratch, task, shown(target))
+
+    if not target or not found(lambda: refuse_together(prepared.checkpoint, target)):
+        found(look)
+    plan = msgspec.structs.replace(prepared.plan, refusals=tuple(dict.fromkeys(problems)))
+    return Cleared(plan, prepared.checkpoint, prepared.draft, asked, task, finished, errors)
+
+
+def _task(prepared: Prepared, problems: list[Refusal]) -> Task:
+    """Return what a journal would belong to; files of the source that cannot be opened are added to the problems."""
+    plan, storage = prepared.plan, prepared.checkpoint.container.storage
+    lines = []
+    for name in (*prepared.checkpoint.container.files, *plan.carried):
+        try:
+            lines.append(f"{name} {storage.version(name)}\n")
+        except TransaxleError as error:
+            problems.extend(error.refusals)
+    what = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), source=""))
+    return Task(f"{plan.format}:{plan.dialect}", plan.source, digest("".join(lines).encode()), digest(what))

@@ -1,0 +1,202 @@
+"""What a plan's target holds when it is complete, and whether a place holds just that already.
+
+An interrupted run may have died after the rename: whoever resumes it finds a target that is there. It is left alone if
+every byte is what would be written, and refused like any other existing target if not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import xxhash
+
+from transaxle.encodings.arithmetic.codec import Error
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.manifest import FileRecord, Manifest, TensorRecord, digest, encode
+from transaxle.engine.compare.compare import Comparison, Difference
+from transaxle.engine.copying.duplicate_checks import unequal
+from transaxle.engine.copying.transfer import landing
+from transaxle.engine.copying.workers import Limits, Progress, Worker, share
+from transaxle.engine.execute.tensor_stream import Summed, made, measured_sizes
+from transaxle.engine.plan.conversion import PlannedTensor, Prepared
+from transaxle.formats.catalog.catalog import Fragment
+from transaxle.formats.catalog.sidecar_files import MANIFEST, WHOLE
+from transaxle.formats.storage.local import LocalStorage
+from transaxle.formats.storage.storage import Storage
+
+
+def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping[str, str]) -> Manifest:
+    """Return the manifest of a target.
+
+    Args:
+        prepared: the plan.
+        tensors: hash of every tensor.
+        carried: hash of every carried file.
+    """
+    plan = prepared.plan
+    known: dict[str, list[Fragment]] = {}
+    for fragment in prepared.draft.fragments:
+        known.setdefault(fragment.file, []).append(fragment)
+    files = {name: _record(plan.files[name], fragments) for name, fragments in known.items()}
+    files |= {name: FileRecord(plan.files[name], plan.files[name], carried[name]) for name in plan.carried}
+    return Manifest(
+        format=plan.format,
+        family=plan.family,
+        dialect=plan.dialect,
+        axes=plan.axes,
+        aliases=plan.aliases,
+        files=files,
+        tensors={
+            tensor.name: TensorRecord(tensor.dtype, tensor.shape, tensors[tensor.name]) for tensor in plan.tensors
+        },
+    )
+
+
+def _record(size: int, fragments: Sequence[Fragment]) -> FileRecord:
+    """Return the record of a file whose bytes outside of tensors are these."""
+    known = b"".join(fragment.data for fragment in sorted(fragments, key=lambda fragment: fragment.offset))
+    return FileRecord(size, len(known), digest(known))
+
+
+def is_finished(prepared: Prepared, target: str, limit: Limits, progress: Progress, errors: dict[str, Error]) -> bool:
+    """Tell whether a target exists and is, byte for byte, what a plan would write.
+
+    Args:
+        prepared: the plan.
+        target: where it may be.
+        limit: workers and memory.
+        progress: told the bytes of each block compared.
+        errors: gets how far each tensor is that is encoded, by table name.
+
+    Raises:
+        TransaxleError: what reading the source or the target raises.
+    """
+    path = Path(target)
+    if not path.is_dir() and not (path.is_file() and target.endswith(WHOLE)):
+        return False
+    storage = LocalStorage(target)
+    try:
+        if not _alike(prepared, storage) or unequal(prepared.plan.checks, _source(prepared), limit):
+            return False
+        return _same_bytes(prepared, storage, limit, progress, errors)
+    finally:
+        storage.close()
+
+
+def _source(prepared: Prepared) -> Storage:
+    return prepared.checkpoint.container.storage
+
+
+def _alike(prepared: Prepared, storage: LocalStorage) -> bool:
+    """Compare the names, the sizes and the headers."""
+    plan, single = prepared.plan, storage.single
+    if single is None:
+        if set(_files(storage)) != {*plan.files, MANIFEST}:
+            return False
+        sizes = plan.files
+    else:
+        if len(prepared.draft.files) != 1:
+            return False
+        sizes = dict(zip([single], prepared.draft.files.values(), strict=True))
+    if any(storage.size(name) != size for name, size in sizes.items()):
+        return False
+    return all(_holds(storage, fragment) for fragment in prepared.draft.early())
+
+
+def _holds(storage: LocalStorage, fragment: Fragment) -> bool:
+    file = storage.single or fragment.file
+    return storage.read(file, fragment.offset, len(fragment.data)) == fragment.data
+
+
+def _files(storage: LocalStorage, folder: str = "") -> Iterator[str]:
+    """Yield the names of all files, those in sub-folders included."""
+    found = storage.listing(folder)
+    begin = f"{folder}/" if folder else ""
+    yield from (begin + name for name in found.everything())
+    for inner in found.folders:
+        yield from _files(storage, begin + inner)
+
+
+def _same_bytes(
+    prepared: Prepared, storage: LocalStorage, limit: Limits, progress: Progress, errors: dict[str, Error]
+) -> bool:
+    """Produce every tensor and every carried file once more, and compare; then the manifest."""
+    plan, single = prepared.plan, storage.single
+    tensors = _compared(prepared, plan.tensors, storage, limit, progress, errors)
+    if tensors is None:
+        return False
+    if single:
+        return all(_holds(storage, fragment) for fragment in prepared.draft.late(tensors))
+    carried = _compared(prepared, plan.carried_files, storage, limit, progress, errors)
+    if carried is None:
+        return False
+    text = encode(manifest_of(prepared, tensors, carried))
+    return storage.size(MANIFEST) == len(text) and storage.read(MANIFEST, 0, len(text)) == text
+
+
+def _compared(
+    prepared: Prepared,
+    items: Sequence[PlannedTensor],
+    storage: Storage,
+    limit: Limits,
+    progress: Progress,
+    errors: dict[str, Error],
+    differing: list[str] | None = None,
+) -> dict[str, str] | None:
+    """Produce tensors once more, and compare them with what is stored.
+
+    Args:
+        prepared: the plan.
+        items: tensors of it.
+        storage: what was written.
+        limit: workers and memory.
+        progress: told the bytes of each block compared.
+        errors: gets how far each tensor is that is encoded, by table name.
+        differing: gets the names of those that differ; None: the first one ends it.
+
+    Returns:
+        The hash of each; None where one differs.
+    """
+    single, hashes, wrong = storage.single, dict[str, str](), dict[str, None]()
+    workers = partial(Worker, _source(prepared), limit)
+    sizes = measured_sizes(items, limit, workers)
+
+    def compare(worker: Worker, item: PlannedTensor) -> None:
+        hashed, measured = xxhash.xxh3_128(), Summed()
+        for file, offset, mine in landing(made(worker, item, sizes, measured), item.places):
+            if wrong and differing is None:
+                return
+            if storage.read(single or file, offset, len(mine)) != mine:
+                wrong[item.name] = None
+                return
+            hashed.update(mine)
+            progress(len(mine))
+        hashes[item.name] = hashed.hexdigest()
+        if item.codes_of is not None:
+            errors[item.codes_of] = measured.error
+
+    share(items, limit.jobs, workers, compare)
+    if differing is not None:
+        differing.extend(wrong)
+    return None if wrong else hashes
+
+
+def reproduced(prepared: Prepared, written: Checkpoint, limit: Limits, progress: Progress) -> Comparison:
+    """Compare what was written with what the plan gives when its tensors are produced, and encoded, once more."""
+    plan, differing = prepared.plan, list[str]()
+    _compared(prepared, plan.tensors, written.container.storage, limit.holding(plan.band), progress, {}, differing)
+    return Comparison(
+        first=prepared.checkpoint.path,
+        second=written.path,
+        dialect=plan.dialect,
+        tensors=(len(plan.tensors), len(written)),
+        compared={"": len(plan.tensors) - len(differing)},
+        parameters=prepared.checkpoint.parameters,
+        bytes_read=plan.bytes_read + sum(tensor.nbytes for tensor in plan.tensors),
+        differences=tuple(
+            Difference(name, "", "values", "it is not what the source gives when it is encoded")
+            for name in sorted(differing)
+        ),
+    )

@@ -1,0 +1,1 @@
+"""What a conversion will do, decided before a byte moves."""

@@ -1,0 +1,488 @@
+"""Plans: frozen, JSON-able data that says every byte a conversion will move, and every reason why it may not.
+
+Making a plan reads catalogs only. All refusals are gathered before anything is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from transaxle.axes.notation.family import Dialect
+from transaxle.encodings.encoding import Role
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
+from transaxle.engine.copying.arithmetic import Affine, affine
+from transaxle.engine.copying.duplicate_checks import PlannedCheck, plan_checks
+from transaxle.engine.copying.source import Source
+from transaxle.engine.copying.transfer import Transfer
+from transaxle.engine.plan.counted_axes import counted
+from transaxle.engine.plan.file_names import clashing
+from transaxle.engine.plan.hub_weights import published
+from transaxle.engine.plan.model_config import rewritten, with_files
+from transaxle.engine.plan.output_tensors import Product, Recoded, by_name, products
+from transaxle.engine.plan.recoding import components, displaced, recoded, recoding
+from transaxle.engine.plan.target_name import is_one_file, misnamed
+from transaxle.engine.plan.training_beside import without_training
+from transaxle.engine.views.cast import casts_of
+from transaxle.engine.views.encode import Encode, Step, choose
+from transaxle.engine.views.encoded import View
+from transaxle.engine.views.header_metadata import joined, without_notes
+from transaxle.engine.views.param_groups import regrouped
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.formats.catalog.catalog import Draft, Entry, Spec
+from transaxle.formats.dcp.draft import FORMAT as DCP
+from transaxle.formats.dcp.draft import draft as dcp_draft
+from transaxle.formats.deepspeed.keys import UNIVERSAL
+from transaxle.formats.deepspeed.universal.draft import draft as universal_draft
+from transaxle.formats.deepspeed.zero.training_run import RUN
+from transaxle.formats.detect import FORMATS
+from transaxle.formats.dtype import nbytes
+from transaxle.formats.safetensors.draft import draft as safetensors_draft
+from transaxle.formats.safetensors.index_name import FORMAT as SAFETENSORS
+from transaxle.formats.torch_file.draft import draft as torch_draft
+from transaxle.formats.torch_file.reader import FORMAT as TORCH
+from transaxle.formats.training_state.state import LEFT_BEHIND, ROOT
+from transaxle.formats.training_state.state_groups import GROUPS, Group
+
+SHARD_SIZE = 5_000_000_000
+"""Default bytes of tensors per file."""
+_DIGITS = re.compile(r"([0-9]+)")
+_FRAMEWORK = {"format": "pt"}
+"""What readers expect in the header of a file that nothing else is said about."""
+
+
+class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
+    """A tensor to be written, and where its bytes come from."""
+
+    name: str
+    """Stored name in the target."""
+    dtype: str
+    """Safetensors code."""
+    shape: tuple[int, ...]
+    """Logical elements along each dim."""
+    places: tuple[Transfer, ...]
+    """Where its bytes go: consecutive runs of them, in order, each as the transfer that reads it back."""
+    nbytes: int
+    """Bytes."""
+    rule: str
+    """The target dialect's line, as written."""
+    transfers: tuple[Transfer, ...]
+    """Sorted by where they land."""
+    arithmetic: Affine | None = None
+    """What is done to every value, where the user allowed it."""
+    step: Step | None = None
+    """How the values that the transfers move become what is written; None: they are what is written."""
+
+    @property
+    def codes_of(self) -> str | None:
+        """Table name of the tensor whose codes these are, where it is encoded here."""
+        return self.step.tensor if self.step is not None and self.step.role == Role.CODES else None
+
+
+class Route(msgspec.Struct, frozen=True):
+    """One line of a plan as people read it."""
+
+    component: str
+    """Logical tensors."""
+    source: tuple[str, ...]
+    """Rules of the source dialect."""
+    target: str
+    """Rule of the target dialect."""
+    tensors: int
+    """Target tensors of this line."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything a conversion will do."""
+
+    source: str
+    """Path of the source, as typed."""
+    source_format: str
+    """Container format of the source."""
+    format: str
+    """Container format of the target."""
+    family: str | None
+    """Model family."""
+    from_dialect: str | None
+    """Dialect of the source."""
+    dialect: str
+    """Dialect of the target."""
+    tensors: tuple[PlannedTensor, ...]
+    """What is written, in file order."""
+    checks: tuple[PlannedCheck, ...]
+    """What must prove equal first."""
+    routes: tuple[Route, ...]
+    """The plan by rules."""
+    files: dict[str, int]
+    """Target files and their sizes, carried ones included."""
+    carried: tuple[str, ...]
+    """Files copied beside the tensors."""
+    kept: tuple[str, ...]
+    """Source tensors without a line in the target dialect: written under their own names."""
+    ignored: tuple[str, ...]
+    """Source tensors, files and notes left behind."""
+    aliases: dict[str, str]
+    """Target name -> target name of the tensor it is tied to."""
+    axes: dict[str, int]
+    """Axis sizes, as far as they are the same in every layer."""
+    refusals: tuple[Refusal, ...]
+    """Why it may not run; empty when it may."""
+    recoded: tuple[Recoded, ...] = ()
+    """Tensors that are decoded or encoded."""
+    allow_lossy: bool = False
+    """Whether values may become infinite in a cast."""
+    stayed: tuple[str, ...] = ()
+    """Plain source tensors that keep their type where others are cast."""
+    counted: dict[str, int] = {}
+    """Axes in names whose size nothing says -> how many the names show: a missing last one would not be noticed."""
+
+    @property
+    def band(self) -> int:
+        """Bytes of values that must be held at once to encode the largest tensor."""
+        return max((tensor.step.band for tensor in self.tensors if tensor.step is not None), default=0)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of all target files."""
+        return sum(self.files.values())
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of source tensors that are moved."""
+        return sum(transfer.size for tensor in self.tensors for transfer in tensor.transfers)
+
+    @property
+    def carried_files(self) -> tuple[PlannedTensor, ...]:
+        """The carried files, each as a tensor of bytes under the file's name."""
+        sizes = [(name, self.files[name]) for name in self.carried]
+        return tuple(
+            PlannedTensor(name, "U8", (size,), (whole,), size, "", (whole,))
+            for name, size in sizes
+            for whole in [Transfer(name, 0, 0, size)]
+        )
+
+    @property
+    def copies(self) -> int:
+        """Number of box copies."""
+        return sum(len(tensor.transfers) for tensor in self.tensors)
+
+    @property
+    def contiguous(self) -> int:
+        """Number of box copies that are one byte range on both sides."""
+        return sum(not transfer.loops for tensor in self.tensors for transfer in tensor.transfers)
+
+    def as_json(self, *, copies: bool = True) -> dict[str, Any]:
+        """Return the plan as plain JSON data; without `copies` the single byte ranges are left out."""
+        data: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(self, refusals=()))
+        data["refusals"] = [refusal.as_json() for refusal in self.refusals]
+        data |= {
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "copies": self.copies,
+            "contiguous": self.contiguous,
+        }
+        if not copies:
+            for tensor in data["tensors"]:
+                del tensor["transfers"]
+        return data
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with what its execution needs beside the plan itself."""
+
+    plan: Plan
+    """What is done."""
+    checkpoint: Checkpoint
+    """The opened source."""
+    draft: Draft
+    """The target's tensor files, with the bytes that are known before any tensor is copied."""
+
+
+Sink = Callable[..., Draft]
+SINKS: Mapping[str, Sink] = {
+    SAFETENSORS: safetensors_draft,
+    TORCH: torch_draft,
+    DCP: dcp_draft,
+    UNIVERSAL: universal_draft,
+}
+"""Formats that can be written."""
+HUB = (SAFETENSORS, "hf")
+"""Format and dialect of a model on a hub: the optimizer's state stays behind unless it is asked for."""
+_SEALED = frozenset({SAFETENSORS, TORCH})
+"""Formats of which one file can be a checkpoint: it holds its digests itself, for no manifest lies beside it."""
+_INFORMED = frozenset({UNIVERSAL})
+"""Formats that also record the run: their sinks are told what the source says of it."""
+
+
+def parse_to(to: str) -> tuple[str, str | None]:
+    """Split `FORMAT[:DIALECT]` or `DIALECT`, which is short for `safetensors:DIALECT`.
+
+    Returns:
+        format and dialect; no dialect means the source's own names.
+
+    Raises:
+        Refused: UNSUPPORTED for a format that cannot be written.
+    """
+    first, colon, second = to.partition(":")
+    if first in SINKS:
+        return first, second or None
+    if colon or not first or first in FORMATS:
+        raise refuse("UNSUPPORTED", f"cannot write format {first!r}; these can be: {', '.join(SINKS)}")
+    return SAFETENSORS, first
+
+
+def for_hub(to: str) -> bool:
+    """Tell whether `FORMAT[:DIALECT]` is that of a model on a hub.
+
+    Raises:
+        Refused: as `parse_to`.
+    """
+    form, label = parse_to(to)
+    return (form, (label or IDENTITY).partition("@")[0]) == HUB
+
+
+def natural(name: str) -> tuple[str | tuple[int, str], ...]:
+    """Return a sort key in which `layers.2` comes before `layers.10`."""
+    return tuple(
+        (len(part.lstrip("0")), part.lstrip("0")) if i % 2 else part for i, part in enumerate(_DIGITS.split(name))
+    )
+
+
+def make_plan(
+    checkpoint: Checkpoint,
+    to: str,
+    *,
+    shard_size: int = SHARD_SIZE,
+    allow_lossy: bool = False,
+    strict: bool = False,
+    target: str | None = None,
+    encode: Encode | None = None,
+) -> Prepared:
+    """Plan a conversion.
+
+    Args:
+        checkpoint: the opened source.
+        to: `FORMAT[:DIALECT]`.
+        shard_size: bytes of tensors per file.
+        allow_lossy: run a dialect's arithmetic.
+        strict: refuse tensors that have no line in the target dialect instead of keeping them under their names.
+        target: where it is to be written; where that is one file, there are no shards.
+        encode: which tensors are encoded on the way, and how.
+
+    Returns:
+        The plan, with all refusals in `plan.refusals`; only usage errors and unreadable sources raise.
+    """
+    if shard_size < 1:
+        raise ValueError(f"shard_size must be positive, not {shard_size}")
+    form, label = parse_to(to)
+    wanted = label or IDENTITY
+    against: list[Refusal] = []
+    if for_hub(to):
+        checkpoint, against = published(without_training(checkpoint))
+        if checkpoint.settings.optimizer is None:
+            checkpoint = checkpoint.without_optimizer()
+    view, names, problems = _viewed(checkpoint, wanted, encode)
+    problems.extend(against)
+    unknown = checkpoint.foreign(wanted)
+    problems.extend(unknown)
+    if strict and not unknown:
+        problems.extend(
+            Refusal(
+                "UNEXPECTED_TENSOR", f"dialect {wanted} has no line for it", Where(None, name), "leave out --strict"
+            )
+            for name in view.kept
+        )
+    single = is_one_file(target)
+    problems.extend(misnamed(target, form))
+    source = checkpoint.source_of(wanted)
+    written = by_name(products(view, names, encode.encoding if encode else ""), problems)
+    groups = regrouped(checkpoint.container.metadata.get(GROUPS, ()), view.targets, problems)
+    told: dict[str, Any] = _told(checkpoint, view, source, groups) if form in _INFORMED else {"groups": groups}
+    told |= {"sealed": True} if single and form in _SEALED else {}
+    notes = joined(checkpoint.metadata) if wanted == IDENTITY else without_notes(checkpoint.metadata)
+    draft, lost = _drafted(checkpoint, form, written, notes, told, None if single else shard_size, problems)
+    tensors = _planned(source, written, draft, allow_lossy, problems)
+    checks = plan_checks(source, view.checks, problems)
+    carried = _carried(checkpoint, draft, problems)
+    configs = {} if single else rewritten(checkpoint, wanted, view, written.values(), problems)
+    carried = {name: size for name, size in carried.items() if name not in configs}
+    lost.extend(name for name, text in configs.items() if text is None)
+    problems.extend(clashing((*draft.files, *(() if single else carried))))
+    draft = with_files(draft, {name: text for name, text in configs.items() if text is not None})
+    found = checkpoint.recognised if wanted != IDENTITY else None
+    family = found.family.name if found else checkpoint.family
+    own = checkpoint.dialect
+    plan = Plan(
+        source=checkpoint.path,
+        source_format=checkpoint.format,
+        format=form,
+        family=family,
+        from_dialect=own,
+        dialect=pick_dialect(found.family, wanted).label if found else (own or IDENTITY),
+        tensors=tuple(tensors),
+        checks=tuple(checks),
+        routes=_routes(checkpoint, view) if found else (),
+        files={**draft.files, **carried},
+        carried=tuple(carried),
+        kept=view.kept,
+        ignored=(*view.ignored, *checkpoint.container.left, *checkpoint.container.ignored, *lost),
+        aliases=dict(view.aliases),
+        axes=_axes(checkpoint, view, found.family.dialect(wanted) if found else None),
+        refusals=tuple(problems),
+        recoded=tuple(recoded(checkpoint, [(written[tensor.name], tensor.transfers) for tensor in tensors])),
+        allow_lossy=allow_lossy,
+        stayed=casts_of(checkpoint.container.storage).stayed,
+        counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if found else {},
+    )
+    return Prepared(plan, checkpoint, draft)
+
+
+def _viewed(checkpoint: Checkpoint, wanted: str, encode: Encode | None) -> tuple[View, Sequence[str], list[Refusal]]:
+    """Return the tensors of the target, which of them are encoded, and what stands against both.
+
+    A dialect may have other lines for encoded tensors: which these are decides how they lie.
+    """
+    view = checkpoint.translation(wanted)
+    if wanted == IDENTITY and (encode is not None or checkpoint.decoded):
+        held = checkpoint.catalog
+        view = replace(view, encoded=held.encoded, refusals=held.refusals)
+    names: Sequence[str] = ()
+    misfits: list[Refusal] = []
+    if encode is not None:
+        names, misfits = choose(view, encode, components(checkpoint, None if wanted == IDENTITY else view))
+        if wanted != IDENTITY:
+            view = checkpoint.translation(wanted, recoding(names, encode.encoding))
+    if wanted == IDENTITY:
+        misfits.extend(displaced(checkpoint, names))
+    return view, [name for name in names if name in view.targets], [*view.refusals, *misfits]
+
+
+def _axes(checkpoint: Checkpoint, translation: View, target: Dialect | None) -> dict[str, int]:
+    """Return the axis sizes to remember: how a target without padding would be padded elsewhere is not one of them."""
+    if target is None:
+        return dict(translation.axes)
+    padding = {axis for d in checkpoint.recognised.family.dialects for axis in _padding(d)} - _padding(target)
+    return {axis: size for axis, size in translation.axes.items() if axis not in padding}
+
+
+def _padding(dialect: Dialect) -> set[str]:
+    return {axis for line in dialect.lines for axis in line.expression.padding}
+
+
+def _drafted(
+    checkpoint: Checkpoint,
+    form: str,
+    written: Mapping[str, Product],
+    notes: Mapping[str, Any],
+    told: Mapping[str, Any],
+    shard_size: int | None,
+    problems: list[Refusal],
+) -> tuple[Draft, list[str]]:
+    """Lay the target files out; also return the notes of the source that they have no place for."""
+    specs = [Spec(product.name, product.dtype, product.shape) for product in written.values()]
+    specs.sort(key=lambda spec: natural(spec.name))
+    files = checkpoint.container.files
+    metadata, lost = dict(_FRAMEWORK), []
+    for key, value in notes.items():
+        if key == LEFT_BEHIND:
+            lost.extend(value)
+        elif not isinstance(value, str) or key == ROOT or _FRAMEWORK.get(key) == value:
+            continue
+        elif checkpoint.format != form or key.partition(":")[0] in files:
+            lost.append(f"note {key}")  # that of another format, or of one shard only
+        else:
+            metadata[key] = value
+    try:
+        return SINKS[form](specs, metadata=metadata, shard_size=shard_size, **told), lost
+    except TransaxleError as error:
+        problems.extend(error.refusals)
+        return Draft(form, {}, {}, ()), lost
+
+
+def _told(checkpoint: Checkpoint, view: View, source: Source, groups: Sequence[Group]) -> dict[str, Any]:
+    """Return what a sink is told of the run: counters and settings, and a way to read small tensors."""
+
+    def read(name: str) -> bytes:
+        return StoredTensor(name, *view.described(name), view.targets[name], source).tobytes()
+
+    return {"run": {**checkpoint.metadata.get(RUN, {}), GROUPS: groups}, "read": read}
+
+
+def _carried(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]) -> dict[str, int]:
+    """Return the files that travel along, and their sizes."""
+    storage = checkpoint.container.storage
+    found = {}
+    for name in checkpoint.container.carried:
+        if name in draft.files:
+            message = "a file beside the source has the name of one that is written"
+            problems.append(Refusal("NAME_COLLISION", message, Where(name)))
+            continue
+        try:
+            found[name] = storage.size(name)
+        except TransaxleError as error:
+            problems.extend(error.refusals)
+    return found
+
+
+def _planned(
+    source: Source, written: Mapping[str, Product], draft: Draft, allow_lossy: bool, problems: list[Refusal]
+) -> list[PlannedTensor]:
+    """Plan every tensor, in file order; where the files could not be laid out, look for what else is wrong."""
+    planned = []
+    for name in draft.entries or written:
+        product = written[name]
+        try:
+            arithmetic = affine(product.target, allowed=allow_lossy)
+            transfers = tuple(source.transfers(product.target))
+        except TransaxleError as error:
+            problems.extend(error.refusals)
+            continue
+        if name not in draft.entries:
+            continue
+        shape, places = draft.entries[name].shape, _places(draft.entries[name])
+        size, rule = nbytes(product.dtype, shape), product.target.rule
+        step = product.step
+        planned.append(PlannedTensor(name, product.dtype, shape, places, size, rule, transfers, arithmetic, step))
+    return planned
+
+
+def _places(entry: Entry) -> tuple[Transfer, ...]:
+    """Return where the bytes of a drafted tensor go: its chunks are runs of its row-major bytes, in order."""
+    found = []
+    start = 0
+    for extent in entry.extents:
+        size = nbytes(entry.dtype, extent.shape)
+        found.append(Transfer(extent.file, extent.offset, start, size))
+        start += size
+    return tuple(found)
+
+
+def _routes(checkpoint: Checkpoint, translation: View) -> tuple[Route, ...]:
+    """Group the targets by rule."""
+    rules = {component: line.text for line, _ in checkpoint.bound.found for component in line.expression.components}
+    counts: dict[tuple[str, str], int] = {}
+    for target in translation.targets.values():
+        if target.component:
+            key = target.component, target.rule
+            counts[key] = counts.get(key, 0) + 1
+    return tuple(
+        Route(component, tuple(dict.fromkeys(rules.get(c, "") for c in component.split(", "))), rule, number)
+        for (component, rule), number in counts.items()
+    )
+
+
+def ready(prepared: Prepared) -> Plan:
+    """Return the plan if it may run.
+
+    Raises:
+        TransaxleError: every refusal, at once.
+    """
+    if prepared.plan.refusals:
+        raise gathered(prepared.plan.refusals)
+    return prepared.plan

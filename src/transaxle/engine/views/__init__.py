@@ -1,0 +1,1 @@
+"""Tensors seen another way: decoded, encoded, cast, their scales unpacked."""

@@ -1,0 +1,205 @@
+"""Casts: plain tensors of floating-point numbers, seen in another type; they are cast when they are read.
+
+What is encoded is not touched (that is `decode`), nor are integers. Optimizer state, and what a family's table marks as
+`precise`, keep their type unless patterns name them; whoever reads the plan is told what stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+
+import numpy as np
+
+from transaxle.axes.layout.bind import WEIGHT, Bound, split_slot
+from transaxle.axes.layout.relayout import unchanged
+from transaxle.encodings.arithmetic.casting import CASTS, PLAIN, cast, cast_error
+from transaxle.encodings.arithmetic.codec import Wide
+from transaxle.encodings.conventions.restated import ASIDE
+from transaxle.encodings.error import Error
+from transaxle.engine.copying.source import Source
+from transaxle.engine.copying.transfer import Reader
+from transaxle.engine.copying.workers import Limits, share
+from transaxle.engine.views.decoded import Rows
+from transaxle.engine.views.encoded import Catalog
+from transaxle.engine.views.name_filter import chosen
+from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.dtype import nbytes, numpy_dtype
+from transaxle.formats.storage.storage import Beside, Storage, layer
+
+_FILE = "\0cast "
+"""What the name of a file that does not exist begins with."""
+_BAND = 1 << 18
+"""Elements that are cast at once."""
+
+
+class Caster:
+    """One plain tensor as the row-major bytes of its values in another type.
+
+    Args:
+        entry: the tensor.
+        source: where it is.
+        reader: the files.
+        dtype: safetensors code of the type that is wanted.
+    """
+
+    def __init__(self, entry: Entry, source: Source, reader: Reader, dtype: Wide) -> None:
+        self.entry = entry
+        self.dtype = dtype
+        self._source, self._reader = source, reader
+        self._count = prod(entry.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return nbytes(self.dtype, self.entry.shape)
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Fill a view with the bytes of the values from `offset` on.
+
+        Raises:
+            TransaxleError: what the reader raises.
+        """
+        out = np.frombuffer(view, np.uint8)
+        item = numpy_dtype(self.dtype).itemsize
+        first, last = offset // item, -(-(offset + len(out)) // item)
+        for start in range(first, last, _BAND):
+            stop = min(last, start + _BAND)
+            made = cast(self._values(start, stop), self.dtype).view(np.uint8)
+            low, high = max(offset, start * item), min(offset + len(out), stop * item)
+            out[low - offset : high - offset] = made[low - start * item : high - start * item]
+
+    def error(self) -> tuple[Error, int]:
+        """Return how far all values are from what they were, and how many finite ones become infinite."""
+        found, infinite = Error(), 0
+        for start in range(0, self._count, _BAND):
+            values = self._values(start, min(self._count, start + _BAND))
+            error, more = cast_error(values, cast(values, self.dtype))
+            found, infinite = found + error, infinite + more
+        return found, infinite
+
+    def _values(self, start: int, stop: int) -> np.ndarray:
+        dtype = numpy_dtype(self.entry.dtype)
+        return self._rows.read(start * dtype.itemsize, stop * dtype.itemsize).view(dtype)
+
+    @cached_property
+    def _rows(self) -> Rows:
+        return Rows(self._reader, self._source.transfers(unchanged(self.entry.name, self.entry)))
+
+
+class CastStorage(Beside):
+    """The files of a checkpoint, and beside them one for each tensor that is cast when it is read.
+
+    Args:
+        below: the files.
+        casters: by the file that they are.
+        stayed: plain tensors of other types that keep them.
+        dtype: safetensors code of what is cast to.
+    """
+
+    def __init__(self, below: Storage, casters: Mapping[str, Caster], stayed: Sequence[str], dtype: Wide) -> None:
+        super().__init__(below, casters)
+        self.casters = casters
+        self.stayed = tuple(stayed)
+        self.dtype = dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Casts:
+    """What of a storage is cast."""
+
+    by_file: Mapping[str, Caster]
+    """By the file that does not exist."""
+    stayed: tuple[str, ...]
+    """Plain tensors of other types that keep them."""
+    dtype: Wide | None
+    """Safetensors code of what is cast to; None: nothing is."""
+
+
+def casts_of(storage: Storage) -> Casts:
+    """Return what of a storage is cast."""
+    found = layer(storage, CastStorage)
+    return Casts({}, (), None) if found is None else Casts(found.casters, found.stayed, found.dtype)
+
+
+def precise(bound: Bound | None) -> frozenset[str]:
+    """Return the stored names that keep their type unless they are named: see `precise` in tables."""
+    if bound is None:
+        return frozenset()
+    kept = bound.family.precise
+    lines = [names for (line, _), names in bound.found.items() if kept.intersection(line.expression.components)]
+    return frozenset((*bound.ignored, *(name for names in lines for name in names.values())))
+
+
+def cast_to(held: Catalog, to: str, only: Sequence[str], skip: Sequence[str], keep: frozenset[str]) -> Container:
+    """Return a container in which plain tensors are of another type.
+
+    Args:
+        held: the tensors of a container.
+        to: `bf16`, `fp16` or `fp32`.
+        only: patterns of the names to be cast; none: all weights but those of `keep`.
+        skip: patterns of names that stay as they are.
+        keep: names that are cast only where a pattern of `only` names them.
+
+    Raises:
+        UsageError: AMBIGUOUS for an unknown type, where no tensor is plain, and for a pattern that none of them has.
+    """
+    if to not in CASTS:
+        raise refuse("AMBIGUOUS", f"cannot cast to {to!r}", hint=f"say one of: {', '.join(CASTS)}")
+    container, dtype = held.container, CASTS[to]
+    beside = {full for name in held.entries for end in ASIDE if (full := f"{name}_{end}") in held.entries}
+    plain = [
+        name
+        for name in container.entries
+        if name in held.entries and name not in held.encoded and container.entries[name].dtype in PLAIN
+    ]
+    plain = [name for name in plain if name not in beside]
+    if not plain:
+        message = "no tensor is plain floating point; integers, codes and scales are not cast"
+        raise refuse("AMBIGUOUS", message, hint='encoded tensors become plain ones with --decode (decode="bf16")')
+    usual = [name for name in plain if split_slot(name)[1] == WEIGHT and name not in keep]
+    wanted = frozenset(chosen(plain, only, skip, "plain floating-point tensor", usual))
+    source = Source(container, None)
+    casters: dict[str, Caster] = {}
+    entries: dict[str, Entry] = {}
+    for name, entry in container.entries.items():
+        entries[name] = entry
+        if name in wanted and entry.dtype != dtype:
+            casters[_FILE + name] = Caster(entry, source, container.storage, dtype)
+            extent = Extent((0,) * len(entry.shape), entry.shape, _FILE + name, 0)
+            entries[name] = Entry(name, dtype, entry.shape, (extent,))
+    stayed = [name for name in plain if name not in wanted and container.entries[name].dtype != dtype]
+    storage = CastStorage(container.storage, casters, stayed, dtype)
+    return replace(container, storage=storage, entries=entries)
+
+
+def casting_errors(storage: Storage, names: Iterable[str], limit: Limits) -> dict[str, tuple[Error, int]]:
+    """Read cast tensors once, and return how far they are from what they were, and what becomes infinite."""
+    wanted = set(names)
+    casters = [each for each in casts_of(storage).by_file.values() if each.entry.name in wanted]
+    found: dict[str, tuple[Error, int]] = {}
+
+    def measure(_: object, number: int) -> None:
+        found[casters[number].entry.name] = casters[number].error()
+
+    share(range(len(casters)), limit.jobs, lambda _: None, measure)
+    return found
+
+
+def refuse_infinite(errors: Mapping[str, tuple[Error, int]], dtype: str) -> None:
+    """Refuse finite values that would become infinite.
+
+    Raises:
+        Refused: LOSSY, with every tensor that has such values.
+    """
+    hint = "bf16 has the range of fp32; leave these out with --skip NAME, or let it happen with --allow-lossy"
+    problems = [
+        Refusal("LOSSY", f"{many:,} finite values become infinite in {dtype}", Where(None, name), hint)
+        for name, (_, many) in errors.items()
+        if many
+    ]
+    if problems:
+        raise gathered(problems)

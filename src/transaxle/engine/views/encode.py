@@ -1,0 +1,214 @@
+"""Encoding: the last step of a planned tensor, from its values in target order to one of its buffers.
+
+Values come in bands of whole tile rows, which is all that a codec needs to see of a tensor at once; every matrix of a
+stack is tiled for itself. Each buffer is a planned tensor of its own and reads the values for itself. Where there is a
+scale for a whole matrix, its amax is taken before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import msgspec
+import numpy as np
+
+from transaxle.axes.layout.bind import WEIGHT, split_slot
+from transaxle.axes.layout.relayout import Target
+from transaxle.encodings.arithmetic.codec import Error, amax, encode_error, encode_rows
+from transaxle.encodings.arithmetic.wide import WIDE
+from transaxle.encodings.conventions.convention import CONVENTIONS
+from transaxle.encodings.encoding import ENCODINGS, Encoding, Role
+from transaxle.engine.views.encoded import View
+from transaxle.engine.views.name_filter import chosen
+from transaxle.errors import Refusal, Where, refuse
+from transaxle.formats.dtype import nbytes, numpy_dtype
+
+METHODS = ("float8_block", "mxfp8", "nvfp4")
+"""Encodings that values can be put into."""
+_LEFT_PLAIN = frozenset({"embed", "head", "router", "norm", "bias", "sinks"})
+"""Words in the names of logical tensors that nobody quantizes; `mtp_norm` has two words."""
+_ALSO_PLAIN = frozenset({"eh_proj", "mtp_proj"})
+_WAY_OUT = "leave it out with --skip, or name others with --only"
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """What the user wants encoded."""
+
+    encoding: str
+    """One of `METHODS`."""
+    only: tuple[str, ...] = ()
+    """Patterns of the target's table names; none: the weights of linear layers."""
+    skip: tuple[str, ...] = ()
+    """Patterns of names that stay plain."""
+
+    def __post_init__(self) -> None:
+        if self.encoding not in METHODS:
+            raise refuse("AMBIGUOUS", f"cannot encode to {self.encoding!r}", hint=f"say one of: {', '.join(METHODS)}")
+
+
+class Step(msgspec.Struct, frozen=True, gc=False):
+    """How a tensor's values become one of its buffers."""
+
+    encoding: str
+    """Key of `ENCODINGS`."""
+    convention: str
+    """Key of `CONVENTIONS`."""
+    role: str
+    """Which buffer: a `Role`."""
+    tensor: str
+    """Table name of the tensor."""
+    dtype: str
+    """Safetensors code of the values."""
+    shape: tuple[int, ...]
+    """The values along each dim."""
+
+    @property
+    def spec(self) -> Encoding:
+        """The encoding."""
+        return ENCODINGS[self.encoding]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the values."""
+        return nbytes(self.dtype, self.shape)
+
+    @property
+    def matrices(self) -> int:
+        """How many matrices there are."""
+        return prod(self.shape[:-2])
+
+    @property
+    def band(self) -> int:
+        """Bytes of the fewest values that can be encoded at once: one row of tiles."""
+        rows, columns = self.shape[-2:]
+        return min(self.spec.tiles(self.shape)[-2], rows) * columns * numpy_dtype(self.dtype).itemsize
+
+    def bands(self, room: int) -> Iterator[tuple[int, int, int]]:
+        """Yield `(matrix, first row, last row)` of each band, in order, as many rows of tiles as there is room for."""
+        rows = self.shape[-2]
+        tile = self.spec.tiles(self.shape)[-2]
+        step = tile * max(1, room // max(self.band, 1))
+        for number in range(self.matrices):
+            for first in range(0, rows, step):
+                yield number, first, min(first + step, rows)
+
+    def global_scale(self, size: float) -> np.float32:
+        """Return the scale of a whole matrix whose amax this is."""
+        return CONVENTIONS[self.convention].global_from_amax(size, self.spec)
+
+    def factor(self, sizes: Sequence[float], number: int) -> float:
+        """Return what the values of a matrix are multiplied by beside their scales, when they are read again."""
+        if not self.spec.has_global:
+            return 1.0
+        return CONVENTIONS[self.convention].factor(float(self.global_scale(sizes[number])), self.spec)
+
+
+Measure = Callable[[Error], None]
+"""Told how far encoded values are from those given."""
+Values = Callable[[Sequence[int]], Iterator[memoryview]]
+"""Gives the bytes of a tensor's values in order, cut where the ends listed say."""
+
+
+def buffer_blocks(
+    step: Step, values: Values, sizes: Sequence[float], *, room: int, measured: Measure
+) -> Iterator[memoryview]:
+    """Produce one buffer of a tensor that is encoded, in order.
+
+    Args:
+        step: what is produced.
+        values: gives the tensor's values.
+        sizes: amax of each matrix, where there is a scale for the whole of it.
+        room: bytes of values at once, unless one row of tiles takes more.
+        measured: told the error of each band of codes.
+    """
+    if step.role == Role.GLOBAL:
+        yield np.array([step.global_scale(size) for size in sizes], np.float32).view(np.uint8).data
+        return
+    rows, columns = step.shape[-2:]
+    kind = numpy_dtype(step.dtype)
+    bands = list(step.bands(room))
+    ends = [(number * rows + last) * columns * kind.itemsize for number, _, last in bands]
+    for (number, first, last), block in zip(bands, values(ends), strict=True):
+        given = np.frombuffer(block, kind).reshape(last - first, columns)
+        size = sizes[number] if step.spec.has_global else None
+        codes, scale = encode_rows(step.spec, given, amax=size)
+        if step.role == Role.SCALE:
+            yield np.ascontiguousarray(scale).view(np.uint8).reshape(-1).data
+            continue
+        measured(encode_error(step.spec, given, codes, scale, factor=step.factor(sizes, number)))
+        yield codes.reshape(-1).data
+
+
+def largest(step: Step, values: Values, *, room: int) -> tuple[float, ...]:
+    """Return the amax of each matrix of a tensor; arguments as of `buffer_blocks`."""
+    kind = numpy_dtype(step.dtype)
+    each = prod(step.shape[-2:]) * kind.itemsize
+    found = np.zeros(step.matrices, np.float32)
+    starts = ((number, start) for number in range(step.matrices) for start in range(0, each, room))
+    ends = [number * each + min(start + room, each) for number, start in starts]
+    for end, block in zip(ends, values(ends), strict=True):
+        number = (end - 1) // each
+        found[number] = np.maximum(found[number], amax(np.frombuffer(block, kind).reshape(1, -1)))
+    return tuple(float(size) for size in found)
+
+
+def choose(view: View, wanted: Encode, components: Mapping[str, Sequence[str]]) -> tuple[list[str], list[Refusal]]:
+    """Choose the tensors of a view that are encoded.
+
+    Args:
+        view: the target.
+        wanted: what the user said. Without patterns, the weights of linear layers as the tables know them: never
+            embeddings, heads, routers, norms, biases or sinks, and nothing that is encoded already.
+        components: target name -> its logical tensors, where a table reads it.
+
+    Returns:
+        Target names, and why others that are wanted cannot be encoded.
+
+    Raises:
+        UsageError: AMBIGUOUS for a pattern that no tensor has; where neither a table nor a pattern says which tensors
+            are wanted; and where nothing is left to be encoded.
+    """
+    buffers = {stored for one in view.encoded.values() for stored in one.parts.values()}
+    plain = {name: target for name, target in view.targets.items() if name not in buffers and _is_weight(target)}
+    hint = "say which with --only PATTERN"
+    if not wanted.only and not components:
+        raise refuse("AMBIGUOUS", "no table tells which of its tensors are weights of linear layers", hint=hint)
+    linear = [name for name, target in plain.items() if _is_linear(target, components.get(name, ()))]
+    names = chosen([*plain, *view.encoded], wanted.only, wanted.skip, "tensor", among=linear)
+    if not names:
+        message = f"there is nothing to encode: {len(view.encoded)} tensors are encoded already"
+        raise refuse("AMBIGUOUS", message, hint=hint)
+    misfits = {name: _misfit(view, plain.get(name), ENCODINGS[wanted.encoding], name) for name in names}
+    problems = [Refusal("UNSUPPORTED", why, Where(None, name), _WAY_OUT) for name, why in misfits.items() if why]
+    return [name for name, why in misfits.items() if not why], problems
+
+
+def _misfit(view: View, target: Target | None, encoding: Encoding, name: str) -> str:
+    """Return why a tensor cannot be put into an encoding; nothing if it can."""
+    if target is None:
+        return f"it is stored in {view.encoded[name].encoding.name} already: decode it first"
+    dtype, shape = view.described(name)
+    if dtype not in WIDE:
+        return f"values of {dtype} are not encoded; {', '.join(WIDE)} are"
+    if len(shape) < 2:
+        return f"{encoding.name} is for matrices; found {list(shape)}"
+    if encoding.has_global and 0 in shape:
+        return f"{encoding.name} has a scale for the whole of a matrix; found one without elements, {list(shape)}"
+    size = encoding.tile[-1]
+    if encoding.tile[0] == 1 and shape[-1] % size:
+        return f"{encoding.name} has a scale for each {size} elements of a row; found rows of {shape[-1]}"
+    return ""
+
+
+def _is_weight(target: Target) -> bool:
+    return split_slot(target.name)[1] == WEIGHT
+
+
+def _is_linear(target: Target, components: Sequence[str]) -> bool:
+    """Tell whether a target is the weight of linear layers: every logical tensor in it is."""
+    if not components or len(target.shape) < 2 or 1 in target.shape[-2:]:
+        return False
+    return not any(name in _ALSO_PLAIN or _LEFT_PLAIN.intersection(name.split("_")) for name in components)

@@ -1,0 +1,1 @@
+"""What a checkpoint holds: names, types, shapes, byte extents."""

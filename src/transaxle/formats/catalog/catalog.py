@@ -1,0 +1,188 @@
+"""What a container holds and where, before any data is read: the one description that readers, sinks and plans share.
+
+A container that exists (`Container`) and one that is about to be written (`Draft`) say the same things: entries,
+each with the extents that hold its bytes. That is why a plan is only a list of copies between two catalogs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from transaxle.formats.catalog.seal import Seal, filled
+from transaxle.formats.dtype import nbytes
+from transaxle.formats.storage.storage import Storage
+from transaxle.formats.training_items import Item
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A rectangular chunk of a stored tensor and the place of its bytes."""
+
+    start: tuple[int, ...]
+    """First index of the chunk in each dim of the stored tensor."""
+    shape: tuple[int, ...]
+    """Elements of the chunk along each dim."""
+    file: str
+    """Name of the file inside the container."""
+    offset: int
+    """Byte offset in the file of the chunk's first element."""
+    strides: tuple[int, ...] | None = None
+    """Element strides in the file; None when the chunk is row-major without gaps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One stored tensor: what it is and which extents hold it."""
+
+    name: str
+    dtype: str
+    """Safetensors code, see `formats.dtype`."""
+    shape: tuple[int, ...]
+    """Logical elements along each dim."""
+    extents: tuple[Extent, ...]
+    """Chunks that tile the tensor without holes or overlaps."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the dense tensor."""
+        return nbytes(self.dtype, self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Checksum:
+    """What a container's own format says of the bytes of a range, to be held against them when all is read anyway."""
+
+    file: str
+    """Name of the file inside the container."""
+    offset: int
+    """First byte of the range."""
+    size: int
+    """Bytes of the range."""
+    crc32: int
+    """Their CRC-32."""
+    what: str
+    """What the range holds, in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Twin:
+    """Two places that must hold the same bytes: a replica on another rank, a step that several files record."""
+
+    first: Entry
+    """What is read."""
+    second: Entry
+    """Its copy, of the same type and shape."""
+    why: str
+    """Why they must be equal."""
+    replica: bool = False
+    """Whether each rank updates its copy by itself, so that they may drift apart."""
+
+
+@dataclass(frozen=True)
+class Container:
+    """An opened checkpoint: its catalog, and the storage its bytes are read from."""
+
+    format: str
+    """Name of the format, e.g. `safetensors`."""
+    path: str
+    """The path as the user typed it."""
+    storage: Storage
+    """Reads byte ranges of the files below."""
+    entries: Mapping[str, Entry]
+    """Stored tensors by name, in file order."""
+    files: Mapping[str, int]
+    """Size in bytes of every file that holds tensors or describes them."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """What the container says beside its tensors."""
+    carried: tuple[str, ...] = ()
+    """Other files of the folder that travel with the model (config, tokenizer)."""
+    ignored: tuple[str, ...] = ()
+    """What is left alone: other tensor files, hidden files, sub-folders, links and special files; see `company`."""
+    checksums: tuple[Checksum, ...] = ()
+    """Checksums that the format itself keeps; `verify` checks them."""
+    twins: tuple[Twin, ...] = ()
+    """Copies whose equality every conversion checks before it writes."""
+    left: Mapping[str, Entry] = field(default_factory=dict)
+    """Tensors that are there and are not wanted."""
+    training: tuple[Item, ...] = ()
+    """What is beside model and optimizer; see `formats.training`."""
+    seals: tuple[Seal, ...] = ()
+    """Where files keep digests of all their bytes; `verify` checks them."""
+
+    def without(self, names: Collection[str]) -> Container:
+        """Return the container without some tensors: they are left, and their copies are not compared."""
+        left = {name: entry for name, entry in self.entries.items() if name in names}
+        places = {(extent.file, extent.offset) for entry in left.values() for extent in entry.extents}
+        return replace(
+            self,
+            entries={name: entry for name, entry in self.entries.items() if name not in left},
+            left={**self.left, **left},
+            twins=tuple(
+                twin
+                for twin in self.twins
+                if any((extent.file, extent.offset) not in places for extent in twin.first.extents)
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A tensor to be written: what a sink needs to know to give it a place."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """Bytes of a draft that are known from the start: a header, an index."""
+
+    file: str
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A container that does not exist yet: every tensor already has its place."""
+
+    format: str
+    entries: Mapping[str, Entry]
+    """Tensors by name, in the order in which their files are written."""
+    files: Mapping[str, int]
+    """Final size of every file."""
+    fragments: tuple[Fragment, ...]
+    """Bytes that are known before any tensor is copied."""
+    seal: Seal | None = None
+    """Room for digests, in a file that is the whole checkpoint; the fragment that holds it is known last."""
+
+    def early(self) -> tuple[Fragment, ...]:
+        """Return the fragments that are known before any tensor is copied: all but the one with room for digests."""
+        return tuple(each for each in self.fragments if not self._is_sealed(each))
+
+    def late(self, hashes: Mapping[str, str]) -> Iterator[Fragment]:
+        """Yield the fragment that holds the digests, filled in.
+
+        Args:
+            hashes: of every tensor, by name.
+        """
+        if self.seal is None:
+            return
+        firsts = {entry.extents[0].offset: hashes[name] for name, entry in self.entries.items() if entry.nbytes}
+        parts = sorted((each.offset, each.data) for each in self.fragments)
+        for fragment, (_, data) in zip(
+            sorted(self.fragments, key=lambda each: each.offset), filled(parts, self.seal, firsts), strict=True
+        ):
+            if self._is_sealed(fragment):
+                yield replace(fragment, data=data)
+
+    @property
+    def sealed_first(self) -> bool:
+        """Whether the digests stand before the tensors: a stream needs them before it begins."""
+        return self.seal is not None and any(not each.offset and self._is_sealed(each) for each in self.fragments)
+
+    def _is_sealed(self, fragment: Fragment) -> bool:
+        return self.seal is not None and fragment.offset <= self.seal.head < fragment.offset + len(fragment.data)

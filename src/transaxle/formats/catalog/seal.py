@@ -1,0 +1,102 @@
+"""Digests in a file that is a checkpoint by itself: no manifest lies beside it, so it carries what proves its bytes.
+
+One digest for each tensor, and one for everything else in the file, the other digests included. They are known only
+when the bytes are written; so room of a fixed width is laid out for them, and filled in last. The text that holds them
+is an ordinary note for every other reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import xxhash
+
+from transaxle.formats.storage.storage import Storage
+
+DIGITS = 32
+"""Characters of one digest: an xxh3-128 in hex."""
+_BLANK = b"0" * DIGITS
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Seal:
+    """Where the digests of a file lie."""
+
+    file: str
+    """Name of the file inside the container."""
+    head: int
+    """First byte of the digest of everything that is no tensor's, itself taken as zeros."""
+    places: Mapping[int, int]
+    """First byte of a tensor -> first byte of its digest; tensors without bytes have none."""
+
+
+def seal_of(file: str, head: int, begin: int, offsets: Iterable[int]) -> Seal:
+    """Return the seal whose tensors' digests stand one after the other.
+
+    Args:
+        file: name of the file.
+        head: first byte of the digest of the rest.
+        begin: first byte of the first tensor's digest.
+        offsets: first bytes of the tensors that have bytes, in the order of their digests.
+    """
+    return Seal(file, head, {offset: begin + number * DIGITS for number, offset in enumerate(offsets)})
+
+
+def read_digest(storage: Storage, seal: Seal, place: int) -> str:
+    """Return a digest as the file gives it."""
+    return storage.read(seal.file, place, DIGITS).decode("latin-1")
+
+
+def rest_of(storage: Storage, seal: Seal, tensors: Iterable[tuple[int, int]]) -> str:
+    """Return the digest of everything that is no tensor's.
+
+    Args:
+        storage: where the file is.
+        seal: of the file.
+        tensors: first byte of each tensor and the one after its last.
+    """
+    return _digest(_rest(storage, seal.file, tensors), seal.head)
+
+
+def _rest(storage: Storage, file: str, tensors: Iterable[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
+    size = storage.size(file)
+    reached = 0
+    for begin, end in [*sorted(tensors), (size, size)]:
+        for start in range(reached, begin, _BLOCK):
+            yield start, storage.read(file, start, min(_BLOCK, begin - start))
+        reached = max(reached, end)
+
+
+def _digest(parts: Iterable[tuple[int, bytes]], head: int) -> str:
+    """Return the digest of parts of a file, with zeros where it stands itself."""
+    state = xxhash.xxh3_128()
+    for offset, data in parts:
+        first, last = max(head, offset), min(head + DIGITS, offset + len(data))
+        if first < last:
+            data = data[: first - offset] + _BLANK[: last - first] + data[last - offset :]
+        state.update(data)
+    return state.hexdigest()
+
+
+def filled(parts: Iterable[tuple[int, bytes]], seal: Seal, hashes: Mapping[int, str]) -> list[tuple[int, bytes]]:
+    """Return all bytes outside of tensors with the digests filled in.
+
+    Args:
+        parts: those bytes, in the order of the file, each with its offset.
+        seal: where the digests go.
+        hashes: first byte of a tensor -> its digest.
+    """
+    pieces = []
+    for offset, data in parts:
+        text = bytearray(data)
+        for begin, place in seal.places.items():
+            if offset <= place < offset + len(text):
+                text[place - offset : place - offset + DIGITS] = hashes[begin].encode()
+        pieces.append((offset, text))
+    whole = _digest(((offset, bytes(text)) for offset, text in pieces), seal.head).encode()
+    for offset, text in pieces:
+        if offset <= seal.head < offset + len(text):
+            text[seal.head - offset : seal.head - offset + DIGITS] = whole
+    return [(offset, bytes(text)) for offset, text in pieces]

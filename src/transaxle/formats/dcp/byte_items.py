@@ -1,0 +1,64 @@
+"""The small archive around each chunk: what `torch.save` makes of one tensor, with its place known before its bytes.
+
+Everything around the tensor depends on its type and shape alone, so thousands of chunks share a few such frames.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+from transaxle.axes.geometry.strided import row_major
+from transaxle.formats.pickled.allowed_globals.allowed import STORAGES
+from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
+from transaxle.formats.pickled.writer import write_pickle
+from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, VERSION
+from transaxle.formats.torch_file.zip.layout import ALIGNMENT, Item, lay_out
+
+LARGEST = 1 << 30
+"""Bytes of a tensor in one archive. torch reads an archive whole, whatever part of it is asked for."""
+
+_FOLDER = "archive"
+"""Name of the archive's folder where torch writes to a stream, as DCP does."""
+_KEY = "0"
+_TYPED = frozenset(STORAGES.values())
+"""Types that have a storage class; torch writes the newer ones as untyped bytes."""
+
+
+class Frame(NamedTuple):
+    """An archive without the tensor in it."""
+
+    head: bytes
+    """What comes before the tensor."""
+    tail: bytes
+    """What comes after it."""
+
+
+@lru_cache(256)
+def frame(dtype: DType, shape: tuple[int, ...], size: int) -> Frame:
+    """Return the archive around one row-major tensor.
+
+    Args:
+        dtype: its type.
+        shape: its shape, as torch gives it.
+        size: bytes of the tensor.
+
+    Post-condition: the tensor begins at a multiple of `ALIGNMENT`, counted from the archive's first byte.
+    """
+    typed = dtype.name in _TYPED
+    storage = StorageType(dtype if typed else None)
+    held = Persistent(("storage", storage, _KEY, "cpu", math.prod(shape) if typed else size))
+    pickle = write_pickle(TensorRef(held, None if typed else dtype, 0, shape, row_major(shape)))
+    items = [
+        Item(PICKLE, len(pickle), pickle),
+        *(Item(name, len(data), data) for name, data in _NOTES.items()),
+        Item(f"{DATA}{_KEY}", size, None if size else b""),
+        Item(VERSION, len(_VERSION), _VERSION),
+    ]
+    known = [data for _, data in lay_out(_FOLDER, items).known]
+    return Frame(known[0], known[1]) if size else Frame(b"", known[0])
+
+
+_NOTES = {".format_version": b"1", ".storage_alignment": str(ALIGNMENT).encode(), BYTE_ORDER: LITTLE}
+_VERSION = b"3\n"

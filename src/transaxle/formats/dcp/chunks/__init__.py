@@ -1,0 +1,1 @@
+"""The chunks of a DCP folder put together into tensors."""

@@ -1,0 +1,129 @@
+"""Whether the chunks of a tensor tile it: every element in exactly one chunk, found without comparing chunks.
+
+A box is the running sum, along every dim, of plus and minus ones at its corners. Running sums are invertible. So the
+boxes cover every index of the tensor once if and only if their corners, added up, are the corners of the tensor: one
+pass over the chunks, exact for any arrangement, however the boxes interlock. Where they do not, the first corner that
+is left over (in row-major order) is the first index that is wrong, and its sign says how.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import NamedTuple
+
+from transaxle.formats.catalog.problem_list import Faults
+
+MAX_CORNERS = 1 << 22
+"""Corners of the chunks of one tensor, two along each dim that is cut: a million chunks, if it is cut along two."""
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""First index along each dim, and elements along each dim."""
+
+
+class Flaw(NamedTuple):
+    """The first index, in row-major order, that is not in exactly one box."""
+
+    at: Shape
+    """The index."""
+    copies: int
+    """How many boxes hold it: 0 for a hole, 2 or more for an overlap."""
+
+
+class TooManyCornersError(ValueError):
+    """The boxes are too many, or cut too many dims at once."""
+
+
+def outside(shape: Shape, box: Box) -> bool:
+    """Tell whether a box does not lie inside a tensor of this shape."""
+    starts, sizes = box
+    if not len(starts) == len(sizes) == len(shape):
+        return True
+    return any(
+        start < 0 or size < 0 or start + size > whole for start, size, whole in zip(starts, sizes, shape, strict=True)
+    )
+
+
+def flaw(shape: Shape, boxes: Sequence[Box]) -> Flaw | None:
+    """Return the first index of a tensor that its boxes do not cover exactly once; None if they tile it.
+
+    Args:
+        shape: of the tensor.
+        boxes: all inside of it, see `outside`; those without elements hold nothing.
+
+    Raises:
+        TooManyCornersError: for boxes that have more corners than `MAX_CORNERS`.
+    """
+    if 0 in shape:
+        return None
+    held = [box for box in boxes if 0 not in box[1]]
+    cut = [dim for dim, size in enumerate(shape) if any(sizes[dim] != size for _, sizes in held)]
+    if len(held) << len(cut) > MAX_CORNERS:
+        raise TooManyCornersError(f"{len(held)} chunks that cut {len(cut)} dims are more than can be checked")
+    left: defaultdict[Shape, int] = defaultdict(int)
+    _add(left, [(0, shape[dim]) for dim in cut], -1)
+    for starts, sizes in held:
+        _add(left, [(starts[dim], starts[dim] + sizes[dim]) for dim in cut], 1)
+    wrong = min((corner for corner, count in left.items() if count), default=None)
+    if wrong is None:
+        return None
+    index = [0] * len(shape)
+    for dim, position in zip(cut, wrong, strict=True):
+        index[dim] = position
+    return Flaw(tuple(index), 1 + left[wrong])
+
+
+def tiled(name: str, shape: Shape, boxes: Sequence[Box], file: str, faults: Faults) -> bool:
+    """Check that the chunks of a tensor cover it exactly once; what is wrong becomes a fault.
+
+    Args:
+        name: what the tensor is called.
+        shape: its shape.
+        boxes: first index and size of each chunk.
+        file: the file that says so.
+        faults: receives CORRUPT, INCOMPLETE, OVERLAP or UNSUPPORTED.
+    """
+    for start, sizes in boxes:
+        if outside(shape, (start, sizes)):
+            message = f"a chunk of {list(sizes)} at {list(start)} does not lie inside {list(shape)}"
+            faults.add("CORRUPT", message, file, name)
+            return False
+    try:
+        wrong = flaw(shape, boxes)
+    except TooManyCornersError as error:
+        faults.add("UNSUPPORTED", str(error), file, name)
+        return False
+    if wrong is None:
+        return True
+    at, copies = wrong
+    if copies:
+        first, second, *_ = (list(boxes[number][0]) for number in holding(at, boxes))
+        faults.add("OVERLAP", f"its chunks at {first} and at {second} both hold the index {list(at)}", file, name)
+    else:
+        faults.add("INCOMPLETE", f"none of its {len(boxes)} chunks holds the index {list(at)}", file, name)
+    return False
+
+
+def holding(index: Shape, boxes: Iterable[Box]) -> list[int]:
+    """Return the numbers of the boxes that hold an index."""
+    return [
+        number
+        for number, (starts, sizes) in enumerate(boxes)
+        if all(start <= at < start + size for at, start, size in zip(index, starts, sizes, strict=True))
+    ]
+
+
+def _add(corners: defaultdict[Shape, int], spans: Sequence[tuple[int, int]], weight: int) -> None:
+    """Add the corners of a box, given by its intervals; a corner's sign is that of its number of upper ends."""
+    if not spans:
+        corners[()] += weight
+        return
+    if len(spans) == 1:
+        corners[spans[0][:1]] += weight
+        corners[spans[0][1:]] -= weight
+        return
+    for ends in product((0, 1), repeat=len(spans)):
+        sign = -weight if sum(ends) % 2 else weight
+        corners[tuple(span[end] for span, end in zip(spans, ends, strict=True))] += sign

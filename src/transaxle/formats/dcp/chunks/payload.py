@@ -1,0 +1,317 @@
+"""The bytes behind each item: small torch archives, thousands to a file, or safetensors data at its end.
+
+Each archive must be read, for what the metadata says of a chunk may be a lie: its type, its shape and the place of its
+bytes are taken from the archive itself and then compared. Reading one takes a while, and a checkpoint may have a
+hundred thousand. But those of one shape are alike to the last byte, outside of the tensor, its checksum and a serial
+number. So a strictly read archive serves as a stencil: whatever matches it is read as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from transaxle.errors import Refusal, TransaxleError, Where
+from transaxle.formats.catalog.catalog import Checksum, Entry, Extent
+from transaxle.formats.catalog.inline import number
+from transaxle.formats.catalog.problem_list import Faults
+from transaxle.formats.dcp.chunks.stencil import Stencils
+from transaxle.formats.dcp.metadata import Chunk, Item, Payload
+from transaxle.formats.dtype import Shape, logical, nbytes
+from transaxle.formats.pickled.descriptors import Quantized, Scalar, TensorRef
+from transaxle.formats.safetensors.header import read_header
+from transaxle.formats.safetensors.torch_parts import starts
+from transaxle.formats.storage.storage import Storage
+from transaxle.formats.torch_file.quantized_tensors import Layout, layout
+from transaxle.formats.torch_file.saved import DATA, Saved, read_saved
+from transaxle.formats.torch_file.stored_storage import Stored
+from transaxle.formats.torch_file.views import REPEATED, ViewFault, place
+from transaxle.formats.torch_file.zip.archive import LOCAL
+from transaxle.formats.training_state.flatten import described
+from transaxle.formats.training_state.state import Leaf
+
+_AGAIN = "Copy the file again, or save the checkpoint again."
+
+
+class _Tensor(NamedTuple):
+    """A tensor in an archive: what it is, and where it lies in it."""
+
+    dtype: str
+    """torch's name of its type."""
+    shape: Shape
+    """As torch gives it."""
+    place: Extent
+    """In logical elements; its offset counts from the archive's first byte."""
+    repeated: int
+    """Bytes that it repeats by strides of zero."""
+    stored: tuple[int, int]
+    """First byte of its storage, from the archive's first byte, and bytes of it."""
+
+
+class QuantizedChunk(NamedTuple):
+    """A part of a tensor whose archive holds codes and scales (see `formats.torch_file.quantized`)."""
+
+    layout: Layout
+    """How they make values."""
+    parts: Mapping[str, Entry]
+    """What follows the tensor's name -> this chunk's own buffer."""
+    dtype: str
+    """torch's name of the type that the tensor shows."""
+
+
+class _Object(NamedTuple):
+    """Anything else in an archive."""
+
+    value: Any
+
+
+class _Blob(NamedTuple):
+    """Safetensors data at the end of a file."""
+
+    entries: Mapping[str, Entry]
+    starts: Mapping[str, Shape]
+
+
+class Payloads:
+    """Reads what items consist of.
+
+    Args:
+        storage: where the files are.
+        sizes: bytes of each data file.
+        faults: receives what is wrong.
+    """
+
+    def __init__(self, storage: Storage, sizes: Mapping[str, int], faults: Faults) -> None:
+        self._storage = storage
+        self._sizes = sizes
+        self._faults = faults
+        self._stencils: Stencils[_Tensor | _Object] = Stencils(storage)
+        self._objects: dict[Payload, Leaf] = {}
+        self._blobs: dict[tuple[str, int], _Blob | None] = {}
+        self._taken: dict[str, list[tuple[int, int, str]]] = {}
+        self._repeated = 0
+        self.checksums: list[Checksum] = []
+        """What the archives say of the tensors in them."""
+
+    def chunk(self, item: Item, chunk: Chunk) -> Extent | QuantizedChunk | None:
+        """Return where the bytes of a chunk lie; None if something is wrong with it."""
+        payload = chunk.payload
+        if payload is None or not self._inside(item.key, payload):
+            return None
+        match = self._stencils.match(payload)
+        if match is None and not self._is_archive(payload):
+            return self._in_blob(item, chunk, payload)
+        found = match.result if match else self._read(item.key, payload)
+        self._take(item.key, payload.file, payload.offset, payload.offset + payload.length)
+        if found is None:
+            return None
+        if isinstance(found, _Object):
+            self._fault(item.key, payload.file, f"its archive holds no tensor: {described(found.value)}")
+            return None
+        if isinstance(found, QuantizedChunk):
+            return found if self._alike(item, chunk, payload, found.dtype, found.layout.shape) else None
+        if match and match.crc32:
+            offset, size = found.stored
+            self._note(payload, offset, size, match.crc32)
+        return self._checked(item, chunk, payload, found)
+
+    def leaf(self, item: Item) -> Leaf | None:
+        """Return what an object's archive holds; None if something is wrong with it.
+
+        Items of equal value may share an archive, unlike tensors.
+        """
+        payload = item.payload
+        if payload is None or not self._inside(item.key, payload):
+            return None
+        known = self._objects.get(payload)
+        if known is not None:
+            return replace(known, path=item.path)
+        match = self._stencils.match(payload)
+        found = match.result if match else self._read(item.key, payload)
+        self._take(item.key, payload.file, payload.offset, payload.offset + payload.length)
+        if found is None:
+            return None
+        if isinstance(found, QuantizedChunk):
+            return Leaf(item.path, "tensor", found)
+        if isinstance(found, _Tensor):
+            return Leaf(item.path, "other", None, "a tensor that was saved as an object")
+        value = found.value
+        if type(value) is Scalar or (type(value) in (int, float, bool) and number(value) is not None):
+            leaf = Leaf(item.path, "number", value)
+        else:
+            leaf = Leaf(item.path, "other", value, described(value))
+        self._objects[payload] = leaf
+        return leaf
+
+    def check_overlaps(self) -> None:
+        """Refuse archives that share bytes: two items would be one."""
+        for file, ranges in self._taken.items():
+            ranges.sort()
+            reached, holder = 0, ""
+            for begin, end, key in ranges:
+                if begin < reached:
+                    message = f"its bytes {begin} to {end} overlap those of {holder!r}, which end at {reached}"
+                    self._faults.add("OVERLAP", message, file, key)
+                if end > reached:
+                    reached, holder = end, key
+
+    def _inside(self, key: str, payload: Payload) -> bool:
+        """Check that a payload lies in its file; a file that is not there has been refused."""
+        size = self._sizes.get(payload.file)
+        if size is not None and payload.offset + payload.length > size:
+            end = payload.offset + payload.length
+            message = f"its bytes {payload.offset} to {end} lie outside of the file, which has {size}"
+            self._faults.add("CORRUPT", message, payload.file, key, _AGAIN)
+            return False
+        return size is not None
+
+    def _is_archive(self, payload: Payload) -> bool:
+        return self._storage.read(payload.file, payload.offset, min(len(LOCAL), payload.length)) == LOCAL
+
+    def _read(self, key: str, payload: Payload) -> _Tensor | QuantizedChunk | _Object | None:
+        """Read an archive strictly."""
+        try:
+            saved = read_saved(self._storage, *payload)
+        except TransaxleError as error:
+            if error.exit_code == TransaxleError.exit_code:
+                at = Where(payload.file, key)
+                self._faults.extend(*(Refusal(each.code, each.message, at, each.hint) for each in error.refusals))
+                return None
+            raise
+        found = self._described(key, payload, saved)
+        if isinstance(found, _Tensor | _Object) and self._is_archive(payload):
+            self._stencils.learn(payload, found)
+        for checksum in saved.checksums:
+            if checksum.what.startswith(_RECORD):
+                self._note(payload, checksum.offset - payload.offset, checksum.size, checksum.crc32)
+        return found
+
+    def _described(self, key: str, payload: Payload, saved: Saved) -> _Tensor | QuantizedChunk | _Object | None:
+        value = saved.value
+        if isinstance(value, Quantized):
+            return self._quantized(key, payload, value)
+        if not isinstance(value, TensorRef) or not isinstance(value.storage, Stored):
+            return _Object(value)
+        try:
+            entry, repeated = place(key, value, payload.file)
+        except ViewFault as fault:
+            self._faults.add(fault.code, fault.message, payload.file, key, fault.hint)
+            return None
+        (there,) = entry.extents
+        base, stored = payload.offset, value.storage
+        relative = Extent(there.start, there.shape, there.file, there.offset - base, there.strides)
+        dtype = value.dtype or stored.dtype
+        return _Tensor(dtype.name, value.shape, relative, repeated, (stored.offset - base, stored.nbytes))
+
+    def _quantized(self, key: str, payload: Payload, value: Quantized) -> QuantizedChunk | None:
+        """Return the buffers of a quantized tensor; None if something is wrong with them."""
+        parts: dict[str, Entry] = {}
+        repeated = 0
+        try:
+            found = layout(value)
+            for end, part in found.parts.items():
+                entry, more = place(key + end, part.view, payload.file)
+                parts[end] = entry if part.dtype is None else replace(entry, dtype=part.dtype)
+                repeated += more
+        except ViewFault as fault:
+            self._faults.add(fault.code, fault.message, payload.file, key, fault.hint)
+            return None
+        return QuantizedChunk(found, parts, value.dtype.name) if self._is_held(key, payload, repeated) else None
+
+    def _alike(self, item: Item, chunk: Chunk, payload: Payload, dtype: str, shape: Shape) -> bool:
+        """Compare an archive's tensor with what the metadata says of the chunk."""
+        assert item.dtype is not None
+        if dtype != item.dtype.name:
+            message = f"the metadata says {item.dtype.name}, the file holds {dtype}"
+            self._faults.add("DTYPE_MISMATCH", message, payload.file, item.key)
+            return False
+        if shape != chunk.shape:
+            message = f"the metadata says that its chunk is {list(chunk.shape)}, the file holds {list(shape)}"
+            self._faults.add("SHAPE_MISMATCH", message, payload.file, item.key)
+            return False
+        return True
+
+    def _is_held(self, key: str, payload: Payload, repeated: int) -> bool:
+        """Count bytes that are claimed and not there, and tell whether there are too many."""
+        self._repeated += repeated
+        if self._repeated > REPEATED:
+            message = f"by strides of zero the files claim more than {REPEATED} bytes that they do not hold"
+            self._fault(key, payload.file, message)
+            return False
+        return True
+
+    def _checked(self, item: Item, chunk: Chunk, payload: Payload, found: _Tensor) -> Extent | None:
+        """Return where an archive's tensor lies, if it is what the metadata says."""
+        assert item.dtype is not None
+        if not self._alike(item, chunk, payload, found.dtype, found.shape):
+            return None
+        if not self._is_held(item.key, payload, found.repeated):
+            return None
+        there = found.place
+        start = logical(chunk.start, item.dtype.code)
+        return Extent(start, there.shape, payload.file, payload.offset + there.offset, there.strides)
+
+    def _in_blob(self, item: Item, chunk: Chunk, payload: Payload) -> Extent | None:
+        """Return where a chunk lies in the safetensors data that begins at its offset."""
+        assert item.dtype is not None
+        code = item.dtype.code
+        size = nbytes(code, logical(chunk.shape, code))
+        if payload.length != size:
+            message = f"its {payload.length} bytes are no archive, and safetensors data would take {size}"
+            self._fault(item.key, payload.file, message)
+            return None
+        blob = self._blob(payload.file, payload.offset)
+        if blob is None:
+            return None
+        entry, start = blob.entries.get(item.key), blob.starts.get(item.key)
+        if entry is None:
+            self._faults.add("INCOMPLETE", "the file holds no part of it", payload.file, item.key)
+            return None
+        if start != logical(chunk.start, code):
+            message = f"the file should hold its part at {list(chunk.start)}, and holds the one at {list(start or ())}"
+            hint = "In this form torch writes one part of a tensor to a file; the others are lost."
+            self._faults.add("INCOMPLETE", message, payload.file, item.key, hint)
+            return None
+        if entry.dtype != code:
+            message = f"the metadata says {code}, the file holds {entry.dtype}"
+            self._faults.add("DTYPE_MISMATCH", message, payload.file, item.key)
+            return None
+        if entry.shape != logical(chunk.shape, code):
+            message = f"the metadata says that its chunk is {list(chunk.shape)}, the file holds {list(entry.shape)}"
+            self._faults.add("SHAPE_MISMATCH", message, payload.file, item.key)
+            return None
+        (there,) = entry.extents
+        return Extent(start, there.shape, there.file, there.offset)
+
+    def _blob(self, file: str, begin: int) -> _Blob | None:
+        """Read safetensors data that reaches from its first byte to the end of a file."""
+        known = self._blobs.get((file, begin))
+        if known is not None or (file, begin) in self._blobs:
+            return known
+        blob = None
+        try:
+            header = read_header(self._storage, file, begin)
+        except TransaxleError as error:
+            if error.exit_code != TransaxleError.exit_code:
+                raise
+            self._faults.extend(*error.refusals)
+        else:
+            placed = starts(header.entries, header.metadata, file, self._faults)
+            blob = None if placed is None else _Blob(header.entries, placed)
+            self._take("", file, begin, self._sizes[file])
+        self._blobs[file, begin] = blob
+        return blob
+
+    def _take(self, key: str, file: str, begin: int, end: int) -> None:
+        self._taken.setdefault(file, []).append((begin, end, key))
+
+    def _note(self, payload: Payload, offset: int, size: int, crc32: int) -> None:
+        self.checksums.append(Checksum(payload.file, payload.offset + offset, size, crc32, _WHAT))
+
+    def _fault(self, key: str, file: str, message: str) -> None:
+        self._faults.add("CORRUPT", message, file, key)
+
+
+_WHAT = "a chunk"
+_RECORD = f"record {DATA}"

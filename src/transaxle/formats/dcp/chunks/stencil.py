@@ -1,0 +1,155 @@
+"""Recognising an archive by its skeleton: everything in it but the tensor, the checksums and torch's serial number.
+
+An archive that equals one read before, byte for byte outside of these, says the same. Only what was blanked out may
+differ: numbers that describe no place, and both copies of the tensor's checksum must still agree.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import Generic, NamedTuple, TypeVar
+
+from transaxle.formats.dcp.metadata import Payload
+from transaxle.formats.storage.storage import Storage
+from transaxle.formats.torch_file.saved import DATA
+from transaxle.formats.torch_file.zip.archive import (
+    CENTRAL_FORM,
+    END_FORM,
+    HAS_DESCRIPTOR,
+    MAX16,
+    MAX32,
+    Archive,
+    read_archive,
+)
+from transaxle.formats.torch_file.zip.window import Window
+
+_SERIAL = ".data/serialization_id"
+_MOST = 10_000
+"""Skeletons that are remembered; a checkpoint has a few hundred."""
+_MOST_ALIKE = 8
+"""Arrangements of one length that are tried."""
+_WHOLE = 1 << 14
+"""Archives up to this size are read at once."""
+_CRC = struct.Struct("<I")
+_CRC_IN_CENTRAL, _CRC_IN_LOCAL, _CRC_IN_DESCRIPTOR = 16, 14, 4
+
+Result = TypeVar("Result")
+
+
+class _Arrangement(NamedTuple):
+    """Where the parts of an archive lie. Positions inside the skeleton, which is head and tail joined."""
+
+    head: int
+    """Bytes before the tensor."""
+    tail: int
+    """First byte after it, in the archive."""
+    blanks: tuple[tuple[int, int], ...]
+    """Spans that may differ."""
+    checksums: tuple[tuple[int, int], ...]
+    """Positions of checksums that are given twice; that of the tensor comes first."""
+
+
+class Match(NamedTuple, Generic[Result]):
+    """An archive that was recognised."""
+
+    result: Result
+    """What the one that it equals was found to hold."""
+    crc32: int
+    """Checksum of its own tensor; 0 if there is no tensor or no checksum."""
+
+
+class Stencils(Generic[Result]):
+    """The skeletons of archives that were read, and what they were found to hold."""
+
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
+        self._arrangements: dict[int, list[_Arrangement]] = {}
+        self._known: dict[tuple[_Arrangement, bytes], Result] = {}
+
+    def match(self, payload: Payload) -> Match[Result] | None:
+        """Recognise an archive; None if it must be read."""
+        for arrangement in self._arrangements.get(payload.length, ()):
+            skeleton = self._skeleton(payload, arrangement)
+            given = [tuple(_CRC.unpack_from(skeleton, at)[0] for at in pair) for pair in arrangement.checksums]
+            blank = _blanked(skeleton, arrangement)
+            found = self._known.get((arrangement, blank))
+            if found is not None and all(one == other for one, other in given):
+                has_tensor = arrangement.tail > arrangement.head
+                return Match(found, given[0][0] if has_tensor and given else 0)
+        return None
+
+    def learn(self, payload: Payload, result: Result) -> None:
+        """Remember an archive that was read, strictly and without complaint."""
+        archive = read_archive(Window(self._storage, payload.file, payload.offset, payload.length))
+        arrangement = _arranged(archive)
+        if arrangement is None:
+            return
+        alike = self._arrangements.setdefault(payload.length, [])
+        if arrangement not in alike:
+            alike.insert(0, arrangement)
+            del alike[_MOST_ALIKE:]
+        if len(self._known) >= _MOST:
+            self._known.clear()
+        self._known[arrangement, _blanked(self._skeleton(payload, arrangement), arrangement)] = result
+
+    def _skeleton(self, payload: Payload, arrangement: _Arrangement) -> bytes:
+        file, offset, length = payload
+        head, tail = arrangement.head, arrangement.tail
+        if length <= _WHOLE:
+            data = self._storage.read(file, offset, length)
+            return data[:head] + data[tail:]
+        read = self._storage.read
+        return read(file, offset, head) + read(file, offset + tail, length - tail)
+
+
+def _blanked(skeleton: bytes, arrangement: _Arrangement) -> bytes:
+    blank = bytearray(skeleton)
+    for start, stop in arrangement.blanks:
+        blank[start:stop] = bytes(stop - start)
+    return bytes(blank)
+
+
+def _arranged(archive: Archive) -> _Arrangement | None:
+    """Return the arrangement of an archive; None for one with several storages, or of zip64's size."""
+    tensors = [record for name, record in archive.records.items() if name.startswith(DATA)]
+    if len(tensors) > 1:
+        return None
+    size = archive.window.size
+    head, tail = (tensors[0].offset, tensors[0].offset + tensors[0].size) if tensors else (size, size)
+
+    def inside(position: int) -> int:
+        return position if position < tail else position - (tail - head)
+
+    entries = list(_directory(archive))
+    if not entries:
+        return None
+    blanks: list[tuple[int, int]] = []
+    checksums: list[tuple[int, int]] = []
+    serial = archive.records.get(_SERIAL)
+    for record in (*tensors, *([serial] if serial else [])):
+        for name, central, header, flags in entries:
+            if name == record.name:
+                other = record.offset + record.size + _CRC_IN_DESCRIPTOR
+                pair = inside(central), inside(other if flags & HAS_DESCRIPTOR else header + _CRC_IN_LOCAL)
+                blanks.extend((at, at + _CRC.size) for at in pair)
+                checksums.append(pair)
+    if serial:
+        blanks.append((inside(serial.offset), inside(serial.offset) + serial.size))
+    return _Arrangement(head, tail, tuple(blanks), tuple(checksums))
+
+
+def _directory(archive: Archive) -> Iterator[tuple[str, int, int, int]]:
+    """Yield name, position of the checksum, position of the header, and flags of each entry of the directory."""
+    area = archive.window
+    *_, count, size, begin, _ = END_FORM.unpack(area.read(area.size - END_FORM.size, END_FORM.size))
+    if MAX32 in (size, begin) or count == MAX16:
+        return
+    text = area.read(begin, size)
+    at = 0
+    for _ in range(count):
+        fields = CENTRAL_FORM.unpack_from(text, at)
+        fixed, length, extra, header = fields[2], fields[6], fields[7], fields[-1]
+        path = text[at + CENTRAL_FORM.size : at + CENTRAL_FORM.size + length].decode()
+        yield path.partition("/")[2], begin + at + _CRC_IN_CENTRAL, header, int.from_bytes(fixed[2:4], "little")
+        at += CENTRAL_FORM.size + length + extra

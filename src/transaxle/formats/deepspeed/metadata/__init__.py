@@ -1,0 +1,1 @@
+"""Universal-checkpoint metadata: how ranks cut each parameter."""

@@ -1,0 +1,169 @@
+"""The affine form of the metadata, `affine_map` version 1: each rank's shard as strided views of the whole parameter.
+
+    {"version": 1, "params": {pattern: {"logical_shape": [...], "ranks": {rank: {"shard_shape": [...], "pieces": [
+        {"shape": [...], "source": [offset, strides], "dest": [offset, strides], "locations": [...], "scale": 1.0}]}}}}}
+
+`source` is in the whole parameter, `dest` in the shard, both row-major; `locations` are the ranks that hold the piece;
+`scale` may be missing. Every piece must be a box of both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from transaxle.axes.geometry.strided import row_major
+from transaxle.errors import refuse
+from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.metadata.spread import Block, Shape, Spread
+
+MOST_PIECES = 1024
+"""Pieces of one parameter on all ranks together; real ones have a few per rank."""
+
+
+def maps_of(info: Node) -> dict[str, Node]:
+    """Return pattern -> description from a model's metadata; empty where it has no affine form.
+
+    Raises:
+        Refused: UNSUPPORTED for another version; CORRUPT.
+    """
+    affine = info.get(keys.AFFINE)
+    if affine is None:
+        return {}
+    version = affine.get(keys.AFFINE_VERSION)
+    if version is None or version.natural() != keys.AFFINE_CURRENT:
+        said = "no version" if version is None else f"version {version.value}"
+        message = f"the {keys.AFFINE} has {said}; version {keys.AFFINE_CURRENT} is known"
+        raise refuse("UNSUPPORTED", message, file=info.file)
+    return dict(affine[keys.AFFINE_PARAMS].named())
+
+
+def read(node: Node, ranks: int) -> Spread:
+    """Lower one parameter's description.
+
+    Args:
+        node: from `maps_of`.
+        ranks: the tensor-parallel degree of the checkpoint.
+
+    Raises:
+        Refused: CORRUPT for pieces outside of what they speak of, or whose counts or places disagree; UNSUPPORTED for
+            pieces that are no boxes; SHAPE_MISMATCH for another number of ranks.
+    """
+    shape = node[keys.LOGICAL_SHAPE].naturals()
+    entries = node[keys.RANKS]
+    by_rank = {_rank(entries, key): entry for key, entry in entries.items()}
+    if sorted(by_rank) != list(range(ranks)):
+        message = f"the metadata describes ranks {sorted(by_rank)[:10]}, the checkpoint has {ranks}"
+        raise refuse("SHAPE_MISMATCH", message, file=node.file, tensor=node.path[-1])
+    shards = tuple(by_rank[rank][keys.SHARD_SHAPE].naturals() for rank in range(ranks))
+    pieces = [by_rank[rank][keys.PIECES].list() for rank in range(ranks)]
+    if sum(map(len, pieces)) > MOST_PIECES:
+        raise refuse("UNSUPPORTED", f"more than {MOST_PIECES} pieces", file=node.file, tensor=node.path[-1])
+    blocks, holders, said = [], dict[tuple[Shape, Shape], set[int]](), []
+    for rank, listed in enumerate(pieces):
+        held = []
+        for piece in listed:
+            block = _block(piece, shape, shards[rank])
+            if not block.size:
+                continue
+            held.append(block)
+            holders.setdefault((block.start, block.shape), set()).add(rank)
+            said.append((piece, block))
+        _check_shard(entries, rank, held, shards[rank])
+        blocks.append(tuple(held))
+    for piece, block in said:
+        if set(piece[keys.LOCATIONS].naturals()) != holders[block.start, block.shape]:
+            held_by = sorted(holders[block.start, block.shape])
+            raise piece.fault(f"{keys.LOCATIONS} are not the ranks that hold it, {held_by}")
+    return Spread(shape, shards, tuple(blocks))
+
+
+def write(spread: Spread) -> dict[str, Any]:
+    """Return a parameter's description, as DeepSpeed writes it.  Inverse: `read`, up to empty pieces."""
+    holders: dict[tuple[Shape, Shape], list[int]] = {}
+    for rank, held in enumerate(spread.blocks):
+        for block in held:
+            holders.setdefault((block.start, block.shape), []).append(rank)
+    strides = row_major(spread.shape)
+    return {
+        keys.LOGICAL_SHAPE: list(spread.shape),
+        keys.RANKS: {
+            rank: {
+                keys.SHARD_SHAPE: list(spread.shards[rank]),
+                keys.PIECES: [
+                    _piece(block, strides, row_major(spread.shards[rank]), holders[block.start, block.shape])
+                    for block in held
+                ],
+            }
+            for rank, held in enumerate(spread.blocks)
+        },
+    }
+
+
+def _piece(block: Block, source: Shape, dest: Shape, ranks: Sequence[int]) -> dict[str, Any]:
+    piece: dict[str, Any] = {
+        keys.SHAPE: list(block.shape),
+        keys.SOURCE: [_position(block.start, source), list(source)],
+        keys.DEST: [_position(block.at, dest), list(dest)],
+        keys.LOCATIONS: list(ranks),
+    }
+    return piece if block.scale == 1 else {**piece, keys.SCALE: block.scale}
+
+
+def _position(index: Shape, strides: Shape) -> int:
+    return sum(at * step for at, step in zip(index, strides, strict=True))
+
+
+def _rank(entries: Node, key: object) -> int:
+    text = str(key) if isinstance(key, int | str) and not isinstance(key, bool) else ""
+    if not text.isascii() or not text.isdecimal() or len(text) > len(str(MOST_PIECES)):
+        raise entries.fault("its keys must be ranks")
+    return int(text)
+
+
+def _block(piece: Node, shape: Shape, shard: Shape) -> Block:
+    sizes = piece[keys.SHAPE].naturals()
+    scale = piece.get(keys.SCALE)
+    factor = 1.0 if scale is None else scale.real()
+    if factor == 0:
+        raise piece.fault("a scale of zero cannot be undone")
+    start, at = (_start(piece[side], sizes, whole) for side, whole in ((keys.SOURCE, shape), (keys.DEST, shard)))
+    return Block(start, at, sizes, factor)
+
+
+def _start(place: Node, sizes: Shape, whole: Shape) -> Shape:
+    """Return the first index of a strided view that must be a box of a row-major array."""
+    both = place.list()
+    if len(both) != 2:
+        raise place.fault("an offset and strides were expected")
+    offset, strides = both[0].natural(), both[1].naturals()
+    if len(sizes) != len(whole) or len(strides) != len(whole):
+        raise place.fault(f"{len(sizes)} sizes and {len(strides)} strides do not fit {len(whole)} dims")
+    if 0 in sizes:
+        return (0,) * len(whole)
+    dense = row_major(whole)
+    if any(size > 1 and step != want for size, step, want in zip(sizes, strides, dense, strict=True)):
+        message = f"strides {list(strides)} make no box of {list(whole)}"
+        raise refuse("UNSUPPORTED", message, file=place.file, tensor=" > ".join(place.path))
+    start = []
+    for step in dense:
+        index, offset = divmod(offset, step) if step else (0, offset)
+        start.append(index)
+    if offset or any(first + size > most for first, size, most in zip(start, sizes, whole, strict=True)):
+        raise place.fault(f"a box of {list(sizes)} at {start} lies outside of {list(whole)}")
+    return tuple(start)
+
+
+def _check_shard(entries: Node, rank: int, held: Sequence[Block], shard: Shape) -> None:
+    """Check that the pieces of a rank fill its shard once."""
+    filled = sum(block.size for block in held)
+    twice = any(
+        all(a < b + n and b < a + m for a, m, b, n in zip(one.at, one.shape, two.at, two.shape, strict=True))
+        for number, one in enumerate(held)
+        for two in held[:number]
+    )
+    if filled != prod(shard) or twice:
+        what = "overlap" if twice else f"hold {filled} elements"
+        raise entries.fault(f"the pieces of rank {rank} {what}; its shard {list(shard)} has {prod(shard)}")

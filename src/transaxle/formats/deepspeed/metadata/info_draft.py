@@ -1,0 +1,107 @@
+"""Writing the metadata of a model, `universal_checkpoint_info`, from the records of its parameters.
+
+Both forms are written, as DeepSpeed 0.19.8 does: lists of patterns for earlier readers, and the affine map. Unlike
+DeepSpeed, nothing is concluded from names: a parameter is a padded vocabulary where the caller says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from transaxle.errors import refuse
+from transaxle.formats.catalog.problem_list import Faults
+from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed.metadata import affine
+from transaxle.formats.deepspeed.metadata.name_patterns import escaped
+from transaxle.formats.deepspeed.metadata.record import Record
+from transaxle.formats.deepspeed.metadata.spread import Shape, whole
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The parameters that have a row for each word."""
+
+    names: Collection[str]
+    rows: int
+    """Number of words; rows beyond it are padding."""
+
+
+def collected(
+    parameters: Mapping[str, Record | Shape], ranks: int, vocabulary: Vocabulary | None = None
+) -> dict[str, Any]:
+    """Return the metadata of a model as plain data.
+
+    Args:
+        parameters: every parameter under its first name: its record, or the shape of one that has none because every
+            rank holds all of it.
+        ranks: tensor-parallel degree.
+        vocabulary: where there is one.
+
+    Raises:
+        Refused: SHAPE_MISMATCH for records of another degree, and for a vocabulary whose parameters do not have that
+            many rows.
+    """
+    faults = Faults()
+    replicated, row = [], []
+    fused: list[dict[str, Any]] = []
+    widths: dict[str, Any] = {}
+    reasons: dict[str, str] = {}
+    maps: dict[str, Any] = {}
+    for name, found in parameters.items():
+        pattern = escaped(name)
+        if not isinstance(found, Record):
+            replicated.append(pattern)
+            maps[pattern] = affine.write(whole(found, ranks))
+            continue
+        if found.spread is None:
+            reasons[pattern] = found.reason or ""
+            continue
+        if len(found.spread.shards) != ranks:
+            message = f"its record is of {len(found.spread.shards)} ranks, the model of {ranks}"
+            faults.add("SHAPE_MISMATCH", message, keys.RECORD, name)
+        maps[pattern] = affine.write(found.spread)
+        if found.replicated:
+            replicated.append(pattern)
+        if found.kind == keys.ROW and not found.bias:
+            row.append(pattern)
+        if found.view is not None and found.dim is not None and found.widths is not None:
+            widths[pattern] = [list(each) for each in found.widths]
+            shape = [*found.view]
+            shape[found.dim] = tuple(map(sum, found.widths))
+            fused.append({keys.PATTERNS: [pattern], keys.SHAPE: shape, keys.PARTITION_DIM: found.dim})
+    said = {} if vocabulary is None else _rows(vocabulary, parameters, faults)
+    if faults:
+        raise faults.error()
+    return {
+        keys.INFO_VERSION: keys.INFO_CURRENT,
+        keys.ROW_PATTERNS: sorted(row),
+        keys.REPLICATED_PATTERNS: sorted(replicated),
+        keys.VOCABULARY_PATTERNS: sorted(map(escaped, vocabulary.names)) if vocabulary is not None else [],
+        keys.SUB_PARAMS: fused,
+        keys.UNSUPPORTED_PATTERNS: reasons,
+        **({keys.SHARD_WIDTHS: widths} if widths else {}),
+        **said,
+        **({keys.AFFINE: {keys.AFFINE_VERSION: keys.AFFINE_CURRENT, keys.AFFINE_PARAMS: maps}} if maps else {}),
+    }
+
+
+def _rows(vocabulary: Vocabulary, parameters: Mapping[str, Record | Shape], faults: Faults) -> dict[str, int]:
+    """Return the two sizes of a vocabulary; without padding only the true one, as DeepSpeed's AutoTP has it."""
+    found: dict[int, str] = {}
+    for name in vocabulary.names:
+        if name not in parameters:
+            raise refuse("MISSING_TENSOR", "the model has no such parameter", file=keys.INFO, tensor=name)
+        held = parameters[name]
+        shape = held.original if isinstance(held, Record) else held
+        if not shape or shape[0] < vocabulary.rows:
+            message = f"a vocabulary of {vocabulary.rows} words, in a parameter of {list(shape)}"
+            faults.add("SHAPE_MISMATCH", message, keys.INFO, name)
+            continue
+        found.setdefault(shape[0], name)
+    if len(found) > 1:
+        message = f"its vocabularies are padded to different sizes: {sorted(found)}"
+        faults.add("SHAPE_MISMATCH", message, keys.INFO, next(iter(found.values())))
+    padded = [(keys.PADDED_VOCABULARY, size) for size in found if size != vocabulary.rows]
+    return {keys.TRUE_VOCABULARY: vocabulary.rows, **dict(padded)}

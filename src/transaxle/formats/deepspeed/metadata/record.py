@@ -1,0 +1,424 @@
+"""The record of one parameter: how it is cut over tensor-parallel ranks, as DeepSpeed hangs it on the live parameter.
+
+A record says the same thing many times: sizes of parts, widths per rank, a shape, a nested copy of half of it for the
+converter, the same cut once more as an affine map. `Record` holds each fact once. It writes the whole dict from them,
+and reads one by deriving everything again and refusing whatever does not agree.
+
+    Record.cut("column", (48, 32), 0, [[8, 8], [8, 8], [8, 8]], view=(3, -1)).as_dict()
+
+gives what `Linear(32, 48)` with three parts of 16 rows on two ranks carries. All of it is plain data; nothing here
+knows torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, Literal, cast
+
+from transaxle.errors import TransaxleError, Where, gathered, refuse
+from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.metadata import affine
+from transaxle.formats.deepspeed.metadata.categories import Widths
+from transaxle.formats.deepspeed.metadata.spread import Shape, Spread, by_widths, owners, same, whole
+
+Kind = Literal["column", "row"]
+"""What the layer does with the cut: give parts of its output, or sums of it. Says nothing about the geometry."""
+Size = int | tuple[int, ...]
+View = tuple[Size, ...]
+"""A shape whose cut dim holds the sizes of the parts, or their number; -1 is what follows from the rest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """How one parameter is cut. Made by `cut`, `shared`, `placed` and `unsupported`, or by `read`."""
+
+    kind: Kind
+    original: Shape
+    """Of the whole parameter, as the module has it."""
+    logical: Shape
+    """Of the same elements in the view in which `dim` counts: leading dims may be split further."""
+    dim: int | None
+    """The dim that is cut; None: every rank holds all of it."""
+    spread: Spread | None
+    """Where everything is, in the logical view; None where that cannot be described."""
+    widths: Widths | None = None
+    """Part -> rank -> rows; None where `spread` is more than that, or the parameter is not cut."""
+    view: View | None = None
+    """The view as it was asked for; None for a parameter that has no parts."""
+    output: Shape | None = None
+    """What the layer's output has as its dims; a note."""
+    held: Shape | None = None
+    """Of this rank's shard; a note."""
+    bias: bool = False
+    reason: str | None = None
+    """Why it cannot be described."""
+
+    @classmethod
+    def cut(
+        cls, kind: Kind, shape: Shape, dim: int, widths: Sequence[Sequence[int]], *, view: View | None = None,
+        rank: int | None = None, bias: bool = False,
+    ) -> Record:  # fmt: skip
+        """Describe a parameter of which every rank holds some rows of every part.
+
+        Args:
+            kind: of the layer.
+            shape: of the whole parameter.
+            dim: the dim that is cut, counted in the view.
+            widths: part -> rank -> rows.
+            view: the view, where it has parts or other dims.
+            rank: whose shard it is; for a note.
+            bias: it is one.
+
+        Raises:
+            Refused: SHAPE_MISMATCH where view, widths and shape do not add up.
+        """
+        logical, sizes = resolved(view, dim, shape, len(widths))
+        _check_widths(widths, sizes, None)
+        kept = tuple(tuple(each) for each in widths)
+        spread = by_widths(logical, dim, kept)
+        held = None if rank is None else _merged(spread.shards[rank], len(shape))
+        output = logical if bias else logical[:-1]
+        return cls(kind, shape, logical, dim, spread, kept, view, output, held, bias)
+
+    @classmethod
+    def shared(cls, kind: Kind, shape: Shape, ranks: int, *, bias: bool = False) -> Record:
+        """Describe a parameter that every rank holds whole."""
+        output = shape if bias else shape[:-1]
+        return cls(kind, shape, shape, None, whole(shape, ranks), output=output, held=shape, bias=bias)
+
+    @classmethod
+    def placed(cls, kind: Kind, shape: Shape, dim: int, spread: Spread, *, bias: bool = False) -> Record:
+        """Describe a parameter whose parts are cut in ways that widths cannot say: some parts shared, blocks reordered.
+
+        Raises:
+            Refused: SHAPE_MISMATCH where that is another parameter; INCOMPLETE where no rank holds an element.
+        """
+        _check_placed(spread, shape)
+        return cls(kind, shape, shape, dim, spread, output=shape if bias else shape[:-1], bias=bias)
+
+    @classmethod
+    def unsupported(cls, kind: Kind, shape: Shape, reason: str, *, bias: bool = False) -> Record:
+        """Say why a parameter cannot be described, so that nobody converts it."""
+        return cls(kind, shape, shape, None, None, output=shape if bias else shape[:-1], bias=bias, reason=reason)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether every rank holds all of it."""
+        return self.dim is None and self.reason is None
+
+    @property
+    def parts(self) -> tuple[int, ...] | None:
+        """Sizes of the parts of a parameter that has a view; None where they are not known."""
+        if self.view is None or self.dim is None:
+            return None
+        if self.widths is not None:
+            return tuple(map(sum, self.widths))
+        return resolved(self.view, self.dim, self.original, None)[1]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the record as DeepSpeed reads it.  Inverse: `read`."""
+        widths = None if self.widths is None else [list(each) for each in self.widths]
+        common = {
+            keys.PARTITION_TYPE: self.kind,
+            keys.PARTITION_DIM: self.dim,
+            keys.SUB_SHAPE: self.view,
+            keys.SHARD_WIDTHS: widths if self.view is not None else None,
+            keys.ORIGINAL_SHAPE: self.original,
+            keys.IS_BIAS: self.bias,
+            keys.REPLICATED: self.replicated,
+        }
+        described = {} if self.spread is None else {keys.AFFINE: affine.write(self.spread)}
+        return {
+            keys.INFO_VERSION: keys.INFO_CURRENT,
+            **common,
+            keys.LOGICAL_SHAPE: self.logical,
+            keys.OUTPUT_SHAPE: self.output,
+            keys.SUB_SIZES: self.parts,
+            keys.PARTITION_SIZES: self.widths[0] if self.widths is not None and self.view is None else None,
+            keys.TARGET_SHAPE: self.held,
+            keys.CONVERSION: {**common, keys.REASON: self.reason, **described},
+        }
+
+
+def read(record: Mapping[str, Any], name: str, ranks: int) -> Record:
+    """Read a record, and hold everything in it against everything else.
+
+    Args:
+        record: what the parameter carries.
+        name: of the parameter, for errors.
+        ranks: tensor-parallel degree.
+
+    Raises:
+        Refused: UNSUPPORTED for a later version, or an uneven cut of an earlier one that it does not describe; CORRUPT
+            for what contradicts itself; SHAPE_MISMATCH for sizes and widths that do not add up, with the numbers;
+            INCOMPLETE where no rank holds an element.
+    """
+    with _about(name):
+        node = Node(dict(record), keys.RECORD)
+        version = node.get(keys.INFO_VERSION)
+        if version is not None and version.real() > keys.INFO_CURRENT:
+            message = f"it is of version {version.value}; up to {keys.INFO_CURRENT} is known"
+            raise refuse("UNSUPPORTED", message)
+        _check_conversion(node)
+        said = _Said(node, ranks)
+        return said.record()
+
+
+class _Said:
+    """A record's fields as they stand, read once.
+
+    Args:
+        node: the record.
+        ranks: tensor-parallel degree.
+    """
+
+    def __init__(self, node: Node, ranks: int) -> None:
+        self._node, self._ranks = node, ranks
+        kind = node[keys.PARTITION_TYPE].text()
+        if kind not in (keys.COLUMN, keys.ROW):
+            raise node.fault(f"{keys.PARTITION_TYPE} is {kind!r}; {keys.COLUMN!r} and {keys.ROW!r} are known")
+        self._kind = cast("Kind", kind)
+        dim = node.get(keys.PARTITION_DIM)
+        self._dim = None if dim is None else dim.natural()
+        self._conversion = node[keys.CONVERSION]
+        reason = self._conversion.get(keys.REASON)
+        self._reason = None if reason is None else reason.text()
+        original, logical = self._shape(keys.ORIGINAL_SHAPE), self._shape(keys.LOGICAL_SHAPE)
+        if original is None and logical is None:
+            raise node.fault(f"{keys.LOGICAL_SHAPE} is missing")
+        self._original = cast("Shape", original if original is not None else logical)
+        self._logical = logical if logical is not None else self._original
+        self._view = _view(node.get(keys.SUB_SHAPE))
+        widths = node.get(keys.SHARD_WIDTHS)
+        self._parts = None if widths is None else tuple(each.naturals() for each in widths.list())
+        self._bias = _flag(node, keys.IS_BIAS)
+
+    def record(self) -> Record:
+        """Return what they say, once all of it agrees."""
+        found = Record(
+            self._kind, self._original, self._logical, self._dim, None, view=self._view,
+            output=self._shape(keys.OUTPUT_SHAPE), held=self._shape(keys.TARGET_SHAPE), bias=self._bias,
+            reason=self._reason,
+        )  # fmt: skip
+        if _flag(self._node, keys.REPLICATED) != found.replicated:
+            where = "not cut" if self._dim is None else f"cut along dim {self._dim}"
+            raise self._node.fault(f"{keys.REPLICATED} is {not found.replicated}, and it is {where}")
+        self._check_counts(found)
+        if found.reason is not None:
+            return found
+        widths, drawn = self._widths(), self._drawn()
+        if found.dim is None:
+            spread = whole(self._logical, self._ranks)
+        elif widths is None and drawn is not None:
+            spread = drawn
+        else:
+            widths = self._even() if widths is None else widths
+            spread = by_widths(self._logical, found.dim, widths)
+        if drawn is not None and not same(drawn, spread):
+            raise self._node.fault(f"its widths and its {keys.AFFINE} describe two different cuts")
+        _check_placed(spread, self._logical)
+        return replace(found, spread=spread, widths=widths)
+
+    def _check_counts(self, found: Record) -> None:
+        """Hold the shapes against each other."""
+        shapes = {keys.ORIGINAL_SHAPE: found.original, keys.LOGICAL_SHAPE: found.logical}
+        if found.bias and found.output is not None:  # the same elements; the dims may be others
+            shapes[keys.OUTPUT_SHAPE] = found.output
+        if len({prod(shape) for shape in shapes.values()}) > 1:
+            counts = ", ".join(f"{key} {list(shape)} has {prod(shape)} elements" for key, shape in shapes.items())
+            raise _mismatch(counts)
+        if found.dim is not None and found.dim >= len(found.logical):
+            raise _mismatch(f"{keys.PARTITION_DIM} is {found.dim}, its shape has {len(found.logical)} dims")
+        if found.dim is None or found.reason is not None:
+            return
+        logical, sizes = self._resolved(found.dim)
+        if logical != found.logical:
+            message = f"{keys.SUB_SHAPE} {list(found.view or ())} of {list(found.original)} is {list(logical)}"
+            raise _mismatch(f"{message}, {keys.LOGICAL_SHAPE} is {list(found.logical)}")
+        said = self._node.get(keys.SUB_SIZES)
+        if said is not None and said.naturals() != sizes:
+            message = f"{keys.SUB_SIZES} is {list(said.naturals())}; by its shape its parts have {list(sizes)}"
+            raise _mismatch(message)
+
+    def _widths(self) -> Widths | None:
+        """Return the rows of each part on each rank, if they are there."""
+        single = self._node.get(keys.PARTITION_SIZES)
+        if self._dim is None or (self._parts is None and single is None):
+            return None
+        whole_widths = None if single is None else (single.naturals(),)
+        if self._parts is None:
+            _check_widths(whole_widths or (), (self._logical[self._dim],), self._ranks)
+            return whole_widths
+        _check_widths(self._parts, self._resolved(self._dim)[1], self._ranks)
+        sums = tuple(map(sum, zip(*self._parts, strict=True)))
+        if whole_widths is not None and whole_widths != (sums,):
+            message = f"{keys.PARTITION_SIZES} is {list(whole_widths[0])}, its widths sum to {list(sums)}"
+            raise _mismatch(message)
+        return self._parts
+
+    def _resolved(self, dim: int) -> tuple[Shape, tuple[int, ...]]:
+        """Return the shape of the view, and the sizes of the parts."""
+        shape = self._logical if self._view is None else self._original
+        return resolved(self._view, dim, shape, None if self._parts is None else len(self._parts))
+
+    def _even(self) -> Widths:
+        """Return even widths: all that records had before version 0.4."""
+        sizes = self._resolved(cast("int", self._dim))[1]
+        uneven = [size for size in sizes if size % self._ranks]
+        if uneven:
+            message = f"parts of {uneven} rows are cut over {self._ranks} ranks, and it does not say how"
+            raise refuse("UNSUPPORTED", message)
+        return tuple((size // self._ranks,) * self._ranks for size in sizes)
+
+    def _drawn(self) -> Spread | None:
+        """Return the affine description, if there is one."""
+        node = self._conversion.get(keys.AFFINE)
+        if node is None:
+            return None
+        spread = affine.read(node, self._ranks)
+        if spread.shape != self._logical:
+            message = f"its {keys.AFFINE} is of the shape {list(spread.shape)}, {keys.LOGICAL_SHAPE} is "
+            raise _mismatch(f"{message}{list(self._logical)}")
+        return spread
+
+    def _shape(self, key: str) -> Shape | None:
+        found = self._node.get(key)
+        return None if found is None else found.naturals()
+
+
+def resolved(view: View | None, dim: int, shape: Shape, count: int | None) -> tuple[Shape, tuple[int, ...]]:
+    """Return the shape that a view gives, and the sizes of its parts along the cut dim.
+
+    A number there is that of the parts; with widths for one part only it is the size, as DeepSpeed has it for biases.
+
+    Args:
+        view: None: the shape itself, with one part.
+        dim: the dim that is cut.
+        shape: of the whole parameter.
+        count: number of parts for which there are widths; None where it is not known.
+
+    Raises:
+        Refused: SHAPE_MISMATCH where the view does not have the parameter's elements.
+    """
+    asked = shape if view is None else view
+    if dim >= len(asked):
+        raise _mismatch(f"{keys.PARTITION_DIM} is {dim}, its shape has {len(asked)} dims")
+    parts = -1 if view is None else asked[dim]
+    sized = isinstance(parts, int) and parts > 1 and count == 1
+    if any(isinstance(size, tuple) for at, size in enumerate(asked) if at != dim):
+        raise _mismatch(f"{keys.SUB_SHAPE} {list(asked)} has parts outside of dim {dim}, which is the one that is cut")
+    counted = view is not None and not sized
+    sizes = [_known(size, counted=counted and at == dim) for at, size in enumerate(asked)]
+    unknown = [at for at, size in enumerate(sizes) if size == -1]
+    if len(unknown) > 1 and len(sizes) == len(shape):
+        for at in unknown:
+            sizes[at] = shape[at]
+    elif len(unknown) == 1:
+        rest = prod(size for size in sizes if size != -1)
+        sizes[unknown[0]] = prod(shape) // rest if rest else 0
+    if -1 in sizes or prod(sizes) != prod(shape):
+        raise _mismatch(f"{keys.SUB_SHAPE} {list(asked)} is no view of a parameter of {list(shape)}")
+    logical = tuple(sizes)
+    if isinstance(parts, tuple):
+        return logical, parts
+    equal = 1 if parts == -1 or sized else parts
+    if logical[dim] % equal:
+        raise _mismatch(f"{keys.SUB_SHAPE} {list(asked)} asks for {equal} equal parts of {logical[dim]} rows")
+    return logical, (logical[dim] // equal,) * equal
+
+
+def _known(size: Size, *, counted: bool) -> int:
+    """Return the size of one dim of a view; -1 where it follows from the others, as where parts are only counted."""
+    if isinstance(size, tuple):
+        return sum(size)
+    return -1 if counted else size
+
+
+def _view(node: Node | None) -> View | None:
+    if node is None:
+        return None
+    found: list[Size] = []
+    for item in node.list():
+        if item.is_list:
+            sizes = item.naturals()
+            if not sizes or 0 in sizes:
+                raise item.fault(f"{list(sizes)} are no sizes of parts")
+            found.append(sizes)
+        elif item.value == -1:
+            found.append(-1)
+        elif item.natural():
+            found.append(item.natural())
+        else:
+            raise item.fault("a size of 0 makes no view")
+    if not found:
+        raise node.fault("it is empty")
+    return tuple(found)
+
+
+def _flag(node: Node, key: str) -> bool:
+    found = node.get(key)
+    return found is not None and found.flag()
+
+
+_REPEATED = (
+    keys.PARTITION_TYPE, keys.PARTITION_DIM, keys.SUB_SHAPE, keys.SHARD_WIDTHS, keys.ORIGINAL_SHAPE, keys.IS_BIAS,
+    keys.REPLICATED,
+)  # fmt: skip
+"""What a record says twice: for restoring, and for converting."""
+
+
+def _check_conversion(node: Node) -> None:
+    """Hold what is said for converting against what is said for restoring."""
+    conversion = node[keys.CONVERSION]
+    for key in _REPEATED:
+        one, other = (_plain(side.get(key)) for side in (node, conversion))
+        if one != other:
+            raise conversion.fault(f"{key} is {other}, and outside of it {one}")
+
+
+def _plain(node: Node | None) -> object:
+    if node is None:
+        return None
+    return [_plain(item) for item in node.list()] if node.is_list else node.value
+
+
+def _check_widths(widths: Sequence[Sequence[int]], sizes: Sequence[int], ranks: int | None) -> None:
+    """Check that there are widths for every part and rank, and that they sum to the part."""
+    if len(widths) != len(sizes):
+        raise _mismatch(f"widths of {len(widths)} parts, it has {len(sizes)}: {list(sizes)}")
+    for size, each in zip(sizes, widths, strict=True):
+        if len(each) != (len(widths[0]) if ranks is None else ranks) or not each:
+            raise _mismatch(f"widths {list(each)} of a part are of {len(each)} ranks, not {ranks or len(widths[0])}")
+        if sum(each) != size:
+            raise _mismatch(f"widths {list(each)} sum to {sum(each)}, the part has {size} rows")
+
+
+def _check_placed(spread: Spread, shape: Shape) -> None:
+    if spread.shape != shape:
+        raise _mismatch(f"its places are of a parameter of {list(spread.shape)}, it has the shape {list(shape)}")
+    missing = owners(spread).missing
+    if missing:
+        raise refuse("INCOMPLETE", f"{missing} of its elements are on no rank")
+
+
+def _merged(shard: Shape, dims: int) -> Shape:
+    """Return a shard's shape with its leading dims merged into one, as the module has it."""
+    extra = len(shard) - dims + 1
+    return (prod(shard[:extra]), *shard[extra:])
+
+
+def _mismatch(message: str) -> TransaxleError:
+    return refuse("SHAPE_MISMATCH", message)
+
+
+@contextmanager
+def _about(name: str) -> Iterator[None]:
+    """Name the parameter in what is refused."""
+    try:
+        yield
+    except TransaxleError as error:
+        raise gathered(replace(refusal, where=Where(keys.RECORD, name)) for refusal in error.refusals) from None

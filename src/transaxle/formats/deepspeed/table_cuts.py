@@ -1,0 +1,64 @@
+"""How parameters are cut that no metadata describes: as the table of their model says, or the user's rules.
+
+Tables are not known here. Whoever opens a checkpoint may hand in a `Cutter`, which is asked once for all names, and
+then name by name with the shapes of the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from transaxle.axes.layout.divide import Division
+from transaxle.errors import refuse
+from transaxle.formats.deepspeed.metadata.spread import Shape, Spread, cut
+from transaxle.formats.storage.storage import Storage
+
+Divider = Callable[[str, Sequence[Shape]], Division]
+"""Name of a parameter and its shape on every rank -> how it is cut; raises a refusal where that is not known."""
+Cutter = Callable[[Storage, Sequence[str]], Divider]
+"""The checkpoint's files and the names of its parameters -> what cuts them; raises where no table reads the names."""
+
+UNTOLD = "the checkpoint does not say how its tensor-parallel ranks were cut, and nothing is joined by guess"
+HINT = (
+    "Older checkpoints do not say it. The model's table does: give --family NAME and --config FILE, or --rules FILE "
+    "for a model that has no table; see the guide on DeepSpeed checkpoints."
+)
+
+
+def untold(_: Storage, names: Sequence[str]) -> Divider:
+    """Refuse: the cutter where nothing is known of tables.
+
+    Raises:
+        Refused: UNSUPPORTED.
+    """
+    raise refuse("UNSUPPORTED", UNTOLD, tensor=names[0] if names else None, hint=HINT)
+
+
+class Told:
+    """What a table says about tensor-parallel cuts; stands in for a checkpoint's own metadata.
+
+    Args:
+        cutter: knows the tables.
+        storage: the checkpoint's files.
+        names: of all its parameters.
+
+    Raises:
+        Refused, UsageError: where no table reads the names.
+    """
+
+    def __init__(self, cutter: Cutter, storage: Storage, names: Sequence[str]) -> None:
+        self._divide = cutter(storage, names)
+
+    def spread(self, name: str, shards: Sequence[Shape]) -> Spread:
+        """Return how a parameter is spread over the tensor-parallel ranks.
+
+        Args:
+            name: its name.
+            shards: its shape on every rank.
+
+        Raises:
+            Refused: UNSUPPORTED where the table does not know it; SHAPE_MISMATCH where it knows no such cut.
+            UsageError: UNKNOWN_AXIS, AMBIGUOUS where more must be said.
+        """
+        division = self._divide(name, shards)
+        return cut(division.shape, division.dim, division.rule, len(shards))

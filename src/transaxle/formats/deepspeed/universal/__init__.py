@@ -1,0 +1,1 @@
+"""Universal checkpoints: one folder a parameter."""

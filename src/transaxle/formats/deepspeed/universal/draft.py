@@ -1,0 +1,233 @@
+"""Laying out universal checkpoints that do not exist yet, so that DeepSpeed resumes from them at any stage and degree.
+
+    latest_universal
+    global_step3_universal/
+        mp_rank_00_model_states.pt, zero_pp_rank_0_mp_rank_00_model_states.pt      counters; DeepSpeed reads one of them
+        zero/optimizer_state.pt                                                   settings, in the forms of all stages
+        zero/<parameter>/fp32.pt, exp_avg.pt, …                                   {"param": tensor}, and hints
+        zero/<parameter>/step.pt                                                  a number
+
+DeepSpeed 0.19.8 writes one form for ZeRO-1 and 2 and another for ZeRO-3, and reads back only the one of its stage. Both
+forms have room for each other, so what is written here can be resumed at any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from transaxle.errors import TransaxleError
+from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
+from transaxle.formats.catalog.problem_list import Faults
+from transaxle.formats.deepspeed import keys
+from transaxle.formats.deepspeed.hints import HINTS, Hint, written
+from transaxle.formats.deepspeed.zero.training_run import CLASS, CLIENT, FIELDS
+from transaxle.formats.dtype import nbytes
+from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED
+from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap
+from transaxle.formats.storage.names import is_plain
+from transaxle.formats.torch_file.draft import reference, surround
+from transaxle.formats.training_state.state import OPTIMIZER
+
+MODEL_FILES = (f"mp_rank_00{keys.MODEL_END}", f"zero_pp_rank_0_mp_rank_00{keys.MODEL_END}")
+_SETTLED = "0.19.8"
+"""Version of DeepSpeed whose layout this is, for checkpoints that come from elsewhere."""
+_GROUPS = 32
+"""DeepSpeed loads as many groups as there are settings, and says nothing of the others: there are enough for all."""
+_LONGEST = 255
+_UNNAMED = "#"
+_SIZE = Global("torch", "Size")
+
+
+def draft(
+    tensors: Sequence[Spec],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    shard_size: int | None = None,
+    run: Mapping[str, Any] | None = None,
+    read: Callable[[str], bytes] | None = None,
+) -> Draft:
+    """Lay out a universal checkpoint.
+
+    Args:
+        tensors: what to write; those called `optim/<parameter>/<state>` are optimizer state, others are weights.
+        metadata: left out: the format has no place for free text.
+        shard_size: left out: every tensor is a file.
+        run: counters and settings, as `run.facts_of` gives them.
+        read: returns the bytes of a small tensor; for the step, which ZeRO-3 reads from the settings.
+
+    Raises:
+        Refused: for every tensor that has no place: UNSUPPORTED (dtype, a name that is no file name, optimizer state of
+            a parameter that has no name), PATH_ESCAPE, NAME_COLLISION, SHAPE_MISMATCH.
+    """
+    del metadata, shard_size
+    facts = dict(run or {})
+    folder = f"global_step{facts.get(keys.GLOBAL_STEPS, 0)}_universal"
+    faults = Faults()
+    places: dict[str, tuple[Spec, str, str]] = {}
+    for spec in tensors:
+        parameter, state = split_name(spec.name)
+        file = f"{folder}/{keys.ZERO_FOLDER}/{parameter}/{state}{keys.STATE_END}"
+        _check(spec, parameter, state, file, places, faults)
+        places[file] = spec, parameter, state
+    if faults:
+        raise faults.error()
+    entries: dict[str, Entry] = {}
+    files: dict[str, int] = {}
+    fragments: list[Fragment] = []
+    hints: Mapping[str, Hint] = facts.get(HINTS, {})
+    for file, (spec, parameter, state) in places.items():
+        shape = () if state == keys.STEP else spec.shape
+        value: object = reference(spec.dtype, shape, 0)
+        if state != keys.STEP:
+            value = {**_beside(spec, parameter, hints, faults), keys.PARAM: value}
+        layout = surround(file, value, [nbytes(spec.dtype, shape)])
+        extent = Extent((0,) * len(shape), shape, file, layout.offsets[0])
+        entries[spec.name] = Entry(spec.name, spec.dtype, shape, (extent,))
+        files[file] = layout.size
+        fragments.extend(Fragment(file, at, data) for at, data in layout.known)
+    if faults:
+        raise faults.error()
+    for file, data in _small(folder, facts, tensors, read):
+        files[file] = sum(map(len, data))
+        fragments.extend(_whole(file, data))
+    return Draft(keys.UNIVERSAL, entries, files, tuple(fragments))
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Split the name of a tensor into its parameter and the state it is of; a weight is the state `fp32`."""
+    if name.startswith(OPTIMIZER):
+        parameter, slash, state = name.removeprefix(OPTIMIZER).rpartition("/")
+        if slash:
+            return parameter, state
+    return name, keys.FP32
+
+
+def _check(spec: Spec, parameter: str, state: str, file: str, places: Mapping[str, object], faults: Faults) -> None:
+    """Note what stands against a tensor: its name becomes those of a folder and a file."""
+    shown = spec.name.encode("utf-8", "backslashreplace").decode()
+    if not is_plain(parameter) or not is_plain(state):
+        message = f"it would become the folder {parameter!r} and the file {state!r}, which are no plain names"
+        faults.add("PATH_ESCAPE", message, None, shown)
+    elif parameter.startswith(_UNNAMED):
+        faults.add("UNSUPPORTED", "it is the state of a parameter whose name is not known", None, shown)
+    elif shown != spec.name or max(len(parameter.encode()), len(f"{state}{keys.STATE_END}".encode())) > _LONGEST:
+        faults.add("UNSUPPORTED", "file systems do not allow its name", None, shown)
+    if state == keys.STEP and prod(spec.shape) != 1:
+        faults.add("SHAPE_MISMATCH", f"a step is one number; this has the shape {list(spec.shape)}", None, shown)
+    if file in places:
+        faults.add("NAME_COLLISION", "two tensors have this name", None, shown)
+    try:
+        reference(spec.dtype, spec.shape, 0)
+        nbytes(spec.dtype, spec.shape)
+    except KeyError:
+        faults.add("UNSUPPORTED", f"torch has no dtype for {spec.dtype}", None, shown)
+    except TransaxleError as error:
+        faults.add(error.code, error.refusals[0].message, None, shown)
+
+
+def _beside(spec: Spec, parameter: str, hints: Mapping[str, Hint], faults: Faults) -> dict[str, Any]:
+    """Return what is said beside a tensor; a hint for another shape is a fault."""
+    try:
+        return written(hints.get(parameter, {}), parameter, spec.shape)
+    except TransaxleError as error:
+        faults.add(error.code, error.refusals[0].message, None, spec.name)
+        return {}
+
+
+_Data = list[bytes]
+
+
+def _small(
+    folder: str, facts: Mapping[str, Any], tensors: Sequence[Spec], read: Callable[[str], bytes] | None
+) -> Iterator[tuple[str, _Data]]:
+    """Yield the files that hold no tensors of the model."""
+    step = next((spec for spec in tensors if split_name(spec.name)[1] == keys.STEP), None)
+    held: list[int | bytes] = []
+    counted: dict[str, object] = {}
+    if step is not None and read is not None:
+        held.append(read(step.name))
+        counted[keys.STEP] = reference(step.dtype, (), 0)
+    file = f"{folder}/{keys.ZERO_FOLDER}/{keys.OPTIMIZER_FILE}"
+    layout = surround(file, _settings(facts, counted), held)
+    yield file, [data for _, data in layout.known]
+    for name in MODEL_FILES:
+        file = f"{folder}/{name}"
+        yield file, [data for _, data in surround(file, _model(facts, tensors), []).known]
+    yield keys.LATEST_UNIVERSAL, [folder.encode()]
+
+
+def _whole(file: str, parts: _Data) -> Iterator[Fragment]:
+    at = 0
+    for data in parts:
+        yield Fragment(file, at, data)
+        at += len(data)
+
+
+def _settings(facts: Mapping[str, Any], counted: Mapping[str, object]) -> dict[str, Any]:
+    """Return the optimizer's settings: ZeRO-1 and 2 read `param_groups`, ZeRO-3 reads `optimizer_state_dict`.
+
+    ZeRO-3 gives every group the settings of the first; so that one has only those on which all agree, and every group
+    keeps its own of the others.
+    """
+    groups = [
+        {key: _tupled(value) for key, value in group.items() if key != keys.PARAMS}
+        for group in facts.get(keys.GROUPS, ())
+    ]
+    common = {key: value for key, value in (groups[0] if groups else {}).items() if _agree(groups, key, value)}
+    numbered: list[dict[str, Any]] = [{**group, keys.PARAMS: [number]} for number, group in enumerate(groups)]
+    numbered += [{keys.PARAMS: []} for _ in range(_GROUPS - len(groups))]
+    written: dict[str, Any] = {
+        key: facts[key] for key in (keys.DYNAMIC_SCALE, keys.OVERFLOW, keys.CLIP) if facts.get(key) is not None
+    }
+    scaler = _scaler(facts.get(keys.LOSS_SCALER))
+    return {
+        **written,
+        **({keys.LOSS_SCALER: scaler} if scaler is not None else {}),
+        keys.VERSION: facts.get(keys.VERSION) or _SETTLED,
+        keys.GROUPS: numbered,
+        keys.STATE: {keys.STATES: {0: dict(counted)}, keys.GROUPS: [{**common, keys.PARAMS: []}]},
+    }
+
+
+def _agree(groups: Sequence[Mapping[str, Any]], key: str, value: object) -> bool:
+    return all(key in group and group[key] == value for group in groups)
+
+
+def _tupled(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _scaler(said: object) -> Object | None:
+    """Return DeepSpeed's object that scales losses; None where there is none, or its class is not known."""
+    if not isinstance(said, dict) or not isinstance(said.get(FIELDS), dict):
+        return None
+    module, _, name = str(said.get(CLASS)).rpartition(".")
+    return Object(Global(module, name), state=dict(said[FIELDS]), new=True) if (module, name) in ALLOWED else None
+
+
+def _model(facts: Mapping[str, Any], tensors: Sequence[Spec]) -> dict[str, Any]:
+    """Return the model file: counters, and the parameters of each group by name."""
+    shapes = {spec.name: spec.shape for spec in tensors}
+    groups = [
+        OrderedMap({name: Object(_SIZE, (shapes[name],)) for name in group[keys.PARAMS] if name in shapes})
+        for group in facts.get(keys.GROUPS, ())
+    ]
+    counters = {key: facts.get(key) or 0 for key in (keys.GLOBAL_STEPS, keys.GLOBAL_SAMPLES, keys.SKIPPED_STEPS)}
+    return {
+        **facts.get(CLIENT, {}),
+        keys.MODULE: OrderedMap(),
+        keys.BUFFER_NAMES: [],
+        keys.OPTIMIZER: None,
+        keys.PARAM_SHAPES: groups,
+        keys.FROZEN_SHAPES: None,
+        keys.SHARED: {},
+        keys.FROZEN_FRAGMENTS: None,
+        keys.SCHEDULER: facts.get(keys.SCHEDULER),
+        **counters,
+        keys.DP_WORLD: 1,
+        keys.MP_WORLD: 1,
+        keys.DIMENSIONS: {keys.PP_DEGREE: 1, keys.TP_DEGREE: 1},
+        keys.VERSION: facts.get(keys.VERSION) or _SETTLED,
+    }

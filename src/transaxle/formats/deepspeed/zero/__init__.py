@@ -1,0 +1,1 @@
+"""ZeRO partitions and the files of all ranks, read as whole tensors."""

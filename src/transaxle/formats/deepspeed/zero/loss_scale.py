@@ -1,0 +1,58 @@
+"""Parameters that every rank holds times a number: divided again, where that gives back exactly what was stored.
+
+Row-parallel layers divide a bias that all ranks hold by their number, so that the sum of their outputs has it once.
+Such a parameter is small; it is read and divided when the checkpoint is opened.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from transaxle.axes.geometry.strided import row_major
+from transaxle.errors import refuse
+from transaxle.formats.catalog.catalog import Entry, Extent
+from transaxle.formats.catalog.inline import Inline
+from transaxle.formats.dtype import numpy_dtype
+
+_LARGEST = 64 << 20
+
+
+def unscaled(entry: Entry, factor: float, inline: Inline) -> Entry:
+    """Return a tensor divided by a number.
+
+    Raises:
+        Refused: LOSSY where multiplying it again would not give what is stored; UNSUPPORTED for a large tensor, or one
+            that is no floating-point numbers.
+    """
+    kind = numpy_dtype(entry.dtype)
+    if entry.nbytes > _LARGEST or entry.dtype not in ("F32", "F16", "BF16", "F64"):
+        message = f"it is held times {factor}, and is {entry.nbytes} bytes of {entry.dtype}"
+        raise refuse("UNSUPPORTED", message, tensor=entry.name)
+    stored = _values(entry, kind, inline)
+    with np.errstate(all="ignore"):
+        divided = (stored.astype(np.longdouble) / np.longdouble(factor)).astype(kind)
+        again = (divided.astype(np.longdouble) * np.longdouble(factor)).astype(kind)
+        exact = divided.astype(np.longdouble) * np.longdouble(factor) == stored.astype(np.longdouble)
+    if again.tobytes() != stored.tobytes() or not bool(np.all(exact | np.isnan(stored.astype(np.float64)))):
+        message = f"it is held times {factor}; dividing rounds {int(np.count_nonzero(~exact))} of its values"
+        raise refuse("LOSSY", message, tensor=entry.name)
+    place = inline.add(divided.tobytes())
+    extent = Extent((0,) * len(entry.shape), entry.shape, place.file, place.offset)
+    return Entry(entry.name, entry.dtype, entry.shape, (extent,))
+
+
+def _values(entry: Entry, kind: np.dtype, inline: Inline) -> np.ndarray:
+    """Read a small tensor whole."""
+    out = np.zeros(entry.shape, kind)
+    for extent in entry.extents:
+        box = tuple(slice(s, s + n) for s, n in zip(extent.start, extent.shape, strict=True))
+        strides = extent.strides or row_major(extent.shape)
+        out[box] = _strided(extent, strides, kind, inline)
+    return out
+
+
+def _strided(extent: Extent, strides: tuple[int, ...], kind: np.dtype, inline: Inline) -> np.ndarray:
+    span = 1 + sum((size - 1) * step for size, step in zip(extent.shape, strides, strict=True))
+    data = inline.read(extent.file, extent.offset, span * kind.itemsize)
+    steps = [step * kind.itemsize for step in strides]
+    return np.ndarray(extent.shape, kind, data, 0, steps)

@@ -1,0 +1,110 @@
+"""Shards: what one tensor-parallel rank holds of a tensor; and putting them together along their spread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from transaxle.axes.geometry.strided import row_major
+from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.catalog.catalog import Entry, Extent, Twin
+from transaxle.formats.deepspeed.metadata.spread import Block, Holding, Owners, Shape, Spread, owners, whole
+from transaxle.formats.dtype import BITS
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A tensor as one rank holds it, all of its data-parallel group together."""
+
+    dtype: str
+    shape: Shape
+    extents: tuple[Extent, ...]
+    """Chunks that tile it."""
+    file: str
+    """A file that speaks of it, for errors."""
+
+
+def merged(name: str, shards: Sequence[Shard], spread: Spread) -> tuple[Entry, list[Twin]]:
+    """Put shards together.
+
+    Args:
+        name: of the whole tensor.
+        shards: what each rank holds, in rank order.
+        spread: how the whole is spread over them.
+
+    Returns:
+        the whole tensor, and every copy that must be equal to what was taken.
+
+    Raises:
+        Refused: DTYPE_MIXED; INCOMPLETE where no rank holds an element; LOSSY for scaled moments (see `reader`).
+    """
+    holders = [shard for shard, held in zip(shards, spread.blocks, strict=True) if held]
+    if len({shard.dtype for shard in holders}) > 1:
+        kinds = ", ".join(dict.fromkeys(shard.dtype for shard in holders))
+        raise refuse("DTYPE_MIXED", f"its shards have the types {kinds}", file=shards[0].file, tensor=name)
+    dtype = (holders or list(shards))[0].dtype
+    found: Owners = owners(spread)
+    if found.missing:
+        message = f"{found.missing} of its elements are on no rank"
+        raise refuse("INCOMPLETE", message, file=shards[0].file, tensor=name)
+    taken = tuple(extent for holding in found.holdings for extent in _taken(shards, holding, holding.block.start))
+    twins = [
+        Twin(
+            _copy(name, dtype, shards, first),
+            _copy(name, dtype, shards, second),
+            f"tensor-parallel ranks {first.rank} and {second.rank} hold the same part of it",
+            replica=True,
+        )
+        for first, second in found.copies
+    ]
+    return Entry(name, dtype, spread.shape, taken), twins
+
+
+def unspread(shards: Sequence[Shard]) -> Spread:
+    """Return the spread of a tensor that every rank holds."""
+    return whole(shards[0].shape, len(shards))
+
+
+def _copy(name: str, dtype: str, shards: Sequence[Shard], holding: Holding) -> Entry:
+    origin = (0,) * len(holding.block.shape)
+    return Entry(name, dtype, holding.block.shape, tuple(_taken(shards, holding, origin)))
+
+
+def _taken(shards: Sequence[Shard], holding: Holding, start: Shape) -> Iterator[Extent]:
+    """Yield the chunks of a rank's block as chunks of a tensor in which the block begins at `start`."""
+    shard, block = shards[holding.rank], holding.block
+    for extent in shard.extents:
+        low = tuple(map(max, extent.start, block.at))
+        high = tuple(
+            min(e + n, b + m) for e, n, b, m in zip(extent.start, extent.shape, block.at, block.shape, strict=True)
+        )
+        if any(last <= first for first, last in zip(low, high, strict=True)):
+            continue
+        sizes = tuple(last - first for first, last in zip(low, high, strict=True))
+        strides = extent.strides or row_major(extent.shape)
+        skipped = sum((a - b) * step for a, b, step in zip(low, extent.start, strides, strict=True))
+        yield Extent(
+            tuple(s + a - b for s, a, b in zip(start, low, block.at, strict=True)),
+            sizes,
+            extent.file,
+            extent.offset + skipped * BITS[shard.dtype] // 8,
+            None if _dense(sizes, strides) else strides,
+        )
+
+
+def _dense(shape: Shape, strides: Shape) -> bool:
+    return all(size == 1 or step == want for size, step, want in zip(shape, strides, row_major(shape), strict=True))
+
+
+def scaled(spread: Spread) -> Block | None:
+    """Return a block that does not hold the values themselves; None where there is none."""
+    return next((block for held in spread.blocks for block in held if block.scale != 1), None)
+
+
+def scaled_moment(name: str, block: Block, file: str) -> TransaxleError:
+    """Build the refusal of optimizer state that belongs to a scaled parameter."""
+    message = (
+        f"its parameter is held times {block.scale}; the moments would follow, but the optimizer's settings "
+        "would not, and training would take another path"
+    )
+    return refuse("UNSUPPORTED", message, file=file, tensor=name)

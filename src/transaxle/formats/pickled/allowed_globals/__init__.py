@@ -1,0 +1,1 @@
+"""The globals that the restricted interpreter builds, and nothing else."""

@@ -1,0 +1,210 @@
+"""A service that keeps files under URLs, through its fsspec client: the few calls we make, and their errors as ours.
+
+Clients raise whatever their libraries raise, with addresses and keys in the text. Everything that leaves this module is
+one of our errors, one line long. fsspec, and the client, are imported when the first URL is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.remote.url import harmless, scheme, shown
+from transaxle.formats.remote.web import WEB, TooMuchError, session
+
+_CLIENTS = {
+    "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp",
+    "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "sftp": "paramiko", "oci": "ocifs",
+}  # fmt: skip
+"""Scheme -> package that lets fsspec speak it."""
+_NO_CREDENTIALS = frozenset({
+    "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
+    "UnauthorizedSSOTokenError", "ProfileNotFound", "DefaultCredentialsError", "RefreshError",
+    "LocalTokenNotFoundError",
+})  # fmt: skip
+_HOW_TO_LOG_IN = "Give the credentials as the client of the service expects them: environment, profile or login."
+
+Info = dict[str, Any]
+"""What a service says of one file or folder: `name`, `size`, `type`, and tags of its own."""
+RANGES = "It must answer requests for ranges of bytes."
+FILE = "file"
+"""The `type` of a file."""
+
+
+class Stream(Protocol):
+    """A file in the making, which nobody sees before it is committed."""
+
+    closed: bool
+
+    def write(self, data: memoryview, /) -> int:
+        """Append bytes."""
+
+    def close(self) -> None:
+        """Send what is left; the file is complete then, and still not to be seen."""
+
+    def commit(self) -> None:
+        """Let the file appear."""
+
+    def discard(self) -> None:
+        """Forget the file."""
+
+
+class Service:
+    """The service of one URL.
+
+    Args:
+        url: any URL that fsspec knows.
+        writing: files made here stay unseen until they are committed.
+
+    Raises:
+        Refused: UNSUPPORTED where the scheme is unknown, or the package that speaks it is missing.
+        StorageError: IO.
+    """
+
+    def __init__(self, url: str, *, writing: bool = False) -> None:
+        self.scheme = scheme(url)
+        """What stands before the `://`."""
+        self.shown = shown(url)
+        """The URL without secrets."""
+        with self._named("opening it", self.shown):
+            from fsspec.core import url_to_fs
+
+            try:
+                # The transaction below is this run's own: an instance that others share must not have it.
+                options = {"get_client": session} if self.scheme in WEB else {}
+                found = url_to_fs(url, **({"skip_instance_cache": True} if writing else {}), **options)
+            except ImportError as error:
+                package = _CLIENTS.get(self.scheme)
+                hint = f"pip install '{package}'" if package else harmless(str(error))
+                message = f"nothing installed here can open {self.scheme}:// URLs"
+                raise refuse("UNSUPPORTED", message, file=self.shown, hint=hint) from None
+            except ValueError as error:
+                raise refuse("UNSUPPORTED", harmless(str(error)), file=self.shown) from None
+            self._client: Any = found[0]
+            self.path = str(found[1]).rstrip("/")
+            """What the client calls the place that the URL denotes."""
+            if writing:
+                self._client.start_transaction()
+            else:
+                self._client.invalidate_cache()
+
+    def info(self, path: str, file: str) -> Info | None:
+        """Return what there is to know of a file or folder now; None where there is none.
+
+        Args:
+            path: what the client calls it.
+            file: its name for errors.
+
+        Raises:
+            StorageError: IO.
+        """
+        with self._named("looking at it", file):
+            self._client.invalidate_cache()
+            try:
+                return dict(self._client.info(path))
+            except FileNotFoundError:
+                return None
+
+    def members(self, path: str, file: str) -> list[Info]:
+        """Return what lies directly in a folder; nothing where there is no folder.
+
+        Raises:
+            StorageError: IO.
+        """
+        with self._named("listing the folder", file):
+            self._client.invalidate_cache()
+            try:
+                return [dict(found) for found in self._client.ls(path, detail=True)]
+            except (FileNotFoundError, NotADirectoryError):
+                return []
+
+    def below(self, path: str, file: str) -> list[str]:
+        """Return what the client calls each file in a folder and in all folders in it.
+
+        Raises:
+            StorageError: IO.
+        """
+        with self._named("listing the folder", file):
+            self._client.invalidate_cache()
+            return sorted(self._client.find(path))
+
+    def fetch(self, path: str, start: int, stop: int, file: str) -> bytes:
+        """Return a range of a file's bytes: as many of them as the service gives.
+
+        Raises:
+            StorageError: IO.
+        """
+        with self._named(f"reading {stop - start} bytes at offset {start}", file):
+            return bytes(self._client.cat_file(path, start=start, end=stop))
+
+    def create(self, path: str, part: int, file: str) -> Stream:
+        """Begin a file that is sent in parts of `part` bytes.
+
+        Raises:
+            Refused: UNSUPPORTED where files cannot be written, or would be seen before they are complete.
+            StorageError: IO.
+        """
+        from fsspec.spec import AbstractBufferedFile
+
+        with self._named("creating it", file):
+            try:
+                stream: Any = self._client.open(path, "wb", block_size=part)
+            except NotImplementedError:
+                raise refuse("UNSUPPORTED", f"{self.scheme}:// can be read only", file=self.shown) from None
+            unable = AbstractBufferedFile.commit
+            if getattr(type(stream), "commit", unable) is unable:
+                stream.closed = True
+                message = f"the client for {self.scheme}:// shows files before they are complete; it is not written to"
+                hint = "Convert to a local folder, and upload that with the service's own tool."
+                raise refuse("UNSUPPORTED", message, file=self.shown, hint=hint)
+            found: Stream = stream
+            return found
+
+    def delete(self, path: str, file: str) -> None:
+        """Delete a file; one that is not there is no error.
+
+        Raises:
+            StorageError: IO.
+        """
+        with self._named("deleting it", file):
+            self._client.invalidate_cache()
+            try:
+                self._client.rm_file(path)
+            except FileNotFoundError:
+                return
+
+    @contextmanager
+    def working(self, doing: str, file: str) -> Iterator[None]:
+        """Turn what a stream raises into our error."""
+        with self._named(doing, file):
+            yield
+
+    @contextmanager
+    def _named(self, doing: str, file: str) -> Iterator[None]:
+        try:
+            yield
+        except (TransaxleError, MemoryError):
+            raise
+        except Exception as error:  # noqa: BLE001 - what clients raise has no common base
+            # Without its cause: the client's own message may hold a signed URL or a key.
+            raise _failed(error, doing, file) from None
+
+
+def _failed(error: Exception, doing: str, file: str) -> TransaxleError:
+    """Build the StorageError for what a client raised."""
+    kind = type(error).__name__
+    said = harmless(str(error))
+    hint = ""
+    if isinstance(error, FileNotFoundError):
+        said = "it is not there"
+    elif isinstance(error, PermissionError):
+        said, hint = f"access denied ({said})" if said else "access denied", _HOW_TO_LOG_IN
+    elif kind in _NO_CREDENTIALS:
+        hint = _HOW_TO_LOG_IN
+    elif isinstance(error, TooMuchError):
+        hint = RANGES
+    elif not isinstance(error, OSError) or not said:
+        said = f"{kind}: {said}" if said else kind
+    return refuse("IO", f"{doing}: {said}", file=file, hint=hint)

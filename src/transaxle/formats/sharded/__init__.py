@@ -1,0 +1,1 @@
+"""Checkpoints cut into several files, and the index that names them."""

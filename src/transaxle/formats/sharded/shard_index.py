@@ -1,0 +1,249 @@
+"""The index of a sharded checkpoint, `*.index.json`: which file holds which tensor, as Hugging Face writes it.
+
+transformers takes an index at its word. Here the shards say what there is, and an index that says anything else is
+refused, whatever the format of the shards.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.formats.catalog.catalog import Entry
+from transaxle.formats.catalog.problem_list import Faults
+from transaxle.formats.catalog.sidecar_files import INDEX, STATE_FOLDER
+from transaxle.formats.catalog.strict_json import MAX_PAIRS, NotJsonError, dropped, members, pairs_in, repeated
+from transaxle.formats.storage.names import is_plain
+from transaxle.formats.storage.storage import Storage
+from transaxle.formats.training_state.state import OPTIMIZER
+
+WEIGHT_MAP = "weight_map"
+"""Tensor name -> name of the shard that holds it."""
+INDEX_METADATA = "metadata"
+TOTAL_SIZE = "total_size"
+"""Bytes of all tensors."""
+DERIVED = frozenset({TOTAL_SIZE, "total_parameters"})
+"""Members of the metadata that say nothing which the shards do not say."""
+
+_NUMBERED = re.compile(r"(.*)-\d{1,9}(-of-\d{1,9}\.\w+)")
+"""Name of a shard, without its number: what it has in common with the others of its set."""
+_MAX_INDEX = 200_000_000
+_NULL = msgspec.Raw(b"null")
+_EMPTY = msgspec.Raw(b"{}")
+
+_text: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
+_weight_map: msgspec.json.Decoder[dict[str, str]] = msgspec.json.Decoder(dict[str, str])
+
+
+class Held(Protocol):
+    """What one file holds."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """Its tensors by name."""
+
+
+Part = TypeVar("Part", bound=Held)
+
+
+@dataclass(frozen=True)
+class Files(Generic[Part]):
+    """The files of a checkpoint, all of which were read."""
+
+    parts: Mapping[str, Part]
+    """What each of them holds, by its name."""
+    entries: Mapping[str, Entry]
+    """All tensors."""
+    said: Mapping[str, str]
+    """Texts of the index's metadata."""
+    sizes: Mapping[str, int]
+    """Bytes of each, the indexes included."""
+
+
+def encode_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
+    """Return the text of an index, in the layout that transformers gives it."""
+    index = {INDEX_METADATA: {TOTAL_SIZE: total_size}, WEIGHT_MAP: dict(weight_map)}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the weight map, and those texts of the index's metadata that are not derived from the tensors.
+
+    Raises:
+        Refused: CORRUPT, NAME_COLLISION.
+        StorageError: IO.
+    """
+    size = storage.size(index)
+    if size > _MAX_INDEX:
+        raise refuse("CORRUPT", f"an index of {size} bytes is longer than any real one", file=index)
+    text = storage.read(index, 0, size)
+    if pairs_in(text) > MAX_PAIRS:
+        raise refuse("UNSUPPORTED", f"the index has more than {MAX_PAIRS} keys", file=index)
+    try:
+        top = members(text)
+        where = bytes(top.get(WEIGHT_MAP, _NULL))
+        weight_map = _weight_map.decode(where)
+        metadata = bytes(top.get(INDEX_METADATA, _EMPTY))
+        notes = members(metadata)
+        if dropped(text, top) or dropped(metadata, notes):
+            raise NotJsonError("it gives a key twice")
+    except (NotJsonError, msgspec.MsgspecError) as error:
+        message = f"the index must map tensors to files under {WEIGHT_MAP!r}: {error}"
+        raise refuse("CORRUPT", message, file=index) from error
+    if pairs_in(where) != len(weight_map):
+        twice = [name for name, *_ in repeated(where)]
+        raise gathered(Refusal("NAME_COLLISION", "the index lists it twice", Where(index, name)) for name in twice)
+    texts = {key: raw for key, raw in notes.items() if key not in DERIVED and bytes(raw).startswith(b'"')}
+    return weight_map, {key: _text.decode(raw) for key, raw in texts.items()}
+
+
+def read_files(storage: Storage, member: str, read: Callable[[str], Part]) -> Files[Part]:
+    """Read a file, or all shards of an index; and those of the optimizer's state, where they lie in their folder.
+
+    Args:
+        storage: where they are.
+        member: a file, or an index.
+        read: reads one file.
+
+    Raises:
+        Refused: everything that is wrong with the indexes and with all files.
+        StorageError: IO.
+    """
+    faults = Faults()
+    parts, entries, said = _read_set(storage, member, read, faults)
+    names = [*parts, member]
+    beside = _state_beside(storage, member)
+    if beside is not None:
+        more, state, _ = _read_set(storage, beside, read, faults)
+        if all(name.startswith(OPTIMIZER) for name in state):  # else it is somebody else's folder
+            parts |= more
+            names += [*more, beside]
+            for name in state.keys() & entries.keys():
+                holder = entries[name].extents[0].file
+                faults.add("NAME_COLLISION", f"the tensor is in {holder} as well", state[name].extents[0].file, name)
+            entries |= state
+    if faults:
+        raise faults.error()
+    return Files(parts, entries, said, {name: storage.size(name) for name in dict.fromkeys(names)})
+
+
+def _state_beside(storage: Storage, member: str) -> str | None:
+    """Return the file, or the index, of the optimizer's state beside a model's."""
+    if storage.single is not None or STATE_FOLDER not in storage.listing().folders:
+        return None
+    ending = member.removesuffix(INDEX).rpartition(".")[2]
+    whole = f"{STATE_FOLDER}.{ending}"
+    there = storage.listing(STATE_FOLDER).everything()
+    return next((f"{STATE_FOLDER}/{name}" for name in (f"{whole}{INDEX}", whole) if name in there), None)
+
+
+def _read_set(
+    storage: Storage, member: str, read: Callable[[str], Part], faults: Faults
+) -> tuple[dict[str, Part], dict[str, Entry], dict[str, str]]:
+    """Read a file, or all shards of an index; return also their tensors, and the texts of the index's metadata."""
+    if not member.endswith(INDEX):
+        part = read(member)
+        return {member: part}, dict(part.entries), {}
+    weight_map, said = read_index(storage, member)
+    _check_alone(storage, member, weight_map, faults)
+    parts = read_shards(storage, member, weight_map, read, faults)
+    return parts, agreed(member, weight_map, {name: part.entries for name, part in parts.items()}, faults), said
+
+
+def _check_alone(storage: Storage, index: str, weight_map: Mapping[str, str], faults: Faults) -> None:
+    """Refuse an index of nothing, and one beside a whole file of its name: programs differ in which of both they read.
+
+    transformers reads the file and leaves the shards alone. Whoever names one of the two has chosen.
+    """
+    if not weight_map:
+        faults.add("CORRUPT", f"its {WEIGHT_MAP} is empty: it names no tensor", index)
+    if storage.single is not None:
+        return
+    begin, named = _folder_of(index), set(weight_map.values())
+    whole = index.removeprefix(begin).removesuffix(INDEX)
+    there = storage.listing(begin.rstrip("/")).everything()
+    numbered = [found.groups() for shard in named if (found := _NUMBERED.fullmatch(shard))]
+    sets = set(numbered if len(numbered) == len(named) else ())  # a name of another kind is told of elsewhere
+    for shard in there:
+        found = _NUMBERED.fullmatch(shard)
+        if found and found.groups() in sets and shard not in named:
+            message = f"by its name it is a shard of the same set, and the index {index} does not name it"
+            faults.add("CORRUPT", message, f"{begin}{shard}", hint="Copy the index that belongs to it, or remove it.")
+    if whole not in named and whole in there:
+        message = f"{begin}{whole} and the shards of {index} are two checkpoints in one place"
+        faults.add("AMBIGUOUS", message, storage.path, hint=f"Name one of them: the file {whole}, or the index.")
+
+
+def read_shards(
+    storage: Storage, index: str, weight_map: Mapping[str, str], read: Callable[[str], Part], faults: Faults
+) -> dict[str, Part]:
+    """Read all shards that an index names, by name; they lie beside it.
+
+    Args:
+        storage: where they are.
+        index: its name, for errors.
+        weight_map: tensor -> shard.
+        read: reads one shard.
+        faults: receives what is wrong with any of them; such a shard is left out.
+
+    Raises:
+        StorageError: IO for the folder.
+    """
+    begin = _folder_of(index)
+    listing = storage.listing(begin.rstrip("/"))
+    parts: dict[str, Part] = {}
+    there, held = frozenset(listing.names), Counter(weight_map.values())
+    for shard in sorted(held):
+        if faults.full:
+            break
+        if not is_plain(shard):
+            faults.add("PATH_ESCAPE", f"the index names the shard {shard!r}, which is no plain file name", index)
+        elif shard in listing.special:
+            faults.extend(listing.special[shard])
+        elif shard not in there:
+            message = f"the shard is not there; the index {index} places {held[shard]} tensors in it"
+            faults.add("INCOMPLETE", message, f"{begin}{shard}", hint="Copy or download the missing file.")
+        else:
+            try:
+                parts[f"{begin}{shard}"] = read(f"{begin}{shard}")
+            except TransaxleError as error:
+                faults.extend(*error.refusals)
+    return parts
+
+
+def agreed(
+    index: str, weight_map: Mapping[str, str], shards: Mapping[str, Mapping[str, Entry]], faults: Faults
+) -> dict[str, Entry]:
+    """Return the tensors of all shards; wherever they and the index differ, that is a fault."""
+    begin = _folder_of(index)
+    entries: dict[str, Entry] = {}
+    holders: dict[str, str] = {}
+    for shard, held in shards.items():
+        for name, entry in held.items():
+            if name in holders:
+                faults.add("NAME_COLLISION", f"the tensor is in {holders[name]} as well", shard, name)
+            elif name not in weight_map:
+                faults.add("CORRUPT", f"the tensor is not in the index {index}", shard, name)
+            holders[name] = shard
+            entries[name] = entry
+    for name, named in weight_map.items():
+        shard = f"{begin}{named}"
+        if shard not in shards or name in shards[shard]:
+            continue
+        if name in holders:
+            faults.add("CORRUPT", f"the index {index} says it is here; it is in {holders[name]}", shard, name)
+        else:
+            faults.add("INCOMPLETE", f"the index {index} says it is here; it is not", shard, name)
+    return entries
+
+
+def _folder_of(index: str) -> str:
+    """Return the folder that an index lies in, with a `/` at its end; empty for the checkpoint's own."""
+    return index[: index.rfind("/") + 1]

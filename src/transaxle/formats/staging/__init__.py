@@ -1,0 +1,1 @@
+"""A target is written beside its place and moved there whole."""

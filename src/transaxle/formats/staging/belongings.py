@@ -1,0 +1,300 @@
+"""What in a folder belongs to the checkpoint there, and what is somebody's own: replacing it takes only the former.
+
+A folder with weights also holds notes, adapters, a `.git`. What our manifest lists is the checkpoint's, as long as it
+is what was written; and so are the files that frameworks write, by their names. Sub-folders are entered only where a
+format has them. Everything else is a stranger, and whoever replaces the checkpoint is told before it is touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal, Protocol
+
+import msgspec
+import xxhash
+
+from transaxle.errors import refuse
+from transaxle.formats.catalog.sidecar_files import INDEX, MANIFEST, SAFETENSORS, STATE_FOLDER, TORCH, WHOLE
+from transaxle.formats.deepspeed import keys as deepspeed
+from transaxle.formats.deepspeed.files import is_rank_file
+from transaxle.formats.remote.service import FILE, Service
+from transaxle.formats.storage.names import is_plain
+
+Overwrite = bool | Literal["everything"]
+"""Whether a checkpoint may be replaced; `everything`: with whatever else lies in its folder."""
+EVERYTHING: Literal["everything"] = "everything"
+Kind = Literal["file", "folder", "special"]
+
+CHECKPOINT_FILES = (*WHOLE, INDEX, ".distcp", ".metadata", deepspeed.LATEST, MANIFEST)
+"""Ends of the names of files, one of which at least is in every folder that holds a checkpoint."""
+_ENDINGS = "|".join(re.escape(ending) for ending in WHOLE)
+_PEERS = re.compile(
+    rf"(?:diffusion_pytorch_model|pytorch_model|model|consolidated)(?:[.\-_]?\d[^/]*|[.\-][^/]*)?(?:{_ENDINGS})"
+    rf"|(?!adapter)[^/]+-\d+-of-\d+(?:{_ENDINGS})"
+    rf"|[^/]+(?:{_ENDINGS}){re.escape(INDEX)}"
+    r"|\.metadata|__\d+_\d+\.distcp"
+)
+"""Names of what holds the tensors of a peer: safetensors and torch files with their shards and indexes; DCP."""
+_BESIDE = frozenset({
+    MANIFEST, deepspeed.LATEST, deepspeed.LATEST_UNIVERSAL, "zero_to_fp32.py", "common.pt", "metadata.json",
+    "config.json", "params.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.json", "chat_template.jinja",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "hf_quant_config.json",
+    "quantization_config.json",
+})  # fmt: skip
+"""Names of what frameworks write beside the tensors."""
+_STEP = re.compile(r"global_step\d+(_universal)?")
+_STATE = re.compile(rf"{deepspeed.ZERO_FOLDER}/(?:[^/]+/)?[^/]+{re.escape(deepspeed.STATE_END)}")
+_LONGEST_TAG = 4096
+_LONGEST_MANIFEST = 1 << 30
+_COMPARED = 64 << 20
+"""Bytes of a listed file that are compared with what the manifest says of them."""
+_TAGS = (deepspeed.LATEST, deepspeed.LATEST_UNIVERSAL)
+_SHOWN = 8
+_WAY_OUT = f'--overwrite={EVERYTHING} (overwrite="{EVERYTHING}").'
+_HEAD = 16
+
+
+class Folder(Protocol):
+    """A folder that may be replaced, on this machine or a service."""
+
+    def top(self) -> Mapping[str, Kind]:
+        """Return what lies directly in it."""
+
+    def inside(self, name: str) -> Iterable[str]:
+        """Return the files in a sub-folder and below it, `a/b/c`; what is no regular file has a `/` at its end."""
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """Return the bytes of a file; None if they are more than `most`."""
+
+
+class _Record(msgspec.Struct):
+    """What the manifest says of a file."""
+
+    size: int
+    head: int
+    xxh3: str
+
+
+class _Manifest(msgspec.Struct):
+    """The part of the manifest that tells which files are the checkpoint's."""
+
+    files: dict[str, _Record]
+
+
+def known(overwrite: object) -> Overwrite:
+    """Return what was said of replacing, if it can be meant.
+
+    Raises:
+        UsageError: AMBIGUOUS for anything but True, False and `everything`.
+    """
+    if overwrite is True or overwrite is False:
+        return overwrite
+    if overwrite == EVERYTHING:
+        return EVERYTHING
+    message = f"overwrite: {overwrite!r} is none of True, False and {EVERYTHING!r}"
+    raise refuse("AMBIGUOUS", message, hint=f"True replaces a checkpoint, {EVERYTHING!r} all that its folder holds.")
+
+
+def irreplaceable(folder: Folder, overwrite: Overwrite) -> tuple[str, str]:
+    """Say why a folder must stay, and what to do about it; two empty texts where it may be replaced.
+
+    Raises:
+        StorageError: IO.
+    """
+    top = folder.top()
+    if not top:
+        return "", ""
+    if not any(name.endswith(CHECKPOINT_FILES) for name, kind in top.items() if kind == "file") and not any(
+        _STEP.fullmatch(name) for name in top
+    ):
+        return "it is a folder that holds no checkpoint", "Choose another place."
+    found = [] if overwrite == EVERYTHING else strangers(folder)
+    if not found:
+        return "", ""
+    more = f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
+    shown = ", ".join(found[:_SHOWN])
+    verb = "belongs" if len(found) == 1 else "belong"
+    reason = f"{shown}{more} {verb} to no checkpoint, and would be deleted with the one that is there"
+    return reason, f"Move that elsewhere, or replace all of it: {_WAY_OUT}"
+
+
+def strangers(folder: Folder) -> list[str]:
+    """Return what in a folder belongs to no checkpoint; sub-folders have a `/` at their end.
+
+    Raises:
+        StorageError: IO.
+    """
+    top = folder.top()
+    listed = _listed(folder) if top.get(MANIFEST) == "file" else {}
+    inner = {STATE_FOLDER} | {name.partition("/")[0] for name in listed if "/" in name}
+    tags = {name for name in top if _STEP.fullmatch(name)} | {_tag(folder, name) for name in _TAGS if name in top}
+    ranked = any(map(is_rank_file, top))
+
+    def mine(name: str) -> bool:
+        first, _, rest = name.partition("/")
+        if not rest:
+            expected = name in _BESIDE or _is(_PEERS, name) or is_rank_file(name)
+        elif first in tags:
+            expected = is_rank_file(rest) or _is(_STATE, rest)
+        elif first == STATE_FOLDER:
+            expected = _is(_PEERS, rest)
+        else:
+            expected = ranked and _is(_STATE, name)
+        return expected or (name in listed and _unchanged(folder, name, listed[name]))
+
+    found: list[str] = []
+    for name, kind in sorted(top.items()):
+        if kind == "folder":
+            entered = name in inner or name in tags or (ranked and name == deepspeed.ZERO_FOLDER)
+            found += [each for each in folder.inside(name) if not mine(each)] if entered else [f"{name}/"]
+        elif kind == "special" or not mine(name):
+            found.append(name)
+    return found
+
+
+def _is(pattern: re.Pattern[str], name: str) -> bool:
+    return pattern.fullmatch(name) is not None
+
+
+def _tag(folder: Folder, name: str) -> str:
+    """Return the sub-folder that a file names; empty where it names none."""
+    said = (folder.read(name, _LONGEST_TAG) or b"").decode("utf-8", "replace").strip()
+    return said if is_plain(said) else ""
+
+
+def _listed(folder: Folder) -> Mapping[str, _Record]:
+    """Return the files that the manifest lists; none where it cannot be read."""
+    text = folder.read(MANIFEST, _LONGEST_MANIFEST)
+    try:
+        return {} if text is None else msgspec.json.decode(text, type=_Manifest).files
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return {}
+
+
+def _unchanged(folder: Folder, name: str, record: _Record) -> bool:
+    """Tell whether a listed file is what was written: one that somebody has edited since is theirs."""
+    if record.head != record.size or record.size > _COMPARED:
+        return True
+    data = folder.read(name, record.size)
+    return data is not None and len(data) == record.size and xxhash.xxh3_128_hexdigest(data) == record.xxh3
+
+
+def holds_tensors(name: str, head: bytes) -> bool:
+    """Tell whether a file begins as those do whose name ends so; an empty one has nothing to lose.
+
+    Args:
+        name: ends like a tensor file.
+        head: its first bytes.
+    """
+    if not head:
+        return True
+    if name.endswith(SAFETENSORS):
+        return len(head) > 8 and head[8:9] == b"{"
+    return name.endswith(TORCH) and head.startswith((b"PK\x03\x04", b"\x80"))
+
+
+class LocalFolder:
+    """A folder of this machine.
+
+    Args:
+        path: where it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def top(self) -> Mapping[str, Kind]:
+        """See `Folder`; a link counts as a file: removing it takes nothing from what it leads to."""
+        with os.scandir(self._path) as entries:
+            return {entry.name: _kind(entry) for entry in entries}
+
+    def inside(self, name: str) -> Iterator[str]:
+        """See `Folder`."""
+        with os.scandir(self._path / name) as entries:
+            found = sorted((entry.name, _kind(entry)) for entry in entries)
+        if not found:
+            yield f"{name}/"
+        for inner, kind in found:
+            if kind == "folder":
+                yield from self.inside(f"{name}/{inner}")
+            else:
+                yield f"{name}/{inner}" + "/" * (kind == "special")
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """See `Folder`."""
+        path = self._path / name
+        if not path.is_file() or path.stat().st_size > most:
+            return None
+        with path.open("rb") as file:
+            return file.read(most)
+
+
+class RemoteFolder:
+    """A folder of a service.
+
+    Args:
+        service: what is asked; its path is the folder.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def top(self) -> Mapping[str, Kind]:
+        """See `Folder`."""
+        found: dict[str, Kind] = {}
+        for member in self._service.members(self._service.path, self._service.shown):
+            name = str(member["name"]).rstrip("/").rpartition("/")[2]
+            if str(member["name"]).rstrip("/") != self._service.path.rstrip("/"):
+                found[name] = "file" if member.get("type") == FILE else "folder"
+        return found
+
+    def inside(self, name: str) -> list[str]:
+        """See `Folder`."""
+        start = f"{self._service.path}/"
+        return [path.removeprefix(start) for path in self._service.below(f"{start}{name}", name)]
+
+    def read(self, name: str, most: int) -> bytes | None:
+        """See `Folder`."""
+        path = f"{self._service.path}/{name}"
+        found = self._service.info(path, name)
+        size = None if found is None else found.get("size")
+        if not isinstance(size, int) or size > most:
+            return None
+        return self._service.fetch(path, 0, size, name) if size else b""
+
+
+def replaced_file(name: str, head: bytes, overwrite: Overwrite) -> tuple[str, str]:
+    """Say why a file must stay, as `irreplaceable` does for a folder.
+
+    Args:
+        name: its name.
+        head: its first bytes, as `head_of` and services give them.
+        overwrite: what was said.
+    """
+    if overwrite == EVERYTHING or holds_tensors(name, head):
+        return "", ""
+    return "it does not begin as a file with tensors does", f"Move it elsewhere, or replace it all the same: {_WAY_OUT}"
+
+
+def head_of(path: Path) -> bytes:
+    """Return the first bytes of a local file."""
+    with path.open("rb") as file:
+        return file.read(_HEAD)
+
+
+def remote_head_of(service: Service, size: int) -> bytes:
+    """Return the first bytes of the file that a service's path denotes; size: of all of it."""
+    return service.fetch(service.path, 0, min(size, _HEAD), service.shown) if size else b""
+
+
+def _kind(entry: os.DirEntry[str]) -> Kind:
+    if entry.is_symlink():
+        return "file"
+    mode = entry.stat(follow_symlinks=False).st_mode
+    return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "special"

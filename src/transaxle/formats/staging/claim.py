@@ -1,0 +1,109 @@
+"""The claim of one run on the hidden folder of a target: a lock on the folder itself, gone with the process."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from transaxle.errors import refuse
+from transaxle.formats.storage.os_errors import failed
+
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+"""How a folder is opened that must not be a link."""
+_BUSY = "another run is writing there"
+
+
+class Claim:
+    """A folder that this process alone may change.
+
+    Args:
+        path: the hidden folder.
+        typed: the target as the user typed it, for errors.
+    """
+
+    def __init__(self, path: Path, typed: str) -> None:
+        self._path = path
+        self._typed = typed
+        self._fd: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether it is taken."""
+        return self._fd is not None
+
+    def take(self, *, unlocked: bool = False) -> bool:
+        """Make the folder (True) or find it, and lock it; one that is taken away meanwhile is made again.
+
+        Args:
+            unlocked: take a folder that is there also where the file system has no locks.
+
+        Raises:
+            UsageError: EXISTS if another run has it, or may have it.
+            StorageError: IO.
+        """
+        try:
+            while True:
+                made = _mkdir(self._path)
+                try:
+                    fd = os.open(self._path, FOLDER)
+                except FileNotFoundError:
+                    continue
+                try:
+                    if self._is_mine(fd, made, unlocked=unlocked):
+                        self._fd = fd
+                        return made
+                except BaseException:
+                    os.close(fd)
+                    raise
+                os.close(fd)
+        except OSError as error:
+            raise failed(error, "making the folder for the work in progress", str(self._path)) from error
+
+    def look(self, *, unlocked: bool = False) -> None:
+        """Refuse what `take` would refuse, and change nothing.
+
+        Raises as `take`, and OSError.
+        """
+        with suppress(FileNotFoundError):
+            fd = os.open(self._path, FOLDER)
+            try:
+                self._is_mine(fd, made=False, unlocked=unlocked)
+            finally:
+                os.close(fd)
+
+    def release(self) -> None:
+        """Let others have it."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _is_mine(self, fd: int, made: bool, *, unlocked: bool) -> bool:
+        """Lock an open folder; False if it is not the one that has the name any more."""
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise refuse("EXISTS", _BUSY, file=self._typed, hint="Wait for it, or end it.") from error
+        except OSError as error:
+            # No locks on this file system: only the one who made the folder, or says that it resumes, may have it.
+            if not made and not unlocked:
+                hint = f"If no run is writing there, remove {self._path} or use --resume."
+                raise refuse("EXISTS", f"{_BUSY}, or died there", file=self._typed, hint=hint) from error
+        now = os.fstat(fd)
+        if not made and now.st_uid != os.geteuid():
+            raise refuse("IO", "the hidden folder belongs to another user", file=str(self._path))
+        try:
+            named = os.lstat(self._path)
+        except FileNotFoundError:
+            return False
+        return (named.st_dev, named.st_ino) == (now.st_dev, now.st_ino)
+
+
+def _mkdir(path: Path) -> bool:
+    """Make a folder; False if it is there already."""
+    try:
+        path.mkdir()
+    except FileExistsError:
+        return False
+    return True

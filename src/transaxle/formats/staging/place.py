@@ -1,0 +1,248 @@
+"""The place a checkpoint is written to, and how a finished one gets there in one step.
+
+A place is a folder or, if its name ends like that of a tensor file, one file. Beside it lie, while they are needed, two
+hidden neighbours: `.<name>.transaxle-partial`, the work in progress, and `.<name>.transaxle-old`, which holds the
+replaced checkpoint for an instant on file systems that cannot exchange two names.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from transaxle.errors import refuse
+from transaxle.formats.catalog.sidecar_files import WHOLE
+from transaxle.formats.staging.belongings import LocalFolder, Overwrite, head_of, irreplaceable, known, replaced_file
+from transaxle.formats.staging.syscalls import exchange, rename_new
+from transaxle.formats.storage.os_errors import failed
+
+PARTIAL, OLD = "partial", "old"
+"""Ends of the names of the two hidden neighbours."""
+SCRATCH, JOURNAL = ".transaxle", "journal"
+"""Folder inside the hidden one for what is not part of the checkpoint, and the file in it that lists what is done. Its
+presence means: not finished."""
+OURS = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
+"""Name of a hidden neighbour: that of its target, and what it is."""
+_LONGEST = 200
+"""Bytes of a name that still has room for our ending within the 255 that file systems allow."""
+_REPLACE = "Choose another place, or replace it with --overwrite (overwrite=True)."
+
+
+class Place:
+    """Where a checkpoint shall be.
+
+    Args:
+        target: the path as the user typed it; a link is followed, so that what it leads to is replaced, not the link.
+        overwrite: an existing checkpoint there may be replaced; `everything`: with all that lies in its folder.
+
+    Raises:
+        UsageError: EXISTS for the root of the file system; AMBIGUOUS for an `overwrite` that says nothing.
+        Refused: NAME_COLLISION for a name that is one of our own.
+        StorageError: IO if it is no path, or the folder around it is missing.
+    """
+
+    def __init__(self, target: str | os.PathLike[str], *, overwrite: Overwrite) -> None:
+        self.typed = os.fspath(target)
+        """The path as the user typed it."""
+        if not self.typed or "\0" in self.typed:
+            raise refuse("IO", f"{self.typed!r} is not a path", file=self.typed)
+        try:
+            self.target = Path(os.path.realpath(self.typed))
+            """Where it is."""
+            is_file = self.typed.endswith(WHOLE) and not self.target.is_dir()
+            has_parent = self.target.parent.is_dir()
+            with suppress(FileNotFoundError):
+                self.target.lstat()  # a name that is too long is better refused now than after the work
+        except OSError as error:
+            raise failed(error, "looking at it", self.typed) from error
+        if not self.target.name:
+            raise refuse("EXISTS", "it is the root of the file system", file=self.typed)
+        reserved = next((part for part in self.target.parts if part == SCRATCH or OURS.fullmatch(part)), None)
+        if reserved is not None:
+            message = f"the name {reserved} is one of our own: what bears it is removed by the next run beside it"
+            raise refuse("NAME_COLLISION", message, file=self.typed, hint="Choose another name.")
+        if not has_parent:
+            message = f"there is no folder {self.target.parent}"
+            raise refuse("IO", message, file=self.typed, hint="Make it first.")
+        self._overwrite = known(overwrite)
+        self.single = self.target.name if is_file else None
+        """Name of the one file to write; None for a folder."""
+        self.partial = neighbour(self.target, PARTIAL)
+        """Folder for the work in progress."""
+        self.old = neighbour(self.target, OLD)
+        """Folder for what is replaced."""
+
+    def check(self, beside: str = "") -> None:
+        """Check that a checkpoint may be put here.
+
+        A folder is replaced only if it is empty or holds a checkpoint, and nothing else unless that was said: a slip in
+        the path must not cost a project.
+
+        Args:
+            beside: what is to be said of leftovers beside it, where it is there.
+
+        Raises:
+            UsageError: EXISTS.
+            StorageError: IO if it cannot be looked at.
+        """
+        if not os.path.lexists(self.typed if not self._overwrite else self.target):
+            return
+        if not self._overwrite:
+            raise refuse("EXISTS", "it exists already", file=self.typed, hint=_REPLACE + beside)
+        self._refuse(*self._irreplaceable())
+
+    def recover(self) -> None:
+        """Put back the checkpoint that a run which died in the middle of replacing it had moved aside."""
+        try:
+            if os.path.lexists(self.old):
+                if os.path.lexists(self.target):
+                    shutil.rmtree(self.old)
+                else:
+                    self.old.rename(self.target)
+                    make_durable(self.target.parent)
+        except OSError as error:
+            raise failed(error, "putting the former checkpoint back", str(self.old)) from error
+
+    @property
+    def moved_aside(self) -> bool:
+        """Whether `recover` has something to put back."""
+        return os.path.lexists(self.old) and not os.path.lexists(self.target)
+
+    def foresee(self) -> None:
+        """Check as `check` does after `recover`, and change nothing.
+
+        Raises as `check`.
+        """
+        if not self.moved_aside:
+            left = os.path.lexists(self.partial)
+            self.check(f" {self.partial} is left of another run: transaxle clean removes it." if left else "")
+        elif self._overwrite:
+            self._refuse(*irreplaceable(LocalFolder(self.old), self._overwrite))
+        else:
+            message = f"it exists: {self.old}, left by a run that died while replacing it, is put back by the next one"
+            raise refuse("EXISTS", message, file=self.typed, hint=_REPLACE)
+
+    def check_writable(self) -> None:
+        """Check that something can be made beside the target.
+
+        Raises:
+            OSError: EROFS, EACCES.
+        """
+        folder = self.target.parent
+        by_effect = os.geteuid() != os.getuid()  # where both are the same, C libraries guess worse than the system
+        if not os.access(folder, os.W_OK | os.X_OK, effective_ids=by_effect):
+            locked = os.statvfs(folder).f_flag & os.ST_RDONLY
+            number = errno.EROFS if locked else errno.EACCES
+            raise OSError(number, os.strerror(number))
+
+    def publish(self, work: Path) -> None:
+        """Move the finished work to the target. A folder that was there is in a hidden neighbour then; see `sweep`.
+
+        Args:
+            work: `partial`, or the one file in it.
+
+        Raises:
+            UsageError: EXISTS if the target appeared in the meantime.
+            StorageError: IO.
+        """
+        try:
+            if self.single:
+                self._publish_file(work)
+            else:
+                self._publish_folder(work)
+        except FileExistsError as error:
+            message = "it was created by someone else in the meantime"
+            raise refuse("EXISTS", message, file=self.typed) from error
+        except OSError as error:
+            raise failed(error, "moving the finished checkpoint there", self.typed) from error
+
+    def sweep(self) -> None:
+        """Remove the hidden neighbours: work that is given up, or what was replaced. Failing to is no error."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+        if os.path.lexists(self.target):
+            shutil.rmtree(self.old, ignore_errors=True)
+
+    def _refuse(self, reason: str, hint: str) -> None:
+        if reason:
+            raise refuse("EXISTS", f"it is not replaced: {reason}", file=self.typed, hint=hint)
+
+    def _irreplaceable(self) -> tuple[str, str]:
+        """Say why what exists there must stay, and what to do about it; two empty texts if it may be replaced."""
+        elsewhere = "Choose another place."
+        try:
+            mode = os.lstat(self.target).st_mode
+            if self.single:
+                if not stat.S_ISREG(mode):
+                    return "it is no regular file", elsewhere
+                return replaced_file(self.target.name, head_of(self.target), self._overwrite)
+            if not stat.S_ISDIR(mode):
+                return "it is a file, and a folder is to be written", elsewhere
+            here = Path.cwd()
+            if self.target == here or self.target in here.parents:
+                return "it is the current folder or one above it", elsewhere
+            if self.target.is_mount():
+                return "a file system is mounted there; a folder inside it will do", elsewhere
+            return irreplaceable(LocalFolder(self.target), self._overwrite)
+        except OSError as error:
+            raise failed(error, "looking at it", self.typed) from error
+
+    def _publish_file(self, work: Path) -> None:
+        if self._overwrite:
+            work.replace(self.target)
+        else:
+            rename_new(str(work), str(self.target))
+
+    def _publish_folder(self, work: Path) -> None:
+        if not self._overwrite or not os.path.lexists(self.target):
+            rename_new(str(work), str(self.target))
+        elif exchange(str(work), str(self.target)):
+            try:
+                self._refuse(*irreplaceable(LocalFolder(work), self._overwrite))  # what came since the last look
+            except BaseException:
+                exchange(str(work), str(self.target))
+                raise
+        else:
+            # Not in one step here. A run that dies between the two renames is put right by `recover`.
+            self.target.rename(self.old)
+            try:
+                self._refuse(*irreplaceable(LocalFolder(self.old), self._overwrite))
+                rename_new(str(work), str(self.target))
+            except BaseException:
+                self.old.rename(self.target)
+                raise
+
+
+def neighbour(target: Path, what: str) -> Path:
+    """Return a hidden neighbour of a target.
+
+    Args:
+        target: where it is, without links.
+        what: `PARTIAL` or `OLD`.
+    """
+    name = target.name
+    if len(os.fsencode(name)) > _LONGEST:
+        name = hashlib.sha256(os.fsencode(name)).hexdigest()
+    return target.with_name(f".{name}.transaxle-{what}")
+
+
+def make_durable(folder: Path) -> None:
+    """Write a folder's list of names to the disk; file systems that cannot do this for folders are left alone.
+
+    Raises:
+        StorageError: IO.
+    """
+    try:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise failed(error, "making the folder durable", str(folder)) from error

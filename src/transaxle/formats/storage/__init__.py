@@ -1,0 +1,1 @@
+"""Bytes by offset: local files, object stores, web servers."""

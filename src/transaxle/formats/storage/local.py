@@ -1,0 +1,321 @@
+"""A storage on this machine: `preadv` on regular files that lie inside one folder, and nothing else.
+
+The folder may come from anyone. A name in it can be a link to your keys, a FIFO that never answers or a device that
+never ends. So a name is resolved first and must stay inside the folder (a link of the Hugging Face cache to its
+`blobs` excepted), its kind is looked at before it is opened, and again on the open descriptor. Data is not mapped:
+a mapped file that is cut short while in use kills the process, a read of it is an error that can be named.
+
+The folder may be replaced by another one while it is read. It is held open, and every file that is opened must be the
+one of that folder: what is read is all of one checkpoint, or an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import stat
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from transaxle.axes.geometry.strided import Loop
+from transaxle.errors import Refusal, StorageError, TransaxleError, refuse
+from transaxle.formats.storage.handles import Handles
+from transaxle.formats.storage.names import checked_parts
+from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.storage import Listing, Storage
+from transaxle.formats.storage.strided_reads import read_runs
+
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
+"""A FIFO or a device that took the file's place since it was looked at is opened without waiting, and then refused."""
+_KINDS = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+}
+_SNAPSHOTS, _BLOBS = "snapshots", "blobs"
+_BLOCK = 1 << 20
+
+_HOLD = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
+_REPLACED = "the checkpoint was replaced while it was open"
+_CHANGED = "the file was changed while the checkpoint was open"
+_AGAIN = "Open it again: what is there now is another one."
+
+Stamp = tuple[int, int, int, int, int]
+"""What changes when a file does: device, inode, size, and the times of change of its content and of its inode. The
+last one is the system's own, and cannot be set back."""
+
+
+class LocalStorage(Storage):
+    """The files of one folder, or one file and the folder around it (see `formats.storage.Storage`).
+
+    A link that the user typed is followed: it is the user's own. A link found inside the folder is followed only
+    to a place inside the folder, or from a Hugging Face cache `snapshots/<revision>/` to `blobs/<hash>` beside it.
+
+    Raises:
+        Refused: UNSUPPORTED if the path is a FIFO, a socket or a device.
+        StorageError: IO if it is missing or unreadable; the hint names the most similar path beside it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = os.fspath(path)
+        kind = _kind_of(self._path)
+        if kind == stat.S_IFDIR:
+            self._root, self._single = os.path.realpath(self._path), None
+        elif kind == stat.S_IFREG:
+            folder, self._single = os.path.split(self._path)
+            self._root = os.path.realpath(folder)
+        else:
+            raise _not_regular(self._path, kind)
+        self._blobs = _blobs_beside(self._root)
+        try:
+            self._folder = os.open(self._root, _HOLD)
+        except OSError as error:
+            raise failed(error, "opening it", self._path) from error
+        self._let_go = weakref.finalize(self, os.close, self._folder)
+        self._stamps: dict[str, Stamp] = {}
+        self._handles = Handles(self._open)
+
+    @property
+    def path(self) -> str:
+        """The path as the user typed it."""
+        return self._path
+
+    @property
+    def single(self) -> str | None:
+        """Name of the one file that the path denotes; None where it denotes a folder."""
+        return self._single
+
+    def listing(self, folder: str = "") -> Listing:
+        """List a folder of the checkpoint; see `Storage.listing`."""
+        names: list[str] = []
+        folders: list[str] = []
+        special: dict[str, Refusal] = {}
+        try:
+            with os.scandir(self._resolve(folder) if folder else self._root) as entries:
+                found = sorted((entry.name, entry.is_file(follow_symlinks=False)) for entry in entries)
+        except OSError as error:
+            raise self._gone(folder) or failed(error, "listing the folder", folder or self._path) from error
+        if gone := self._gone(folder):
+            raise gone
+        for name, regular in found:
+            shown = name.encode("utf-8", "backslashreplace").decode()
+            if shown != name:
+                special[shown] = _unreadable_name(shown)
+                continue
+            inside = f"{folder}/{name}" if folder else name
+            try:
+                kind = stat.S_IFREG if regular else stat.S_IFMT(os.lstat(self._resolve(inside)).st_mode)
+            except TransaxleError as error:
+                special[name] = error.refusals[0]
+            except OSError as error:
+                special[name] = failed(error, "looking at it", inside).refusals[0]
+            else:
+                if kind == stat.S_IFREG:
+                    names.append(name)
+                elif kind == stat.S_IFDIR:
+                    folders.append(name)
+                else:
+                    special[name] = _not_regular(inside, kind).refusals[0]
+        return Listing(tuple(names), tuple(folders), special)
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes; see `Storage.size`."""
+        with self._handles.use(name):
+            return self._stamps[name][2]
+
+    def version(self, name: str) -> str:
+        """Return a text that changes when the file does; see `Storage.version`."""
+        with self._handles.use(name):
+            return "-".join(map(str, self._stamps[name]))
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """Fill a writable contiguous view with the bytes that start at `offset`; see `Storage.read_into`."""
+        with view.cast("B") as octets, self._handles.use(name) as fd:
+            _read(fd, name, offset, octets)
+
+    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
+        """Read runs of a file at once; see `formats.strided.read_strided`."""
+        with self._handles.use(name) as fd:
+            read_runs(fd, offset, view.cast("B"), width, loops, partial(_read, fd, name))
+
+    def recheck(self) -> None:
+        """Check that no file that was read has changed since; see `Storage.recheck`."""
+        for name in tuple(self._stamps):
+            self._handles.drop(name)
+            with self._handles.use(name):
+                pass
+
+    def close(self) -> None:
+        """Close all files."""
+        self._handles.close()
+        self._let_go()
+
+    def _gone(self, name: str) -> TransaxleError | None:
+        """Return the error for a folder that is no longer the one that was opened; None where it is."""
+        if not self._let_go.alive:
+            return None
+        held = os.fstat(self._folder)
+        with suppress(OSError):
+            now = os.stat(self._root)  # noqa: PTH116
+            if (now.st_dev, now.st_ino) == (held.st_dev, held.st_ino):
+                return None
+        return refuse("CORRUPT", _REPLACED, file=name or self._path, hint=_AGAIN)
+
+    def _resolve(self, name: str) -> str:
+        """Return the real path of a name, which must lie inside the checkpoint."""
+        target = os.path.join(self._root, *checked_parts(name))  # noqa: PTH118
+        try:
+            real = os.path.realpath(target, strict=True)
+        except OSError as error:
+            raise failed(error, "opening it", name) from error
+        inside = real.startswith(os.path.join(self._root, "")) or name == self._single  # noqa: PTH118
+        if not inside and os.path.dirname(real) != self._blobs:  # noqa: PTH120
+            raise refuse(
+                "PATH_ESCAPE",
+                f"the link leads out of the checkpoint, to {real}",
+                file=name,
+                hint="Put the file itself there, if you trust it.",
+            )
+        return real
+
+    def _open(self, name: str) -> int:
+        try:
+            fd, now = _opened(self._resolve(name), name)
+        except StorageError as error:
+            raise self._gone(name) or error from error
+        try:
+            self._check(name, now)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd
+
+    def _check(self, name: str, now: os.stat_result) -> None:
+        """Refuse a file of another folder than the one that is held, or another one than was opened under this name."""
+        try:
+            held = os.stat(name, dir_fd=self._folder)
+        except OSError:
+            held = None
+        if held is None or (held.st_dev, held.st_ino) != (now.st_dev, now.st_ino):
+            raise self._gone(name) or refuse("CORRUPT", _CHANGED, file=name)
+        stamp = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+        if self._stamps.setdefault(name, stamp) != stamp:
+            raise refuse("CORRUPT", _CHANGED, file=name)
+
+
+def read_file(path: str | os.PathLike[str], most: int) -> bytes:
+    """Read a small file that the user named, such as a table or a config; a link to it is followed.
+
+    Args:
+        path: where it is.
+        most: bytes that such a file may have.
+
+    Raises:
+        Refused: UNSUPPORTED if it is a folder, a FIFO, a socket or a device; CORRUPT if it is longer.
+        StorageError: IO if it is missing or unreadable.
+    """
+    shown = os.fspath(path)
+    kind = _kind_of(shown)
+    if kind != stat.S_IFREG:
+        raise _not_regular(shown, kind, "Name a regular file: save what it gives as one.")
+    fd, _ = _opened(os.path.realpath(shown), shown)
+    with os.fdopen(fd, "rb", buffering=0) as file:
+        data = bytearray()
+        while len(data) <= most:  # not by its size: what /proc has says 0
+            try:
+                more = file.read(min(_BLOCK, most + 1 - len(data)))
+            except OSError as error:
+                raise failed(error, "reading it", shown) from error
+            if not more:
+                return bytes(data)
+            data += more
+    raise refuse("CORRUPT", f"it is longer than the {most:,} bytes that such a file may have", file=shown)
+
+
+def _opened(real: str, name: str) -> tuple[int, os.stat_result]:
+    """Open what must be a regular file, before and after it is opened, and whoever changes it meanwhile.
+
+    Args:
+        real: its path, without links.
+        name: what errors call it.
+
+    Returns:
+        The descriptor, which the caller closes, and what the system says of it.
+    """
+    try:
+        kind = stat.S_IFMT(os.lstat(real).st_mode)
+        if kind != stat.S_IFREG:
+            raise _not_regular(name, kind)
+        fd = os.open(real, _FLAGS)
+    except OSError as error:
+        raise failed(error, "opening it", name) from error
+    now = os.fstat(fd)
+    if not stat.S_ISREG(now.st_mode):
+        os.close(fd)
+        raise _not_regular(name, stat.S_IFMT(now.st_mode))
+    return fd, now
+
+
+def _read(fd: int, name: str, offset: int, octets: memoryview) -> None:
+    """Fill a view of bytes from an open file; see `Storage.read_into`."""
+    done, wanted = 0, octets.nbytes
+    while done < wanted:
+        try:
+            count = os.preadv(fd, [octets[done:]], offset + done)
+        except OSError as error:
+            raise failed(error, f"reading {wanted - done} bytes at offset {offset + done}", name) from error
+        if not count:
+            raise refuse(
+                "CORRUPT",
+                f"the file is truncated: bytes {offset} to {offset + wanted} were asked for, "
+                f"it ends at {offset + done}",
+                file=name,
+                hint="Copy or download the file again.",
+            )
+        done += count
+
+
+def _kind_of(path: str) -> int:
+    """Return the kind of what a typed path leads to; a missing one is an IO error with a suggestion."""
+    try:
+        return stat.S_IFMT(os.stat(path).st_mode)  # noqa: PTH116
+    except ValueError as error:
+        raise refuse("IO", f"{path!r} is not a path: {error}", file=path) from error
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise refuse("IO", "there is no such file or folder", file=path, hint=_similar(path)) from error
+    except OSError as error:
+        raise failed(error, "opening it", path) from error
+
+
+def _similar(path: str) -> str:
+    """Suggest the path beside a missing one whose name is closest; empty if none is close."""
+    missing = Path(path)
+    try:
+        beside = [entry.name for entry in missing.parent.iterdir()]
+    except OSError:
+        return f"{missing.parent} is not there either." if missing.parent.name else ""
+    close = difflib.get_close_matches(missing.name, beside, n=1)
+    return f"Did you mean {missing.parent / close[0]}?" if close else ""
+
+
+def _blobs_beside(root: str) -> str | None:
+    """Return `<repo>/blobs` for a folder in a Hugging Face cache, `<repo>/snapshots/<revision>[/...]`."""
+    folder = Path(root)
+    for inner in (folder, *folder.parents):
+        if inner.parent.name == _SNAPSHOTS:
+            return str(inner.parent.parent / _BLOBS)
+    return None
+
+
+def _not_regular(name: str, kind: int, hint: str = "") -> TransaxleError:
+    what = _KINDS.get(kind, "something special")
+    return refuse("UNSUPPORTED", f"this is {what}, not a regular file; it is not read", file=name, hint=hint)
+
+
+def _unreadable_name(shown: str) -> Refusal:
+    return refuse("UNSUPPORTED", "the name is not UTF-8", file=shown, hint="Rename the file.").refusals[0]

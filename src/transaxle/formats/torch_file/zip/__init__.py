@@ -1,0 +1,1 @@
+"""The zip form of torch files, byte by byte."""

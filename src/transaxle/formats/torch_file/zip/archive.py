@@ -1,0 +1,284 @@
+"""The zip archive around a torch file, read more strictly than any zip library does.
+
+A zip says everything twice, in its central directory and before each record, and readers differ in which they believe:
+one file, two contents. Here both must agree, the records must fill the file from its first byte to the directory, none
+may be compressed, and no two names may be taken for each other.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.catalog.catalog import Checksum
+from transaxle.formats.storage.names import checked_parts
+from transaxle.formats.torch_file.zip.window import Window
+
+LOCAL, CENTRAL, DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
+END, END64, LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
+LOCAL_FORM = struct.Struct("<4s10sIIIHH")
+CENTRAL_FORM = struct.Struct("<4sH10sIIIHHHHHII")
+END_FORM = struct.Struct("<4sHHHHIIH")
+END64_FORM = struct.Struct("<4sQHHIIQQQQ")
+LOCATOR_FORM = struct.Struct("<4sIQI")
+HAS_DESCRIPTOR, UTF8 = 1 << 3, 1 << 11
+ZIP64 = 1
+"""Id of the extra field that holds what does not fit into 32 bits."""
+MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
+
+_KNOWN_FLAGS = HAS_DESCRIPTOR | UTF8 | 0b110
+_ENCRYPTED = 1
+_DESCRIPTORS = {16: struct.Struct("<4sIII"), 24: struct.Struct("<4sIQQ")}
+_MAX_DIRECTORY = 1 << 28
+_AHEAD = 512
+"""Bytes read at once around a local header; its padding is at most 64."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One file in the archive."""
+
+    name: str
+    """Its name below the archive's one folder."""
+    offset: int
+    """Its first byte, from the beginning of the window."""
+    size: int
+    """Its bytes."""
+    crc32: int
+    """Its checksum; 0 where the writer took none, as torch may be told to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """The records of a torch file."""
+
+    window: Window
+    records: Mapping[str, Record]
+    """By name, in file order."""
+
+    def read(self, name: str) -> bytes:
+        """Return a small record, its checksum checked.
+
+        Raises:
+            Refused: CORRUPT.
+        """
+        record = self.records[name]
+        data = self.window.read(record.offset, record.size)
+        if record.crc32 and zlib.crc32(data) != record.crc32:
+            raise self.window.corrupt(f"record {name}: its bytes do not have the checksum that the archive gives")
+        return data
+
+    def checksums(self) -> tuple[Checksum, ...]:
+        """Return what holds the bytes of all records to account."""
+        file, start = self.window.file, self.window.start
+        return tuple(
+            Checksum(file, start + record.offset, record.size, record.crc32, f"record {record.name}")
+            for record in self.records.values()
+            if record.crc32
+        )
+
+
+class _Listed(NamedTuple):
+    """A record as the central directory describes it."""
+
+    path: bytes
+    fixed: bytes
+    """Version, flags, method and time, as both headers hold them."""
+    flags: int
+    crc32: int
+    size: int
+    header: int
+    """Where its local header lies."""
+
+
+def read_archive(window: Window) -> Archive:
+    """Read the directory of an archive and hold every record's own header against it.
+
+    Raises:
+        Refused: CORRUPT; PATH_ESCAPE for a name that leads elsewhere; UNSUPPORTED for compressed or encrypted records.
+        StorageError: IO.
+    """
+    begin, size, count = _directory(window)
+    listed = sorted(_entries(window, begin, size, count), key=lambda entry: entry.header)
+    records: dict[str, Record] = {}
+    folded: set[str] = set()
+    folder = ""
+    at = 0
+    for number, entry in enumerate(listed):
+        parts = _parts(window, entry.path)
+        folder = folder or parts[0]
+        name = "/".join(parts[1:])
+        if parts[0] != folder or not name:
+            raise window.corrupt(f"record {'/'.join(parts)!r} is not in the archive's folder {folder!r}")
+        # miniz, by which torch reads, takes upper and lower case for one.
+        if name.lower() in folded:
+            raise window.corrupt(f"record {name}: the archive has this name twice")
+        folded.add(name.lower())
+        if entry.header != at:
+            raise window.corrupt(f"record {name} begins at {entry.header}; the one before it ends at {at}")
+        data = _data_offset(window, name, entry, begin)
+        end = data + entry.size
+        following = listed[number + 1].header if number + 1 < len(listed) else begin
+        if end > following:
+            raise window.corrupt(f"record {name} of {entry.size} bytes overlaps what follows at {following}")
+        _check_descriptor(window, name, entry, end, following - end)
+        records[name] = Record(name, data, entry.size, entry.crc32)
+        at = following
+    if not listed:
+        raise window.corrupt("the archive has no records")
+    return Archive(window, records)
+
+
+def _directory(window: Window) -> tuple[int, int, int]:
+    """Return where the central directory lies, its size, and the number of its entries."""
+    end = window.size - END_FORM.size
+    if end < 0:
+        raise window.corrupt(f"the file is truncated: a zip archive has more than {window.size} bytes")
+    sign, disk, first, here, count, size, begin, comment = END_FORM.unpack(window.read(end, END_FORM.size))
+    if sign != END or comment:
+        message = "the file does not end like a zip archive: it is truncated, or something was added to it"
+        raise window.corrupt(message)
+    if disk or first or here != count:
+        raise window.corrupt("the archive claims to be one of several")
+    locator = end - LOCATOR_FORM.size
+    if locator >= 0 and window.read(locator, len(LOCATOR)) == LOCATOR:
+        end, wide = _directory64(window, locator)
+        for short, long, most in zip((count, size, begin), wide, (MAX16, MAX32, MAX32), strict=True):
+            if short not in (most, long):
+                raise window.corrupt(f"the archive's two end records differ: {short} and {long}")
+        count, size, begin = wide
+    if begin + size != end:
+        raise window.corrupt(f"the directory at {begin} with {size} bytes does not end at {end}, where it should")
+    if size > _MAX_DIRECTORY:
+        raise window.corrupt(f"a directory of {size} bytes is larger than any real one")
+    return begin, size, count
+
+
+def _directory64(window: Window, locator: int) -> tuple[int, tuple[int, int, int]]:
+    """Return where the zip64 end record lies, and its count, size and offset of the directory."""
+    _, disk, at, disks = LOCATOR_FORM.unpack(window.read(locator, LOCATOR_FORM.size))
+    if disk or disks != 1 or at != locator - END64_FORM.size:
+        raise window.corrupt("the zip64 locator leads astray")
+    sign, length, _, _, disk, first, here, count, size, begin = END64_FORM.unpack(window.read(at, END64_FORM.size))
+    if sign != END64 or length != END64_FORM.size - 12 or disk or first or here != count:
+        raise window.corrupt("the zip64 end record is malformed")
+    return at, (count, size, begin)
+
+
+def _entries(window: Window, begin: int, size: int, count: int) -> Iterator[_Listed]:
+    """Yield the entries of the central directory."""
+    text = window.read(begin, size)
+    at = found = 0
+    while at < size:
+        if at + CENTRAL_FORM.size > size:
+            raise window.corrupt("the directory ends in the middle of an entry")
+        (sign, _, fixed, crc32, packed, plain, name, extra, comment, disk, _, _, header) = CENTRAL_FORM.unpack_from(
+            text, at
+        )
+        at += CENTRAL_FORM.size
+        if sign != CENTRAL or at + name + extra > size or comment or disk:
+            raise window.corrupt("an entry of the directory is malformed")
+        path = text[at : at + name]
+        wide = _wide(window, path, text[at + name : at + name + extra])
+        plain, packed, header = (_widened(window, path, field, wide) for field in (plain, packed, header))
+        if wide:
+            raise window.corrupt(f"record {path!r} gives sizes that it does not need")
+        at += name + extra
+        flags = int.from_bytes(fixed[2:4], "little")
+        _check_method(window, path, flags, int.from_bytes(fixed[4:6], "little"))
+        if packed != plain:
+            raise window.corrupt(f"record {path!r} is stored in {packed} bytes and yet has {plain}")
+        yield _Listed(path, fixed, flags, crc32, plain, header)
+        found += 1
+    if found != count:
+        raise window.corrupt(f"the directory has {found} entries; the archive says {count}")
+
+
+def _check_method(window: Window, path: bytes, flags: int, method: int) -> None:
+    if flags & _ENCRYPTED:
+        raise window.unsupported(f"record {path!r} is encrypted")
+    if method:
+        raise window.unsupported(f"record {path!r} is compressed; torch stores its records as they are")
+    if flags & ~_KNOWN_FLAGS:
+        raise window.corrupt(f"record {path!r} has flags {flags:#x}, which no torch file has")
+
+
+def _wide(window: Window, path: bytes, extra: bytes) -> list[int]:
+    """Return the 64-bit numbers in a record's extra fields."""
+    found: list[int] | None = None
+    for kind, data in _fields(window, path, extra):
+        if kind == ZIP64:
+            if found is not None or len(data) % 8:
+                raise window.corrupt(f"record {path!r} has a malformed zip64 field")
+            found = list(struct.unpack(f"<{len(data) // 8}Q", data))
+    return found or []
+
+
+def _fields(window: Window, path: bytes, extra: bytes) -> Iterator[tuple[int, bytes]]:
+    at = 0
+    while at < len(extra):
+        kind, size = struct.unpack_from("<HH", extra, at) if at + 4 <= len(extra) else (0, len(extra))
+        at += 4 + size
+        if at > len(extra):
+            raise window.corrupt(f"record {path!r} has malformed extra fields")
+        yield kind, extra[at - size : at]
+
+
+def _widened(window: Window, path: bytes, field: int, wide: list[int]) -> int:
+    """Return a 32-bit field, or the 64-bit number that replaces it."""
+    if field != MAX32:
+        return field
+    if not wide:
+        raise window.corrupt(f"record {path!r} lacks its zip64 field")
+    return wide.pop(0)
+
+
+def _parts(window: Window, path: bytes) -> tuple[str, ...]:
+    """Return the parts of a record's name."""
+    try:
+        return checked_parts(path.decode())
+    except UnicodeDecodeError:
+        raise window.corrupt(f"the name {path!r} of a record is not UTF-8") from None
+    except TransaxleError as error:
+        raise refuse(error.code, f"record {path!r} is no name below the archive's folder", file=window.file) from None
+
+
+def _data_offset(window: Window, name: str, entry: _Listed, directory: int) -> int:
+    """Return where a record's bytes begin; its local header must say what the directory says."""
+    at = entry.header
+    head = window.read(at, min(_AHEAD + len(entry.path), directory - at) if at < directory else 0)
+    if len(head) < LOCAL_FORM.size:
+        raise window.corrupt(f"record {name} has no header at {at}")
+    sign, fixed, crc32, packed, plain, length, extra = LOCAL_FORM.unpack_from(head)
+    after = LOCAL_FORM.size + length
+    if sign != LOCAL or fixed != entry.fixed or head[LOCAL_FORM.size : after] != entry.path:
+        raise window.corrupt(f"record {name}: its header and the archive's directory differ")
+    if at + after + extra > directory:
+        raise window.corrupt(f"record {name}: its header reaches into the directory")
+    fields = head[after : after + extra] if after + extra <= len(head) else window.read(at + after, extra)
+    later = bool(entry.flags & HAS_DESCRIPTOR)
+    if later and (crc32, packed, plain) == (0, 0, 0):
+        list(_fields(window, entry.path, fields))
+    else:
+        wide = _wide(window, entry.path, fields)
+        plain, packed = (_widened(window, entry.path, field, wide) for field in (plain, packed))
+        if (crc32, packed, plain) != (entry.crc32, entry.size, entry.size):
+            raise window.corrupt(f"record {name}: its header and the archive's directory differ in size or checksum")
+    return int(at + after + extra)
+
+
+def _check_descriptor(window: Window, name: str, entry: _Listed, at: int, size: int) -> None:
+    """Check what stands between a record's bytes and the next record: the same numbers once more, or nothing."""
+    if not entry.flags & HAS_DESCRIPTOR:
+        if size:
+            raise window.corrupt(f"record {name}: {size} bytes after it belong to nothing")
+        return
+    form = _DESCRIPTORS.get(size)
+    if form is None:
+        raise window.corrupt(f"record {name}: {size} bytes after it are no descriptor")
+    if form.unpack(window.read(at, size)) != (DESCRIPTOR, entry.crc32, entry.size, entry.size):
+        raise window.corrupt(f"record {name}: its descriptor and the archive's directory differ")

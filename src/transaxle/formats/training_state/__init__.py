@@ -1,0 +1,1 @@
+"""What a training job keeps beside the weights: optimizer state, parameter groups, other objects."""

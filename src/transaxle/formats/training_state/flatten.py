@@ -1,0 +1,143 @@
+"""Walking what a pickle holds down to its leaves, however it is nested, shared or wound around itself.
+
+The walk has no recursion, knows what it is inside of, and counts: a few bytes of pickle can describe a billion leaves
+by sharing one list again and again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from transaxle.errors import refuse
+from transaxle.formats.catalog.inline import number
+from transaxle.formats.pickled.allowed_globals.allowed import TENSORS
+from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap, Quantized, Scalar, TensorRef
+from transaxle.formats.training_state.state import Leaf, Path
+
+_MOST = 2_000_000
+"""Leaves and containers."""
+_MOST_PARTS = 12_000_000
+"""Parts of the paths of all of them."""
+_DEEPEST = 100
+_LONGEST = 4096
+_ALONE = "tensor"
+"""Name of a tensor that is not in a dict."""
+_CONTAINERS = (dict, OrderedMap, list, tuple)
+
+
+class Odd(str):
+    """Stands in a path for a key that is no text and no integer."""
+
+    __slots__ = ()
+
+
+def is_tensor(value: object) -> bool:
+    """Tell whether a value is a tensor, be it one of a kind that is not read."""
+    if type(value) is TensorRef or type(value) is Quantized:
+        return True
+    if type(value) is not Object:
+        return False
+    return (value.cls.module, value.cls.name) in TENSORS or any(type(arg) is TensorRef for arg in value.args)
+
+
+def flatten(value: object, file: str) -> list[Leaf]:
+    """Return the leaves of what a pickle holds, in order.
+
+    Dicts, lists and tuples are walked; a list or tuple that holds neither tensors nor containers is one leaf.
+
+    Args:
+        value: plain values and descriptors.
+        file: for errors.
+
+    Raises:
+        Refused: CORRUPT if it holds itself, is nested too deeply or has more leaves than any real file.
+    """
+    if is_tensor(value):
+        return [Leaf((_ALONE,), "tensor", value)]
+    return list(_Walk(file).leaves(value))
+
+
+class _Walk:
+    """One walk: what it has counted, and which lists it has looked through."""
+
+    def __init__(self, file: str) -> None:
+        self._file = file
+        self._left = _MOST
+        self._parts = _MOST_PARTS
+        self._plain: dict[int, bool] = {}
+
+    def leaves(self, top: Any) -> Iterator[Leaf]:
+        inside = {id(top)}
+        walks: list[tuple[Path, Any, Iterator[tuple[str | int, Any]]]] = [((), top, self._items(top))]
+        while walks:
+            path, container, items = walks[-1]
+            item = next(items, None)
+            if item is None:
+                inside.discard(id(container))
+                walks.pop()
+                continue
+            self._left -= 1
+            self._parts -= len(walks)
+            if self._left < 0 or self._parts < 0:
+                raise refuse("CORRUPT", f"it describes more than {_MOST} items", file=self._file)
+            key, value = item
+            here = (*path, key)
+            if type(value) not in _CONTAINERS or self._is_leaf(value):
+                yield _leaf(here, value)
+                continue
+            if id(value) in inside:
+                raise refuse("CORRUPT", f"{_shown(here)} holds itself", file=self._file)
+            if len(here) > _DEEPEST:
+                raise refuse("CORRUPT", f"it is nested more than {_DEEPEST} deep", file=self._file)
+            inside.add(id(value))
+            walks.append((here, value, self._items(value)))
+
+    def _items(self, container: Any) -> Iterator[tuple[str | int, Any]]:
+        if isinstance(container, dict):
+            return ((self._key(key), value) for key, value in container.items())
+        return enumerate(container) if isinstance(container, list | tuple) else iter(())
+
+    def _key(self, key: object) -> str | int:
+        if type(key) is int:
+            return key
+        if type(key) is not str:
+            return Odd(f"<{type(key).__name__}>")
+        if len(key) > _LONGEST:
+            raise refuse("CORRUPT", f"a key has {len(key)} characters", file=self._file)
+        return key
+
+    def _is_leaf(self, value: Any) -> bool:
+        """Tell whether a container is one leaf; each list is looked through once, however often it is shared."""
+        if isinstance(value, dict):
+            return False
+        known = self._plain.get(id(value))
+        if known is None:
+            known = not any(type(item) in _CONTAINERS or is_tensor(item) for item in value)
+            self._plain[id(value)] = known
+        return known
+
+
+def _leaf(path: Path, value: Any) -> Leaf:
+    if is_tensor(value):
+        return Leaf(path, "tensor", value)
+    if type(value) is Scalar or (type(value) in (int, float, bool) and number(value) is not None):
+        return Leaf(path, "number", value)
+    return Leaf(path, "other", value, described(value))
+
+
+def described(value: object) -> str:
+    """Return in words what a value is that is neither tensor nor number."""
+    if type(value) is Object:
+        return str(value.cls)
+    if type(value) is Quantized:
+        return f"a {value.kind}"
+    if type(value) is Global:
+        return f"the name {value}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__} of {len(value)}"
+    return "None" if value is None else type(value).__name__
+
+
+def _shown(path: Path) -> str:
+    return repr(list(path))[:_LONGEST]

@@ -1,0 +1,140 @@
+"""Parameter groups: an optimizer's settings, and the names of the parameters that they hold for.
+
+Every format keeps them in its own way; here they are plain data, under one key of a container's metadata:
+
+    ck.metadata["param_groups"] == [{"lr": 0.001, "betas": (0.9, 0.95), "params": ["model.norm.weight", ...]}, ...]
+
+A setting keeps its type: numbers, texts, None, tuples, lists and dicts of them are themselves, and a number with a type
+of its own (a tensor without dims, a numpy number) is a numpy scalar. Parameters are called what their state is called
+in `optim/<parameter>/<state>`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from transaxle.formats.catalog.catalog import Entry
+from transaxle.formats.dtype import BITS, code_of, numpy_dtype
+from transaxle.formats.pickled.descriptors import NOTHING, Scalar
+from transaxle.formats.storage.storage import Storage
+
+Group = Mapping[str, Any]
+"""Settings of one group, and its parameters' names under `PARAMS`."""
+
+GROUPS = "param_groups"
+"""Key of a container's metadata, and of a group's list in torch's own states."""
+PARAMS, NAMES = "params", "param_names"
+KEPT = "optim/param_groups"
+"""Where formats keep them that have no place of their own: a key beside the tensors, a note in a header."""
+_DEEPEST, _MOST = 8, 1_000_000
+"""Levels of a setting, and values in it."""
+_TUPLE, _DICT, _FLOAT, _TYPED = "tuple", "dict", "float", "dtype"
+_VALUE = "hex"
+
+
+def plain(value: object) -> object:
+    """Return a setting as plain data; `NOTHING` for what a group cannot hold, or what is larger than any setting."""
+    return _plain(value, _DEEPEST, [_MOST])
+
+
+def _plain(value: object, depth: int, left: list[int]) -> object:
+    left[0] -= 1
+    if depth < 0 or left[0] < 0:
+        return NOTHING
+    if value is None or type(value) in (bool, int, float, str) or isinstance(value, np.generic):
+        return value
+    if type(value) is Scalar:
+        return np.frombuffer(value.data, numpy_dtype(value.code))[0]
+    if type(value) in (list, tuple):
+        items = []
+        for item in value:  # type: ignore[attr-defined]
+            items.append(_plain(item, depth - 1, left))
+            if items[-1] is NOTHING:
+                break  # a list that is shared again and again has no end
+        return NOTHING if any(item is NOTHING for item in items) else type(value)(items)  # type: ignore[call-arg]
+    if isinstance(value, dict):
+        pairs = {key: _plain(item, depth - 1, left) for key, item in value.items() if left[0] >= 0}
+        odd = any(type(key) is not str or item is NOTHING for key, item in pairs.items())
+        return NOTHING if odd or len(pairs) < len(value) else pairs
+    return NOTHING
+
+
+def single(storage: Storage, entry: Entry) -> object:
+    """Return the number that a stored tensor without dims is, as a numpy scalar; `NOTHING` for any other tensor."""
+    if entry.shape or entry.dtype not in BITS or len(entry.extents) != 1:
+        return NOTHING
+    (extent,) = entry.extents
+    return np.frombuffer(storage.read(extent.file, extent.offset, entry.nbytes), numpy_dtype(entry.dtype))[0]
+
+
+def gathered(settings: Mapping[str, Mapping[str, Any]]) -> list[Group]:
+    """Return the groups of parameters whose settings are given one by one: those that agree are a group.
+
+    Args:
+        settings: parameter -> its settings.
+
+    Post-condition: groups and parameters are in the order in which they first appear.
+    """
+    found: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
+    for parameter, each in settings.items():
+        found.setdefault(repr(sorted(each.items())), (each, []))[1].append(parameter)
+    return [{**each, PARAMS: parameters} for each, parameters in found.values()]
+
+
+def renamed(groups: Iterable[Group], names: Mapping[str, Sequence[str]]) -> list[Group]:
+    """Return groups with other names of their parameters; each name is kept once, and one without others stays."""
+    return [
+        {**group, PARAMS: list(dict.fromkeys(new for old in group[PARAMS] for new in names.get(old, (old,))))}
+        for group in groups
+    ]
+
+
+def encode(groups: Iterable[Group]) -> str:
+    """Return groups as JSON; what JSON has no word for is tagged.  Inverse: `decode`."""
+    return json.dumps([{key: _tagged(value) for key, value in group.items()} for group in groups], allow_nan=False)
+
+
+def decode(text: str) -> list[Group] | None:
+    """Read what `encode` returned; None for any other text."""
+    try:
+        listed = json.loads(text)
+        groups = [{key: _untagged(value) for key, value in group.items()} for group in listed]
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
+        return None
+    return list[Group](groups) if all(_is_group(group) for group in groups) else None
+
+
+def _is_group(group: Group) -> bool:
+    names = group.get(PARAMS)
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+
+
+def _tagged(value: Any) -> Any:
+    if isinstance(value, np.generic):
+        return {_TYPED: code_of(value.dtype), _VALUE: value.tobytes().hex()}
+    if isinstance(value, tuple):
+        return {_TUPLE: [_tagged(item) for item in value]}
+    if isinstance(value, dict):
+        return {_DICT: {key: _tagged(item) for key, item in value.items()}}
+    if isinstance(value, list):
+        return [_tagged(item) for item in value]
+    return {_FLOAT: repr(value)} if isinstance(value, float) and not isfinite(value) else value
+
+
+def _untagged(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_untagged(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TUPLE in value:
+        return tuple(_untagged(item) for item in value[_TUPLE])
+    if _DICT in value:
+        return {key: _untagged(item) for key, item in value[_DICT].items()}
+    if _FLOAT in value:
+        return float(value[_FLOAT])
+    return np.frombuffer(bytes.fromhex(value[_VALUE]), numpy_dtype(value[_TYPED]))[0]

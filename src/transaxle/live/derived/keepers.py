@@ -1,0 +1,58 @@
+"""Keepers: libraries that keep the values of a model's parameters somewhere else than in the parameters.
+
+What is written into such a parameter is replaced at the next forward pass or step, without a word. They are known by
+the marks that they leave, and none of them is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from transaxle.axes.notation.name import own_name
+from transaxle.errors import Refusal, Where
+
+_HOOK, _HOOKS, _OFFLOAD = "_hf_hook", "hooks", "offload"
+"""accelerate: a module's hook, those that are one, and whether it brings the weights for each forward pass."""
+_MASTER, _PARTITION = "_hp_mapping", "ds_id"
+"""DeepSpeed: where the optimizer has the values of a parameter (ZeRO-1 and 2, bf16), and what ZeRO-3 took apart."""
+_DEEPSPEED = "deepspeed.runtime"
+_BEFORE = "load into the model before deepspeed.initialize; a universal checkpoint (--to deepspeed) resumes an engine"
+
+
+def partitioned(model: nn.Module) -> list[Refusal]:
+    """Return a refusal for each parameter that has no values: ZeRO-3 has taken them."""
+    hint = "load before deepspeed.initialize; of a run, convert DeepSpeed's own checkpoint"
+    return [
+        Refusal("UNSUPPORTED", "DeepSpeed's ZeRO-3 has taken its values out of it", Where(None, own_name(name)), hint)
+        for name, parameter in model.named_parameters()
+        if hasattr(parameter, _PARTITION)
+    ]
+
+
+def kept_elsewhere(model: nn.Module) -> list[Refusal]:
+    """Return a refusal for each parameter, or for the model, where what is loaded would be overwritten."""
+    return [*_offloaded(model), *_mastered(model)]
+
+
+def _offloaded(model: nn.Module) -> Iterator[Refusal]:
+    message = "accelerate keeps its weights elsewhere, and brings them for each forward pass"
+    hint = "load first, then call dispatch_model, cpu_offload or disk_offload"
+    for path, module in model.named_modules():
+        hook = module.__dict__.get(_HOOK)
+        every = getattr(hook, _HOOKS, (hook,))
+        held = [own_name(f"{path}.{name}".lstrip(".")) for name, _ in module.named_parameters(recurse=False)]
+        if held and any(getattr(each, _OFFLOAD, False) is True for each in every):
+            yield Refusal("UNSUPPORTED", f"{message} ({', '.join(held)})", Where(None, path or None), hint)
+
+
+def _mastered(model: nn.Module) -> Iterator[Refusal]:
+    message = "the values that count are in DeepSpeed's optimizer, and its next step overwrites what is loaded"
+    keeper: object = getattr(model, "optimizer", None)
+    if type(model).__module__.startswith(_DEEPSPEED) and type(keeper).__module__.startswith(_DEEPSPEED):
+        yield Refusal("UNSUPPORTED", message, Where(None, None), _BEFORE)
+        return
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, _MASTER, None) is not None:
+            yield Refusal("UNSUPPORTED", message, Where(None, own_name(name)), _BEFORE)

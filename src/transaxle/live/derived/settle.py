@@ -1,0 +1,106 @@
+"""Settling: values that came into derived entries are put into place by the module's own `load_state_dict`.
+
+Beforehand a trial shows that it can; afterwards the state dict is asked once more, and has to say what was loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+import torch
+
+from transaxle.axes.notation.name import own_name
+from transaxle.errors import Refusal, Where, gathered
+from transaxle.live.derived.derived import Island
+from transaxle.live.derived.trial import same, tried
+
+_NO_STATE = "its state has no name that another layout could know"
+_UNFUSED = "build the model without what fuses them (torchtitan: fuse_qkv=False), or leave out optimizer="
+_FLAT = "shard the model by fully_shard (FSDP2), or leave out optimizer= and use FSDP.optim_state_dict"
+
+
+def untaken(islands: Iterable[Island]) -> tuple[list[Refusal], tuple[str, ...]]:
+    """Find out what the modules' own `load_state_dict` cannot load; modules on meta wait until they have memory.
+
+    Args:
+        islands: of a model, see `Leaves`.
+
+    Returns:
+        Why some cannot; and the names of parameters and buffers that state dicts leave out, and loads too.
+    """
+    problems, left = [], list[str]()
+    for island in islands:
+        if island.is_flat or (island.derived and island.is_meta):
+            continue
+        found, names = tried(island) if island.derived else ([], tuple(island.apart))
+        problems += found
+        left += (own_name(island.full(name)) for name in names)
+    return problems, tuple(dict.fromkeys(left))
+
+
+def left_out(names: Iterable[str]) -> list[Refusal]:
+    """Return a refusal for each parameter and buffer that a state dict leaves out, and a load with it."""
+    message = "its module leaves it out of its state_dict, and its load_state_dict gives it no value"
+    return [Refusal("MISSING_TENSOR", message, Where(None, n), "strict=False leaves it as it is") for n in names]
+
+
+def reached(islands: Iterable[Island], loaded: Container[str]) -> set[str]:
+    """Return the names of parameters and buffers that are no entries, and get values all the same.
+
+    Args:
+        islands: of a model.
+        loaded: names of the entries that get values.
+    """
+    return {
+        own_name(island.full(name))
+        for island in islands
+        if island.derived and all(own_name(island.full(key)) in loaded for key in island.derived)
+        for name in island.apart
+    }
+
+
+def settle(islands: Iterable[Island], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Put values of derived entries into place; all ranks that share a module do it together.
+
+    Args:
+        islands: of a model.
+        tensors: its tensors by name, see `Leaves`: those that are copies hold what is to be loaded.
+
+    Raises:
+        Refused: UNSUPPORTED where a state dict says other values afterwards.
+    """
+    problems = []
+    for island in islands:
+        if not island.derived:
+            continue
+        given = {key: tensors[own_name(island.full(key))] for key in island.derived}
+        with torch.no_grad():
+            island.load({**island.state(), **given})
+            now = island.state()
+        for key, values in given.items():
+            if key not in now or not same(now[key].detach(), values):
+                message = f"{type(island.module).__name__}.load_state_dict took other values than it was given"
+                problems.append(Refusal("UNSUPPORTED", message, Where(None, own_name(island.full(key)))))
+    if problems:
+        raise gathered(problems)
+
+
+def unnamed(parameters: Iterable[torch.Tensor], islands: Sequence[Island]) -> list[Refusal]:
+    """Return a refusal for each parameter of an optimizer that is no entry of the model's state dict.
+
+    Args:
+        parameters: the optimizer's.
+        islands: of the model.
+    """
+    places = {id(tensor): (island, name) for island in islands for name, tensor in island.apart.items()}
+    problems = []
+    for parameter in parameters:
+        island, name = places.get(id(parameter), (None, ""))
+        if island is not None:
+            shown = ", ".join(island.derived[:3])
+            message = (
+                f"the state dict of {type(island.module).__name__} shows others in its place ({shown}): {_NO_STATE}"
+            )
+            hint = _FLAT if island.is_flat else _UNFUSED
+            problems.append(Refusal("UNSUPPORTED", message, Where(None, own_name(island.full(name))), hint))
+    return problems

@@ -1,0 +1,156 @@
+"""Trials: whether a module's `load_state_dict` gives back what its `state_dict` has shown, found out before it is used.
+
+Other values are put into the module, shown, replaced by others still, and loaded. What then is not as it was shown
+would have been lost. The module's own values are put back in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from transaxle.errors import Refusal, Where
+from transaxle.live.derived.derived import Island, persistent
+from transaxle.live.derived.extent import pieces
+
+_SEED = 20_260
+_LOWEST, _COUNT = 1, 62
+"""Numbers that any type of integers holds, and of which eight bits are no NaN in any."""
+_HINT = "load into the module before it is wrapped or fused, or report it to who wrote its state_dict"
+
+
+def tried(island: Island) -> tuple[list[Refusal], tuple[str, ...]]:
+    """Try a module, and leave it as it was; all ranks that share it try it together.
+
+    Args:
+        island: the module; none of its tensors is on the meta device.
+
+    Returns:
+        Why it cannot be loaded; and the names, in the module, of the tensors that its `load_state_dict` leaves alone.
+    """
+    own = {id(tensor): (name, tensor) for name, tensor in persistent(island.module)}
+    parts = [piece for _, tensor in own.values() for piece in pieces(tensor)]
+    before = entries_of(island)
+    with torch.no_grad(), _restored(island, parts):
+        try:
+            return _outcome(island, own.values(), parts, before)
+        except Exception as error:  # noqa: BLE001 - whatever hooks of others raise: it cannot be loaded
+            message = f"{type(island.module).__name__} does not load what its state_dict gives: {error!r}"
+            return [Refusal("UNSUPPORTED", message, Where(None, island.path or None), _HINT)], ()
+
+
+def _outcome(
+    island: Island,
+    own: Iterable[tuple[str, torch.Tensor]],
+    parts: list[torch.Tensor],
+    before: Mapping[str, torch.Tensor],
+) -> tuple[list[Refusal], tuple[str, ...]]:
+    for number, piece in enumerate(parts):
+        piece.copy_(_values(piece, number))
+    shown = _copied(island.state())
+    for number, piece in enumerate(parts):
+        piece.copy_(_others(_values(piece, number)))
+    island.load(shown)
+    numbers = iter(range(len(parts)))
+    left, lost = list[str](), list[str]()
+    for name, tensor in own:
+        back = [(piece, _values(piece, number)) for piece, number in zip(pieces(tensor), numbers, strict=False)]
+        if all(same(piece, one) for piece, one in back):
+            continue
+        untouched = all(same(piece, _others(one)) for piece, one in back)
+        (left if untouched and name in island.apart else lost).append(name)
+    again = entries_of(island)
+    unlike = [name for name, one in again.items() if name not in shown or not same(one, shown[name])]
+    unlike += [name for name in before if name not in again]
+    fixed = [name for name, one in again.items() if name in before and same(one, before[name]) and one.numel()]
+    unlike += [] if unlike or lost else _kept_elsewhere(island, fixed, shown)
+    if unlike:
+        lost, left = [*lost, *left], []
+    what = type(island.module).__name__
+    message = f"{what} shows it in its state_dict as something else, and its load_state_dict gives back other values"
+    names = [*lost, *(name for name in unlike if name not in lost)]
+    return [Refusal("UNSUPPORTED", message, Where(None, island.full(name)), _HINT) for name in names], tuple(left)
+
+
+def _kept_elsewhere(island: Island, names: list[str], shown: dict[str, Any]) -> list[str]:
+    """Return those entries that are of no parameter or buffer, and do not take what is loaded."""
+    if not names:
+        return []
+    there = {name: shown[name].clone() for name in names}
+    for name in names:
+        for piece in pieces(shown[name]):
+            piece.copy_(_others(piece))
+    wanted = {name: shown[name].clone() for name in names}
+    island.load(shown)
+    found = entries_of(island)
+    unlike = [name for name in names if not same(found[name], wanted[name])]
+    island.load({**shown, **there})
+    return unlike
+
+
+@contextmanager
+def _restored(island: Island, parts: list[torch.Tensor]) -> Iterator[None]:
+    """Put the values of a module back, and the tensors themselves where something replaced them."""
+    held = [(m, dict(m._parameters), dict(m._buffers)) for m in island.module.modules()]
+    values = [piece.clone() for piece in parts]
+    try:
+        yield
+    finally:
+        for owner, parameters, buffers in held:
+            owner._parameters.update(parameters)
+            owner._buffers.update(buffers)
+        with torch.no_grad():
+            for piece, value in zip(parts, values, strict=True):
+                piece.copy_(value)
+
+
+def entries_of(island: Island) -> dict[str, torch.Tensor]:
+    """Return copies of the entries that a module makes."""
+    state = island.state()
+    return {name: state[name].detach().clone() for name in island.derived if name in state}
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict with copies of its tensors."""
+    return {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of the same kind hold the same bits on this rank."""
+    mine, theirs = pieces(one), pieces(other)
+    return len(mine) == len(theirs) and all(map(_equal, mine, theirs))
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(_octets(one), _octets(other.to(one.device)))
+
+
+def _octets(piece: torch.Tensor) -> torch.Tensor:
+    return piece.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _values(piece: torch.Tensor, number: int) -> torch.Tensor:
+    """Return values for a tensor, the same on all ranks that hold it alike."""
+    generator = torch.Generator().manual_seed(_SEED + number)
+    if piece.dtype.itemsize > 1 and (piece.dtype.is_floating_point or piece.dtype.is_complex):
+        exact = torch.rand(tuple(piece.shape), generator=generator, dtype=torch.float64) + _LOWEST
+        return exact.to(piece.dtype).to(piece.device)  # every bit of a mantissa counts
+    made = torch.randint(_LOWEST, _LOWEST + _COUNT, tuple(piece.shape), generator=generator, dtype=torch.int16)
+    if piece.dtype == torch.bool:
+        return (made % 2 == 0).to(piece.device)
+    if piece.dtype.itemsize == 1:
+        return made.to(torch.uint8).view(piece.dtype).to(piece.device)
+    return made.to(piece.dtype).to(piece.device)
+
+
+def _others(values: torch.Tensor) -> torch.Tensor:
+    """Return values of which none is as it was."""
+    if values.dtype == torch.bool:
+        return ~values
+    flipped = _octets(values) ^ 1
+    return flipped.view(values.dtype).reshape(values.shape)

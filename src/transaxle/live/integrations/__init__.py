@@ -1,0 +1,1 @@
+"""Trainers and torch.distributed.checkpoint."""

@@ -1,0 +1,189 @@
+"""Callbacks: what the trainers of others call to checkpoint through us; their packages are not imported here.
+
+Both keep what the trainer saves besides weights (progress, schedule, random numbers) and write into its own folder for
+a step, so that rotation and resuming work as they do without us.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from transaxle.live.background.asynchronous import SaveJob, async_save
+from transaxle.live.load.load import load
+from transaxle.live.save.save import save
+
+FOLDER = "transaxle"
+"""The checkpoint's folder, inside that of the trainer."""
+_EVENT = "on_"
+_SCHEDULE = "lr_scheduler"
+_COMPILED = "_orig_mod"
+"""Where a compiled model keeps the one that it was made of."""
+_STATE_FILE, _HISTORY = "trainer_state.json", "log_history"
+"""File in which the Trainer keeps its progress, and what it has logged so far."""
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """Let an event pass."""
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """Return the model without DDP and `torch.compile` around it."""
+    while True:
+        inside = model.module if isinstance(model, DistributedDataParallel) else getattr(model, _COMPILED, None)
+        if not isinstance(inside, nn.Module):
+            return model
+        model = inside
+
+
+class TrainerCheckpoints:
+    """A callback for transformers' `Trainer`: each `checkpoint-N` also holds a run's state in any layout.
+
+    `trainer.train(resume_from_checkpoint=…)` then takes weights, optimizer and schedule from there, at any world size
+    and sharding, after the Trainer has loaded its own copies. Deleting old checkpoints (`save_total_limit`) stays the
+    Trainer's affair; it does that before this callback writes, so let it keep two.
+
+    Args:
+        to: `FORMAT[:DIALECT]`, as for `save`.
+        background: write while training goes on, as `async_save` does.
+        resume: the folder `checkpoint-N` that the Trainer resumes from, where it is not in its `output_dir`: a Trainer
+            does not tell its callbacks.
+        **said: more arguments of `save`, such as `family` and `shard_size`.
+    """
+
+    def __init__(
+        self, *, to: str = "hf", background: bool = True, resume: str | Path | None = None, **said: Any
+    ) -> None:
+        self._to = to
+        self._background = background
+        self._resume = resume
+        self._said = said
+        self._job: SaveJob | None = None
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        if name.startswith(_EVENT):
+            return _nothing
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
+
+    def on_train_begin(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
+        """Load what was saved, where the Trainer resumes from a checkpoint that this callback has written.
+
+        Warns where it resumes from one without: then weights and state are what the Trainer itself has loaded.
+        """
+        if not state.global_step:
+            return
+        places = [place for place in (self._resume, args.resume_from_checkpoint, _folder(args, state).parent) if place]
+        source = next((Path(place, FOLDER) for place in places if _is_of(state, Path(place))), None)
+        if source is not None and source.exists():
+            load(given["model"], source, optimizer=given["optimizer"], extra=_schedule(given))
+        else:
+            looked = ", ".join(str(Path(place, FOLDER)) for place in places)
+            message = f"no checkpoint of this callback for step {state.global_step}: looked at {looked}; give resume="
+            warnings.warn(f"{message} with the folder checkpoint-N. The Trainer's own copies are used", stacklevel=2)
+
+    def on_step_end(self, _args: Any, _state: Any, control: Any = None, **_: Any) -> None:
+        """Wait for the last save where another is due: before that, the Trainer may delete the one being written.
+
+        Raises:
+            TransaxleError: what it failed with.
+        """
+        if control is not None and control.should_save:
+            self._wait()
+
+    on_epoch_end = on_step_end
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        """Wait for the last save: a Trainer that keeps the best saves right after it has evaluated.
+
+        Raises:
+            TransaxleError: what it failed with.
+        """
+        self._wait()
+
+    def on_save(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
+        """Save weights, optimizer and schedule beside what the Trainer has just saved."""
+        said = {**self._said, "to": self._to, "overwrite": True, "extra": _schedule(given)}
+        said["optimizer"] = given["optimizer"]
+        if self._background:
+            self._job = async_save(given["model"], _folder(args, state), **said)
+        else:
+            save(given["model"], _folder(args, state), **said)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Wait for the last save.
+
+        Raises:
+            TransaxleError: what it failed with.
+        """
+        self._wait()
+
+    def _wait(self) -> None:
+        if self._job is not None:
+            self._job.result()
+
+
+def _schedule(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schedule of the learning rate, where a Trainer gives one."""
+    found = given.get(_SCHEDULE)
+    return {} if found is None else {_SCHEDULE: found}
+
+
+def _folder(args: Any, state: Any) -> Path:
+    """Return where a step's checkpoint lies, beside what the Trainer itself stores of that step."""
+    return Path(args.output_dir, f"checkpoint-{state.global_step}", FOLDER)
+
+
+def _is_of(state: Any, checkpoint: Path) -> bool:
+    """Tell whether a Trainer's state was loaded from this checkpoint: its history of logs is the one stored there."""
+    try:
+        stored = json.loads((checkpoint / _STATE_FILE).read_bytes())[_HISTORY]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    return json.dumps(stored) == json.dumps(state.log_history)
+
+
+class AccelerateHooks:
+    """Hooks for accelerate: `save_state` writes a model through us, `load_state` reads it at any world size.
+
+    `hooks.register(accelerator)` registers both. Weights that accelerate would write are left out; with its own FSDP
+    plugin it writes, and reads, model and optimizer before it asks us, and what we load then stands.
+
+    Args:
+        model: the prepared model.
+        optimizer: its optimizer, whose state is to be in the checkpoint too; accelerate writes its own copy of what was
+            prepared in any case, and loads that afterwards where it is not sharded.
+        to: `FORMAT[:DIALECT]`, as for `save`.
+        **said: more arguments of `save`.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Any = None, *, to: str = "hf", **said: Any) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._said = {**said, "to": to, "overwrite": True}
+
+    def register(self, accelerator: Any) -> None:
+        """Register both hooks with an `Accelerator`."""
+        accelerator.register_save_state_pre_hook(self.save)
+        accelerator.register_load_state_pre_hook(self.load)
+
+    def save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        """Save the model, and take its weights out of what accelerate is about to write."""
+        save(self._model, Path(output_dir, FOLDER), optimizer=self._optimizer, **self._said)
+        places = [place for place, model in enumerate(models) if self._is_ours(model)]
+        for place in places if weights else ():
+            del weights[place]
+
+    def load(self, models: list[nn.Module], input_dir: str) -> None:
+        """Load the model, and take it out of what accelerate is about to load."""
+        load(self._model, Path(input_dir, FOLDER), optimizer=self._optimizer)
+        models[:] = [model for model in models if not self._is_ours(model)]
+
+    def _is_ours(self, model: nn.Module) -> bool:
+        """Tell whether accelerate speaks of our model; of what DDP wraps, it knows the inside."""
+        return _inside(model) is _inside(self._model)

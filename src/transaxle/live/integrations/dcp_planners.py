@@ -1,0 +1,291 @@
+"""Planners for those who call `torch.distributed.checkpoint` themselves: any dialect, and placements made right.
+
+    dcp.save(state, checkpoint_id=..., planner=SavePlanner("hf"))
+    dcp.load(state, checkpoint_id=..., planner=LoadPlanner("hf"))
+
+`state` is under the names of the model, the checkpoint under those of the dialect; without a dialect both have the same
+names. Beside dialects the planners mend what torch's own do not see: parts of several runs, types that differ (torch
+copies fp8 codes into bf16 as if they were values), pickles in the checkpoint that run code.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint._nested_dict import FLATTEN_MAPPING, flatten_state_dict
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+
+from transaxle.axes.layout.bind import join_slot, split_slot
+from transaxle.axes.translation.grouped import Stem
+from transaxle.engine.checkpoint.stacked_experts import between
+from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.live.model.live_config import Config
+from transaxle.live.reexpress.state_dict_adapter import loadable_as, regroupable, state_dict_as
+from transaxle.live.sharding.dcp_chunks import as_runs
+from transaxle.live.sharding.dual_form_check import Doubled
+from transaxle.live.sharding.expert_slices import Some
+from transaxle.live.sharding.param_group_names import Renamed
+from transaxle.live.tensors.destination import local_of
+from transaxle.live.tensors.torch_dtype import code_of
+from transaxle.live.tensors.type_change import decode_hint
+from transaxle.quant.modules.entries import code_name
+
+_STATE = re.compile(r"((?:.*?\.)?optim(?:izer)?\.state\.).+\.[^.]+")
+"""Flat name of an optimizer's state, `app.optim.state.<parameter>.<state>`; what stands before its parameter."""
+_HOME = "optimizer.state."
+"""What stands there where there are none."""
+
+
+class _Translating:
+    """What a planner is told, beside what torch's own takes."""
+
+    def __init__(
+        self,
+        dialect: str | None = None,
+        *,
+        family: str | None = None,
+        source: str | None = None,
+        config: Config | None = None,
+        **said: Any,
+    ) -> None:
+        super().__init__(**said)
+        self._dialect = dialect
+        self._said: dict[str, Any] = {"family": family, "source": source, "config": config}
+
+
+class SavePlanner(_Translating, DefaultSavePlanner):
+    """Writes a state dict under the names and in the shapes of a dialect.
+
+    Its arguments are the `dialect` of the checkpoint (None: that of the state dict), `family`, `source` and `config` as
+    for `state_dict_as`, and those of torch's `DefaultSavePlanner`.
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """See torch's planner.
+
+        Raises:
+            TransaxleError: what `state_dict_as` raises.
+        """
+        if self._dialect is not None:
+            flat = flatten_state_dict(state_dict)[0]
+            home = _home(flat)
+            tensors, others = _divided(flat, home)
+            made = state_dict_as(tensors, self._dialect, **self._said)
+            state_dict = {**{_flat(name, home): value for name, value in made.items()}, **others}
+        super().set_up_planner(as_runs(state_dict), storage_meta, is_coordinator)
+
+
+class LoadPlanner(_Translating, DefaultLoadPlanner):
+    """Reads a checkpoint in any dialect into a state dict; its arguments are those of `SavePlanner`.
+
+    Where a tensor of the checkpoint is not one of the model with other names, it is read into memory of its own, and
+    the model's tensors are made of these when the last one is there. Without a dialect, experts of grouped layers may
+    be in another form; another number of them, on all ranks together, a part, and two forms that differ are refused.
+    """
+
+    _given: dict[str, Any]
+    _paths: FLATTEN_MAPPING
+    _asked: dict[str, Any]
+    _experts: dict[str, tuple[int, ...]]
+    _bytes: dict[str, Any]
+    _settings: Renamed
+    _home: str
+    _last: list[Callable[[], None]]
+    _left: int
+    _lock: threading.Lock
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """See torch's planner.
+
+        Raises:
+            TransaxleError: what `state_dict_as` raises; SHAPE_MISMATCH and INCOMPLETE for another set of experts.
+        """
+        self._given, self._bytes, self._last, self._lock = state_dict, {}, [], threading.Lock()
+        flat, self._paths = flatten_state_dict(state_dict)
+        self._home = _home(flat)
+        tensors, others = _divided(flat, self._home)
+        self._settings = Renamed(others, () if metadata is None else metadata.state_dict_metadata.keys())
+        others = self._settings.asked
+        stored = _stored(metadata, self._home)
+        made: Mapping[str, torch.Tensor] = tensors
+        members: Mapping[str, torch.Tensor] = {}
+        wholes: frozenset[str] = frozenset()
+        stems: Sequence[Stem] = ()
+        if self._dialect is not None:
+            made, give_back = loadable_as(tensors, self._dialect, **self._said)
+            self._last.append(give_back)
+        else:
+            some = Some(tensors, _sizes(stored))
+            found = between(_shapes(some.read), _sizes(stored))
+            if found.problems:
+                raise gathered(found.problems)
+            stems = found.stems
+            changed = [stem.reversed() for stem in stems if stem.stored != stem.wanted]
+            if some.members:
+                made, members, wholes = some.read, some.members, some.wholes
+                self._last.append(some.finish)
+            if changed:
+                made, give_back = regroupable(made, changed)
+                self._last.append(give_back)
+            made = self._begun_anew(made, tensors, stems, stored)
+        self._experts = _shapes({**{name: one for name, one in made.items() if name not in wholes}, **members})
+        doubled = [stem for stem in stems if stem.copies]
+        self._asked = {**{_flat(name, self._home): value for name, value in made.items()}, **others}
+        if doubled:
+            twice = Doubled(doubled, stored, made)
+            self._last.insert(0, twice.finish)
+            made = twice.read
+        if made is not tensors:
+            state_dict = {**{_flat(name, self._home): value for name, value in made.items()}, **others}
+        super().set_up_planner(as_runs(state_dict), metadata, is_coordinator)
+
+    def _begun_anew(
+        self,
+        made: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
+        stems: Sequence[Stem],
+        stored: Mapping[str, TensorStorageMetadata],
+    ) -> Mapping[str, torch.Tensor]:
+        """Leave out histories of scaling that the checkpoint lacks beside its codes: they begin anew."""
+        there = {*stored, *(name for stem in stems for name in stem.targets)}
+        lacking = [name for name in made if name in tensors and name not in stored and code_name(name) in there]
+        if not lacking:
+            return made
+
+        def begin() -> None:
+            with torch.no_grad():
+                for name in lacking:
+                    local_of(tensors[name]).zero_()
+
+        self._last.append(begin)
+        return {name: tensor for name, tensor in made.items() if name not in lacking}
+
+    def create_local_plan(self) -> LoadPlan:
+        """See torch's planner.
+
+        Raises:
+            Refused: MISSING_TENSOR, SHAPE_MISMATCH, DTYPE_MISMATCH: everything at once.
+        """
+        known = {} if self.metadata is None else self.metadata.state_dict_metadata
+        problems = []
+        for name, value in self._asked.items():
+            stored = known.get(name)
+            where = Where(None, name)
+            if stored is None and not self.allow_partial_load:
+                hint = "allow_partial_load=True loads the others"
+                problems.append(Refusal("MISSING_TENSOR", "the checkpoint has nothing for it", where, hint))
+            if not isinstance(value, torch.Tensor) or not isinstance(stored, TensorStorageMetadata):
+                continue
+            if tuple(stored.size) != tuple(value.shape):
+                message = f"the model's is {list(value.shape)}, the checkpoint's {list(stored.size)}"
+                problems.append(Refusal("SHAPE_MISMATCH", message, where))
+            elif stored.properties.dtype != value.dtype:
+                here, there = code_of(value.dtype), code_of(stored.properties.dtype)
+                hint = f"transaxle.load: {decode_hint(there, here)}"
+                message = f"the model's is {here}, the checkpoint's {there}"
+                problems.append(Refusal("DTYPE_MISMATCH", message, where, hint))
+        if problems:
+            raise gathered(problems)
+        return replace(super().create_local_plan(), planner_data=self._experts)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """See torch's planner; here it is known which experts all ranks together ask for.
+
+        Raises:
+            Refused: SHAPE_MISMATCH, INCOMPLETE for another set of them, before anything is read.
+        """
+        wanted: dict[str, tuple[int, ...]] = {}
+        for plan in global_plan:
+            wanted |= plan.planner_data
+        found = between(wanted, _sizes(_stored(self.metadata, self._home)), shared_out=False)
+        if found.problems:
+            raise gathered(found.problems)
+        return super().create_global_plan(global_plan)
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        """See torch's planner."""
+        self._left = len(new_plan.items)
+        return super().finish_plan(new_plan)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """See torch's planner; what is read runs no code.
+
+        Raises:
+            Refused: UNSAFE_PICKLE.
+        """
+        name = read_item.dest_index.fqn
+        try:
+            found = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise refuse("UNSAFE_PICKLE", str(error).partition("\n")[0], tensor=name) from error
+        self._bytes[name] = found
+        self._one_less()
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """See torch's planner."""
+        super().commit_tensor(read_item, tensor)
+        self._one_less()
+
+    def _one_less(self) -> None:
+        """Make the caller's entries, when everything that they are made of is there."""
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+            settings = self._settings.made(self._bytes)
+            for make in self._last:
+                make()
+            for name, found in settings.items():
+                path = self._paths.get(name) or self.mappings.get(name, (name,))
+                set_element(self._given, path, found)
+
+
+def _home(flat: Iterable[str]) -> str:
+    """Return what stands before the parameters whose states a state dict has."""
+    return next((found[1] for name in flat if (found := _STATE.fullmatch(name)) is not None), _HOME)
+
+
+def _divided(flat: Mapping[str, Any], home: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors of a flat state dict by our names, and the rest under its own."""
+    tensors = {_slotted(name, home): value for name, value in flat.items() if isinstance(value, torch.Tensor)}
+    return tensors, {name: value for name, value in flat.items() if not isinstance(value, torch.Tensor)}
+
+
+def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+
+
+def _stored(metadata: Metadata | None, home: str) -> dict[str, TensorStorageMetadata]:
+    """Return the tensors of a checkpoint by our names."""
+    found = {} if metadata is None else metadata.state_dict_metadata
+    return {_slotted(name, home): one for name, one in found.items() if isinstance(one, TensorStorageMetadata)}
+
+
+def _sizes(stored: Mapping[str, TensorStorageMetadata]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(one.size) for name, one in stored.items()}
+
+
+def _slotted(name: str, home: str) -> str:
+    """Return what we call a tensor that torch calls so: `optimizer.state.<parameter>.<state>` is one of its states."""
+    parameter, dot, slot = name.removeprefix(home).rpartition(".")
+    return join_slot(parameter, slot) if name.startswith(home) and dot else name
+
+
+def _flat(name: str, home: str) -> str:
+    """Inverse of `_slotted`."""
+    parameter, slot = split_slot(name)
+    return name if not slot else f"{home}{parameter}.{slot}"

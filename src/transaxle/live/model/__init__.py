@@ -1,0 +1,1 @@
+"""The tensors of a model and what it says of itself."""

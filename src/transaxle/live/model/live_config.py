@@ -1,0 +1,67 @@
+"""The config of a live model: what becomes the checkpoint's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from torch.nn.parallel import DistributedDataParallel
+
+from transaxle.live.model.state_tensors import State
+from transaxle.live.transport.world import World
+
+_LISTED = 4
+"""Keys that are named where two configs differ."""
+
+
+@runtime_checkable
+class Configuration(Protocol):
+    """A config object of transformers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as config.json holds it, with all defaults."""
+
+
+Config = Mapping[str, Any] | Configuration
+"""A model's config."""
+
+
+def plain(config: Config) -> Mapping[str, Any]:
+    """Return a config as a mapping."""
+    return config if isinstance(config, Mapping) else dict(config.to_dict())
+
+
+def shared_config(state: State, given: Config | None, world: World) -> Mapping[str, Any] | None:
+    """Return the config of a model, the same on all ranks; collective.
+
+    Args:
+        state: the model; a transformers model has a config.
+        given: what the user says it is; None: the model's own, on the first rank that has one.
+        world: the ranks.
+    """
+    own = own_config(state) if given is None else plain(given)
+    return next((each for each in world.gather(own) if each is not None), None)
+
+
+def own_config(state: State) -> Mapping[str, Any] | None:
+    """Return the config that a model carries, as config.json holds it; None where it has none."""
+    state = state.module if isinstance(state, DistributedDataParallel) else state
+    config = getattr(state, "config", None)
+    made = getattr(config, "to_diff_dict", None) or getattr(config, "to_dict", None)
+    if made is None:
+        return None
+    found = dict(made())
+    if not found.get("architectures"):
+        found["architectures"] = [type(state).__name__.removeprefix("FSDP")]
+    return found
+
+
+def sizes_that_differ(state: State, stored: Mapping[str, Any]) -> str:
+    """Return the sizes that a model's config and that of a source both give, and give differently; "" for none."""
+    config = getattr(state.module if isinstance(state, DistributedDataParallel) else state, "config", None)
+    mine = plain(config) if isinstance(config, Configuration) else {}
+    pairs = [(key, value, stored[key]) for key, value in mine.items() if key in stored and type(value) is int]
+    unlike = [f"{key} is {here} here, {there} in the source" for key, here, there in pairs if here != there]
+    if len(unlike) > _LISTED:
+        unlike[_LISTED:] = [f"{len(unlike) - _LISTED} more"]
+    return "; ".join(unlike)

@@ -1,0 +1,152 @@
+"""Meta models: parameters without storage get it shard by shard, just before their values come.
+
+A buffer that no checkpoint holds (rotary frequencies) is computed by the module that owns it; what nobody can fill is
+refused, so that nothing uninitialised is left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from transaxle.axes.notation.name import own_name
+from transaxle.errors import Refusal, Where, gathered
+from transaxle.live.model.state_tensors import State, leaves
+from transaxle.live.tensors.destination import local_of
+
+_INIT = ("reset_parameters", "init_weights", "_init_self_buffers")
+"""Methods by which modules fill what they own, in the order in which they are tried."""
+_MODEL_INIT = "_init_weights"
+"""Method of a transformers model that fills one module."""
+_FILLED = "_is_hf_initialized"
+"""Attribute of tensors that it leaves alone."""
+_UNFILLED = 0xA5
+"""Byte of buffers that nobody has filled yet."""
+
+
+def unloadable(model: State, loaded: Container[str]) -> list[Refusal]:
+    """Return a refusal for every meta tensor that neither the source nor its own module fills.
+
+    Args:
+        model: the model; nothing can give storage to the tensors of a state dict.
+        loaded: names that the source holds.
+    """
+    if not isinstance(model, nn.Module):
+        message, hint = "it is on the meta device, where nothing can be written", "give the model itself"
+        tensors = leaves(model).tensors.items()
+        return [Refusal("UNSUPPORTED", message, Where(None, name), hint) for name, each in tensors if each.is_meta]
+    problems = []
+    for name, owner, tensor, parameter in _meta(model):
+        if name in loaded or (not parameter and _initialisers(model, owner)):
+            continue
+        what = "parameter" if parameter else "buffer"
+        message = f"this {what} of shape {list(tensor.shape)} is on the meta device, and nothing gives it values"
+        hint = "build the model on a real device, or give the module a method reset_parameters"
+        problems.append(Refusal("MISSING_TENSOR", message, Where(None, name), hint))
+    return problems
+
+
+def materialise(model: nn.Module, loaded: Container[str], device: torch.device) -> None:
+    """Give every meta tensor of a model storage on a device; those that the source lacks, their initial values.
+
+    Args:
+        model: the model; ties stay ties.
+        loaded: names that the source holds: their values are left to come.
+        device: where plain tensors go; a DTensor goes to the device of its mesh.
+
+    Raises:
+        Refused: MISSING_TENSOR for a buffer that its module was to fill, and did not.
+    """
+    found = list(_meta(model))
+    if not found:
+        return
+    made: dict[int, torch.Tensor] = {}
+
+    def storage(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor
+        if id(tensor) not in made:
+            where = torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else device
+            made[id(tensor)] = torch.empty_like(tensor, device=where)
+        return made[id(tensor)]
+
+    with torch.no_grad():
+        model._apply(storage)
+        _tie([(owner, name, id(tensor)) for name, owner, tensor, parameter in found if parameter])
+        buffers: dict[nn.Module, list[str]] = {}
+        for name, owner, _, parameter in found:
+            if name not in loaded and not parameter:
+                buffers.setdefault(owner, []).append(name)
+        problems = [problem for owner, names in buffers.items() for problem in _fill(model, owner, names)]
+    if problems:
+        raise gathered(problems)
+
+
+def _fill(model: nn.Module, owner: nn.Module, names: Sequence[str]) -> Iterator[Refusal]:
+    """Let a module fill its buffers; yield a refusal for each that is as it was before."""
+    before = {name: owner._buffers[name.rpartition(".")[2]] for name in names}
+    for buffer in before.values():
+        if buffer is not None:
+            local_of(buffer).reshape(-1).view(torch.uint8).fill_(_UNFILLED)
+    left = list(names)
+    for fill in _initialisers(model, owner):
+        fill()
+        left = [name for name in left if _is_unfilled(owner._buffers[name.rpartition(".")[2]])]
+        if not left:
+            return
+    for name in left:
+        message = "this buffer is on the meta device, and what initialises its module gives it no values"
+        yield Refusal("MISSING_TENSOR", message, Where(None, name), "build the model on a real device")
+
+
+def _is_unfilled(buffer: torch.Tensor | None) -> bool:
+    if buffer is None or not buffer.numel():
+        return False
+    return bool((local_of(buffer).reshape(-1).view(torch.uint8) == _UNFILLED).all())
+
+
+def _tie(parameters: Sequence[tuple[nn.Module, str, int]]) -> None:
+    """Make parameters one again that were one: giving them storage made a new parameter for each of their names.
+
+    Args:
+        parameters: owner, name, and what identifies the parameter as it was.
+    """
+    first: dict[int, nn.Parameter | None] = {}
+    for owner, name, identity in parameters:
+        own = name.rpartition(".")[2]
+        found = first.setdefault(identity, owner._parameters[own])
+        if found is not owner._parameters[own] and not isinstance(found, DTensor):
+            owner._parameters[own] = found
+
+
+def _meta(model: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor, bool]]:
+    """Yield (name, owner, tensor, whether it is a parameter) of everything on the meta device."""
+    for path, module in model.named_modules():
+        for kind, held in ((True, module._parameters), (False, module._buffers)):
+            for name, tensor in held.items():
+                if tensor is not None and tensor.is_meta:
+                    yield own_name(f"{path}.{name}" if path else name), module, tensor, kind
+
+
+def _initialisers(model: nn.Module, owner: nn.Module) -> list[Callable[[], object]]:
+    """Return what may fill the buffers of a module; what knows only the class it comes from may leave some out."""
+    whole = getattr(model, _MODEL_INIT, None)
+    own = [getattr(owner, name, None) for name in _INIT] if owner is not model else []
+
+    def buffers_only() -> None:
+        # Values of parameters come from the source; to fill those of one rank's part, ranks may have to wait for others
+        # that have none of it to fill.
+        assert whole is not None
+        parameters = [parameter for parameter in owner._parameters.values() if parameter is not None]
+        for parameter in parameters:
+            setattr(parameter, _FILLED, True)
+        try:
+            whole(owner)
+        finally:
+            for parameter in parameters:
+                delattr(parameter, _FILLED)
+
+    return [*([] if whole is None else [buffers_only]), *(each for each in own if callable(each))]

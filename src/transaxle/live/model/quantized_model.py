@@ -1,0 +1,211 @@
+"""Quantized parameters in a load: a source that has their codes fills these; of one that has values, they are made.
+
+A weight is filled as it is where the source has each of its entries in the same type and shape. Where the source has
+plain values, or decodes them, the values are read as if the parameter were plain, into memory of their own, and
+quantized once, with amaxes reduced over the ranks that share it. Codes of another encoding are values only to those who
+say `decode=`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from transaxle.encodings.encoding import WHOLE, Encoded, Encoding
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
+from transaxle.errors import Refusal, TransaxleError, Where
+from transaxle.live.model.published_codes import as_trained
+from transaxle.live.model.source_view import View, view
+from transaxle.live.sharding.global_tensors import Census
+from transaxle.live.tensors.destination import local_of
+from transaxle.live.tensors.torch_dtype import code_of, torch_dtype
+from transaxle.live.tensors.tp_shard import mark, part_of
+from transaxle.live.tensors.type_change import Conversion, decode_hint, decoded, is_plain
+from transaxle.live.transport.world import World
+from transaxle.quant.modules.entries import STATE_SUFFIXES, is_state, layout_of, whole_shape
+from transaxle.quant.modules.placed import placed_like
+from transaxle.quant.tensor.tensor import QuantizedTensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A quantized parameter, as ranks tell each other of it."""
+
+    encoding: Encoding
+    """Of its codes."""
+    quantizer: str
+    """What makes them, in words."""
+    dtype: str
+    """Safetensors code of its values."""
+    shape: tuple[int, ...]
+    """Of the whole, in values."""
+    entries: Mapping[str, tuple[str, tuple[int, ...]]]
+    """Safetensors code and whole shape of codes and scales, by full name."""
+    state: tuple[str, ...]
+    """Full names of what else it keeps."""
+
+    def fits(self, stored: Mapping[str, StoredTensor]) -> bool:
+        """Whether a source has its codes and scales as they are here."""
+        found = ((stored.get(name), wanted) for name, wanted in self.entries.items())
+        return all(one is not None and (one.dtype, one.shape) == wanted for one, wanted in found)
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """Which quantized parameters a source fills in which way; the same on all ranks."""
+
+    anew: Mapping[str, str]
+    """Those that are quantized, and the safetensors code of the values that the source has."""
+    begins: tuple[str, ...]
+    """Those whose codes the source has without what the next values are scaled by: that begins anew."""
+    gone: frozenset[str]
+    """Names of entries that nothing is read into, and those of the source that say why: of refused weights."""
+    problems: list[Refusal]
+    """Those that cannot be filled."""
+
+
+class Weights:
+    """The quantized parameters of all ranks; collective to make.
+
+    Args:
+        own: this rank's, by name.
+        world: the ranks.
+    """
+
+    def __init__(self, own: Mapping[str, torch.Tensor], world: World) -> None:
+        mine = {name: _told(name, parameter) for name, parameter in own.items()}
+        self._all: dict[str, _Weight] = {name: one for each in world.gather(mine) for name, one in each.items()}
+
+    @property
+    def beside(self) -> frozenset[str]:
+        """Names of entries that are not the weights' own: they say nothing of the dialect."""
+        return frozenset(
+            name for weight, one in self._all.items() for name in (*one.entries, *one.state) if name != weight
+        )
+
+    def seen(
+        self,
+        checkpoint: Checkpoint,
+        names: Census,
+        family: str | None,
+        dialect: str | None,
+        decode: str | None,
+        *,
+        partial: bool,
+    ) -> View:
+        """Return a source in the model's dialect, decoded but for what fills quantized parameters as it is.
+
+        Args:
+            checkpoint: under its stored names.
+            names: the model's tensors.
+            family: what the user says the model is.
+            dialect: what the user says its names are.
+            decode: what the user allows.
+            partial: leave out what the source does not hold all of.
+
+        Raises:
+            TransaxleError: see `view`.
+        """
+        if self._all:
+            checkpoint = as_trained(checkpoint)
+        wanted, beside = {name: tensor.shape for name, tensor in names.items()}, self.beside
+        keep: set[str] = set()
+        if decode is not None and self._all:
+            try:
+                stored = view(checkpoint, wanted, family, dialect, beside, partial=partial).tensors()
+            except TransaxleError:
+                stored = {}  # as codes it cannot be had in this dialect at all
+            fitting = [stored[name] for name, one in self._all.items() if one.fits(stored)]
+            keep = {origin for tensor in fitting for origin in tensor.origins} & checkpoint.catalog.encoded.keys()
+        return view(decoded(checkpoint, decode, keep), wanted, family, dialect, beside, partial=partial)
+
+    def sorted(self, seen: View, stored: Mapping[str, StoredTensor]) -> Sorted:
+        """Find out how a source fills them.
+
+        Args:
+            seen: the source.
+            stored: its tensors by the model's names.
+        """
+        encoded = seen.checkpoint.stored.catalog.encoded
+        anew: dict[str, str] = {}
+        gone: set[str] = set()
+        begins: list[str] = []
+        problems = []
+        for name, one in self._all.items():
+            source = stored.get(name)
+            if one.fits(stored):
+                kept = {full for suffix in STATE_SUFFIXES if (full := name + suffix) in stored}
+                gone |= kept.difference(one.state)  # of a scaling that needs none
+                if one.state and not kept:
+                    begins.append(name)
+                    gone.update(one.state)
+                continue
+            if source is not None and is_plain(source.dtype):
+                if source.shape == one.shape:
+                    anew[name] = source.dtype
+                    gone.update(name + suffix for suffix in STATE_SUFFIXES)  # of the scaling that the source had
+                else:
+                    message = f"the model's is {list(one.shape)}, the source's {list(source.shape)}"
+                    problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))
+            else:
+                origins = (name,) if source is None else source.origins
+                other = next((encoded[origin] for origin in origins if origin in encoded), None)
+                if other is None:
+                    continue  # what is missing, or of another type, is told entry by entry
+                problems.append(_another(name, one, other))
+                gone.update(full for full in stored if full.startswith(f"{name}_"))
+            gone.update((*one.entries, *one.state))
+        return Sorted(anew, tuple(begins), frozenset(gone), problems)
+
+    def conversions(self, anew: Mapping[str, str], seen: View, stored: Mapping[str, StoredTensor]) -> list[Conversion]:
+        """Return what is quantized, for the report."""
+        held = seen.checkpoint.decoded
+        found = []
+        for name, code in anew.items():
+            codes = next((held[origin] for origin in stored[name].origins if origin in held), None)
+            was = code if codes is None else codes.encoding.name
+            found.append(Conversion(name, was, self._all[name].encoding.name, None))
+        return found
+
+
+def stand_in(parameter: torch.Tensor, code: str, *, meta: bool) -> torch.Tensor:
+    """Return an empty plain tensor of a quantized parameter's shape and placements.
+
+    Args:
+        parameter: a QuantizedTensor, or a DTensor of one.
+        code: safetensors code of the values that come.
+        meta: without memory.
+    """
+    inner = local_of(parameter)
+    values = torch.empty(inner.shape, dtype=torch_dtype(code), device="meta" if meta else inner.device)
+    return mark(placed_like(parameter, values), part_of(parameter))
+
+
+def _told(name: str, parameter: torch.Tensor) -> _Weight:
+    inner = local_of(parameter)
+    assert isinstance(inner, QuantizedTensor)
+    layout = {name + suffix: (suffix, code_of(dtype), shape) for suffix, (dtype, shape) in layout_of(parameter).items()}
+    return _Weight(
+        inner.quantizer.encoding,
+        repr(inner.quantizer),
+        code_of(parameter.dtype),
+        whole_shape(parameter),
+        {full: (code, shape) for full, (suffix, code, shape) in layout.items() if not is_state(suffix)},
+        tuple(full for full, (suffix, _, _) in layout.items() if is_state(suffix)),
+    )
+
+
+def _another(name: str, one: _Weight, other: Encoded) -> Refusal:
+    message = f"the model's is {_words(one.encoding)} ({one.quantizer}), the source's {_words(other.encoding)}"
+    if other.encoding == one.encoding:
+        message += f" in the names of {other.convention}"
+    hint = f"{decode_hint('F8_E4M3', one.dtype)}, which is quantized again"
+    return Refusal("DTYPE_MISMATCH", message, Where(None, name), hint)
+
+
+def _words(encoding: Encoding) -> str:
+    tile = " x ".join("all" if size == WHOLE else str(size) for size in encoding.tile)
+    reach = f", scales up to {encoding.scale_max}" if encoding.has_global else ""
+    return f"{encoding.name} of {encoding.code} in tiles of {tile}{reach}"

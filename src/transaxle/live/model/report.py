@@ -1,0 +1,108 @@
+"""What a load or a save did, in numbers a person can check."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from transaxle.engine.units import duration, plural, size
+from transaxle.live.tensors.type_change import Conversion
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What `load` did on this rank."""
+
+    path: str
+    """The source as typed."""
+    format: str
+    """Its container format."""
+    dialect: str
+    """The dialect of the model's names."""
+    tensors: int
+    """Tensors of which this rank holds anything."""
+    states: int
+    """Those of them that are the optimizer's state."""
+    bytes_needed: int
+    """Bytes of this rank's shards, as stored."""
+    bytes_read: int
+    """Bytes that this rank read from the source's tensor files."""
+    bytes_received: int
+    """Bytes that other ranks read for it."""
+    bytes_written: int
+    """Bytes written into this rank's tensors; equal to what they hold."""
+    converted: tuple[Conversion, ...]
+    """Tensors whose values were decoded or cast (`decode`, `dtype`), and whether any was rounded."""
+    missing: tuple[str, ...]
+    """Names of the model that the source lacks (`strict=False`); they hold what they held."""
+    unexpected: tuple[str, ...]
+    """Names of the source that the model lacks (`strict=False`)."""
+    untouched: tuple[str, ...] = ()
+    """Names of what a model with adapters holds beside what the source is for: its adapters, or their base."""
+    scalars: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of a state dict that are no tensors, with the source's values."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """States that the caller asked for without giving an object that takes them."""
+    untrained: tuple[str, ...] = ()
+    """Parameters with gradients that are in none of the optimizers that were given."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall time by stage: `plan`, `read`, `exchange`."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain JSON data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        read, needed, received = map(size, (self.bytes_read, self.bytes_needed, self.bytes_received))
+        counts = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "untouched": self.untouched,
+            "converted": self.converted,
+        }
+        rest = "".join(f", {len(names):,} {what}" for what, names in counts.items() if names)
+        tensors = f"{plural(self.tensors, 'tensor')}, {self.states:,} of the optimizer{rest}"
+        return (
+            f"{self.path} · {self.dialect} · {tensors} · {read} read of {needed} needed, {received} received, "
+            f"{duration(sum(self.seconds.values()))}"
+        )
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """What `save` did."""
+
+    path: str
+    """The target as typed."""
+    format: str
+    """Its container format."""
+    dialect: str
+    """Its dialect."""
+    tensors: int
+    """Tensors written, by all ranks."""
+    bytes_written: int
+    """Bytes of all files."""
+    bytes_own: int
+    """Bytes that this rank wrote."""
+    bytes_received: int
+    """Bytes that other ranks sent to this one, so that it could write longer runs."""
+    kept: tuple[str, ...]
+    """Tensors without a line in the target dialect: under their own names."""
+    ignored: tuple[str, ...]
+    """What was left behind."""
+    untrained: tuple[str, ...] = ()
+    """Parameters with gradients that are in none of the optimizers that were given, on this rank."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall time by stage: `plan`, `check`, `write`, `hash`, `commit`."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain JSON data."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        rest = f", {len(self.kept):,} under their own names" if self.kept else ""
+        return (
+            f"{self.path} · {self.format} · {self.dialect} · {plural(self.tensors, 'tensor')}{rest} · "
+            f"{size(self.bytes_written)}, {duration(sum(self.seconds.values()))}"
+        )

@@ -1,0 +1,134 @@
+"""The source as the model names it: the model's own names decide the dialect, never its shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from transaxle.axes.layout.bind import join_slot, split_slot
+from transaxle.axes.layout.solve import Shape
+from transaxle.axes.translation.grouped import FAMILY
+from transaxle.engine.checkpoint.checkpoint import LACKING, Checkpoint, StoredTensor
+from transaxle.engine.checkpoint.recognise import IDENTITY, recognise
+from transaxle.engine.checkpoint.stacked_experts import grouped
+from transaxle.errors import Code, TransaxleError, gathered, refuse
+
+_UNREAD: Code = "UNKNOWN_FAMILY"
+_UNDECIDED: Code = "AMBIGUOUS"
+_LACKS = "is a shard missing? strict=False loads what is there"
+_SHOWN = 3
+"""Names of each side that an error shows."""
+
+
+@dataclass(frozen=True)
+class View:
+    """A checkpoint, re-expressed in the model's dialect."""
+
+    checkpoint: Checkpoint
+    """The checkpoint in that dialect."""
+    dialect: str
+    """Its label; `identity` where both sides have the same names and no table is needed."""
+    prefix: str
+    """What the model's names have before those of the dialect."""
+
+    def named(self, name: str) -> str:
+        """Return the model's name of a tensor of the checkpoint."""
+        parameter, slot = split_slot(name)
+        return join_slot(self.prefix + parameter, slot)
+
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Return the checkpoint's tensors by the model's names."""
+        return {self.named(name): self.checkpoint[name] for name in self.checkpoint}
+
+
+def view(
+    checkpoint: Checkpoint,
+    names: Mapping[str, Shape],
+    family: str | None,
+    dialect: str | None,
+    beside: Iterable[str] = (),
+    *,
+    partial: bool = False,
+) -> View:
+    """Re-express a checkpoint in the dialect of a model's names.
+
+    Args:
+        checkpoint: the source, under its own names.
+        names: the model's, on all ranks together, with the whole tensors' shapes.
+        family: what the user says the model is.
+        dialect: what the user says its names are.
+        beside: those of the names that say nothing of the dialect.
+        partial: leave out what the source does not hold all of.
+
+    Raises:
+        UsageError: UNKNOWN_FAMILY, AMBIGUOUS where no table reads the names and the source has others; with the
+            closest dialect.
+        Refused: what stands against the translation.
+    """
+    if dialect == IDENTITY:
+        return View(checkpoint, IDENTITY, "")
+    shapes = {name: shape for name, shape in names.items() if split_slot(name)[1] == ""}
+    unsaid = View(checkpoint, IDENTITY, "")
+    if dialect is None and family is None:
+        found = grouped(checkpoint, shapes, beside)
+        unsaid = View(found.checkpoint, FAMILY if found.changed else IDENTITY, "")
+        if found.complete:
+            return unsaid
+    aside = frozenset(beside)
+    wanted = [name for name in shapes if name not in aside]
+    settings = checkpoint.settings
+    families = settings.families.only(checkpoint.family) if checkpoint.family else settings.families
+    said = family is not None or dialect is not None
+    try:
+        read = recognise(wanted, checkpoint.config, families, family or checkpoint.family, dialect)
+    except TransaxleError as error:
+        same = sum(name in unsaid.checkpoint for name in wanted)
+        if not said and ((error.code == _UNREAD and same) or 2 * same > len(wanted)):
+            return unsaid  # both sides have the same names: which of them differ is to be told
+        if checkpoint.family is None or family is not None:
+            raise _told(error, wanted, checkpoint, said) from None
+        try:
+            read = recognise(wanted, {}, settings.families, None, dialect)
+        except TransaxleError as again:
+            raise _told(again, wanted, checkpoint, said) from None
+    label = read.dialect.label
+    try:
+        source = _of_family(checkpoint, read.family.name)
+        return View(_expressed(source, label, partial=partial), label, read.prefix)
+    except TransaxleError as error:
+        raise _told(error, wanted, checkpoint, said) from None
+
+
+def _of_family(checkpoint: Checkpoint, family: str) -> Checkpoint:
+    """Return a source as one of the model's family, where tables of several read its names alike."""
+    try:
+        _ = checkpoint.recognised
+    except TransaxleError as error:
+        if error.code != _UNDECIDED or checkpoint.settings.family is not None:
+            raise
+        said = replace(checkpoint.settings, family=family)
+        return Checkpoint(checkpoint.container, said, None, None, checkpoint.undecoded)
+    return checkpoint
+
+
+def _expressed(checkpoint: Checkpoint, label: str, *, partial: bool) -> Checkpoint:
+    """Return a source in another dialect; `partial`: where something is lacking, as far as it goes."""
+    try:
+        return checkpoint.seen_as(label)
+    except TransaxleError as error:
+        if not LACKING.issuperset(refusal.code for refusal in error.refusals):
+            raise
+        if not partial:
+            raise gathered(replace(refusal, hint=_LACKS) for refusal in error.refusals) from None
+    return checkpoint.in_part(label)
+
+
+def _told(error: TransaxleError, wanted: Sequence[str], checkpoint: Checkpoint, said: bool) -> TransaxleError:
+    """Return the error that tells of both sides, where no table reads the names of one of them."""
+    if said or error.code != _UNREAD or any(name in checkpoint for name in wanted):
+        return error
+    mine, theirs = (", ".join(names[:_SHOWN]) or "(none)" for names in (wanted, list(checkpoint)))
+    unread = error.refusals[0].message
+    message = f"model and source have no name in common\nmodel: {mine}\nsource: {theirs}\n{unread}"
+    hint = "is it the checkpoint of another model? If not, give family=, or a table of its names, tx.open(…, rules=…)"
+    return refuse(_UNREAD, message, file=checkpoint.path, hint=hint)

@@ -1,0 +1,209 @@
+"""Leaves: the tensors of a model or of a state dict, by the names a checkpoint knows them by.
+
+Wrappers put segments of their own into names (`_orig_mod`, `_checkpoint_wrapped_module`, `_fsdp_wrapped_module`, DDP's
+`module`); these are no part of the model and are taken out, segment by segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from transaxle.axes.notation.name import own_name
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.live.derived import fsdp1
+from transaxle.live.derived.derived import EXTRA_STATE, Island, islands
+from transaxle.live.derived.keepers import kept_elsewhere, partitioned
+from transaxle.live.tensors.destination import local_of
+from transaxle.live.tensors.tp_shard import mark, mark_all, part_of
+from transaxle.quant.modules.entries import is_quantized
+
+State = nn.Module | Mapping[str, Any]
+"""A model, or a state dict, nested or flat."""
+_SEPARATOR = "."
+_PLAIN_ONLY = "modules keep such things as extra state; load and save a quantized model before it is quantized"
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """What a model or state dict holds."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """Tensors and DTensors, by name; parameters are the parameters themselves, but for those of `islands`."""
+    others: Mapping[str, Any]
+    """Everything else, by name: of a state dict what is no tensor, of a model the extra states of its modules."""
+    weights: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Quantized parameters of a model; of these `tensors` has codes and scales, each under a name of its own."""
+    islands: tuple[Island, ...] = ()
+    """Modules of a model whose entries in `tensors` are copies; `settle` puts their values into place."""
+
+    kept: tuple[Refusal, ...] = ()
+    """Why values that are written into them would be lost."""
+
+    copies: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
+    """What takes the values of one of `tensors` too: copies of a base's weights that an adapter trains."""
+    untouched: tuple[str, ...] = ()
+    """Names of what a model holds beside `tensors`: its adapters, or their base."""
+
+    @property
+    def parameters(self) -> dict[str, torch.Tensor]:
+        """What an optimizer may have been given, by name."""
+        return {**self.tensors, **self.weights}
+
+
+def leaves(state: State) -> Leaves:
+    """Collect the leaves of a model or state dict.
+
+    Args:
+        state: a module (its persistent buffers included), or a mapping whose leaves may be anything; nested mappings
+            and lists are flattened with `.`.
+
+    Raises:
+        Refused: NAME_COLLISION where two paths have one name; UNSUPPORTED for what is no state, and for lazy
+            parameters.
+    """
+    _check(state)
+    if isinstance(state, DistributedDataParallel):
+        state = state.module
+    clean = isinstance(state, nn.Module)
+    if isinstance(state, nn.Module):
+        if taken := partitioned(state):
+            raise gathered(taken)
+        mark_all(state)
+    found = iter((entries := _entries(state)).items()) if isinstance(state, nn.Module) else _flat(state, "")
+    tensors: dict[str, torch.Tensor] = {}
+    others: dict[str, Any] = {}
+    problems = []
+    for path, value in found:
+        name = own_name(path) if clean else path
+        if name in tensors or name in others:
+            problems.append(Refusal("NAME_COLLISION", f"two entries have this name, one is {path}", Where(None, name)))
+        strange = _strange(name, value, of_module=clean)
+        if strange is not None:
+            problems.append(strange)
+        elif isinstance(value, torch.Tensor) and not (clean and name.endswith(EXTRA_STATE)):
+            tensors[name] = value
+        else:
+            others[name] = value
+    if problems:
+        raise gathered(problems)
+    if not isinstance(state, nn.Module):
+        return Leaves(tensors, others)
+    apart = tuple(islands(state, entries))
+    for path in (island.full(name) for island in apart for name in island.derived):
+        tensors[own_name(path)] = _copy(tensors[own_name(path)])
+    return Leaves(tensors, others, _quantized(state), apart, tuple(kept_elsewhere(state)))
+
+
+def _strange(name: str, value: Any, *, of_module: bool) -> Refusal | None:
+    """Return why an entry can be neither saved nor loaded; None where it can."""
+    if is_lazy(value):
+        message, hint = "it is lazy, and has no shape yet", "run the model once first"
+    elif isinstance(value, torch.Tensor) and value.is_quantized:
+        message, hint = f"it is of torch's own quantized type {value.dtype}", "load and save it unquantized"
+    elif of_module and not isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE):
+        message, hint = f"it is a {type(value).__name__}, no tensor, in the state dict of a module", _PLAIN_ONLY
+    else:
+        return None
+    return Refusal("UNSUPPORTED", message, Where(None, name), hint)
+
+
+def _entries(model: nn.Module) -> dict[str, Any]:
+    try:
+        with fsdp1.whole(model):
+            found: dict[str, Any] = model.state_dict(keep_vars=True)
+    except TransaxleError:
+        raise
+    except Exception as error:  # whatever hooks of others raise
+        raise refuse("UNSUPPORTED", f"{type(model).__name__}.state_dict() fails: {error!r}") from error
+    return found
+
+
+def _copy(entry: torch.Tensor) -> torch.Tensor:
+    """Return a derived entry in memory of its own: it may be a part of a parameter, or one element many times."""
+    return mark(entry.detach().clone(), part_of(entry))
+
+
+def _check(state: object) -> None:
+    """Refuse what is neither model nor state dict."""
+    if not isinstance(state, nn.Module | Mapping):
+        hint = "give a torch.nn.Module, or a mapping of names to tensors"
+        raise refuse("UNSUPPORTED", f"a {type(state).__name__} is neither model nor state dict", hint=hint)
+
+
+def _quantized(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = model.named_parameters(remove_duplicate=False)
+    return {own_name(path): parameter for path, parameter in named if is_quantized(parameter)}
+
+
+def unsavable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
+    """Return a refusal for every tensor that has no bytes to be saved."""
+    problems = []
+    for name, tensor in tensors.items():
+        if tensor.is_meta:
+            message, hint = "it is on the meta device, and has no values", "load or initialise the model first"
+        elif tensor.layout != torch.strided:
+            message, hint = f"its layout is {tensor.layout}", "give tensor.to_dense()"
+        else:
+            continue
+        problems.append(Refusal("UNSUPPORTED", message, Where(None, name), hint))
+    return problems
+
+
+def unwritable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
+    """Return a refusal for every tensor that cannot take values: not one for each element."""
+    problems = []
+    for name, tensor in tensors.items():
+        local = local_of(tensor)
+        if local.layout != torch.strided:
+            message, hint = f"its layout is {local.layout}", "give a dense tensor"
+        elif any(size > 1 and not step for size, step in zip(local.shape, local.stride(), strict=True)):
+            message, hint = "several of its elements are one in memory (`expand`)", "give tensor.contiguous()"
+        else:
+            continue
+        problems.append(Refusal("UNSUPPORTED", message, Where(None, name), hint))
+    return problems
+
+
+def tied(tensors: Mapping[str, torch.Tensor], present: Container[str]) -> dict[str, str]:
+    """Return the names that need no values of their own: their tensor is that of another name, which has them.
+
+    Args:
+        tensors: a model's, by name; tied parameters are one object under several names.
+        present: names that have values.
+    """
+    loaded = {id(tensor): name for name, tensor in tensors.items() if name in present}
+    return {name: loaded[id(t)] for name, t in tensors.items() if name not in present and id(t) in loaded}
+
+
+def _flat(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield (path, leaf) of nested mappings and lists."""
+    if isinstance(value, Mapping):
+        items: Iterator[tuple[Any, Any]] = iter(value.items())
+    elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        items = iter(enumerate(value))
+    else:
+        yield path, value
+        return
+    for key, child in items:
+        yield from _flat(child, f"{path}{_SEPARATOR}{key}" if path else str(key))
+
+
+def set_extra_state(model: nn.Module, name: str, state: Any) -> None:
+    """Hand an extra state to the module that it belongs to.
+
+    Args:
+        model: the whole model.
+        name: the state's name, see `leaves`.
+        state: as the module's `get_extra_state` gave it.
+    """
+    if isinstance(model, DistributedDataParallel):
+        model = model.module
+    owner = name.removesuffix(EXTRA_STATE).removesuffix(_SEPARATOR)
+    next(module for path, module in model.named_modules() if own_name(path) == owner).set_extra_state(state)

@@ -1,0 +1,1 @@
+"""Tensors in memory re-expressed: another dialect, another mesh."""

@@ -1,0 +1,129 @@
+"""Resharding: from tensors of one mesh and dialect into those of another, over the process group, without a disk."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.settings import Settings
+from transaxle.errors import gathered, refuse
+from transaxle.formats.dtype import nbytes
+from transaxle.live.derived.settle import left_out, settle, untaken
+from transaxle.live.model.live_config import shared_config
+from transaxle.live.model.matching import compared, unmatched
+from transaxle.live.model.source_view import view
+from transaxle.live.model.state_tensors import State, leaves, unwritable
+from transaxle.live.reexpress.ties import filled, spare, torn
+from transaxle.live.save.assemble import Item, Run, assemble
+from transaxle.live.sharding.global_tensors import census
+from transaxle.live.sharding.memory import container, memory_of
+from transaxle.live.tensors.destination import Bytes, Landing
+from transaxle.live.tensors.placement import local_shape
+from transaxle.live.transport.world import World
+
+_CAST = "types are never changed: give tensors of one type, such as {name: tensor.to(torch.bfloat16)} of the other side"
+_SHOWN = 3
+"""Names of each side that an error shows."""
+
+
+@dataclass(frozen=True)
+class ReshardReport:
+    """What `reshard` did on this rank."""
+
+    tensors: int
+    """Target tensors of which this rank holds anything."""
+    bytes_written: int
+    """Bytes written into them."""
+    bytes_received: int
+    """Bytes that came from other ranks."""
+    seconds: float
+    """Wall time."""
+    missing: tuple[str, ...] = ()
+    """Names that only the target has (`strict=False`); they hold what they held."""
+    unexpected: tuple[str, ...] = ()
+    """Names that only the source has (`strict=False`), as the target would name them."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain JSON data."""
+        return asdict(self)
+
+
+def reshard(
+    src_state: State,
+    dst_state: State,
+    group: dist.ProcessGroup | None = None,
+    *,
+    family: str | None = None,
+    dialect: str | None = None,
+    config: dict[str, Any] | None = None,
+    strict: bool = True,
+) -> ReshardReport:
+    """Copy live tensors into others of any placement and dialect of the same family; collective over the group.
+
+    Args:
+        src_state: model or state dict to read, such as a trainer's; a rank that has none of it gives `{}`.
+        dst_state: model or state dict to write, such as an inference engine's; likewise.
+        group: ranks of both sides; None: all.
+        family: model family; None: recognised.
+        dialect: dialect of the target's names; None: recognised.
+        config: the model's config; None: `src_state.config`, where it has one on this rank or another.
+        strict: refuse names that only one side has; otherwise the report lists them. A name that is tied to another
+            one (an embedding and its head) may be missing on either side: it is proved that nothing else is left out.
+
+    Raises:
+        TransaxleError: on every rank, before anything is written; also where no name of the target is in the source.
+    """
+    begin = time.monotonic()
+    world = World(group)
+    with world.together():
+        mine, into = leaves(src_state).tensors, leaves(dst_state)
+        theirs = into.tensors
+    told = shared_config(src_state, config, world)
+    source, target = census(mine, world), census(theirs, world)
+    with world.together():
+        held = container(source, mine, world.rank, told)
+        shapes = {name: tensor.shape for name, tensor in target.items()}
+        seen = view(Checkpoint(held, Settings(family=family, partial=True), None, None), shapes, family, dialect)
+        stored = seen.tensors()
+        problems, missing, unexpected = compared(target, stored, optimizer=True)
+        problems = [replace(one, hint=_CAST) if one.code == "DTYPE_MISMATCH" else one for one in problems]
+        unfit, left = untaken(() if into.kept else into.islands)
+        problems += [*unwritable(theirs), *into.kept, *unfit]
+    ties = filled(theirs, stored, target, world) | spare(unexpected, target, stored, source, mine, world)
+    problems += torn(theirs, stored, source, mine, world)
+    missing, unexpected = (tuple(name for name in names if name not in ties) for names in (missing, unexpected))
+    with world.together():
+        if not any(name in stored for name in target) and (target or source):
+            shown = (", ".join([*names][:_SHOWN]) or "(none)" for names in (target, stored))
+            message = "target and source have no name in common\ntarget: {}\nsource: {}".format(*shown)
+            raise refuse("UNKNOWN_FAMILY", message, hint="are they the same model? If so, give family= and dialect=")
+        if strict:
+            problems += [*unmatched(missing, unexpected), *left_out(left)]
+        if problems:
+            raise gathered(problems)
+        landings = {name: Landing(tensor, stored[name].dtype) for name, tensor in theirs.items() if name in stored}
+        items, names = list[Item](), list[str]()
+        for name, tensor in target.items():
+            if name not in stored:
+                continue
+            for share, ranks in tensor.boxes.items():
+                size = nbytes(stored[name].dtype, local_shape(share))
+                items.append(Item(len(items), size, stored[name].transfers(share), ranks))
+                names.append(name)
+
+    def write(run: Run, data: Bytes) -> None:
+        landing = landings[names[run.item.key]]
+        landing.part(run.start, run.stop)[:] = data
+        landing.done(run.size)
+
+    with world.together():
+        received = assemble(items, memory_of(held), world, write)
+    with world.together():
+        settle(into.islands, theirs)
+    written = sum(landing.written for landing in landings.values())
+    seconds = time.monotonic() - begin
+    return ReshardReport(len(landings), written, received, seconds, missing, unexpected)

@@ -1,0 +1,1 @@
+"""From memory into files."""

@@ -1,0 +1,153 @@
+"""Uploading: every file of a checkpoint on a service has one rank that sends it; the others send to that rank.
+
+All files are sent before any appears. Then the others' appear, and at last those of rank 0, which has what makes them a
+checkpoint: index and manifest. Where a rank fails, each takes back what it has sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+from transaxle.engine.checkpoint.manifest import digest, encode
+from transaxle.engine.execute.execute import put as put_known
+from transaxle.engine.execute.resume_check import manifest_of
+from transaxle.engine.plan.conversion import Prepared
+from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.staging.belongings import EVERYTHING
+from transaxle.formats.staging.location import Stage
+from transaxle.formats.staging.upload import Upload, opens
+from transaxle.live.save.assemble import Run, assemble
+from transaxle.live.save.tensor_hashes import Passing, places
+from transaxle.live.sharding.memory import memory_of
+from transaxle.live.tensors.clock import Clock
+from transaxle.live.tensors.destination import Bytes
+from transaxle.live.transport.world import World
+
+
+def upload(
+    prepared: Prepared, dst: str, lead: Upload | None, ranks: tuple[int, ...], world: World, clock: Clock
+) -> tuple[int, int]:
+    """Send a plan's files from all ranks' memory, and let them appear all or none; collective.
+
+    Args:
+        prepared: the plan, the same on all ranks.
+        dst: URL.
+        lead: rank 0's upload, begun, on rank 0.
+        ranks: those that can send files.
+        world: the ranks.
+        clock: takes the time of the stages.
+
+    Returns:
+        bytes received from other ranks, and bytes of tensors sent by this one.
+
+    Raises:
+        TransaxleError: on every rank.
+    """
+    plan = prepared.plan
+    owners = senders(prepared, ranks)
+    takers = [(owners[tensor.places[0].file],) if tensor.places else ranks[:1] for tensor in plan.tensors]
+    passing = Passing(plan.tensors, takers, world.rank)
+    sealed_first = prepared.draft.sealed_first
+    mine = {file: size for file, size in prepared.draft.files.items() if owners[file] == world.rank}
+    with ExitStack() as stack:
+        stage = lead
+
+        def begin() -> None:
+            nonlocal stage
+            if stage is None and mine:
+                stage = stack.enter_context(Upload(dst, overwrite=EVERYTHING))  # rank 0 has looked what is there
+            if stage is not None:
+                carried = plan.carried if lead is not None and lead.single is None else ()
+                stage.prepare(mine | {name: plan.files[name] for name in carried})
+                known = [*prepared.draft.early(), *(prepared.draft.late(foretold) if sealed_first else ())]
+                put_known(stage, (fragment for fragment in known if fragment.file in mine))
+
+        def put(run: Run, data: Bytes) -> None:
+            for place in places(plan.tensors[run.item.key].places, run.start, run.stop):
+                if stage is not None:
+                    stage.pwrite(place.file, place.source, data[place.target - run.start :][: place.width].data)
+            passing.take(run, data)
+
+        def send() -> tuple[int, dict[str, str]]:
+            received = assemble(passing.items, memory_of(prepared.checkpoint.container), world, put)
+            if stage is not None and lead is None:
+                stage.complete()
+            return received, passing.found()
+
+        with clock.stage("prepare"):
+            foretold = _foretold(prepared, takers, world) if sealed_first else {}
+            world.pool(begin)
+        with clock.stage("write"):
+            sent = world.pool(send)
+        hashes = {name: hashed for _, found in sent for name, hashed in found.items()}
+        with clock.stage("commit"):
+            world.pool(lambda: _ready(prepared, lead, hashes))
+            world.pool(lambda: stage.appear() if stage is not None and lead is None else None)
+            world.pool(lambda: lead.appear() if lead is not None else None)
+        if stage is not None:
+            stage.keep()
+    return sent[world.ranks.index(world.rank)][0], passing.own
+
+
+def _foretold(prepared: Prepared, takers: Sequence[tuple[int, ...]], world: World) -> dict[str, str]:
+    """Hash what is to be sent before any of it is, where the digests stand before it; collective."""
+    passing = Passing(prepared.plan.tensors, takers, world.rank)
+
+    def look() -> dict[str, str]:
+        assemble(passing.items, memory_of(prepared.checkpoint.container), world, passing.take)
+        return passing.found()
+
+    return {name: hashed for found in world.pool(look) for name, hashed in found.items()}
+
+
+def senders(prepared: Prepared, ranks: tuple[int, ...]) -> dict[str, int]:
+    """Give each file a rank that sends it, so that all have equally many bytes to send.
+
+    Files that share a tensor go together, and so do the ones that make the others a checkpoint: with the first rank.
+    """
+    files = prepared.draft.files
+    root = {file: file for file in files}
+
+    def found(file: str) -> str:
+        while root[file] != file:
+            file = root[file]
+        return file
+
+    for tensor in prepared.plan.tensors:
+        for place in tensor.places[1:]:
+            root[found(place.file)] = found(tensor.places[0].file)
+    full = {place.file for tensor in prepared.plan.tensors for place in tensor.places}
+    first = {found(file) for file in files if opens(file) or file not in full}
+    sizes: dict[str, int] = {}
+    for file, size in files.items():
+        sizes[found(file)] = sizes.get(found(file), 0) + size
+    load = dict.fromkeys(ranks, 0)
+    of: dict[str, int] = {}
+    for file in sorted(sizes, key=lambda each: (each not in first, -sizes[each], each)):
+        of[file] = ranks[0] if file in first else min(ranks, key=lambda rank: (load[rank], rank))
+        load[of[file]] += sizes[file]
+    return {file: of[found(file)] for file in files}
+
+
+def carry(prepared: Prepared, stage: Stage) -> dict[str, str]:
+    """Write the carried files; return their hashes."""
+    storage = prepared.checkpoint.container.storage
+    found = {}
+    for name in prepared.plan.carried:
+        data = storage.read(name, 0, storage.size(name))
+        stage.pwrite(name, 0, memoryview(data))
+        found[name] = digest(data)
+    return found
+
+
+def _ready(prepared: Prepared, lead: Upload | None, hashes: Mapping[str, str]) -> None:
+    """Write on rank 0 what is known now, and take away what is replaced."""
+    if lead is None:
+        return
+    if not prepared.draft.sealed_first:
+        put_known(lead, prepared.draft.late(hashes))
+    if lead.single is None:
+        lead.write(MANIFEST, encode(manifest_of(prepared, hashes, carry(prepared, lead))))
+    lead.complete()
+    lead.make_way()

@@ -1,0 +1,203 @@
+"""Writing: all ranks carry one plan out, each its own byte ranges, straight into the final files.
+
+Rank 0 makes the hidden folder and the files; everybody writes into them; rank 0 adds what is known beforehand and the
+manifest, and moves the result to its place. A tensor that one rank writes is hashed on its way, any other one as it
+lies in the files.
+
+A service takes a file from its beginning to its end: there every file has one rank that sends it, to which the others
+send what they hold of it. Files appear when all are sent: the tensors' first, then rank 0's manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import xxhash
+
+from transaxle.engine.checkpoint.manifest import encode
+from transaxle.engine.copying.duplicate_checks import PlannedCheck
+from transaxle.engine.execute.execute import put as put_known
+from transaxle.engine.execute.resume_check import manifest_of
+from transaxle.engine.plan.conversion import PlannedTensor, Prepared
+from transaxle.errors import Refusal, Where, gathered
+from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.staging.belongings import Overwrite
+from transaxle.formats.staging.location import Stage, staging_at
+from transaxle.formats.staging.upload import Upload
+from transaxle.formats.storage.local import LocalStorage
+from transaxle.live.save.assemble import Item, Run, assemble, is_long
+from transaxle.live.save.tensor_hashes import Passing, places
+from transaxle.live.save.uploading import carry, upload
+from transaxle.live.save.writer import Writer
+from transaxle.live.sharding.memory import Memory, memory_of, rank_of
+from transaxle.live.tensors.clock import Clock
+from transaxle.live.tensors.destination import Bytes
+from transaxle.live.transport.world import World
+
+_HASHED = 1 << 20
+"""Bytes hashed at once: so few that they come from the processor's own memory."""
+_FOLDED = 16 << 20
+"""A tensor shorter than this may be one rank's where that leaves another one with less to write."""
+
+
+def write(
+    prepared: Prepared, dst: str, world: World, clock: Clock, *, overwrite: Overwrite, sync: bool
+) -> tuple[int, int]:
+    """Carry a plan out from all ranks' memory, and commit the result whole or not at all; collective.
+
+    Args:
+        prepared: the plan, the same on all ranks.
+        dst: where.
+        world: the ranks.
+        clock: takes the time of the stages.
+        overwrite: replace the checkpoint at `dst`; `everything`: with whatever else is there.
+        sync: make everything durable before the commit.
+
+    Returns:
+        bytes received from other ranks, and bytes written by this one.
+
+    Raises:
+        TransaxleError: on every rank; the target is then as it was.
+    """
+    plan = prepared.plan
+    if plan.checks:
+        with clock.stage("check"), world.together():
+            _check_copies(plan.checks, memory_of(prepared.checkpoint.container), world)
+    with ExitStack() as stack:
+        stage: Stage | None = None
+
+        def begin() -> tuple[str, tuple[int, ...]]:
+            nonlocal stage
+            if world.rank != world.ranks[0]:
+                return "", ()
+            stage = staging_at(dst, overwrite=overwrite, sync=sync)
+            stack.enter_context(stage)
+            if isinstance(stage, Upload):
+                return "", world.ranks if stage.shared else world.ranks[:1]
+            stage.prepare(plan.files if stage.single is None else prepared.draft.files)
+            put_known(stage, prepared.draft.early())
+            return str(stage.path), ()
+
+        with clock.stage("prepare"):
+            folder, senders = world.pool(begin)[0]
+        if senders:
+            return upload(prepared, dst, stage if isinstance(stage, Upload) else None, senders, world, clock)
+        received, own, hashes = _write(prepared, folder, world, clock, sync=sync)
+        with clock.stage("commit"), world.together():
+            if stage is not None:
+                put_known(stage, prepared.draft.late(hashes))
+                if stage.single is None:
+                    stage.write(MANIFEST, encode(manifest_of(prepared, hashes, carry(prepared, stage))))
+                stage.commit()
+    return received, own
+
+
+def _write(
+    prepared: Prepared, folder: str, world: World, clock: Clock, *, sync: bool
+) -> tuple[int, int, dict[str, str]]:
+    """Write every run of bytes from its owner into the files; return bytes received and written, and all hashes."""
+    plan = prepared.plan
+    writer = Writer(folder, sync=sync)
+    passing = Passing(plan.tensors, owners(plan.tensors, world), world.rank)
+
+    def put(run: Run, data: Bytes) -> None:
+        for place in places(plan.tensors[run.item.key].places, run.start, run.stop):
+            writer.pwrite(place.file, place.source, data[place.target - run.start :][: place.width].data)
+        passing.take(run, data)
+
+    def produce() -> tuple[int, dict[str, str]]:
+        received = assemble(passing.items, memory_of(prepared.checkpoint.container), world, put)
+        writer.finish()
+        return received, passing.found()
+
+    with clock.stage("write"):
+        written = world.pool(produce)
+    found = [hashes for _, hashes in written]
+    with clock.stage("hash"):
+        if passing.scattered:
+            found += world.pool(lambda: _hashed(passing.scattered, folder, world))
+    received = written[world.ranks.index(world.rank)][0]
+    return received, passing.own, {name: digest for each in found for name, digest in each.items()}
+
+
+def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ...]]:
+    """Give each tensor whose bytes must come together anyway to one rank, so that all have equally much to write.
+
+    Returns:
+        For each tensor its rank; nobody where several ranks hold long runs, which each writes for itself.
+    """
+    load = dict.fromkeys(world.ranks, 0)
+    found: dict[int, tuple[int, ...]] = {}
+    open_: list[int] = []
+    for number, tensor in enumerate(tensors):
+        ranks = {rank_of(transfer.file) for transfer in tensor.transfers}
+        if len(ranks) == 1:
+            found[number] = tuple(ranks)
+            load[found[number][0]] += tensor.nbytes
+        elif any(is_long(transfer) for transfer in tensor.transfers):
+            found[number] = ()
+            for transfer in tensor.transfers:
+                load[rank_of(transfer.file)] += transfer.size
+        else:
+            open_.append(number)
+    fair = sum(tensor.nbytes for tensor in tensors) // world.size
+    for number in open_:
+        size = tensors[number].nbytes
+        rank = min(load, key=lambda each: (load[each], each))
+        if size > _FOLDED and load[rank] + size > fair + _FOLDED:
+            found[number] = ()  # one rank would be busy with it while the others wait
+            for each in world.ranks:
+                load[each] += size // world.size
+        else:
+            found[number] = (rank,)
+            load[rank] += size
+    return [found[number] for number in range(len(tensors))]
+
+
+def _hashed(tensors: Sequence[PlannedTensor], folder: str, world: World) -> dict[str, str]:
+    """Hash this rank's share of what was written, as it lies in the files."""
+    load = dict.fromkeys(world.ranks, 0)
+    found: dict[str, str] = {}
+    storage = LocalStorage(folder)
+    block = memoryview(bytearray(_HASHED))
+    for tensor in tensors:
+        rank = min(load, key=lambda each: (load[each], each))
+        load[rank] += tensor.nbytes
+        if rank != world.rank:
+            continue
+        hashed = xxhash.xxh3_128()
+        for place in tensor.places:
+            for start in range(0, place.width, _HASHED):
+                view = block[: min(_HASHED, place.width - start)]
+                storage.read_into(place.file, place.source + start, view)
+                hashed.update(view)
+        found[tensor.name] = hashed.hexdigest()
+    storage.close()
+    return found
+
+
+def _check_copies(checks: Sequence[PlannedCheck], memory: Memory, world: World) -> None:
+    """Prove tensors equal that are stored once for several names; each pair comes together at one rank.
+
+    Raises:
+        Refused: UNEQUAL_COPIES, on the rank that compared.
+    """
+    items = []
+    for number, check in enumerate(checks):
+        taker = (world.ranks[number % world.size],)
+        items.append(Item(2 * number, check.nbytes, check.first, taker))
+        items.append(Item(2 * number + 1, check.nbytes, check.second, taker))
+    hashes: dict[int, xxhash.xxh3_128] = {}
+
+    def take(run: Run, data: Bytes) -> None:
+        hashes.setdefault(run.item.key, xxhash.xxh3_128()).update(data.data)
+
+    assemble(items, memory, world, take)
+    problems = [
+        Refusal("UNEQUAL_COPIES", f"{check.why}\nbut their bytes differ", Where(None, check.name))
+        for number, check in enumerate(checks)
+        if 2 * number in hashes and hashes[2 * number].digest() != hashes[2 * number + 1].digest()
+    ]
+    if problems:
+        raise gathered(problems)

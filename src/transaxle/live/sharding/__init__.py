@@ -1,0 +1,1 @@
+"""What each rank holds of each tensor."""

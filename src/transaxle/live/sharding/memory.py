@@ -1,0 +1,220 @@
+"""Live tensors as a container: every rank's shards are the chunks of the stored tensors, its memory the files.
+
+The catalog is the same on all ranks, so all of them plan alike; only this rank's own chunks can be read here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+
+from transaxle.axes.geometry.strided import row_major
+from transaxle.errors import refuse
+from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.dtype import nbytes
+from transaxle.formats.storage.storage import Listing, Storage
+from transaxle.formats.training_state.state_groups import GROUPS, Group
+from transaxle.live.sharding.global_tensors import Census, Global
+from transaxle.live.tensors.destination import Bytes, as_bytes, local_of
+from transaxle.live.tensors.placement import Held, local_shape
+
+FORMAT = "live"
+CONFIG = "config.json"
+_SEPARATOR = "/"
+_APART = 4
+"""A range is copied alone where the tensor is so many times longer."""
+_KEPT = 1 << 30
+"""Bytes of copied tensors that are kept."""
+
+
+def file_of(rank: int, name: str) -> str:
+    """Return the name of the file that stands for a rank's part of a tensor."""
+    return f"{rank}{_SEPARATOR}{name}"
+
+
+def rank_of(file: str) -> int:
+    """Return the rank whose memory a file stands for."""
+    return int(file.partition(_SEPARATOR)[0])
+
+
+def tensor_of(file: str) -> str:
+    """Return the tensor whose local part a file stands for."""
+    return file.partition(_SEPARATOR)[2]
+
+
+class Memory(Storage):
+    """This rank's tensors as files of row-major bytes; see `Storage`.
+
+    Contiguous tensors of the CPU are lent out as they are. Others are copied there when they are read: the part that is
+    asked for where it is a small one of a contiguous tensor, else all of it, which is kept while there is room.
+
+    Args:
+        tensors: this rank's, by name.
+        rank: this rank.
+        files: other files of the checkpoint, with their bytes.
+    """
+
+    single = None
+    path = FORMAT
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], rank: int, files: Mapping[str, bytes]) -> None:
+        self._tensors = tensors
+        self._rank = rank
+        self._files = files
+        self._lent: dict[str, Bytes] = {}
+        self._kept: OrderedDict[str, Bytes] = OrderedDict()
+
+    def listing(self, folder: str = "") -> Listing:
+        """See `Storage`."""
+        return Listing(tuple(sorted(self._files)) if not folder else (), (), {})
+
+    def size(self, name: str) -> int:
+        """See `Storage`."""
+        return len(self._files[name]) if name in self._files else self._local(name).nbytes
+
+    def version(self, name: str) -> str:
+        """See `Storage`."""
+        return name
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """See `Storage`."""
+        view[:] = self.lend(name, offset, len(view)).data
+
+    def lend(self, name: str, offset: int, size: int) -> Bytes:
+        """Return bytes of a file without copying them, where they lie in memory as they are; not to be written to."""
+        if name in self._files:
+            return np.frombuffer(self._files[name], np.uint8, size, offset)
+        held = self._lent.get(name)
+        if held is None:
+            local = self._local(name)
+            if local.device.type == "cpu" and local.is_contiguous():
+                held = self._lent[name] = as_bytes(local)
+            elif local.is_contiguous() and _APART * size <= local.nbytes:
+                return as_bytes(local.view(-1).view(torch.uint8)[offset : offset + size].cpu())
+            else:
+                held = self._copied(name, local)
+        return held[offset : offset + size]
+
+    def recheck(self) -> None:
+        """Memory of a live model does not change behind our back."""
+
+    def close(self) -> None:
+        """Let copies go."""
+        self._lent.clear()
+        self._kept.clear()
+
+    def _local(self, name: str) -> torch.Tensor:
+        """Return this rank's part of a tensor; its own copy of another's number, which a format reads when it plans."""
+        rank, _, tensor = name.partition(_SEPARATOR)
+        own = self._tensors.get(tensor)
+        if int(rank) != self._rank and (own is None or own.dim()):
+            raise refuse("IO", f"it is in the memory of rank {rank}; this is rank {self._rank}", tensor=tensor)
+        return local_of(self._tensors[tensor])
+
+    def _copied(self, name: str, local: torch.Tensor) -> Bytes:
+        """Copy a tensor to the CPU; the copies that were asked for last are kept."""
+        held = self._kept.pop(name, None)
+        if held is None:
+            held = as_bytes(local.contiguous().cpu())
+        self._kept[name] = held
+        while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT:
+            self._kept.popitem(last=False)
+        return held
+
+
+def memory_of(container: Container) -> Memory:
+    """Return the memory behind a container of live tensors."""
+    if not isinstance(container.storage, Memory):
+        raise TypeError(f"{container.path} is no memory")
+    return container.storage
+
+
+def container(
+    everything: Census,
+    tensors: Mapping[str, torch.Tensor],
+    rank: int,
+    config: Mapping[str, Any] | None,
+    *,
+    groups: Sequence[Group] = (),
+    files: Mapping[str, bytes] | None = None,
+) -> Container:
+    """Return the live tensors of all ranks as one container.
+
+    Args:
+        everything: what all ranks hold.
+        tensors: what this rank holds.
+        rank: this rank.
+        config: the model's config, which becomes the checkpoint's config.json.
+        groups: parameter groups of the optimizer, by the names of the parameters.
+        files: other files that travel along.
+
+    Post-condition: of replicas, one is read: that of the rank which has least to give so far.
+
+    Raises:
+        Refused: INCOMPLETE where no rank holds some part of a tensor.
+    """
+    given: dict[int, int] = {}
+    entries = {name: _entry(tensor, given) for name, tensor in everything.items()}
+    beside = dict(files or {})
+    if config is not None:
+        beside[CONFIG] = json.dumps(config, indent=2, sort_keys=True).encode() + b"\n"
+    metadata = {GROUPS: list(groups)} if groups else {}
+    return Container(FORMAT, FORMAT, Memory(tensors, rank, beside), entries, {}, metadata, carried=tuple(beside))
+
+
+def own_entry(tensor: Global, rank: int) -> Entry:
+    """Return what one rank holds of a tensor, as an entry that has holes where others hold the rest."""
+    chunks = _extents(tensor, tensor.held[rank], file_of(rank, tensor.name))
+    return Entry(tensor.name, tensor.dtype, tensor.shape, tuple(extent for _, extent in chunks))
+
+
+def _entry(tensor: Global, given: dict[int, int]) -> Entry:
+    extents: list[Extent] = []
+    covered: set[tuple[tuple[int, int], ...]] = set()
+    for held, ranks in tensor.boxes.items():
+        owner = min(ranks, key=lambda rank: (given.get(rank, 0), rank))
+        given[owner] = given.get(owner, 0) + nbytes(tensor.dtype, local_shape(held))
+        for spans, extent in _extents(tensor, held, file_of(owner, tensor.name)):
+            if spans not in covered:
+                covered.add(spans)
+                extents.append(extent)
+    size = sum(_count(extent.shape) for extent in extents)
+    if size != _count(tensor.shape):
+        message = f"all ranks together hold {size} of its {_count(tensor.shape)} elements"
+        raise refuse("INCOMPLETE", message, tensor=tensor.name)
+    return Entry(tensor.name, tensor.dtype, tensor.shape, tuple(extents))
+
+
+def _extents(tensor: Global, held: Held, file: str) -> list[tuple[tuple[tuple[int, int], ...], Extent]]:
+    """Return the chunks of one rank's part: one for each combination of its intervals."""
+    strides = row_major(local_shape(held))
+    item = nbytes(tensor.dtype, (1,)) if tensor.shape else 1
+    per_dim = []
+    for intervals in held:
+        base, found = 0, []
+        for first, last in intervals:
+            found.append((first, last, base))
+            base += last - first
+        per_dim.append(found)
+    chunks = []
+    for parts in product(*per_dim):
+        offset = sum(base * stride for (_, _, base), stride in zip(parts, strides, strict=True)) * item
+        start = tuple(first for first, _, _ in parts)
+        shape = tuple(last - first for first, last, _ in parts)
+        if _count(shape) or not _count(tensor.shape):
+            spans = tuple((first, last) for first, last, _ in parts)
+            chunks.append((spans, Extent(start, shape, file, offset, strides)))
+    return chunks
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count

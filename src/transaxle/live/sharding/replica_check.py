@@ -1,0 +1,90 @@
+"""Copies: what several ranks hold without a mesh that keeps it equal is compared before one of them is saved.
+
+A DTensor says of its replicas that they are the same. Nobody says so of plain tensors (the norms beside tensor parallel
+weights, a model under DDP, counters), nor of DTensors that lie on several meshes; and only one of them is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import xxhash
+
+from transaxle.errors import Refusal, Where, gathered
+from transaxle.live.sharding.global_tensors import Census, Global
+from transaxle.live.tensors.destination import as_bytes, local_of
+from transaxle.live.transport.world import World
+
+_Peers = tuple[int, ...]
+"""Ranks that hold the same part of a tensor."""
+_NAMED = 8
+"""Ranks that a message names."""
+_HINT = (
+    "broadcast them from one rank, or find out why they drifted apart (a gradient that is not summed over all ranks); "
+    "check_copies=False writes one of them"
+)
+
+
+def compare_copies(everything: Census, tensors: Mapping[str, torch.Tensor], world: World) -> None:
+    """Refuse copies that differ; collective. What travels is one hash for each set of ranks.
+
+    Args:
+        everything: what all ranks hold.
+        tensors: what this rank holds.
+        world: the ranks.
+
+    Raises:
+        Refused: on every rank: UNEQUAL_COPIES for each tensor.
+    """
+    if not any(tensor.loose for tensor in everything.values()):
+        return
+    digests: dict[str, bytes] = {}
+
+    def own() -> dict[_Peers, bytes]:
+        sums: dict[_Peers, xxhash.xxh3_128] = {}
+        for name, tensor in everything.items():
+            peers = _peers(tensor, world.rank)
+            if len(peers) > 1:
+                held = as_bytes(local_of(tensors[name]).contiguous().cpu())
+                digests[name] = xxhash.xxh3_128_digest(held.data)
+                sums.setdefault(peers, xxhash.xxh3_128()).update(digests[name])
+        return {peers: each.digest() for peers, each in sums.items()}
+
+    told = world.pool(own)
+    sums: dict[_Peers, set[bytes]] = {}
+    for each in told:
+        for peers, digest in each.items():
+            sums.setdefault(peers, set()).add(digest)
+    if any(len(found) > 1 for found in sums.values()):
+        every = dict(zip(world.ranks, world.gather(digests), strict=True))
+        raise gathered([problem for tensor in everything.values() for problem in _unequal(tensor, every)])
+
+
+def _peers(tensor: Global, rank: int) -> _Peers:
+    """Return the ranks whose part of a tensor has to equal this rank's, this one among them."""
+    held = tensor.held.get(rank)
+    return () if held is None or not tensor.loose else tensor.boxes[held]
+
+
+def _unequal(tensor: Global, digests: Mapping[int, Mapping[str, bytes]]) -> list[Refusal]:
+    """Return a refusal for each part of a tensor whose copies differ.
+
+    Args:
+        tensor: as all ranks hold it.
+        digests: for each rank, the hashes of its copies by name.
+    """
+    problems = []
+    for peers in tensor.boxes.values() if tensor.loose else ():
+        found: dict[bytes | None, list[int]] = {}
+        for rank in peers:
+            found.setdefault(digests[rank].get(tensor.name), []).append(rank)
+        if len(found) > 1:
+            message = f"the values differ between these ranks: {'; '.join(map(_said, found.values()))}"
+            problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, tensor.name), _HINT))
+    return problems
+
+
+def _said(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return ", ".join(map(str, ranks[:_NAMED])) + more

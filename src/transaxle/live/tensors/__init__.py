@@ -1,0 +1,1 @@
+"""Tensors in memory: types, destinations, placements."""

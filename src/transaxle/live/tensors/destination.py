@@ -1,0 +1,87 @@
+"""Where loaded bytes go: a local tensor's own storage where that is possible, else through a staging buffer.
+
+A contiguous CPU tensor of the stored type is filled in place. Any other (on a GPU, strided, of another type) gets its
+bytes in a buffer, pinned for GPUs, from which torch copies once all of them are there.
+"""
+
+from __future__ import annotations
+
+import threading
+from math import prod
+
+import numpy as np
+import torch
+
+from transaxle.live.tensors.torch_dtype import torch_dtype
+from transaxle.live.tensors.type_change import cast
+
+Bytes = np.ndarray
+"""One-dimensional, U8."""
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, sharing its storage."""
+    detached = tensor.detach()
+    to_local = getattr(detached, "to_local", None)  # of a DTensor, and of `Runs`
+    local: torch.Tensor = detached if to_local is None else to_local()
+    return local.detach()
+
+
+def as_bytes(tensor: torch.Tensor) -> Bytes:
+    """Return the bytes of a contiguous CPU tensor, sharing its storage."""
+    return tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+
+
+class Landing:
+    """One local tensor, being filled by several threads.
+
+    Args:
+        tensor: the tensor or DTensor; only this rank's part is written.
+        dtype: safetensors code of the bytes that come.
+    """
+
+    def __init__(self, tensor: torch.Tensor, dtype: str) -> None:
+        self._local = local_of(tensor)
+        self._dtype = torch_dtype(dtype)
+        self._direct = (
+            self._local.device.type == "cpu" and self._local.is_contiguous() and self._local.dtype == self._dtype
+        )
+        self.size = prod(self._local.shape) * self._dtype.itemsize
+        self._left = self.size
+        self._staging: torch.Tensor | None = None
+        self._held: Bytes | None = as_bytes(self._local) if self._direct else None
+        self._lock = threading.Lock()
+        self.exact = True
+        """Whether no value was rounded to the tensor's type so far."""
+
+    def part(self, start: int, stop: int) -> Bytes:
+        """Return the room for the bytes `[start, stop)` of the row-major local tensor."""
+        with self._lock:
+            if self._held is None:
+                pinned = self._local.device.type == "cuda"
+                self._staging = torch.empty(self.size, dtype=torch.uint8, pin_memory=pinned)
+                self._held = self._staging.numpy()
+            return self._held[start:stop]
+
+    def done(self, count: int) -> None:
+        """Say that `count` bytes more are in their place; with the last ones, the tensor is written."""
+        with self._lock:
+            self._left -= count
+            finished = self._left == 0 and self._staging is not None
+        if finished and self._staging is not None:
+            values = self._staging.view(self._dtype).reshape(self._local.shape)
+            if self._local.dtype != self._dtype:
+                values, self.exact = cast(values, self._local.dtype)
+            with torch.no_grad():
+                self._local.copy_(values)
+            self._staging = self._held = None
+
+    @property
+    def left(self) -> int:
+        """Bytes of the source that are still to come."""
+        return self._left
+
+    @property
+    def written(self) -> int:
+        """Bytes of the tensor that are in their place."""
+        return (self.size - self._left) * self._local.element_size() // self._dtype.itemsize

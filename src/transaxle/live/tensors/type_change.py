@@ -1,0 +1,108 @@
+"""Conversions that `decode=` and `dtype=` allow: which types become which, and whether a value was rounded on the way.
+
+Codes without their scales are no values: a tensor of fp8 that no encoding explains is converted by nothing here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from glob import escape
+
+import torch
+
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.errors import refuse
+
+ALLOWED: Mapping[str, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
+"""Values of `decode=` and `dtype=`, and the safetensors codes of the parameters that may be converted to."""
+_DECODED_AS: Mapping[str, str] = {"bf16": "bf16", "fp16": "fp32", "fp32": "fp32"}
+"""Type in which encoded values are computed."""
+_PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
+_CODES = "F8"
+"""Begin of the safetensors codes that stand for no values."""
+_WIDENED = frozenset({("F16", "F32"), ("BF16", "F32")})
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One tensor whose values were not copied as they are."""
+
+    name: str
+    """The model's name."""
+    stored: str
+    """Safetensors code it had, or the encoding's name."""
+    to: str
+    """Safetensors code it has now."""
+    exact: bool | None
+    """Whether every value is the stored one; None for an encoded tensor: how far codes times scales are from what they
+    became is not measured while loading."""
+
+
+def may_become(stored: str, wanted: str, allowed: str | None) -> bool:
+    """Tell whether values of one type may become another: `allowed` is `dtype`, or `decode` of what was encoded."""
+    return allowed is not None and stored in _PLAIN and ALLOWED[allowed] == wanted
+
+
+def check_dtype(dtype: str | None) -> None:
+    """Refuse a `dtype=` that parameters cannot be cast to.
+
+    Raises:
+        Refused: UNSUPPORTED.
+    """
+    if dtype is not None and dtype not in ALLOWED:
+        named = ", ".join(f'dtype="{one}"' for one in ALLOWED)
+        raise refuse("UNSUPPORTED", f"dtype={dtype!r} is no type that parameters can be cast to", hint=named)
+
+
+def is_plain(stored: str) -> bool:
+    """Tell whether a safetensors code is that of values, not of codes that need scales."""
+    return stored in _PLAIN
+
+
+def decode_hint(stored: str, wanted: str, decode: str | None = None) -> str:
+    """Return what a user can do about two types that differ, although `decode` was given."""
+    said = next((key for key, code in ALLOWED.items() if code == wanted), None)
+    if stored in _PLAIN and wanted.startswith(_CODES):
+        return "values become codes when they are written so, transaxle convert --encode, or in a parameter of tx.quant"
+    if said is None or not stored.startswith(("F", "BF")):
+        return ""
+    if stored in _PLAIN:
+        return f'dtype="{said}" casts what is stored to the parameter\'s type'
+    if said == decode:
+        return "codes are values with their scales alone: nothing here says which scales these have"
+    return f'decode="{said}" converts what is stored to the parameter\'s type'
+
+
+def decoded(checkpoint: Checkpoint, decode: str | None, keep: Iterable[str] = ()) -> Checkpoint:
+    """Return a checkpoint whose encoded tensors are plain ones, if `decode` says so.
+
+    Args:
+        checkpoint: under its stored names.
+        decode: as `load` takes it.
+        keep: names of encoded tensors, as tables have them, that stay as they are.
+
+    Raises:
+        Refused: what stands against telling encoded buffers apart.
+    """
+    if decode is None:
+        return checkpoint
+    if decode not in ALLOWED:
+        named = ", ".join(f'decode="{one}"' for one in ALLOWED)
+        raise refuse("UNSUPPORTED", f"decode={decode!r} is no type that parameters can be converted to", hint=named)
+    if not checkpoint.catalog.encoded and not checkpoint.catalog.refusals:
+        return checkpoint  # a plain source needs no decoding, and what is of another type needs `dtype`
+    return checkpoint.decode(_DECODED_AS[decode], skip=[escape(name) for name in keep])
+
+
+def cast(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
+    """Convert values; also tell whether all of them, NaN included, are what they were."""
+    found = values.to(dtype)
+    back = found.to(values.dtype)
+    same = (back == values) | (values != values)
+    return found, bool(same.all())
+
+
+def widens(stored: str, to: str) -> bool:
+    """Tell whether every value of a type is one of another."""
+    return stored == to or (stored, to) in _WIDENED

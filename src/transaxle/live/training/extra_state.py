@@ -1,0 +1,226 @@
+"""What a run keeps beside tensors: random states, the place in the data, schedulers, a module's extra state.
+
+It is plain data (numbers, texts, bytes, None, lists, tuples, dicts, sets, tensors and arrays), written as JSON in one
+file that travels with the checkpoint: no pickle, so reading it runs nothing. What all ranks say alike is written once,
+and any number of ranks can read it; what differs is each rank's own, and only as many ranks as wrote it can read it.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.live.tensors.destination import as_bytes
+from transaxle.live.tensors.torch_dtype import code_of, torch_dtype
+from transaxle.live.transport.world import World
+
+FILE = "transaxle_extra.json"
+"""Name of the file."""
+MODEL, STATE, EXTRA = "model", "state", "extra"
+"""Whose states are in it, as the first part of their names: the modules', the state dict's, the user's own."""
+_DEEPEST = 64
+_WORLD, _SHARED, _RANKS = "world", "shared", "ranks"
+_TUPLE, _SET, _DICT, _COUNTER, _BYTES, _STREAM, _TENSOR, _ARRAY, _FLOAT = (
+    "tuple", "set", "dict", "counter", "bytes", "stream", "tensor", "array", "float",
+)  # fmt: skip
+_DTYPE, _SHAPE, _DATA = "dtype", "shape", "data"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that gives its state and takes it back."""
+
+    def state_dict(self) -> Any:
+        """Return it, as plain data."""
+
+    def load_state_dict(self, state: Any) -> Any:
+        """Take it."""
+
+
+class Random:
+    """The states of all random generators of this process: Python's, NumPy's, torch's, and those of its GPUs.
+
+    Args:
+        strict: refuse a checkpoint that has no states for this rank, because another number of ranks has written it;
+            False: leave the generators as they are, and report it.
+    """
+
+    def __init__(self, *, strict: bool = True) -> None:
+        self.strict = strict
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states."""
+        found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
+        found["torch"] = torch.get_rng_state()
+        if torch.cuda.is_available():
+            found["cuda"] = torch.cuda.get_rng_state_all()
+        return found
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Set the states; those of GPUs only where there are as many."""
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(state["torch"])
+        on_gpus = state.get("cuda", ())
+        if torch.cuda.is_available() and len(on_gpus) == torch.cuda.device_count():
+            torch.cuda.set_rng_state_all(on_gpus)
+
+
+def state_of(held: Any) -> Any:
+    """Return the state of a Stateful; plain data is its own state."""
+    return held.state_dict() if isinstance(held, Stateful) else held
+
+
+def written(states: Mapping[str, Any], world: World) -> bytes | None:
+    """Return the file that holds the states of all ranks; None where no rank has any; collective.
+
+    Args:
+        states: this rank's, by name.
+        world: the ranks.
+
+    Raises:
+        Refused: on every rank: UNSUPPORTED for everything that is no plain data, with its path.
+    """
+    with world.together():
+        problems: list[Refusal] = []
+        mine = {name: json.dumps(_tagged(state, name, problems, 0)) for name, state in states.items()}
+        if problems:
+            raise gathered(problems)
+    everyone = world.gather(mine)
+    if not any(everyone):
+        return None
+    shared = {name: text for name, text in everyone[0].items() if all(each.get(name) == text for each in everyone)}
+    parts = [{name: text for name, text in each.items() if name not in shared} for each in everyone]
+
+    def listed(texts: Mapping[str, str]) -> dict[str, Any]:
+        return {name: json.loads(text) for name, text in texts.items()}
+
+    found = {_WORLD: world.size, _SHARED: listed(shared), _RANKS: [listed(part) for part in parts]}
+    return json.dumps(found, indent=1, allow_nan=False).encode() + b"\n"
+
+
+class Extras:
+    """What a file says to one rank.
+
+    Args:
+        text: the file; None where there is none.
+        world: the ranks that load.
+
+    Raises:
+        Refused: CORRUPT.
+    """
+
+    def __init__(self, text: bytes | None, world: World) -> None:
+        place = world.ranks.index(world.rank)
+        self._size = world.size
+        try:
+            empty = {_WORLD: world.size, _SHARED: {}, _RANKS: []}
+            found: dict[str, Any] = empty if text is None else json.loads(text)
+            self._saved_by = int(found[_WORLD])
+            self._others = {name for part in found[_RANKS] for name in part}
+            own = found[_RANKS][place] if found[_RANKS] and self._saved_by == self._size else {}
+            self.states: dict[str, Any] = {name: _untagged(value) for name, value in {**found[_SHARED], **own}.items()}
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
+            raise refuse("CORRUPT", f"it is none of ours: {error!r}", file=FILE) from error
+
+    def lacking(self, name: str) -> Refusal | None:
+        """Return why this rank has no state of a name; None where it has."""
+        if name in self.states:
+            return None
+        if name in self._others:
+            message = f"{self._saved_by} ranks saved a state each, {self._size} load"
+            hint = "leave it out of extra, or load with strict=False; Random(strict=False) stays as it is"
+            return Refusal("UNSUPPORTED", message, Where(FILE, name), hint)
+        return Refusal("MISSING_TENSOR", "the source has no such state", Where(FILE, name), "strict=False leaves it")
+
+
+def _tagged(value: Any, path: str, problems: list[Refusal], depth: int) -> Any:
+    """Return plain data as JSON; what JSON has no word for is a dict of one key that names it."""
+
+    def inner(items: Any) -> list[Any]:
+        return [_tagged(item, f"{path}[{number}]", problems, depth + 1) for number, item in enumerate(items)]
+
+    if depth > _DEEPEST:
+        problems.append(Refusal("UNSUPPORTED", f"it is nested deeper than {_DEEPEST}", Where(FILE, path)))
+        return None
+    if value is None or type(value) in (bool, int, str):
+        return value
+    if type(value) is float:
+        return value if np.isfinite(value) else {_FLOAT: repr(value)}
+    if isinstance(value, Mapping):
+        pairs = [
+            (_tagged(key, f"{path} key", problems, depth + 1), _tagged(item, f"{path}.{key}", problems, depth + 1))
+            for key, item in value.items()
+        ]
+        return {_COUNTER if isinstance(value, Counter) else _DICT: pairs}
+    if type(value) is list:
+        return inner(value)
+    if isinstance(value, tuple):
+        return {_TUPLE: inner(value)}
+    if type(value) in (set, frozenset):
+        return {_SET: inner(sorted(value, key=repr))}
+    return _octets(value, path, problems)
+
+
+def _octets(value: Any, path: str, problems: list[Refusal]) -> Any:
+    """Return what has bytes of its own as JSON."""
+    if isinstance(value, bytes | bytearray):
+        return {_BYTES: _text(bytes(value))}
+    if isinstance(value, io.BytesIO):
+        return {_STREAM: _text(value.getvalue())}
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        array = np.ascontiguousarray(value)
+        return {_ARRAY: {_DTYPE: array.dtype.str, _SHAPE: list(value.shape), _DATA: _text(array.tobytes())}}
+    if type(value) in (torch.Tensor, torch.nn.Parameter) and not value.is_meta and value.layout == torch.strided:
+        held = value.detach().cpu().contiguous()
+        data = _text(as_bytes(held).tobytes())
+        return {_TENSOR: {_DTYPE: code_of(held.dtype), _SHAPE: list(held.shape), _DATA: data}}
+    message = f"it is a {type(value).__module__}.{type(value).__qualname__}, which is no plain data"
+    hint = "give a state_dict of numbers, texts, bytes, lists, dicts, tensors and arrays"
+    problems.append(Refusal("UNSUPPORTED", message, Where(FILE, path), hint))
+    return None
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _untagged(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_untagged(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, held),) = value.items()
+    if kind in (_DICT, _COUNTER):
+        pairs = {_untagged(key): _untagged(item) for key, item in held}
+        return pairs if kind == _DICT else Counter(pairs)
+    if kind in (_TUPLE, _SET):
+        items = [_untagged(item) for item in held]
+        return tuple(items) if kind == _TUPLE else set(items)
+    if kind == _FLOAT:
+        return float(held)
+    if kind in (_BYTES, _STREAM):
+        data = base64.b64decode(held, validate=True)
+        return data if kind == _BYTES else io.BytesIO(data)
+    return _array(kind, held)
+
+
+def _array(kind: str, held: Mapping[str, Any]) -> Any:
+    """Return a tensor or an array."""
+    data = bytearray(base64.b64decode(held[_DATA], validate=True))
+    if kind == _TENSOR:
+        dtype = torch_dtype(held[_DTYPE])
+        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return flat.reshape(held[_SHAPE])
+    if kind != _ARRAY:
+        raise ValueError(f"nothing is called {kind}")
+    return np.frombuffer(data, np.dtype(held[_DTYPE])).reshape(held[_SHAPE])

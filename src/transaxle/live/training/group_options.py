@@ -1,0 +1,140 @@
+"""Parameter groups of a live optimizer: their settings are kept by the names of the parameters, never by position.
+
+What a run computes with (`foreach`, `fused`, `capturable`, `differentiable`) is its own affair and stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from transaxle.errors import Refusal, Where, gathered
+from transaxle.formats.dtype import numpy_dtype
+from transaxle.formats.pickled.descriptors import NOTHING
+from transaxle.formats.training_state.state_groups import NAMES, PARAMS, Group, plain
+from transaxle.live.tensors.torch_dtype import code_of
+from transaxle.live.training.optimizers import Optimizers
+from transaxle.live.transport.world import World
+
+_OWN = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_HINT = "build the optimizer with the groups that the source has"
+
+
+def groups_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> list[Group]:
+    """Return this rank's groups, as containers keep them; those of several optimizers one after the other.
+
+    Args:
+        optimizers: as taken apart.
+        named: their parameters by name.
+
+    Raises:
+        Refused: UNSUPPORTED for settings that are no plain data, and where a wrapper has others than what it wraps.
+    """
+    names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
+    found: list[Group] = []
+    problems = []
+    for number, group in enumerate(optimizers.groups()):
+        said = {}
+        for key, value in group.items():
+            if key in (PARAMS, NAMES):
+                continue
+            said[key] = plain(_scalar(value))
+            if said[key] is NOTHING:
+                message = f"its setting {key} is a {type(value).__name__}, which no checkpoint can hold"
+                problems.append(Refusal("UNSUPPORTED", message, Where(None, f"optimizer group {number}")))
+        found.append({**said, PARAMS: [names[id(parameter)] for parameter in group[PARAMS]]})
+    if problems:
+        raise gathered(problems)
+    return found
+
+
+def all_groups(mine: Sequence[Group], world: World) -> list[Group]:
+    """Return the groups of all ranks together: of pipeline stages, each has some of the parameters; collective.
+
+    Raises:
+        Refused: UNEQUAL_COPIES where ranks train one parameter with different settings.
+    """
+    found: dict[tuple[int, str], Group] = {}
+    held: dict[str, str] = {}
+    problems = []
+    for rank, groups in zip(world.ranks, world.gather(mine), strict=True):
+        for number, group in enumerate(groups):
+            said = _settings(group)
+            key = number, repr(sorted(said.items()))
+            first = found.setdefault(key, {**said, PARAMS: []})
+            for name in group[PARAMS]:
+                if held.setdefault(name, key[1]) != key[1]:
+                    message = f"rank {rank} trains it with {key[1]}, another with {held[name]}"
+                    problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, name)))
+                elif name not in first[PARAMS]:
+                    first[PARAMS].append(name)
+    if problems:
+        raise gathered(problems)
+    return list(found.values())
+
+
+def settings_for(
+    optimizers: Optimizers, named: Mapping[str, torch.Tensor], stored: Iterable[Group]
+) -> tuple[list[Mapping[str, Any]], list[Refusal]]:
+    """Find the settings of the optimizers' groups in those of a source.
+
+    Args:
+        optimizers: as taken apart.
+        named: their parameters by name.
+        stored: the source's groups by the model's names.
+
+    Returns:
+        For each group (`Optimizers.held`) what is restored, empty where the source says nothing; and UNSUPPORTED for
+        each group whose parameters were trained with different settings.
+    """
+    of = {name: _settings(group) for group in stored for name in group[PARAMS]}
+    names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
+    found: list[Mapping[str, Any]] = []
+    problems = []
+    inside = sum(len(one.param_groups) for one in optimizers.members)
+    for number, group in enumerate(optimizers.held()):
+        mine = [names[id(parameter)] for parameter in group[PARAMS] if names[id(parameter)] in of]
+        taken = {name: of[name] if number < inside else _both(of[name], group) for name in mine}
+        found.append(taken[mine[0]] if mine else {})
+        other = next((name for name in mine if repr(taken[name]) != repr(found[-1])), None)
+        if other is not None:
+            first, second = found[-1], taken[other]
+            unlike = [key for key in {**first, **second} if repr(first.get(key)) != repr(second.get(key))]
+            said = "; ".join(f"{key}: {first.get(key)!r} and {second.get(key)!r}" for key in unlike)
+            message = f"the source trains {mine[0]} and {other} with different settings ({said}); here they are one"
+            problems.append(Refusal("UNSUPPORTED", message, Where(None, f"optimizer group {number}"), _HINT))
+    return found, problems
+
+
+def restore(optimizers: Optimizers, found: Sequence[Mapping[str, Any]]) -> None:
+    """Give the optimizers' groups the settings that were found for them; a tensor setting stays the same tensor."""
+    for group, settings in zip(optimizers.held(), found, strict=True):
+        for key, value in settings.items():
+            if key in _OWN and key in group:
+                continue
+            held = group.get(key)
+            if isinstance(held, torch.Tensor) and isinstance(value, int | float | np.generic):
+                with torch.no_grad():
+                    held.fill_(value.item() if isinstance(value, np.generic) else value)
+            else:
+                group[key] = value.item() if isinstance(value, np.generic) else value
+
+
+def _settings(group: Group) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in (PARAMS, NAMES)}
+
+
+def _both(settings: Group, shown: Group) -> dict[str, Any]:
+    """Return the settings that a wrapper shows too: a container of many kinds has few in common, or none."""
+    return {key: value for key, value in settings.items() if key in shown}
+
+
+def _scalar(value: Any) -> Any:
+    """Return a tensor without dims as a numpy scalar, so that it keeps its type."""
+    if not isinstance(value, torch.Tensor) or value.dim():
+        return value
+    octets = value.detach().cpu().reshape(1).view(torch.uint8).numpy()
+    return octets.view(numpy_dtype(code_of(value.dtype)))[0]

@@ -1,0 +1,256 @@
+"""Optimizer state by parameter name: `optim/<parameter>/<state>`, the names that every container uses.
+
+Nothing is paired by position. State that an optimizer has not made yet (it makes it in its first step) is made here,
+in the shape and placement of its parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from transaxle.axes.layout.bind import join_slot, split_slot
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
+from transaxle.errors import Refusal, Where, gathered
+from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
+from transaxle.live.tensors.destination import local_of
+from transaxle.live.tensors.torch_dtype import torch_dtype
+from transaxle.live.tensors.tp_shard import mark, part_of, whole_shape
+from transaxle.live.training.optimizer_twin import Twins
+from transaxle.live.training.optimizers import CARRY, Optimizers
+from transaxle.quant.modules.masters import MASTER, MasterWeights
+
+_PARAMS = "params"
+_ON_DEVICE = ("capturable", "fused")
+"""Settings of a group under which its counters live on the parameters' device."""
+_TOO_EARLY = "make the optimizer of this model's parameters, after fully_shard or parallelize_module has replaced them"
+_NUMBERS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
+"""Python's numbers, and the types of the tensors that stand for them."""
+
+
+def names_of(optimizers: Optimizers, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the optimizers' parameters by name.
+
+    Args:
+        optimizers: as taken apart.
+        tensors: the model's tensors by name.
+
+    Raises:
+        Refused: UNEXPECTED_TENSOR for a parameter that the model does not have.
+    """
+    by_identity = {id(tensor): name for name, tensor in reversed(list(tensors.items()))}
+    found: dict[str, torch.Tensor] = {}
+    problems = []
+    for group, number, parameter in optimizers.parameters():
+        name = by_identity.get(id(parameter))
+        if name is None:
+            message = f"parameter {number} of its group {group}, of shape {list(parameter.shape)}, is none of the model"
+            problems.append(Refusal("UNEXPECTED_TENSOR", message, Where(None, f"optimizer group {group}"), _TOO_EARLY))
+        else:
+            found[name] = parameter
+    if problems:
+        raise gathered(problems)
+    return found
+
+
+def untrained(named: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Return the names of parameters that have gradients, and no optimizer."""
+    known = {id(parameter) for parameter in named.values()}
+    return tuple(name for name, each in parameters.items() if each.requires_grad and id(each) not in known)
+
+
+def states_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the optimizers' state as tensors by name; a Python number becomes a tensor of no dims, None nothing.
+
+    Args:
+        optimizers: as taken apart.
+        named: their parameters by name, see `names_of`; those that other ranks update have no state here.
+
+    Raises:
+        Refused: UNSUPPORTED for state that is neither tensor nor number.
+    """
+    found, problems = {}, []
+    owners = optimizers.owners()
+    states = {
+        id(each): held
+        for one in optimizers.members
+        for each, held in (one.states if isinstance(one, MasterWeights) else one.state).items()
+    }
+    for name, parameter in named.items():
+        for key, value in states.get(id(parameter), {}).items() if id(parameter) in owners else ():
+            full = join_slot(name, key)
+            held = value if isinstance(value, torch.Tensor) else as_tensor(value)
+            if isinstance(value, torch.Tensor) and _is_encoded(value):
+                problems.append(_encoded(full, value))
+            elif held is not None and held.dim() and part_of(parameter) is not None and held.shape != parameter.shape:
+                message = (
+                    f"it has the shape {list(held.shape)}, and its parameter, {list(parameter.shape)} here, is cut"
+                )
+                problems.append(Refusal("UNSUPPORTED", message, Where(None, full)))
+            elif held is not None:
+                found[full] = mark(held, part_of(parameter)) if held.dim() else held
+            elif value is not None:
+                message = f"it is a {type(value).__name__}, neither a tensor nor a number"
+                problems.append(Refusal("UNSUPPORTED", message, Where(None, full), CARRY))
+    if problems:
+        raise gathered(problems)
+    return found
+
+
+def unrestored(optimizers: Optimizers, named: Mapping[str, torch.Tensor], stored: Container[str]) -> tuple[str, ...]:
+    """Return the names of state that optimizers have made and a source lacks: after a load it would be stale."""
+    return tuple(n for n in states_of(optimizers, named) if n not in stored and split_slot(n)[1] != MASTER)
+
+
+def taken_away(checkpoint: Checkpoint) -> list[Refusal]:
+    """Refuse a source that was written with an optimizer's state whose files are missing now.
+
+    One that never had any is a model, from which a new optimizer starts.
+    """
+    container, manifest = checkpoint.container, checkpoint.manifest
+    if manifest is None or any(split_slot(name)[1] for name in (*container.entries, *container.left)):
+        return []
+    message = "the checkpoint was written with it, and it is missing"
+    hint = "copy it; strict=False, or no optimizer=, loads the model alone"
+    files = [file for file in manifest.files if file.startswith(f"{STATE_FOLDER}/")]
+    return [Refusal("INCOMPLETE", message, Where(file), hint) for file in files]
+
+
+def doubled(
+    named: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
+) -> set[str]:
+    """Return names of state that a source has under another name of a tied parameter beside the optimizer's.
+
+    Args:
+        named: the optimizer's parameters by name.
+        parameters: the model's; a tied one has several names.
+        stored: the source's tensors by the model's names.
+    """
+    first = {id(parameter): name for name, parameter in named.items()}
+    others = {name: first[id(p)] for name, p in parameters.items() if name not in named and id(p) in first}
+    slots = ((full, *split_slot(full)) for full in stored)
+    return {full for full, name, key in slots if key and name in others and join_slot(others[name], key) in stored}
+
+
+def as_tensor(value: object) -> torch.Tensor | None:
+    """Return a Python number as a tensor of no dims; None for anything else, and for what 64 bits do not hold."""
+    kind = _NUMBERS.get(type(value))
+    if kind is None or (isinstance(value, int) and not -(1 << 63) <= value < 1 << 63):
+        return None
+    return torch.tensor(value, dtype=kind)
+
+
+def rooms_for(
+    optimizers: Optimizers, named: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]
+) -> dict[str, torch.Tensor]:
+    """Return tensors for the state that a source holds: those the optimizers have, new ones where they have none.
+
+    Args:
+        optimizers: as taken apart.
+        named: their parameters by name; those that other ranks update get none.
+        stored: the source's tensors by the model's names.
+
+    Raises:
+        Refused: UNSUPPORTED for state that is no plain tensor.
+    """
+    on_device = {
+        id(parameter)
+        for group in optimizers.held()
+        for parameter in group[_PARAMS]
+        if any(group.get(setting) for setting in _ON_DEVICE)
+    }
+    found, problems, owners = {}, list[Refusal](), optimizers.owners()
+    for full, source in stored.items():
+        name, key = split_slot(full)
+        parameter = named.get(name)
+        if not key or parameter is None or id(parameter) not in owners:
+            continue
+        present = owners[id(parameter)].state.get(parameter, {}).get(key)
+        if isinstance(present, torch.Tensor) and _is_encoded(present):
+            problems.append(_encoded(full, present))
+            continue
+        if isinstance(present, torch.Tensor) and not present.is_meta:
+            found[full] = mark(present, part_of(parameter)) if present.dim() else present
+        elif source.shape == whole_shape(parameter) and source.shape:
+            made = torch.zeros_like(parameter, dtype=torch_dtype(source.dtype, tensor=full), requires_grad=False)
+            found[full] = mark(made, part_of(parameter))
+        else:
+            where = parameter.device if id(parameter) in on_device else torch.device("cpu")
+            found[full] = torch.zeros(source.shape, dtype=torch_dtype(source.dtype, tensor=full), device=where)
+    if problems:
+        raise gathered(problems)
+    return found
+
+
+def _is_encoded(state: torch.Tensor) -> bool:
+    """Tell whether state is a tensor of several buffers, as torchao's quantized optimizers have it."""
+    return is_traceable_wrapper_subclass(local_of(state))
+
+
+def _encoded(name: str, state: torch.Tensor) -> Refusal:
+    message = f"it is a {type(local_of(state)).__name__}, whose values are codes with scales"
+    hint = "torch's own dcp.save of get_optimizer_state_dict keeps such state; without optimizer= the model goes alone"
+    return Refusal("UNSUPPORTED", message, Where(None, name), hint)
+
+
+def follow(optimizers: Optimizers, named: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Let optimizers follow parameters that were replaced: materialising a meta model makes new ones.
+
+    Args:
+        optimizers: as taken apart.
+        named: their parameters by name, as they were.
+        tensors: the model's tensors by name, as they are.
+    """
+    replaced = {id(old): tensors[name] for name, old in named.items() if tensors[name] is not old}
+    for group in optimizers.held():
+        group[_PARAMS][:] = [replaced.get(id(parameter), parameter) for parameter in group[_PARAMS]]
+
+
+def install(optimizers: Optimizers, named: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor]) -> None:
+    """Put loaded state into the optimizers; where one keeps a Python number, a number.
+
+    A value without dims is what the optimizer has there, or what it would make there itself (`live.twin`). Where it
+    cannot be tried, values of types that only Python's numbers are stored with are numbers, but not fractions of
+    parameters without dims. The optimizer is asked in the end to make of them what it needs. Settings are to be
+    restored before.
+    """
+    owners, twins = optimizers.owners(), Twins()
+    for full, value in states.items():
+        name, key = split_slot(full)
+        parameter = named[name]
+        owner = owners[id(parameter)]
+        state: dict[str, Any] = owner.state[parameter]
+        if value.dim():
+            state[key] = value
+            continue
+        old = state.get(key)
+        if old is None:
+            old = twins.state(owner, parameter).get(key)
+        state[key] = _as_kept(value, old, parameter)
+    for one in optimizers.members:
+        one.__setstate__({"state": one.state, "param_groups": one.param_groups})
+
+
+def _as_kept(value: torch.Tensor, kept: object, parameter: torch.Tensor) -> torch.Tensor | bool | int | float:
+    """Return a value without dims as an optimizer keeps it.
+
+    Args:
+        value: as it was stored.
+        kept: one that the optimizer has, or makes; None: not known.
+        parameter: the one that it belongs to.
+    """
+    unsure = value.dtype in _NUMBERS.values() and value.dtype != torch.get_default_dtype()
+    counts = parameter.dim() > 0 or not value.is_floating_point()
+    if kept is None:
+        return value.item() if unsure and counts else value
+    if isinstance(kept, bool | int | float):
+        number: bool | int | float = value.item()
+        of_kind = type(kept)(number)
+        return of_kind if of_kind == number else number
+    if isinstance(kept, torch.Tensor) and unsure and not kept.dim() and counts:
+        cast = value.to(kept.dtype)  # a number, of an optimizer that keeps numbers where this one has tensors
+        return cast if bool(cast.to(value.dtype) == value) else value
+    return value

@@ -1,0 +1,1 @@
+"""Bytes between ranks: collectives, shared memory, rendezvous."""

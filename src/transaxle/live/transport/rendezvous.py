@@ -1,0 +1,71 @@
+"""Where the background processes of all ranks find each other, and where the loss of one is told.
+
+The first rank's own process serves a store. It is there before the background processes are, on whatever machines they
+run; and a rank whose process waits for a lost one hears of it there.
+"""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, if not marked so
+
+from transaxle.live.transport.world import World
+
+_LOST, _GROUP = "lost", "group"
+_HERE = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the store is found."""
+
+    host: str
+    """Machine."""
+    port: int
+    """TCP port."""
+
+    def join(self, place: int, size: int, timeout: timedelta) -> None:
+        """Form the processes' own group, as number `place` of `size`."""
+        found = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = PrefixStore(_GROUP, found)
+        dist.init_process_group("gloo", store=store, timeout=timeout, rank=place, world_size=size)
+
+
+class Meeting:
+    """The store, as the ranks see it; several ranks make it together.
+
+    Args:
+        world: the ranks.
+        timeout: how long anybody waits for it.
+    """
+
+    def __init__(self, world: World, timeout: timedelta) -> None:
+        served: TCPStore | None = None
+        with world.together():
+            if world.rank == world.ranks[0]:
+                served = TCPStore(_HERE, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        told = world.gather((socket.gethostname(), 0 if served is None else served.port))
+        alone = len({host for host, _ in told}) == 1
+        self.place = Place(_HERE if alone else told[0][0], told[0][1])
+        with world.together():
+            self._store = served or TCPStore(
+                self.place.host, self.place.port, is_master=False, wait_for_workers=False, timeout=timeout
+            )
+
+    def tell(self, message: str) -> None:
+        """Say that a process is lost."""
+        with suppress(RuntimeError):  # the first rank is gone: nobody is left to hear it
+            self._store.set(_LOST, message)
+
+    @property
+    def lost(self) -> str | None:
+        """What was said of a lost process."""
+        with suppress(RuntimeError):
+            if self._store.check([_LOST]):
+                return str(self._store.get(_LOST).decode())
+        return None

@@ -1,0 +1,78 @@
+"""Ranks of one machine hand bytes over in shared memory: a network would copy them four times more.
+
+Each rank has a region that the others read. It has two halves: while one round is being read, the next is written.
+Ranks that do not see each other (on other machines, in other containers) are told so, and take the network.
+"""
+
+from __future__ import annotations
+
+from transaxle.live.tensors.destination import Bytes
+from transaxle.live.transport.shared_memory import Address, Region, seen
+from transaxle.live.transport.world import World
+
+_GRAIN = 1 << 20
+
+
+class Near:
+    """The regions of all ranks, as far as this one sees them.
+
+    Args:
+        world: the ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._half = 0
+        self._turn = 0
+        self._own: Region | None = None
+        self._seen: dict[int, Bytes] = {}
+        self._readers: dict[int, frozenset[int]] = {}
+
+    def prepare(self, need: int) -> None:
+        """Make room for so many bytes of every rank; collective over the world, which must ask for equally many."""
+        if need <= self._half:
+            return
+        self._half = -(-max(need, _GRAIN) // _GRAIN) * _GRAIN
+        self.close()
+        try:
+            self._own = Region(2 * self._half)
+        except (OSError, ValueError):
+            self._own = None
+        told: Address | None = None if self._own is None else self._own.address
+        addresses = dict(zip(self._world.ranks, self._world.gather(told), strict=True))
+        others = {rank: address for rank, address in addresses.items() if rank != self._world.rank}
+        found = {rank: None if address is None else seen(address) for rank, address in others.items()}
+        self._seen = {rank: held for rank, held in found.items() if held is not None}
+        everyone = self._world.gather(frozenset(self._seen))
+        self._readers = {
+            sender: frozenset(rank for rank, sees in zip(self._world.ranks, everyone, strict=True) if sender in sees)
+            for sender in self._world.ranks
+        }
+
+    def reaches(self, sender: int, receiver: int) -> bool:
+        """Tell whether one rank sees what another one has written; all ranks answer alike."""
+        return receiver in self._readers.get(sender, ())
+
+    def room(self, start: int, size: int) -> Bytes:
+        """Return room in this rank's region, for the round that comes."""
+        if self._own is None:
+            raise ValueError("this rank has no region")
+        begin = self._turn * self._half + start
+        return self._own.bytes[begin : begin + size]
+
+    def held(self, sender: int, start: int, size: int) -> Bytes:
+        """Return what another rank has written, until the end of the next round."""
+        begin = self._turn * self._half + start
+        return self._seen[sender][begin : begin + size]
+
+    def flip(self) -> None:
+        """End a round: what is written next goes to the other half."""
+        self._turn = 1 - self._turn
+
+    def close(self) -> None:
+        """Let the regions go; what somebody still refers to stays."""
+        if self._own is not None:
+            self._own.close()
+        self._own = None
+        self._seen = {}
+        self._readers = {}

@@ -1,0 +1,1 @@
+"""Packed or one by one: the forms that experts are stored in."""

@@ -1,0 +1,124 @@
+"""Expert layouts of frameworks, to and from grouped layers in one step: names, gate|up, transposes.
+
+For the state dict of a module that holds one layer's experts. A whole model's is converted by `transaxle.load`,
+`transaxle.state_dict_as` and `transaxle.convert`, whose tables have these lines too, and know DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import torch
+from torch import nn
+
+from transaxle.axes.layout.bind import bind, group, join_slot, score, split_slot
+from transaxle.axes.notation.family import Dialect, Family, Sizes
+from transaxle.axes.notation.tables import read
+from transaxle.axes.translation.translate import translate
+from transaxle.errors import refuse
+from transaxle.nn.checkpoints.torch_relayout import described, move, under
+
+_TABLE = "experts.rules"
+STACKED = "stacked"
+"""The dialect of two grouped layers `linear_fc1`, `linear_fc2` with one weight each."""
+SEPARATE = "separate"
+"""The same, with one weight per expert."""
+
+
+@cache
+def family() -> Family:
+    """Return the table of expert layouts."""
+    (found,) = read(files("transaxle.nn").joinpath(_TABLE).read_text("utf-8"), file=_TABLE)
+    return found
+
+
+def _dialect(label: str) -> Dialect:
+    found = family().dialect(label)
+    if found is None:
+        raise refuse("AMBIGUOUS", f"no expert layout {label!r}; known: {', '.join(family().labels)}")
+    return found
+
+
+def recognised(names: list[str]) -> Dialect | None:
+    """Return the layout that reads most of some names; None where none reads any."""
+    grouped = group(split_slot(name)[0] for name in names)
+    scored = [(score(grouped, dialect), dialect) for dialect in family().dialects]
+    fitting = [(matched, dialect) for (matched, prefix), dialect in scored if matched and not prefix]
+    return max(fitting, key=lambda one: one[0])[1] if fitting else None
+
+
+def experts_as(state: Mapping[str, Any], layout: str, *, prefix: str = "", source: str | None = None) -> dict[str, Any]:
+    """Return a state dict with one layer's experts in another layout; what else is in it stays as it is.
+
+    Args:
+        state: any state dict, with states of an optimizer as `optim/<parameter>/<state>`; it is left as it is.
+        layout: `stacked`, `separate`, `hf`, `transformers`, `torchtitan`, `torchtitan@0.2` or `automodel`.
+        prefix: what stands before the experts' names, such as `model.layers.0.mlp.experts.`
+        source: the layout that they are in; None: recognised by the names.
+
+    Raises:
+        Refused: MISSING_TENSOR for experts that lack; SHAPE_MISMATCH; UNSUPPORTED for DTensors, and for codes whose
+            scales would be in the way.
+        UsageError: AMBIGUOUS for a layout that there is not, or that is not recognised.
+    """
+    target = _dialect(layout)
+    own, rest = _divided(state, prefix)
+    origin = recognised(list(own)) if source is None else _dialect(source)
+    if origin is None:
+        first = ", ".join(list(own)[:3]) or "(none)"
+        raise refuse("AMBIGUOUS", f"no expert layout reads {first}", hint=f"layouts: {', '.join(family().labels)}")
+    sizes = Sizes(family(), {})
+    bound = bind(tuple(own), family(), origin, sizes)
+    _refuse_codes({name: value for name, value in own.items() if name not in bound.unknown})
+    made = move(translate(bound, described(own), target, sizes), own)
+    return {**rest, **under(prefix, made)}
+
+
+def _divided(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors below a prefix, without it, and all the rest."""
+    own, rest = {}, {}
+    for name, value in state.items():
+        parameter, slot = split_slot(name)
+        if parameter.startswith(prefix) and isinstance(value, torch.Tensor):
+            own[join_slot(parameter[len(prefix) :], slot)] = value
+        else:
+            rest[name] = value
+    return own, rest
+
+
+def _refuse_codes(own: Mapping[str, torch.Tensor]) -> None:
+    for name, value in own.items():
+        if value.dtype.itemsize == 1:
+            raise refuse(
+                "UNSUPPORTED",
+                f"codes of {value.dtype}: their scales have to follow",
+                tensor=name,
+                hint="transaxle.load and transaxle.convert move codes and scales together",
+            )
+
+
+def _translated(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
+    """Bring experts into the layout `stacked`. A hook of torch, with a name, so that its module can be pickled."""
+    own = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
+    found = recognised(own)
+    if found is None or found.label in (STACKED, SEPARATE):
+        return
+    made = experts_as(state, STACKED, prefix=prefix)
+    for name in [name for name in state if name not in made]:
+        del state[name]  # torch hands the hooks a copy that is theirs
+    state.update(made)
+
+
+def accept_layouts(module: nn.Module) -> nn.Module:
+    """Let a module with grouped layers `linear_fc1` and `linear_fc2` load its experts in any layout; return it.
+
+    A hook of the layers themselves would not do: they see names under their own only.
+
+    Args:
+        module: owner of the two layers, of which the first computes gate and up.
+    """
+    module.register_load_state_dict_pre_hook(_translated)
+    return module

@@ -1,0 +1,148 @@
+"""The remap of grouped parameters in state dicts: N names and one tensor are two dialects of one table.
+
+One implementation for the module, for containers of modules, and for optimizer state; `transaxle.load` and the DCP
+planners use the same (`transaxle.axes.translation.arrange`, `transaxle.axes.translation.grouped`) on what is in
+files. Quantized parameters are several plain entries, each of which is stacked or taken apart by itself: no value is
+computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from transaxle.axes.layout.solve import Shape
+from transaxle.axes.translation.arrange import Group, arranged
+from transaxle.axes.translation.grouped import Stem, numbered, regrouped
+from transaxle.errors import Refusal, Where, gathered
+from transaxle.nn.checkpoints.packed_layer import Layer
+from transaxle.nn.checkpoints.torch_relayout import described, move
+from transaxle.quant.modules.entries import entries, is_quantized
+
+EXTRA_STATE = "_extra_state"
+"""Name of what TransformerEngine keeps beside the parameters of a module; nothing in it is needed here."""
+
+
+def remapped(state: Mapping[str, Any], prefix: str, layer: Layer) -> dict[str, Any]:
+    """Return a state dict in which a layer's parameters are under the names that it has itself.
+
+    Args:
+        state: any state dict; it is left as it is.
+        prefix: what stands before the layer's names.
+        layer: what it needs.
+
+    Returns:
+        A new dict. Tensors that are rearranged have memory of their own; the others are the same objects.
+
+    Raises:
+        Refused: see `transaxle.axes.translation.arrange.Arranged`; UNEQUAL_COPIES for two forms of one parameter
+            that differ.
+    """
+    found = {name: value for name, value in state.items() if name != f"{prefix}{EXTRA_STATE}"}
+    _unwrap(found, prefix, layer)
+    shapes = {
+        name: tuple(value.shape)
+        for name, value in found.items()
+        if name.startswith(prefix) and isinstance(value, torch.Tensor)
+    }
+    given = stems(shapes, prefix, layer)
+    taken = {name: found.pop(name) for stem in given for name in stem.sources}
+    found |= move(regrouped(given, described(taken)), taken)
+    return {name: value for name, value in found.items() if not _elsewhere(name, prefix, layer)}
+
+
+def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Stem, ...]:
+    """Return which of a layer's parameters are there in another form than its own, or in both.
+
+    Args:
+        shapes: what is there.
+        prefix: what stands before the layer's names.
+        layer: what it needs.
+
+    Raises:
+        Refused: see `transaxle.axes.translation.arrange.Arranged`.
+    """
+    found = arranged(_groups(prefix, layer), shapes)
+    if found.problems:
+        raise gathered(found.problems)
+    return found.stems
+
+
+def _groups(prefix: str, layer: Layer) -> list[Group]:
+    return [
+        Group(f"{prefix}{stem}", rest, layer.count, shape, layer.single[stem], own=layer.own)
+        for stem, own in layer.shapes.items()
+        for rest, shape in {"": own, **layer.beside.get(stem, {})}.items()
+    ]
+
+
+def _unwrap(found: dict[str, Any], prefix: str, layer: Layer) -> None:
+    """Put codes and scales in the place of quantized tensors."""
+    for name in [name for name, value in found.items() if is_quantized(value) and _is_own(name, prefix, layer)]:
+        parameter = found.pop(name)
+        found |= {f"{name}{rest}": entry for rest, entry in entries(parameter).items()}
+
+
+def _is_own(name: str, prefix: str, layer: Layer) -> bool:
+    """Tell whether a name is that of a layer's parameter, in either form."""
+    split = numbered(name)
+    stem = split[0] if split is not None and not split[2] else name
+    return stem.startswith(prefix) and stem.removeprefix(prefix) in layer.shapes
+
+
+def _elsewhere(name: str, prefix: str, layer: Layer) -> bool:
+    """Tell whether a name is that of an expert whose parameters another rank has."""
+    split = numbered(name)
+    if split is None or not split[0].startswith(prefix):
+        return False
+    stem = split[0].removeprefix(prefix)
+    return stem in layer.shapes and not layer.single[stem] and split[1] not in layer.own
+
+
+def refuse_codes(found: Mapping[str, Any], prefix: str, parameters: Mapping[str, torch.Tensor | None]) -> None:
+    """Refuse codes for parameters that hold values: torch would copy them as if they were numbers.
+
+    Args:
+        found: a state dict.
+        prefix: what stands before the parameters' names in it.
+        parameters: of a module, by name.
+
+    Raises:
+        Refused: DTYPE_MISMATCH.
+    """
+    problems = []
+    for name, parameter in parameters.items():
+        entry = found.get(f"{prefix}{name}")
+        if parameter is None or is_quantized(parameter) or not isinstance(entry, torch.Tensor):
+            continue
+        if entry.dtype.itemsize == 1 and parameter.dtype.itemsize > 1:
+            message = f"codes of {entry.dtype} for a parameter of {parameter.dtype}, which is not quantized"
+            hint = "GroupedLinear(..., recipe=...) for one that is; transaxle.load(..., decode=...) for values"
+            problems.append(Refusal("DTYPE_MISMATCH", message, Where(None, f"{prefix}{name}"), hint))
+    if problems:
+        raise gathered(problems)
+
+
+def apart(found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return copies of those tensors that share memory with another one, or with themselves (`expand`).
+
+    Taken as they are (`assign=True`), experts would change together.
+    """
+    spans: list[tuple[int, int, str]] = []
+    copied: list[str] = []
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor) or value.is_meta or not value.numel():
+            continue
+        local = value.to_local() if isinstance(value, DTensor) else value
+        steps = [(size - 1, stride) for size, stride in zip(local.shape, local.stride(), strict=True) if size > 1]
+        size = (sum(most * stride for most, stride in steps) + 1) * local.element_size()
+        spans.append((local.data_ptr(), local.data_ptr() + size, name))
+        copied += [name] if any(not stride for _, stride in steps) else []
+    end = 0
+    for start, stop, name in sorted(spans):
+        copied += [name] if start < end else []
+        end = max(end, stop)
+    return {name: found[name].detach().clone(memory_format=torch.contiguous_format) for name in copied}

@@ -1,0 +1,1 @@
+"""Grouped matrix products: which kernel, and the products themselves."""

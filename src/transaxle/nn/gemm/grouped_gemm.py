@@ -1,0 +1,203 @@
+"""The product of rows with the weights of their experts, and its gradients.
+
+One `grouped_mm` where the path allows it, or a product of codes, else a product per expert; gradients of weights are
+never products of codes. Between forward and backward nothing is kept but the input, the weights themselves (codes where
+they are quantized) and the offsets.
+
+Facts about torch's grouped product that this is built around: rows past the last offset are not written, strides must
+be multiples of 16 bytes, gradients of stride 0 are refused, and on devices of compute capability 10 the gradient of an
+expert without rows is not written (pytorch #172439).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from transaxle.nn.gemm.grouped_tensor import stacked, values
+from transaxle.nn.gemm.kernel_choice import PER_EXPERT, SCALED, Way, capability_of
+from transaxle.nn.gemm.scaled_gemm import back, backwards, product, together
+from transaxle.nn.gemm.splits import Splits
+from transaxle.quant import QuantizedTensor
+
+_BYTES = 16
+"""Strides of operands are multiples of this."""
+_ROWS = 8
+"""Rows of ones that sum the rows of a group; one is used, the others are there for the alignment."""
+_WRITES_EMPTY = 9
+"""Major compute capability up to which experts without rows get their zeros from the kernel."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What is multiplied, beside the input."""
+
+    splits: Splits
+    """Rows of each expert."""
+    way: Way
+    """How."""
+    features: tuple[int, int]
+    """Output and input features."""
+    dtype: torch.dtype
+    """Of the product."""
+
+
+def weights_of(parameters: Sequence[torch.Tensor], operands: Operands) -> torch.Tensor:
+    """Return the weights as one plain tensor [experts, out, in] of the product's dtype, copied only where they must be.
+
+    On the grouped path it is padded to whole steps of 16 bytes along both dims; on the scaled path it is codes.
+    """
+    if operands.way == SCALED and operands.splits.offsets.shape[0]:
+        return together(parameters)
+    made = stacked(parameters, 3, operands.dtype)
+    return made if operands.way == PER_EXPERT else _aligned(_padded(made, 1))
+
+
+def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return a tensor with zeros at the end of a dim up to a whole number of steps of 16 bytes."""
+    more = -x.shape[dim] % (_BYTES // x.element_size())
+    return functional.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, more)) if more else x
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose rows are dense and begin at steps of 16 bytes, padded and copied if they are not."""
+    x = _padded(x, x.dim() - 1)
+    if torch.compiler.is_compiling():
+        return x.contiguous()
+    step = _BYTES // x.element_size()
+    dense = x.stride(-1) == 1 and x.stride(-2) >= x.shape[-1] and (x.dim() == 2 or x.is_contiguous())
+    if dense and not x.stride(-2) % step and not x.storage_offset() % step:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("transaxle::grouped_mm", mutates_args=())
+def _opaque(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    return functional.grouped_mm(first, second, offs=offsets).contiguous()
+
+
+@_opaque.register_fake
+def _(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    experts = () if second.dim() == 3 else (offsets.shape[0],)
+    return first.new_empty((*experts, first.shape[0], second.shape[-1]))
+
+
+def _grouped_mm(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return torch's grouped product; traced, or of fake tensors, torch knows of no type but bfloat16."""
+    if first.dtype != torch.bfloat16 and (torch.compiler.is_compiling() or type(first) is not torch.Tensor):
+        made: torch.Tensor = _opaque(first, second, offsets)
+        return made
+    return functional.grouped_mm(first, second, offs=offsets)
+
+
+def forward(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, operands: Operands) -> torch.Tensor:
+    """Return [rows, out]: each row times its expert's weight, plus its bias; zeros past the last expert's rows.
+
+    Args:
+        x: [rows, in].
+        weight: see `weights_of`.
+        biases: [experts, out], or None.
+        operands: what there is beside.
+    """
+    splits, (out, _) = operands.splits, operands.features
+    if not x.shape[0] or not out or not len(splits.offsets):
+        return x.new_zeros((x.shape[0], out))
+    if operands.way == PER_EXPERT:
+        return _each(x, weight, biases, operands)
+    if isinstance(weight, QuantizedTensor):
+        made = product(x, weight, splits.offsets)
+    else:
+        made = _grouped_mm(_aligned(x), weight.transpose(1, 2), splits.offsets)
+    if out != made.shape[1]:
+        made = made[:, :out].contiguous()
+    if biases is None:
+        return _ended(made, splits)
+    experts = splits.experts()
+    if splits.complete:
+        return made.add_(biases.index_select(0, experts))
+    made.add_(biases.index_select(0, experts.clamp(max=len(biases) - 1)))  # rows past the end lose it again
+    return made.masked_fill_((experts == len(biases)).unsqueeze(1), 0)
+
+
+def _ended(made: torch.Tensor, splits: Splits) -> torch.Tensor:
+    """Put zeros into rows past the last expert's, and return them all."""
+    return made if splits.complete else made.masked_fill_(splits.past(), 0)
+
+
+def _each(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, operands: Operands) -> torch.Tensor:
+    made = x.new_zeros((x.shape[0], operands.features[0]))
+    for expert, start, stop in spans(operands.splits):
+        bias = None if biases is None else biases[expert].to(x.dtype)
+        made[start:stop] = functional.linear(x[start:stop], weight[expert], bias)
+    return made
+
+
+def spans(splits: Splits) -> list[tuple[int, int, int]]:
+    """Return (expert, first row, row after the last) of each expert that has rows."""
+    assert splits.counts is not None
+    found, start = [], 0
+    for expert, count in enumerate(splits.counts):
+        if count:
+            found.append((expert, start, start + count))
+        start += count
+    return found
+
+
+def of_input(grad: torch.Tensor, weight: torch.Tensor, operands: Operands) -> torch.Tensor:
+    """Return the gradient of the input [rows, in]; zeros past the last expert's rows."""
+    splits, (out, features) = operands.splits, operands.features
+    if not grad.shape[0] or not out or not len(splits.offsets):
+        return grad.new_zeros((grad.shape[0], features))
+    if operands.way == PER_EXPERT:
+        made = grad.new_zeros((grad.shape[0], features))
+        for expert, start, stop in spans(splits):
+            made[start:stop] = grad[start:stop] @ weight[expert]
+        return made
+    if isinstance(weight, QuantizedTensor) and backwards(weight):
+        made = back(grad, weight, splits.offsets)
+    else:
+        if isinstance(weight, QuantizedTensor):
+            weight = _aligned(values(weight, operands.dtype))
+        made = _grouped_mm(_aligned(grad), weight, splits.offsets)
+    return _ended(made if made.shape[1] == features else made[:, :features].contiguous(), splits)
+
+
+def of_weight(grad: torch.Tensor, x: torch.Tensor, operands: Operands) -> torch.Tensor:
+    """Return the gradient of the weights [experts, out, in], zeros for experts without rows."""
+    splits, (out, features) = operands.splits, operands.features
+    experts = splits.offsets.shape[0]
+    if not x.shape[0] or not out or not features or not experts:
+        return x.new_zeros((experts, out, features))
+    if operands.way == PER_EXPERT:
+        made = x.new_zeros((experts, out, features))
+        for expert, start, stop in spans(splits):
+            made[expert] = grad[start:stop].t() @ x[start:stop]
+        return made
+    made = _grouped_mm(_aligned(grad).t(), _aligned(x), splits.offsets)
+    if x.device.type == "cuda" and capability_of(x.device.index)[0] > _WRITES_EMPTY:
+        made.masked_fill_(splits.empty(), 0)
+    return made[:, :out, :features].contiguous()
+
+
+def of_bias(grad: torch.Tensor, operands: Operands) -> torch.Tensor:
+    """Return the gradient of the biases [experts, out]: the sum of each expert's rows.
+
+    As a product with ones: the sums are taken in float32, in an order that does not change from run to run.
+    """
+    splits, out = operands.splits, operands.features[0]
+    experts = splits.offsets.shape[0]
+    if not grad.shape[0] or not out or not experts:
+        return grad.new_zeros((experts, out))
+    if operands.way == PER_EXPERT:
+        made = grad.new_zeros((experts, out))
+        for expert, start, stop in spans(splits):
+            made[expert] = grad[start:stop].sum(0)
+        return made
+    ones = torch.ones((grad.shape[0], _ROWS), dtype=grad.dtype, device=grad.device)
+    made = _grouped_mm(ones.t(), _aligned(grad), splits.offsets)[:, 0, :out]
+    if grad.device.type == "cuda" and capability_of(grad.device.index)[0] > _WRITES_EMPTY:
+        return made.masked_fill(splits.empty().view(-1, 1), 0)
+    return made.contiguous()

@@ -1,0 +1,163 @@
+"""Which way a grouped linear layer goes: one grouped product, of values or of float8 codes, or one product per expert.
+This is the only place that decides, and it can be printed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+
+from transaxle.errors import refuse
+from transaxle.nn.gemm.scaled_gemm import BLOCKS, Kind, kind_of
+from transaxle.quant import Quantizer
+
+Way = Literal["grouped", "per_expert", "scaled"]
+GROUPED: Way = "grouped"
+PER_EXPERT: Way = "per_expert"
+SCALED: Way = "scaled"
+WAYS: tuple[Way, ...] = (GROUPED, PER_EXPERT, SCALED)
+
+ON_CPU = (torch.bfloat16, torch.float16, torch.float32)
+"""What a CPU multiplies in groups."""
+ON_CUDA = (torch.bfloat16,)
+"""What a CUDA device multiplies in groups without a copy of the offsets to the host."""
+CAPABLE = (9, 10)
+"""Major compute capabilities of those devices; on others torch reads the offsets back."""
+MOST = 1023
+"""Experts that a CUDA device takes at once: torch prepares a product in one block of threads."""
+SCALES = ("cuda",)
+"""Devices that multiply float8 codes in groups."""
+_BACK = "the gradient of the input is a product of values, as there are no columnwise codes"
+_ASKED = "codes are multiplied, and inputs rounded for it, after force_path('scaled')"
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A way, and why not the other."""
+
+    way: Way
+    """`grouped`, `per_expert` or `scaled`."""
+    against: tuple[str, ...] = ()
+    """What stands against one grouped product."""
+    forced: bool = False
+    """Whether the user said so."""
+    values: tuple[str, ...] = ()
+    """Why products, or one of them, are of values, where weights are codes."""
+
+    def __str__(self) -> str:
+        said = "forced" if self.forced else "chosen"
+        nothing = "nothing stands against it" if self.way == SCALED else "nothing stands against a grouped product"
+        return f"{self.way} ({said}): {'; '.join((*(self.against or (nothing,)), *self.values))}"
+
+
+def path(
+    dtype: torch.dtype,
+    device: torch.device,
+    features: tuple[int, int],
+    *,
+    capability: tuple[int, int] | None = None,
+    forced: Way | None = None,
+    quantizer: Quantizer | None = None,
+    columnwise: bool = False,
+    experts: int = 1,
+) -> Path:
+    """Choose a way.
+
+    Args:
+        dtype: of the values that are multiplied.
+        device: where they are.
+        features: output and input features.
+        capability: compute capability of the device; asked for if not given.
+        forced: what the user wants. MXFP8 codes are multiplied where they can be, those of float8 with one scale only
+            where the user says `scaled`; either rounds inputs and gradients.
+        quantizer: of the weights; None: they are not quantized.
+        columnwise: whether the weights have columnwise codes.
+        experts: how many weights there are.
+
+    Raises:
+        Refused: UNSUPPORTED for a grouped product that is wanted, and cannot be.
+    """
+    capability = capability_of(device.index) if capability is None and device.type == "cuda" else capability
+    kind = kind_of(quantizer)
+    against = tuple(_against(dtype, device, features, capability, experts))
+    of_codes: tuple[str, ...] = ()
+    if experts and (quantizer is not None or forced == SCALED):
+        of_codes = tuple(_against_codes(dtype, device, features, capability, kind, quantizer))
+    if forced == SCALED:
+        against += of_codes
+    if forced in (GROUPED, SCALED) and against:
+        hint = "force_path(None) lets it choose"
+        raise refuse("UNSUPPORTED", f"no {forced} product: {'; '.join(against)}", hint=hint)
+    codes = kind is not None and kind.chosen and not against and not of_codes
+    way = forced or (SCALED if codes else PER_EXPERT if against else GROUPED)
+    if way == SCALED:
+        of_codes = (_BACK,) if kind is BLOCKS and not columnwise else ()
+    elif kind is not None and not of_codes:
+        of_codes = (_ASKED,)
+    return Path(way, against, forced is not None, of_codes)
+
+
+def _against(
+    dtype: torch.dtype,
+    device: torch.device,
+    features: tuple[int, int],
+    capability: tuple[int, int] | None,
+    experts: int,
+) -> Iterator[str]:
+    if not all(features):
+        yield f"weights of {features[0]} x {features[1]} have no elements"
+    if device.type not in ("cpu", "cuda"):
+        yield f"no grouped product on {device.type}"
+    known = ON_CUDA if device.type == "cuda" else ON_CPU
+    if dtype not in known:
+        yield f"{dtype} on {device.type}, which multiplies {', '.join(map(str, known))} in groups"
+    if capability is not None and capability[0] not in CAPABLE:
+        yield f"compute capability {capability}, where torch reads the offsets back"
+    if device.type == "cuda" and experts > MOST:
+        yield f"{experts} experts, more than {MOST}"
+
+
+def _against_codes(
+    dtype: torch.dtype,
+    device: torch.device,
+    features: tuple[int, int],
+    capability: tuple[int, int] | None,
+    kind: Kind | None,
+    quantizer: Quantizer | None,
+) -> Iterator[str]:
+    """Yield what stands against a product of codes, beside what stands against any grouped product."""
+    if kind is None:
+        found = "plain" if quantizer is None else str(quantizer)
+        yield f"weights are {found}, no codes that are multiplied in groups"
+    if device.type not in SCALES:
+        yield f"no product of float8 codes on {device.type}"
+    if dtype != torch.bfloat16:
+        yield f"the result is {dtype}, and would be {torch.bfloat16}"
+    if kind is None:
+        return
+    if capability is not None and capability not in kind.capabilities:
+        yield f"compute capability {capability}, where torch has no kernel for {kind.what}"
+    if device.type in SCALES and kind.builds and not any(word in _build() for word in kind.builds):
+        yield f"torch was built without {kind.builds[0]}, the kernels for {kind.what}"
+    if any(size % kind.step for size in features):
+        yield f"weights of {features[0]} x {features[1]}, no multiples of {kind.step}"
+
+
+@cache
+def _build() -> str:
+    return torch.__config__.show()
+
+
+@cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def capability_of(index: int | None) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device."""
+    return _capability(index)

@@ -1,0 +1,187 @@
+"""The grouped product as one operation of autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from transaxle.nn.gemm.grouped_gemm import Operands, forward, of_bias, of_input, of_weight, weights_of
+from transaxle.nn.gemm.grouped_tensor import stacked, values
+from transaxle.nn.gemm.kernel_choice import GROUPED, SCALED, Way
+from transaxle.nn.gemm.splits import Splits
+from transaxle.quant import QuantizedTensor
+
+
+class Sink(Protocol):
+    """What takes gradients of weights elsewhere than to `.grad`."""
+
+    def take(self, pending: Pending) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Take gradients, now or later; return those of weights and of biases that autograd is to have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """All that gradients of weights and biases are made of."""
+
+    grad: torch.Tensor
+    """Of the output, [rows, out]."""
+    x: torch.Tensor
+    """The input, [rows, in]."""
+    operands: Operands
+    """What there was beside."""
+    wanted: tuple[bool, bool]
+    """Whether weights, and whether biases, are trained."""
+
+    def versions(self) -> tuple[int, ...]:
+        """Return numbers that differ once one of the tensors has been changed in place."""
+        return tuple(0 if one.is_inference() else one._version for one in (self.grad, self.x))
+
+    def weight(self) -> torch.Tensor | None:
+        """Return the gradient of the weights [experts, out, in]."""
+        return of_weight(self.grad, self.x, self.operands) if self.wanted[0] else None
+
+    def bias(self) -> torch.Tensor | None:
+        """Return the gradient of the biases [experts, out]."""
+        return of_bias(self.grad, self.operands) if self.wanted[1] else None
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a call is about, beside its tensors."""
+
+    way: Way
+    """How it multiplies."""
+    features: tuple[int, int]
+    """Output and input features."""
+    dtype: torch.dtype
+    """Of the product."""
+    counts: tuple[int, ...] | None
+    """Rows of each expert, where the host knows them."""
+    weights: int
+    """Parameters that are weights: one, or one per expert; those after them are biases."""
+    original: bool = False
+    """Whether the input is kept as it was given, not as it is multiplied."""
+    sink: Sink | None = None
+    """What takes gradients of weights; None: autograd."""
+
+
+class Product(torch.autograd.Function):
+    """Rows times their experts' weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inp: torch.Tensor,
+        offsets: torch.Tensor,
+        cached: torch.Tensor | None,
+        dgrad_out: torch.Tensor | None,
+        setting: Setting,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return [rows, out].
+
+        Args:
+            ctx: of autograd.
+            inp: [rows, in]; may be quantized.
+            offsets: see `Splits.offsets`.
+            cached: the weights as `weights_of` gave them before; None: made here.
+            dgrad_out: where the gradient of the input goes, if it is given.
+            setting: the rest.
+            *parameters: weights, then biases.
+        """
+        made, x = _multiplied(inp, offsets, cached, setting, parameters)
+        ctx.setting, ctx.dgrad_out, ctx.held = setting, dgrad_out, cached is not None
+        ctx.save_for_backward(
+            inp if setting.original else x, offsets, *(() if cached is None else (cached,)), *parameters
+        )
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradients of the input and of all parameters."""
+        setting: Setting = ctx.setting
+        inp, offsets, *rest = ctx.saved_tensors
+        cached = rest.pop(0) if ctx.held else None
+        weights = rest[: setting.weights]
+        x = values(inp, setting.dtype)
+        operands = _operands(setting, offsets, x.shape[0])
+        if cached is None and setting.way == SCALED and not isinstance(weights[0], QuantizedTensor):
+            operands = replace(operands, way=GROUPED)  # values, where a hook like `save_on_cpu` has copied the codes
+        grad = grads[0].to(setting.dtype).contiguous()
+        needed = ctx.needs_input_grad
+        first = None
+        if needed[0]:
+            first = of_input(grad, weights_of(weights, operands) if cached is None else cached, operands)
+        start = len(needed) - len(rest)
+        wanted = any(needed[start : start + setting.weights]), any(needed[start + setting.weights :])
+        pending = Pending(grad, x, operands, wanted)
+        of_weights, of_biases = (
+            (pending.weight(), pending.bias()) if setting.sink is None else setting.sink.take(pending)
+        )
+        if first is not None and ctx.dgrad_out is not None:
+            first = ctx.dgrad_out.copy_(first)  # last: it may lie where the input or the gradient of the output does
+        found = (*_shared(of_weights, weights), *_shared(of_biases, rest[setting.weights :]))
+        kept = (one if need else None for one, need in zip(found, needed[start:], strict=True))
+        return (first, *(None,) * (start - 1), *kept)
+
+
+def grouped_product(
+    inp: torch.Tensor,
+    offsets: torch.Tensor,
+    cached: torch.Tensor | None,
+    dgrad_out: torch.Tensor | None,
+    setting: Setting,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    """Return [rows, out]; see `Product.forward`. Where no gradients are wanted, autograd is not told of anything.
+
+    Args:
+        inp: see there, as what follows.
+        offsets: see there.
+        cached: see there.
+        dgrad_out: see there.
+        setting: see there.
+        weights: one parameter for all experts, or one for each.
+        biases: likewise, or none. They are small: a copy of them costs less than telling autograd of each.
+    """
+    one = torch.stack(list(biases)) if len(biases) > 1 else None
+    parameters = (*weights, *(biases if one is None else (one,)))
+    if torch.is_grad_enabled():
+        made: torch.Tensor = Product.apply(inp, offsets, cached, dgrad_out, setting, *parameters)  # type: ignore[no-untyped-call]
+        return made
+    return _multiplied(inp, offsets, cached, setting, parameters)[0]
+
+
+def _multiplied(
+    inp: torch.Tensor,
+    offsets: torch.Tensor,
+    cached: torch.Tensor | None,
+    setting: Setting,
+    parameters: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the product, and the input as it was multiplied."""
+    x = values(inp, setting.dtype)
+    operands = _operands(setting, offsets, x.shape[0])
+    weights, biases = parameters[: setting.weights], parameters[setting.weights :]
+    weight = weights_of(weights, operands) if cached is None else cached
+    bias = stacked(biases, 2, setting.dtype) if biases else None
+    return forward(x, weight, bias, operands), x
+
+
+def _operands(setting: Setting, offsets: torch.Tensor, rows: int) -> Operands:
+    return Operands(Splits(offsets, rows, setting.counts), setting.way, setting.features, setting.dtype)
+
+
+def _shared(grad: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return what each parameter gets: all of it, or its expert's part."""
+    if grad is None or not parameters:
+        return [None] * len(parameters)
+    if parameters[0].dim() == grad.dim():
+        return [grad.to(parameters[0].dtype)]
+    return list(grad.to(parameters[0].dtype).unbind(0))

@@ -1,0 +1,270 @@
+"""Parameters of a grouped layer: one for all experts or one for each, of all experts or of those of this rank.
+
+What the layer computes is elsewhere; here is what it is made of, how that begins, is shared out, and loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from transaxle.axes.geometry.chunk import Intervals, torch_chunk
+from transaxle.errors import refuse
+from transaxle.nn.checkpoints.packed_layer import BIAS, WEIGHT, Layer
+from transaxle.nn.checkpoints.remap import apart, refuse_codes, remapped
+from transaxle.nn.gemm.grouped_tensor import GroupedTensor, adjacent
+from transaxle.nn.linear.initial import Room, fill
+from transaxle.quant.modules.entries import ASSIGN, QuantizedEntries, is_quantized, layout_of, put_values
+from transaxle.quant.modules.placed import held_by
+
+_STD = 0.023
+"""Standard deviation of initial weights, TransformerEngine's."""
+
+Init = Callable[[torch.Tensor], object]
+"""Gives a weight [out, in] its initial values."""
+
+
+class GroupedParameters(QuantizedEntries):
+    """Weights and biases of N linear layers of one size: the experts."""
+
+    num_gemms: int
+    """N, on all ranks together."""
+    in_features: int
+    """Size of a row, of this rank's part where tensor parallelism cuts it."""
+    out_features: int
+    """Size of a row of the output, likewise."""
+    use_bias: bool
+    """Whether there are biases."""
+    init_method: Init | None
+    """Gives each weight its values; None: normal, 0.023."""
+    experts: range
+    """Numbers of the experts that this rank has."""
+    ep: DeviceMesh | None
+    """The ranks that share out the experts; None: each has all."""
+
+    def _make(
+        self, single_weight: bool, single_bias: bool, dtype: torch.dtype, device: torch.device | str | None
+    ) -> None:
+        """Make the parameters, without values.
+
+        Args:
+            single_weight: one for all weights.
+            single_bias: one for all biases.
+            dtype: of the parameters.
+            device: likewise.
+        """
+        self.single_grouped_weight, self.single_grouped_bias = single_weight, single_bias
+        self.experts, self.ep = range(self.num_gemms), None
+        self._single = {WEIGHT: single_weight, BIAS: single_bias}
+        self._names = {stem: self._names_of(stem) for stem in self._single}
+        self._whole, self._given = (self.out_features, self.in_features), dtype  # of a weight that nobody has cut yet
+        for stem, shape in self._shapes().items():
+            buffer = torch.empty((self.num_gemms, *shape), dtype=dtype, device=device)
+            parts = (buffer,) if self._single[stem] else buffer
+            for name, part in zip(self._names[stem], parts, strict=True):
+                self.register_parameter(name, nn.Parameter(part))
+
+    def _names_of(self, stem: str) -> tuple[str, ...]:
+        """Return what the parameters of a stem are called: one, or one for each expert of this rank."""
+        return (stem,) if self._single[stem] else tuple(f"{stem}{expert}" for expert in self.experts)
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of one expert's part of each stem that there is."""
+        weight = {WEIGHT: (self.out_features, self.in_features)}
+        return {**weight, BIAS: (self.out_features,)} if self.use_bias else {**weight}
+
+    def layer(self) -> Layer:
+        """Return what a state dict has to hold for this layer."""
+        shapes, beside = self._shapes(), dict[str, dict[str, tuple[int, ...]]]()
+        for stem in shapes:
+            quantized = next((one for _, one in self._named(stem) if is_quantized(one)), None)
+            held = {} if quantized is None else layout_of(quantized)
+            first = 1 if self._single[stem] else 0
+            beside[stem] = {suffix: shape[first:] for suffix, (_, shape) in held.items() if suffix}
+        return Layer(self.num_gemms, shapes, {stem: self._single[stem] for stem in shapes}, beside, self.experts)
+
+    def quantizable(self) -> Sequence[str]:
+        """Return the names of the weights: see `Quantizable` of `transaxle.quant.modules.quantized_modules`."""
+        return self._names[WEIGHT]
+
+    def divide(self, mesh: DeviceMesh) -> Self:
+        """Share out the experts over ranks, and keep those of this one, in place; return the layer.
+
+        A rank gets what `torch.chunk` gives it, which may be nothing. One parameter for all becomes a DTensor, cut
+        along the experts. Of one parameter for each, those of other ranks go, and the rest keep their names: `weight5`
+        is the same on whichever rank it is. `m_splits` then has the rows of this rank's experts.
+
+        Args:
+            mesh: of one dim. What shards the layer further comes afterwards, and takes other dims.
+
+        Raises:
+            Refused: UNSUPPORTED for a mesh of several dims, and for parameters that are quantized or sharded already.
+        """
+        if mesh.ndim != 1:
+            raise refuse("UNSUPPORTED", f"a mesh of {mesh.ndim} dims for ep", hint='one of them: mesh["ep"]')
+        held: list[torch.Tensor] = [one for one in self._parameters.values() if one is not None]
+        if self.ep is not None or any(isinstance(one, DTensor) or is_quantized(one) for one in held):
+            message = "its parameters are quantized, sharded or shared out already"
+            raise refuse("UNSUPPORTED", message, hint="divide the layer first")
+        start, stop = torch_chunk(self.num_gemms, mesh.size(), mesh.get_local_rank())
+        self.experts, self.ep = range(start, stop), mesh
+        for stem in self._shapes():
+            before = self._own(stem)
+            if self._single[stem]:
+                parts = [_divided(before[0], mesh, self.experts)]
+            else:
+                parts = list(torch.stack(before[start:stop])) if self.experts else []
+            named = dict(self._named(stem))
+            for name in self._names[stem]:
+                del self._parameters[name]
+            self._names[stem] = self._names_of(stem)
+            for name, part in zip(self._names[stem], parts, strict=True):
+                self.register_parameter(name, nn.Parameter(part.detach(), named[name].requires_grad))
+        return self
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Give weights their initial values, and biases zeros.
+
+        Weights that are sharded or shared out get what those of the whole layer would from the same seed: a rank draws
+        every expert's, and keeps what it has of them. Where they are quantized, all ranks call it.
+        """
+        weights = self._own(WEIGHT)
+        if not any(weight.is_meta for weight in weights) and (weights or self.ep is not None):
+            self._draw(weights)
+        for bias in self._own(BIAS):
+            if not bias.is_meta:
+                bias.zero_()
+
+    def _draw(self, weights: Sequence[torch.Tensor]) -> None:
+        """Draw the weights of all experts, and put into those of this rank what they hold of it."""
+        rooms: list[Room] = []
+        codes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for place, ((name, parameter), weight) in enumerate(zip(self._named(WEIGHT), weights, strict=True)):
+            values: torch.Tensor = weight.detach()
+            if is_quantized(weight):
+                values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+                codes.append((parameter, values))
+            held = self.held(name)
+            if not self.single_grouped_weight:
+                expert = self.experts[place]
+                values, held = values.unsqueeze(0), (((expert, expert + 1),), *held)
+            rooms.append(Room(values, held))
+        if weights:
+            dtype, device = weights[0].dtype, weights[0].device
+        else:
+            assert self.ep is not None
+            dtype, device = self._given, torch.device(self.ep.device_type)
+
+        def draw() -> torch.Tensor:
+            initial = torch.empty(self._whole, dtype=dtype, device=device)
+            if self.init_method is None:
+                return nn.init.normal_(initial, std=_STD)
+            self.init_method(initial)
+            return initial
+
+        fill(rooms, self.num_gemms, draw)
+        for quantized, whole in codes:
+            put_values(quantized, whole)
+
+    def held(self, name: str) -> tuple[Intervals, ...]:
+        """Return for each dim of the whole parameter which positions this rank has.
+
+        Args:
+            name: of one of its own.
+        """
+        parameter = self._parameters[name]
+        assert parameter is not None
+        return held_by(parameter)
+
+    def _named(self, stem: str) -> list[tuple[str, nn.Parameter]]:
+        """Return the parameters of a stem by name, in the order of the experts; none where there is no bias."""
+        held = self._parameters
+        return [(name, one) for name in self._names[stem] if (one := held.get(name)) is not None]
+
+    def _own(self, stem: str) -> list[torch.Tensor]:
+        """Return the parameters of a stem, of sharded ones what this rank has."""
+        held = self._parameters
+        found = [one for name in self._names[stem] if (one := held.get(name)) is not None]
+        if len(found) != (len(self._names[stem]) if stem == WEIGHT or self.use_bias else 0):
+            lacking = ", ".join(name for name in self._names[stem] if self._parameters.get(name) is None)
+            hint = "torch.nn.utils.parametrize.remove_parametrizations makes it one again"
+            raise refuse("UNSUPPORTED", f"no parameter of the layer any more: {lacking}", hint=hint)
+        return [one.to_local() if isinstance(one, DTensor) else one for one in found]
+
+    def _members(self, stem: str) -> list[torch.Tensor]:
+        """Return one tensor per expert: the parameters, or views of the one there is."""
+        found = self._own(stem)
+        return [found[0][place] for place in range(found[0].shape[0])] if self._single[stem] and found else found
+
+    @property
+    def grouped_weight(self) -> GroupedTensor:
+        """The weights as one tensor.
+
+        Raises:
+            Refused: UNSUPPORTED where they are one parameter per expert.
+        """
+        if not self.single_grouped_weight:
+            raise refuse("UNSUPPORTED", "one weight per expert", hint="single_grouped_weight=True")
+        return GroupedTensor(self._parameters[WEIGHT])  # type: ignore[arg-type]
+
+    @torch.no_grad()
+    def pack(self, *, fresh: bool = False) -> None:
+        """Move parameters of the experts into one buffer, where they are plain and not in one: no copies in forward.
+
+        Parameters that somebody has put into a larger buffer stay there: optimizers and collectives work on it.
+
+        Args:
+            fresh: whether nobody else can have their memory yet.
+        """
+        for stem in (WEIGHT, BIAS):
+            held = [parameter for _, parameter in self._named(stem)]
+            plain = len(held) > 1 and all(type(one.data) is torch.Tensor for one in held)
+            alike = plain and len({(one.dtype, one.device, one.shape) for one in held}) == 1
+            if alike and held[0].device.type != "meta" and not adjacent(held) and _apart(held, fresh):
+                for parameter, part in zip(held, torch.stack([one.data for one in held]).unbind(0), strict=True):
+                    parameter.data = part
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        self.pack()
+        return self
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(dict(state))  # type: ignore[no-untyped-call]
+        self.pack(fresh=True)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        taken = remapped(state_dict, prefix, self.layer())
+        refuse_codes(taken, prefix, self._parameters)
+        if local_metadata.get(ASSIGN, False):
+            taken |= apart({name: value for name, value in taken.items() if name.startswith(prefix)})
+        super()._load_from_state_dict(taken, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        self.pack()
+
+
+def _apart(held: Sequence[torch.Tensor], fresh: bool) -> bool:
+    """Tell whether each tensor has memory of its own, and no more of it than it needs; fresh ones may have more."""
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held}
+    most = {one.numel() * one.element_size() for one in held}
+    return len(storages) == len(held) and (fresh or set(storages.values()) == most)
+
+
+def _divided(whole: torch.Tensor, mesh: DeviceMesh, experts: range) -> DTensor:
+    """Return a tensor of all experts as a DTensor of which this rank has some."""
+    own = whole.detach()[experts.start : experts.stop].clone()
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())

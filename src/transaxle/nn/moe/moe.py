@@ -1,0 +1,189 @@
+"""`MoE`: a mixture of experts made of two grouped layers. It computes what Qwen3-MoE's does, and is to be read."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
+
+from transaxle.errors import refuse
+from transaxle.nn.checkpoints.layouts import accept_layouts
+from transaxle.nn.linear.grouped_linear import GroupedLinear
+from transaxle.nn.moe.token_exchange import across
+from transaxle.nn.moe.token_order import order
+
+
+class Experts(nn.Module):
+    """Gated experts: `linear_fc1` computes gate and up, `linear_fc2` brings them down.
+
+    A module of its own, so that `fully_shard` can have another mesh for it than for the rest.
+
+    Args:
+        hidden_size: of a row.
+        intermediate_size: of a row between the two.
+        num_experts: how many there are, on all ranks together.
+        single_grouped_weight: one parameter for all experts in place of one for each.
+        params_dtype: of the parameters; None: torch's default.
+        device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        *,
+        single_grouped_weight: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+
+        def layer(features: int, out: int) -> GroupedLinear:
+            return GroupedLinear(
+                num_experts,
+                features,
+                out,
+                bias=False,
+                params_dtype=params_dtype,
+                device=device,
+                single_grouped_weight=single_grouped_weight,
+            )
+
+        self.linear_fc1 = layer(hidden_size, 2 * intermediate_size)
+        self.linear_fc2 = layer(intermediate_size, hidden_size)
+        accept_layouts(self)
+
+    def divide(self, mesh: DeviceMesh) -> None:
+        """Keep this rank's experts; see `GroupedLinear.divide`."""
+        for layer in (self.linear_fc1, self.linear_fc2):
+            layer.divide(mesh)
+
+    def forward(self, rows: torch.Tensor, m_splits: torch.Tensor) -> torch.Tensor:
+        """Return [rows, hidden].
+
+        Args:
+            rows: [rows, hidden], in the order of the experts of this rank.
+            m_splits: rows of each, int64 [experts].
+        """
+        gate, up = self.linear_fc1(rows, m_splits).chunk(2, -1)
+        made: torch.Tensor = self.linear_fc2(functional.silu(gate) * up, m_splits)
+        return made
+
+
+class Gated(nn.Module):
+    """A gated feed-forward layer: what every token passes through beside its experts.
+
+    Args:
+        hidden_size: of a row.
+        intermediate_size: of a row inside.
+        params_dtype: of the parameters; None: torch's default.
+        device: of the parameters.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=params_dtype, device=device)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False, dtype=params_dtype, device=device)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False, dtype=params_dtype, device=device)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return [rows, hidden]."""
+        made: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(rows)) * self.up_proj(rows))
+        return made
+
+
+class MoE(nn.Module):
+    """A router, and the experts it chooses among; in place of a transformer's feed-forward layer.
+
+    Each token goes to the `top_k` experts that softmax finds most probable, and becomes the sum of their answers,
+    weighted by these probabilities. Names in a state dict are `gate.weight`, `experts.linear_fc1.weight{e}` and
+    `experts.linear_fc2.weight{e}` (without numbers, where experts are one tensor), and `shared_experts.…`; it loads
+    experts in the layouts of other frameworks too.
+
+    Args:
+        hidden_size: of a token.
+        intermediate_size: of a token inside an expert.
+        num_experts: how many there are, on all ranks together.
+        top_k: experts for each token.
+        norm_topk_prob: let the probabilities of a token's experts sum to one.
+        shared_intermediate_size: of one more layer that all tokens pass through, added to the sum; 0: there is none.
+        single_grouped_weight: one parameter for all experts in place of one for each.
+        ep: mesh of one dim whose ranks share out the experts, as `torch.chunk` does; None: each rank has all. Tokens
+            stay where they are: those for other ranks' experts are sent there and back, for which their numbers are
+            read by the host once.
+        params_dtype: of the parameters; None: torch's default.
+        device: of the parameters. Without `meta` each rank has all experts of the layer for a moment.
+
+    Raises:
+        Refused: SHAPE_MISMATCH for more experts per token than there are; UNSUPPORTED for a mesh of several dims.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        *,
+        norm_topk_prob: bool = True,
+        shared_intermediate_size: int = 0,
+        single_grouped_weight: bool = False,
+        ep: DeviceMesh | None = None,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if not 0 < top_k <= num_experts:
+            raise refuse("SHAPE_MISMATCH", f"{top_k} of {num_experts} experts for each token")
+        self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
+        self.norm_topk_prob, self.ep = norm_topk_prob, ep
+        self.gate = nn.Linear(hidden_size, num_experts, bias=False, dtype=params_dtype, device=device)
+        self.experts = Experts(
+            hidden_size,
+            intermediate_size,
+            num_experts,
+            single_grouped_weight=single_grouped_weight,
+            params_dtype=params_dtype,
+            device=device,
+        )
+        if ep is not None:
+            self.experts.divide(ep)
+        self.shared_experts = (
+            Gated(hidden_size, shared_intermediate_size, params_dtype, device) if shared_intermediate_size else None
+        )
+
+    def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return weights and numbers of each token's experts, both [tokens, top_k].
+
+        Probabilities are computed in float32; the weights have the type of the tokens.
+        """
+        scores = self.gate(tokens)
+        weights, chosen = scores.softmax(-1, dtype=torch.float32).topk(self.top_k)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(scores.dtype), chosen
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [..., hidden]; with `ep`, all its ranks call this, each with tokens of its own, or with none."""
+        tokens = hidden.reshape(-1, self.hidden_size)
+        weights, chosen = self.route(tokens)
+        sorted_rows = order(chosen.flatten(), self.num_experts)
+        rows = tokens[sorted_rows.places // self.top_k]
+        if self.ep is None:
+            answers = self.experts(rows, sorted_rows.counts)
+        else:
+            own = len(self.experts.linear_fc1.experts)
+            answers = across(self.experts, rows, sorted_rows.counts, own, self.ep.get_group())
+        answers = answers[sorted_rows.back].view(-1, self.top_k, self.hidden_size)
+        made: torch.Tensor = (answers * weights.unsqueeze(-1)).sum(1)
+        if self.shared_experts is not None:
+            made = made + self.shared_experts(tokens)
+        return made.view(hidden.shape)

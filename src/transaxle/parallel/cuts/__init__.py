@@ -1,0 +1,1 @@
+"""Parameters and modules cut, and what crosses ranks."""

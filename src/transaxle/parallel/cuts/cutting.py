@@ -1,0 +1,203 @@
+"""What a cut module keeps: how each of its parameters is cut over the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from transaxle.axes.geometry.chunk import Intervals, length, torch_chunk, whole
+from transaxle.errors import Refusal
+from transaxle.formats.deepspeed.metadata.record import Record
+from transaxle.live.tensors.destination import local_of
+from transaxle.live.tensors.tp_shard import Part, mark, own_part
+from transaxle.parallel.cuts.collectives import summed
+from transaxle.quant.frame.quantizers import Quantizer
+from transaxle.quant.frame.tp_share import Share, along, misplaced
+from transaxle.quant.modules.quantized_modules import CUTS
+from transaxle.quant.tensor.parts import part_of
+from transaxle.quant.tensor.tensor import QuantizedTensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kept:
+    """How one parameter of a module is cut."""
+
+    mesh: DeviceMesh
+    """The tensor-parallel ranks."""
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    dim: int
+    """The dim in which ranks may hold different positions."""
+    held: tuple[Intervals, ...]
+    """Those of each rank."""
+    shared: bool
+    """Several ranks hold an element and use it for different heads: their gradients are summed."""
+    record: Record
+    """The same for DeepSpeed."""
+
+    def __deepcopy__(self, _: Any) -> Kept:
+        """A copy of the model is on the same mesh."""
+        return self
+
+    @property
+    def rank(self) -> int:
+        """This rank's place."""
+        return self.mesh.get_local_rank()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks."""
+        return self.mesh.get_group()
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Positions of the dim on every rank."""
+        return tuple(length(each) for each in self.held)
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank is the first that holds its share."""
+        return self.held.index(self.held[self.rank]) == self.rank
+
+    def owned(self, held: Intervals) -> list[tuple[int, int]]:
+        """Return, of the positions that this rank holds, those that no rank before it holds.
+
+        Args:
+            held: of the dim, the positions in local order.
+
+        Returns:
+            Spans of local positions.
+        """
+        before = sorted(span for each in self.held[: self.rank] for span in each)
+        found, at = [], 0
+        for start, stop in held:
+            base, new = at - start, start  # spans may touch: one of q's and of k's rows may be half another rank's
+            for first, last in before:
+                if new < min(first, stop):
+                    found.append((base + new, base + min(first, stop)))
+                new = max(new, last)
+            if new < stop:
+                found.append((base + new, base + stop))
+            at += stop - start
+        return found
+
+    @property
+    def placement(self) -> Shard | Replicate | None:
+        """The placement of a DTensor that has the same on every rank; None where there is none."""
+        count = self.shape[self.dim] if self.shape else 0
+        if all(each == whole(count) for each in self.held):
+            return Replicate()
+        chunks = [torch_chunk(count, len(self.held), rank) for rank in range(len(self.held))]
+        return Shard(self.dim) if self.held == tuple((chunk,) for chunk in chunks) else None
+
+    @property
+    def share(self) -> Share | None:
+        """What this rank has, for a quantized parameter; None where it has all."""
+        if isinstance(self.placement, Replicate):
+            return None
+        return Share(self.group, self.shape, self.dim, self.held[self.rank])
+
+    def misplaced(self, quantizer: Quantizer) -> Refusal | None:
+        """Return what stands against a quantizer's tiles: a cut that goes through one."""
+        return None if self.share is None else misplaced(quantizer, self.shape, self.dim, self.held)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return this rank's share of a whole tensor, in storage of its own; of a quantized one, raw."""
+        if isinstance(tensor, QuantizedTensor):
+            share = self.share
+            return tensor.clone() if share is None else part_of(tensor, share)
+        if not tensor.dim():
+            return tensor.clone()
+        return along(tensor, self.dim, self.held[self.rank]).contiguous()
+
+
+def keep(module: nn.Module, name: str, kept: Kept) -> None:
+    """Let a module remember how one of its parameters is cut."""
+    module.__dict__.setdefault(CUTS, {})[name] = kept
+
+
+def kept_by(module: nn.Module) -> Mapping[str, Kept]:
+    """Return how a module's own parameters are cut; empty for a module that is none of ours."""
+    found: Mapping[str, Kept] = module.__dict__.get(CUTS, {})
+    return found
+
+
+def everything(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Kept]]:
+    """Yield (name, parameter, how it is cut) of a cut model; a tied parameter once, under its first name."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for own, kept in kept_by(module).items():
+            parameter = module._parameters[own]
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield f"{path}.{own}" if path else own, parameter, kept
+
+
+def local(module: nn.Module, name: str) -> Tensor | None:
+    """Return what this rank computes with in the place of a parameter."""
+    parameter = module._parameters[name]
+    if parameter is None:
+        return None
+    found: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    kept = kept_by(module).get(name)
+    if kept is None or not kept.shared:
+        return found
+    return summed(found, kept.dim, kept.held[kept.rank], kept.shape[kept.dim], kept.group)
+
+
+def replaced(parameter: nn.Parameter, kept: Kept, *, dtensor: bool) -> nn.Parameter:
+    """Return the parameter that takes the place of a whole one.
+
+    Args:
+        parameter: the whole one.
+        kept: how it is cut.
+        dtensor: make a DTensor, where one can say how the parameter is cut.
+    """
+    if isinstance(parameter, DTensor):
+        return _within(parameter, kept)
+    own = kept.take(parameter.detach())
+    placement = kept.placement
+    if dtensor and placement is not None:
+        made: Tensor = DTensor.from_local(
+            own, kept.mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+    return nn.Parameter(own, requires_grad=parameter.requires_grad)
+
+
+def _within(parameter: nn.Parameter, kept: Kept) -> nn.Parameter:
+    """Return what takes the place of a parameter whose experts other ranks share out: each expert is cut, in itself."""
+    assert isinstance(parameter, DTensor)
+    if isinstance(kept.placement, Replicate):
+        return parameter
+    own = kept.take(local_of(parameter))
+    shape = (parameter.shape[0], *own.shape[1:])
+    made = DTensor.from_local(
+        own, parameter.device_mesh, parameter.placements, run_check=False, shape=torch.Size(shape), stride=own.stride()
+    )
+    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+
+
+def tell_parts(module: nn.Module) -> None:
+    """Say of a module's parameters that are no DTensors on the mesh which part of the whole they are."""
+    for name, kept in kept_by(module).items():
+        parameter = module._parameters[name]
+        if parameter is None or isinstance(kept.placement, Replicate):
+            continue
+        if isinstance(parameter, DTensor) and parameter.device_mesh == kept.mesh:
+            continue
+        part = Part(kept.shape, held_by(kept))
+        own_part(module, name, part)
+        mark(parameter, part)
+
+
+def held_by(kept: Kept) -> tuple[Intervals, ...]:
+    """Return what this rank holds, per dim."""
+    return tuple(kept.held[kept.rank] if dim == kept.dim else whole(count) for dim, count in enumerate(kept.shape))

@@ -1,0 +1,229 @@
+"""Cut modules: the module's own class, with a forward around its own.
+
+While it computes, `self.weight` is this rank's part as an ordinary tensor; at any other time it is the parameter, which
+is a DTensor where a DTensor can say how it is cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from transaxle.live.tensors.placement import Held, placement_of
+from transaxle.live.tensors.tp_shard import mark_all, whole_shape
+from transaxle.nn.linear.grouped_linear import GroupedLinear
+from transaxle.parallel.cuts.collectives import enter, gather, leave, scatter
+from transaxle.parallel.cuts.cutting import Kept, kept_by, local
+from transaxle.parallel.plans.tp_plan import Role
+
+_WEIGHT, _BIAS = "weight", "bias"
+_CONFIG = "config"
+_EXPERTS, _EAGER = "_experts_implementation", "eager"
+_ALIGNED, _NARROWEST = 16, 2
+"""Bytes of which rows and columns of what `torch.nn.functional.grouped_mm` multiplies must be multiples, and those of
+an element of bf16, in which a model that is cut in fp32 may compute."""
+_NOW = "_transaxle_computing"
+
+
+def _kept(module: nn.Module) -> Kept:
+    return kept_by(module)[_WEIGHT]
+
+
+def _group(module: nn.Module) -> dist.ProcessGroup:
+    return next(iter(kept_by(module).values())).group
+
+
+class _Column(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch names it
+        found: Tensor = super().forward(enter(input, _group(self)))
+        return found
+
+
+class _Gathered(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        kept = _kept(self)
+        return gather(super().forward(enter(input, kept.group)), kept.widths, kept.group)
+
+
+class _Row(nn.Module):
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        total = leave(nn.functional.linear(input, self.weight), _group(self))
+        return total if self.bias is None else total + self.bias.to(total.dtype)  # as autocast does it
+
+
+class _Sliced(_Row):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        kept = _kept(self)
+        return super().forward(scatter(input, kept.widths, kept.group))
+
+
+class _Vocabulary(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        kept = _kept(self)
+        ((start, stop),) = kept.held[kept.rank]
+        elsewhere = (input < start) | (input >= stop)
+        found: Tensor = super().forward((input - start).masked_fill(elsewhere, 0))
+        return leave(found.masked_fill(elsewhere.unsqueeze(-1), 0), kept.group)
+
+
+class _Hidden(nn.Module):
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        kept = _kept(self)
+        return gather(super().forward(input), kept.widths, kept.group)
+
+
+class _Region(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        group = _group(self)
+        given = [_entered(arg, group) for arg in args]
+        return leave(super().forward(*given, **{key: _entered(arg, group) for key, arg in kwargs.items()}), group)
+
+
+class _Grouped(nn.Module):
+    def held(self, name: str) -> Held:
+        """Return what this rank has of a parameter, in whatever ways it is cut; see `GroupedLinear`."""
+        mark_all(self)
+        parameter, rank = self._parameters[name], dist.get_rank()
+        assert parameter is not None
+        return placement_of(parameter, rank, name).held(whole_shape(parameter))[rank]
+
+
+class _GroupedColumn(_Grouped):
+    def forward(self, inp: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(enter(inp, _group(self)), *args, **kwargs)
+
+
+class _GroupedRow(_Grouped):
+    def forward(self, inp: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return leave(super().forward(inp, *args, **kwargs), _group(self))
+
+
+def _entered(value: Any, group: dist.ProcessGroup) -> Any:
+    return enter(value, group) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+class _Local(nn.Module):
+    pass
+
+
+class _Computing(nn.Module):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__[_NOW] = True
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            del self.__dict__[_NOW]
+
+
+_CLASSES: Mapping[Role, type[nn.Module]] = {
+    Role.LOCAL: _Local, Role.COLUMN: _Column, Role.GATHERED: _Gathered, Role.ROW: _Row, Role.SLICED: _Sliced,
+    Role.VOCABULARY: _Vocabulary, Role.HIDDEN: _Hidden, Role.REGION: _Region,
+    Role.GROUPED_COLUMN: _GroupedColumn, Role.GROUPED_ROW: _GroupedRow,
+}  # fmt: skip
+
+
+_MADE: dict[tuple[type, Role, tuple[str, ...]], type[nn.Module]] = {}
+
+
+def _class(kind: type[nn.Module], role: Role, names: tuple[str, ...]) -> type[nn.Module]:
+    """Return a module's class with a cut forward, which reads its parameters as this rank's part."""
+
+    def read(name: str) -> property:
+        return property(lambda module: local(module, name) if _NOW in module.__dict__ else module._parameters[name])
+
+    key = kind, role, names
+    if key not in _MADE:
+        bases = (_Computing, _CLASSES[role], kind)
+        _MADE[key] = type(f"Cut{kind.__name__}", bases, {name: read(name) for name in names})
+    return _MADE[key]
+
+
+def cut_module(module: nn.Module, role: Role) -> None:
+    """Let a module compute with what this rank holds.
+
+    Args:
+        module: one whose own parameters are cut and kept already (`cutting.keep`).
+        role: what it does.
+    """
+    names = tuple(sorted(kept_by(module)))
+    module.__class__ = _class(type(module), role, names)
+    if isinstance(module, nn.Linear | GroupedLinear):
+        kept = next(kept for kept in kept_by(module).values() if len(kept.shape) > 1)
+        sizes = [*kept.shape]
+        sizes[kept.dim] = kept.widths[kept.rank]
+        module.out_features, module.in_features = sizes[-2:]
+    elif isinstance(module, nn.Embedding):
+        kept = _kept(module)
+        sizes = [*kept.shape]
+        sizes[kept.dim] = kept.widths[kept.rank]
+        module.num_embeddings, module.embedding_dim = sizes
+        if role is Role.VOCABULARY and module.padding_idx is not None:
+            ((start, stop),) = kept.held[kept.rank]
+            inside = start <= module.padding_idx < stop
+            module.padding_idx = module.padding_idx - start if inside else None
+    elif role is Role.REGION:
+        _align(module)
+
+
+def _align(module: nn.Module) -> None:
+    """Let stacked experts compute one by one where their rows are none that torch's grouped products take."""
+    config = module.__dict__.get(_CONFIG)
+    parts = [part for name in kept_by(module) if (part := local(module, name)) is not None]
+    widths = ((size, min(part.element_size(), _NARROWEST)) for part in parts for size in part.shape[1:])
+    odd = any(size * element % _ALIGNED for size, element in widths)
+    if odd and hasattr(config, _EXPERTS):
+        module.__dict__[_CONFIG] = LocalConfig(config, {_EXPERTS: _EAGER})
+
+
+class LocalConfig:
+    """A model's config as a module of one rank sees it: the same, but for the numbers of heads and the like.
+
+    Args:
+        config: the model's; what is changed there later is seen here.
+        local: what is different here.
+    """
+
+    def __init__(self, config: Any, local: Mapping[str, Any]) -> None:
+        self._config, self._own = config, dict(local)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what is different here, or what the config says."""
+        if name.startswith("__") or "_own" not in self.__dict__:
+            raise AttributeError(name)
+        return self._own[name] if name in self._own else getattr(self._config, name)
+
+
+_QUERIES = ("num_heads", "num_attention_heads")
+_KEYS = ("num_key_value_heads", "num_kv_heads")
+_RATIO = ("num_key_value_groups",)
+
+
+def count_heads(module: nn.Module, whole: tuple[int, int], local: tuple[int, int]) -> None:
+    """Let an attention module count the heads of this rank.
+
+    Args:
+        module: as transformers has it: what it counts are its attributes, or those of its config.
+        whole: heads of queries and of keys and values, of the whole model.
+        local: those of this rank.
+    """
+    ratios = (whole[0] // whole[1], local[0] // local[1])
+    counts = [(_QUERIES, whole[0], local[0]), (_KEYS, whole[1], local[1]), (_RATIO, *ratios)]
+    changed = {name: (old, new) for names, old, new in counts for name in names}
+    for name, (old, new) in changed.items():
+        if module.__dict__.get(name) == old:
+            setattr(module, name, new)
+    config = module.__dict__.get(_CONFIG)
+    if config is not None:
+        own = {name: new for name, (old, new) in changed.items() if getattr(config, name, None) == old}
+        module.__dict__[_CONFIG] = LocalConfig(config, own)
+
+
+def is_cut(module: nn.Module) -> bool:
+    """Tell whether a module is cut."""
+    return bool(kept_by(module))

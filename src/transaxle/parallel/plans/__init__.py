@@ -1,0 +1,1 @@
+"""Which axis of which parameter is cut, read from tables."""

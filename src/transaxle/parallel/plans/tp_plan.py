@@ -1,0 +1,348 @@
+"""The plan: which parameter is cut along which axis, what each rank gets of it, and what each module does with it.
+
+Everything follows from the table: which axes may be cut, which tensors have them, and in which dim. A plan of the
+user's only chooses among that. Modules between which a cut axis flows (q, k, v and o of one layer) are one group, and
+are cut alike or not at all.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from types import UnionType
+from typing import Literal
+
+from torch import nn
+
+from transaxle.axes.geometry.chunk import Intervals, length, whole
+from transaxle.axes.geometry.ranges import axes_in, positions
+from transaxle.axes.notation.expression import size
+from transaxle.errors import Refusal, TransaxleError, Where, gathered
+from transaxle.nn.linear.grouped_linear import GroupedLinear
+from transaxle.parallel.plans.shares import Shares, share_out
+from transaxle.parallel.plans.table_reading import Option, Reading, Weight
+
+Kind = Literal["column", "row", "vocabulary", "hidden", "replicate"]
+Rules = Mapping[str, "Kind | tuple[Kind, Sequence[int]]"]
+"""Path of a module, `*` for any one part of it -> how it is cut, with the rows of each rank if they are to differ."""
+_DIMS: Mapping[Kind, int | None] = {"column": 0, "vocabulary": 0, "row": 1, "hidden": 1, "replicate": None}
+Group = tuple[str, tuple[tuple[str, int], ...]]
+"""A cut axis, and the layer: an activation of one axis flows between the modules of a group."""
+
+
+class Role(Enum):
+    """What a module does beside what it always did."""
+
+    LOCAL = auto()
+    """Nothing: it computes on what it has."""
+    COLUMN = auto()
+    """It takes what all ranks have, and gives its part."""
+    GATHERED = auto()
+    """It does so, and the parts are joined."""
+    ROW = auto()
+    """It takes its part, and the results are summed."""
+    SLICED = auto()
+    """It does so, and takes its part of what all ranks have."""
+    VOCABULARY = auto()
+    """It looks up the words it has, and the results are summed."""
+    HIDDEN = auto()
+    """It looks up its columns, and they are joined."""
+    REGION = auto()
+    """It begins and ends a cut axis: it takes what all ranks have, and the results are summed."""
+    GROUPED_COLUMN = auto()
+    """As `COLUMN`, a layer for every expert."""
+    GROUPED_ROW = auto()
+    """As `ROW`, likewise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How one parameter is cut."""
+
+    weight: Weight
+    """The parameter."""
+    option: Option | None
+    """Along which axis; None: every rank holds all of it."""
+    held: tuple[Intervals, ...]
+    """For each rank the positions of the dim that it holds."""
+    shares: Shares | None
+    """How its axis is shared out."""
+    inside: bool
+    """Every rank holds it and uses it for its own heads, so that gradients are terms of a sum."""
+
+    @property
+    def dim(self) -> int:
+        """The dim that is cut; the first for a parameter that is not."""
+        return 0 if self.option is None else self.option.dim
+
+    @property
+    def replicas(self) -> bool:
+        """Whether several ranks hold some element that each uses for something else."""
+        cut = self.option is not None
+        return self.inside or (cut and sum(map(length, self.held)) > self.weight.shape[self.dim])
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """An attention module, which counts its heads."""
+
+    module: str
+    """Its path."""
+    whole: tuple[int, int]
+    """Heads of queries, and of keys and values, in the whole model."""
+    local: tuple[tuple[int, int], ...]
+    """The same on every rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a model is cut over some ranks."""
+
+    ranks: int
+    """Tensor-parallel degree."""
+    cuts: tuple[Cut, ...]
+    """Every parameter."""
+    roles: Mapping[str, Role]
+    """Module -> what it does."""
+    heads: tuple[Heads, ...]
+    """The attention modules."""
+
+
+def make_plan(model: nn.Module, reading: Reading, ranks: int, rules: Rules | None) -> Plan:
+    """Plan how a model is cut.
+
+    Args:
+        model: the model.
+        reading: its parameters as the table has them.
+        ranks: tensor-parallel degree.
+        rules: what the user says; None: what comes first in the table.
+
+    Raises:
+        Refused: with every problem: MISSING_TENSOR for rules of modules that are not there, UNSUPPORTED for cuts that
+            the table does not allow or that go through a head, and for modules of which nothing is known.
+    """
+    return _Planner(model, reading, ranks, rules or {}).plan()
+
+
+class _Planner:
+    def __init__(self, model: nn.Module, reading: Reading, ranks: int, rules: Rules) -> None:
+        self._model, self._ranks = model, ranks
+        self._family = reading.family
+        self._weights = reading.weights
+        self._modules: dict[str, list[Weight]] = defaultdict(list)
+        for weight in reading.weights:
+            self._modules[weight.module].append(weight)
+        self._problems: list[Refusal] = []
+        self._said = self._matched(rules)
+        self._chosen: dict[str, Option | None] = {weight.name: self._choose(weight) for weight in reading.weights}
+
+    def plan(self) -> Plan:
+        groups = self._groups()
+        shares = {group: self._shares(group, members) for group, members in groups.items()}
+        self._stop()
+        inner = self._inner(groups)
+        cuts = tuple(self._cut(weight, shares, inner) for weight in self._weights)
+        roles = {path: self._role(path, weights, groups) for path, weights in self._modules.items()}
+        heads = tuple(self._heads(groups, shares))
+        self._stop()
+        return Plan(self._ranks, cuts, roles, heads)
+
+    def _stop(self) -> None:
+        if self._problems:
+            raise gathered(self._problems)
+
+    def _refuse(self, where: str, message: str, code: Literal["UNSUPPORTED", "MISSING_TENSOR"] = "UNSUPPORTED") -> None:
+        self._problems.append(Refusal(code, message, Where(None, where)))
+
+    # What the user says.
+
+    def _matched(self, rules: Rules) -> dict[str, tuple[str, Kind, tuple[int, ...] | None]]:
+        """Return module -> (rule, kind, rows); of several rules for a module the last holds."""
+        named = self._model.named_modules()
+        without = [path for path, module in named if isinstance(module, GroupedLinear) and not module.experts]
+        found: dict[str, tuple[str, Kind, tuple[int, ...] | None]] = {}
+        for pattern, said in rules.items():
+            kind, rows = (said, None) if isinstance(said, str) else (said[0], tuple(said[1]))
+            regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
+            matched = [path for path in (*self._modules, *without) if regex.fullmatch(path)]
+            if not matched:
+                close = difflib.get_close_matches(pattern, self._modules, 1)
+                hint = f"; the closest is {close[0]}" if close else ""
+                self._refuse(pattern, f"the model has no such module with parameters{hint}", "MISSING_TENSOR")
+            if kind not in _DIMS:
+                self._refuse(pattern, f"{kind!r} is no kind of cut; these are: {', '.join(_DIMS)}")
+                continue
+            found |= dict.fromkeys(matched, (pattern, kind, rows))
+        return found
+
+    def _choose(self, weight: Weight) -> Option | None:
+        """Return how a parameter is cut; a bias follows the weight beside it."""
+        if weight.module not in self._said:
+            return weight.options[0] if weight.options else None
+        rule, kind, _ = self._said[weight.module]
+        dim = _DIMS[kind]
+        if dim is None or (len(weight.shape) == 1 and dim == 1):
+            return None
+        for option in weight.options:
+            if option.dim == dim:
+                return option
+        allowed = ", ".join(f"{o.axis} in dim {o.dim}" for o in weight.options) or "none"
+        if len(weight.shape) > 1:
+            axes = " ".join(sorted(axes_in(weight.expression.dims[dim])))
+            message = f"{rule}: {kind} would cut dim {dim} of {list(weight.shape)} = {weight.expression.text}"
+            self._refuse(
+                weight.module,
+                f"{message}, axis {axes} of {weight.shape[dim]}; the table of {self._family.name} allows: {allowed}",
+            )
+        return None
+
+    # Groups.
+
+    def _groups(self) -> dict[Group, list[Weight]]:
+        """Return the parameters of each group; one of which only some are cut is refused."""
+        groups: dict[Group, list[Weight]] = defaultdict(list)
+        for weight in self._weights:
+            option = self._chosen[weight.name]
+            if option is not None:
+                groups[option.axis, weight.index].append(weight)
+        for (axis, index), members in groups.items():
+            if not self._flows(members):
+                continue
+            mine = {member.name for member in members}
+            for weight in self._weights:
+                could = any(option.axis == axis for option in weight.options) and weight.index == index
+                if could and weight.name not in mine:
+                    others = ", ".join(sorted(mine - {weight.name})[:4])
+                    self._refuse(
+                        weight.module,
+                        f"{axis}={weight.sizes[axis]} is cut in {others}, and here it is not: all or none",
+                    )
+        return dict(groups)
+
+    def _flows(self, members: Sequence[Weight]) -> bool:
+        """Tell whether an activation of the group's axis goes from one module to another."""
+        return self._takes(members) and self._gives(members)
+
+    def _takes(self, members: Sequence[Weight]) -> bool:
+        """Tell whether a layer takes activations of the axis."""
+        return any(self._is(member, nn.Linear | GroupedLinear) and self._inward(member) for member in members)
+
+    def _gives(self, members: Sequence[Weight]) -> bool:
+        """Tell whether a layer gives activations of the axis."""
+        return any(self._is(member, nn.Linear | GroupedLinear) and not self._inward(member) for member in members)
+
+    def _inward(self, weight: Weight) -> bool:
+        """Tell whether a layer's weight is cut along what it takes; the only dim of a bias is what it gives."""
+        return len(weight.shape) > 1 and self._dim(weight) == len(weight.shape) - 1
+
+    def _is(self, weight: Weight, kind: type[nn.Module] | UnionType) -> bool:
+        return isinstance(self._model.get_submodule(weight.module), kind)
+
+    def _dim(self, weight: Weight) -> int | None:
+        option = self._chosen[weight.name]
+        return None if option is None else option.dim
+
+    def _shares(self, group: Group, members: Sequence[Weight]) -> Shares | None:
+        """Return how a group's axis is shared out; None where that is refused."""
+        axis, _ = group
+        sizes = members[0].sizes
+        said = {each.module: rows for each in members for rows in [self._indices(each, axis)] if rows is not None}
+        if len(set(said.values())) > 1:
+            texts = ", ".join(f"{module} {list(rows)}" for module, rows in said.items())
+            self._refuse(members[0].module, f"the rules share out {axis}={sizes[axis]} in several ways: {texts}")
+            return None
+        try:
+            return share_out(axis, sizes, self._ranks, self._family.within.get(axis), next(iter(said.values()), None))
+        except TransaxleError as error:
+            self._refuse(members[0].module, error.refusals[0].message)
+            return None
+
+    def _indices(self, weight: Weight, axis: str) -> tuple[int, ...] | None:
+        """Return how many indices of the axis each rank gets by the rows that a rule gives for a module."""
+        rows = self._said[weight.module][2] if weight.module in self._said else None
+        option = self._chosen[weight.name]
+        if rows is None or option is None or len(weight.shape) < 2:
+            return None
+        unit = size(weight.expression.dims[option.dim], {**weight.sizes, axis: 1})
+        for rank, count in enumerate(rows):
+            if count % unit:
+                message = f"{count} rows on rank {rank} are {count / unit:g} times the {unit} rows of one {axis}"
+                self._refuse(weight.module, f"{message} in {weight.expression.text}: a cut would go through it")
+                return None
+        return tuple(count // unit for count in rows)
+
+    def _inner(self, groups: Mapping[Group, Sequence[Weight]]) -> frozenset[str]:
+        """Return the axes of which there is one set for each index of a cut axis: those of a head."""
+        found: set[str] = set()
+        for (axis, _), members in groups.items():
+            for member in members:
+                node = member.expression.dims[self._dim(member) or 0]
+                found |= axes_in(node) - {axis, self._family.within.get(axis)}
+        return frozenset(found)
+
+    # What follows.
+
+    def _cut(self, weight: Weight, shares: Mapping[Group, Shares | None], inner: frozenset[str]) -> Cut:
+        option = self._chosen[weight.name]
+        if option is None:
+            axes = weight.expression.axes
+            count = weight.shape[0] if weight.shape else 0
+            return Cut(weight, None, (whole(count),) * self._ranks, None, bool(axes) and axes <= inner)
+        node = weight.expression.dims[option.dim]
+        share = shares[option.axis, weight.index]
+        assert share is not None
+        ranges = [{a: span for a, span in each.items() if a in axes_in(node)} for each in share.ranges]
+        held = tuple(positions(node, weight.sizes, each) for each in ranges)
+        return Cut(weight, option, held, Shares(share.axis, tuple(ranges)), inside=False)
+
+    def _role(self, path: str, weights: Sequence[Weight], groups: Mapping[Group, Sequence[Weight]]) -> Role:
+        module = self._model.get_submodule(path)
+        dims = {self._dim(weight) for weight in weights}
+        if dims == {None}:
+            return Role.LOCAL
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+            main = next(weight for weight in weights if len(weight.shape) > 1)
+            option = self._chosen[main.name]
+            members = [] if option is None else groups[option.axis, main.index]
+            if option is not None and option.dim == 0:
+                return Role.COLUMN if self._takes(members) else Role.GATHERED
+            return Role.ROW if self._gives(members) else Role.SLICED
+        if isinstance(module, GroupedLinear) and len(inward := {self._inward(weight) for weight in weights}) == 1:
+            return Role.GROUPED_ROW if inward == {True} else Role.GROUPED_COLUMN
+        if isinstance(module, nn.Embedding):
+            return Role.VOCABULARY if dims == {0} else Role.HIDDEN
+        last = {len(weight.shape) - 1 == self._dim(weight) for weight in weights}
+        if None not in dims and last == {True, False}:
+            return Role.REGION
+        shapes = ", ".join(f"{weight.own} {list(weight.shape)}" for weight in weights)
+        self._refuse(path, f"how to cut a {type(module).__name__} with {shapes} is not known")
+        return Role.LOCAL
+
+    def _heads(
+        self, groups: Mapping[Group, Sequence[Weight]], shares: Mapping[Group, Shares | None]
+    ) -> Iterator[Heads]:
+        """Yield the modules that have heads; what the heads of an axis are must be known."""
+        for group, members in groups.items():
+            axis, _ = group
+            nested = [m for m in members if len(axes_in(m.expression.dims[self._dim(m) or 0])) > 1]
+            if not nested:
+                continue
+            inner = self._family.within.get(axis)
+            parents = {member.module.rpartition(".")[0] for member in members}
+            share = shares[group]
+            if inner is None or len(parents) > 1 or share is None:
+                text = nested[0].expression.text
+                self._refuse(
+                    nested[0].module, f"{axis} counts heads ({text}), and `cut tp = … within {axis}` is missing"
+                )
+                continue
+            sizes = members[0].sizes
+            local = []
+            for each in share.ranges:
+                few, many = (stop - start for start, stop in (each[axis], each.get(inner, (0, sizes[inner]))))
+                local.append((few * many, few))
+            yield Heads(parents.pop(), (sizes[axis] * sizes[inner], sizes[axis]), tuple(local))

@@ -1,0 +1,1 @@
+"""The memory behind quantized tensors: buffers, frames, what ranks share."""

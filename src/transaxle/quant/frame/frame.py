@@ -1,0 +1,198 @@
+"""Frames: the memory behind quantized tensors, which views of them share.
+
+A quantized matrix is codes and scales. FSDP2 cuts matrices anywhere between two rows, and some scales stand for
+tiles of many rows, so there are two kinds of buffers. *Cut* buffers have a row for each row of the matrix and are cut
+with it. *Shared* buffers stand for the whole matrix; every shard has all of them. A frame holds both, and says where
+in the whole matrix its rows lie. It is mutable, because a copy into a view has to reach the scales of what was viewed.
+
+A stack of matrices, [E, M, K], is a frame whose rows are the matrices. Each has scales of its own, so that all buffers
+are cut with them, and nothing is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import torch
+
+from transaxle.encodings.encoding import Encoding
+from transaxle.quant.frame.buffers import (
+    AMAX,
+    COLUMN_DATA,
+    COLUMN_SCALE,
+    COMPONENTS,
+    DATA,
+    ORIGIN,
+    SCALE,
+    STATE,
+    buffers_of,
+    is_cut,
+    tall,
+)
+from transaxle.quant.frame.quantizers import Quantizer
+from transaxle.quant.frame.tp_share import Share
+from transaxle.quant.kernels.components import Components, columnwise_of
+
+
+@dataclass(slots=True)
+class Frame:
+    """Buffers of adjacent rows of a quantized matrix, or of adjacent matrices of a stack."""
+
+    quantizer: Quantizer
+    """What made the codes."""
+    columns: int
+    """Elements in a row; of a stack, in a matrix."""
+    whole: int
+    """Rows of the whole matrix, which shared buffers stand for; of a stack, matrices."""
+    cut: dict[str, torch.Tensor]
+    """Buffers with as many rows as are held here."""
+    shared: dict[str, torch.Tensor]
+    """Buffers of the whole matrix."""
+    start: int = 0
+    """Row of the whole matrix that is the first one here."""
+    blank: bool = field(default=False, kw_only=True)
+    """Whether nothing was written yet: such a frame takes its place in the whole from what is copied into it."""
+    used: int | None = field(default=None, kw_only=True)
+    """Rows that belong to the matrix; those after them are padding. All of them if None."""
+    matrix: tuple[int, int] | None = field(default=None, kw_only=True)
+    """Rows and columns of each matrix of a stack; None for one matrix, whose rows are cut."""
+    width: int | None = field(default=None, kw_only=True)
+    """Columns of the whole matrix, where these are some of them."""
+    of: Frame | None = field(default=None, kw_only=True)
+    """The stack that this is one matrix of, as a view."""
+    share: Share | None = field(default=None, kw_only=True)
+    """What the matrix, or stack, is a part of, where tensor parallelism has cut a whole one; then that part counts as
+    the whole everywhere else here."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """What the codes are."""
+        return self.quantizer.encoding
+
+    @property
+    def rows(self) -> int:
+        """Rows held here, padding included."""
+        return self.cut[DATA].shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the buffers lie."""
+        return self.cut[DATA].device
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """Shape of a row; of a stack, of a matrix."""
+        return (self.columns,) if self.matrix is None else self.matrix
+
+    @property
+    def columnwise(self) -> bool:
+        """Whether there are codes with tiles that run down columns."""
+        return COLUMN_DATA in self.cut
+
+    @property
+    def tall(self) -> bool:
+        """Whether it matters where in the whole the rows lie."""
+        return self.matrix is None and tall(self.encoding, columnwise=self.columnwise)
+
+    def buffers(self, skip: int, rows: int) -> dict[str, torch.Tensor]:
+        """Return the buffers of some of the rows, by name: cut ones as views, shared ones whole."""
+        held = {name: buffer[skip : skip + rows] for name, buffer in self.cut.items()} | self.shared
+        return {name: held[name] for name in (*COMPONENTS, *STATE) if name in held}
+
+    def taken(self, skip: int, rows: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Frame:
+        """Return a frame of some of the rows whose buffers are what `change` makes of these."""
+        return replace(
+            self,
+            cut={name: change(buffer[skip : skip + rows]) for name, buffer in self.cut.items()},
+            shared={name: change(buffer) for name, buffer in self.shared.items()},
+            start=self.start + skip,
+            used=None,
+            of=None,
+        )
+
+    def is_cut(self, name: str) -> bool:
+        """Whether a buffer has a row for each row held here."""
+        return is_cut(self.encoding, name, 1 + len(self.row))
+
+    def member(self, place: int) -> Frame:
+        """Return one matrix of a stack, as a view: what is written into it is in the stack."""
+        assert self.matrix is not None
+        held = {name: buffer[place] for name, buffer in self.cut.items()}
+        return Frame(
+            self.quantizer,
+            self.matrix[1],
+            self.matrix[0],
+            {name: buffer for name, buffer in held.items() if name == ORIGIN or is_cut(self.encoding, name)},
+            {name: buffer for name, buffer in held.items() if name != ORIGIN and not is_cut(self.encoding, name)},
+            blank=self.blank,
+            of=self,
+            share=None if self.share is None else self.share.member,
+        )
+
+    def drop(self, name: str) -> None:
+        """Remove a buffer that would be stale, here and in the stack that this is a part of."""
+        self.cut.pop(name, None)
+        self.shared.pop(name, None)
+        if self.of is not None:
+            self.of.drop(name)
+
+    def operands(self, skip: int, rows: int, *, columnwise: bool = False) -> tuple[Components, Encoding]:
+        """Return what gives the values of some of the rows: their buffers, and the encoding to read them by.
+
+        Rows that start inside a tile, and those with padding after them, get a scale each.
+        """
+        codes, stored = (COLUMN_DATA, COLUMN_SCALE) if columnwise else (DATA, SCALE)
+        encoding = columnwise_of(self.encoding) if columnwise else self.encoding
+        assert encoding is not None
+        first, step, scale = self.start + skip, encoding.tile[0], self.cut.get(stored)
+        if scale is not None:
+            scale = scale[skip : skip + rows]
+        else:
+            scale = self.shared[stored]
+            if step > 1 and (first % step or first + rows > self.whole):
+                places = (torch.arange(first, first + rows, device=scale.device) // step).clamp(max=len(scale) - 1)
+                scale, encoding = scale[places], replace(encoding, tile=(1, encoding.tile[1]))
+            elif step > 1:
+                scale = scale[first // step : -(-(first + rows) // step)]
+        return Components(self.cut[codes][skip : skip + rows], scale, self.shared.get(AMAX)), encoding
+
+
+def blank(
+    quantizer: Quantizer, shape: tuple[int, ...], device: torch.device, *, columnwise: bool | None = None
+) -> Frame:
+    """Make a frame of zeros: of a matrix, or with three dims of a stack. An odd row of 4-bit codes has one too many."""
+    *leading, columns = shape
+    even = columns + columns % (8 // quantizer.encoding.code_bits)
+    wanted = buffers_of(quantizer, (*leading, even), columnwise=columnwise)
+    made = {
+        name: torch.zeros(size, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=device).view(dtype)
+        for name, (dtype, size) in wanted.items()
+    }
+    if not is_cut(quantizer.encoding, SCALE):
+        made[SCALE].fill_(1)
+    return framed(quantizer, made, shape, blank=True)
+
+
+def framed(
+    quantizer: Quantizer,
+    buffers: Mapping[str, torch.Tensor],
+    shape: tuple[int, ...],
+    *,
+    start: int = 0,
+    whole: int | None = None,
+    blank: bool = False,
+) -> Frame:
+    """Put a frame around the buffers of a matrix [M, K] or of a stack [E, M, K], or of its rows from `start` on."""
+    cut = {name: buffer for name, buffer in buffers.items() if is_cut(quantizer.encoding, name, len(shape))}
+    return Frame(
+        quantizer,
+        prod(shape[1:]),
+        shape[0] if whole is None else whole,
+        cut,
+        {name: buffer for name, buffer in buffers.items() if name not in cut},
+        start,
+        blank=blank,
+        matrix=(shape[1], shape[2]) if len(shape) > 2 else None,
+    )

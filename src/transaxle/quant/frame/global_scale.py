@@ -1,0 +1,210 @@
+"""Quantize rows of a matrix as if the whole of it were here: amaxes are reduced over the ranks that have the rest.
+
+Where elements of several ranks share an amax, the largest magnitudes of all tiles are reduced, as integers, which
+keeps NaN. A rank then has fewer rows of a tile than the tile has; in place of the missing ones it sets a row that holds
+the tile's amax, quantizes, and drops it. So there is one rule for codes, the kernels', with the same bits as if the
+matrix lay in one piece.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from transaxle.encodings.encoding import WHOLE
+from transaxle.errors import refuse
+from transaxle.quant import kernels
+from transaxle.quant.frame.buffers import AMAX, COLUMN_SCALE, HISTORY, SCALE, SCALED_FOR, buffers_of, is_cut
+from transaxle.quant.frame.frame import Frame, blank, framed
+from transaxle.quant.frame.quantizers import Quantizer
+from transaxle.quant.frame.tp_share import Share
+from transaxle.quant.kernels.components import columnwise_of
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a matrix some rows lie."""
+
+    start: int
+    """The first of them."""
+    whole: int
+    """Rows of the matrix."""
+    group: dist.ProcessGroup | None = None
+    """Ranks that have its rows; None where all of them are here."""
+    others: dist.ProcessGroup | None = None
+    """Ranks that have other tiles of what this matrix is a share of, and one scale, amax and history with it."""
+
+
+def place(
+    x: torch.Tensor, group: dist.ProcessGroup | None, start: int | None, whole: int | None, share: Share | None = None
+) -> Place:
+    """Return where rows lie, from what is given; what is not is found by asking the ranks of the group.
+
+    Raises:
+        Refused: `SHAPE_MISMATCH` for rows that are not inside.
+    """
+    rows = x.shape[0]
+    if group is not None and (start is None or whole is None):
+        counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=x.device)
+        counts[dist.get_rank(group)] = rows
+        dist.all_reduce(counts, group=group)
+        found = counts.tolist()
+        start, whole = sum(found[: dist.get_rank(group)]), sum(found)
+    first, total = start or 0, rows if whole is None else whole
+    if first < 0 or first + rows > total:
+        raise refuse("SHAPE_MISMATCH", f"rows {first} to {first + rows} of a matrix of {total}")
+    return Place(first, total, group, None if share is None else share.group)
+
+
+def frame_of(
+    quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None = None, most: torch.Tensor | None = None
+) -> Frame:
+    """Quantize rows of a matrix, or matrices of a stack.
+
+    Args:
+        quantizer: how.
+        x: [M, K] or [E, M, K].
+        at: where they lie.
+        old: what a matrix replaces; its history decides the scale in delayed scaling.
+        most: the amax of the whole matrix, where it is known.
+    """
+    if x.device.type == "meta":
+        empty = blank(quantizer, (at.whole, *x.shape[1:]), x.device)
+        rows = empty.taken(at.start, x.shape[0], lambda buffer: buffer)
+        return replace(rows, shared=empty.shared, blank=False)
+    if x.dim() > 2:
+        return _stack(quantizer, x, at)
+    if quantizer.encoding.tile == (WHOLE, WHOLE):
+        return _per_tensor(quantizer, x, at, old, most)
+    if quantizer.encoding.has_global and most is None:
+        most = _of_all(kernels.amax(x), at)
+    grain = quantizer.grain[0]
+    if at.group is not None and (grain > 1 or quantizer.columnwise):
+        return _shared(quantizer, x, at, most)
+    made = kernels.quantize(x, quantizer.encoding, amax=most, over=quantizer.over, columnwise=quantizer.columnwise)
+    return _frame(quantizer, x, at, made.present())
+
+
+def _stack(quantizer: Quantizer, x: torch.Tensor, at: Place) -> Frame:
+    """Quantize each matrix for itself; in one go where matrices below each other have the same tiles."""
+    count, rows, columns = x.shape
+    grain = _grain(quantizer)[0]
+    alone = quantizer.encoding.has_global or bool(quantizer.state_sizes) or not grain or rows % grain
+    if count and x.numel() and not alone:
+        flat = frame_of(quantizer, x.reshape(count * rows, columns), Place(0, count * rows))
+        wanted = buffers_of(quantizer, (count, rows, columns))
+        made = {name: buffer.view(wanted[name][1]) for name, buffer in (flat.cut | flat.shared).items()}
+    else:
+        most: Sequence[torch.Tensor | None] = [None] * count
+        if count and at.others is not None and (quantizer.encoding.has_global or not grain):
+            most = _largest(torch.cat([kernels.amax(matrix) for matrix in x]), at.others).split(1)
+        each = [frame_of(quantizer, matrix, Place(0, rows), most=one) for matrix, one in zip(x, most, strict=True)]
+        parts = [frame.cut | frame.shared for frame in each]
+        empty = blank(quantizer, (0, rows, columns), x.device).cut
+        made = {name: stacked([one[name] for one in parts]) if parts else empty[name] for name in empty}
+    return framed(quantizer, made, (count, rows, columns), start=at.start, whole=at.whole)
+
+
+def stacked(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return buffers of several matrices as one; those of eight bits as bytes, which torch stacks always."""
+    kind = buffers[0].dtype
+    if kind.itemsize > 1:
+        return torch.stack(list(buffers))
+    return torch.stack([one.view(torch.uint8) for one in buffers]).view(kind)
+
+
+def _frame(quantizer: Quantizer, x: torch.Tensor, at: Place, buffers: dict[str, torch.Tensor]) -> Frame:
+    return framed(quantizer, buffers, tuple(x.shape), start=at.start, whole=at.whole)
+
+
+def _largest(amax: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The largest of the ranks' amaxes, element by element: as integers their order is the same, and NaN is above."""
+    if group is not None:
+        dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+    return amax
+
+
+def _of_all(amax: torch.Tensor, at: Place) -> torch.Tensor:
+    """The largest of all ranks that have any of the whole matrix."""
+    return _largest(_largest(amax, at.group), at.others)
+
+
+def _per_tensor(
+    quantizer: Quantizer, x: torch.Tensor, at: Place, old: Frame | None, most: torch.Tensor | None
+) -> Frame:
+    most = _of_all(kernels.amax(x), at) if most is None else most
+    if not quantizer.state_sizes:
+        return _frame(quantizer, x, at, kernels.quantize(x, quantizer.encoding, amax=most).present())
+    # A rank that FSDP2 gave no rows never has any copied into its frame, but knows the history like the others.
+    if old is None or (old.blank and len(x)) or HISTORY not in old.shared:
+        history, scaled_for = torch.zeros(quantizer.state_sizes[HISTORY], device=x.device), most.clone()
+    else:
+        history = old.shared[HISTORY]
+        scaled_for = torch.where(old.shared[SCALED_FOR] > 0, old.shared[SCALED_FOR], most)  # 0: only zeros until now
+    made = kernels.quantize(x, quantizer.encoding, amax=scaled_for).present()
+    history = torch.cat([most, history[:-1]])
+    peak = history.max().reshape(1)
+    following = torch.where(torch.isfinite(peak) & (peak > 0), peak, scaled_for)
+    return _frame(quantizer, x, at, made | {HISTORY: history, SCALED_FOR: following})
+
+
+def _shared(quantizer: Quantizer, x: torch.Tensor, at: Place, most: torch.Tensor | None) -> Frame:
+    """Quantize rows some of whose tiles may lie on several ranks."""
+    encoding, columns = quantizer.encoding, x.shape[1]
+    buffers: dict[str, torch.Tensor] = {} if most is None else {AMAX: most}
+    grain = _grain(quantizer)
+    tiles = _largest(_tile_amax(x, grain, at), at.group)
+    full, skip = _stand_in(x, grain, tiles, at)
+    made = kernels.quantize(full, encoding, amax=most, over=quantizer.over, columnwise=quantizer.columnwise)
+    for name, buffer in made.present().items():
+        if is_cut(encoding, name):
+            buffers[name] = buffer[skip : skip + x.shape[0]].contiguous()
+    for name in (SCALE, COLUMN_SCALE):
+        if name in made.present() and name not in buffers:
+            # A matrix of the amaxes with tiles of one element has the scales of the tiles they are of.
+            if name == COLUMN_SCALE and grain[1] > 1:  # each of several columns has the scale
+                tiles = tiles.repeat_interleave(grain[1], 1)[:, :columns]
+            scales = kernels.quantize(tiles.to(x.dtype), replace(encoding, tile=(1, 1)), amax=most).scale_inv
+            assert scales is not None
+            buffers[name] = scales.reshape(tiles.shape)
+    return _frame(quantizer, x, at, buffers)
+
+
+def _grain(quantizer: Quantizer) -> tuple[int, int]:
+    """Elements along rows and columns that share an amax, of both directions together if there are both."""
+    turned = columnwise_of(quantizer.encoding) if quantizer.columnwise and quantizer.over is None else None
+    return quantizer.grain if turned is None else (turned.tile[0], turned.tile[1])
+
+
+def _tile_amax(x: torch.Tensor, grain: tuple[int, int], at: Place) -> torch.Tensor:
+    """Largest magnitude in each tile of the whole matrix, 0 where none of it is here: [tiles down, tiles across]."""
+    (rows, columns), (high, wide) = x.shape, grain
+    across, first = -(-columns // wide), at.start // high
+    here = -(-(at.start + rows) // high) - first
+    tiles = torch.zeros((-(-at.whole // high), across), dtype=torch.float32, device=x.device)
+    if x.numel():
+        size = x.new_zeros((here * high, across * wide))
+        skip = at.start - first * high
+        size[skip : skip + rows, :columns] = x.detach().abs()
+        tiles[first : first + here] = size.view(here, high, across, wide).amax((1, 3)).float()
+    return tiles
+
+
+def _stand_in(x: torch.Tensor, grain: tuple[int, int], tiles: torch.Tensor, at: Place) -> tuple[torch.Tensor, int]:
+    """Return the rows completed to whole tiles, and how many were put before them."""
+    high, wide = grain
+    rows, columns = x.shape
+    end = at.start + rows
+    before = at.start % high
+    after = min(-(-end // high) * high, at.whole) - end
+    if not rows or not (before or after):
+        return x.detach(), 0
+    full = x.new_zeros((before + rows + after, columns))
+    full[before : before + rows] = x.detach()
+    for missing, row, tile in ((before, 0, at.start // high), (after, before + rows, (end - 1) // high)):
+        if missing:
+            full[row] = tiles[tile].repeat_interleave(wide)[:columns].to(x.dtype)
+    return full, before

@@ -1,0 +1,189 @@
+"""Quantizers: how a matrix becomes codes and scales, one description for each kind of scaling.
+
+A quantizer names an encoding of `transaxle.encodings` and what that leaves open: how many elements share an amax,
+whether there are codes for both directions, whether scales come from this tensor or from earlier ones. It holds no
+tensor, and arithmetic is the encodings'.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+from transaxle.encodings import encoding as encodings
+from transaxle.encodings.encoding import Encoding
+
+if TYPE_CHECKING:
+    from transaxle.quant.tensor.tensor import QuantizedTensor
+
+_MAKER: list[Callable[..., QuantizedTensor]] = []
+"""What makes tensors: `transaxle.quant.tensor.tensor`, which stands above this module, puts it here."""
+
+
+def makes_tensors(maker: Callable[..., QuantizedTensor]) -> Callable[..., QuantizedTensor]:
+    """Decorator: let `Quantizer.quantize` call this function."""
+    _MAKER[:] = [maker]
+    return maker
+
+
+Float8Code = Literal["F8_E4M3", "F8_E5M2"]
+"""Safetensors code of eight-bit codes."""
+
+
+class Quantizer(ABC):
+    """A kind of scaling. Equal ones make equal codes."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def encoding(self) -> Encoding:
+        """What is made."""
+
+    @property
+    def over(self) -> tuple[int, int] | None:
+        """Elements that share an amax, where they are more than a tile."""
+        return None
+
+    @property
+    def columnwise(self) -> bool:
+        """Whether codes are made for both directions."""
+        return False
+
+    @property
+    def state_sizes(self) -> Mapping[str, int]:
+        """Float32 buffers that a tensor keeps beside its codes to scale the next values by, and their length."""
+        return {}
+
+    @property
+    def grain(self) -> tuple[int, int]:
+        """Elements along rows and columns that share an amax; 0 for all of them."""
+        rows, columns = self.encoding.tile if self.over is None else self.over
+        return rows, columns
+
+    def quantize(
+        self,
+        x: torch.Tensor,
+        *,
+        group: dist.ProcessGroup | None = None,
+        start: int | None = None,
+        whole: int | None = None,
+    ) -> QuantizedTensor:
+        """Quantize a matrix, or this rank's rows of one.
+
+        Args:
+            x: [M, K] of bfloat16, float16 or float32.
+            group: the ranks that hold the rows of one matrix, in order. Amaxes are reduced over them, so that codes and
+                scales are those of the matrix quantized in one piece, bit for bit. Each rank calls this.
+            start: the matrix's row that is the first of `x`; found by asking the ranks if not given.
+            whole: rows of the matrix, likewise.
+
+        Raises:
+            Refused: `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED` for what cannot be quantized.
+        """
+        return _MAKER[0](self, x, group=group, start=start, whole=whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Float8CurrentScaling(Quantizer):
+    """One float32 scale for the tensor, from its own amax."""
+
+    code: Float8Code = "F8_E4M3"
+    """Type of the codes."""
+    power_of_two: bool = False
+    """Whether scales are powers of two."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """What is made."""
+        return replace(encodings.FLOAT8, code=self.code, power_of_two=self.power_of_two)
+
+
+@dataclass(frozen=True, slots=True)
+class DelayedScaling(Quantizer):
+    """One float32 scale for the tensor, from the largest amax of the last times it was quantized.
+
+    The first time its own amax is taken. After that values get the scale of the largest amax in the history, and their
+    own goes into it, where the oldest drops out. If the largest is zero, infinite or NaN, the scale stays.
+    """
+
+    code: Float8Code = "F8_E4M3"
+    """Type of the codes."""
+    length: int = 1024
+    """Amaxes in the history."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """What is made."""
+        return replace(encodings.FLOAT8, code=self.code)
+
+    @property
+    def state_sizes(self) -> Mapping[str, int]:
+        """The history, and the amax that the next scale is of."""
+        return {"amax_history": self.length, "scaled_for": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Float8Block(Quantizer):
+    """A float32 scale for each block: of 128 x 128 elements (weights) or 1 x 128 (activations)."""
+
+    block: tuple[int, int] = (128, 128)
+    """Rows and columns of a block."""
+    code: Float8Code = "F8_E4M3"
+    """Type of the codes."""
+    power_of_two: bool = True
+    """Whether scales are powers of two."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """What is made."""
+        return replace(encodings.FLOAT8_BLOCK, tile=self.block, code=self.code, power_of_two=self.power_of_two)
+
+
+@dataclass(frozen=True, slots=True)
+class MXFP8(Quantizer):
+    """An E8M0 scale for each 32 elements of a row and, on request, other codes for each 32 of a column."""
+
+    code: Float8Code = "F8_E4M3"
+    """Type of the codes."""
+    columnwise: bool = False
+    """Whether to make codes for both directions."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """What is made."""
+        return replace(encodings.MXFP8, code=self.code)
+
+
+@dataclass(frozen=True, slots=True)
+class NVFP4(Quantizer):
+    """An E4M3 scale for each 16 elements of a row, on request others for each 16 of a column, and one amax for all."""
+
+    square: bool = False
+    """Whether 16 x 16 elements share an amax, so that the transpose has the same scales: the rule for weights."""
+    scale_max: int = 448
+    """Largest value of a block scale; 256 in the `4 over 6` variant."""
+    columnwise: bool = False
+    """Whether to make codes for both directions."""
+
+    @property
+    def encoding(self) -> Encoding:
+        """What is made."""
+        return replace(encodings.NVFP4, scale_max=self.scale_max)
+
+    @property
+    def over(self) -> tuple[int, int] | None:
+        """Elements that share an amax, where they are more than a tile."""
+        return (16, 16) if self.square else None
+
+
+QUANTIZERS: Mapping[str, type[Quantizer]] = MappingProxyType(
+    {kind.__name__: kind for kind in (Float8CurrentScaling, DelayedScaling, Float8Block, MXFP8, NVFP4)}
+)
+"""The kinds of scaling by name, which is how a pickled tensor says what it is."""

@@ -1,0 +1,146 @@
+"""Shares: what a rank has of a quantized matrix that tensor parallelism has cut, along rows or columns.
+
+Such cuts lie on borders of tiles, so a share is quantized like a matrix of its own. What it has in common with the
+others is what the whole matrix has one of: a scale, an amax, a history. Those are of all ranks together, and equal on
+each. Everything else is a part of the whole matrix's buffers, and FSDP2 may cut it once more, between any two rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import lcm
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from transaxle.axes.geometry.chunk import Intervals, length, whole
+from transaxle.encodings.encoding import WHOLE, Encoding
+from transaxle.errors import Refusal
+from transaxle.quant.frame.buffers import AMAX, COLUMN_DATA, COLUMN_SCALE, DATA, ORIGIN, STATE, buffers_of
+from transaxle.quant.frame.quantizers import Quantizer
+from transaxle.quant.kernels.components import columnwise_of
+
+_HINT = "cut it over fewer ranks; say in the plan how many rows each rank has; or leave it plain (filter=, decode=)"
+_MATRIX = 2
+"""Dims of a matrix; any before them count matrices."""
+
+
+def along(values: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
+    """Return the positions of one dim that some intervals hold, in their order, as a copy."""
+    return torch.cat([values.narrow(dim, start, stop - start) for start, stop in intervals or ((0, 0),)], dim)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Share:
+    """A rank's part of a matrix, or of every matrix of a stack."""
+
+    group: dist.ProcessGroup
+    """The ranks that have the parts."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    dim: int
+    """The dim that is cut."""
+    held: Intervals
+    """Positions of it that are here, in local order."""
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """Shape of what this rank has, before FSDP2 cuts it."""
+        return tuple(length(self.held) if dim == self.dim else size for dim, size in enumerate(self.shape))
+
+    @property
+    def member(self) -> Share | None:
+        """The share of one matrix of the stack; None where matrices are whole."""
+        return replace(self, shape=self.shape[1:], dim=self.dim - 1) if self.dim else None
+
+    def place_in(self, mesh: DeviceMesh) -> int:
+        """Return the dim of a mesh along which the ranks of the group lie."""
+        ranks = dist.get_process_group_ranks(self.group)
+        return next(n for n in range(mesh.ndim) if dist.get_process_group_ranks(mesh.get_group(n)) == ranks)
+
+    def step(self, quantizer: Quantizer, name: str) -> int:
+        """Return how many elements along the dim there are for one position of a buffer; 0 if it is not cut."""
+        axis = self.dim - len(self.shape)
+        if axis < -_MATRIX or name == ORIGIN:
+            return 1
+        if name in (AMAX, *STATE):
+            return WHOLE
+        encoding = _encoding(quantizer, name)
+        if name in (DATA, COLUMN_DATA):
+            return 1 if axis == -_MATRIX else 8 // encoding.code_bits
+        return encoding.tile[axis]
+
+    def whole_of(self, quantizer: Quantizer, name: str) -> tuple[int, ...]:
+        """Return the shape of a whole buffer."""
+        if name == ORIGIN:
+            return self.shape
+        return buffers_of(quantizer, self.shape, columnwise=name in (COLUMN_DATA, COLUMN_SCALE) or None)[name][1]
+
+    def holds(self, quantizer: Quantizer, name: str) -> tuple[Intervals, ...]:
+        """Return which positions of a whole buffer this rank has, by dim."""
+        step, shape = self.step(quantizer, name), self.whole_of(quantizer, name)
+        return tuple(self._spans(step) if step and dim == self.dim else whole(n) for dim, n in enumerate(shape))
+
+    def part(self, quantizer: Quantizer, name: str, buffer: torch.Tensor) -> torch.Tensor:
+        """Return what this rank has of a whole buffer, as a copy."""
+        step = self.step(quantizer, name)
+        if not step:
+            return buffer.clone()
+        raw = buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
+        return along(raw, self.dim, self._spans(step)).contiguous().view(buffer.dtype)
+
+    def _spans(self, step: int) -> Intervals:
+        return tuple((start // step, -(-stop // step)) for start, stop in self.held)
+
+
+def _encoding(quantizer: Quantizer, name: str) -> Encoding:
+    turned = columnwise_of(quantizer.encoding)
+    if name in (COLUMN_DATA, COLUMN_SCALE) and turned is not None:
+        return turned
+    return quantizer.encoding
+
+
+def tile_of(quantizer: Quantizer, shape: Sequence[int], dim: int, *, columnwise: bool) -> int:
+    """Return the elements along a dim that no cut may separate, since they have scales in common; 1: there are none.
+
+    What a whole matrix has one of stops no cut.
+    """
+    axis = dim - len(shape)
+    if axis < -_MATRIX:
+        return 1
+    encoding = quantizer.encoding
+    steps = [encoding.tile[axis], quantizer.grain[axis]]
+    turned = columnwise_of(encoding)
+    if columnwise and turned is not None:
+        steps.append(turned.tile[axis])
+    if axis == -1:
+        steps.append(8 // encoding.code_bits)
+    return lcm(*(step for step in steps if step != WHOLE))
+
+
+def misplaced(
+    quantizer: Quantizer, shape: Sequence[int], dim: int, held: Sequence[Intervals], *, columnwise: bool = False
+) -> Refusal | None:
+    """Return what is wrong with cuts of a matrix: the first that goes through a tile; None if there is none.
+
+    Args:
+        quantizer: of the matrix.
+        shape: of the whole.
+        dim: that is cut.
+        held: for each rank the positions that it has.
+        columnwise: there are codes for both directions, whatever the quantizer makes.
+    """
+    tile = tile_of(quantizer, shape, dim, columnwise=columnwise or quantizer.columnwise)
+    for rank, intervals in enumerate(held):
+        for place, (start, stop) in enumerate(intervals):
+            last = place == len(intervals) - 1 and stop == shape[dim]
+            if start % tile or (stop % tile and not last):
+                at = start if start % tile else stop
+                message = (
+                    f"rank {rank} of {len(held)} has [{start}, {stop}) of dim {dim} of {list(shape)}; {at} = "
+                    f"{at // tile} x {tile} + {at % tile} is inside a tile of {tile} in {quantizer.encoding.name}"
+                )
+                return Refusal("BLOCK_MISALIGNED", message, hint=_HINT)
+    return None

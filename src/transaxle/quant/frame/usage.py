@@ -1,0 +1,99 @@
+"""Usages: the codes by rows, those by columns, and how the ones follow from the others.
+
+Codes by columns lie in the same places as those by rows, so that a cut between two rows cuts both; only their tiles run
+down. A kernel reads them as the rows of the transpose, which is how TransformerEngine keeps those of nvfp4: packed
+along the columns, with the scales transposed too. `turned` gives these bytes.
+
+Where squares share a scale (nvfp4 weights) an element has the same code and the same scale in both directions. Then the
+codes by columns follow from those by rows, raw. Elsewhere they are roundings of their own, which only values give.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from transaxle.errors import refuse
+from transaxle.quant.frame.buffers import AMAX, COLUMN_DATA, COLUMN_SCALE, DATA, SCALE
+from transaxle.quant.frame.frame import Frame, framed
+from transaxle.quant.kernels.components import columnwise_of
+
+_PACKED = 4
+"""Bits of a code that shares its byte."""
+
+
+def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
+    """Return a frame with columnwise codes too where those of all its rows follow from the rowwise ones; else itself.
+
+    A shard's do not: scales of its first and last squares would be needed on ranks that do not take part.
+    """
+    over, turned = frame.quantizer.over, columnwise_of(frame.encoding)
+    if over is None or turned is None or over != (turned.tile[0], frame.encoding.tile[1]):
+        return frame
+    # One row may be cut too: the other ranks of its matrix have none.
+    if frame.matrix is None and ((frame.start, skip, rows) != (0, 0, frame.whole) or rows == 1):
+        return frame
+    high, wide = over
+    kind, scale = frame.cut[SCALE].dtype, frame.cut[SCALE].view(torch.uint8)
+    squares = scale[..., ::high, :]
+    if scale.device.type != "meta":
+        same = squares.repeat_interleave(high, -2)[..., : scale.shape[-2], :]
+        if not torch.equal(same, scale):  # rows put together from several matrices, or codes of another rule
+            return frame
+    made = {
+        COLUMN_DATA: frame.cut[DATA],
+        COLUMN_SCALE: squares.repeat_interleave(wide, -1)[..., : frame.row[-1]].view(kind),
+    }
+    cut = {name: buffer for name, buffer in made.items() if frame.is_cut(name)}
+    return replace(frame, cut=frame.cut | cut, shared=frame.shared | {n: b for n, b in made.items() if n not in cut})
+
+
+def turned(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
+    """Return the frame of a matrix's transpose, or of the transposes of a stack's matrices, as a copy.
+
+    Its codes by rows are the columnwise ones of the frame and, where it has any, the other way round. An nvfp4 amax
+    is for both: they differ where there are random Hadamard transforms only.
+
+    Args:
+        frame: of the matrix, or of the stack.
+        skip: row of it that is the first one; of a stack, matrix.
+        shape: of the tensor that looks at it: [M, K] or [E, M, K].
+
+    Raises:
+        Refused: `UNSUPPORTED` where columnwise codes neither are there nor follow from the others; `BLOCK_MISALIGNED`
+            for rows of a matrix, and views of another shape; `SHAPE_MISMATCH` for an odd number of rows of 4 bits.
+    """
+    height = shape[0]
+    if shape != (height, *frame.row) or (frame.matrix is None and (frame.start + skip, height) != (0, frame.whole)):
+        raise refuse("BLOCK_MISALIGNED", f"{height} rows of {frame.whole}: only whole matrices are transposed")
+    source = frame if frame.columnwise else both_ways(frame, skip, height)
+    if not source.columnwise:
+        raise refuse(
+            "UNSUPPORTED",
+            f"{frame.quantizer}: there are no columnwise codes",
+            hint="quantize both ways (columnwise=True), or dequantize()",
+        )
+    held, bits = source.buffers(skip, height), frame.encoding.code_bits
+    names = ((DATA, COLUMN_DATA), (SCALE, COLUMN_SCALE), (COLUMN_DATA, DATA), (COLUMN_SCALE, SCALE))
+    made = {
+        name: _turned(held[other], bits if other in (DATA, COLUMN_DATA) else 8)
+        for name, other in (names if frame.columnwise else names[:2])
+    }
+    if AMAX in held:
+        made[AMAX] = held[AMAX].clone()
+    *stack, rows, columns = shape
+    return framed(frame.quantizer, made, (*stack, columns, rows))
+
+
+def _turned(buffer: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return matrices of codes or scales transposed; codes of 4 bits are put two to a byte anew."""
+    raw = buffer.view(torch.uint8)
+    if bits == _PACKED:
+        if raw.shape[-2] % 2:
+            raise refuse("SHAPE_MISMATCH", f"{raw.shape[-2]} rows of codes of 4 bits do not fill whole bytes")
+        raw = torch.stack([raw & 15, raw >> 4], -1).flatten(-2)
+    raw = raw.transpose(-1, -2)
+    if bits == _PACKED:
+        raw = raw[..., ::2] | (raw[..., 1::2] << 4)
+    return raw.contiguous().view(buffer.dtype)

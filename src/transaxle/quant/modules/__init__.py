@@ -1,0 +1,1 @@
+"""Models with quantized parameters: state dicts, master weights, torchao."""

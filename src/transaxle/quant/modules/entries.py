@@ -1,0 +1,407 @@
+"""Entries of state dicts: a quantized weight is several plain tensors there, under names of their own.
+
+`weight` holds the codes and `weight_scale_inv` the scales, as DeepSeek-V3 names them; `weight_amax` and the rest follow
+the same pattern. Files and checkpoints need to know nothing of quantized tensors, and dtypes in them are the real ones.
+Codes are global tensors cut as the parameter is; what stands for tiles of several rows is replicated.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from transaxle.axes.geometry.chunk import Intervals
+from transaxle.encodings.encoding import NVFP4
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.quant.frame.buffers import AMAX, DATA, ORIGIN, SCALE, STATE, buffers_of
+from transaxle.quant.frame.frame import Frame
+from transaxle.quant.frame.quantizers import Quantizer
+from transaxle.quant.modules.placed import cut_along, group_of, placed_like, share_of
+from transaxle.quant.tensor.tensor import QuantizedTensor, from_components, quantized
+
+ASSIGN = "assign_to_params_buffers"
+"""Key of the metadata by which torch tells a module that it is to take the tensors themselves (`assign=True`)."""
+_TO_LOCAL = "to_local"
+"""Method of a DTensor, and of a part of a tensor as torch saves it (`transaxle.live.sharding.dcp_chunks`)."""
+STATE_SUFFIXES = tuple(f"_{name}" for name in STATE)
+"""Suffixes of what says how the next values are scaled."""
+_MADE_OF = "_made_of"
+"""Attribute of a class that was given entries: the class without them."""
+
+
+def entries(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return codes, scales and state of a parameter by the suffix of their names; the codes have none.
+
+    They share its memory: what is written into them, as DCP does when it loads, is in the model.
+    """
+    inner = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    assert isinstance(inner, QuantizedTensor)
+    if inner.device.type != "meta":
+        inner.frame.blank = False  # what is written here says nothing to the frame
+    found = {}
+    for name, buffer in {**inner.components, **inner.state}.items():
+        suffix = suffix_of(name, inner.quantizer)
+        found[suffix] = buffer
+        if isinstance(parameter, DTensor):
+            placements, shape = _lies(parameter, inner, name, tuple(buffer.shape))
+            found[suffix] = _entry(buffer, parameter.device_mesh, placements, shape)
+    return found
+
+
+def parts_of(parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], tuple[Intervals, ...]]]:
+    """Return of which whole the entries of a quantized parameter are parts, where they do not say so themselves.
+
+    Args:
+        parameter: what this rank has of one that tensor parallelism has cut in a way that no DTensor can say, or such
+            parts that FSDP2 has cut once more.
+
+    Returns:
+        Suffix -> shape of the whole entry, and by dim the positions that the tensor-parallel rank has.
+    """
+    inner, share = _local(parameter), share_of(parameter)
+    assert share is not None
+    return {
+        suffix_of(name, inner.quantizer): (share.whole_of(inner.quantizer, name), share.holds(inner.quantizer, name))
+        for name in {**inner.components, **inner.state}
+    }
+
+
+def suffix_of(name: str, quantizer: Quantizer) -> str:
+    """Return what follows the codes' name in that of an entry; nothing for the codes.
+
+    Scales made to reach elsewhere than usual mean other values, so their names say how far they reach
+    (`transaxle.encodings.conventions.convention`).
+    """
+    most = quantizer.encoding.scale_max
+    if name in (SCALE, AMAX) and most != NVFP4.scale_max:
+        return f"_{name}_{most}"
+    return "" if name == DATA else f"_{name}"
+
+
+def _lies(
+    parameter: DTensor, inner: QuantizedTensor, name: str, local: tuple[int, ...]
+) -> tuple[tuple[Placement, ...], tuple[int, ...]]:
+    """Return how a buffer of a parameter lies on its mesh, and its shape there."""
+    cut = name == ORIGIN or inner.frame.is_cut(name)
+    placements: list[Placement] = [placement if cut else Replicate() for placement in parameter.placements]
+    share, along = inner.frame.share, cut_along(parameter)
+    if share is None or along is None:
+        return tuple(placements), (parameter.shape[0], *local[1:]) if cut else local
+    placements[along] = Shard(share.dim) if share.step(inner.quantizer, name) else Replicate()
+    return tuple(placements), share.whole_of(inner.quantizer, name)
+
+
+class _Octets(DTensor):
+    """An entry of eight bits: it is gathered as bytes, since gloo moves no other type of that size than uint8."""
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """See torch."""
+        moved = self._as(torch.uint8).redistribute(*args, **kwargs)
+        return _plainly(moved.to_local().view(self.dtype), moved.device_mesh, moved.placements, tuple(self.shape))
+
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """See torch."""
+        return self._as(torch.uint8).full_tensor(grad_placements=grad_placements).view(self.dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as what torch knows."""
+        return self._as(self.dtype).__reduce_ex__(protocol)
+
+    def _as(self, dtype: torch.dtype) -> DTensor:
+        return _plainly(self.to_local().view(dtype), self.device_mesh, self.placements, tuple(self.shape))
+
+
+def _entry(buffer: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]) -> DTensor:
+    made = _plainly(buffer, mesh, placements, shape)
+    if buffer.dtype.itemsize > 1 or buffer.dtype == torch.uint8:
+        return made
+    octets: DTensor = _Octets(made._local_tensor, made._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    return octets
+
+
+def _plainly(
+    buffer: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]
+) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(buffer, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+class QuantizedEntries(nn.Module):
+    """What a module with quantized parameters does with state dicts; mixed into its class."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Resolve the names of entries, as torch's `get_model_state_dict` needs."""
+        for own, weight in self.__dict__.get("_parameters", {}).items():
+            if name.startswith(f"{own}_") and is_quantized(weight):
+                found = entries(weight).get(name.removeprefix(own))
+                if found is not None:
+                    return found
+        return super().__getattr__(name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle by the class that this was made of, which has a name."""
+        kind = vars(type(self)).get(_MADE_OF)
+        return super().__reduce_ex__(protocol) if kind is None else (_remade, (kind,), vars(self))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Keep the codes where another dtype is asked for, also of parameters that are DTensors."""
+        named: Mapping[str, torch.Tensor | None] = self._parameters
+        shards = {own: one._local_tensor for own, one in named.items() if isinstance(one, DTensor)}
+        held = {own: inner for own, inner in shards.items() if isinstance(inner, QuantizedTensor)}
+        made = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for own, inner in held.items():
+            parameter = named[own]
+            if isinstance(parameter, DTensor) and not is_quantized(parameter):
+                parameter._local_tensor = inner.retyped(parameter._local_tensor)
+        return made
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for own, weight in self._parameters.items():
+            if is_quantized(weight):
+                destination.update({f"{prefix}{own}{suffix}": entry for suffix, entry in entries(weight).items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        rest, ready, problems = dict(state_dict), dict[str, torch.Tensor](), list[Refusal]()
+        for own, weight in self._parameters.items():
+            key = f"{prefix}{own}"
+            if is_quantized(weight) and key in rest:
+                suffixes = [suffix for suffix in _taken(weight) if f"{key}{suffix}" in rest]
+                given = {suffix: rest.pop(f"{key}{suffix}") for suffix in suffixes}
+                try:
+                    ready[own] = _loaded(key, weight, given)
+                except TransaxleError as error:
+                    problems += error.refusals
+        if problems:
+            raise gathered(problems)
+        for own, made in ready.items():
+            weight = self._parameters[own]
+            assert weight is not None
+            if local_metadata.get(ASSIGN, False):
+                self._parameters[own] = nn.Parameter(placed_like(weight, made), requires_grad=weight.requires_grad)
+            else:
+                _write(f"{prefix}{own}", weight, made)
+        done = {f"{prefix}{own}" for own in ready}
+        absent: list[str] = []
+        super()._load_from_state_dict(rest, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs)
+        missing_keys += [name for name in absent if name not in done]
+
+
+def give_entries(module: nn.Module) -> None:
+    """Make the state dicts of a module hold plain entries for its quantized parameters."""
+    if not isinstance(module, QuantizedEntries):
+        kind: Any = type(module)
+        module.__class__ = _with_entries(kind)
+
+
+@cache
+def _with_entries(kind: Any) -> Any:
+    own = {"__module__": kind.__module__, "__doc__": kind.__doc__, _MADE_OF: kind}
+    return type(kind.__name__, (QuantizedEntries, kind), own)
+
+
+def _remade(kind: Any) -> nn.Module:
+    made: nn.Module = object.__new__(_with_entries(kind))
+    return made
+
+
+def is_quantized(parameter: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Whether a parameter, or what this rank has of it, is a QuantizedTensor."""
+    inner = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return isinstance(inner, QuantizedTensor)
+
+
+def _local(parameter: torch.Tensor) -> QuantizedTensor:
+    inner = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    assert isinstance(inner, QuantizedTensor)
+    return inner
+
+
+def layout_of(parameter: torch.Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Return type and whole shape of each entry that a quantized parameter has, by suffix."""
+    quantizer = _local(parameter).quantizer
+    wanted = buffers_of(quantizer, whole_shape(parameter))
+    return {suffix_of(name, quantizer): found for name, found in wanted.items()}
+
+
+def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a quantized parameter, in values, whatever ranks have of it."""
+    share = share_of(parameter)
+    return tuple(parameter.shape) if share is None else share.shape
+
+
+def _taken(parameter: torch.Tensor) -> list[str]:
+    """Return the suffixes of entries that a load looks at: history of a scaling that needs none is left aside."""
+    return list(dict.fromkeys((*layout_of(parameter), *STATE_SUFFIXES)))
+
+
+def is_state(suffix: str) -> bool:
+    """Whether an entry says how the next values are scaled, and nothing of these."""
+    return suffix in STATE_SUFFIXES
+
+
+def code_name(name: str) -> str | None:
+    """Return the name of the codes beside which an entry says how the next values are scaled; None for any other."""
+    return next((name.removesuffix(state) for state in STATE_SUFFIXES if name.endswith(state)), None)
+
+
+@torch.no_grad()
+def put_values(parameter: torch.Tensor, values: torch.Tensor) -> int:
+    """Quantize this rank's rows of a matrix into a parameter as if nothing had been there. Collective.
+
+    Args:
+        parameter: a QuantizedTensor, or a DTensor of one.
+        values: as many rows as this rank has.
+
+    Returns:
+        Bytes written: of codes, scales and state.
+    """
+    inner = _local(parameter)
+    made = _anew(parameter, values)
+    inner.adopt(made.frame, made.skip, made.height)
+    return sum(buffer.nbytes for buffer in {**inner.components, **inner.state}.values())
+
+
+@torch.no_grad()
+def begin_anew(parameter: torch.Tensor) -> None:
+    """Forget what the next values were to be scaled by, as there is none in what was loaded: they scale themselves."""
+    for buffer in _local(parameter).state.values():
+        buffer.zero_()
+
+
+def _anew(weight: torch.Tensor, values: torch.Tensor) -> QuantizedTensor:
+    inner, (start, rows) = _local(weight), _rows(weight)
+    return quantized(
+        inner.quantizer,
+        values.to(inner.dtype),
+        group=group_of(weight),
+        start=start,
+        whole=rows,
+        share=inner.frame.share,
+    )
+
+
+def _loaded(key: str, weight: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+    """Return this rank's rows of a weight, of entries that may be cut in another way or not be quantized."""
+    inner, codes = _local(weight), given[""]
+    frame, (start, rows) = inner.frame, _rows(weight)
+    if codes.dtype.is_floating_point and codes.dtype.itemsize > 1:
+        return _quantized(key, weight, codes)
+    faults = _faults(key, weight, given)
+    if faults:
+        raise gathered(faults)
+    names = {suffix_of(name, frame.quantizer): name for name in buffers_of(frame.quantizer, whole_shape(weight))}
+    held = {suffix: entry for suffix, entry in given.items() if suffix in names}
+    buffers = {names[suffix]: _part(entry, weight, names[suffix]) for suffix, entry in held.items()}
+    shape = (inner.height, *frame.row)
+    for name, (dtype, size) in buffers_of(frame.quantizer, shape).items():
+        if name in STATE and name not in buffers:  # none in the checkpoint: what was here is of other values
+            buffers[name] = torch.zeros(size, dtype=dtype, device=buffers[DATA].device)
+    made = from_components(frame.quantizer, buffers, shape, inner.dtype, start=start, whole=rows)
+    made.frame.share = frame.share
+    return made
+
+
+def _rows(weight: torch.Tensor) -> tuple[int, int]:
+    """Return which row is the first of this rank's, and how many there are: in what tensor parallelism has left."""
+    inner, share = _local(weight), share_of(weight)
+    return inner.frame.start + inner.skip, weight.shape[0] if share is None else share.local[0]
+
+
+def _faults(key: str, weight: torch.Tensor, given: dict[str, Any]) -> list[Refusal]:
+    """Everything about entries that is not as this quantizer makes it."""
+    faults = []
+    inner, own = _local(weight), _own_shapes(weight)
+    quantizer = inner.quantizer
+    for suffix, (dtype, shape) in layout_of(weight).items():
+        where, entry = Where(tensor=f"{key}{suffix}"), given.get(suffix)
+        if entry is None:
+            if not is_state(suffix):
+                faults.append(Refusal("MISSING_TENSOR", f"{quantizer} needs it", where))
+        elif entry.dtype != dtype:
+            hint = "load it into a model in that encoding, or convert the checkpoint with --decode and --encode"
+            faults.append(Refusal("DTYPE_MISMATCH", f"{entry.dtype}, expected {dtype}: {quantizer}", where, hint))
+        elif tuple(entry.shape) not in (shape, own.get(suffix)):
+            hint = "another length of history: leave it out of the state dict to begin anew" if is_state(suffix) else ""
+            faults.append(Refusal("SHAPE_MISMATCH", f"{list(entry.shape)}, expected {list(shape)}", where, hint))
+    return faults
+
+
+def _own_shapes(weight: torch.Tensor) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of entries that are this rank's already: of a part that no DTensor describes."""
+    inner = _local(weight)
+    if inner.frame.share is None or (isinstance(weight, DTensor) and cut_along(weight) is not None):
+        return {}
+    held = {**inner.components, **inner.state}
+    return {suffix_of(name, inner.quantizer): tuple(buffer.shape) for name, buffer in held.items()}
+
+
+def _part(entry: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
+    """Return what this rank has of a buffer, or of values (`ORIGIN`), of which there is all or that is here already."""
+    inner = _local(weight)
+    found, share = entry, inner.frame.share
+    if isinstance(entry, DTensor):
+        same = isinstance(weight, DTensor) and entry.device_mesh == weight.device_mesh
+        if same and entry.placements == _lies(cast(DTensor, weight), inner, name, tuple(entry.shape))[0]:
+            return entry.to_local()
+        found = _full(entry)
+    elif hasattr(entry, _TO_LOCAL):
+        found = getattr(entry, _TO_LOCAL)()
+    where = entry.device if inner.is_meta else inner.device
+    if share is not None:
+        own = tuple(inner.shape) if name == ORIGIN else _own_shapes(weight).get(suffix_of(name, inner.quantizer))
+        if tuple(found.shape) == own:
+            return found.to(where)
+        found = share.part(inner.quantizer, name, found)
+    start, _ = _rows(weight)
+    cut = name == ORIGIN or inner.frame.is_cut(name)
+    return (found[start : start + inner.height] if cut else found).to(where)
+
+
+def _full(entry: DTensor) -> torch.Tensor:
+    """Gather an entry; as bytes, since gloo moves no other type of eight bits than uint8."""
+    if entry.dtype.itemsize > 1:
+        return entry.full_tensor()
+    raw = cast(DTensor, entry.view(torch.uint8))
+    return raw.full_tensor().view(entry.dtype)
+
+
+def _quantized(key: str, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Quantize values from a checkpoint that is not quantized."""
+    inner = _local(weight)
+    if tuple(values.shape) not in (whole_shape(weight), tuple(weight.shape)):
+        raise refuse("SHAPE_MISMATCH", f"{list(values.shape)}, expected {list(whole_shape(weight))}", tensor=key)
+    warnings.warn(f"{key}: {values.dtype} values are quantized once, by {inner.quantizer}", stacklevel=2)
+    return _anew(weight, _part(values, weight, ORIGIN))
+
+
+def _write(key: str, weight: torch.Tensor, made: torch.Tensor) -> None:
+    """Copy codes and scales into a parameter.
+
+    Raises:
+        Refused: UNSUPPORTED for one on the meta device, which holds nothing.
+    """
+    inner = _local(weight)
+    if inner.device.type == "meta":
+        raise refuse(
+            "UNSUPPORTED", "the parameter is on the meta device", tensor=key, hint="to_empty(), or assign=True"
+        )
+    assert isinstance(made, QuantizedTensor)
+    source: Frame = made.frame
+    inner.adopt(source, made.skip, made.height)

@@ -1,0 +1,235 @@
+"""Modules with quantized weights: of a model that exists, and of one that is being built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import wraps
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from transaxle.errors import Refusal, TransaxleError, Where, gathered
+from transaxle.quant.frame.buffers import ORIGIN
+from transaxle.quant.frame.quantizers import Quantizer
+from transaxle.quant.frame.tp_share import Share
+from transaxle.quant.modules.entries import give_entries, is_quantized
+from transaxle.quant.modules.placed import placed_like
+from transaxle.quant.tensor.tensor import quantized
+
+Filter = Callable[[str, nn.Module], bool]
+"""Says by name and module whether a linear layer, or experts in stacks, are to be quantized."""
+
+
+@runtime_checkable
+class Quantizable(Protocol):
+    """A module that says itself what of it is quantized, as `transaxle.nn.GroupedLinear` does."""
+
+    def quantizable(self) -> Sequence[str]:
+        """Return names of its own parameters."""
+
+    def check_recipe(self, recipe: Quantizer) -> None:
+        """Refuse what it cannot compute with.
+
+        Raises:
+            Refused: UNSUPPORTED.
+        """
+
+
+class Cut(Protocol):
+    """How tensor parallelism has cut a parameter; see `transaxle.parallel`."""
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The ranks."""
+
+    @property
+    def share(self) -> Share | None:
+        """What this rank has; None where it has all."""
+
+    def misplaced(self, quantizer: Quantizer) -> Refusal | None:
+        """Return what stands against a quantizer's tiles: a cut that goes through one."""
+
+
+EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
+"""Parameters of three dims that hold a matrix for each expert, [E, out, in], as modules of transformers have them."""
+CUTS = "_transaxle_cuts"
+"""Attribute of modules that tensor parallelism has cut: name of a parameter -> how (`Cut`)."""
+_WEIGHT = "weight"
+_STACK = 3
+_TRANSPOSED = "is_transposed"
+"""What transformers sets on experts of [E, in, out], as gpt-oss's are: tiles would lie across their rows; they stay."""
+
+
+def quantize_(
+    model: nn.Module,
+    recipe: Quantizer,
+    filter: Filter | None = None,  # noqa: A002 - the word for it
+    *,
+    preserve_high_precision_init: bool = False,
+) -> list[str]:
+    """Quantize the weights of linear and grouped layers, and experts' stacks, in place; of meta models too.
+
+    Call it before `fully_shard`, and before `tensor_parallel` or, on all of its ranks, after it. Stacks are parameters
+    named as in `EXPERTS`, as the experts of transformers have them.
+
+    A weight that a module of another kind shares, as an embedding does a head's, is left as it is. Layers that share a
+    weight share the quantized one.
+
+    Args:
+        model: what to change.
+        recipe: how.
+        filter: which layers and modules of experts; all of them if not given.
+        preserve_high_precision_init: keep the values for `MasterWeights`, which otherwise starts from the codes.
+
+    Returns:
+        Names of the weights that are quantized now.
+
+    Raises:
+        Refused: `UNSUPPORTED` for weights that are sharded already, and for a recipe that a layer cannot compute with;
+            `BLOCK_MISALIGNED` where tensor parallelism has cut a weight inside a tile.
+    """
+    wanted = [
+        (name, key, module)
+        for name, module in model.named_modules()
+        for key in _weights(module)
+        if filter is None or filter(name, module)
+    ]
+    chosen = {(id(module), key) for _, key, module in wanted}
+    elsewhere = {
+        id(parameter)
+        for module in model.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and (id(module), key) not in chosen
+    }
+    kept = [
+        (f"{name}.{key}" if name else key, key, module)
+        for name, key, module in wanted
+        if id(getattr(module, key)) not in elsewhere
+    ]
+    problems = [fault for full, key, module in kept for fault in _faults(full, key, module, recipe)]
+    if problems:
+        raise gathered(problems)
+    made: dict[int, nn.Parameter] = {}
+    for _, key, module in kept:
+        old = getattr(module, key)
+        if id(old) not in made:
+            share = None if (cut := _cut(module, key)) is None else cut.share
+            made[id(old)] = _parameter(old, recipe, share, keep=preserve_high_precision_init)
+    for _, key, module in kept:
+        setattr(module, key, made[id(getattr(module, key))])
+        give_entries(module)
+    return [full for full, *_ in kept]
+
+
+def _weights(module: nn.Module) -> list[str]:
+    """Return the names of a module's own parameters that are quantized: what inputs are multiplied with."""
+    if isinstance(module, Quantizable):
+        names = tuple(module.quantizable())
+    elif isinstance(module, nn.Linear):
+        names = (_WEIGHT,)
+    else:
+        found = {} if getattr(module, _TRANSPOSED, False) else module._parameters
+        names = tuple(name for name in EXPERTS if (one := found.get(name)) is not None and one.dim() == _STACK)
+    held = {name: module._parameters.get(name) for name in names}
+    return [name for name, one in held.items() if one is not None and not is_quantized(one)]
+
+
+def _cut(module: nn.Module, key: str) -> Cut | None:
+    """Return how tensor parallelism has cut a parameter; None of one that it has not."""
+    found: Mapping[str, Cut] = module.__dict__.get(CUTS, {})
+    return found.get(key)
+
+
+def _faults(name: str, key: str, module: nn.Module, recipe: Quantizer) -> list[Refusal]:
+    """What stands against quantizing a weight."""
+    found = []
+    weight, cut = getattr(module, key).data, _cut(module, key)
+    kind = type(weight)
+    sharded = isinstance(weight, DTensor) and (cut is None or weight.device_mesh != cut.mesh)
+    if sharded or kind not in (torch.Tensor, DTensor):
+        hint = "quantize the model before it is sharded; of experts that ranks share out, each has to be a parameter"
+        found.append(Refusal("UNSUPPORTED", f"a weight of {kind.__name__}", Where(tensor=name), hint))
+    wrong = None if cut is None else cut.misplaced(recipe)
+    if wrong is not None:
+        found.append(replace(wrong, where=Where(tensor=name)))
+    if isinstance(module, Quantizable):
+        try:
+            module.check_recipe(recipe)
+        except TransaxleError as error:
+            found += [Refusal(each.code, each.message, Where(tensor=name), each.hint) for each in error.refusals]
+    return found
+
+
+@contextmanager
+def quantized_init(
+    recipe: Quantizer,
+    *,
+    filter: Callable[[nn.Module], bool] | None = None,  # noqa: A002 - the word for it
+    preserve_high_precision_init: bool = False,
+) -> Iterator[None]:
+    """Quantize linear and grouped layers, and experts' stacks, of models built in this block, when it ends.
+
+    Works for any code that makes `torch.nn.Linear` modules, or copies of them as `torch.nn.TransformerEncoder` does,
+    Hugging Face models and `torch.device("meta")` included.
+    What was quantized in the block, by a recipe of its own, stays as it is.
+
+    Args:
+        recipe: how.
+        filter: which layers; all of them if not given, but for those that share their weight with an embedding.
+        preserve_high_precision_init: keep the values for `MasterWeights`, which otherwise starts from the codes.
+    """
+    built: dict[int, nn.Module] = {}
+    originals = {kind: kind.__init__ for kind in (nn.Linear, nn.Embedding)}
+    registers = nn.Module.register_parameter
+    copies: Callable[[nn.Module, Any], None] = nn.Module.__setstate__
+
+    def recording(original: Callable[..., None]) -> Callable[..., None]:
+        @wraps(original)
+        def init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            built[id(self)] = self
+
+        return init
+
+    @wraps(registers)
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        registers(self, name, param)
+        if param is not None and (name in EXPERTS or isinstance(self, Quantizable)):
+            built[id(self)] = self
+
+    @wraps(copies)
+    def copied(self: nn.Module, state: dict[str, Any]) -> None:
+        copies(self, state)
+        if isinstance(self, (*originals, Quantizable)) or not self._parameters.keys().isdisjoint(EXPERTS):
+            built[id(self)] = self
+
+    for kind, original in originals.items():
+        kind.__init__ = recording(original)  # type: ignore[method-assign]
+    nn.Module.register_parameter = register  # type: ignore[method-assign]
+    nn.Module.__setstate__ = copied  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for kind, original in originals.items():
+            kind.__init__ = original  # type: ignore[method-assign]
+        nn.Module.register_parameter = registers  # type: ignore[method-assign]
+        nn.Module.__setstate__ = copies  # type: ignore[method-assign]
+    quantize_(
+        nn.ModuleList(built.values()),
+        recipe,
+        None if filter is None else lambda _, module: filter(module),
+        preserve_high_precision_init=preserve_high_precision_init,
+    )
+
+
+def _parameter(old: torch.Tensor, recipe: Quantizer, share: Share | None, *, keep: bool) -> nn.Parameter:
+    values = old.data.to_local() if isinstance(old.data, DTensor) else old.data
+    made = quantized(recipe, values, share=share)
+    if keep and old.device.type != "meta":
+        made.frame.cut[ORIGIN] = values.clone()
+    return nn.Parameter(placed_like(old.data, made), requires_grad=old.requires_grad)

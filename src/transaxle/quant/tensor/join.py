@@ -1,0 +1,172 @@
+"""Putting quantized tensors together, raw: rows or columns of matrices, and matrices to stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from transaxle.errors import TransaxleError, refuse
+from transaxle.quant.frame.buffers import COLUMN_SCALE, SCALE
+from transaxle.quant.frame.frame import Frame, framed
+from transaxle.quant.frame.global_scale import stacked
+from transaxle.quant.kernels.components import columnwise_of
+from transaxle.quant.tensor.tensor import QuantizedTensor, same_bytes
+
+
+def is_whole(tensor: QuantizedTensor) -> bool:
+    """Whether it has the dims of its frame: it is no view of another shape."""
+    return tuple(tensor.shape) == (tensor.height, *tensor.frame.row)
+
+
+def refused(what: str, tensor: QuantizedTensor, why: str) -> TransaxleError:
+    """Return the refusal of an operation that no codes and scales are the result of."""
+    return refuse(
+        "BLOCK_MISALIGNED", f"{what} of {tuple(tensor.shape)} in {tensor.quantizer}: {why}", hint="dequantize() first"
+    )
+
+
+def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Put matrices together along a dim that keeps tiles whole; with plain tensors among them, their values."""
+    parts = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
+    if len(parts) < len(tensors):
+        return torch.cat([t.dequantize() if isinstance(t, QuantizedTensor) else t for t in tensors], dim)
+    first = parts[0]
+    if any(part.quantizer.encoding != first.quantizer.encoding for part in parts) or not all(map(is_whole, parts)):
+        raise refused("cat", first, "the tensors are not matrices of one encoding")
+    parts = [part for part in parts if part.numel()] or parts[:1]
+    first = parts[0]
+    if any(part.dim() != first.dim() for part in parts):
+        raise refuse("SHAPE_MISMATCH", f"cat of {', '.join(str(list(part.shape)) for part in parts)}")
+    if not dim % first.dim():
+        return _cat_rows(parts)
+    if first.frame.matrix is not None:
+        raise refused("cat", first, "stacks are put together along their first dim")
+    return _cat_columns(parts)
+
+
+def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Stack matrices of one quantizer; of anything else, and along other dims, the values.
+
+    Raises:
+        Refused: `BLOCK_MISALIGNED` for rows of matrices that are not whole tiles.
+    """
+    parts = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
+    first = parts[0]
+    alike = all(
+        (part.quantizer, part.dtype, part.shape) == (first.quantizer, first.dtype, first.shape)
+        and part.frame.matrix is None
+        and is_whole(part)
+        for part in parts
+    )
+    if dim % (first.dim() + 1) or len(parts) < len(tensors) or not alike:
+        plain = [tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor for tensor in tensors]
+        return torch.stack(plain, dim)
+    held = [alone(part) for part in parts]
+    names = [name for name in held[0] if all(name in one for one in held)]
+    buffers = {name: stacked([one[name] for one in held]) for name in names}
+    shape = (len(parts), *first.shape)
+    return QuantizedTensor(framed(first.quantizer, buffers, shape), 0, len(parts), first.dtype)
+
+
+def alone(part: QuantizedTensor) -> dict[str, torch.Tensor]:
+    """Return the buffers of rows of a matrix as those of a matrix of their own."""
+    frame, found = part.frame, part.frame.buffers(part.skip, part.height)
+    first = frame.start + part.skip
+    last = first + part.height
+    for name in (SCALE, COLUMN_SCALE):
+        buffer = frame.shared.get(name)
+        if buffer is not None and buffer.dim() > 1:
+            step = _step(frame, columnwise=name == COLUMN_SCALE)
+            if first % step or (last % step and last != frame.whole):
+                raise refused("stack", part, f"rows {first} to {last} cut tiles of {step}")
+            found[name] = buffer[first // step : -(-last // step)]
+    return found
+
+
+def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
+    first = parts[0]
+    frame = first.frame
+    both = all(part.frame.columnwise for part in parts)
+    held = [part.frame.buffers(part.skip, part.height) for part in parts]
+    names = [name for name in held[0] if both or not name.startswith("columnwise")]
+    cut = {name: torch.cat([one[name].view(torch.uint8) for one in held]) for name in names if name in frame.cut}
+    cut = {name: buffer.view(held[0][name].dtype) for name, buffer in cut.items()}
+    shared = {name: frame.shared[name] for name in names if name in frame.shared}
+    rows = sum(part.height for part in parts)
+    step = _step(frame, columnwise=both)
+    alike = all(
+        same_bytes({n: part.frame.shared[n] for n in shared if n in part.frame.shared}, shared) for part in parts
+    )
+    ends = [part.frame.start + part.skip + part.height for part in parts]
+    starts = [part.frame.start + part.skip for part in parts]
+    share = None
+    if alike and starts[1:] == ends[:-1] and all(part.frame.whole == frame.whole for part in parts):
+        start, whole, share = starts[0], frame.whole, frame.share
+    elif step > 1 and frame.matrix is None:
+        complete = all(part.height == part.frame.whole for part in parts)
+        if not complete or any(part.height % step for part in parts[:-1]):
+            raise refused("cat", first, f"tiles of {step} rows would not stay whole")
+        single = {name: buffer for name, buffer in shared.items() if buffer.dim() == 1}
+        if not all(same_bytes({name: part.frame.shared[name] for name in single}, single) for part in parts):
+            raise _differing(parts)
+        start, whole = 0, rows
+        shared |= {n: torch.cat([part.frame.shared[n] for part in parts]) for n in shared if n not in single}
+    elif not alike:
+        raise _differing(parts)
+    else:
+        start, whole = 0, rows
+    made = replace(frame, cut=cut, shared={n: b.clone() for n, b in shared.items()}, start=start, whole=whole)
+    return QuantizedTensor(replace(made, used=None, blank=False, of=None, share=share), 0, rows, first.dtype)
+
+
+def _step(frame: Frame, *, columnwise: bool) -> int:
+    """Rows of a tile, in codes of the other direction if those are asked for."""
+    encoding = columnwise_of(frame.encoding) if columnwise else frame.encoding
+    assert encoding is not None
+    return encoding.tile[0]
+
+
+def _differing(parts: list[QuantizedTensor]) -> TransaxleError:
+    return refuse(
+        "UNEQUAL_COPIES",
+        f"{len(parts)} tensors of {parts[0].quantizer} under differing scales of whole tensors",
+        hint="quantize them with one amax: quantize(x, group=...)",
+    )
+
+
+def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
+    first = parts[0]
+    frame, step = first.frame, max(first.quantizer.grain[1], first.frame.encoding.tile[1])
+    place = (frame.start + first.skip, frame.whole, first.height)
+    if any((part.frame.start + part.skip, part.frame.whole, part.height) != place for part in parts):
+        raise refused("cat", first, "the tensors are not the same rows")
+    if step and any(part.frame.columns % step for part in parts[:-1]):
+        raise refused("cat", first, f"tiles of {step} columns would not stay whole")
+    flat = [{n: b for n, b in part.frame.shared.items() if b.dim() == 1} for part in parts]
+    if not all(same_bytes(one, flat[0]) for one in flat):
+        raise refuse("UNEQUAL_COPIES", f"{len(parts)} tensors of {first.quantizer} under differing scales")
+    both = all(part.frame.columnwise for part in parts)
+    held = [part.frame.buffers(part.skip, part.height) for part in parts]
+    joined = {}
+    for name, buffer in held[0].items():
+        if both or not name.startswith("columnwise"):
+            wide = buffer.dim() > 1
+            joined[name] = (
+                torch.cat([one[name].view(torch.uint8) for one in held], 1).view(buffer.dtype)
+                if wide and buffer.dtype.itemsize == 1
+                else torch.cat([one[name] for one in held], 1)
+                if wide
+                else buffer.clone()
+            )
+    made = replace(
+        frame,
+        columns=(columns := sum(part.frame.columns for part in parts)),
+        width=frame.width if columns != frame.width else None,
+        cut={name: buffer for name, buffer in joined.items() if name in frame.cut},
+        shared={name: buffer for name, buffer in joined.items() if name in frame.shared},
+        start=frame.start + first.skip,
+        share=None if frame.width is None else frame.share,
+    )
+    return QuantizedTensor(replace(made, used=None, blank=False, of=None), 0, first.height, first.dtype)

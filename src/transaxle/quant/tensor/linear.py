@@ -1,0 +1,103 @@
+"""The linear layer on quantized weights, forward and backward.
+
+Where the device multiplies float8 (`scaled_mm`, from compute capability 8.9 on) and the weight has one scale, inputs
+and gradients are quantized too, by current scaling, and all three products are float8 with float32 sums. Elsewhere the
+weight is dequantized and multiplied in the input's dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from transaxle.encodings.encoding import FLOAT8, WHOLE
+from transaxle.quant import kernels
+from transaxle.quant.tensor.tensor import QuantizedTensor
+
+_STEP = 16
+"""Sizes of float8 products are multiples of this."""
+_CAPABLE = (8, 9)
+"""Compute capability from which there are float8 products."""
+
+
+def multiplies(x: torch.Tensor, weight: QuantizedTensor) -> bool:
+    """Whether the device multiplies this weight's codes as they are."""
+    matrix = weight.frame.matrix is None and weight.dim() == 2
+    if not matrix or x.device.type != "cuda" or weight.frame.encoding.tile != (WHOLE, WHOLE):
+        return False
+    sizes = (x.numel() // max(x.shape[-1], 1), *weight.shape)
+    capable = torch.cuda.get_device_capability(x.device) >= _CAPABLE
+    return capable and weight.frame.encoding.code == FLOAT8.code and not any(size % _STEP for size in sizes)
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Return `x @ weight.T + bias` in the input's dtype, or that of autocast; gradients are plain, also the weight's.
+
+    Args:
+        x: [..., K], plain.
+        weight: [N, K], quantized. A plain one is multiplied as torch does.
+        bias: [N].
+    """
+    if not isinstance(weight, QuantizedTensor):
+        plain = x.dequantize() if isinstance(x, QuantizedTensor) else x
+        return functional.linear(plain, weight, bias)
+    with torch._C.DisableTorchFunctionSubclass():
+        if torch.is_autocast_enabled(x.device.type):  # which sees nothing of a function's backward
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        made: torch.Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
+        return made if bias is None else made + bias.to(made.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    """Keeps the codes, not the values, between forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: QuantizedTensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        rows = x.reshape(-1, x.shape[-1])
+        if multiplies(x, weight):
+            made = _product(_codes(rows), (weight.components["data"], weight.components["scale_inv"]), x.dtype)
+        else:
+            made = rows @ weight.dequantize(x.dtype).t()
+        return made.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        x, weight = ctx.saved_tensors  # of values, where a hook like `save_on_cpu(pin_memory=True)` has copied them
+        rows, grad = x.reshape(-1, x.shape[-1]), grads[0].reshape(-1, weight.shape[0])
+        of_x, of_weight = ctx.needs_input_grad
+        quick = isinstance(weight, QuantizedTensor) and multiplies(x, weight)
+        codes = _codes(grad) if quick else None
+        first = second = None
+        if of_x and codes is not None:
+            held = weight.components
+            first = _product(codes, (held["data"].t().contiguous(), held["scale_inv"]), x.dtype).view(x.shape)
+        elif of_x:
+            values = weight.dequantize(grad.dtype) if isinstance(weight, QuantizedTensor) else weight.to(grad.dtype)
+            first = (grad @ values).view(x.shape)
+        if of_weight and codes is not None:
+            turned = codes[0].t().contiguous(), codes[1]
+            across = _codes(rows)
+            second = _product(turned, (across[0].t().contiguous(), across[1]), weight.dtype)
+        elif of_weight:
+            second = (grad.t() @ rows).to(weight.dtype)
+        return first, second
+
+
+def _codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    made = kernels.quantize(x, FLOAT8)
+    assert made.data is not None
+    assert made.scale_inv is not None
+    return made.data, made.scale_inv
+
+
+def _product(
+    left: tuple[torch.Tensor, torch.Tensor], right: tuple[torch.Tensor, torch.Tensor], dtype: torch.dtype
+) -> torch.Tensor:
+    """Return left [M, K] times right [N, K] transposed, of codes with one scale each."""
+    kind = functional.ScalingType.TensorWise
+    return functional.scaled_mm(
+        left[0], right[0].t(), left[1], kind, right[1], kind, output_dtype=dtype, use_fast_accum=False
+    )

@@ -1,0 +1,469 @@
+"""`QuantizedTensor`: a matrix, or a stack of them, that lives as codes and scales and passes for a tensor of values.
+
+The wrapper has no memory of its own: its storage is empty and its data pointer 0. What operations do with it is
+written down in `transaxle.quant.tensor.dispatch`, how FSDP2 gathers it in `transaxle.quant.frame.gather`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from transaxle.encodings.encoding import WHOLE
+from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.quant import kernels
+from transaxle.quant.frame import gather, usage
+from transaxle.quant.frame.buffers import (
+    COLUMN_DATA,
+    COLUMN_SCALE,
+    COMPONENTS,
+    DATA,
+    ORIGIN,
+    SCALE,
+    STATE,
+    buffers_of,
+    is_cut,
+)
+from transaxle.quant.frame.frame import Frame, framed
+from transaxle.quant.frame.global_scale import frame_of, place
+from transaxle.quant.frame.quantizers import QUANTIZERS, Quantizer, makes_tensors
+from transaxle.quant.frame.tp_share import Share
+from transaxle.quant.frame.usage import both_ways
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {}
+"""Torch functions that quantized tensors carry out themselves: `transaxle.quant.tensor.functions` puts them here."""
+OPERATIONS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
+"""What carries out an operation: `transaxle.quant.tensor.dispatch` puts it here."""
+
+
+class QuantizedTensor(torch.Tensor):
+    """Rows of a quantized matrix [M, K], or matrices of a stack [E, M, K], each with scales of its own.
+
+    Made by a quantizer or by `from_components`. Views by rows, and matrices of a stack, share codes and scales with
+    what they are views of.
+    """
+
+    frame: Frame
+    """The buffers, which views share."""
+    skip: int
+    """Row of the frame that is the first one here; of a stack, matrix."""
+    height: int
+    """Rows; of a stack, matrices."""
+
+    @staticmethod
+    def __new__(
+        cls, frame: Frame, skip: int, height: int, dtype: torch.dtype, shape: tuple[int, ...] | None = None
+    ) -> QuantizedTensor:
+        """Make a wrapper without memory."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            (height, *frame.row) if shape is None else shape,
+            dtype=dtype,
+            device=frame.device,
+            storage_size=0,
+        )
+
+    def __init__(
+        self,
+        frame: Frame,
+        skip: int,
+        height: int,
+        dtype: torch.dtype,  # noqa: ARG002 - `__new__` takes the same
+        shape: tuple[int, ...] | None = None,  # noqa: ARG002
+    ) -> None:
+        assert prod(self.shape) == height * frame.columns
+        self.frame, self.skip, self.height = frame, skip, height
+
+    @property
+    def quantizer(self) -> Quantizer:
+        """What made the codes."""
+        return self.frame.quantizer
+
+    @property
+    def components(self) -> dict[str, torch.Tensor]:
+        """Codes and scales as plain tensors that share memory with this: `data`, `scale_inv`, of nvfp4 `amax`.
+
+        On request of the quantizer, `columnwise_data` and `columnwise_scale_inv` come after them.
+        Compact: without padding and not swizzled. Of a shard, what stands for tiles of several rows is there whole. Of
+        a stack each has one more dim than of a matrix, before the others: `scale_inv` of float8 is [E, 1].
+        """
+        held = self.frame.buffers(self.skip, self.height)
+        return {name: held[name] for name in COMPONENTS if name in held}
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """What the next values are scaled by, where that is not their own amax: `amax_history` and `scaled_for`."""
+        held = self.frame.buffers(self.skip, self.height)
+        return {name: held[name] for name in STATE if name in held}
+
+    def dequantize(self, dtype: torch.dtype | None = None, *, columnwise: bool = False) -> torch.Tensor:
+        """Return the values as a plain tensor, in this tensor's dtype or another: code times scale, rounded once.
+
+        Args:
+            dtype: of the values; this tensor's if not given.
+            columnwise: read the columnwise codes.
+
+        Raises:
+            Refused: `DTYPE_MISMATCH` for a dtype that is not bfloat16, float16 or float32; `MISSING_TENSOR` where there
+                are no columnwise codes.
+        """
+        if columnwise and not self.frame.columnwise:
+            raise refuse("MISSING_TENSOR", f"{self.quantizer}: there are no columnwise codes", tensor=COLUMN_DATA)
+        wanted = self.dtype if dtype is None else dtype
+        if self.device.type == "meta":
+            return torch.empty(self.shape, dtype=wanted, device=self.device)
+        if self.frame.matrix is not None:
+            return values_of(self.frame, self.skip, self.height, wanted, columnwise=columnwise).view(self.shape)
+        parts, encoding = self.frame.operands(self.skip, self.height, columnwise=columnwise)
+        return kernels.dequantize(parts, encoding, wanted)[:, : self.frame.columns].view(self.shape)
+
+    def quantize_(self, values: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> QuantizedTensor:
+        """Put other values here, quantized in the same way, into the same buffers.
+
+        Args:
+            values: a plain tensor of this shape.
+            group: the ranks that hold the other rows, if there are any. Each of them calls this.
+
+        Raises:
+            Refused: `SHAPE_MISMATCH`; `UNSUPPORTED` for a shard without a group, where tiles may lie on other ranks.
+        """
+        if values.shape != self.shape:
+            raise refuse("SHAPE_MISMATCH", f"values {list(values.shape)} for a tensor {list(self.shape)}")
+        frame = self.frame
+        alone = self.height == frame.whole
+        grain = frame.quantizer.grain[0]
+        reduced = frame.matrix is None and (frame.tall or grain != 1 or frame.encoding.has_global)
+        if reduced and group is None and not (alone or frame.blank):
+            raise refuse(
+                "UNSUPPORTED",
+                f"{self.height} of {frame.whole} rows: their scales depend on the others",
+                hint="quantize_(values, group=...) on every rank of the group, or MasterWeights",
+            )
+        wide = values.detach().reshape(self.height, *frame.row)
+        if wide.dtype not in kernels.VALUES:
+            wide = wide.to(self.dtype)
+        if frame.matrix is not None and frame.quantizer.state_sizes:  # a history for each matrix
+            for place_, matrix in enumerate(wide, self.skip):
+                QuantizedTensor(frame.member(place_), 0, frame.matrix[0], self.dtype).quantize_(matrix)
+            frame.blank = False
+            return self
+        if frame.blank and group is None:
+            at = place(wide, None, 0, self.height, frame.share)
+        else:
+            at = place(wide, group, frame.start + self.skip, frame.whole, frame.share)
+        self.adopt(frame_of(frame.quantizer, wide.to(frame.device), at, frame), 0, self.height)
+        return self
+
+    def retyped(self, values: torch.Tensor) -> QuantizedTensor:
+        """Return these codes for values of another dtype, and where those lie; other values are quantized first.
+
+        Raises:
+            Refused: `UNSUPPORTED` for other values of a part that tensor parallelism has cut: others may have none.
+        """
+        here = cast(QuantizedTensor, self.detach().to(values.device))
+        if not values.is_meta and not torch.equal(values, here.dequantize(values.dtype)):
+            share = self.frame.share
+            if share is not None:
+                message = f"other values as the data of {list(self.shape)}, a rank's part of {list(share.shape)}"
+                raise refuse("UNSUPPORTED", message, hint="copy_() them on every rank that has a part")
+            here.quantize_(values)
+        return QuantizedTensor(here.frame, here.skip, here.height, values.dtype, tuple(self.shape))
+
+    def adopt(self, source: Frame, skip: int, rows: int) -> None:
+        """Copy buffers of another frame of the same encoding into this one's, raw.
+
+        Raises:
+            Refused: `BLOCK_MISALIGNED` or `UNEQUAL_COPIES` where other rows here would be left under wrong scales.
+        """
+        frame = self.frame
+        if frame.columnwise and not source.columnwise:
+            source = both_ways(source, skip, rows)
+        used = frame.rows if frame.used is None else frame.used
+        covers = frame.blank or (self.skip == 0 and self.height >= used)
+        here, there = frame.start + self.skip, source.start + skip
+        if frame.tall and not frame.blank and (here, frame.whole) != (there, source.whole):
+            raise refuse(
+                "BLOCK_MISALIGNED",
+                f"rows from {there} of {source.whole} cannot become rows from {here} of {frame.whole}: "
+                "tiles would be cut elsewhere",
+                hint="dequantize() the source to quantize it again",
+            )
+        if frame.tall and there < self.skip and frame.blank:
+            raise refuse(
+                "BLOCK_MISALIGNED",
+                f"rows from {there} of {source.whole} cannot lie {self.skip} rows below others, which would be outside",
+                hint="dequantize() the source to quantize it again",
+            )
+        if not covers and not same_bytes(frame.shared, source.shared):
+            raise refuse(
+                "UNEQUAL_COPIES",
+                f"{self.height} of {used} rows: the others would be left under scales that are not theirs",
+                hint="copy the whole tensor",
+            )
+        lengths = [name for name in STATE if name in frame.cut and name in source.cut]
+        if any(frame.cut[name].shape[1:] != source.cut[name].shape[1:] for name in lengths):
+            raise refuse("SHAPE_MISMATCH", f"the history of {source.quantizer} into one of {frame.quantizer}")
+        if frame.blank:
+            frame.start, frame.whole, frame.blank = there - self.skip, source.whole, False
+            frame.width = source.width
+            frame.used = 0
+            if ORIGIN in source.cut:
+                frame.cut[ORIGIN] = source.cut[ORIGIN].new_zeros((frame.rows, *frame.row))
+        if frame.used is not None:
+            frame.used = max(frame.used, self.skip + self.height)
+        for name in list(frame.cut):
+            if name in source.cut:
+                frame.cut[name][self.skip : self.skip + rows].copy_(source.cut[name][skip : skip + rows])
+            elif name in (COLUMN_DATA, COLUMN_SCALE):  # not in the source: they would be stale
+                frame.drop(name)
+        _refresh(frame, source)
+
+    def transposed(self) -> QuantizedTensor:
+        """Return the transpose, raw: its codes are the columnwise ones; see `transaxle.quant.frame.usage`."""
+        turned = usage.turned(self.frame, self.skip, tuple(self.shape))
+        return QuantizedTensor(turned, 0, turned.rows, self.dtype)
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
+        """Return the codes, and scales that are cut, as bytes to gather; see `transaxle.quant.frame.gather`."""
+        return gather.sent(self.frame, self.skip, self.height, mesh)
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[torch.Tensor, ...],
+        metadata: Any,
+        param_dtype: torch.dtype,
+        *,
+        out: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
+        """Return the whole matrix around the gathered bytes, or put it into `out`, which was made so before."""
+        frame = gather.received(all_gather_outputs, metadata)
+        if out is None:
+            return QuantizedTensor(frame, 0, frame.whole, param_dtype), ()
+        inner = out.to_local() if isinstance(out, DTensor) else out
+        if not isinstance(inner, QuantizedTensor) or inner.dtype != param_dtype:
+            message = f"gathered into {type(inner).__name__} of {inner.dtype}, expected quantized {param_dtype}"
+            raise refuse("UNSUPPORTED", message)
+        inner.frame.cut, inner.frame.shared = frame.cut, frame.shared
+        return None
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return OPERATIONS[0](func, args, kwargs or {})
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        own = FUNCTIONS.get(func)
+        if own is not None:
+            return own(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) not in memo:
+            memo[id(self)] = self._as(self.detach().clone())
+        return cast("QuantizedTensor", memo[id(self)])
+
+    def _as(self, other: torch.Tensor) -> torch.Tensor:
+        """Return the other, a parameter if this is one, with this one's `requires_grad`."""
+        if getattr(self, "_is_param", False):
+            return torch.nn.Parameter(other, requires_grad=self.requires_grad)
+        return other.requires_grad_(self.requires_grad)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.reduced(torch.clone)
+
+    def reduced(self, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
+        """Return what pickles hold: a function of this module, numbers, and what `change` makes of the buffers.
+
+        Raises:
+            Refused: `UNSUPPORTED` for a part that tensor parallelism has cut: its ranks cannot be pickled.
+        """
+        if self.frame.share is not None:
+            message = f"{list(self.shape)} is a rank's part of {list(self.frame.share.shape)}, and would forget of what"
+            raise refuse("UNSUPPORTED", message, hint="save state_dict(), which has its codes and scales")
+        frame = self.frame.taken(self.skip, self.height, change)
+        settings = {name: getattr(frame.quantizer, name) for name in _settings(frame.quantizer)}
+        buffers = {name: _raw(buffer) for name, buffer in frame.buffers(0, self.height).items()}
+        flags = (self.requires_grad, bool(getattr(self, "_is_param", False)))
+        at = (frame.start, frame.whole)
+        return rebuilt, (type(frame.quantizer).__name__, settings, buffers, tuple(self.shape), self.dtype, at, flags)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return (
+            f"QuantizedTensor({self.quantizer!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+        )
+
+
+def _sent(tensor: QuantizedTensor) -> tuple[Any, ...]:
+    """What goes to another process: the buffers' shared memory, not copies of them."""
+    return tensor.reduced(lambda buffer: buffer)
+
+
+ForkingPickler.register(QuantizedTensor, _sent)
+
+
+def _settings(quantizer: Quantizer) -> tuple[str, ...]:
+    return tuple(name for kind in type(quantizer).__mro__ for name in getattr(kind, "__slots__", ()))
+
+
+def _raw(buffer: torch.Tensor) -> torch.Tensor:
+    """The bytes of codes: plain pickle cannot read float8 tensors back."""
+    return buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
+
+
+def same_bytes(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
+    """Whether buffers have equal bytes."""
+    return first.keys() == second.keys() and all(
+        first[name].shape == second[name].shape
+        and torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8))
+        for name in first
+    )
+
+
+def _refresh(frame: Frame, source: Frame) -> None:
+    """Bring the shared buffers of a frame to what another's are, in place where they fit."""
+    for name in list(frame.shared):
+        if name not in source.shared and name not in STATE:
+            frame.drop(name)
+    for name, buffer in source.shared.items():
+        old = frame.shared.get(name)
+        if old is not None and old.shape == buffer.shape:
+            old.copy_(buffer)
+        elif old is not None or name != COLUMN_SCALE:
+            frame.shared[name] = buffer.to(frame.device, copy=True)
+
+
+def values_of(frame: Frame, first: int, count: int, dtype: torch.dtype, *, columnwise: bool = False) -> torch.Tensor:
+    """Return the values of matrices of a stack; in one go where matrices below each other have the same tiles."""
+    assert frame.matrix is not None
+    rows, columns = frame.matrix
+    encoding, last = frame.encoding, first + count
+    step = encoding.tile[0]
+    if step and not rows % step and not encoding.has_global and count and rows and not columnwise:
+        codes, scale = frame.cut[DATA][first:last].flatten(0, 1), frame.cut[SCALE][first:last].flatten(0, 1)
+        return kernels.dequantize(kernels.Components(codes, scale), encoding, dtype).view(count, rows, columns)
+    if encoding.tile == (WHOLE, WHOLE) and not encoding.has_global and count and rows:
+        codes, scale = frame.cut[DATA][first:last].flatten(1), frame.cut[SCALE][first:last].view(count, 1)
+        flat = replace(encoding, tile=(1, WHOLE))
+        return kernels.dequantize(kernels.Components(codes, scale), flat, dtype).view(count, rows, columns)
+    made = torch.empty((count, rows, columns), dtype=dtype, device=frame.device)
+    for place_ in range(count):
+        parts, encoding = frame.member(first + place_).operands(0, rows, columnwise=columnwise)
+        kernels.dequantize(parts, encoding, dtype, out=made[place_])
+    return made
+
+
+@makes_tensors
+def quantized(
+    quantizer: Quantizer,
+    x: torch.Tensor,
+    *,
+    group: dist.ProcessGroup | None = None,
+    start: int | None = None,
+    whole: int | None = None,
+    share: Share | None = None,
+) -> QuantizedTensor:
+    """Quantize a matrix, a stack of them or, with a group, this rank's part of one; see `Quantizer.quantize`.
+
+    With a share the matrix, or stack, is that part of a whole one, and every rank of the share's group calls this.
+    """
+    if x.dim() not in (2, 3):
+        raise refuse("SHAPE_MISMATCH", f"a tensor of shape {list(x.shape)}, expected a matrix or a stack of them")
+    if isinstance(x, QuantizedTensor):
+        raise refuse(
+            "UNSUPPORTED", f"the tensor is quantized already, by {x.quantizer}", hint="x.dequantize() to do it again"
+        )
+    plain = x.detach()
+    frame = frame_of(quantizer, plain, place(plain, group, start, whole, share))
+    frame.share = share
+    return QuantizedTensor(frame, 0, x.shape[0], x.dtype)
+
+
+def from_components(
+    quantizer: Quantizer,
+    components: Mapping[str, torch.Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    start: int = 0,
+    whole: int | None = None,
+) -> QuantizedTensor:
+    """Make a quantized tensor of codes and scales, which it shares memory with.
+
+    Args:
+        quantizer: what made them.
+        components: `data`, `scale_inv` and what else `QuantizedTensor.components` and `.state` have. State that is
+            missing begins anew.
+        shape: [M, K], of a stack [E, M, K]: each of the components has the E before its other dims.
+        dtype: of the values.
+        start: of a shard, the matrix's row that is its first one; of a stack, the matrix.
+        whole: of a shard, rows of the matrix. Scales of tiles of several rows are those of all of it.
+
+    Raises:
+        Refused: `MISSING_TENSOR`, `UNEXPECTED_TENSOR`, `DTYPE_MISMATCH` or `SHAPE_MISMATCH`: all that is wrong at once.
+    """
+    if len(shape) not in (2, 3) or dtype not in kernels.VALUES:
+        expected = "a matrix of bfloat16, float16 or float32, or a stack of them"
+        raise refuse("SHAPE_MISMATCH", f"{dtype} {list(shape)}, expected {expected}")
+    both = COLUMN_DATA in components
+    encoding, wrong = quantizer.encoding, []
+    here = buffers_of(quantizer, shape, columnwise=both)
+    everywhere = buffers_of(quantizer, (shape[0] if whole is None else whole, *shape[1:]), columnwise=both)
+    device = components[DATA].device if DATA in components else torch.device("cpu")
+    for name in here:
+        kind, size = here[name] if is_cut(encoding, name, len(shape)) else everywhere[name]
+        found = components.get(name)
+        if found is None:
+            if name not in STATE:
+                wrong.append(Refusal("MISSING_TENSOR", f"the buffer {name!r} is not there", Where(tensor=name)))
+        elif found.dtype != kind:
+            wrong.append(Refusal("DTYPE_MISMATCH", f"{found.dtype}, expected {kind}", Where(tensor=name)))
+        elif tuple(found.shape) != size or found.device != device:
+            message = f"{list(found.shape)} on {found.device}, expected {list(size)} on {device}"
+            wrong.append(Refusal("SHAPE_MISMATCH", message, Where(tensor=name)))
+    wrong += [
+        Refusal("UNEXPECTED_TENSOR", f"{quantizer} has no such buffer", Where(tensor=name))
+        for name in components
+        if name not in here
+    ]
+    if wrong:
+        raise gathered(wrong)
+    return QuantizedTensor(framed(quantizer, components, shape, start=start, whole=whole), 0, shape[0], dtype)
+
+
+def rebuilt(
+    kind: str,
+    settings: dict[str, Any],
+    buffers: dict[str, torch.Tensor],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    at: tuple[int, int],
+    flags: tuple[bool, bool],
+) -> torch.Tensor:
+    """Make a tensor of what was pickled: names, plain numbers and buffers.
+
+    Raises:
+        Refused: `UNSUPPORTED` for a quantizer that there is not; what `from_components` refuses.
+    """
+    if kind not in QUANTIZERS:
+        raise refuse("UNSUPPORTED", f"a tensor quantized by {kind}; {', '.join(QUANTIZERS)} are known")
+    quantizer = QUANTIZERS[kind](**settings)
+    *leading, packed = buffers[DATA].shape
+    stored = (*leading, packed * (8 // quantizer.encoding.code_bits))
+    wanted = buffers_of(quantizer, stored, columnwise=COLUMN_DATA in buffers)
+    typed = {name: buffer.view(wanted[name][0]) if name in wanted else buffer for name, buffer in buffers.items()}
+    made: torch.Tensor = from_components(quantizer, typed, stored, dtype, start=at[0], whole=at[1])
+    made = made.view(shape)
+    return torch.nn.Parameter(made, requires_grad=flags[0]) if flags[1] else made.requires_grad_(flags[0])
