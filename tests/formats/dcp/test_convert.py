@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 import transaxle as tx
 from tests import checkpoints
-from tests.engine import peers
+from tests.engine.peers import compared as peers
 from tests.formats.dcp.conftest import Saved
 from tests.formats.dcp.truth import CODES, truth_of
 from tests.formats.dcp.world import CHECKPOINT, octets

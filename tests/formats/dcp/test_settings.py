@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import transaxle as tx
-from tests.formats.test_groups import typed
+from tests.formats.training_state.test_state_groups import typed
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 GROUPS = "param_groups"

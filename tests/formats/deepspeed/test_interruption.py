@@ -14,8 +14,8 @@ import pytest
 
 import transaxle as tx
 from tests.engine import killed
+from tests.engine.execute.test_execute import ROOT, Trouble, failing, names_in
 from tests.engine.killed import contents
-from tests.engine.test_execute import ROOT, Trouble, failing, names_in
 from transaxle.errors import Code
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.keys import UNIVERSAL

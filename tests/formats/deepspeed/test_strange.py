@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import transaxle as tx
-from tests.engine.test_execute import names_in
+from tests.engine.execute.test_execute import names_in
 from tests.formats.deepspeed.test_interruption import NAME, NORM, RECORD, folder
 from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed import keys

@@ -1,0 +1,374 @@
+"""Plans: plain data that says every byte, and every reason against it, before anything is written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import transaxle as tx
+from tests import checkpoints
+from tests.engine import law
+from tests.engine.copying.test_transfer import positions
+from tests.formats import files
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+from transaxle.engine.copying.workers import LEAST_MEMORY
+from transaxle.engine.plan.conversion import Plan, Prepared, make_plan, natural, parse_to
+from transaxle.errors import Code
+
+GATE = checkpoints.GATE
+UP = GATE.replace("gate", "up")
+DIALECTS = ["hf", "transformers", "torchtitan", "torchtitan@0.2", "automodel", "megatron", "te", "identity"]
+every_dialect = pytest.mark.parametrize("dialect", DIALECTS)
+
+SHIFTED = """
+family shifted
+  axes l d f
+  norm : l d
+  gate : l f d
+  up   : l f d
+dialect hf
+  {l}.norm = norm[d]
+  {l}.gate = gate[f d]
+  {l}.up   = up[f d]
+dialect minus like hf
+  {l}.minus = norm[d]       lossy: norm - 1
+dialect fused like hf
+  {l}.both = [[gate:f | up:f] d]   lossy: 2 * w
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.tiny(tmp_path_factory.mktemp("plan") / "tiny", shards=2)
+
+
+def prepared(source: Path, to: str, **options: Any) -> Prepared:
+    said = {key: options.pop(key) for key in ("axes", "rules", "family", "dialect", "config") if key in options}
+    with open_checkpoint(source, **said) as checkpoint:
+        return make_plan(checkpoint, to, **options)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def codes(plan: Plan) -> list[Code]:
+    return [refusal.code for refusal in plan.refusals]
+
+
+@every_dialect
+def test_a_plan_is_frozen_json_data(tiny: Path, dialect: str) -> None:
+    plan = prepared(tiny, f"safetensors:{dialect}").plan
+    assert codes(plan) == []
+    again = msgspec.json.decode(msgspec.json.encode(plan), type=Plan)
+    assert again == plan
+    for value in (plan, plan.tensors[0], plan.tensors[0].transfers[0]):
+        with pytest.raises(AttributeError):
+            setattr(value, value.__struct_fields__[0], None)
+    shown = json.loads(json.dumps(plan.as_json()))
+    assert shown["bytes_written"] == sum(shown["files"].values())
+    assert len(shown["tensors"]) == len(plan.tensors)
+    assert sum(len(tensor["transfers"]) for tensor in shown["tensors"]) == shown["copies"] == plan.copies
+    assert all("transfers" not in tensor for tensor in plan.as_json(copies=False)["tensors"])
+    assert plan.contiguous <= plan.copies
+
+
+@every_dialect
+@pytest.mark.parametrize("shard_size", [1, 3000, 10**9])
+def test_every_byte_of_every_file_has_one_origin(tiny: Path, dialect: str, shard_size: int) -> None:
+    """Headers, tensors and carried files tile the target; a tensor's transfers tile the tensor."""
+    made = prepared(tiny, dialect, shard_size=shard_size, axes={"p": 3})
+    written: dict[str, list[tuple[int, int]]] = {name: [] for name in made.plan.files}
+    for fragment in made.draft.fragments:
+        written[fragment.file].append((fragment.offset, fragment.offset + len(fragment.data)))
+    for tensor in (*made.plan.tensors, *made.plan.carried_files):
+        for place in tensor.places:
+            written[place.file].append((place.source, place.source + place.width))
+    for name, spans in written.items():
+        spans.sort()
+        assert spans[0][0] == 0, name
+        assert spans[-1][1] == made.plan.files[name], name
+        assert all(before[1] == after[0] for before, after in pairwise(spans)), name
+    for tensor in made.plan.tensors:
+        times = np.zeros(tensor.nbytes, np.uint8)
+        np.add.at(times, [target for transfer in tensor.transfers for _, target in positions(transfer)], 1)
+        padded = 3 * checkpoints.SIZES["hidden_size"] * 2 if "| 0:p" in tensor.rule else 0
+        assert (times[: tensor.nbytes - padded] == 1).all(), tensor.name
+        assert not times[tensor.nbytes - padded :].any(), tensor.name
+    assert made.plan.bytes_read == sum(t.nbytes for t in made.plan.tensors) - 2 * 3 * 32 * (
+        dialect in {"megatron", "te"}
+    )
+
+
+@pytest.mark.parametrize("shard_size", [1, 2000, 8000, 10**9])
+def test_shards_hold_the_same_in_order(tiny: Path, tmp_path: Path, shard_size: int) -> None:
+    out = tmp_path / "out"
+    tx.convert(tiny, out, to="hf", shard_size=shard_size, sync=False)
+    assert checkpoints.same(tiny, out)
+    plan = prepared(tiny, "hf", shard_size=shard_size).plan
+    sizes: dict[str, list[int]] = {}
+    for tensor in plan.tensors:
+        sizes.setdefault(tensor.places[0].file, []).append(tensor.nbytes)
+    assert all(sum(held) <= shard_size or len(held) == 1 for held in sizes.values())
+    assert list(sizes) == sorted(sizes), "a worker that goes through the plan writes one file after the other"
+    assert (len(sizes) > 1) == (shard_size < 10**6) == (out / checkpoints.INDEX).exists()
+
+
+def test_layers_lie_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    sizes = {**checkpoints.SIZES, "num_hidden_layers": 11, "num_experts": 2}
+    config = {**checkpoints.CONFIG, **sizes}
+    source = checkpoints.write(tmp_path / "source", checkpoints.tensors(sizes), config=config)
+    shards = [t.places[0].file for t in prepared(source, "hf", shard_size=1).plan.tensors]
+    names = [t.name for t in prepared(source, "hf", shard_size=1).plan.tensors]
+    assert shards == sorted(shards)
+    layers = [int(name.split(".")[2]) for name in names if ".layers." in name]
+    assert layers == sorted(layers)
+
+
+@given(st.lists(st.text("0123456789ab.", max_size=12), min_size=2))
+@law
+def test_natural_order_compares_numbers_as_numbers(names: list[str]) -> None:
+    ordered = sorted(names, key=natural)
+    assert sorted(ordered) == sorted(names)
+    numbers = [name for name in ordered if name.isdigit()]
+    assert [int(number) for number in numbers] == sorted(int(number) for number in numbers)
+
+
+def test_natural_order_takes_any_name() -> None:
+    """Python refuses to read a number of five thousand digits; a name may hold one."""
+    names = ["9" * 5000, "1" + "0" * 5000, "", "٣", "²", "x" * 10_000, "007", "7"]
+    assert sorted(names, key=natural).index(names[0]) < sorted(names, key=natural).index(names[1])
+
+
+def _broken(held: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """A checkpoint with five different problems."""
+    broken = dict(held)
+    broken[UP] = broken[UP].astype(np.float32)
+    broken["model.layers.1.self_attn.k_proj.weight"] = broken["model.layers.1.self_attn.k_proj.weight"][:-1].copy()
+    del broken["model.layers.1.mlp.experts.2.down_proj.weight"]
+    broken["model.layers.0.strange"] = np.zeros(3, np.float32)
+    broken["lm_head.weight"] = broken["lm_head.weight"][:, :-1].copy()
+    return broken
+
+
+def test_all_refusals_come_at_once_and_before_anything_is_written(tmp_path: Path) -> None:
+    source = checkpoints.write(tmp_path / "source", _broken(checkpoints.tensors()), config=checkpoints.CONFIG)
+    with pytest.raises(tx.TransaxleError) as caught:
+        tx.convert(source, tmp_path / "out", to="automodel", strict=True)
+    found = {refusal.code for refusal in caught.value.refusals}
+    assert found >= {"DTYPE_MIXED", "SHAPE_MISMATCH", "MISSING_TENSOR", "UNEXPECTED_TENSOR"}
+    named = " ".join(str(refusal) for refusal in caught.value.refusals)
+    for part in ("k_proj", "lm_head", "experts.2.down_proj", "strange", "gate_and_up_projs"):
+        assert part in named
+    assert all(refusal.message for refusal in caught.value.refusals)
+    assert names_in(tmp_path) == ["source"]
+    with pytest.raises(tx.TransaxleError):
+        tx.convert(source, tmp_path / "out", to="automodel", strict=True, resume=True, overwrite=True)
+    assert names_in(tmp_path) == ["source"]
+
+
+def test_one_problem_does_not_hide_another(tmp_path: Path) -> None:
+    """Two targets of one name in layer 0, values that would be rounded in layer 1."""
+    rules = tmp_path / "my.rules"
+    rules.write_text(SHIFTED)
+    shapes = {"norm": (4,), "gate": (2, 4), "up": (2, 4)}
+    held = {f"{layer}.{part}": np.zeros(shape, np.float32) for layer in range(2) for part, shape in shapes.items()}
+    source = checkpoints.write(tmp_path / "source", {**held, "0.minus": np.zeros(1, np.float32)})
+    plan = prepared(source, "minus", rules=rules, family="shifted", dialect="hf").plan
+    assert {(r.code, r.where.tensor) for r in plan.refusals} == {("NAME_COLLISION", "0.minus"), ("LOSSY", "1.minus")}
+
+
+def test_unknown_tensors_keep_their_names(tmp_path: Path) -> None:
+    extra = {"model.layers.0.strange": np.zeros(3, np.float32), "x/../y": np.ones(1, np.float32)}
+    held = {**checkpoints.tensors(), **extra}
+    source = checkpoints.write(tmp_path / "source", held, config=checkpoints.CONFIG)
+    report = tx.convert(source, tmp_path / "out", to="megatron", sync=False)
+    assert set(report.kept) == extra.keys()
+    found = checkpoints.read(tmp_path / "out")
+    for name, array in extra.items():
+        assert found[name].tobytes() == array.tobytes()
+    plan = prepared(source, "megatron", strict=True).plan
+    assert [(r.code, r.where.tensor) for r in plan.refusals] == [("UNEXPECTED_TENSOR", name) for name in plan.kept]
+    assert set(plan.kept) == extra.keys()
+
+
+def test_a_kept_name_that_is_also_written_is_refused(tmp_path: Path) -> None:
+    taken = "decoder.final_layernorm.weight"
+    held = {**checkpoints.tensors(), taken: np.zeros(3, np.float32)}
+    source = checkpoints.write(tmp_path / "source", held, config=checkpoints.CONFIG)
+    plan = prepared(source, "megatron").plan
+    assert ("NAME_COLLISION", taken) in [(r.code, r.where.tensor) for r in plan.refusals]
+
+
+def test_what_travels_along_and_what_stays(tmp_path: Path) -> None:
+    source = checkpoints.tiny(tmp_path / "source")
+    carried = {"tokenizer.json": b"{}", "chat template.jinja": b"x" * 3_000_000, "empty.txt": b""}
+    for name, data in carried.items():
+        (source / name).write_bytes(data)
+    left = {"optimizer.bin": b"1", ".hidden": b"2", "transaxle.json": b"not a manifest"}
+    for name, data in left.items():
+        (source / name).write_bytes(data)
+    (source / "folder").mkdir()
+    report = tx.convert(source, tmp_path / "out", to="te", sync=False)
+    assert set(report.carried) == {*carried, "config.json"}
+    assert set(report.ignored) >= {"optimizer.bin", ".hidden", "folder/"}
+    assert set(names_in(tmp_path / "out")) == {*report.carried, checkpoints.WHOLE, "transaxle.json"}
+    for name, data in carried.items():
+        assert (tmp_path / "out" / name).read_bytes() == data
+    assert (tmp_path / "out" / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert tx.verify(tmp_path / "out").ok
+
+
+def test_a_large_file_beside_the_weights_is_not_taken_into_memory(tmp_path: Path) -> None:
+    source = checkpoints.tiny(tmp_path / "source")
+    with (source / "video.mp4").open("wb") as file:
+        file.truncate(1 << 42)
+    assert prepared(source, "te").plan.files["video.mp4"] == 1 << 42
+
+
+def test_free_text_of_headers(tmp_path: Path) -> None:
+    """What all shards say is written again; what one says is listed as left behind."""
+    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    notes = [{"author": "me", "a:b": "c", "part": "one"}, {"author": "me", "a:b": "c", "part": "two"}]
+    weight_map = {}
+    for number, (name, note) in enumerate(zip(names, notes, strict=True)):
+        entry = {"__metadata__": note, f"t{number}": files.info("U8", [1], 0, 1)}
+        (tmp_path / name).write_bytes(files.made(entry, b"x"))
+        weight_map[f"t{number}"] = name
+    (tmp_path / files.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    made = prepared(tmp_path, "safetensors")
+    header = json.loads(made.draft.fragments[0].data[8:])
+    assert header["__metadata__"] == {"author": "me", "a:b": "c", "format": "pt"}
+    assert {f"note {name}:part" for name in names} <= set(made.plan.ignored)
+
+
+def test_one_file_holds_all_whatever_the_shard_size(tiny: Path, tmp_path: Path) -> None:
+    assert len(tx.plan(tiny, tmp_path / "out", to="hf", shard_size=100).files) > 10
+    out = tmp_path / "out.safetensors"
+    assert list(tx.plan(tiny, out, to="hf", shard_size=100).files) == [checkpoints.WHOLE, "config.json"]
+    report = tx.convert(tiny, out, to="hf", shard_size=100)
+    assert names_in(tmp_path) == ["out.safetensors"]
+    assert "config.json" in report.ignored
+    assert report.carried == ()
+    assert report.bytes_written == out.stat().st_size
+    with tx.open(tiny) as one, tx.open(out, config=checkpoints.CONFIG) as other:
+        assert {name: tensor.tobytes() for name, tensor in one.items()} == {n: t.tobytes() for n, t in other.items()}
+
+
+@pytest.mark.parametrize("to", ["hf", "safetensors:hf", "safetensors", "safetensors:", "identity"])
+def test_ways_to_say_where_to(tiny: Path, to: str) -> None:
+    plan = prepared(tiny, to).plan
+    assert (plan.format, plan.dialect) == ("safetensors", "hf")
+
+
+def test_a_format_that_cannot_be_written(tiny: Path) -> None:
+    with pytest.raises(tx.TransaxleError, match=r"(?s)UNSUPPORTED.*gguf.*safetensors"):
+        parse_to("gguf:hf")
+    with pytest.raises(tx.TransaxleError, match="UNSUPPORTED"):
+        parse_to("")
+    with pytest.raises(tx.TransaxleError, match=r"(?s)AMBIGUOUS.*no dialect 'gguf'.*torchtitan"):
+        prepared(tiny, "gguf")
+
+
+def test_a_checkpoint_of_no_known_family_still_changes_its_files(tmp_path: Path) -> None:
+    held = {"a.b": np.arange(6, dtype=np.int16).reshape(2, 3), "ü": np.zeros((), bool), "empty": np.zeros((0, 3), "f8")}
+    source = checkpoints.write(tmp_path / "source", held)
+    with pytest.raises(tx.TransaxleError, match="UNKNOWN_FAMILY"):
+        prepared(source, "hf")
+    tx.convert(source, tmp_path / "out", to="safetensors", shard_size=4, sync=False)
+    assert checkpoints.same(source, tmp_path / "out")
+    plan = prepared(source, "safetensors").plan
+    assert (plan.family, plan.dialect, plan.routes, plan.axes) == (None, "identity", (), {})
+
+
+def test_routes_say_it_by_rules(tiny: Path) -> None:
+    plan = prepared(tiny, "automodel").plan
+    (route,) = [route for route in plan.routes if route.component == "gate, up"]
+    assert route.tensors == checkpoints.SIZES["num_hidden_layers"]
+    assert route.source == (
+        "model.layers.{l}.mlp.experts.{e}.gate_proj.weight = gate[f d]",
+        "model.layers.{l}.mlp.experts.{e}.up_proj.weight = up[f d]",
+    )
+    assert sum(route.tensors for route in plan.routes) == len(plan.tensors)
+    assert (plan.axes["e"], plan.axes["g"], plan.axes["r"]) == (8, 2, 2)
+
+
+def _tied(tmp_path: Path) -> Path:
+    held = checkpoints.tensors()
+    del held["lm_head.weight"]
+    return checkpoints.write(tmp_path / "tied", held, config={**checkpoints.CONFIG, "tie_word_embeddings": True})
+
+
+def test_a_tied_head_is_stored_where_the_target_needs_it_and_recorded(tmp_path: Path) -> None:
+    source = _tied(tmp_path)
+    assert prepared(source, "hf").plan.aliases == {}
+    plan = prepared(source, "transformers").plan
+    assert plan.aliases == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert plan.checks == ()
+    tx.convert(source, tmp_path / "both", to="transformers")
+    held = checkpoints.read(tmp_path / "both")
+    assert held["lm_head.weight"].tobytes() == held["model.embed_tokens.weight"].tobytes()
+    back = prepared(tmp_path / "both", "hf").plan
+    assert len(back.checks) == 1
+    assert "lm_head.weight" not in {tensor.name for tensor in back.tensors}
+    assert "lm_head.weight" not in (*back.kept, *back.ignored)
+
+
+@pytest.mark.parametrize("wrong", ["dtype", "shape"])
+def test_a_tie_that_cannot_be_one_is_refused_at_once(tmp_path: Path, wrong: str) -> None:
+    held = checkpoints.tensors()
+    head = held["model.embed_tokens.weight"]
+    held["lm_head.weight"] = head.astype(np.float32) if wrong == "dtype" else np.concatenate([head, head[:2]])
+    config = {**checkpoints.CONFIG, "tie_word_embeddings": True}
+    source = checkpoints.write(tmp_path / "source", held, config=config)
+    assert set(codes(prepared(source, "hf").plan)) <= {"UNEQUAL_COPIES", "SHAPE_MISMATCH"}
+    assert codes(prepared(source, "hf").plan)
+
+
+def test_rounding_never_happens_unasked(tmp_path: Path) -> None:
+    rules = tmp_path / "my.rules"
+    rules.write_text(SHIFTED)
+    random = np.random.default_rng(0)
+    held = {"0.norm": (1 + random.standard_normal(4)).astype(ml_dtypes.bfloat16)}
+    held |= {f"0.{part}": random.standard_normal((2, 4)).astype(ml_dtypes.bfloat16) for part in ("gate", "up")}
+    moment = {"optim/0.norm/exp_avg": random.standard_normal(4).astype(np.float32)}
+    source = checkpoints.write(tmp_path / "source", {**held, **moment})
+    plan = prepared(source, "minus", rules=rules, family="shifted").plan
+    assert ("LOSSY", "0.minus") in [(r.code, r.where.tensor) for r in plan.refusals]
+    assert "norm - 1" in plan.refusals[0].message
+    allowed = prepared(source, "minus", rules=rules, family="shifted", allow_lossy=True).plan
+    assert [t.arithmetic for t in allowed.tensors if t.name == "0.minus"] == [(1.0, -1.0)]
+    tx.convert(
+        source, tmp_path / "out", to="minus", rules=rules, family="shifted", allow_lossy=True, memory=LEAST_MEMORY
+    )
+    found = checkpoints.read(tmp_path / "out")
+    wanted = (held["0.norm"].astype(np.float64) - 1).astype(ml_dtypes.bfloat16)
+    assert found["0.minus"].tobytes() == wanted.tobytes()
+    # A shift does not change what was learnt about the weight.
+    assert found["optim/0.minus/exp_avg"].tobytes() == moment["optim/0.norm/exp_avg"].tobytes()
+    back = prepared(tmp_path / "out", "hf", rules=rules, family="shifted", allow_lossy=True).plan
+    assert [t.arithmetic for t in back.tensors if t.name == "0.norm"] == [(1.0, 1.0)]
+
+
+def test_arithmetic_that_cannot_be_done_is_refused_even_when_allowed(tmp_path: Path) -> None:
+    rules = tmp_path / "my.rules"
+    rules.write_text(SHIFTED)
+    held = {
+        "0.norm": np.zeros(4, np.int32),
+        "0.gate": np.zeros((2, 4), np.float32),
+        "0.up": np.zeros((2, 4), np.float32),
+    }
+    source = checkpoints.write(tmp_path / "source", held)
+    for to in ("minus", "fused"):
+        plan = prepared(source, to, rules=rules, family="shifted", allow_lossy=True).plan
+        assert codes(plan) == ["UNSUPPORTED"], to

@@ -1,0 +1,40 @@
+"""Saving: the files hold the full tensors, whatever the mesh."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+import transaxle as tx
+from tests.live.load.test_load import FULL, PLACEMENTS, WORLDS, _octets, on
+from tests.live.ranks import run
+from transaxle.live.save.save import save
+
+
+def _save(rank: int, world: int, target: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", shape)
+    state = {
+        f"{name}.{number}": distribute_tensor(FULL[name], mesh, on(shape, placements), src_data_rank=None)
+        for name, choices in PLACEMENTS.items()
+        for number, placements in enumerate(choices)
+    }
+    report = save(state, target, to="safetensors")
+    return {"own": report.bytes_own, "all": report.bytes_written}
+
+
+@pytest.mark.parametrize(("world", "shape"), WORLDS)
+def test_the_files_hold_the_full_tensors(tmp_path: Path, world: int, shape: tuple[int, ...]) -> None:
+    target = str(tmp_path / "out")
+    found = run(world, _save, target, shape)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    for key, value in stored.items():
+        assert torch.equal(_octets(value), _octets(FULL[key.rpartition(".")[0]])), key
+    assert len(stored) == sum(map(len, PLACEMENTS.values()))
+    assert sum(each["own"] for each in found) == sum(v.nbytes for v in stored.values())
+    assert tx.verify(target).ok

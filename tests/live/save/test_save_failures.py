@@ -1,0 +1,239 @@
+"""Ranks that fail in the middle of a save: the others learn it in time, and the checkpoint that was there stays."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import transaxle as tx
+from tests.live.ranks import DIED, Ranks
+from transaxle.errors import TransaxleError
+from transaxle.live.background import asynchronous
+from transaxle.live.background.asynchronous import SaveJob, async_save
+from transaxle.live.save.save import save
+from transaxle.live.save.writer import Writer
+
+WORLD = 2
+PATIENCE = 12.0
+OLD, NEW = 0.0, 100.0
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """Ranks of this test alone: some will be killed, and those that wait for them must not wait long."""
+    found = Ranks(WORLD, timedelta(seconds=PATIENCE))
+    yield found
+    found.stop()
+
+
+def _state(add: float) -> dict[str, DTensor]:
+    mesh = init_device_mesh("cpu", (WORLD,))
+    full = torch.arange(64 * 1024.0).reshape(256, 256) + add
+    return {f"w{n}": distribute_tensor(full + n, mesh, [Shard(n % 2)], src_data_rank=None) for n in range(4)}
+
+
+def _holds(target: Path, add: float) -> bool:
+    full = torch.arange(64 * 1024.0).reshape(256, 256) + add
+    held = load_file(target / "model.safetensors")
+    return tx.verify(target).ok and all(torch.equal(held[f"w{n}"], full + n) for n in range(4))
+
+
+def _first(rank: int, world: int, target: str) -> None:
+    save(_state(OLD), target, to="safetensors")
+
+
+def _full_disk(self: Writer, file: str, offset: int, view: memoryview) -> None:
+    """Write as on a disk that has no more room: files may not grow beyond what was written already."""
+    kept = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (offset, kept[1]))
+    try:
+        WRITE(self, file, offset, view)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, kept)
+
+
+def _killed(self: Writer, file: str, offset: int, view: memoryview) -> None:
+    WRITE(self, file, offset, view[: len(view) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hung(self: Writer, file: str, offset: int, view: memoryview) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+WRITE = Writer.pwrite
+FAULTS = {"killed": _killed, "full": _full_disk, "hung": _hung}
+
+
+def _again(rank: int, world: int, target: str, who: int, fault: str) -> float:
+    state = _state(NEW)
+    if rank == who:
+        Writer.pwrite = FAULTS[fault]  # type: ignore[method-assign]
+    begin = time.monotonic()
+    try:
+        save(state, target, to="safetensors", overwrite=True)
+    except TransaxleError as error:
+        took = time.monotonic() - begin
+        assert took < PATIENCE + 5, took
+        raise error from None
+    finally:
+        Writer.pwrite = WRITE  # type: ignore[method-assign]
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize("who", range(WORLD))
+@pytest.mark.parametrize("fault", ["killed", "full"])
+def test_the_former_checkpoint_stays(tmp_path: Path, ranks: Ranks, fault: str, who: int) -> None:
+    target = tmp_path / "run"
+    ranks.run(_first, str(target))
+    assert _holds(target, OLD)
+    answers = ranks.answers(_again, str(target), who, fault)
+    for rank, (fine, error) in enumerate(answers):
+        assert not fine
+        if rank == who and fault == "killed":
+            assert error == DIED
+        else:
+            assert isinstance(error, TransaxleError), error
+            assert error.code in ("IO", "NO_SPACE")
+    assert _holds(target, OLD)
+    if fault == "full":  # nothing is left beside it, and the next save is well
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+        with_room = ranks.answers(_again, str(target), -1, fault)
+        assert [fine for fine, _ in with_room] == [True, True]
+        assert _holds(target, NEW)
+        return
+    others = Ranks(WORLD, timedelta(seconds=PATIENCE))
+    try:
+        others.run(_again, str(target), -1, fault)
+    finally:
+        others.stop()
+    assert _holds(target, NEW)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_rank_that_hangs_is_not_waited_for(tmp_path: Path, ranks: Ranks) -> None:
+    target = tmp_path / "run"
+    ranks.run(_first, str(target))
+    ranks.meet(str(tmp_path))
+    for pipe in ranks.pipes:
+        pipe.send(("tests.live.save.test_save_failures", _again.__name__, (str(target), 1, "hung")))
+    assert ranks.pipes[0].poll(3 * PATIENCE)
+    fine, error = ranks.pipes[0].recv()
+    assert not fine
+    assert isinstance(error, TransaxleError), error
+    assert error.code == "IO"
+    assert _holds(target, OLD)
+
+
+def _process(world: int) -> Any:
+    saver, _ = asynchronous._SAVERS[os.getpid(), tuple(range(world))]
+    return saver._process
+
+
+def _job(state: dict[str, DTensor], target: str) -> SaveJob:
+    return async_save(state, target, to="safetensors", overwrite=True)
+
+
+def _background(rank: int, world: int, target: str, who: int, fault: str) -> list[str]:
+    _job(_state(OLD), target).result()
+    process = _process(world)
+    said: list[str] = []
+    if fault == "killed":
+        os.kill(process.pid, signal.SIGSTOP)  # it is killed with its order taken, before it has written
+    if fault == "full" and rank == who:  # none of its files may grow beyond this
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
+    job = _job(_state(NEW), f"{target}/no/such/folder" if fault == "missing" else target)
+    if fault == "killed":
+        os.kill(process.pid, signal.SIGKILL if rank == who else signal.SIGCONT)
+    try:
+        if fault != "missing":
+            job.result(3 * PATIENCE)
+    except TransaxleError as error:
+        said.append(error.code)
+    if fault == "full" and rank == who:
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    try:
+        _job(_state(NEW + 1), f"{target}-next")
+    except TransaxleError as error:  # of the save before, if nobody has asked for its result
+        said.append(error.code)
+    assert job.done()
+    _job(_state(NEW + 1), f"{target}-next").result()
+    return said
+
+
+@pytest.mark.parametrize(("fault", "who"), [("killed", 0), ("killed", 1), ("missing", 0), ("full", 0), ("full", 1)])
+def test_a_background_save_that_fails_is_told_on_every_rank(tmp_path: Path, ranks: Ranks, fault: str, who: int) -> None:
+    target = tmp_path / "run"
+    for said in ranks.run(_background, str(target), who, fault):
+        assert len(said) == 1
+        assert set(said) <= {"IO", "NO_SPACE"}
+    assert _holds(target, OLD)
+    assert _holds(tmp_path / "run-next", NEW + 1)
+
+
+def _stillborn(rank: int, world: int, target: str) -> str:
+    job = _job(_state(OLD), target)
+    if rank == world - 1:
+        os.kill(_process(world).pid, signal.SIGKILL)  # before it has met the others
+    with pytest.raises(TransaxleError) as error:
+        job.result(3 * PATIENCE)
+    _job(_state(NEW), f"{target}-next").result()  # what was told is not told again
+    return str(error.value)
+
+
+def test_a_background_process_that_never_arrives_is_not_waited_for(tmp_path: Path, ranks: Ranks) -> None:
+    target = tmp_path / "run"
+    for said in ranks.run(_stillborn, str(target)):
+        assert "the background process of rank 1 ended (exit code -9)" in said
+    assert not target.exists()
+    assert _holds(tmp_path / "run-next", NEW)
+
+
+def _mutated(rank: int, world: int, target: str) -> None:
+    state = _state(OLD)
+    _job(state, f"{target}-0").result()
+    process = _process(world)
+    os.kill(process.pid, signal.SIGSTOP)
+    first = _job(state, f"{target}-1")
+    before = {name: buffer.data_ptr() for name, buffer in _buffers(world).items()}
+    with torch.no_grad():
+        for tensor in state.values():
+            tensor.to_local().add_(NEW)
+    assert not first.done()
+    with pytest.raises(TimeoutError):
+        first.result(0.2)
+    os.kill(process.pid, signal.SIGCONT)
+    second = _job(state, f"{target}-2")  # waits for the first
+    assert first.done()
+    assert Path(f"{target}-1", "model.safetensors").exists()
+    with torch.no_grad():
+        for tensor in state.values():
+            tensor.to_local().fill_(-1)
+    second.result()
+    assert {name: buffer.data_ptr() for name, buffer in _buffers(world).items()} == before
+    assert _process(world) is process
+
+
+def _buffers(world: int) -> dict[str, torch.Tensor]:
+    saver, _ = asynchronous._SAVERS[os.getpid(), tuple(range(world))]
+    return saver._buffers
+
+
+def test_what_happens_after_the_snapshot_never_reaches_the_files(tmp_path: Path, ranks: Ranks) -> None:
+    target = tmp_path / "run"
+    ranks.run(_mutated, str(target))
+    assert _holds(tmp_path / "run-0", OLD)
+    assert _holds(tmp_path / "run-1", OLD)
+    assert _holds(tmp_path / "run-2", NEW)
