@@ -13,9 +13,9 @@ import torch.distributed as dist
 from tests.live.ranks import run
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import TransaxleError
-from transaxle.live.load import load as loading
+from transaxle.live.load import shared_source
 from transaxle.live.load.load import load
-from transaxle.live.load.one_source import refuse_different
+from transaxle.live.load.shared_source import refuse_different
 from transaxle.live.save.save import save
 from transaxle.live.transport.world import World
 
@@ -36,7 +36,7 @@ def _go(rank: int, world: int, target: str, replaced: bool) -> str:
             save(_state(2), target, to="safetensors", overwrite=True)
         return opened(path, **said) if found is None else found
 
-    setattr(loading, "open_checkpoint", late)  # noqa: B010
+    setattr(shared_source, "open_checkpoint", late)  # noqa: B010
     state = _state(0)
     try:
         load(state, target)
@@ -44,7 +44,7 @@ def _go(rank: int, world: int, target: str, replaced: bool) -> str:
         assert all(not tensor.any() for tensor in state.values())
         return str(error)
     finally:
-        setattr(loading, "open_checkpoint", opened)  # noqa: B010
+        setattr(shared_source, "open_checkpoint", opened)  # noqa: B010
     assert all(bool((tensor == 1).all()) for tensor in state.values())
     return ""
 

@@ -1,0 +1,111 @@
+"""The source of a load as all ranks read it: one checkpoint, whose bytes are counted and held against checksums.
+
+Each rank opens the path for itself, and the checkpoint there may be replaced in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from transaxle.engine.checkpoint.manifest import digest
+from transaxle.errors import refuse
+from transaxle.formats.catalog.catalog import Checksum
+from transaxle.formats.catalog.checksums import Tally, witness_of
+from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.storage.storage import Storage
+from transaxle.live.load.file_reading import Counting
+from transaxle.live.model.live_config import Config, plain
+from transaxle.live.transport.world import World
+
+_LARGEST_MANIFEST = 1 << 30
+
+
+@contextmanager
+def opened(src: str | Path | Checkpoint, config: str | Path | Config | None, world: World) -> Iterator[Checkpoint]:
+    """Give the source; one that is opened here is closed again, the caller's own is not. Collective.
+
+    Raises:
+        TransaxleError: on every rank: what opening it raises; CORRUPT where the ranks have opened different ones.
+    """
+    if isinstance(src, Checkpoint):
+        yield src
+        return
+    with world.together():
+        checkpoint = open_checkpoint(src, config=config if isinstance(config, str | Path | None) else plain(config))
+    with checkpoint:
+        refuse_different(checkpoint, world)
+        yield checkpoint
+
+
+def counted(checkpoint: Checkpoint, decode: str | None) -> tuple[Checkpoint, Counting]:
+    """Return a source under its stored names, and the counter of the bytes that are read from it.
+
+    Args:
+        checkpoint: the source.
+        decode: as `load` takes it. What the caller has decoded already stays so unless this is given.
+    """
+    stored = checkpoint if decode is None or checkpoint.undecoded is None else checkpoint.undecoded
+    counter = Counting(stored.container.storage)
+    container = replace(stored.container, storage=counter)
+    return Checkpoint(container, stored.settings, None, None, stored.undecoded), counter
+
+
+def refuse_different(checkpoint: Checkpoint, world: World) -> None:
+    """Prove that all ranks which opened one path have one checkpoint; collective.
+
+    Copies on the disks of several machines are one if their manifests are, or without manifests their files' sizes.
+
+    Args:
+        checkpoint: what this rank opened.
+        world: the ranks.
+
+    Raises:
+        Refused: CORRUPT, on every rank.
+    """
+    with world.together():
+        mine = checkpoint.path, _identity(checkpoint)
+    opened_by_rank = world.gather(mine)
+    first_path, first_identity = opened_by_rank[0]
+    for rank, (path, identity) in zip(world.ranks, opened_by_rank, strict=True):
+        if path == first_path and identity != first_identity:
+            first = world.ranks[0]
+            message = f"rank {rank} opened another checkpoint there than rank {first}: it was replaced meanwhile"
+            raise refuse("CORRUPT", message, file=path, hint="Load again, when nobody writes there.")
+
+
+def _identity(checkpoint: Checkpoint) -> str:
+    storage = checkpoint.container.storage
+    if storage.single is None and MANIFEST in storage.names() and storage.size(MANIFEST) <= _LARGEST_MANIFEST:
+        return digest(storage.read(MANIFEST, 0, storage.size(MANIFEST)))
+    return digest(repr(sorted(checkpoint.container.files.items())).encode())
+
+
+def check_sums(storage: Storage, world: World) -> None:
+    """Hold every range that the ranks have read whole, alone or together, against its checksum; collective.
+
+    A range that was read in another order than it lies in is read once more by one of the ranks. A range of which they
+    need only a part is not checked: the rest of it would have to be read for that.
+
+    Raises:
+        Refused: CORRUPT, on every rank.
+        StorageError: IO.
+    """
+    witness = witness_of(storage)
+    of_all_ranks = world.gather(None if witness is None else {each: witness.tally(each) for each in witness.open()})
+    if witness is None or any(tallies is None for tallies in of_all_ranks):
+        return  # all ranks read the same files, which give no checksums
+    with world.together():
+        read: dict[Checksum, list[Tally]] = {}
+        for tallies in of_all_ranks:
+            for checksum, tally in (tallies or {}).items():
+                read.setdefault(checksum, []).append(tally)
+        ranges = sorted(read, key=lambda each: (each.file, each.offset))
+        for checksum in ranges[world.ranks.index(world.rank) :: world.size]:
+            witness.count(checksum, [part for tally in read[checksum] for part in tally.parts])
+            if witness.is_right(checksum) is None and sum(tally.read for tally in read[checksum]) >= checksum.size:
+                witness.settle([checksum])
+        witness.judge()
