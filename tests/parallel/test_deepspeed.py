@@ -1,6 +1,6 @@
 """DeepSpeed and a model that we cut: its engine trains, saves and resumes it, and each resumes the other's checkpoints.
 
-What its engine saved of models that we cut, and what it then held, is compared in `tests.formats.deepspeed.test_truth`.
+`tests.formats.deepspeed.zero.test_truth` compares what its engine saved of models that we cut with what it then held.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.formats.deepspeed.test_resume import check
+from tests.formats.deepspeed.universal.test_resume import check
 from tests.live.ranks import run
 from tests.oracles.deepspeed_peer.case import BY_NAME, CASES
 from tests.oracles.deepspeed_peer.farm import Farm, facts

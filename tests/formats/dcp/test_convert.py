@@ -16,8 +16,8 @@ import transaxle as tx
 from tests import checkpoints
 from tests.engine.peers import compared as peers
 from tests.formats.dcp.conftest import Saved
-from tests.formats.dcp.truth import CODES, truth_of
-from tests.formats.dcp.world import CHECKPOINT, octets
+from tests.formats.dcp.peers.truth import CODES, truth_of
+from tests.formats.dcp.peers.world import CHECKPOINT, octets
 from tests.oracles import MISSING, cases
 from transaxle.formats.detect import open_container
 

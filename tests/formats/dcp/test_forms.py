@@ -12,8 +12,8 @@ import pytest
 import transaxle as tx
 from tests.formats.dcp.conftest import Saved
 from tests.formats.dcp.damage import METADATA, Damage, edit
-from tests.formats.dcp.truth import hold, truth_of
-from tests.formats.dcp.world import CHECKPOINT
+from tests.formats.dcp.peers.truth import hold, truth_of
+from tests.formats.dcp.peers.world import CHECKPOINT
 from tests.formats.pickled.assemble import call, name
 from transaxle.formats.dcp.metadata import NAMES
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import transaxle as tx
 from tests.formats.dcp.conftest import Saved
 from tests.formats.dcp.damage import METADATA
-from tests.formats.dcp.world import CHECKPOINT
+from tests.formats.dcp.peers.world import CHECKPOINT
 from transaxle.errors import Refused
 
 CASES = {

@@ -40,7 +40,7 @@ from tests.formats.dcp.damage import (
     repacked,
     write,
 )
-from tests.formats.dcp.world import CHECKPOINT
+from tests.formats.dcp.peers.world import CHECKPOINT
 from tests.formats.pickled.assemble import call, name, program, touches
 from transaxle.errors import Code, TransaxleError
 

@@ -11,8 +11,8 @@ import pytest
 import transaxle as tx
 from tests.engine.counting import counted
 from tests.formats.dcp.conftest import Saved
-from tests.formats.dcp.truth import hold, truth_of
-from tests.formats.dcp.world import BY_WORLD, CHECKPOINT, FULL
+from tests.formats.dcp.peers.truth import hold, truth_of
+from tests.formats.dcp.peers.world import BY_WORLD, CHECKPOINT, FULL
 from transaxle.axes.geometry.chunk import Shard, whole
 from transaxle.engine.copying.transfer import Scratch, fill
 from transaxle.errors import Refused

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict_loader import load
 
 import transaxle as tx
-from tests.formats.dcp.processes import start
-from tests.formats.dcp.truth import CODES, hold
-from tests.formats.dcp.world import CHECKPOINT, FULL, PLAIN, TRUTH, octets
+from tests.formats.dcp.peers.processes import start
+from tests.formats.dcp.peers.truth import CODES, hold
+from tests.formats.dcp.peers.world import CHECKPOINT, FULL, PLAIN, TRUTH, octets
 from transaxle.errors import Code, Refused
 from transaxle.formats.catalog.catalog import Draft, Spec
 from transaxle.formats.dcp.byte_items import LARGEST, frame
@@ -209,7 +209,7 @@ def ours(tmp_path: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_any_number_of_ranks_loads_it(ours: Path, world: int) -> None:
-    start("tests.formats.dcp.loading", world, ours)
+    start("tests.formats.dcp.peers.loading", world, ours)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import transaxle as tx
-from tests.formats.deepspeed.test_truth import differing
+from tests.formats.deepspeed.zero.test_truth import differing
 from tests.oracles.deepspeed_peer.case import BY_NAME, FP32, SAVED, STATES
 from tests.oracles.deepspeed_peer.farm import Farm, facts, raw
 from tests.oracles.deepspeed_peer.resumes import CARRIED, PLAIN, TWICE, Resume

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 import transaxle as tx
-from tests.formats.dcp.world import TRUTH, octets
+from tests.formats.dcp.peers.world import TRUTH, octets
 
 CODES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",

@@ -13,7 +13,7 @@ import pytest
 
 import transaxle as tx
 from tests.engine.execute.test_execute import names_in
-from tests.formats.deepspeed.test_interruption import NAME, NORM, RECORD, folder
+from tests.formats.deepspeed.universal.test_interruption import NAME, NORM, RECORD, folder
 from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.keys import UNIVERSAL

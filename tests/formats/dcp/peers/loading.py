@@ -1,6 +1,6 @@
 """What plain torch reads of ours: run as a process, this loads a checkpoint on every rank and holds it to the truth.
 
-`python -m tests.formats.dcp.loading WORLD FOLDER` loads `FOLDER/checkpoint` twice: into whole tensors, and into
+`python -m tests.formats.dcp.peers.loading WORLD FOLDER` loads `FOLDER/checkpoint` twice: into whole tensors, and into
 DTensors cut along their first dim, their last, and both ways over a mesh of two dims. It exits with 0 if every element
 on every rank is that of `FOLDER/truth.pt`.
 """
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.multiprocessing.spawn import spawn
 
-from tests.formats.dcp.world import CHECKPOINT, TRUTH, group, line, local, octets
+from tests.formats.dcp.peers.world import CHECKPOINT, TRUTH, group, line, local, octets
 
 
 def blank(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import transaxle as tx
-from tests.formats.deepspeed.test_truth import differing
+from tests.formats.deepspeed.zero.test_truth import differing
 from tests.oracles.deepspeed_peer.case import BY_NAME, FP32, STATES, STEP, TAG
 from tests.oracles.deepspeed_peer.farm import Farm
 from transaxle.formats.deepspeed.keys import UNIVERSAL

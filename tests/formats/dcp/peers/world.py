@@ -1,7 +1,7 @@
 """What plain torch writes: run as a process, this saves every case at one world size, with the truth beside it.
 
-`python -m tests.formats.dcp.world WORLD FOLDER` leaves `FOLDER/<case>/checkpoint` and `FOLDER/<case>/truth.pt`: the
-whole tensors by the names that Transaxle gives them, gathered by torch and not read from the checkpoint.
+`python -m tests.formats.dcp.peers.world WORLD FOLDER` leaves `FOLDER/<case>/checkpoint` and `FOLDER/<case>/truth.pt`:
+the whole tensors by the names that Transaxle gives them, gathered by torch and not read from the checkpoint.
 """
 
 from __future__ import annotations

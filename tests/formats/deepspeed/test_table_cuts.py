@@ -12,7 +12,7 @@ import pytest
 
 import transaxle as tx
 from tests.formats.deepspeed.built import write_old
-from tests.formats.deepspeed.test_truth import differing
+from tests.formats.deepspeed.zero.test_truth import differing
 from tests.oracles.deepspeed_peer.case import BY_NAME, CASES, FP32, LOW, STATES, Case
 from tests.oracles.deepspeed_peer.farm import Farm
 from transaxle.formats.deepspeed import keys

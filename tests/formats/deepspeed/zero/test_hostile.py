@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import transaxle as tx
-from tests.formats.deepspeed.test_truth import differing
+from tests.formats.deepspeed.zero.test_truth import differing
 from tests.oracles.deepspeed_peer.case import FP32, STATES, TAG
 from tests.oracles.deepspeed_peer.farm import Farm
 from transaxle.formats.deepspeed.keys import INFO, LATEST_UNIVERSAL, UNIVERSAL, UNSUPPORTED_PATTERNS

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.formats.deepspeed.test_spread import rebuilt
+from tests.formats.deepspeed.metadata.test_spread import rebuilt
 from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.checked_value import Node
@@ -37,7 +37,7 @@ from deepspeed.module_inject import layers as ds  # noqa: E402
 from deepspeed.module_inject.tp_shard import AutoTPMeta  # noqa: E402
 from torch import nn  # noqa: E402
 
-from tests.formats.deepspeed.layers import Cut, cuts, numbered, on_each, rank_of, restored  # noqa: E402
+from tests.formats.deepspeed.metadata.layers import Cut, cuts, numbered, on_each, rank_of, restored  # noqa: E402
 
 pytestmark = pytest.mark.peers
 NAME = "layers.0.proj.weight"
