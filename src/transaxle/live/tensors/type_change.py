@@ -11,14 +11,12 @@ from glob import escape
 
 import torch
 
+from transaxle.encodings.arithmetic.casting import CASTS, PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.errors import refuse
 
-ALLOWED: Mapping[str, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-"""Values of `decode=` and `dtype=`, and the safetensors codes of the parameters that may be converted to."""
 _DECODED_AS: Mapping[str, str] = {"bf16": "bf16", "fp16": "fp32", "fp32": "fp32"}
 """Type in which encoded values are computed."""
-_PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 _CODES = "F8"
 """Begin of the safetensors codes that stand for no values."""
 _WIDENED = frozenset({("F16", "F32"), ("BF16", "F32")})
@@ -41,7 +39,7 @@ class Conversion:
 
 def may_become(stored: str, wanted: str, allowed: str | None) -> bool:
     """Tell whether values of one type may become another: `allowed` is `dtype`, or `decode` of what was encoded."""
-    return allowed is not None and stored in _PLAIN and ALLOWED[allowed] == wanted
+    return allowed is not None and stored in PLAIN and CASTS[allowed] == wanted
 
 
 def check_dtype(dtype: str | None) -> None:
@@ -50,24 +48,24 @@ def check_dtype(dtype: str | None) -> None:
     Raises:
         Refused: UNSUPPORTED.
     """
-    if dtype is not None and dtype not in ALLOWED:
-        named = ", ".join(f'dtype="{one}"' for one in ALLOWED)
+    if dtype is not None and dtype not in CASTS:
+        named = ", ".join(f'dtype="{one}"' for one in CASTS)
         raise refuse("UNSUPPORTED", f"dtype={dtype!r} is no type that parameters can be cast to", hint=named)
 
 
 def is_plain(stored: str) -> bool:
     """Tell whether a safetensors code is that of values, not of codes that need scales."""
-    return stored in _PLAIN
+    return stored in PLAIN
 
 
 def decode_hint(stored: str, wanted: str, decode: str | None = None) -> str:
     """Return what a user can do about two types that differ, although `decode` was given."""
-    said = next((key for key, code in ALLOWED.items() if code == wanted), None)
-    if stored in _PLAIN and wanted.startswith(_CODES):
+    said = next((key for key, code in CASTS.items() if code == wanted), None)
+    if stored in PLAIN and wanted.startswith(_CODES):
         return "values become codes when they are written so, transaxle convert --encode, or in a parameter of tx.quant"
     if said is None or not stored.startswith(("F", "BF")):
         return ""
-    if stored in _PLAIN:
+    if stored in PLAIN:
         return f'dtype="{said}" casts what is stored to the parameter\'s type'
     if said == decode:
         return "codes are values with their scales alone: nothing here says which scales these have"
@@ -87,8 +85,8 @@ def decoded(checkpoint: Checkpoint, decode: str | None, keep: Iterable[str] = ()
     """
     if decode is None:
         return checkpoint
-    if decode not in ALLOWED:
-        named = ", ".join(f'decode="{one}"' for one in ALLOWED)
+    if decode not in CASTS:
+        named = ", ".join(f'decode="{one}"' for one in CASTS)
         raise refuse("UNSUPPORTED", f"decode={decode!r} is no type that parameters can be converted to", hint=named)
     if not checkpoint.catalog.encoded and not checkpoint.catalog.refusals:
         return checkpoint  # a plain source needs no decoding, and what is of another type needs `dtype`
