@@ -172,10 +172,9 @@ class Draft:
         if self.seal is None:
             return
         firsts = {entry.extents[0].offset: hashes[name] for name, entry in self.entries.items() if entry.nbytes}
-        parts = sorted((each.offset, each.data) for each in self.fragments)
-        for fragment, (_, data) in zip(
-            sorted(self.fragments, key=lambda each: each.offset), filled(parts, self.seal, firsts), strict=True
-        ):
+        ordered = sorted(self.fragments, key=lambda each: each.offset)
+        parts = [(each.offset, each.data) for each in ordered]
+        for fragment, (_, data) in zip(ordered, filled(parts, self.seal, firsts), strict=True):
             if self._is_sealed(fragment):
                 yield replace(fragment, data=data)
 
