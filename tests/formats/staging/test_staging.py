@@ -605,7 +605,7 @@ def test_a_refusal_leaves_a_beginning_alone(target: Path) -> None:
 
 SCRIPT = """
     import os, signal, sys
-    from transaxle.formats import place, staging, syscalls
+    from transaxle.formats.staging import place, staging
 
     target, deadline, overwrite, atomic = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "1", sys.argv[4] == "1"
     seen = 0

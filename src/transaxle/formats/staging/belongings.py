@@ -17,7 +17,7 @@ from typing import Literal, Protocol
 import msgspec
 import xxhash
 
-from transaxle.errors import refuse
+from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import INDEX, MANIFEST, SAFETENSORS, STATE_FOLDER, TORCH, WHOLE
 from transaxle.formats.deepspeed import keys as deepspeed
 from transaxle.formats.deepspeed.files import is_rank_file
@@ -99,6 +99,11 @@ def known(overwrite: object) -> Overwrite:
         return EVERYTHING
     message = f"overwrite: {overwrite!r} is none of True, False and {EVERYTHING!r}"
     raise refuse("AMBIGUOUS", message, hint=f"True replaces a checkpoint, {EVERYTHING!r} all that its folder holds.")
+
+
+def several_files(target: str) -> TransaxleError:
+    """Return the refusal to write several files where the target is one."""
+    return refuse("UNSUPPORTED", "it is one file, and several are to be written", file=target, hint="Give a folder.")
 
 
 def irreplaceable(folder: Folder, overwrite: Overwrite) -> tuple[str, str]:

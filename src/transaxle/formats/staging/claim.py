@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import fcntl
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from transaxle.errors import refuse
 from transaxle.formats.storage.os_errors import failed
 
-FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-"""How a folder is opened that must not be a link."""
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BUSY = "another run is writing there"
 
 
@@ -47,7 +47,7 @@ class Claim:
             while True:
                 made = _mkdir(self._path)
                 try:
-                    fd = os.open(self._path, FOLDER)
+                    fd = os.open(self._path, _FOLDER)
                 except FileNotFoundError:
                     continue
                 try:
@@ -66,12 +66,8 @@ class Claim:
 
         Raises as `take`, and OSError.
         """
-        with suppress(FileNotFoundError):
-            fd = os.open(self._path, FOLDER)
-            try:
-                self._is_mine(fd, made=False, unlocked=unlocked)
-            finally:
-                os.close(fd)
+        with suppress(FileNotFoundError), opened(self._path) as fd:
+            self._is_mine(fd, made=False, unlocked=unlocked)
 
     def release(self) -> None:
         """Let others have it."""
@@ -81,15 +77,13 @@ class Claim:
 
     def _is_mine(self, fd: int, made: bool, *, unlocked: bool) -> bool:
         """Lock an open folder; False if it is not the one that has the name any more."""
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise refuse("EXISTS", _BUSY, file=self._typed, hint="Wait for it, or end it.") from error
-        except OSError as error:
+        locked = lock(fd)
+        if locked is False:
+            raise refuse("EXISTS", _BUSY, file=self._typed, hint="Wait for it, or end it.")
+        if locked is None and not made and not unlocked:
             # No locks on this file system: only the one who made the folder, or says that it resumes, may have it.
-            if not made and not unlocked:
-                hint = f"If no run is writing there, remove {self._path} or use --resume."
-                raise refuse("EXISTS", f"{_BUSY}, or died there", file=self._typed, hint=hint) from error
+            hint = f"If no run is writing there, remove {self._path} or use --resume."
+            raise refuse("EXISTS", f"{_BUSY}, or died there", file=self._typed, hint=hint)
         now = os.fstat(fd)
         if not made and now.st_uid != os.geteuid():
             raise refuse("IO", "the hidden folder belongs to another user", file=str(self._path))
@@ -98,6 +92,31 @@ class Claim:
         except FileNotFoundError:
             return False
         return (named.st_dev, named.st_ino) == (now.st_dev, now.st_ino)
+
+
+def lock(fd: int) -> bool | None:
+    """Lock an open folder until it is closed: False if another process has it, None where there are no locks."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[int]:
+    """Open a folder that must not be a link, to lock it.
+
+    Raises:
+        OSError: it is missing, a file or a link.
+    """
+    fd = os.open(folder, _FOLDER)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def _mkdir(path: Path) -> bool:

@@ -8,7 +8,6 @@ whose content is not a checkpoint's: whoever made that must remove it.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import WHOLE
 from transaxle.formats.remote.url import is_url, local_path, shown
 from transaxle.formats.staging.belongings import LocalFolder, strangers
-from transaxle.formats.staging.claim import FOLDER, Claim
+from transaxle.formats.staging.claim import Claim, lock, opened
 from transaxle.formats.staging.place import JOURNAL, OLD, OURS, PARTIAL, SCRATCH, make_durable, neighbour
 from transaxle.formats.storage.os_errors import failed
 
@@ -211,13 +210,5 @@ def _cleaned(found: Leftover, path: Path, target: Path) -> Leftover:
 
 def _locked(path: Path) -> bool:
     """Tell whether a process holds the lock of a folder."""
-    fd = os.open(path, FOLDER)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False  # no locks here: the claim on the target's own folder has decided it
-    finally:
-        os.close(fd)
-    return False
+    with opened(path) as fd:
+        return lock(fd) is False  # where there are no locks, the claim on the target's own folder has decided it

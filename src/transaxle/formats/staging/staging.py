@@ -9,19 +9,18 @@ so nothing piles up, and a lock on it keeps two runs apart.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import Literal, Self
 
-from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.staging.belongings import Overwrite
-from transaxle.formats.staging.claim import FOLDER, Claim
+from transaxle.errors import refuse
+from transaxle.formats.staging.belongings import Overwrite, several_files
+from transaxle.formats.staging.claim import Claim, lock, opened
 from transaxle.formats.staging.leftovers import described
 from transaxle.formats.staging.place import SCRATCH, Place, make_durable
 from transaxle.formats.staging.syscalls import reserve
@@ -100,7 +99,7 @@ class Staging:
         """
         files = folder if self.single is None else file
         if self.single and len(files) > 1:
-            raise self._several()
+            raise several_files(self._place.typed)
         self._place.foresee()
         with _named(_MAKING, str(self.path)):
             self._claim.look(unlocked=self._resume)
@@ -262,7 +261,7 @@ class Staging:
     def _create(self, name: str, path: Path, size: int) -> bool:
         """Create a file, or take over one of the same size (True)."""
         if self.single and self._sizes.keys() - {name}:
-            raise self._several()
+            raise several_files(self._place.typed)
         with _named(f"creating it with {size} bytes", name):
             path.parent.mkdir(parents=True, exist_ok=True)
             kept = path.is_file() and path.lstat().st_size == size and name not in self._sizes
@@ -277,10 +276,6 @@ class Staging:
         with self._unsynced_lock:
             self._unsynced.add(name)
         return kept
-
-    def _several(self) -> TransaxleError:
-        message = "it is one file, and several are to be written"
-        return refuse("UNSUPPORTED", message, file=self._place.typed, hint="Give a folder.")
 
     def _reopen(self, name: str) -> int:
         with _named("opening it", name):
@@ -322,15 +317,10 @@ def _named(doing: str, file: str) -> Iterator[None]:
 @contextmanager
 def _locked_if_there(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder that is about to become the hidden one, so that no other run takes it for its own."""
-    fd = None
-    with suppress(OSError):  # nothing is replaced, or a file, or there are no locks on this file system
-        fd = os.open(folder, FOLDER)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    try:
+    with ExitStack() as stack:
+        with suppress(OSError):  # nothing is replaced, or a file
+            lock(stack.enter_context(opened(folder)))
         yield
-    finally:
-        if fd is not None:
-            os.close(fd)
 
 
 def _nothing_written() -> int:

@@ -28,6 +28,7 @@ from transaxle.formats.staging.belongings import (
     known,
     remote_head_of,
     replaced_file,
+    several_files,
 )
 from transaxle.formats.storage.names import checked_parts
 
@@ -107,7 +108,7 @@ class Upload:
         """
         self._begin_at()
         if self._single and len(file) > 1:
-            raise self._several()
+            raise several_files(self._shown)
 
     def _begin_at(self) -> None:
         """Find out whether the target is a file, and check it."""
@@ -239,15 +240,11 @@ class Upload:
     def _begin(self, name: str, size: int) -> None:
         place = self._place(name)
         if self._single and self._streams.keys() - {name}:
-            raise self._several()
+            raise several_files(self._shown)
         if name in self._streams:
             self._streams.pop(name).discard()
         part = part_size(size, self._part)
         self._streams[name] = _File(self._service, self._service.create(place, part, name), name, size, part)
-
-    def _several(self) -> TransaxleError:
-        message = "it is one file, and several are to be written"
-        return refuse("UNSUPPORTED", message, file=self._shown, hint="Give a folder.")
 
     def _check(self, found: Info | None) -> None:
         """Check that a checkpoint may be put here; only what is empty or a checkpoint is replaced.
