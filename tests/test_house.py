@@ -48,11 +48,12 @@ HOUSE = {
     "_api": _room("live", "engine"),
     # The training side: only these four may import torch.
     "parallel": _room("live", "nn", needs=CORE | TRAINING),
-    "nn": _room("quant", "axes", needs=CORE | TRAINING),
+    "nn": _room("quant", "move", "axes", needs=CORE | TRAINING),
     "live": _room("quant", "engine", needs=CORE | TRAINING),
     "quant": _room("encodings", needs=CORE | TRAINING | {"triton"}),
     # The core.
-    "engine": _room("formats", "encodings", "families", "axes"),
+    "engine": _room("move", "formats", "encodings", "families", "axes"),
+    "move": _room("formats", "encodings", "axes"),
     "formats": _room("axes"),
     "encodings": _room("axes"),
     "families": _room("axes"),

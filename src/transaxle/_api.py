@@ -12,7 +12,6 @@ from transaxle.engine.compare.compare import Comparison
 from transaxle.engine.compare.compare import compare as _compare
 from transaxle.engine.compare.verification import Verification, verify_against
 from transaxle.engine.compare.verification import verify as _verify
-from transaxle.engine.copying.workers import Progress, limits, unwatched
 from transaxle.engine.execute.execute import Report, execute
 from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.plan.conversion import SHARD_SIZE, Plan, make_plan
@@ -20,6 +19,7 @@ from transaxle.engine.views.encode import Encode
 from transaxle.formats.staging.belongings import Overwrite
 from transaxle.formats.staging.leftovers import Leftover, leftovers
 from transaxle.formats.staging.leftovers import clean as _clean
+from transaxle.move.workers import Progress, limits, unwatched
 
 Source = str | Path | Checkpoint
 

@@ -27,7 +27,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, typed: str | None) -> in
 
 def _memory(ctx: click.Context, param: click.Parameter, typed: str | None) -> int | None:
     """Read how much memory there is, and refuse what nothing can be done with."""
-    from transaxle.engine.copying.workers import LEAST_MEMORY
+    from transaxle.move.workers import LEAST_MEMORY
 
     count = _size(ctx, param, typed)
     if count is not None and count < LEAST_MEMORY:
@@ -237,7 +237,7 @@ def working(body: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(body)
     def command(*args: Any, jobs: int | None, memory: int | None, **rest: Any) -> int:
-        from transaxle.engine.copying.workers import limits
+        from transaxle.move.workers import limits
 
         return body(*args, limit=limits(jobs, memory), **rest)
 

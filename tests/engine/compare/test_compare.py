@@ -20,7 +20,7 @@ from tests import checkpoints
 from tests.engine import law, quantized
 from tests.formats import files
 from transaxle.engine.compare.compare import compare
-from transaxle.engine.copying.workers import limits
+from transaxle.move.workers import limits
 
 GATE = checkpoints.GATE
 STACK = "model.layers.0.mlp.experts.gate_and_up_projs"

@@ -26,10 +26,10 @@ from tests.engine import killed
 from tests.engine.counting import Before, counted
 from tests.engine.killed import contents
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-from transaxle.engine.copying.workers import LEAST_MEMORY, Limits, StoppedError, limits, share
 from transaxle.engine.execute.execute import execute
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.errors import Code, refuse
+from transaxle.move.workers import LEAST_MEMORY, Limits, StoppedError, limits, share
 
 ROOT = Path(__file__).parents[3]
 SIZES = {**checkpoints.SIZES, "num_hidden_layers": 1, "num_experts": 2}

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.engine.copying.transfer import Transfer
 from transaxle.engine.execute.work_items import in_turn, portions
 from transaxle.engine.plan.conversion import PlannedTensor
+from transaxle.move.transfer import Transfer
 
 
 def planned(name: str, *files: str) -> PlannedTensor:

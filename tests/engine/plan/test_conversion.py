@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 import transaxle as tx
 from tests import checkpoints
 from tests.engine import law
-from tests.engine.copying.test_transfer import positions
 from tests.formats import files
+from tests.move.test_transfer import positions
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-from transaxle.engine.copying.workers import LEAST_MEMORY
 from transaxle.engine.plan.conversion import Plan, Prepared, make_plan, natural, parse_to
 from transaxle.errors import Code
+from transaxle.move.workers import LEAST_MEMORY
 
 GATE = checkpoints.GATE
 UP = GATE.replace("gate", "up")

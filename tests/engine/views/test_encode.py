@@ -19,8 +19,8 @@ from tests.engine import quantized
 from tests.engine.quantized import BF16, SCALE, Array, Tensors
 from transaxle.encodings.arithmetic.codec import amax, encode_rows
 from transaxle.encodings.encoding import FLOAT8_BLOCK, MXFP8, NVFP4, Encoding
-from transaxle.engine.copying.workers import LEAST_MEMORY
 from transaxle.errors import UsageError
+from transaxle.move.workers import LEAST_MEMORY
 
 ENCODINGS: dict[str, Encoding] = {"float8_block": FLOAT8_BLOCK, "mxfp8": MXFP8, "nvfp4": NVFP4}
 SIZES = {"d": 256, "f": 320, "g": 2, "r": 2, "head": 32}

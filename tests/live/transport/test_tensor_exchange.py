@@ -19,8 +19,9 @@ from tests.live.ranks import run
 from transaxle.live.save.save import save
 from transaxle.live.transport import shm_transport as near
 from transaxle.live.transport.shared_memory import Address, Region, seen
-from transaxle.live.transport.tensor_exchange import Parcel, exchange, rounds
+from transaxle.live.transport.tensor_exchange import exchange
 from transaxle.live.transport.world import World
+from transaxle.move.transport import Parcel, rounds
 
 SIZES = [0, 1, 7, 4096, 100_003, 1 << 20, 3]
 MATRIX = torch.arange(768 * 1024, dtype=torch.int32).reshape(768, 1024)

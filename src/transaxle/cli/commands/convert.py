@@ -16,12 +16,12 @@ from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.compare.compare import Comparison, compare
 from transaxle.engine.compare.verification import Verification, verify
-from transaxle.engine.copying.workers import Limits
 from transaxle.engine.execute.execute import Report, execute
 from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.execute.resume_check import reproduced
 from transaxle.engine.plan.conversion import Prepared, make_plan, ready
 from transaxle.formats.staging.belongings import Overwrite
+from transaxle.move.workers import Limits
 
 
 @click.command(

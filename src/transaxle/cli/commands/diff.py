@@ -16,8 +16,8 @@ from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, check_decoded, open_checkpoint
 from transaxle.engine.compare.compare import Comparison, Difference, compare
-from transaxle.engine.copying.workers import Limits
 from transaxle.engine.plan.conversion import natural
+from transaxle.move.workers import Limits
 
 _ROWS = 20
 _NO_TABLE = "(in no table)"

@@ -16,11 +16,11 @@ from transaxle.cli.screen.recoded import print_recoded, print_stayed
 from transaxle.cli.screen.refusals import error_document, print_refusals
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-from transaxle.engine.copying.workers import Limits
 from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.plan.conversion import Plan, make_plan, natural
 from transaxle.errors import gathered
 from transaxle.formats.staging.belongings import Overwrite
+from transaxle.move.workers import Limits
 
 _GAP = "  "
 

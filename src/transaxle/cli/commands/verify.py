@@ -14,7 +14,7 @@ from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import check_decoded, open_checkpoint
 from transaxle.engine.compare.compare import Comparison
 from transaxle.engine.compare.verification import Verification, verify, verify_against
-from transaxle.engine.copying.workers import Limits
+from transaxle.move.workers import Limits
 
 
 @click.command(

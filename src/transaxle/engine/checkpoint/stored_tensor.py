@@ -12,10 +12,12 @@ from transaxle.axes.geometry.piece import Interval
 from transaxle.axes.layout.relayout import Target
 from transaxle.engine.copying.bitcast import Intervals, positions
 from transaxle.engine.copying.source import Source
-from transaxle.engine.copying.transfer import Bytes, Scratch, Transfer, fill
 from transaxle.errors import refuse
 from transaxle.formats.catalog.checksums import witness_of
 from transaxle.formats.dtype import ITEM_BITS, nbytes, numpy_dtype, packed_width
+from transaxle.move.endpoint import Bytes
+from transaxle.move.strided_fill import Scratch, fill
+from transaxle.move.transfer import Transfer
 
 _SCRATCH, _LEAST_SCRATCH = 8 << 20, 1 << 16
 _WASTE, _GAP = 1.25, 64

@@ -14,11 +14,11 @@ from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
-from transaxle.engine.copying.workers import Limits, Pair, Progress, limits, share, unwatched
 from transaxle.engine.plan.training_beside import beside
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.dtype import ITEM_BITS, numpy_dtype
 from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.move.workers import Limits, Pair, Progress, limits, share, unwatched
 
 _STEP = "/step"
 """How the names of an optimizer's counters end: a number, which some formats keep as a tensor of one element."""

@@ -12,12 +12,12 @@ import xxhash
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.manifest import Manifest, TensorRecord, load, stale
 from transaxle.engine.compare.compare import Comparison, Difference, compare
-from transaxle.engine.copying.workers import Limits, Progress, Worker, limits, share, unwatched
 from transaxle.errors import Refusal, Where
 from transaxle.formats.catalog.catalog import Checksum, Container
 from transaxle.formats.catalog.checksums import witness_of
 from transaxle.formats.catalog.seal import Seal, read_digest, rest_of
 from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.move.workers import Limits, Progress, Worker, limits, share, unwatched
 
 _CHANGED = "its bytes were changed after it was written"
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target
 from transaxle.errors import refuse
+from transaxle.move.workers import Affine
 
-Affine = tuple[float, float]
-"""`(scale, shift)` for every value: new = scale * old + shift."""
 _UNCHANGED: Affine = (1.0, 0.0)
 _REAL = frozenset({"F64", "F32", "F16", "BF16"})
 """Types whose values stand for themselves; those of the others are codes, or no fractions."""

@@ -14,11 +14,12 @@ import msgspec
 
 from transaxle.axes.layout.relayout import Check, unchanged
 from transaxle.engine.copying.source import Source
-from transaxle.engine.copying.transfer import Reader, Transfer
-from transaxle.engine.copying.workers import Limits, Pair, share
 from transaxle.errors import Refusal, TransaxleError, Where
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.dtype import nbytes
+from transaxle.move.endpoint import Readable
+from transaxle.move.transfer import Transfer
+from transaxle.move.workers import Limits, Pair, share
 
 
 class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
@@ -75,7 +76,7 @@ def _plan_twins(container: Container, problems: list[Refusal]) -> list[PlannedCh
     return planned
 
 
-def unequal(checks: Sequence[PlannedCheck], reader: Reader, limit: Limits) -> list[Refusal]:
+def unequal(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> list[Refusal]:
     """Compare stored copies, and return a refusal for each pair that differs."""
     found: dict[int, Refusal] = {}
 

@@ -9,10 +9,12 @@ import numpy as np
 from transaxle.axes.geometry.piece import Move
 from transaxle.axes.layout.relayout import Copier, Target, unchanged
 from transaxle.engine.copying.bitcast import Intervals
-from transaxle.engine.copying.transfer import Bytes, Scratch, Transfer, fill, lower
 from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Container, Entry
 from transaxle.formats.dtype import ITEM_BITS
+from transaxle.move.endpoint import Bytes
+from transaxle.move.strided_fill import Scratch, fill
+from transaxle.move.transfer import Transfer, lower
 
 _SCRATCH = 1 << 20
 _ABSENT: Code = "INCOMPLETE"

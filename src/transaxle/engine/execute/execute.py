@@ -15,8 +15,6 @@ from transaxle.encodings.arithmetic.codec import Error
 from transaxle.engine.checkpoint.manifest import encode
 from transaxle.engine.copying.duplicate_checks import unequal
 from transaxle.engine.copying.replica_mean import averages_of
-from transaxle.engine.copying.transfer import landing
-from transaxle.engine.copying.workers import Limits, Progress, Worker, limits, share, unwatched
 from transaxle.engine.execute.journal import Done, Journal, refuse_other
 from transaxle.engine.execute.preflight import Cleared, preflight
 from transaxle.engine.execute.resume_check import manifest_of
@@ -34,6 +32,8 @@ from transaxle.formats.staging.belongings import Overwrite
 from transaxle.formats.staging.leftovers import swept
 from transaxle.formats.staging.location import Stage, staging_at
 from transaxle.formats.storage.local import LocalStorage
+from transaxle.move.transfer import landing
+from transaxle.move.workers import Limits, Progress, Worker, limits, share, unwatched
 
 _BLOCK = 1 << 20
 

@@ -12,7 +12,6 @@ import msgspec
 
 from transaxle.encodings.arithmetic.codec import Error
 from transaxle.engine.checkpoint.manifest import digest
-from transaxle.engine.copying.workers import Limits, Progress, limits, unwatched
 from transaxle.engine.execute.apart import refuse_together
 from transaxle.engine.execute.journal import Task, refuse_other
 from transaxle.engine.execute.resume_check import is_finished
@@ -22,6 +21,7 @@ from transaxle.formats.remote.url import shown
 from transaxle.formats.staging.belongings import Overwrite
 from transaxle.formats.staging.location import staging_at
 from transaxle.formats.staging.staging import Staging
+from transaxle.move.workers import Limits, Progress, limits, unwatched
 
 
 @dataclass(frozen=True)

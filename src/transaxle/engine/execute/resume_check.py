@@ -17,14 +17,14 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.manifest import FileRecord, Manifest, TensorRecord, digest, encode
 from transaxle.engine.compare.compare import Comparison, Difference
 from transaxle.engine.copying.duplicate_checks import unequal
-from transaxle.engine.copying.transfer import landing
-from transaxle.engine.copying.workers import Limits, Progress, Worker, share
 from transaxle.engine.execute.tensor_stream import Summed, made, measured_sizes
 from transaxle.engine.plan.conversion import PlannedTensor, Prepared
 from transaxle.formats.catalog.catalog import Fragment
 from transaxle.formats.catalog.sidecar_files import MANIFEST, WHOLE
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage
+from transaxle.move.transfer import landing
+from transaxle.move.workers import Limits, Progress, Worker, share
 
 
 def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping[str, str]) -> Manifest:

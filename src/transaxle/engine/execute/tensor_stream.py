@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 from transaxle.encodings.arithmetic.codec import Error
-from transaxle.engine.copying.workers import Limits, Worker, share
 from transaxle.engine.plan.conversion import PlannedTensor
 from transaxle.engine.views.decoded import decoders_of
 from transaxle.engine.views.encode import Measure, buffer_blocks, largest
 from transaxle.formats.storage.storage import Storage
+from transaxle.move.workers import Limits, Worker, share
 
 Sizes = Mapping[str, tuple[float, ...]]
 """Table name -> amax of each matrix, of tensors that are encoded with a scale for the whole of it."""

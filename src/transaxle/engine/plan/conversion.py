@@ -16,10 +16,9 @@ from transaxle.axes.notation.family import Dialect
 from transaxle.encodings.encoding import Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
-from transaxle.engine.copying.arithmetic import Affine, affine
+from transaxle.engine.copying.arithmetic import affine
 from transaxle.engine.copying.duplicate_checks import PlannedCheck, plan_checks
 from transaxle.engine.copying.source import Source
-from transaxle.engine.copying.transfer import Transfer
 from transaxle.engine.plan.counted_axes import counted
 from transaxle.engine.plan.file_names import clashing
 from transaxle.engine.plan.hub_weights import published
@@ -48,6 +47,8 @@ from transaxle.formats.torch_file.draft import draft as torch_draft
 from transaxle.formats.torch_file.reader import FORMAT as TORCH
 from transaxle.formats.training_state.state import LEFT_BEHIND, ROOT
 from transaxle.formats.training_state.state_groups import GROUPS, Group
+from transaxle.move.transfer import Transfer
+from transaxle.move.workers import Affine
 
 SHARD_SIZE = 5_000_000_000
 """Default bytes of tensors per file."""

@@ -8,12 +8,12 @@ from transaxle.axes.layout.bind import WEIGHT
 from transaxle.axes.notation.number_format import Form, Recode
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.copying.replica_mean import averages_of
-from transaxle.engine.copying.transfer import Transfer
 from transaxle.engine.plan.output_tensors import Product, Recoded
 from transaxle.engine.views.cast import casts_of
 from transaxle.engine.views.decoded import decoders_of
 from transaxle.engine.views.encoded import View
 from transaxle.errors import Refusal, Where
+from transaxle.move.transfer import Transfer
 
 
 def recoding(names: Collection[str], encoding: str) -> Recode:

@@ -20,8 +20,6 @@ from transaxle.encodings.arithmetic.codec import Wide
 from transaxle.encodings.conventions.restated import ASIDE
 from transaxle.encodings.error import Error
 from transaxle.engine.copying.source import Source
-from transaxle.engine.copying.transfer import Reader
-from transaxle.engine.copying.workers import Limits, share
 from transaxle.engine.views.decoded import Rows
 from transaxle.engine.views.encoded import Catalog
 from transaxle.engine.views.name_filter import chosen
@@ -29,6 +27,8 @@ from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes, numpy_dtype
 from transaxle.formats.storage.storage import Beside, Storage, layer
+from transaxle.move.endpoint import Readable
+from transaxle.move.workers import Limits, share
 
 _FILE = "\0cast "
 """What the name of a file that does not exist begins with."""
@@ -46,7 +46,7 @@ class Caster:
         dtype: safetensors code of the type that is wanted.
     """
 
-    def __init__(self, entry: Entry, source: Source, reader: Reader, dtype: Wide) -> None:
+    def __init__(self, entry: Entry, source: Source, reader: Readable, dtype: Wide) -> None:
         self.entry = entry
         self.dtype = dtype
         self._source, self._reader = source, reader

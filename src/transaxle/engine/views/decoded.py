@@ -23,13 +23,15 @@ from transaxle.encodings.arithmetic.codec import Error, Wide, decode_box, decode
 from transaxle.encodings.conventions.convention import CONVENTIONS
 from transaxle.encodings.encoding import Encoded, Role
 from transaxle.engine.copying.source import Source
-from transaxle.engine.copying.transfer import Bytes, Reader, Scratch, Transfer, clip, fill
 from transaxle.engine.views.encoded import Catalog, buffer_name
 from transaxle.engine.views.header_metadata import without_notes
 from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes, numpy_dtype
 from transaxle.formats.storage.storage import Beside, Storage, layer
+from transaxle.move.endpoint import Bytes, Readable
+from transaxle.move.strided_fill import Scratch, fill
+from transaxle.move.transfer import Transfer, clip
 
 DTYPES: Mapping[str, Wide] = {"bf16": "BF16", "fp32": "F32"}
 """Types that can be decoded to, as users write them, and their safetensors codes."""
@@ -47,7 +49,7 @@ Scales = npt.NDArray[Any]
 class Rows:
     """The bytes of one stored buffer in row-major order, wherever its chunks lie."""
 
-    def __init__(self, reader: Reader, transfers: list[Transfer]) -> None:
+    def __init__(self, reader: Readable, transfers: list[Transfer]) -> None:
         self._reader = reader
         self._transfers = transfers
         self._plain = len(transfers) == 1 and not transfers[0].loops
@@ -108,7 +110,7 @@ class Decoder:
         kept: shared memory for scales.
     """
 
-    def __init__(self, tensor: Encoded, source: Source, reader: Reader, dtype: Wide, kept: _Kept) -> None:
+    def __init__(self, tensor: Encoded, source: Source, reader: Readable, dtype: Wide, kept: _Kept) -> None:
         self.tensor = tensor
         self.dtype = dtype
         self._source, self._reader, self._kept = source, reader, kept

@@ -17,10 +17,10 @@ import numpy as np
 
 from transaxle.encodings.conventions.torchao_convention import Swizzled, swizzled
 from transaxle.engine.copying.source import Source
-from transaxle.engine.copying.transfer import Bytes
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import ITEM_BITS
 from transaxle.formats.storage.storage import Beside, layer
+from transaxle.move.endpoint import Bytes
 
 _ROWS, _COLUMNS, _LANES = 128, 4, 32
 """Scales of one tile of the kernel along both dims, and how many of its rows lie one below the other."""

@@ -9,13 +9,15 @@ from math import prod
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.engine.checkpoint.checkpoint import StoredTensor
-from transaxle.engine.copying.transfer import Reader, Scratch, Transfer, clip, fill
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import Overlay, Storage
 from transaxle.formats.storage.strided_reads import read_strided
 from transaxle.live.sharding.global_tensors import Census
 from transaxle.live.tensors.destination import Bytes
 from transaxle.live.tensors.placement import local_shape
+from transaxle.move.endpoint import Readable
+from transaxle.move.strided_fill import Scratch, fill
+from transaxle.move.transfer import Transfer, clip
 
 UNIT = 8 << 20
 """Bytes that are read, or sent, at once."""
@@ -59,7 +61,7 @@ class Unit:
     ranks: tuple[int, ...]
     """Ranks that need it."""
 
-    def read(self, reader: Reader, out: Bytes, scratch: Scratch) -> None:
+    def read(self, reader: Readable, out: Bytes, scratch: Scratch) -> None:
         """Read the run into a buffer of its size."""
         parts = [part for transfer in self.transfers() for part in clip(transfer, self.start, self.stop)]
         if sum(part.size for part in parts) != len(out):

@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
-from transaxle.engine.copying.transfer import Reader, Scratch
-from transaxle.engine.copying.workers import limits, share
 from transaxle.errors import Refusal, gathered
 from transaxle.live.load.file_reading import Unit, units
 from transaxle.live.load.filling import check_filled, destinations, finish
@@ -32,9 +30,12 @@ from transaxle.live.tensors.clock import Clock
 from transaxle.live.tensors.destination import Landing
 from transaxle.live.tensors.type_change import Conversion
 from transaxle.live.training.optimizers import AnyOptimizer
-from transaxle.live.transport.deferred import Deferred
-from transaxle.live.transport.tensor_exchange import Parcel, exchange
+from transaxle.live.transport.tensor_exchange import exchange
 from transaxle.live.transport.world import World
+from transaxle.move.endpoint import Readable
+from transaxle.move.strided_fill import Scratch
+from transaxle.move.transport import Deferred, Parcel
+from transaxle.move.workers import limits, share
 
 _WASTE, _GAP = 1.4, 64
 """Bytes that may be read for each one needed, and the gap between runs that is read along in any case."""
@@ -146,7 +147,7 @@ def _check_copies(seen: View, world: World, jobs: int | None) -> None:
         raise gathered(problems)
 
 
-def _read_own(plan: list[Unit], landings: Mapping[str, Landing], reader: Reader, rank: int, jobs: int | None) -> None:
+def _read_own(plan: list[Unit], landings: Mapping[str, Landing], reader: Readable, rank: int, jobs: int | None) -> None:
     """Read what this rank alone needs, by several threads, straight into place."""
     limit = limits(jobs)
 
@@ -159,7 +160,7 @@ def _read_own(plan: list[Unit], landings: Mapping[str, Landing], reader: Reader,
     share(alone, limit.jobs, lambda _: Scratch(limit.scratch, _WASTE, _GAP), work)
 
 
-def _read_shared(plan: list[Unit], landings: Mapping[str, Landing], reader: Reader, world: World) -> int:
+def _read_shared(plan: list[Unit], landings: Mapping[str, Landing], reader: Readable, world: World) -> int:
     """Read what several ranks need, each unit by its reader, and send it; return the bytes received."""
     shared = [unit for unit in plan if len(unit.ranks) > 1]
     scratch = Scratch(limits(1).scratch, _WASTE, _GAP)

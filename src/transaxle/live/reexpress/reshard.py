@@ -18,12 +18,14 @@ from transaxle.live.model.matching import compared, unmatched
 from transaxle.live.model.source_view import view
 from transaxle.live.model.state_tensors import State, leaves, unwritable
 from transaxle.live.reexpress.ties import filled, spare, torn
-from transaxle.live.save.assemble import Item, Run, assemble
 from transaxle.live.sharding.global_tensors import census
 from transaxle.live.sharding.memory import container, memory_of
 from transaxle.live.tensors.destination import Bytes, Landing
 from transaxle.live.tensors.placement import local_shape
+from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
+from transaxle.move.mover import assemble
+from transaxle.move.runs import Item, Run
 
 _CAST = "types are never changed: give tensors of one type, such as {name: tensor.to(torch.bfloat16)} of the other side"
 _SHOWN = 3
@@ -121,7 +123,7 @@ def reshard(
         landing.done(run.size)
 
     with world.together():
-        received = assemble(items, memory_of(held), world, write)
+        received = assemble(items, memory_of(held), RankExchange(world), write)
     with world.together():
         settle(into.islands, theirs)
     written = sum(landing.written for landing in landings.values())

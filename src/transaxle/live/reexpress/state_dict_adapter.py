@@ -25,7 +25,6 @@ from transaxle.engine.checkpoint.checkpoint import LACKING, Checkpoint, StoredTe
 from transaxle.engine.checkpoint.settings import Settings
 from transaxle.engine.checkpoint.stacked_experts import seen
 from transaxle.engine.copying.source import Source
-from transaxle.engine.copying.transfer import Transfer
 from transaxle.engine.units import plural
 from transaxle.errors import Code, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.derived.settle import left_out, settle, untaken
@@ -37,6 +36,7 @@ from transaxle.live.tensors.destination import local_of
 from transaxle.live.tensors.placement import Held, Placement, local_shape
 from transaxle.live.tensors.torch_dtype import torch_dtype
 from transaxle.live.transport.world import World
+from transaxle.move.transfer import Transfer
 from transaxle.quant.modules.placed import cut_of
 
 _At = int

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
-from transaxle.engine.copying.transfer import Transfer
 from transaxle.engine.plan.conversion import PlannedTensor
-from transaxle.live.save.assemble import Item, Run
 from transaxle.live.tensors.destination import Bytes
+from transaxle.move.runs import Item, Run
+from transaxle.move.transfer import Transfer
 
 
 class Passing:

@@ -17,12 +17,14 @@ from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.staging.belongings import EVERYTHING
 from transaxle.formats.staging.location import Stage
 from transaxle.formats.staging.upload import Upload, opens
-from transaxle.live.save.assemble import Run, assemble
 from transaxle.live.save.tensor_hashes import Passing, places
 from transaxle.live.sharding.memory import memory_of
 from transaxle.live.tensors.clock import Clock
 from transaxle.live.tensors.destination import Bytes
+from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
+from transaxle.move.mover import assemble
+from transaxle.move.runs import Run
 
 
 def upload(
@@ -70,7 +72,7 @@ def upload(
             passing.take(run, data)
 
         def send() -> tuple[int, dict[str, str]]:
-            received = assemble(passing.items, memory_of(prepared.checkpoint.container), world, put)
+            received = assemble(passing.items, memory_of(prepared.checkpoint.container), RankExchange(world), put)
             if stage is not None and lead is None:
                 stage.complete()
             return received, passing.found()
@@ -95,7 +97,7 @@ def _foretold(prepared: Prepared, takers: Sequence[tuple[int, ...]], world: Worl
     passing = Passing(prepared.plan.tensors, takers, world.rank)
 
     def look() -> dict[str, str]:
-        assemble(passing.items, memory_of(prepared.checkpoint.container), world, passing.take)
+        assemble(passing.items, memory_of(prepared.checkpoint.container), RankExchange(world), passing.take)
         return passing.found()
 
     return {name: hashed for found in world.pool(look) for name, hashed in found.items()}

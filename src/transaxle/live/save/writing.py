@@ -26,14 +26,16 @@ from transaxle.formats.staging.belongings import Overwrite
 from transaxle.formats.staging.location import Stage, staging_at
 from transaxle.formats.staging.upload import Upload
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.live.save.assemble import Item, Run, assemble, is_long
 from transaxle.live.save.tensor_hashes import Passing, places
 from transaxle.live.save.uploading import carry, upload
 from transaxle.live.save.writer import Writer
 from transaxle.live.sharding.memory import Memory, memory_of, rank_of
 from transaxle.live.tensors.clock import Clock
 from transaxle.live.tensors.destination import Bytes
+from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
+from transaxle.move.mover import assemble
+from transaxle.move.runs import Item, Run, is_long
 
 _HASHED = 1 << 20
 """Bytes hashed at once: so few that they come from the processor's own memory."""
@@ -107,7 +109,7 @@ def _write(
         passing.take(run, data)
 
     def produce() -> tuple[int, dict[str, str]]:
-        received = assemble(passing.items, memory_of(prepared.checkpoint.container), world, put)
+        received = assemble(passing.items, memory_of(prepared.checkpoint.container), RankExchange(world), put)
         writer.finish()
         return received, passing.found()
 
@@ -193,7 +195,7 @@ def _check_copies(checks: Sequence[PlannedCheck], memory: Memory, world: World) 
     def take(run: Run, data: Bytes) -> None:
         hashes.setdefault(run.item.key, xxhash.xxh3_128()).update(data.data)
 
-    assemble(items, memory, world, take)
+    assemble(items, memory, RankExchange(world), take)
     problems = [
         Refusal("UNEQUAL_COPIES", f"{check.why}\nbut their bytes differ", Where(None, check.name))
         for number, check in enumerate(checks)

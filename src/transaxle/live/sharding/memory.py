@@ -101,6 +101,10 @@ class Memory(Storage):
                 held = self._copied(name, local)
         return held[offset : offset + size]
 
+    def owner(self, name: str) -> int:
+        """Return the rank whose memory a file stands for."""
+        return rank_of(name)
+
     def recheck(self) -> None:
         """Memory of a live model does not change behind our back."""
 

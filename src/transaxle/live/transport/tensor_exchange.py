@@ -1,14 +1,12 @@
-"""Exchange: parcels of bytes between ranks, in rounds of bounded memory.
+"""Exchange between the ranks of a process group: through shared memory on one machine, over the network otherwise.
 
-Every rank knows every parcel (its sender, receivers and size), so the rounds and the split sizes are computed alike
-everywhere and no header travels. Over a network bytes go as uint8, which every backend carries.
+The split sizes are computed alike everywhere and no header travels. Over a network bytes go as uint8, which every
+backend carries.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -16,63 +14,13 @@ import torch.distributed as dist
 
 from transaxle.live.transport.shm_transport import Near
 from transaxle.live.transport.world import World, collective
+from transaxle.move.transport import ROUND, Fill, Parcel, Take, rounds
 
-ROUND = 32 << 20
-"""Bytes that a rank sends, and that it receives, in one round at most; a larger parcel has a round of its own."""
 _ALIGNED = 64
 """Parcels begin at multiples of this in shared memory, so that strided copies move whole words."""
-Fill = Callable[[int, np.ndarray], None]
-"""`fill(parcel, buffer)`: put the parcel's bytes into the buffer."""
-Take = Callable[[int, np.ndarray], None]
-"""`take(parcel, buffer)`: do with the parcel's bytes what they came for; they stay until the next round."""
 
 
-@dataclass(frozen=True, slots=True)
-class Parcel:
-    """Bytes that one rank has and others need."""
-
-    sender: int
-    """Global rank that has them."""
-    receivers: tuple[int, ...]
-    """Global ranks that need them, the sender perhaps among them."""
-    size: int
-    """Bytes."""
-
-
-def rounds(parcels: Sequence[Parcel], limit: int = ROUND) -> Iterator[list[int]]:
-    """Divide parcels into rounds in which no rank sends or receives more than `limit` bytes.
-
-    Yields:
-        the parcels' numbers, ascending.
-
-    Post-condition: every parcel is in one round; one that is larger than the limit shares its round with none of the
-    same sender or receivers.
-    """
-    waiting: dict[int, deque[int]] = {}
-    for number, parcel in enumerate(parcels):
-        waiting.setdefault(parcel.sender, deque()).append(number)
-    while waiting:
-        sent: dict[int, int] = {}
-        received: dict[int, int] = {}
-        chosen = []
-        for sender, queue in list(waiting.items()):
-            while queue:
-                parcel = parcels[queue[0]]
-                others = [rank for rank in parcel.receivers if rank != sender]
-                out = sent.get(sender, 0) + parcel.size * len(others)
-                most = max((received.get(rank, 0) + parcel.size for rank in others), default=0)
-                busy = sent.get(sender, 0) or any(received.get(rank, 0) for rank in others)
-                if max(out, most) > limit and busy:
-                    break
-                sent[sender] = out
-                received.update({rank: received.get(rank, 0) + parcel.size for rank in others})
-                chosen.append(queue.popleft())
-            if not queue:
-                del waiting[sender]
-        yield sorted(chosen)
-
-
-class Exchange:
+class RankExchange:
     """Moves parcels round by round: between ranks of one machine in shared memory, else over the process group.
 
     Args:
@@ -83,6 +31,8 @@ class Exchange:
         self._world = world
         self._near = Near(world)
         self._device = world.device
+        self.rank = world.rank
+        self.ranks = world.ranks
 
     def round(self, parcels: Sequence[Parcel], fill: Fill, take: Take) -> int:
         """Send parcels, all at once; collective over the world, which must pass equal parcels on every rank.
@@ -191,7 +141,7 @@ def exchange(world: World, parcels: Sequence[Parcel], fill: Fill, take: Take, li
     Returns:
         bytes that this rank received from others.
     """
-    way = Exchange(world)
+    way = RankExchange(world)
     total = 0
     for chosen in rounds(parcels, limit):
 

@@ -15,9 +15,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from transaxle.engine.copying.arithmetic import Affine
-from transaxle.engine.copying.transfer import Bytes, Reader, Scratch, Transfer, active, fill
 from transaxle.formats.dtype import numpy_dtype
+from transaxle.move.endpoint import Bytes, Readable
+from transaxle.move.strided_fill import Scratch, fill
+from transaxle.move.transfer import Transfer, active
 
 _BLOCK = 1 << 20
 _STRIDED_BLOCK = 4 << 20
@@ -31,6 +32,8 @@ LEAST_MEMORY = 2 * _PARTS * _SMALLEST
 _DEFAULT_JOBS = 8
 _DEFAULT_MEMORY = 64 << 20
 
+Affine = tuple[float, float]
+"""`(scale, shift)` for every value: new = scale * old + shift."""
 Progress = Callable[[int], None]
 """Told the number of bytes just done; called from several threads."""
 
@@ -122,7 +125,7 @@ class Worker:
         stop: set when the work is no longer wanted.
     """
 
-    def __init__(self, reader: Reader, limit: Limits, stop: threading.Event) -> None:
+    def __init__(self, reader: Readable, limit: Limits, stop: threading.Event) -> None:
         self._reader = reader
         self._stop = stop
         self._block: Bytes = np.empty(limit.block, np.uint8)
@@ -186,7 +189,7 @@ class Pair:
         stop: set when the work is no longer wanted.
     """
 
-    def __init__(self, first: Reader, second: Reader, limit: Limits, stop: threading.Event) -> None:
+    def __init__(self, first: Readable, second: Readable, limit: Limits, stop: threading.Event) -> None:
         self._workers = Worker(first, limit.halved, stop), Worker(second, limit.halved, stop)
 
     def blocks(

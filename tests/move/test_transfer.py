@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tests.engine import law
 from transaxle.axes.geometry.strided import Loop
-from transaxle.engine.copying.transfer import Scratch, Transfer, active, clip, fill, lower
 from transaxle.formats.storage.strided_reads import read_each
+from transaxle.move.strided_fill import Scratch, fill
+from transaxle.move.transfer import Transfer, active, clip, lower
 
 FILE = "source"
 BASE = 3

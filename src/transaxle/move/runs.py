@@ -1,25 +1,19 @@
-"""Assembling: the bytes of target tensors, produced by the ranks that hold them, at the ranks that take them.
+"""Runs: targets cut into contiguous parts, each with the ranks that make it and those that take it.
 
-A target is cut into runs. What a single rank can make alone, it makes; where several ranks hold parts of a run (a model
-cut along columns), or several need it, they send them first, so that whoever consumes the runs sees contiguous ones.
+All ranks cut alike and so know, without a word, who sends what to whom. What a single rank can make alone is a run of
+its own; where several ranks hold parts of a range (a model cut along columns), these come together at its takers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-import numpy as np
-
 from transaxle.axes.geometry.strided import row_major
-from transaxle.engine.copying.transfer import Transfer, clip, scatter
-from transaxle.live.sharding.memory import Memory, rank_of
-from transaxle.live.tensors.destination import Bytes
-from transaxle.live.transport.deferred import Deferred
-from transaxle.live.transport.tensor_exchange import ROUND, Exchange, Parcel
-from transaxle.live.transport.world import World
+from transaxle.move.transfer import Transfer, clip
+from transaxle.move.transport import ROUND
 
 RUN = 8 << 20
 """Bytes of a run at most."""
@@ -91,20 +85,17 @@ class Run:
         return sum(part.size for parts in self.parts.values() for part in parts) != self.size
 
 
-Consume = Callable[[Run, Bytes], None]
-"""Called at each taker with a run's bytes, which are neither written to nor kept."""
-
-
 class _Lane:
     """Items that the same ranks take, run by run.
 
     Args:
         items: in order.
         taken: bytes that each rank takes so far; kept up to date.
+        owner: tells the rank that holds a file.
     """
 
-    def __init__(self, items: Iterable[Item], taken: dict[int, int]) -> None:
-        self._runs = _runs(items, taken)
+    def __init__(self, items: Iterable[Item], taken: dict[int, int], owner: Callable[[str], int]) -> None:
+        self._runs = _runs(items, taken, owner)
         self.head: Run | None = next(self._runs, None)
 
     def step(self) -> None:
@@ -112,7 +103,7 @@ class _Lane:
         self.head = next(self._runs, None)
 
 
-def _runs(items: Iterable[Item], taken: dict[int, int]) -> Iterator[Run]:
+def _runs(items: Iterable[Item], taken: dict[int, int], owner: Callable[[str], int]) -> Iterator[Run]:
     """Cut items into runs and give each its takers; if any will do, the rank with bytes in it that took least."""
     for item in items:
         coming, running = 0, list[Transfer]()
@@ -123,7 +114,7 @@ def _runs(items: Iterable[Item], taken: dict[int, int]) -> Iterator[Run]:
                 coming += 1
             parts: dict[int, list[Transfer]] = {}
             for transfer in running:
-                parts.setdefault(rank_of(transfer.file), []).extend(clip(transfer, start, stop))
+                parts.setdefault(owner(transfer.file), []).extend(clip(transfer, start, stop))
             parts = {rank: found for rank, found in parts.items() if found}
             takers = item.takers or (min(parts or taken, key=lambda rank: (taken[rank], rank)),)
             for taker in takers:
@@ -156,20 +147,21 @@ class _Room:
         return True
 
 
-def batches(items: Iterable[Item], world: World) -> Iterator[list[Run]]:
+def batches(items: Iterable[Item], ranks: Sequence[int], owner: Callable[[str], int]) -> Iterator[list[Run]]:
     """Put the runs of items together to batches in which all ranks have something to do.
 
     Args:
         items: what is produced.
-        world: the ranks.
+        ranks: those that make and take.
+        owner: tells the rank that holds a file.
 
     Post-condition: runs of items with the same takers come in order; so do the runs of any item.
     """
     groups: dict[tuple[int, ...], list[Item]] = {}
     for item in items:
         groups.setdefault(item.takers, []).append(item)
-    taken = dict.fromkeys(world.ranks, 0)
-    lanes = [_Lane(found, taken) for found in groups.values()]
+    taken = dict.fromkeys(ranks, 0)
+    lanes = [_Lane(found, taken, owner) for found in groups.values()]
     while any(lane.head is not None for lane in lanes):
         room, batch = _Room(), list[Run]()
         moving = True
@@ -183,98 +175,7 @@ def batches(items: Iterable[Item], world: World) -> Iterator[list[Run]]:
         yield batch
 
 
-def assemble(items: Sequence[Item], memory: Memory, world: World, consume: Consume) -> int:
-    """Produce items; collective over the world, which must pass equal items on every rank.
-
-    Args:
-        items: what to produce.
-        memory: the tensors of this rank.
-        world: the ranks.
-        consume: takes the runs that this rank takes; runs of an item, and of all items with the same takers, come in
-            order.
-
-    Returns:
-        bytes received from other ranks.
-
-    Raises:
-        Exception: what `memory` or `consume` raised, on this rank alone, when all exchanges are over.
-    """
-    workshop = _Workshop(memory, world, consume)
-    for batch in batches(items, world):
-        workshop.produce(batch)
-    workshop.close()
-    workshop.later.check()
-    return workshop.received
-
-
-class _Workshop:
-    """Produces runs, batch by batch."""
-
-    def __init__(self, memory: Memory, world: World, consume: Consume) -> None:
-        self.later = Deferred()
-        self.received = 0
-        self._memory = memory
-        self._world = world
-        self._consume = consume
-        self._exchange = Exchange(world)
-        self._buffer: Bytes = np.empty(0, np.uint8)
-
-    def produce(self, batch: Sequence[Run]) -> None:
-        """Exchange what the runs of a batch need, and hand them over."""
-        sent = [(run, rank) for run in batch for rank in run.parts if set(run.takers) - {rank}]
-        arrived: dict[tuple[Run, int], Bytes] = {}
-
-        def pack(number: int, buffer: Bytes) -> None:
-            run, rank = sent[number]
-            for part, at in _packed(run.parts[rank]):
-                dense = _with_steps(part, part.source, at, [source for _, source, _ in part.loops], _dense(part))
-                self._lay(dense, buffer, 0)
-
-        def take(number: int, buffer: Bytes) -> None:
-            arrived[sent[number]] = buffer
-
-        parcels = [
-            Parcel(rank, tuple(t for t in run.takers if t != rank), sum(part.size for part in run.parts[rank]))
-            for run, rank in sent
-        ]
-        self.received += self._exchange.round(parcels, self.later(pack), self.later(take))
-        for run in batch:
-            if self._world.rank in run.takers:
-                self.later(self._finish)(run, {rank: arrived.get((run, rank)) for rank in run.parts})
-
-    def close(self) -> None:
-        """Let go what the batches needed."""
-        self._exchange.close()
-
-    def _finish(self, run: Run, arrived: Mapping[int, Bytes | None]) -> None:
-        """Put a run together and hand it over."""
-        whole = run.whole
-        if whole is not None:
-            held = arrived[rank_of(whole.file)]
-            self._consume(run, self._memory.lend(whole.file, whole.source, whole.width) if held is None else held)
-            return
-        if len(self._buffer) < run.size:
-            self._buffer = np.empty(max(run.size, RUN), np.uint8)
-        out = self._buffer[: run.size]
-        if run.padded:
-            out[:] = 0
-        for rank, parts in run.parts.items():
-            sent = arrived[rank]
-            if sent is None:
-                for part in parts:
-                    self._lay(part, out, run.start)
-                continue
-            for part, at in _packed(parts):
-                spread = _with_steps(part, at, part.target, _dense(part), [target for *_, target in part.loops])
-                scatter(sent[at : at + part.size], spread, out, part.target - run.start)
-        self._consume(run, out)
-
-    def _lay(self, part: Transfer, out: Bytes, start: int) -> None:
-        """Copy from this rank's memory into a buffer that holds the target's bytes from `start` on."""
-        scatter(self._memory.lend(part.file, part.source, part.source_span), part, out, part.target - start)
-
-
-def _packed(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, int]]:
+def packed(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, int]]:
     """Yield copies with the place of each where they are packed one after the other."""
     at = 0
     for part in parts:
@@ -282,12 +183,12 @@ def _packed(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, int]]:
         at += part.size
 
 
-def _dense(part: Transfer) -> list[int]:
+def dense_steps(part: Transfer) -> list[int]:
     """Return the byte steps of a copy's loops where its runs lie one after the other."""
     return [step * part.width for step in row_major([count for count, _, _ in part.loops])]
 
 
-def _with_steps(part: Transfer, source: int, target: int, sources: Sequence[int], targets: Sequence[int]) -> Transfer:
+def with_steps(part: Transfer, source: int, target: int, sources: Sequence[int], targets: Sequence[int]) -> Transfer:
     """Return a copy with other places on both sides."""
     counts = [count for count, _, _ in part.loops]
     return Transfer(part.file, source, target, part.width, tuple(zip(counts, sources, targets, strict=True)))

@@ -1,0 +1,122 @@
+"""Transport: parcels of bytes between ranks, in rounds of bounded memory.
+
+Every rank knows every parcel (its sender, receivers and size), so all of them compute the same rounds, and no header
+travels. How the bytes of a round travel is the matter of an `Exchange`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ParamSpec, Protocol
+
+from transaxle.move.endpoint import Bytes
+
+ROUND = 32 << 20
+"""Bytes that a rank sends, and that it receives, in one round at most; a larger parcel has a round of its own."""
+Fill = Callable[[int, Bytes], None]
+"""`fill(parcel, buffer)`: put the parcel's bytes into the buffer."""
+Take = Callable[[int, Bytes], None]
+"""`take(parcel, buffer)`: do with the parcel's bytes what they came for; they stay until the next round."""
+Arguments = ParamSpec("Arguments")
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Bytes that one rank has and others need."""
+
+    sender: int
+    """Global rank that has them."""
+    receivers: tuple[int, ...]
+    """Global ranks that need them, the sender perhaps among them."""
+    size: int
+    """Bytes."""
+
+
+class Exchange(Protocol):
+    """Moves parcels between ranks."""
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """All of them, in one order everywhere."""
+
+    def round(self, parcels: Sequence[Parcel], fill: Fill, take: Take) -> int:
+        """Send parcels, all at once; collective over the ranks, which must pass equal parcels.
+
+        Args:
+            parcels: what moves; a rank that is sender and receiver gets its own without sending it.
+            fill: called on the sender, once per parcel; it must not raise (see `Deferred`).
+            take: called on each receiver, once per parcel; it must not raise.
+
+        Returns:
+            bytes that this rank received from others.
+        """
+
+    def close(self) -> None:
+        """Free what the rounds needed."""
+
+
+def rounds(parcels: Sequence[Parcel], limit: int = ROUND) -> Iterator[list[int]]:
+    """Divide parcels into rounds in which no rank sends or receives more than `limit` bytes.
+
+    Yields:
+        the parcels' numbers, ascending.
+
+    Post-condition: every parcel is in one round; one that is larger than the limit shares its round with none of the
+    same sender or receivers.
+    """
+    waiting: dict[int, deque[int]] = {}
+    for number, parcel in enumerate(parcels):
+        waiting.setdefault(parcel.sender, deque()).append(number)
+    while waiting:
+        sent: dict[int, int] = {}
+        received: dict[int, int] = {}
+        chosen = []
+        for sender, queue in list(waiting.items()):
+            while queue:
+                parcel = parcels[queue[0]]
+                others = [rank for rank in parcel.receivers if rank != sender]
+                out = sent.get(sender, 0) + parcel.size * len(others)
+                most = max((received.get(rank, 0) + parcel.size for rank in others), default=0)
+                busy = sent.get(sender, 0) or any(received.get(rank, 0) for rank in others)
+                if max(out, most) > limit and busy:
+                    break
+                sent[sender] = out
+                received.update({rank: received.get(rank, 0) + parcel.size for rank in others})
+                chosen.append(queue.popleft())
+            if not queue:
+                del waiting[sender]
+        yield sorted(chosen)
+
+
+class Deferred:
+    """Callbacks that never raise: the first error is kept, later calls do nothing, `check` raises it.
+
+    Inside a collective no rank may leave early, or the others would wait for it forever.
+    """
+
+    def __init__(self) -> None:
+        self._error: BaseException | None = None
+
+    def __call__(self, work: Callable[Arguments, None]) -> Callable[Arguments, None]:
+        """Return `work` with its errors kept back."""
+
+        def quietly(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+            if self._error is not None:
+                return
+            try:
+                work(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001 - it is raised again by `check`
+                self._error = error
+
+        return quietly
+
+    def check(self) -> None:
+        """Raise what was kept back."""
+        if self._error is not None:
+            raise self._error
