@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from transaxle.axes.geometry.ranges import local_sizes, segment_sizes
-from transaxle.axes.layout.divide import Listed
+from transaxle.axes.layout.divide import ListedPositions
 from transaxle.errors import refuse
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.metadata.info_draft import collected
@@ -41,7 +41,7 @@ def record_of(cut: Cut, shares: Shares | None, ranks: int) -> Record:
         return Record.shared(keys.COLUMN, shape, ranks, bias=bias)
     dim = cut.option.dim
     kind: Kind = keys.ROW if (len(shape), dim) == (2, 1) else keys.COLUMN
-    node, spread = weight.expression.dims[dim], spread_by(shape, dim, Listed(cut.held), ranks)
+    node, spread = weight.expression.dims[dim], spread_by(shape, dim, ListedPositions(cut.held), ranks)
     each = [segment_sizes(node, local_sizes(weight.sizes, ranges)) for ranges in shares.ranges]
     widths = list(zip(*each, strict=True))
     parts = segment_sizes(node, weight.sizes)

@@ -20,18 +20,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.axes import walking
 from tests.axes.apply import arange, law, take
 from transaxle.axes.geometry.chunk import (
-    Cut,
+    ChunkRule,
     Even,
     Intervals,
     InUnits,
+    MeshCut,
     Replicated,
-    Rule,
     Shard,
     StridedShard,
     Widths,
     bucket,
+    count_positions,
     flatten,
-    length,
     per_component,
     place,
     whole,
@@ -59,7 +59,7 @@ def test_take_is_a_slice_of_the_local_tensor(some: Intervals, start: int, stop: 
     found = taken(some, start, stop)
     assert rows(found) == rows(some)[start:stop]
     assert all(a < b for a, b in found)
-    assert length(found) == len(rows(found))
+    assert count_positions(found) == len(rows(found))
 
 
 @law
@@ -92,17 +92,17 @@ def mesh(shape: Sequence[int], rank: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def cuts(placements: Sequence[Placement], shape: Sequence[int], coordinate: Sequence[int]) -> list[Cut]:
+def cuts(placements: Sequence[Placement], shape: Sequence[int], coordinate: Sequence[int]) -> list[MeshCut]:
     """The same placements in our words."""
     found = []
     for placement, parts, rank in zip(placements, shape, coordinate, strict=True):
         if isinstance(placement, _StridedShard):
-            found.append(Cut(placement.dim, parts, rank, StridedShard(int(placement.split_factor))))
+            found.append(MeshCut(placement.dim, parts, rank, StridedShard(int(placement.split_factor))))
         elif isinstance(placement, TorchShard):
-            found.append(Cut(placement.dim, parts, rank))
+            found.append(MeshCut(placement.dim, parts, rank))
         else:
             assert isinstance(placement, Replicate)
-            found.append(Cut(None, parts, rank))
+            found.append(MeshCut(None, parts, rank))
     return found
 
 
@@ -154,16 +154,16 @@ def test_place_is_what_distribute_tensor_does(shape: tuple[int, ...], placements
 
 def test_the_numbers_that_peers_get_wrong() -> None:
     """E=10 experts over 4 ranks are 3, 3, 3, 1; 288 over (2, 32) with the inner dim first are 9 a rank."""
-    assert [length(Shard()(whole(10), 4, rank)) for rank in range(4)] == [3, 3, 3, 1]
+    assert [count_positions(Shard()(whole(10), 4, rank)) for rank in range(4)] == [3, 3, 3, 1]
     assert [rows(Shard()(whole(5), 4, rank)) for rank in range(4)] == [[0, 1], [2, 3], [4], []]
-    held = place((288, 1280, 4096), [Cut(1, 2, 1), Cut(0, 32, 31)])
+    held = place((288, 1280, 4096), [MeshCut(1, 2, 1), MeshCut(0, 32, 31)])
     assert held == (((279, 288),), ((640, 1280),), ((0, 4096),))
 
 
 def test_place_refuses_a_dim_that_is_not_there() -> None:
     for dim in (2, -3):
         with pytest.raises(Refused, match=rf"dim {dim} is cut, but the shape is \[4, 5\]") as caught:
-            place((4, 5), [Cut(dim, 2, 0)])
+            place((4, 5), [MeshCut(dim, 2, 0)])
         assert caught.value.code == "SHAPE_MISMATCH"
 
 
@@ -188,7 +188,7 @@ def test_heads_are_cut_not_rows() -> None:
     """6 query heads and 2 key heads over 4 ranks: 2, 2, 1, 1 and 1, 1, 0, 0 heads of 5 rows."""
     queries = InUnits(Widths((2, 2, 1, 1)), 5)
     keys = InUnits(Shard(), 5)
-    assert [length(queries(whole(30), 4, rank)) for rank in range(4)] == [10, 10, 5, 5]
+    assert [count_positions(queries(whole(30), 4, rank)) for rank in range(4)] == [10, 10, 5, 5]
     assert [rows(queries(whole(30), 4, rank)) for rank in range(4)] == [
         list(range(*span)) for span in ((0, 10), (10, 20), (20, 25), (25, 30))
     ]
@@ -205,7 +205,11 @@ def test_replicated_rows_are_everywhere() -> None:
 
 
 SIZES = {"g": 2, "r": 3, "c": 5, "d": 4, "f": 6}
-HEADS: Mapping[str, Rule] = {"q": InUnits(Widths((2, 2, 1, 1)), 5), "k": InUnits(Shard(), 5), "v": InUnits(Shard(), 5)}
+HEADS: Mapping[str, ChunkRule] = {
+    "q": InUnits(Widths((2, 2, 1, 1)), 5),
+    "k": InUnits(Shard(), 5),
+    "v": InUnits(Shard(), 5),
+}
 
 
 def shards(tensor: torch.Tensor, parts: int, widths: Sequence[int] | None = None) -> list[torch.Tensor]:
@@ -221,7 +225,7 @@ def test_each_component_of_gate_and_up_is_cut_by_itself() -> None:
     rule = per_component(parse("[[gate:f | up:f] d]").dims[0], SIZES, {"gate": Shard(), "up": Shard()})
     for rank in range(4):
         wanted = torch.cat([shards(gate, 4)[rank], shards(up, 4)[rank]])
-        assert take(fused, place((12, 4), [Cut(0, 4, rank, rule)])).tolist() == wanted.tolist()
+        assert take(fused, place((12, 4), [MeshCut(0, 4, rank, rule)])).tolist() == wanted.tolist()
 
 
 def test_each_component_of_qkv_is_cut_by_its_own_rule() -> None:
@@ -235,8 +239,8 @@ def test_each_component_of_qkv_is_cut_by_its_own_rule() -> None:
         wanted = torch.cat(
             [heads, shards(k, 2)[rank] if rank < 2 else k[:0], shards(v, 2)[rank] if rank < 2 else v[:0]]
         )
-        assert take(fused, place((50, 4), [Cut(0, 4, rank, rule)])).tolist() == wanted.tolist()
-        assert take(fused, place((50, 4), [Cut(0, 4, rank, kept)])).tolist() == torch.cat([heads, k, v]).tolist()
+        assert take(fused, place((50, 4), [MeshCut(0, 4, rank, rule)])).tolist() == wanted.tolist()
+        assert take(fused, place((50, 4), [MeshCut(0, 4, rank, kept)])).tolist() == torch.cat([heads, k, v]).tolist()
 
 
 def test_components_are_cut_again_by_the_next_mesh_dim() -> None:
@@ -244,7 +248,7 @@ def test_components_are_cut_again_by_the_next_mesh_dim() -> None:
     rule = per_component(parse("[[gate:f | up:f]]").dims[0], SIZES, {"gate": Shard(), "up": Shard()})
     for first, second in product(range(2), range(3)):
         local = torch.cat([gate.chunk(2)[first], up.chunk(2)[first]]).chunk(3)[second]
-        held = place((12,), [Cut(0, 2, first, rule), Cut(0, 3, second)])
+        held = place((12,), [MeshCut(0, 2, first, rule), MeshCut(0, 3, second)])
         assert rows(held[0]) == [i % 100 + (6 if i >= 100 else 0) for i in local.tolist()]
 
 
@@ -278,7 +282,7 @@ def test_flat_cuts_of_a_tensor(expression: Expression, sizes: dict[str, int], pa
     wanted = {name: walking.places(expression, sizes, name) for name in expression.components}
     found: dict[str, dict[walking.Index, int]] = {name: {} for name in wanted}
     for rank, chunk in enumerate(shards(torch.arange(total), parts)):
-        held = place((total,), [Cut(0, parts, rank)])
+        held = place((total,), [MeshCut(0, parts, rank)])
         for name in wanted:
             some = read(layout, name, held, chunk.numpy())
             assert found[name].keys().isdisjoint(some)
@@ -310,7 +314,7 @@ def test_flat_cuts_of_a_bucket_with_padding() -> None:
     assert set(whole_bucket.shares) == set(wanted)
     found: dict[str, dict[walking.Index, int]] = {name: {} for name in wanted}
     for rank, chunk in enumerate(flat.chunk(3)):
-        held = place(whole_bucket.shape, [Cut(0, 3, rank)])
+        held = place(whole_bucket.shape, [MeshCut(0, 3, rank)])
         for name in wanted:
             found[name] |= read(whole_bucket, name, held, chunk.numpy())
     assert found == wanted

@@ -54,7 +54,7 @@ def read(
     found = bound(names, prefix, dialect, config=config)
     return {
         name: f"{line.expression.components[0]}{slot and ':' + slot}{list(index)}"
-        for (line, slot), same in found.found.items()
+        for (line, slot), same in found.names.items()
         for index, name in same.items()
     }
 
@@ -93,7 +93,7 @@ def test_names_are_read_whole() -> None:
 def test_names_that_only_look_alike_are_unknown(name: str) -> None:
     found = bound([name], config=SIZES)
     assert found.unknown == (name,)
-    assert not found.found
+    assert not found.names
 
 
 def test_layers_that_are_numbered_after_others() -> None:
@@ -190,7 +190,7 @@ def test_states_follow_the_line_of_their_parameter() -> None:
 
 def test_a_stored_name_is_found_by_line_and_index() -> None:
     found = bound(["layers.1.w1", "optim/layers.1.w1/step"], config=SIZES)
-    (line,) = {line for line, _ in found.found}
+    (line,) = {line for line, _ in found.names}
     assert found.stored_name(line, WEIGHT, (1,)) == "layers.1.w1"
     assert found.stored_name(line, "step", (1,)) == "optim/layers.1.w1/step"
     assert found.stored_name(line, WEIGHT, (2,)) is None
@@ -203,7 +203,7 @@ def test_step3p5_layers_after_the_last() -> None:
     names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(5)]
     config = {"num_hidden_layers": 3, "num_nextn_predict_layers": 2}
     found = bound(names, family=family, config=config)
-    assert {line.expression.components[0]: list(same) for (line, _), same in found.found.items()} == {
+    assert {line.expression.components[0]: list(same) for (line, _), same in found.names.items()} == {
         "q": [(0,), (1,), (2,)],
         "mtp_q": [(0,), (1,)],
     }

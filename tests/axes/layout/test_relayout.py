@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from tests.axes import walking
 from tests.axes.apply import HOLE, Entry, Extent, Intervals, Store, arange, fill, law, move, take
-from transaxle.axes.geometry.chunk import Cut, StridedShard, place
+from transaxle.axes.geometry.chunk import MeshCut, StridedShard, place
 from transaxle.axes.geometry.piece import Interval
-from transaxle.axes.layout.relayout import Copier, Origin, Part, Target, unchanged
+from transaxle.axes.layout.relayout import Copier, Origin, Target, TargetPart, unchanged
 from transaxle.axes.notation.expression import parse
 from transaxle.errors import Refused
 
@@ -23,7 +23,7 @@ def target(layout: object, *origins: Origin, **index: int) -> Target:
     from transaxle.axes.notation.expression import Layout
 
     assert isinstance(layout, Layout)
-    return Target("out", "I64", layout, index, (Part("x", origins),), "out = x[…]")
+    return Target("out", "I64", layout, index, (TargetPart("x", origins),), "out = x[…]")
 
 
 def experts(*numbers: int) -> tuple[Origin, ...]:
@@ -60,7 +60,7 @@ def test_sources_may_be_in_chunks(data: st.DataObject, sizes: dict[str, int]) ->
     np.testing.assert_array_equal(fill(store, one, copier=copier), expected)
     for parts, rank in ((2, 0), (2, 1)):
         for dim in range(len(there.shape)):
-            held = place(there.shape, [Cut(dim, parts, rank, StridedShard(2))])
+            held = place(there.shape, [MeshCut(dim, parts, rank, StridedShard(2))])
             np.testing.assert_array_equal(fill(store, one, held, copier), take(expected, held))
 
 

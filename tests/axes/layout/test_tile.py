@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from tests.axes import walking
 from tests.axes.apply import HOLE, Array, Entry, Extent, Store, arange, fill, law, numbers, only, translated
-from transaxle.axes.geometry.chunk import Cut, Intervals, Shard, place, whole
+from transaxle.axes.geometry.chunk import Intervals, MeshCut, Shard, place, whole
 from transaxle.axes.layout.relayout import Copier, Target
 from transaxle.axes.layout.solve import Shape
-from transaxle.axes.layout.tile import Scales, Tile, grid, scales, shard_tiles, whole_tile
+from transaxle.axes.layout.tile import ScaleRelayout, Tile, grid, scales, shard_tiles, whole_tile
 from transaxle.axes.notation.expression import parse
 from transaxle.errors import Refused
 
@@ -53,7 +53,7 @@ def expected(elements: Array, tile: Tile) -> Array | None:
     return found
 
 
-def relaid(target: Target, tile: Tile, store: Store, tiling: Tiling) -> Scales:
+def relaid(target: Target, tile: Tile, store: Store, tiling: Tiling) -> ScaleRelayout:
     tiles = {name: tiling(entry.shape) for name, entry in store.entries.items()}
     return scales(target, tile, tiles, named=named, dtype=SCALE)
 
@@ -421,7 +421,7 @@ def test_a_shard_of_a_relaid_grid() -> None:
     found = relaid(one, (1, 128, 128), store, BLOCK).target
     full = fill(grids, found)
     for rank in range(3):
-        held = place(one.shape, [Cut(1, 3, rank)])
+        held = place(one.shape, [MeshCut(1, 3, rank)])
         tiles = [shard_tiles(some, step).tiles for some, step in zip(held, (1, 128, 128), strict=True)]
         ((start, stop),) = tiles[1]
         np.testing.assert_array_equal(fill(grids, found, tiles), full[:, start:stop])

@@ -14,7 +14,7 @@ from transaxle.axes.layout.relayout import Copier
 from transaxle.axes.layout.tile import scales
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Family
-from transaxle.axes.notation.number_format import PLAIN, WORDS, Form, words
+from transaxle.axes.notation.number_format import PLAIN, WORDS, NumberFormat, words
 from transaxle.encodings.encoding import ENCODINGS
 from transaxle.errors import Refused
 from transaxle.families import builtin
@@ -185,12 +185,12 @@ def test_what_is_decoded_is_written_in_the_plain_layout() -> None:
     tensors = model(torch.Generator().manual_seed(6))
     plain = {name: tensors[name].mT for name in experts()}
 
-    def decoded(name: str, form: Form) -> Form:
+    def decoded(name: str, form: NumberFormat) -> NumberFormat:
         assert name in tensors
-        return Form("BF16") if form.encoding else form
+        return NumberFormat("BF16") if form.encoding else form
 
-    def coded(name: str, form: Form) -> Form:
-        return Form(CODES, MX) if name in experts() else form
+    def coded(name: str, form: NumberFormat) -> NumberFormat:
+        return NumberFormat(CODES, MX) if name in experts() else form
 
     for held, given, recode, wanted in (
         (tensors, experts(), decoded, {**tensors, **plain}),
@@ -200,7 +200,7 @@ def test_what_is_decoded_is_written_in_the_plain_layout() -> None:
         view = translated(OSS, "hf", "hf", store, CONFIG, encodings=encodings, recode=recode)
         assert view.refusals == ()
         same({name: fill(store, one) for name, one in view.targets.items()}, wanted)
-        form = recode(experts()[0], Form(CODES, MX))
+        form = recode(experts()[0], NumberFormat(CODES, MX))
         assert {(view.targets[name].dtype, view.targets[name].encoding) for name in experts()} == {form}
 
 

@@ -16,7 +16,7 @@ from transaxle.axes.translation.grouped import (
     ROWS,
     STACK,
     STORED,
-    Form,
+    Packing,
     Stem,
     numbered,
     regrouped,
@@ -192,7 +192,7 @@ def test_the_table_reads_as_its_documentation() -> None:
         (STACK, (), (5,)),
     ],
 )
-def test_each_packing_is_what_numpy_makes_of_it(packing: Form, member: Any, packed: Any) -> None:
+def test_each_packing_is_what_numpy_makes_of_it(packing: Packing, member: Any, packed: Any) -> None:
     whole = np.arange(int(np.prod(packed))).reshape(packed)
     stem = Stem("w", "", len(member), 5, packing, MEMBERS)
     found = regrouped([stem], {"w": Held(packed)})

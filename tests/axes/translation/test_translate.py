@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.axes import walking
 from tests.axes.apply import Store, arange, carried, fill, law, only, same, take, translated
 from tests.axes.toy import CONFIG, TOY, model, only_refusal, packed
-from transaxle.axes.geometry.chunk import Cut, place
+from transaxle.axes.geometry.chunk import MeshCut, place
 from transaxle.axes.layout.relayout import Copier
 from transaxle.errors import UsageError
 
@@ -26,7 +26,9 @@ def test_any_table_into_any_other(
     store = Store()
     for name, array in walking.stored(source, sizes).items():
         cuts = [
-            place(array.shape, [Cut(dim, parts, rank) for dim, (parts, rank) in enumerate(zip(grid, at, strict=True))])
+            place(
+                array.shape, [MeshCut(dim, parts, rank) for dim, (parts, rank) in enumerate(zip(grid, at, strict=True))]
+            )
             for grid in [[rows, columns, 1, 1, 1][: array.ndim]]
             for at in product(*map(range, grid))
         ]
@@ -84,7 +86,7 @@ def test_chunks_of_a_target_are_slices_of_it() -> None:
     copier = Copier(store.entries)
     for name, target in view.targets.items():
         for rank in product(range(2), range(3)):
-            dims = [Cut(0, 2, rank[0]), Cut(min(1, whole[name].ndim - 1), 3, rank[1])]
+            dims = [MeshCut(0, 2, rank[0]), MeshCut(min(1, whole[name].ndim - 1), 3, rank[1])]
             held = place(target.shape, dims)
             np.testing.assert_array_equal(fill(store, target, held, copier), take(whole[name], held))
 

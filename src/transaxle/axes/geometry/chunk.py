@@ -13,7 +13,7 @@ from typing import Protocol
 
 from transaxle.axes.geometry.piece import Interval
 from transaxle.axes.geometry.strided import row_major
-from transaxle.axes.notation.expression import Layout, Node, Share, Sizes, Sum, size
+from transaxle.axes.notation.expression import AxisSizes, Layout, Node, Share, Sum, size
 from transaxle.errors import refuse
 
 Intervals = tuple[Interval, ...]
@@ -25,31 +25,31 @@ def whole(length: int) -> Intervals:
     return ((0, length),)
 
 
-def length(intervals: Sequence[Interval]) -> int:
+def count_positions(intervals: Sequence[Interval]) -> int:
     """Return the number of positions held."""
     return sum(stop - start for start, stop in intervals)
 
 
 def take(intervals: Sequence[Interval], start: int, stop: int) -> Intervals:
-    """Return the local positions `[start, stop)` of a concatenation of intervals, as intervals."""
-    found: list[Interval] = []
+    """Return the local positions `[start, stop)` of concatenated intervals, as intervals; adjacent ones are joined."""
+    taken: list[Interval] = []
     base = 0
     for first, last in intervals:
         low, high = max(start - base, 0), min(stop - base, last - first)
         if low < high:
-            if found and found[-1][1] == first + low:
-                found[-1] = (found[-1][0], first + high)
+            if taken and taken[-1][1] == first + low:
+                taken[-1] = (taken[-1][0], first + high)
             else:
-                found.append((first + low, first + high))
+                taken.append((first + low, first + high))
         base += last - first
-    return tuple(found)
+    return tuple(taken)
 
 
-class Rule(Protocol):
-    """How `parts` ranks divide what one of them would hold alone."""
+class ChunkRule(Protocol):
+    """How `parts` ranks divide the intervals of a dim among them."""
 
-    def __call__(self, held: Intervals, parts: int, rank: int, /) -> Intervals:
-        """Return what `rank` of `parts` holds of `held`."""
+    def __call__(self, intervals: Intervals, parts: int, rank: int, /) -> Intervals:
+        """Return the intervals that `rank` of `parts` gets of `intervals`."""
 
 
 def torch_chunk(count: int, parts: int, rank: int) -> Interval:
@@ -62,44 +62,45 @@ def torch_chunk(count: int, parts: int, rank: int) -> Interval:
 class Shard:
     """DTensor's `Shard`: `torch.chunk`."""
 
-    def __call__(self, held: Intervals, parts: int, rank: int) -> Intervals:
-        """See `Rule`."""
-        return take(held, *torch_chunk(length(held), parts, rank))
+    def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
+        """See `ChunkRule`."""
+        return take(intervals, *torch_chunk(count_positions(intervals), parts, rank))
 
 
 @dataclass(frozen=True, slots=True)
 class StridedShard:
-    """DTensor's `_StridedShard(split_factor)`: chunk into `split_factor`, then each of those over the ranks."""
+    """DTensor's `_StridedShard(split_factor)`: chunk into `split_factor`, then chunk each of those over the ranks."""
 
     split_factor: int
     """Number of outer chunks."""
 
-    def __call__(self, held: Intervals, parts: int, rank: int) -> Intervals:
-        """See `Rule`."""
-        found: list[Interval] = []
-        total = length(held)
+    def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
+        """See `ChunkRule`."""
+        taken: list[Interval] = []
+        total = count_positions(intervals)
         for outer in range(self.split_factor):
+            # Every rank gets a chunk of each outer chunk, so its local tensor joins `split_factor` pieces.
             start, stop = torch_chunk(total, self.split_factor, outer)
             low, high = torch_chunk(stop - start, parts, rank)
-            found.extend(take(held, start + low, start + high))
-        return take(found, 0, total)
+            taken.extend(take(intervals, start + low, start + high))
+        return take(taken, 0, total)
 
 
 @dataclass(frozen=True, slots=True)
 class Even:
     """Equal shares or a refusal (Megatron)."""
 
-    def __call__(self, held: Intervals, parts: int, rank: int) -> Intervals:
-        """See `Rule`.
+    def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
+        """See `ChunkRule`.
 
         Raises:
             Refused: SHAPE_MISMATCH where the length does not divide.
         """
-        total = length(held)
+        total = count_positions(intervals)
         if total % parts:
             raise refuse("SHAPE_MISMATCH", f"{total} rows do not divide evenly over {parts} ranks")
         step = total // parts
-        return take(held, rank * step, (rank + 1) * step)
+        return take(intervals, rank * step, (rank + 1) * step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,76 +110,78 @@ class Widths:
     widths: tuple[int, ...]
     """Rows of each rank, in rank order."""
 
-    def __call__(self, held: Intervals, parts: int, rank: int) -> Intervals:
-        """See `Rule`.
+    def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
+        """See `ChunkRule`.
 
         Raises:
             Refused: SHAPE_MISMATCH where the widths do not sum to the length, or are not one per rank.
         """
-        total = length(held)
+        total = count_positions(intervals)
         if len(self.widths) != parts or sum(self.widths) != total:
             raise refuse("SHAPE_MISMATCH", f"widths {list(self.widths)} over {parts} ranks do not sum to {total} rows")
         start = sum(self.widths[:rank])
-        return take(held, start, start + self.widths[rank])
+        return take(intervals, start, start + self.widths[rank])
 
 
 @dataclass(frozen=True, slots=True)
 class InUnits:
     """Another rule applied to whole units of rows: heads, not rows."""
 
-    rule: Rule
+    rule: ChunkRule
     """The rule that divides the units."""
     rows: int
     """Rows per unit."""
 
-    def __call__(self, held: Intervals, parts: int, rank: int) -> Intervals:
-        """See `Rule`.
+    def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
+        """See `ChunkRule`.
 
         Raises:
             Refused: SHAPE_MISMATCH where the rows are not whole units.
         """
-        total = length(held)
+        total = count_positions(intervals)
         if total % self.rows:
             raise refuse("SHAPE_MISMATCH", f"{total} rows are not whole units of {self.rows}")
         units = self.rule(whole(total // self.rows), parts, rank)
-        return tuple(part for a, b in units for part in take(held, a * self.rows, b * self.rows))
+        return tuple(interval for a, b in units for interval in take(intervals, a * self.rows, b * self.rows))
 
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Every rank holds all of it (kv heads, where there are fewer than ranks)."""
+    """Every rank holds all of it, such as kv heads where there are fewer than ranks."""
 
-    def __call__(self, held: Intervals, _parts: int, _rank: int, /) -> Intervals:
-        """See `Rule`."""
-        return held
+    def __call__(self, intervals: Intervals, _parts: int, _rank: int, /) -> Intervals:
+        """See `ChunkRule`."""
+        return intervals
 
 
 @dataclass(frozen=True, slots=True)
-class Components:
+class PerComponent:
     """One rule per component of a direct sum; the local tensor is the sum of the local shares, in order."""
 
     lengths: tuple[int, ...]
     """Rows of each component, in stored order."""
-    rules: tuple[Rule, ...]
+    rules: tuple[ChunkRule, ...]
     """The rule of each component."""
 
-    def __call__(self, held: Intervals, parts: int, rank: int) -> Intervals:
-        """See `Rule`.
+    def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
+        """See `ChunkRule`.
 
         Raises:
             Refused: SHAPE_MISMATCH where the components do not sum to the length.
         """
-        if sum(self.lengths) != length(held):
-            raise refuse("SHAPE_MISMATCH", f"components {list(self.lengths)} do not sum to {length(held)} rows")
-        found: list[Interval] = []
+        if sum(self.lengths) != count_positions(intervals):
+            raise refuse(
+                "SHAPE_MISMATCH", f"components {list(self.lengths)} do not sum to {count_positions(intervals)} rows"
+            )
+        taken: list[Interval] = []
         base = 0
         for rows, rule in zip(self.lengths, self.rules, strict=True):
-            found.extend(rule(take(held, base, base + rows), parts, rank))
+            taken.extend(rule(take(intervals, base, base + rows), parts, rank))
             base += rows
-        return tuple(found)
+        return tuple(taken)
 
 
-def per_component(dim: Node, sizes: Sizes, rules: Mapping[str, Rule]) -> Components:
+def per_component(dim: Node, sizes: AxisSizes, rules: Mapping[str, ChunkRule]) -> PerComponent:
     """Build the rule that cuts each component of a blocked sum by its own rule.
 
     Args:
@@ -191,14 +194,14 @@ def per_component(dim: Node, sizes: Sizes, rules: Mapping[str, Rule]) -> Compone
     """
     if not isinstance(dim, Sum):
         raise refuse("UNSUPPORTED", "only a dim that is a direct sum [a:… | b:…] is cut per component")
-    return Components(
+    return PerComponent(
         tuple(size(part, sizes) for _, part in dim.segments),
         tuple(rules.get(name, Replicated()) for name, _ in dim.segments),
     )
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class MeshCut:
     """One mesh dim's effect on a stored tensor."""
 
     dim: int | None
@@ -207,11 +210,13 @@ class Cut:
     """Size of the mesh dim."""
     rank: int
     """This rank's coordinate in it."""
-    rule: Rule = Shard()
+    rule: ChunkRule = Shard()
     """How the dim is divided."""
 
 
-def place(shape: Sequence[int], cuts: Sequence[Cut], base: Sequence[Intervals] | None = None) -> tuple[Intervals, ...]:
+def place(
+    shape: Sequence[int], cuts: Sequence[MeshCut], base: Sequence[Intervals] | None = None
+) -> tuple[Intervals, ...]:
     """Return what one rank holds of a stored tensor, per dim; mesh dims compose left to right.
 
     Args:
@@ -222,14 +227,14 @@ def place(shape: Sequence[int], cuts: Sequence[Cut], base: Sequence[Intervals] |
     Raises:
         Refused: what a rule refuses; SHAPE_MISMATCH for a dim the tensor does not have.
     """
-    held = [whole(size) for size in shape] if base is None else list(base)
-    for step in cuts:
-        if step.dim is None:
+    per_dim = [whole(size) for size in shape] if base is None else list(base)
+    for cut in cuts:
+        if cut.dim is None:
             continue
-        if not -len(shape) <= step.dim < len(shape):
-            raise refuse("SHAPE_MISMATCH", f"dim {step.dim} is cut, but the shape is {list(shape)}")
-        held[step.dim] = step.rule(held[step.dim], step.parts, step.rank)
-    return tuple(held)
+        if not -len(shape) <= cut.dim < len(shape):
+            raise refuse("SHAPE_MISMATCH", f"dim {cut.dim} is cut, but the shape is {list(shape)}")
+        per_dim[cut.dim] = cut.rule(per_dim[cut.dim], cut.parts, cut.rank)
+    return tuple(per_dim)
 
 
 def flatten(layout: Layout) -> Layout:
@@ -241,7 +246,7 @@ def bucket(layouts: Mapping[str, Layout], key: str = "{tensor}/{component}") -> 
     """Return the layout of several tensors flattened one after the other (a ZeRO or FSDP1 flat buffer).
 
     Args:
-        layouts: tensor -> its layout, in stored order; alignment is a layout without components.
+        layouts: tensor -> its layout, in stored order; a layout without components is alignment.
         key: how a component of the bucket is named.
     """
     shares: dict[str, tuple[Share, ...]] = {}

@@ -65,8 +65,8 @@ def cut(share: Share, start: int, stop: int) -> list[tuple[tuple[Interval, ...],
         boxes for k axes. Together they are exactly the component's elements at positions in the interval.
     """
     loops = [(size, stride) for _, size, stride in share.axes]
-    first, last = rank(loops, start - share.offset), rank(loops, stop - share.offset)
-    boxes = lexicographic_boxes([size for size, _ in loops], first, last)
+    first_rank, last_rank = rank(loops, start - share.offset), rank(loops, stop - share.offset)
+    boxes = lexicographic_boxes([size for size, _ in loops], first_rank, last_rank)
     strides = [stride for _, stride in loops]
     return [(box, share.offset + sum(b[0] * s for b, s in zip(box, strides, strict=True))) for box in boxes]
 
@@ -81,7 +81,7 @@ def pieces(
 
     Args:
         layout: the stored tensor.
-        component: the logical tensor asked for.
+        component: the logical tensor.
         intervals: per stored dim, the positions that the chunk holds, in chunk order; None: the whole tensor.
         strides: element strides of the chunk; None: row-major.
 
@@ -92,19 +92,19 @@ def pieces(
     if intervals is None:
         intervals = [((0, size),) for size in layout.shape]
     if strides is None:
-        strides = row_major([sum(stop - start for start, stop in held) for held in intervals])
+        strides = row_major([sum(stop - start for start, stop in dim_intervals) for dim_intervals in intervals])
     axis_strides: dict[str, int] = {}
     per_dim: list[list[tuple[dict[str, Interval], int]]] = []
-    for share, held, step in zip(shares, intervals, strides, strict=True):
+    for share, dim_intervals, step in zip(shares, intervals, strides, strict=True):
         axis_strides |= {axis: step * stride for axis, _, stride in share.axes}
         names = [axis for axis, _, _ in share.axes]
-        found = []
+        dim_boxes = []
         base = 0
-        for start, stop in held:
+        for start, stop in dim_intervals:
             for spans, position in cut(share, start, stop):
-                found.append((dict(zip(names, spans, strict=True)), (base + position - start) * step))
+                dim_boxes.append((dict(zip(names, spans, strict=True)), (base + position - start) * step))
             base += stop - start
-        per_dim.append(found)
+        per_dim.append(dim_boxes)
     result = []
     for parts in product(*per_dim):
         box = {axis: span for spans, _ in parts for axis, span in spans.items()}
@@ -139,12 +139,14 @@ def meet(
     loops = []
     for axis, (low, high) in target.box.items():
         step = target.strides[axis]
+        # The source's name fixes this axis: one index of the target's box, or no overlap.
         if axis in source_index:
             index = source_index[axis]
             if not low <= index < high:
                 return None
             target_offset += (index - low) * step
             continue
+        # An axis that the source lacks is a copy axis: source stride 0 repeats one value.
         span = source.box.get(axis)
         if span is None:
             loops.append((high - low, 0, step))
@@ -156,6 +158,7 @@ def meet(
         source_offset += (first - span[0]) * stride
         target_offset += (first - low) * step
         loops.append((last - first, stride, step))
+    # Axes in the target's name select one index of the source.
     for axis, index in target_index.items():
         if axis in source.box:
             low, high = source.box[axis]

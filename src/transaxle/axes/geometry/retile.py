@@ -22,9 +22,9 @@ _Array = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Coordinate:
-    """A number that tells where in the sources an element is: its position in a stored dim, or an index in the name.
+    """A number that locates an element in the sources: its position in a stored dim, or an index in the name.
 
-    It is the sum of a constant and, for each axis, index times weight. Divided by `tile` it numbers a tile.
+    It is a constant plus, for each axis, index times weight. Divided by `tile`, it numbers a tile.
     """
 
     weights: tuple[tuple[str, int], ...]
@@ -42,22 +42,22 @@ class Coordinate:
         return low // self.tile, high // self.tile
 
 
-Loop = tuple[int, tuple[int, ...]]
-"""`(count, step)`: a step changes the place along one target dim and at most one coordinate."""
+TileLoop = tuple[int, tuple[int, ...]]
+"""`(count, step)`: one step changes the place along one target dim and at most one coordinate."""
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class TileBox:
     """Target tiles and the source tiles they lie in, as nested loops over both."""
 
     start: tuple[int, ...]
     """First tile: its number along each target dim, then along each coordinate."""
-    loops: tuple[Loop, ...] = ()
+    loops: tuple[TileLoop, ...] = ()
     """Outermost first."""
 
 
 class Misaligned(Exception):
-    """A target tile lies in several source tiles; `tile` explains it to the user."""
+    """Raised where one target tile has elements of several source tiles; `tile` turns it into a refusal."""
 
     def __init__(self, tile: tuple[int, ...]) -> None:
         super().__init__(tile)
@@ -91,15 +91,15 @@ def _dim(share: Share, size: int, tile: int, weights: tuple[tuple[int, ...], ...
             low = [min(sum(b[0] * w for b, w in zip(box, row, strict=True)) for box in boxes) for row in weights]
             high = [max(sum((b[1] - 1) * w for b, w in zip(box, row, strict=True)) for box in boxes) for row in weights]
             rows.append((number, *low, *high))
-    found = np.array(rows, np.int64).reshape(len(rows), 1 + 2 * len(weights))
+    table = np.array(rows, np.int64).reshape(len(rows), 1 + 2 * len(weights))
     middle = 1 + len(weights)
     moves = tuple(any(w and count > 1 for w, (_, count, _) in zip(row, share.axes, strict=True)) for row in weights)
-    return _Dim(found[:, 0], found[:, 1:middle], found[:, middle:], moves)
+    return _Dim(table[:, 0], table[:, 1:middle], table[:, middle:], moves)
 
 
 @dataclass
-class _Part:
-    """A component of the target: its view of the target's dims, and where its elements come from."""
+class _ComponentTiles:
+    """One component of the target: the target tiles it touches in each dim, and where its elements come from."""
 
     dims: list[_Dim]
     coordinates: tuple[Coordinate, ...]
@@ -118,10 +118,10 @@ class _Part:
         tile = self.coordinates[number].tile
         return low // tile, high // tile
 
-    def differing(self, over: Sequence[int], one: _Array, other: _Array) -> list[tuple[int, ...]]:
+    def differing(self, over: Sequence[int], first: _Array, second: _Array) -> list[tuple[int, ...]]:
         """Return the first target tile, if any, at which two numbers over some dims are not the same."""
-        found = (dict(zip(over, rows, strict=True)) for rows in np.argwhere(one != other)[:1].tolist())
-        return [tuple(int(dim.touched[at.get(d, 0)]) for d, dim in enumerate(self.dims)) for at in found]
+        mismatches = (dict(zip(over, rows, strict=True)) for rows in np.argwhere(first != second)[:1].tolist())
+        return [tuple(int(dim.touched[at.get(d, 0)]) for d, dim in enumerate(self.dims)) for at in mismatches]
 
 
 @lru_cache(maxsize=1024)
@@ -131,7 +131,7 @@ def retile(
     views: tuple[tuple[Share, ...], ...],
     sources: tuple[tuple[Coordinate, ...], ...],
     groups: tuple[int, ...],
-) -> tuple[tuple[Box, ...], ...]:
+) -> tuple[tuple[TileBox, ...], ...]:
     """Find the source tile of each target tile.
 
     Args:
@@ -154,101 +154,114 @@ def retile(
             _dim(share, size, step, tuple(tuple(w.get(axis, 0) for axis, _, _ in share.axes) for w in weighed))
             for share, size, step in zip(view, shape, tile, strict=True)
         ]
-        parts.append(_Part(dims, coordinates))
-    wrong = []
-    for part in parts:
-        for number in range(len(part.coordinates)):
-            over = part.over(number)
-            wrong += part.differing(over, *part.tiles(number, over))
-    for one, other in combinations(range(len(parts)), 2):
-        wrong += _share(parts[one], parts[other], groups[one] == groups[other])
-    if wrong:
-        raise Misaligned(min(wrong))
-    return tuple(tuple(_boxes(part)) for part in parts)
+        parts.append(_ComponentTiles(dims, coordinates))
+    misaligned = []
+    for component in parts:
+        for number in range(len(component.coordinates)):
+            over = component.over(number)
+            misaligned += component.differing(over, *component.tiles(number, over))
+    for first, second in combinations(range(len(parts)), 2):
+        misaligned += _share(parts[first], parts[second], groups[first] == groups[second])
+    if misaligned:
+        raise Misaligned(min(misaligned))
+    return tuple(tuple(_boxes(component)) for component in parts)
 
 
-def _share(one: _Part, other: _Part, alike: bool) -> list[tuple[int, ...]]:
-    """Where two components share target tiles they must share source tiles; these are then left to the first.
+def _share(first: _ComponentTiles, second: _ComponentTiles, alike: bool) -> list[tuple[int, ...]]:
+    """Check that two components agree on the source tile of each target tile they share, and leave that tile to the
+    first.
 
     Returns:
-        A target tile where they do not, if there is any.
+        A target tile where they disagree, if there is one.
     """
-    pairs = list(zip(one.dims, other.dims, strict=True))
+    pairs = list(zip(first.dims, second.dims, strict=True))
     shared = [np.intersect1d(a.touched, b.touched, True, True) for a, b in pairs]
     if not all(len(tiles) for tiles, _, _ in shared):
         return []
-    mine = _Part([a.at(rows) for (a, _), (_, rows, _) in zip(pairs, shared, strict=True)], one.coordinates)
-    yours = _Part([b.at(rows) for (_, b), (_, _, rows) in zip(pairs, shared, strict=True)], other.coordinates)
+    first_shared = _ComponentTiles(
+        [a.at(rows) for (a, _), (_, rows, _) in zip(pairs, shared, strict=True)], first.coordinates
+    )
+    second_shared = _ComponentTiles(
+        [b.at(rows) for (_, b), (_, _, rows) in zip(pairs, shared, strict=True)], second.coordinates
+    )
     if not alike:
-        return mine.differing((), np.array(0), np.array(1))
-    wrong = []
-    for number in range(len(one.coordinates)):
-        over = sorted({*mine.over(number), *yours.over(number)})
-        wrong += mine.differing(over, mine.tiles(number, over)[0], yours.tiles(number, over)[0])
-    rest = [d for d, (tiles, _, _) in enumerate(shared) if len(tiles) < len(other.dims[d].touched)]
-    if len(rest) <= 1:  # a sum is along one dim; elsewhere its components touch the same tiles
-        d = rest[0] if rest else 0
-        other.dims[d] = other.dims[d].at(np.setdiff1d(np.arange(len(other.dims[d].touched)), shared[d][2]))
-    return wrong
+        return first_shared.differing((), np.array(0), np.array(1))
+    misaligned = []
+    for number in range(len(first.coordinates)):
+        over = sorted({*first_shared.over(number), *second_shared.over(number)})
+        misaligned += first_shared.differing(
+            over, first_shared.tiles(number, over)[0], second_shared.tiles(number, over)[0]
+        )
+    partial_dims = [d for d, (tiles, _, _) in enumerate(shared) if len(tiles) < len(second.dims[d].touched)]
+    if len(partial_dims) <= 1:  # a sum is along one dim; elsewhere its components touch the same tiles
+        d = partial_dims[0] if partial_dims else 0
+        second.dims[d] = second.dims[d].at(np.setdiff1d(np.arange(len(second.dims[d].touched)), shared[d][2]))
+    return misaligned
 
 
-def _boxes(part: _Part) -> Iterator[Box]:
-    """Describe one component's map by boxes: products of those of the groups of dims that share no coordinate."""
-    dims, numbers = part.dims, range(len(part.coordinates))
+def _boxes(component: _ComponentTiles) -> Iterator[TileBox]:
+    """Describe one component's map from target tiles to source tiles by boxes.
+
+    Dims that share a coordinate form a cluster; the boxes are the product of the clusters' boxes.
+    """
+    dims, numbers = component.dims, range(len(component.coordinates))
     clusters: list[set[int]] = [{d} for d in range(len(dims))]
     for number in numbers:
-        met = [cluster for cluster in clusters if cluster.intersection(part.over(number))]
+        met = [cluster for cluster in clusters if cluster.intersection(component.over(number))]
         clusters = [cluster for cluster in clusters if cluster not in met] + ([set().union(*met)] if met else [])
     width = len(dims) + len(numbers)
-    found: list[list[Box]] = []
+    boxes_per_cluster: list[list[TileBox]] = []
     for over in [*map(sorted, clusters), []]:
         columns = np.zeros((*(len(dims[d].touched) for d in over), width), np.int64)
         for place, d in enumerate(over):
             columns[..., d] = dims[d].touched.reshape([-1 if p == place else 1 for p in range(len(over))])
         for number in numbers:
-            moving = part.over(number)
+            moving = component.over(number)
             if set(moving) <= set(over) and bool(moving) == bool(over):
-                columns[..., len(dims) + number] = part.tiles(number, over)[0]
-        found.append(list(_nest(columns.reshape(-1, width), len(dims))))
-    for boxes in product(*found):
+                columns[..., len(dims) + number] = component.tiles(number, over)[0]
+        boxes_per_cluster.append(list(_nest(columns.reshape(-1, width), len(dims))))
+    for boxes in product(*boxes_per_cluster):
         start = tuple(map(sum, zip(*(box.start for box in boxes), strict=True)))
-        yield Box(start, tuple(loop for box in boxes for loop in box.loops))
+        yield TileBox(start, tuple(loop for box in boxes for loop in box.loops))
 
 
-def _nest(rows: _Array, dims: int) -> Iterator[Box]:
-    """Write a sequence of places as nested loops.
+def _nest(rows: _Array, dims: int) -> Iterator[TileBox]:
+    """Write a sequence of rows (target tile, source tile) as nested loops.
 
     Post-condition: the boxes run through the rows in order, one after the other.
     """
     steps = np.diff(rows, axis=0)
+    # Rows between two breaks lie at a constant step: one loop.
     breaks = np.flatnonzero((steps[1:] != steps[:-1]).any(1)) + 1
     begin = 0
     while begin < len(rows):
-        left = len(rows) - begin
+        remaining = len(rows) - begin
         start = tuple(rows[begin].tolist())
-        step = tuple(steps[begin].tolist()) if left > 1 else ()
+        step = tuple(steps[begin].tolist()) if remaining > 1 else ()
         if not _simple(step, dims):
-            yield Box(start)
+            yield TileBox(start)
             begin += 1
             continue
         after = int(np.searchsorted(breaks, begin, "right"))
         run = (int(breaks[after]) if after < len(breaks) else len(steps)) - begin + 1
-        blocks = rows[begin:].reshape(-1, run, rows.shape[1]) if left % run == 0 else rows[:0]
+        blocks = rows[begin:].reshape(-1, run, rows.shape[1]) if remaining % run == 0 else rows[:0]
         if len(blocks) > 1 and (np.diff(blocks, axis=1) == steps[begin]).all():
             for box in _nest(blocks[:, 0], dims):
-                inside = Box(box.start, (*box.loops, (run, step)))
+                inside = TileBox(box.start, (*box.loops, (run, step)))
                 yield from [inside] if _nested(inside.loops) else _written_out(box, (run, step))
             return
-        yield Box(start, ((run, step),))
+        yield TileBox(start, ((run, step),))
         begin += run
 
 
 def _simple(step: Sequence[int], dims: int) -> bool:
-    """Tell whether a step changes one target dim and at most one coordinate, and goes forward."""
+    """Tell whether a step goes forward in one target dim and at most one coordinate: only such steps are one
+    `TileLoop`.
+    """
     return sum(map(bool, step[:dims])) == 1 and sum(map(bool, step[dims:])) <= 1 and min(step) >= 0
 
 
-def _nested(loops: Sequence[Loop]) -> bool:
+def _nested(loops: Sequence[TileLoop]) -> bool:
     """Tell whether the loops over each number are nested: each step goes beyond everything inside it."""
     for number in range(len(loops[0][1])):
         reach = 0
@@ -259,10 +272,10 @@ def _nested(loops: Sequence[Loop]) -> bool:
     return True
 
 
-def _written_out(box: Box, inner: Loop) -> Iterator[Box]:
-    """Write the loops of a box out, so that only an inner one is left."""
+def _written_out(box: TileBox, inner: TileLoop) -> Iterator[TileBox]:
+    """Unroll all loops of a box but an inner one."""
     for place in product(*(range(count) for count, _ in box.loops)):
         start = np.array(box.start, np.int64)
         for at, (_, step) in zip(place, box.loops, strict=True):
             start = start + at * np.array(step, np.int64)
-        yield Box(tuple(start.tolist()), (inner,))
+        yield TileBox(tuple(start.tolist()), (inner,))

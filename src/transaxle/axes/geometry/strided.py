@@ -26,11 +26,12 @@ def rank(loops: Sequence[tuple[int, int]], position: int) -> int:
         return 0
     for size, stride in loops:
         inner //= size
-        whole = position // stride
-        if whole >= size:
+        passed = position // stride
+        # The position is beyond this loop: all its elements lie before it.
+        if passed >= size:
             return count + size * inner
-        count += whole * inner
-        position -= whole * stride
+        count += passed * inner
+        position -= passed * stride
     return count + (position > 0)
 
 
@@ -44,22 +45,23 @@ def lexicographic_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator
     if not shape:
         yield ()
         return
-    rest = shape[1:]
-    inner = prod(rest)
+    inner_shape = shape[1:]
+    inner = prod(inner_shape)
     first, head = divmod(start, inner)
     last, tail = divmod(stop, inner)
+    # The range lies inside one index of the outermost axis.
     if first == last:
-        for box in lexicographic_boxes(rest, head, tail):
+        for box in lexicographic_boxes(inner_shape, head, tail):
             yield ((first, first + 1), *box)
         return
     if head:
-        for box in lexicographic_boxes(rest, head, inner):
+        for box in lexicographic_boxes(inner_shape, head, inner):
             yield ((first, first + 1), *box)
         first += 1
     if first < last:
-        yield ((first, last), *((0, size) for size in rest))
+        yield ((first, last), *((0, size) for size in inner_shape))
     if tail:
-        for box in lexicographic_boxes(rest, 0, tail):
+        for box in lexicographic_boxes(inner_shape, 0, tail):
             yield ((last, last + 1), *box)
 
 

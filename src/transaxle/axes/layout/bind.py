@@ -1,9 +1,9 @@
 """Binding: reading the names of a checkpoint through a dialect.
 
-Each stored name either is one line of the dialect at certain indices, or is known to hold nothing, or is unknown.
-Names are matched whole. One prefix (`module.`, `_orig_mod.`, `language_model.`) is bound once for the checkpoint.
-Where two lines have one name, the encoding in which a tensor is stored decides (`form`).
-A parameter's optimizer state `optim/<parameter>/<state>` follows the line of its parameter: states are *slots*.
+Each stored name is one line of the dialect at certain indices, or is listed as ignored, or is unknown. Names match
+whole. One prefix (`module.`, `_orig_mod.`, `language_model.`) is bound once for the checkpoint. Where two lines share a
+name, the encoding in which the tensor is stored decides (`number_format`). A parameter's optimizer state
+`optim/<parameter>/<state>` follows the line of its parameter: states are *slots*.
 """
 
 from __future__ import annotations
@@ -44,42 +44,42 @@ class Bound:
     """The names of one checkpoint, read through one dialect."""
 
     family: Family
-    """Its family."""
+    """Family of the model."""
     dialect: Dialect
-    """The dialect its names are of."""
+    """Dialect through which the names are read."""
     prefix: str
-    """What stands before every name of the dialect."""
-    found: Mapping[tuple[Line, str], Mapping[Index, str]]
+    """Text before every name of the dialect."""
+    names: Mapping[tuple[Line, str], Mapping[Index, str]]
     """(line, slot) -> index -> stored name."""
     ignored: tuple[str, ...]
     """Stored names that hold nothing of the model."""
     unknown: tuple[str, ...]
     """Stored names that the dialect has no line for."""
     encodings: Mapping[str, str] = field(default_factory=dict)
-    """Stored name -> its encoding, one of `form.WORDS`; names that are not in it are plain."""
+    """Stored name -> its encoding, one of `number_format.WORDS`; names that are not in it are plain."""
 
     def stored_name(self, line: Line, slot: str, index: Index) -> str | None:
         """Return the name under which a line's tensor is stored, or None."""
-        return self.found.get((line, slot), {}).get(index)
+        return self.names.get((line, slot), {}).get(index)
 
 
 def _prefixes(names: Mapping[str, list[str]], dialect: Dialect) -> dict[str, int]:
     """Count, for every possible prefix, the names that it would let the dialect read."""
-    counts: dict[str, int] = defaultdict(int)
+    readable: dict[str, int] = defaultdict(int)
     longest = max(map(len, dialect.by_skeleton), default=0)
-    for whole, same in names.items():
-        sample = same[0]
+    for key, names_alike in names.items():
+        sample = names_alike[0]
         # A dot is in no run of digits: what follows it in the skeleton is the skeleton of what follows it. From the
         # right, and only as far as the dialect's names are long: a stranger's name may have ten thousand dots.
-        start, begin = len(sample), len(whole)
-        while begin >= 0 and len(whole) - begin <= longest + 1:
-            start, begin = sample.rfind(".", 0, start), whole.rfind(".", 0, begin)
-            rest = sample[start + 1 :]
-            for line in dialect.by_skeleton.get(whole[begin + 1 :], ()):
-                if line.name.match(rest) is not None:
-                    counts[sample[: start + 1]] += len(same)
+        start, begin = len(sample), len(key)
+        while begin >= 0 and len(key) - begin <= longest + 1:
+            start, begin = sample.rfind(".", 0, start), key.rfind(".", 0, begin)
+            tail = sample[start + 1 :]
+            for line in dialect.by_skeleton.get(key[begin + 1 :], ()):
+                if line.name.match(tail) is not None:
+                    readable[sample[: start + 1]] += len(names_alike)
                     break
-    return counts
+    return readable
 
 
 def group(names: Iterable[str]) -> dict[str, list[str]]:
@@ -91,7 +91,7 @@ def group(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def score(grouped: Mapping[str, list[str]], dialect: Dialect) -> tuple[int, str]:
-    """Return how many names the dialect can read, and the prefix that makes it most."""
+    """Return how many names the dialect can read, and the prefix with which it reads the most."""
     counts = _prefixes(grouped, dialect)
     if not counts:
         return 0, ""
@@ -111,46 +111,46 @@ def bind(
 
     Args:
         names: stored names.
-        family: the family they are of.
-        dialect: the dialect they are of.
-        sizes: what its config and the user say of axis sizes.
-        prefix: what stands before every name of the dialect.
-        encodings: stored name -> its encoding, one of `form.WORDS`; None: all are plain.
+        family: the family they belong to.
+        dialect: the dialect to read them through.
+        sizes: axis sizes from the config and the user.
+        prefix: text before every name of the dialect.
+        encodings: stored name -> its encoding, one of `number_format.WORDS`; None: all are plain.
 
     Raises:
         UsageError: UNKNOWN_AXIS where an index cannot be told apart without the size of an axis.
     """
-    found: dict[tuple[Line, str], dict[Index, str]] = defaultdict(dict)
+    bound_names: dict[tuple[Line, str], dict[Index, str]] = defaultdict(dict)
     ignored: list[str] = []
     unknown: list[str] = []
     encodings = encodings or {}
-    reader = _Reader(dialect, sizes)
+    reader = _NameReader(dialect, sizes)
     for name in names:
         parameter, slot = split_slot(name)
         if not parameter.startswith(prefix):
             unknown.append(name)
             continue
         bare = parameter[len(prefix) :]
-        read = reader.read(bare, encodings.get(name, PLAIN))
-        if read is not None:
-            line, position = read
-            found[line, slot][position] = name
+        line_and_index = reader.read(bare, encodings.get(name, PLAIN))
+        if line_and_index is not None:
+            line, position = line_and_index
+            bound_names[line, slot][position] = name
         elif reader.ignores(bare):
             ignored.append(name)
         else:
             unknown.append(name)
-    return Bound(family, dialect, prefix, dict(found), tuple(ignored), tuple(unknown), encodings)
+    return Bound(family, dialect, prefix, dict(bound_names), tuple(ignored), tuple(unknown), encodings)
 
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A line that names of one skeleton may be of."""
+    """A line that a name of this skeleton may match."""
 
     line: Line
     shifts: tuple[int, ...]
-    """What is added to each index to give the number in the name."""
+    """Number added to each index to give the number in the name."""
     limits: tuple[int | None, ...]
-    """Size of each axis in the name, where it is known."""
+    """Size of each axis in the name; None where it is unknown."""
 
     def index(self, name: str) -> Index | None:
         """Return the indices for which the line gives this name, or None."""
@@ -162,8 +162,8 @@ class _Candidate:
         return position if fits else None
 
 
-class _Reader:
-    """Reads names through a dialect; looks at each skeleton's lines once."""
+class _NameReader:
+    """Reads names through a dialect; looks up each skeleton's lines once."""
 
     def __init__(self, dialect: Dialect, sizes: Sizes) -> None:
         self.dialect = dialect
@@ -172,13 +172,14 @@ class _Reader:
         self.candidates: dict[str, list[_Candidate]] = {}
 
     def read(self, name: str, encoding: str = PLAIN) -> tuple[Line, Index] | None:
-        """Return the line and the indices that give this name; of several lines, one whose condition holds."""
+        """Return the line and index that give this name; where several lines do, one whose condition can hold."""
         key = skeleton(name)
         candidates = self.candidates.get(key)
         if candidates is None:
             candidates = self.candidates[key] = [self._candidate(c) for c in self.dialect.by_skeleton.get(key, ())]
         fitting = [(c.line, index) for c in candidates if (index := c.index(name)) is not None]
         if len(fitting) > 1:
+            # A condition may be unknown (None): only a line whose condition is false comes last.
             fitting.sort(key=lambda item: self._holds(item[0], item[1], encoding) is False)
         return fitting[0] if fitting else None
 
@@ -191,6 +192,6 @@ class _Reader:
         return self.sizes.holds(line.when, dict(zip(line.name.axes, index, strict=True)), words(encoding))
 
     def ignores(self, name: str) -> bool:
-        """Tell whether a name holds nothing of the model."""
-        known = skeleton(name) in self.dialect.ignored_skeletons
-        return known and any(pattern.match(name) is not None for pattern in self.dialect.ignored)
+        """Tell whether the dialect ignores a name."""
+        may_match = skeleton(name) in self.dialect.ignored_skeletons
+        return may_match and any(pattern.match(name) is not None for pattern in self.dialect.ignored)

@@ -1,9 +1,9 @@
-"""Dividing: how a stored tensor was cut over the ranks of a mesh, where nothing but the table says so.
+"""Dividing: how a stored tensor was cut over the ranks of a mesh, where only the table can say.
 
 A checkpoint without metadata has only the shards' shapes. They do not say along which dim the shards are joined (square
-matrices), nor how a dim that holds several tensors was cut: q, k and v each, or all of them in one. The table does: its
+matrices), nor how a dim that holds several tensors was cut: q, k and v each, or all of them as one. The table does: its
 `cut` statements name the axes that ranks may share out. Together with the whole shape, which the table and the config
-give, the shards' shapes leave one reading or none; where they leave two, nobody guesses.
+give, the shards' shapes leave one reading or none; where two remain, nobody guesses.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from math import prod
 
 import numpy as np
 
-from transaxle.axes.geometry.chunk import Intervals, Replicated, Rule, take
+from transaxle.axes.geometry.chunk import ChunkRule, Intervals, Replicated, take
 from transaxle.axes.layout.solve import mismatch, root, unknown, unknown_axis
 from transaxle.axes.notation.expression import PADDING, Axis, Expression, Layout, Merge, Node, Sum, size, walk
 from transaxle.axes.notation.family import Cuttable
@@ -22,7 +22,7 @@ from transaxle.errors import refuse
 
 Shape = tuple[int, ...]
 _APART = "'"
-"""Ends the name of an axis that is not shared out, of a component that a `cut` statement does not name."""
+"""Suffix that renames an axis in the components that a `cut` statement does not name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +33,20 @@ class Division:
     """Of the whole tensor."""
     dim: int | None
     """The dim that is cut; None: every rank holds all of it."""
-    rule: Rule
+    rule: ChunkRule
     """What each rank holds of that dim."""
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
-    """A chunk rule: positions rank by rank, where the parts of a dim are cut each by itself."""
+class ListedPositions:
+    """A chunk rule that lists every rank's positions, for dims whose components are each cut by themselves."""
 
-    held: tuple[Intervals, ...]
-    """What each rank holds, in local order."""
+    positions: tuple[Intervals, ...]
+    """Intervals of each rank, in local order."""
 
-    def __call__(self, held: Intervals, _parts: int, rank: int, /) -> Intervals:
+    def __call__(self, intervals: Intervals, _parts: int, rank: int, /) -> Intervals:
         """See `Rule`."""
-        return tuple(part for start, stop in self.held[rank] for part in take(held, start, stop))
+        return tuple(interval for start, stop in self.positions[rank] for interval in take(intervals, start, stop))
 
 
 def divide(
@@ -69,26 +69,28 @@ def divide(
     """
     usable = [cut for cut in cuts if cut.tensors is None or not cut.tensors.isdisjoint(expression.components)]
     shape = _whole(expression, usable, sizes, shards)
-    found = dict(_readings(expression, usable, sizes, shape, shards))
-    seen = ", ".join(str(list(each)) for each in shards[:8])
-    if len(found) > 1:
-        ways = " or ".join(text for text, _ in found.values())
+    divisions = dict(_readings(expression, usable, sizes, shape, shards))
+    shard_shapes = ", ".join(str(list(shard)) for shard in shards[:8])
+    if len(divisions) > 1:
+        ways = " or ".join(text for text, _ in divisions.values())
         raise refuse(
             "AMBIGUOUS",
-            f"{expression.text}\nshards of {seen} make {list(shape)} in several ways: cut along {ways}",
+            f"{expression.text}\nshards of {shard_shapes} make {list(shape)} in several ways: cut along {ways}",
             hint="in the rules file, restrict a cut to the tensors it is meant for:  cut tp = AXIS of TENSOR",
         )
-    for _, division in found.values():
+    for _, division in divisions.values():
         return division
     allowed = ", ".join(cut.text for cut in usable) or "none"
-    message = f"{expression.text}\nshards of {seen} do not make {list(shape)}; axes that may be cut here: {allowed}"
+    message = (
+        f"{expression.text}\nshards of {shard_shapes} do not make {list(shape)}; axes that may be cut here: {allowed}"
+    )
     raise refuse("SHAPE_MISMATCH", message, hint="a `cut` statement in a rules file says what was cut:  --rules FILE")
 
 
 def _readings(
     expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shape: Shape, shards: Sequence[Shape]
 ) -> Iterator[tuple[object, tuple[str, Division]]]:
-    """Yield the divisions that give these shards, each with what tells it from others and what is cut."""
+    """Yield the divisions that give these shards, each with a key that identifies it and the text of its cut."""
     if all(shard == shape for shard in shards):
         yield None, ("no axis", Division(shape, None, Replicated()))
         return
@@ -96,18 +98,20 @@ def _readings(
         for dim, node in enumerate(expression.dims):
             if not all(axis in _axes(node) for axis in cut.axes) or not _alike(shape, shards, dim):
                 continue
-            if any(name == PADDING for part in walk(node) if isinstance(part, Sum) for name, _ in part.segments):
+            if any(name == PADDING for inner in walk(node) if isinstance(inner, Sum) for name, _ in inner.segments):
                 raise refuse("UNSUPPORTED", f"{expression.text}\nits padding is cut over the ranks too")
-            mine = _apart(node, cut)
-            held = _along(mine, cut.axes, {**sizes, **_marked(mine, sizes)}, [shard[dim] for shard in shards])
-            if held is not None:
-                yield (dim, held), (cut.text, Division(shape, dim, Listed(held)))
+            renamed = _apart(node, cut)
+            positions = _along(
+                renamed, cut.axes, {**sizes, **_marked(renamed, sizes)}, [shard[dim] for shard in shards]
+            )
+            if positions is not None:
+                yield (dim, positions), (cut.text, Division(shape, dim, ListedPositions(positions)))
 
 
 def _whole(
     expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shards: Sequence[Shape]
 ) -> Shape:
-    """Return the shape of the whole tensor; a dim that is never cut is what all ranks say."""
+    """Return the shape of the whole tensor; a dim that is never cut has the size that every rank has."""
     dims = len(expression.dims)
     for shard in shards:
         if len(shard) != dims:
@@ -115,34 +119,36 @@ def _whole(
     movable = {axis for cut in cuts for axis in cut.axes}
     shape = []
     for dim, node in enumerate(expression.dims):
-        lacking = unknown(node, sizes)
-        if not lacking:
+        unsized = unknown(node, sizes)
+        if not unsized:
             shape.append(size(node, sizes))
         elif movable.isdisjoint(_axes(node)) and len({shard[dim] for shard in shards}) == 1:
             shape.append(shards[0][dim])
         else:
-            raise unknown_axis(lacking[0], expression.text, shards[0])
+            raise unknown_axis(unsized[0], expression.text, shards[0])
     return tuple(shape)
 
 
 def _axes(node: Node) -> frozenset[str]:
-    return frozenset(part.name for part in walk(node) if isinstance(part, Axis))
+    return frozenset(inner.name for inner in walk(node) if isinstance(inner, Axis))
 
 
 def _alike(shape: Shape, shards: Sequence[Shape], dim: int) -> bool:
-    """Tell whether the shards are whole along every other dim."""
+    """Tell whether the shards have the whole size along every other dim."""
     return all((*shard[:dim], *shard[dim + 1 :]) == (*shape[:dim], *shape[dim + 1 :]) for shard in shards)
 
 
 def _apart(node: Node, cut: Cuttable) -> Node:
-    """Return a dim in which the components that a cut does not name have axes of their own."""
+    """Return a dim in which the components that a cut does not name have axes of their own, so that it leaves them
+    whole.
+    """
     if cut.tensors is None:
         return node
     match node:
         case Sum(segments):
             return Sum(tuple((name, p if name in cut.tensors else _renamed(p, cut.axes)) for name, p in segments))
         case Merge(parts):
-            return Merge(tuple(_apart(part, cut) for part in parts))
+            return Merge(tuple(_apart(inner, cut) for inner in parts))
         case Axis():
             return node
 
@@ -152,24 +158,25 @@ def _renamed(node: Node, axes: Sequence[str]) -> Node:
         case Axis(name):
             return Axis(name + _APART) if name in axes else node
         case Merge(parts):
-            return Merge(tuple(_renamed(part, axes) for part in parts))
+            return Merge(tuple(_renamed(inner, axes) for inner in parts))
         case Sum():
             return node  # there is no sum inside a sum
 
 
 def _marked(node: Node, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of the renamed axes: those of the axes they stand for."""
     return {axis: sizes[axis.removesuffix(_APART)] for axis in _axes(node) if axis.endswith(_APART)}
 
 
 def _along(
     node: Node, axes: Sequence[str], sizes: Mapping[str, int], rows: Sequence[int]
 ) -> tuple[Intervals, ...] | None:
-    """Return what each rank holds of a dim if the ranks share out an axis; None where that does not give these rows.
+    """Return each rank's positions in a dim if the ranks share out an axis; None if that does not give these rows.
 
     Args:
         node: the dim.
-        axes: the axis; or several that are counted through as one, outermost first, of which each rank has all but the
-            last at their full size.
+        axes: the axis; or several that are cut as one flattened axis, outermost first, of which each rank has all but
+            the last at full size.
         sizes: axis -> size.
         rows: length of the dim on every rank.
     """
@@ -178,20 +185,20 @@ def _along(
             return None
         ends = np.cumsum(rows).tolist()
         return tuple(((end - count, end),) if count else () for end, count in zip(ends, rows, strict=True))
-    *outer, last = axes
-    counts = [root(node, last, sizes, count) for count in rows]
-    known = [count for count in counts if count is not None]
-    if len(known) < len(rows) or sum(known) != sizes[last]:
+    *outer, inner_axis = axes
+    counts = [root(node, inner_axis, sizes, count) for count in rows]
+    shares = [count for count in counts if count is not None]
+    if len(shares) < len(rows) or sum(shares) != sizes[inner_axis]:
         return None
     times = prod(sizes[axis] for axis in outer)
-    starts = [times * sum(known[:rank]) for rank in range(len(known))]
-    return tuple(_positions(node, axes, sizes, *each) for each in zip(starts, known, strict=True))
+    starts = [times * sum(shares[:rank]) for rank in range(len(shares))]
+    return tuple(_positions(node, axes, sizes, *share) for share in zip(starts, shares, strict=True))
 
 
 def _leads(node: Node, axes: Sequence[str]) -> bool:
-    """Tell whether an axis is the outermost of a dim: however finely that is cut, every rank holds one run of rows."""
-    first = node.parts[0] if isinstance(node, Merge) and node.parts else node
-    return len(axes) == 1 and first == Axis(axes[0])
+    """Tell whether an axis is the outermost of a dim: then every rank holds one run of rows, however fine the cut."""
+    outermost = node.parts[0] if isinstance(node, Merge) and node.parts else node
+    return len(axes) == 1 and outermost == Axis(axes[0])
 
 
 def _positions(node: Node, axes: Sequence[str], sizes: Mapping[str, int], start: int, count: int) -> Intervals:
@@ -200,28 +207,30 @@ def _positions(node: Node, axes: Sequence[str], sizes: Mapping[str, int], start:
     The rank's dim is the same expression with a smaller last axis. Each of its rows is an element of one component; the
     same element, its shared axes counted from the rank's first, has its place in the whole dim.
     """
-    mine, whole = (_layout(node, each) for each in ({**sizes, axes[-1]: count}, sizes))
-    places = np.empty(mine.shape[0], np.int64)
-    for component, (share,) in mine.shares.items():
+    local_layout, full_layout = (_layout(node, axis_sizes) for axis_sizes in ({**sizes, axes[-1]: count}, sizes))
+    full_positions = np.empty(local_layout.shape[0], np.int64)
+    for component, (share,) in local_layout.shares.items():
         grid = np.indices([length for _, length, _ in share.axes])
         index = dict(zip((axis for axis, _, _ in share.axes), grid, strict=True))
-        local = share.offset + sum(index[axis] * step for axis, _, step in share.axes)
+        local_positions = share.offset + sum(index[axis] * step for axis, _, step in share.axes)
         if all(axis in index for axis in axes):
             shape = tuple(sizes[axis] for axis in axes)
             flat = start + np.ravel_multi_index([index[axis] for axis in axes], (*shape[:-1], count))
             index |= dict(zip(axes, np.unravel_index(flat, shape), strict=True))
-        (there,) = whole.shares[component]
-        places[local] = there.offset + sum(index[axis] * step for axis, _, step in there.axes)
-    ends = np.flatnonzero(np.diff(places, append=-1) != 1)
+        (full_share,) = full_layout.shares[component]
+        full_positions[local_positions] = full_share.offset + sum(
+            index[axis] * step for axis, _, step in full_share.axes
+        )
+    ends = np.flatnonzero(np.diff(full_positions, append=-1) != 1)
     first = 0
-    found = []
+    intervals = []
     for end in ends.tolist():
-        found.append((int(places[first]), int(places[end]) + 1))
+        intervals.append((int(full_positions[first]), int(full_positions[end]) + 1))
         first = end + 1
-    return tuple(found)
+    return tuple(intervals)
 
 
 def _layout(node: Node, sizes: Mapping[str, int]) -> Layout:
     """Return the layout of one dim by itself."""
-    fused = any(isinstance(part, Sum) for part in walk(node))
+    fused = any(isinstance(inner, Sum) for inner in walk(node))
     return Expression("", None if fused else "", (node,)).layout(sizes)

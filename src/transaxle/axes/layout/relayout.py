@@ -1,7 +1,8 @@
 """Relayout: one checkpoint seen through another dialect, as box copies.
 
-Every target tensor is asked for its pieces; each piece meets the source pieces of the same logical tensor, whose names
-are formatted, never searched. There is no pivot: the dialects meet in the family's logical tensors.
+Every target tensor is lowered to pieces; each piece meets the source pieces of the same logical tensor. The sources'
+names are computed from the indices, never searched. There is no pivot format: the dialects meet in the family's logical
+tensors.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ class Copy:
     source: str
     """Stored tensor name."""
     chunk: int
-    """Which of its extents."""
+    """Number of the source's extent."""
     move: Move
-    """Where in both."""
+    """Offsets and strides in both chunks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +84,13 @@ class Origin:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One logical tensor's part of a target tensor, and the stored tensors it comes from."""
+class TargetPart:
+    """One logical tensor's part of a target tensor, and the stored tensors it is read from."""
 
     component: str
     """Logical tensor, as the target's line calls it."""
     origins: tuple[Origin, ...]
-    """Disjoint sources, which together hold it all, sorted by their indices."""
+    """Disjoint sources, which together are complete, sorted by their indices."""
     arithmetic: tuple[Arithmetic | None, Arithmetic | None] = (None, None)
     """Arithmetic of the source's and of the target's line."""
 
@@ -106,14 +107,14 @@ class Target:
     """How its logical tensors lie in it."""
     index: Mapping[str, int]
     """Name axes of the target tensor."""
-    parts: tuple[Part, ...]
-    """What it consists of."""
+    parts: tuple[TargetPart, ...]
+    """Its logical tensors with their sources."""
     rule: str
     """The target dialect's line as written."""
     component: str = ""
-    """The tensor's name in reports: its logical tensors."""
+    """The tensor's name in reports: its logical tensors, comma separated."""
     encoding: str = PLAIN
-    """Encoding in which it is written, one of `form.WORDS`."""
+    """Encoding in which it is written, one of `number_format.WORDS`."""
 
     @property
     def shape(self) -> Shape:
@@ -126,16 +127,16 @@ class Check:
     """Two stored copies of one logical tensor that must be equal, bit by bit, before anything is committed."""
 
     first: Target
-    """A stored tensor read as it lies."""
+    """A stored tensor read in its own layout."""
     second: Target
     """The other copy in the same layout."""
     why: str
-    """The rule that says they are one."""
+    """The rule that says they are copies."""
 
 
 @lru_cache(maxsize=1024)
 def identity(shape: Shape) -> Layout:
-    """Return the layout of a tensor whose dims are its axes; a model of many tensors has few shapes."""
+    """Return the layout of a tensor that no table describes: each dim is an axis. Cached, as models have few shapes."""
     return Layout(shape, {IDENTITY: tuple(Share(0, ((f"#{dim}", size, 1),)) for dim, size in enumerate(shape))})
 
 
@@ -143,19 +144,19 @@ def unchanged(name: str, stored: Stored) -> Target:
     """Return the target that is a stored tensor under its own name."""
     layout = identity(stored.shape)
     origin = Origin(name, IDENTITY, layout, {})
-    return Target(name, stored.dtype, layout, {}, (Part(IDENTITY, (origin,)),), f"{name} = {name}", "")
+    return Target(name, stored.dtype, layout, {}, (TargetPart(IDENTITY, (origin,)),), f"{name} = {name}", "")
 
 
-_Held = tuple[tuple[Interval, ...], ...]
+_Positions = tuple[tuple[Interval, ...], ...]
 """Per stored dim, the positions that a chunk holds, in chunk order."""
 
 
 class Copier:
-    """Turns target tensors, or chunks of them, into box copies; remembers the pieces of equal chunks."""
+    """Turns target tensors, or chunks of them, into box copies; caches the pieces of equal chunks."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self.stored = stored
-        self._pieces: dict[tuple[int, str, _Held | None, Shape | None], tuple[Piece, ...]] = {}
+        self._pieces: dict[tuple[int, str, _Positions | None, Shape | None], tuple[Piece, ...]] = {}
         self._alive: list[Layout] = []
         self._tilings: dict[str, _Chunks] = {}
 
@@ -175,30 +176,33 @@ class Copier:
         Raises:
             Refused: INCOMPLETE where the sources leave a hole; no copy of that part was wrong, but some are missing.
         """
-        held = None if intervals is None else tuple(map(tuple, intervals))
+        positions = None if intervals is None else tuple(map(tuple, intervals))
         for part in target.parts:
-            for piece in self._lower(target.layout, part.component, held, strides):
-                moved = 0
+            for piece in self._lower(target.layout, part.component, positions, strides):
+                copied = 0
                 for origin in _within(part.origins, piece):
                     for number, source in self._source_pieces(origin, piece, target.index):
                         move = meet(source, piece, origin.index, target.index)
                         if move is not None:
-                            moved += move.size
+                            copied += move.size
                             yield Copy(origin.name, number, move)
-                if moved != piece.size:
+                # Origins are disjoint, so the sizes of their moves add up to the piece exactly when there is no hole.
+                if copied != piece.size:
                     raise refuse(
                         "INCOMPLETE",
-                        f"{target.rule}\n{part.component} needs {piece.size} elements here, the source holds {moved}",
+                        f"{target.rule}\n{part.component} needs {piece.size} elements here, the source holds {copied}",
                         tensor=target.name,
                     )
 
-    def _lower(self, layout: Layout, component: str, held: _Held | None, strides: Shape | None) -> tuple[Piece, ...]:
-        key = id(layout), component, held, strides
-        found = self._pieces.get(key)
-        if found is None:
+    def _lower(
+        self, layout: Layout, component: str, positions: _Positions | None, strides: Shape | None
+    ) -> tuple[Piece, ...]:
+        key = id(layout), component, positions, strides
+        lowered = self._pieces.get(key)
+        if lowered is None:
             self._alive.append(layout)  # an identity is a key only as long as its object lives
-            found = self._pieces[key] = pieces(layout, component, held, strides)
-        return found
+            lowered = self._pieces[key] = pieces(layout, component, positions, strides)
+        return lowered
 
     def _source_pieces(self, origin: Origin, piece: Piece, index: Mapping[str, int]) -> Iterator[tuple[int, Piece]]:
         """Yield the pieces of the source's chunks that can meet a target piece, with the chunks' numbers."""
@@ -213,8 +217,8 @@ class Copier:
             tiling = self._tilings[origin.name] = _Chunks(extents)
         for number in tiling.overlapping(_span(origin, piece, index)):
             chunk = extents[number]
-            held = tuple(((first, first + size),) for first, size in zip(chunk.start, chunk.shape, strict=True))
-            for source in self._lower(origin.layout, origin.component, held, chunk.strides):
+            positions = tuple(((first, first + size),) for first, size in zip(chunk.start, chunk.shape, strict=True))
+            for source in self._lower(origin.layout, origin.component, positions, chunk.strides):
                 yield number, source
 
 
@@ -247,11 +251,12 @@ def _span(origin: Origin, piece: Piece, index: Mapping[str, int]) -> list[Interv
 
 
 class _Chunks:
-    """The chunks of one stored tensor, sorted so that those in a region are found without looking at all of them."""
+    """The chunks of one stored tensor, sorted so that a search for those in a region does not visit all of them."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = chunks
         dims = range(len(chunks[0].start) if chunks else 0)
+        # Sort along the dim with the most distinct starts: it narrows a search best.
         self.dim = max(dims, key=lambda dim: len({chunk.start[dim] for chunk in chunks}), default=None)
         if self.dim is None:
             return

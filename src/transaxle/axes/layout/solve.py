@@ -1,7 +1,8 @@
-"""Axis sizes: what the config says, and what shapes imply.
+"""Axis sizes that shapes imply.
 
-`solve` finds sizes that no config gives from the shapes of known names: each stored dim is one equation, linear in each
-axis. `fill` does the same for one stored tensor after unification and holds its shape against the rule.
+`solve` finds sizes that no config gives from the shapes of all tensors of a line: each stored dim is one equation,
+linear in each axis. `fill` does the same for one stored tensor after unification, and checks its shape against the
+rule.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from transaxle.axes.notation.family import Sizes
 from transaxle.errors import TransaxleError, refuse
 
 Shape = tuple[int, ...]
+"""Elements along each dim."""
 
 
 def unknown(node: Node, sizes: Mapping[str, int]) -> list[str]:
@@ -22,14 +24,14 @@ def unknown(node: Node, sizes: Mapping[str, int]) -> list[str]:
     return list(dict.fromkeys(p.name for p in walk(node) if isinstance(p, Axis) and p.name not in sizes))
 
 
-def root(node: Node, axis: str, sizes: Mapping[str, int], found: int) -> int | None:
-    """Solve `size(node) == found` for one axis; a dim is linear in each of its axes."""
+def root(node: Node, axis: str, sizes: Mapping[str, int], length: int) -> int | None:
+    """Solve `size(node) == length` for one axis, in which a dim's size is linear; None if no whole number solves it."""
     base = size(node, {**sizes, axis: 0})
     step = size(node, {**sizes, axis: 1}) - base
     if step == 0:
         return None
-    value, rest = divmod(found - base, step)
-    return value if rest == 0 and value >= 0 else None
+    value, remainder = divmod(length - base, step)
+    return value if remainder == 0 and value >= 0 else None
 
 
 def with_products(sizes: Mapping[str, int], expression: Expression) -> dict[str, int]:
@@ -51,14 +53,14 @@ def fill(expression: Expression, shape: Shape, sizes: Mapping[str, int]) -> dict
     if len(shape) != len(expression.dims):
         raise mismatch(expression, f"{len(expression.dims)} dims", shape)
     known = with_products(sizes, expression)
-    for node, found in zip(expression.dims, shape, strict=True):
+    for node, length in zip(expression.dims, shape, strict=True):
         missing = unknown(node, known)
         if len(missing) > 1:
             raise unknown_axis(missing[0], expression.text, shape)
         if missing:
-            value = root(node, missing[0], known, found)
+            value = root(node, missing[0], known, length)
             if value is None:
-                raise mismatch(expression, f"a size of {missing[0]} that makes a dim of {found}", shape)
+                raise mismatch(expression, f"a size of {missing[0]} that makes a dim of {length}", shape)
             known[missing[0]] = value
     expected = tuple(size(node, known) for node in expression.dims)
     if expected != shape:
@@ -75,10 +77,10 @@ def mismatch(expression: Expression, expected: str, shape: Shape) -> TransaxleEr
 def unknown_axis(axis: str, rule: str, shape: Shape | None = None) -> TransaxleError:
     """Build the refusal of an axis that is needed and unknown."""
     axis = factors(axis)[0]
-    seen = "" if shape is None else f", and the shape {list(shape)} does not tell it"
+    shape_note = "" if shape is None else f", and the shape {list(shape)} does not tell it"
     return refuse(
         "UNKNOWN_AXIS",
-        f"{rule}\nthe size of axis {axis} is needed{seen}",
+        f"{rule}\nthe size of axis {axis} is needed{shape_note}",
         hint=f"give it with --axis {axis}=N, or the model's config.json with --config FILE",
     )
 
@@ -93,8 +95,9 @@ def solve(equations: Mapping[Expression, Mapping[Shape, Mapping[str, int]]], siz
     An axis on which two tensors disagree (it varies with the layer) is left unknown here; `fill` finds it per tensor.
     """
     conflicting: set[str] = set()
+    # Each round may make an axis known that leaves another dim with a single unknown.
     while True:
-        found: dict[str, set[int]] = {}
+        solutions: dict[str, set[int]] = {}
         for expression, shapes in equations.items():
             for shape, index in shapes.items():
                 if len(shape) != len(expression.dims):
@@ -102,13 +105,14 @@ def solve(equations: Mapping[Expression, Mapping[Shape, Mapping[str, int]]], siz
                 known = sizes.at(index)
                 for node, count in zip(expression.dims, shape, strict=True):
                     missing = unknown(node, known)
+                    # One equation determines one unknown.
                     if len(missing) != 1 or missing[0] in conflicting:
                         continue
                     value = root(node, missing[0], known, count)
                     if value is not None:
-                        found.setdefault(missing[0], set()).add(value)
-        conflicting |= {axis for axis, values in found.items() if len(values) > 1}
-        agreed = {axis: values.pop() for axis, values in found.items() if len(values) == 1}
+                        solutions.setdefault(missing[0], set()).add(value)
+        conflicting |= {axis for axis, values in solutions.items() if len(values) > 1}
+        agreed = {axis: values.pop() for axis, values in solutions.items() if len(values) == 1}
         if not agreed:
             return sizes
         sizes = sizes.giving(agreed)

@@ -5,7 +5,7 @@ belong to stored dims, not to axes, so whether a relayout keeps them whole is a 
 target must lie inside one tile of the source, in any order within it, and takes its scale. Otherwise the codes would
 need another scale than the one they were made with, and that is refused.
 
-The answer is again a relayout, of the grids of scales: box copies, for the same executor as all others.
+The answer is again a relayout, this time of the grids of scales: box copies for the same executor.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from math import prod
 
 from transaxle.axes.geometry.chunk import Intervals
 from transaxle.axes.geometry.piece import cut
-from transaxle.axes.geometry.retile import Box, Coordinate, Misaligned, retile
-from transaxle.axes.layout.relayout import Check, Origin, Part, Target
+from transaxle.axes.geometry.retile import Coordinate, Misaligned, TileBox, retile
+from transaxle.axes.layout.relayout import Check, Origin, Target, TargetPart
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation.expression import Layout, Share
 from transaxle.errors import TransaxleError, refuse
@@ -28,7 +28,7 @@ Tile = tuple[int, ...]
 
 _SCALE = "scale"
 _LISTED = 4
-"""Sources of a misaligned tile that a refusal names."""
+"""Cap on the sources of a misaligned tile that a refusal lists."""
 
 
 def grid(shape: Shape, tile: Tile) -> Shape:
@@ -62,16 +62,18 @@ def shard_tiles(intervals: Intervals, tile: int) -> Touched:
 
 
 @dataclass(frozen=True)
-class Scales:
-    """How the scales of a target tensor come from those of its sources."""
+class ScaleRelayout:
+    """How a target tensor's scales come from those of its sources."""
 
     target: Target
     """The grid of scales, to be filled from the sources' grids. Tiles of padding alone have no source."""
     checks: tuple[Check, ...]
-    """Scales that must prove bit-equal, because one scale stands for all of them in the target."""
+    """Scales that must be bit-equal, because one scale stands for all of them in the target."""
 
 
-def scales(target: Target, tile: Tile, tiles: Mapping[str, Tile], *, named: Callable[[str], str], dtype: str) -> Scales:
+def scales(
+    target: Target, tile: Tile, tiles: Mapping[str, Tile], *, named: Callable[[str], str], dtype: str
+) -> ScaleRelayout:
     """Relayout the scales that belong to a target tensor's codes.
 
     Args:
@@ -95,76 +97,78 @@ def scales(target: Target, tile: Tile, tiles: Mapping[str, Tile], *, named: Call
     stored = [[(origin.name, dict(origin.index)) for origin in part.origins] for part in target.parts]
     groups = tuple(map(stored.index, stored))
     try:
-        found = retile(target.layout.shape, tile, views, sources, groups)
+        boxes_per_part = retile(target.layout.shape, tile, views, sources, groups)
     except Misaligned as fault:
         raise _misaligned(target, tile, fault.tile, sources) from None
     shares: dict[str, tuple[Share, ...]] = {}
     parts = []
-    for part, boxes in zip(target.parts, found, strict=True):
+    for part, boxes in zip(target.parts, boxes_per_part, strict=True):
         by_index = _by_index(part, target.index)
         for number, box in enumerate(boxes):
             component = f"{part.component}#{number}"
+            # The columns of a box: the target's dims, the source's dims, then the axes in the sources' names.
             dims = [_share(box, column) for column in range(len(box.start))]
-            rest = len(shape) + len(grids[part.origins[0].name])
+            coordinate_end = len(shape) + len(grids[part.origins[0].name])
             shares[component] = tuple(dims[: len(shape)])
-            layout = Layout(grids[part.origins[0].name], {component: tuple(dims[len(shape) : rest])})
+            layout = Layout(grids[part.origins[0].name], {component: tuple(dims[len(shape) : coordinate_end])})
             origins = [
                 Origin(named(by_index[key]), component, layout, index)
-                for key, index in _indices(dims[rest:])
+                for key, index in _indices(dims[coordinate_end:])
                 if key in by_index
             ]
-            parts.append(Part(component, tuple(origins)))
-    return Scales(Target(named(target.name), dtype, Layout(shape, shares), {}, tuple(parts), target.rule), ())
+            parts.append(TargetPart(component, tuple(origins)))
+    return ScaleRelayout(Target(named(target.name), dtype, Layout(shape, shares), {}, tuple(parts), target.rule), ())
 
 
 def _one_scale(
     target: Target, shape: Shape, grids: Mapping[str, Shape], named: Callable[[str], str], dtype: str
-) -> Scales:
-    """One scale for the whole tensor, from tensors with one scale each: these must be equal."""
-    alone = []
+) -> ScaleRelayout:
+    """Relayout one scale per tensor: those of all sources must be equal, which the checks prove."""
+    candidates = []
     for name, stored in grids.items():
-        here, there = (Layout(s, {_SCALE: tuple(Share(0, ()) for _ in s)}) for s in (shape, stored))
-        part = Part(_SCALE, (Origin(named(name), _SCALE, there, {}),))
-        alone.append(Target(named(target.name), dtype, here, {}, (part,), target.rule))
+        target_layout, source_layout = (Layout(s, {_SCALE: tuple(Share(0, ()) for _ in s)}) for s in (shape, stored))
+        part = TargetPart(_SCALE, (Origin(named(name), _SCALE, source_layout, {}),))
+        candidates.append(Target(named(target.name), dtype, target_layout, {}, (part,), target.rule))
     why = f"{target.rule}\none scale stands for all of them"
-    return Scales(alone[0], tuple(Check(alone[0], other, why) for other in alone[1:]))
+    return ScaleRelayout(candidates[0], tuple(Check(candidates[0], candidate, why) for candidate in candidates[1:]))
 
 
-def _coordinates(part: Part, index: Mapping[str, int], tiles: Mapping[str, Tile]) -> tuple[Coordinate, ...]:
-    """Return what tells where in the sources an element is: one per stored dim, then one per axis in their names.
+def _coordinates(part: TargetPart, index: Mapping[str, int], tiles: Mapping[str, Tile]) -> tuple[Coordinate, ...]:
+    """Return the coordinates that locate an element in the sources: one per stored dim, then one per axis in their
+    names.
 
-    Axes that are in the target's name as well have one index there, and tell nothing.
+    An axis that is also in the target's name has a fixed index there, and needs no coordinate.
     """
-    first = part.origins[0]
-    tile = tiles[first.name]
+    model = part.origins[0]
+    tile = tiles[model.name]
     for other in part.origins[1:]:
-        if tiles[other.name] != tile or (other.layout is not first.layout and other.layout != first.layout):
-            message = f"{first.name} and {other.name} differ in their tiles or their layout"
-            raise refuse("UNSUPPORTED", message, tensor=first.name)
-    found = []
-    for share, step in zip(first.layout.shares[first.component], tile, strict=True):
+        if tiles[other.name] != tile or (other.layout is not model.layout and other.layout != model.layout):
+            message = f"{model.name} and {other.name} differ in their tiles or their layout"
+            raise refuse("UNSUPPORTED", message, tensor=model.name)
+    coordinates = []
+    for share, step in zip(model.layout.shares[model.component], tile, strict=True):
         fixed = sum(index[axis] * stride for axis, _, stride in share.axes if axis in index)
         weights = tuple((axis, stride) for axis, _, stride in share.axes if axis not in index)
-        found.append(Coordinate(weights, share.offset + fixed, step))
-    return (*found, *(Coordinate(((axis, 1),), 0, 1) for axis in first.index if axis not in index))
+        coordinates.append(Coordinate(weights, share.offset + fixed, step))
+    return (*coordinates, *(Coordinate(((axis, 1),), 0, 1) for axis in model.index if axis not in index))
 
 
-def _by_index(part: Part, index: Mapping[str, int]) -> dict[tuple[int, ...], str]:
-    """Return the sources' names by their indices along the axes that are in their names only."""
-    return {tuple(i for axis, i in o.index.items() if axis not in index): o.name for o in part.origins}
+def _by_index(part: TargetPart, index: Mapping[str, int]) -> dict[tuple[int, ...], str]:
+    """Return the sources' names by their indices along the axes that only the source's names have."""
+    return {tuple(i for axis, i in origin.index.items() if axis not in index): origin.name for origin in part.origins}
 
 
-def _share(box: Box, column: int) -> Share:
+def _share(box: TileBox, column: int) -> Share:
     """Return the share of one dim: loops that step along it, the widest step first."""
     axes = [(f"#{place}", count, step[column]) for place, (count, step) in enumerate(box.loops) if step[column]]
     return Share(box.start[column], tuple(sorted(axes, key=lambda axis: -axis[2])))
 
 
 def _indices(names: Sequence[Share]) -> Iterator[tuple[tuple[int, ...], dict[str, int]]]:
-    """Yield the sources' indices over which the loops run that step along names, with the loops' own."""
+    """Yield the name indices that the loops run over, each with the loops' own indices."""
     loops = sorted((axis, count) for share in names for axis, count, _ in share.axes)
-    for place in product(*(range(count) for _, count in loops)):
-        index = {axis: at for (axis, _), at in zip(loops, place, strict=True)}
+    for steps in product(*(range(count) for _, count in loops)):
+        index = {axis: at for (axis, _), at in zip(loops, steps, strict=True)}
         yield tuple(share.offset + sum(index[axis] * step for axis, _, step in share.axes) for share in names), index
 
 
@@ -174,7 +178,7 @@ def _misaligned(
     """Build the refusal: the target tile, the source tiles that it draws on, and where in it each begins."""
     limits = zip(number, tile, target.layout.shape, strict=True)
     spans = [(at * step, min((at + 1) * step, size)) for at, step, size in limits]
-    drawn: dict[str, str] = {}
+    sources_drawn: dict[str, str] = {}
     for part, coordinates in zip(target.parts, sources, strict=True):
         by_index = _by_index(part, target.index)
         dims = len(part.origins[0].layout.shape)
@@ -187,13 +191,13 @@ def _misaligned(
             inside = [(begin, step) for (_, begin), step in zip(chosen, tile, strict=True) if begin % step]
             begins = " and ".join(f"{at} = {at // step} x {step} + {at % step}" for at, step in inside)
             for key in product(*map(dict.fromkeys, bounds[dims:])):
-                drawn.setdefault(
+                sources_drawn.setdefault(
                     f"{by_index.get(key, '?')}, tile ({tiles})", f", from position {begins} on" if begins else ""
                 )
-    lines = [f"  {source}{begins}" for source, begins in drawn.items()]
+    lines = [f"  {source}{begins}" for source, begins in sources_drawn.items()]
     more = [f"  … and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
-    where = " x ".join(f"[{start}, {stop})" for start, stop in spans)
-    head = f"its tile {number} of {' x '.join(map(str, tile))}, positions {where}, has one scale, but draws on"
+    region = " x ".join(f"[{start}, {stop})" for start, stop in spans)
+    head = f"its tile {number} of {' x '.join(map(str, tile))}, positions {region}, has one scale, but draws on"
     return refuse(
         "BLOCK_MISALIGNED",
         "\n".join([target.rule, head, *lines[:_LISTED], *more]),

@@ -1,7 +1,7 @@
-"""Unification: axes that no layout of a conversion separates are one axis.
+"""Unification: axes that no layout of a conversion separates are treated as one axis.
 
-Where `g r c` stand next to each other, in that order, in every line that holds a tensor, they move together; their
-product is one axis whose size the stored shape tells. So a conversion asks only for the sizes it really needs.
+Where `g r c` are adjacent, in that order, in every line that holds a tensor, they move together; their product is one
+axis, whose size the stored shape tells. So a conversion asks only for the sizes it really needs.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from types import MappingProxyType
 from transaxle.axes.notation.expression import Axis, Expression, Merge, Node, Sum
 
 JOIN = "*"
-"""Joins axis names into the name of their product."""
+"""Separates axis names in the name of their product."""
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def factors(axis: str) -> list[str]:
-    """Return the axes whose product an axis is."""
+    """Return the axes that a product axis joins."""
     return axis.split(JOIN)
 
 
@@ -31,17 +31,17 @@ def _runs(node: Node, owners: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
             yield owners, [name]
         case Merge(parts):
             run: list[str] = []
-            for part in parts:
-                if isinstance(part, Axis):
-                    run.append(part.name)
+            for inner in parts:
+                if isinstance(inner, Axis):
+                    run.append(inner.name)
                     continue
                 yield owners, run
                 run = []
-                yield from _runs(part, owners)
+                yield from _runs(inner, owners)
             yield owners, run
         case Sum(segments):
-            for name, part in segments:
-                yield from _runs(part, (name,))
+            for name, inner in segments:
+                yield from _runs(inner, (name,))
 
 
 @dataclass(frozen=True)
@@ -58,17 +58,17 @@ class Basis:
 
         def change(merge: Merge, owners: tuple[str, ...]) -> Merge:
             parts: list[Node] = []
-            last = ""
-            for part in merge.parts:
-                name = part.name if isinstance(part, Axis) else ""
-                together = all((self.tied.get(owner, owner), last, name) in self.joined for owner in owners)
-                if last and name and together:
-                    before = parts[-1]
-                    assert isinstance(before, Axis)
-                    parts[-1] = Axis(before.name + JOIN + name)
+            previous = ""
+            for inner in merge.parts:
+                name = inner.name if isinstance(inner, Axis) else ""
+                together = all((self.tied.get(owner, owner), previous, name) in self.joined for owner in owners)
+                if previous and name and together:
+                    product = parts[-1]
+                    assert isinstance(product, Axis)
+                    parts[-1] = Axis(product.name + JOIN + name)
                 else:
-                    parts.append(part)
-                last = name
+                    parts.append(inner)
+                previous = name
             return Merge(tuple(parts))
 
         return expression.rewrite(change)
@@ -99,10 +99,11 @@ def unify(expressions: Iterable[Expression], tied: Mapping[str, str] = _NONE) ->
                     if after is not None:
                         shared.append((names, axis, after))
     joined = {
-        (name, axis, found[0])
-        for (name, axis), found in nexts.items()
-        if found[0] is not None and len(set(found)) == 1 and len(found) == uses[name]
+        (name, axis, followers[0])
+        for (name, axis), followers in nexts.items()
+        if followers[0] is not None and len(set(followers)) == 1 and len(followers) == uses[name]
     }
+    # A run inside a sum belongs to several logical tensors: it stays joined only if it can be joined in all of them.
     while True:
         broken = {
             (name, axis, after)

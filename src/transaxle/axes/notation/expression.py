@@ -7,8 +7,8 @@
     [[embed:v | 0:p] d]            padding: the segment `0` belongs to no logical tensor
     conv[x 1 k]                    a dim of size 1; every other size is an axis, so that nothing is left out
 
-`parse` reads the text; `Expression.layout` fills in sizes and yields, per logical tensor and stored dim, one offset
-and one stride per axis. That is all a conversion needs to know about a layout.
+`parse` reads the text; `Expression.layout` fills in sizes and gives an offset, and one stride per axis, for each
+logical tensor and stored dim. That is all a conversion needs to know about a layout.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Parts merged into one dim, outermost first; without parts it has size 1."""
+    """Nodes merged into one dim, outermost first; a merge of nothing has size 1."""
 
     parts: tuple[Node, ...]
 
@@ -47,13 +47,13 @@ class Sum:
 
 
 Node = Axis | Merge | Sum
-Sizes = Mapping[str, int]
+AxisSizes = Mapping[str, int]
 Change = Callable[[Merge, tuple[str, ...]], Merge]
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The part of one stored dim that belongs to one logical tensor."""
+    """One logical tensor's share of one stored dim."""
 
     offset: int
     """First position in the dim."""
@@ -102,7 +102,7 @@ class Expression:
 
     @cached_property
     def padding(self) -> frozenset[str]:
-        """Names of the axes that only size padding."""
+        """Axes that occur only inside padding, and so have no size in any logical tensor."""
         inside = {n.name for name, part in self.segments if name == PADDING for n in walk(part) if isinstance(n, Axis)}
         return frozenset(inside.difference(*(self.axes_of(component) for component in self.components)))
 
@@ -110,7 +110,7 @@ class Expression:
         """Return the axes that one logical tensor has in the dims, in stored order."""
         return tuple(axis for dim in self.dims for axis in _axes_of(dim, component))
 
-    def layout(self, sizes: Sizes) -> Layout:
+    def layout(self, sizes: AxisSizes) -> Layout:
         """Fill in sizes.
 
         Args:
@@ -141,7 +141,7 @@ def walk(node: Node) -> Iterator[Node]:
             yield from walk(part)
 
 
-def size(node: Node, sizes: Sizes) -> int:
+def size(node: Node, sizes: AxisSizes) -> int:
     """Return the number of positions a node takes."""
     return _measure(node, sizes)[0]
 
@@ -151,10 +151,11 @@ _WHOLE = Share(0, ())
 
 
 def _share(parts: _Parts, component: str) -> Share:
+    """Return a component's share; a node without sums belongs to every component alike (key None)."""
     return parts.get(component) or parts.get(None) or _WHOLE
 
 
-def _measure(node: Node, sizes: Sizes) -> tuple[int, _Parts]:
+def _measure(node: Node, sizes: AxisSizes) -> tuple[int, _Parts]:
     """Return the size of a node and the share of each component in it (None: every component)."""
     match node:
         case Axis(name):
@@ -171,17 +172,18 @@ def _measure(node: Node, sizes: Sizes) -> tuple[int, _Parts]:
             return start, shares
 
 
-def _measure_merge(parts: tuple[Node, ...], sizes: Sizes) -> tuple[int, _Parts]:
-    """Right to left: the stride of a part is the size of everything after it."""
+def _measure_merge(parts: tuple[Node, ...], sizes: AxisSizes) -> tuple[int, _Parts]:
+    """Measure a merged dim from right to left: a node's stride is the size of everything after it."""
     measured = [_measure(part, sizes) for part in parts]
     named = dict.fromkeys(name for _, inside in measured for name in inside if name is not None)
     shares: _Parts = dict.fromkeys(named or [None], _WHOLE)
     stride = 1
     for count, inside in reversed(measured):
         for name, share in shares.items():
-            own = inside.get(name) or inside.get(None) or _WHOLE
-            axes = tuple((axis, length, step * stride) for axis, length, step in own.axes)
-            shares[name] = Share(share.offset + own.offset * stride, axes + share.axes)
+            share_inside = inside.get(name) or inside.get(None) or _WHOLE
+            axes = tuple((axis, length, step * stride) for axis, length, step in share_inside.axes)
+            shares[name] = Share(share.offset + share_inside.offset * stride, axes + share.axes)
+        # Whatever comes further left steps over all `count` positions of this node.
         stride *= count
     return stride, shares
 
@@ -214,7 +216,7 @@ _NAME, _NUMBER, _MARK, _END = "name", "number", "mark", "end"
 _KINDS = (_END, _NAME, _NUMBER, _MARK)
 _ONE = "1"
 _DEEPEST = 16
-"""Brackets inside brackets that are read; tables need three."""
+"""Deepest nesting of brackets; the tables need three."""
 
 
 class _Parser:
@@ -233,10 +235,10 @@ class _Parser:
 
     def fail(self, expected: str) -> TransaxleError:
         """Build the refusal at the current token."""
-        kind, found, position = self.tokens[self.at]
-        found = found if kind == _END else repr(found)
-        where = f"{' ' * position}^\ncolumn {self.start + position + 1}"
-        return refuse("CORRUPT", f"{self.text}\n{where}: expected {expected}, found {found}", hint=HINT)
+        kind, token, position = self.tokens[self.at]
+        token = token if kind == _END else repr(token)
+        pointer = f"{' ' * position}^\ncolumn {self.start + position + 1}"
+        return refuse("CORRUPT", f"{self.text}\n{pointer}: expected {expected}, found {token}", hint=HINT)
 
     def peek(self, *marks: str) -> bool:
         return self.tokens[self.at][0] == _MARK and self.tokens[self.at][1] in marks
@@ -264,11 +266,11 @@ class _Parser:
 
     def items(self, opening: str, closing: str) -> tuple[Node, ...]:
         self.take(opening)
-        found: list[Node] = []
+        nodes: list[Node] = []
         while not self.peek(closing):
-            found.append(self.item(closing))
+            nodes.append(self.item(closing))
         self.take(closing)
-        return tuple(found)
+        return tuple(nodes)
 
     def item(self, closing: str) -> Node:
         kind, text, _ = self.tokens[self.at]
@@ -316,6 +318,7 @@ class _Parser:
 
 
 def _problems(expression: Expression) -> Iterator[str]:
+    """Yield what is wrong with an expression that parses, each as a phrase that follows "expected"."""
     names = expression.components
     sums = [node for dim in expression.dims for node in walk(dim) if isinstance(node, Sum)]
     if expression.component is not None and sums:
@@ -335,6 +338,7 @@ def _problems(expression: Expression) -> Iterator[str]:
 
 
 HINT = "the grammar is in the reference, page Notation"
+"""Where errors of the grammar send the reader."""
 
 
 def parse(text: str, start: int = 0) -> Expression:

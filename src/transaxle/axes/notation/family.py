@@ -1,7 +1,7 @@
-"""Families and dialects: the tables.
+"""Families and dialects as values.
 
 A family lists the logical tensors of a model with their named axes; a dialect says, one line per stored tensor, how a
-framework names and packs them. Both are data; `tables.read` parses their text.
+framework names and packs them. `tables.read` builds both from text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transaxle.axes.notation.number_format import WORDS
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class LogicalTensor:
     """A logical tensor of a family."""
 
     name: str
@@ -28,17 +28,17 @@ class Tensor:
     axes: tuple[str, ...]
     """Its axes, in canonical order."""
     when: Formula | None = None
-    """Where it must exist; None: everywhere. A tensor that need not exist may."""
+    """Condition under which it must exist; None: always. Where the condition is false, it may still exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """Two logical tensors that are one."""
+    """Two logical tensors that share one value, such as a head tied to the embedding."""
 
     alias: str
-    """The one that may be stored as a copy, or not at all."""
+    """The tensor that may be stored as a copy, or not at all."""
     original: str
-    """The one that is always stored."""
+    """The tensor that is always stored."""
     when: Formula
     """When they are tied."""
 
@@ -50,13 +50,13 @@ class Cuttable:
     mesh: str
     """The mesh axis, `tp`."""
     axes: tuple[str, ...]
-    """The axis; or several that are counted through as one, outermost first."""
+    """The axis; several axes are cut as one flattened axis, outermost first."""
     tensors: frozenset[str] | None = None
-    """The tensors it holds for; None: all that have the axis."""
+    """The tensors it applies to; None: every tensor with the axis."""
 
     @property
     def text(self) -> str:
-        """What is cut, as the table says it."""
+        """The cut axes as the table writes them."""
         return self.axes[0] if len(self.axes) == 1 else f"({' '.join(self.axes)})"
 
 
@@ -69,7 +69,7 @@ class Arithmetic:
     scale: float
     """Factor."""
     shift: float
-    """Summand."""
+    """Constant added after scaling."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,10 +117,10 @@ class Dialect:
     @cached_property
     def by_skeleton(self) -> Mapping[str, tuple[Line, ...]]:
         """Lines a name may match, by the name's skeleton."""
-        found: dict[str, list[Line]] = defaultdict(list)
+        lines_by_skeleton: dict[str, list[Line]] = defaultdict(list)
         for line in self.lines:
-            found[line.name.skeleton].append(line)
-        return {key: tuple(lines) for key, lines in found.items()}
+            lines_by_skeleton[line.name.skeleton].append(line)
+        return {key: tuple(lines) for key, lines in lines_by_skeleton.items()}
 
     @cached_property
     def ignored_skeletons(self) -> frozenset[str]:
@@ -138,23 +138,27 @@ class Family:
     """Values of config.json's `model_type` that mean this family."""
     axes: Mapping[str, Formula | None]
     """Axis -> its size as a formula over the config; None: only shapes and names tell."""
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, LogicalTensor]
     """Logical tensors by name."""
     ties: tuple[Tie, ...] = ()
     """Tensors that may be one."""
     cuts: tuple[Cuttable, ...] = ()
     """Axes that tensor-parallel ranks may share out."""
     within: Mapping[str, str] = field(default_factory=dict)
-    """Axis -> the axis that ranks share out among them where several have to share one index of the first. What has
-    only the first (keys and values, shared by query heads) each of them holds."""
+    """Outer axis -> inner axis, for `cut tp = INNER within OUTER`: where there are more ranks than indices of the
+    outer axis (kv heads), the ranks that get the same outer index divide the inner axis (its query heads) among
+    them, and each keeps a full copy of tensors that have the outer axis only.
+    """
     named: Mapping[str, Formula] = field(default_factory=dict)
     """Formulas with a name (`let`)."""
     dialects: tuple[Dialect, ...] = ()
     """Known dialects, in table order."""
     wrappers: tuple[str, ...] = ()
-    """Values of `model_type` of models around this one (in `text_config`) whose names the dialects have as well."""
+    """Values of `model_type` of larger models that contain this one under `text_config`, and whose tensor names the
+    dialects read as well.
+    """
     precise: frozenset[str] = frozenset()
-    """Logical tensors that keep their number type where all others are cast."""
+    """Logical tensors that keep their dtype where all others are cast."""
 
     def dialect(self, label: str) -> Dialect | None:
         """Return the dialect of that name (its newest version) or `name@version`; None where there is none."""
@@ -169,13 +173,13 @@ class Family:
 
     @cached_property
     def name_axes(self) -> frozenset[str]:
-        """Axes that some dialect keeps in its stored names: the tensor at hand has an index of them."""
+        """Axes that some dialect keeps in its stored names; in a formula they mean an index, not a size."""
         return frozenset(axis for d in self.dialects for line in d.lines for axis in line.name.axes)
 
 
 def _age(dialect: Dialect) -> tuple[int, ...]:
-    """Return what orders versions: `0.10` is newer than `0.9`."""
-    return tuple(int(part) for part in re.findall("[0-9]+", dialect.version or ""))
+    """Return a key that sorts versions: `0.10` is newer than `0.9`."""
+    return tuple(int(number) for number in re.findall("[0-9]+", dialect.version or ""))
 
 
 _Measured = tuple[dict[str, int], MutableMapping[str, Any]]
@@ -195,7 +199,7 @@ class Sizes:
     config: Mapping[str, Any]
     """config.json; empty where there is none."""
     given: Mapping[str, int] = field(default_factory=dict)
-    """Sizes that override the formulas: the user's, or those solved from shapes."""
+    """Sizes that win over the formulas: the user's, or those solved from shapes."""
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
@@ -220,12 +224,12 @@ class Sizes:
         return dict(self._measured(index)[0])
 
     def _measured(self, index: Mapping[str, int]) -> _Measured:
-        """Return the sizes, and the values that formulas see beside the index; they are the same in layers alike."""
+        """Return the sizes at an index, and the values that formulas see there; cached for layers that are alike."""
         key = tuple(index.get(axis) for axis in self._order)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._evaluated(index)
-        return found
+        measured = self._known.get(key)
+        if measured is None:
+            measured = self._known[key] = self._evaluated(index)
+        return measured
 
     @cached_property
     def _known(self) -> dict[tuple[int | None, ...], _Measured]:
@@ -244,8 +248,8 @@ class Sizes:
         for axis, formula in self.family.axes.items():
             value = self.given.get(axis)
             if value is None and formula is not None:
-                own = {axis: self.settings.get(axis)} if axis in formula.names else {}  # a key of the same name
-                value = formula(ChainMap(own, values) if own else values)
+                own_key = {axis: self.settings.get(axis)} if axis in formula.names else {}  # a key of the same name
+                value = formula(ChainMap(own_key, values) if own_key else values)
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
                 sizes[axis] = value
             if axis not in hidden:
@@ -261,7 +265,7 @@ class Sizes:
             formula: the condition; None always holds.
             index: name axis -> index.
             present: words of the condition that mean something at hand -> whether it is so: logical tensors that
-                exist there, and encodings (`form.words`).
+                exist there, and encodings (`number_format.words`).
         """
         if formula is None:
             return True
@@ -269,6 +273,6 @@ class Sizes:
         value = formula(ChainMap({**hidden, **index, **(present or {})}, self._measured(index)[1]))
         return None if value is None else bool(value)
 
-    def giving(self, found: Mapping[str, int]) -> Sizes:
-        """Return the same sizes with more of them known."""
-        return Sizes(self.family, self.config, {**found, **self.given})
+    def giving(self, solved: Mapping[str, int]) -> Sizes:
+        """Return these sizes extended by solved ones; sizes given before win."""
+        return Sizes(self.family, self.config, {**solved, **self.given})

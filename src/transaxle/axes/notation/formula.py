@@ -32,7 +32,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 
 
 def _members(items: Any) -> Any:
-    """Return what `in` looks into: some configs write a list of numbers as the text "3,4,5"."""
+    """Return what `in` searches: some configs write a list of numbers as the text "3,4,5"."""
     if isinstance(items, str):
         return [int(item) if item.strip().isdecimal() else item.strip() for item in items.split(",")]
     return items
@@ -53,15 +53,15 @@ _PARTS: tuple[type[ast.AST], ...] = (
     ast.IfExp, ast.Tuple, ast.List, ast.Load, ast.And, ast.Or, ast.Not, ast.USub, ast.Div, ast.BitOr,
     ast.Call, *_ARITHMETIC, *_COMPARE,
 )  # fmt: skip
-"""The syntax there is; anything else is refused when the table is read."""
+"""The closed set of syntax nodes; anything else is refused when the table is read."""
 _MOST_NODES = 1_000
-"""Parts of one formula, those of the formulas that it names included; tables have some twenty."""
+"""Cap on the nodes of one formula, those of the formulas it names included; real tables need some twenty."""
 _LENGTH = "len"
-"""The one function."""
+"""The only function that a formula may call."""
 
 
-class _Inline(ast.NodeTransformer):
-    """Replaces the names of named formulas by what they stand for."""
+class _InlineNamed(ast.NodeTransformer):
+    """Replaces the names of `let` formulas by their syntax trees."""
 
     def __init__(self, named: Mapping[str, Formula]) -> None:
         self.named = named
@@ -70,7 +70,7 @@ class _Inline(ast.NodeTransformer):
         return self.named[node.id].tree if node.id in self.named else node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        node.args = [self.visit(part) for part in node.args]
+        node.args = [self.visit(argument) for argument in node.args]
         return node
 
 
@@ -103,12 +103,12 @@ class Formula:
                 if isinstance(node, ast.Call) and not _is_length(node):
                     raise self._fail("Call is not part of formulas, but for len(X)")
                 name = node.id if isinstance(node, ast.Name) and id(node) not in functions else ""
-                called = self.named.get(name)
-                nodes += 1 if called is None else called._parsed[1]
-                names |= {name} if called is None else called.names
+                named_formula = self.named.get(name)
+                nodes += 1 if named_formula is None else named_formula._parsed[1]
+                names |= {name} if named_formula is None else named_formula.names
             if nodes > _MOST_NODES:
                 raise self._fail(f"with the formulas that it names it has {nodes:,} parts, more than {_MOST_NODES:,}")
-            return _Inline(self.named).visit(tree), nodes, frozenset(names - {""})
+            return _InlineNamed(self.named).visit(tree), nodes, frozenset(names - {""})
         except SyntaxError as error:
             raise self._fail(error.msg) from None
         except (ValueError, RecursionError, MemoryError) as error:
@@ -163,29 +163,33 @@ class Formula:
                 return self._binary(op, self._value(left, values), right, values)
         raise self._fail(f"{type(node).__name__} is not part of formulas")
 
-    def _binary(self, op: ast.operator, first: Any, right: ast.expr, values: Mapping[str, Any]) -> Any:
+    def _binary(self, op: ast.operator, left: Any, right: ast.expr, values: Mapping[str, Any]) -> Any:
+        """Apply a binary operation; None where an operand is unknown.
+
+        The right operand is passed as syntax, because `a | b` evaluates it only where the left one is unknown.
+        """
         if isinstance(op, ast.BitOr):
-            return first if first is not None else self._value(right, values)
-        second = self._value(right, values)
-        if first is None or second is None:
+            return left if left is not None else self._value(right, values)
+        right_value = self._value(right, values)
+        if left is None or right_value is None:
             return None
-        for operand in (first, second):
+        for operand in (left, right_value):
             if not isinstance(operand, int | float):  # `%` and `*` mean other things for text and lists
                 raise self._fail(f"{operand!r} is not a number")
         if isinstance(op, ast.Div):
-            if first % second:
-                raise refuse("SHAPE_MISMATCH", f"{self.text}: {first} is not divisible by {second}")
-            return first // second
-        return _ARITHMETIC[type(op)](first, second)
+            if left % right_value:
+                raise refuse("SHAPE_MISMATCH", f"{self.text}: {left} is not divisible by {right_value}")
+            return left // right_value
+        return _ARITHMETIC[type(op)](left, right_value)
 
 
 def _is_length(node: ast.Call) -> bool:
-    called = isinstance(node.func, ast.Name) and node.func.id == _LENGTH
-    return called and len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred)
+    names_len = isinstance(node.func, ast.Name) and node.func.id == _LENGTH
+    return names_len and len(node.args) == 1 and not node.keywords and not isinstance(node.args[0], ast.Starred)
 
 
 def _turned(node: ast.Call | ast.UnaryOp, value: Any) -> Any:
-    """Return the length, the opposite or the negative of a value; None of what is unknown."""
+    """Return the length, the logical negation or the negative of a value; None where it is unknown."""
     if value is None:
         return None
     if isinstance(node, ast.Call):
@@ -194,6 +198,7 @@ def _turned(node: ast.Call | ast.UnaryOp, value: Any) -> Any:
 
 
 def _item(base: Any, index: Any) -> Any:
+    """Return an entry of a mapping or a list; None where it does not exist: unknown, like a missing key."""
     if isinstance(base, Mapping):
         return base.get(index)
     if isinstance(base, list | tuple) and isinstance(index, int) and -len(base) <= index < len(base):
@@ -202,7 +207,7 @@ def _item(base: Any, index: Any) -> Any:
 
 
 def _boolean(conjunction: bool, values: Iterable[Any]) -> bool | None:
-    """Three-valued `and` / `or`; what stands after the part that decides is not looked at."""
+    """Evaluate three-valued `and` / `or`, which stops at the first value that decides."""
     unknown = False
     for value in values:
         if value is None:

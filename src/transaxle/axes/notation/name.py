@@ -27,16 +27,18 @@ _SEPARATOR = "."
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 """Segments that torch's wrappers put into the names of a live model's parameters."""
 _OUTER = _WRAPPERS | {"module", "model", "_forward_module"}
-"""Segments that may stand before all names of a model without making it a part of another one."""
+"""Segments that may precede every name of a model without making it part of a larger one."""
 
 
 def own_name(name: str) -> str:
-    """Return a name without the segments that wrappers add."""
-    return _SEPARATOR.join(part for part in name.split(_SEPARATOR) if part not in _WRAPPERS)
+    """Return a name without the segments that torch's wrappers insert."""
+    return _SEPARATOR.join(segment for segment in name.split(_SEPARATOR) if segment not in _WRAPPERS)
 
 
 def is_outer(prefix: str) -> bool:
-    """Tell whether a prefix is only what data parallelism, compilation and training loops put before all names."""
+    """Tell whether a prefix consists only of what data parallelism, compilation and training loops put before all
+    names.
+    """
     return _OUTER.issuperset(prefix.split(_SEPARATOR)[:-1])
 
 
@@ -50,9 +52,9 @@ class Hole:
     """One index in a name."""
 
     axis: str
-    """Axis whose index stands here."""
+    """Axis whose index is written here."""
     shift: str | None
-    """`+` or `-`, and the number, or the axis whose size, that is added to the index or taken off."""
+    """`+` or `-` followed by a number or by an axis, whose size is then added to the index or subtracted from it."""
     mesh: str | None
     """Mesh axis whose rank's first index is subtracted."""
 
@@ -62,7 +64,7 @@ class Hole:
         return None if self.shift is None or self.shift[1:].isdigit() else self.shift[1:]
 
     def added(self, sizes: Mapping[str, int]) -> int:
-        """Return the number added to the index; negative where it is taken off.
+        """Return the number added to the index; negative where it is subtracted.
 
         Raises:
             UsageError: UNKNOWN_AXIS where it is the size of an axis that is not known.
@@ -137,9 +139,9 @@ class Name:
         return re.compile(_DECIMAL.join(re.escape(literal) for literal in self.literals))
 
     def match(self, name: str) -> tuple[int, ...] | None:
-        """Return the numbers in the holes, in order, or None; shifts are not yet taken off."""
-        found = self._regex.fullmatch(name)
-        return None if found is None else tuple(map(int, found.groups()))
+        """Return the numbers in the holes, in order; None if the name does not match. Shifts are still included."""
+        matched = self._regex.fullmatch(name)
+        return None if matched is None else tuple(map(int, matched.groups()))
 
     def format(self, numbers: tuple[int, ...]) -> str:
         """Put numbers into the holes, in order.  Inverse: `match`."""

@@ -1,8 +1,8 @@
-"""Forms: as what numbers a tensor is stored, and the words by which a dialect's line asks for it.
+"""Number formats: the dtype and encoding of a stored tensor, and the words by which a dialect's line asks for them.
 
-A layout may depend on the number format: gpt-oss stores bf16 experts transposed, its MXFP4 codes not. So a line may
-hold `when mxfp4`, and another line of the same name `when not mxfp4`. The word holds where the tensor at hand is
-stored, or is about to be written, in that encoding; the algebra knows no more of encodings than these words.
+A layout may depend on the number format: gpt-oss stores bf16 experts transposed, but not its MXFP4 codes. So a line may
+end in `when mxfp4`, and another line of the same name in `when not mxfp4`. The word is true where the tensor at hand is
+stored, or is about to be written, in that encoding; these words are all that the algebra knows of encodings.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import NamedTuple
 PLAIN = ""
 """The encoding of a tensor whose elements are its values."""
 WORDS = ("float8", "float8_block", "mxfp8", "mxfp4", "nvfp4")
-"""Encodings by the names that conditions of lines know: reserved, no axis, tensor or formula may be called so."""
+"""Names of the encodings in conditions. They are reserved: no axis, tensor or formula may have one of them."""
 
 
-class Form(NamedTuple):
-    """As what numbers a tensor is stored."""
+class NumberFormat(NamedTuple):
+    """The dtype of a stored tensor's elements, and its encoding."""
 
     dtype: str
     """Safetensors code of its elements, or of its codes."""
@@ -25,15 +25,15 @@ class Form(NamedTuple):
     """One of `WORDS`, or `PLAIN`."""
 
 
-Recode = Callable[[str, Form], Form]
-"""Target name, form of a source -> form in which it is written."""
+Recode = Callable[[str, NumberFormat], NumberFormat]
+"""(target name, format of the source) -> format in which it is written."""
 
 
-def same(_: str, form: Form) -> Form:
-    """Write everything as it is stored: layout changes no number."""
+def same(_: str, form: NumberFormat) -> NumberFormat:
+    """Keep every tensor's format: a change of layout changes no number."""
     return form
 
 
 def words(encoding: str) -> dict[str, bool]:
-    """Return what each word means for a tensor of this encoding."""
+    """Return the truth of each encoding's word for a tensor of this encoding."""
     return {word: word == encoding for word in WORDS}

@@ -1,8 +1,9 @@
-"""Overlap: whether two lines of a dialect claim one stored name, so that the first would swallow what is the other's.
+"""Overlap: whether two lines of a dialect claim the same stored name, so that the first would swallow the second's
+tensor.
 
-Name patterns are unified: what is no digit must agree, and in each run of digits some number must be in the ranges of
-both holes. Where some name is of both lines, their conditions decide: a name may be of two lines of which only one can
-hold.
+Name patterns are unified: the text between digits must agree, and in each run of digits some number must be in the
+ranges of both holes. Where two patterns share a name, their conditions decide: the lines may share it if only one of
+them can hold.
 """
 
 from __future__ import annotations
@@ -20,19 +21,19 @@ from transaxle.errors import TransaxleError, refuse
 
 _RUN = re.compile(r"[0-9]+")
 _NUMBERS = 40
-"""Numbers that are tried where a range has no end that is known, beside those that the lines name."""
+"""How many numbers are tried where the end of a range is unknown, beside those that the lines name."""
 _NAMES = 200
-"""Common names for which the conditions are held against each other."""
+"""Cap on the shared names for which the conditions are compared."""
 _PAIRS = 10_000
-"""Pairs of lines of one dialect whose names differ in digits only; tables have a few dozen."""
+"""Cap on the pairs of lines of one dialect whose names differ in digits only; tables have a few dozen."""
 _ATOMS = 12
-"""Parts of two conditions that are looked at in every combination."""
+"""Cap on the atoms of two conditions that are tried in every combination."""
 _NEGATED: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
     ast.NotEq: ast.Eq, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.NotIn: ast.In,
 }  # fmt: skip
 _Run = tuple[str | Hole, ...]
-"""Digits and holes that stand next to each other."""
-_Seen = tuple[Line, list[_Run]]
+"""Adjacent digits and holes."""
+_LineRuns = tuple[Line, list[_Run]]
 
 
 def overlapping(lines: Iterable[Line], family: Family) -> Iterator[tuple[Line, Line, str]]:
@@ -42,23 +43,27 @@ def overlapping(lines: Iterable[Line], family: Family) -> Iterator[tuple[Line, L
         Refused: CORRUPT where too many lines have names that differ in digits only.
     """
     pairs = 0
-    by_text: dict[str, tuple[list[_Seen], dict[str, list[_Seen]]]] = {}
+    by_text: dict[str, tuple[list[_LineRuns], dict[str, list[_LineRuns]]]] = {}
     for line in lines:
         texts, runs = _runs(line.name)
         with_holes, without = by_text.setdefault("0".join(texts), ([], {}))
-        single = line.name.text if not line.name.holes else None
-        fixed = [seen for each in without.values() for seen in each] if single is None else without.get(single, [])
+        fixed_name = line.name.text if not line.name.holes else None
+        fixed = (
+            [entry for patterns in without.values() for entry in patterns]
+            if fixed_name is None
+            else without.get(fixed_name, [])
+        )
         pairs += len(with_holes) + len(fixed)
         if pairs > _PAIRS:
             message = f"{line.text}\nmore than {_PAIRS:,} pairs of lines have names that differ in digits only"
             raise refuse("CORRUPT", message, hint="put the numbers into holes, as in layers.{l}")
-        for other, theirs in (*with_holes, *fixed):
-            if line.when is None and other.when is None and line.name == other.name:
+        for earlier, earlier_runs in (*with_holes, *fixed):
+            if line.when is None and earlier.when is None and line.name == earlier.name:
                 continue  # the reader of tables says so where the second one stands
-            name = _common(other, theirs, line, runs, texts, family)
+            name = _common(earlier, earlier_runs, line, runs, texts, family)
             if name is not None:
-                yield other, line, name
-        (with_holes if single is None else without.setdefault(single, [])).append((line, runs))
+                yield earlier, line, name
+        (with_holes if fixed_name is None else without.setdefault(fixed_name, [])).append((line, runs))
 
 
 def _runs(name: Name) -> tuple[list[str], list[_Run]]:
@@ -67,24 +72,24 @@ def _runs(name: Name) -> tuple[list[str], list[_Run]]:
     holes = iter(name.holes)
     run: list[str | Hole] = []
 
-    def text(part: str) -> None:
+    def add_text(piece: str) -> None:
         nonlocal run
-        if part:
+        if piece:
             if run:
                 runs.append(tuple(run))
                 texts.append("")
                 run = []
-            texts[-1] += part
+            texts[-1] += piece
 
     for number, literal in enumerate(name.literals):
         if number:
             run.append(next(holes))
         end = 0
         for digits in _RUN.finditer(literal):
-            text(literal[end : digits.start()])
+            add_text(literal[end : digits.start()])
             run.append(digits[0])
             end = digits.end()
-        text(literal[end:])
+        add_text(literal[end:])
     if run:
         runs.append(tuple(run))
         texts.append("")
@@ -92,34 +97,37 @@ def _runs(name: Name) -> tuple[list[str], list[_Run]]:
 
 
 def _common(
-    first: Line, theirs: list[_Run], second: Line, runs: list[_Run], texts: list[str], family: Family
+    first: Line, first_runs: list[_Run], second: Line, second_runs: list[_Run], texts: list[str], family: Family
 ) -> str | None:
     """Return a name that both lines hold, or None."""
-    shared = [list(islice(_shared(one, two, family), _NUMBERS)) for one, two in zip(theirs, runs, strict=True)]
+    shared = [list(islice(_shared(a, b, family), _NUMBERS)) for a, b in zip(first_runs, second_runs, strict=True)]
     for digits in islice(product(*shared), _NAMES):
         name = texts[0] + "".join(f"{number}{text}" for number, text in zip(digits, texts[1:], strict=True))
+        # A shared name is an overlap only if both conditions can be true there at once.
         if _both_hold([(line, _index(line, name)) for line in (first, second)]):
             return name
     return None
 
 
-def _shared(one: _Run, two: _Run, family: Family) -> Iterator[str]:
+def _shared(first: _Run, second: _Run, family: Family) -> Iterator[str]:
     """Yield digits that both runs may stand for."""
-    if len(one) == len(two) == 1 and isinstance(one[0], Hole) and isinstance(two[0], Hole):
-        a, b = one[0], two[0]
+    if len(first) == len(second) == 1 and isinstance(first[0], Hole) and isinstance(second[0], Hole):
+        a, b = first[0], second[0]
         if not (_below(a, b, family) or _below(b, a, family)):
             numbers = {number for hole in (a, b) for edge in _range(hole, family) for number in (edge, edge - 1)}
             for number in sorted(numbers | set(range(_NUMBERS))):
                 if _in(number, a, family) and _in(number, b, family):
                     yield str(number)
         return
-    seen = dict.fromkeys(digits for digits in _digits(one, family) if _matches(two, digits, family))
-    yield from seen or dict.fromkeys(digits for digits in _digits(two, family) if _matches(one, digits, family))
+    digits_of_both = dict.fromkeys(digits for digits in _digits(first, family) if _matches(second, digits, family))
+    yield from digits_of_both or dict.fromkeys(
+        digits for digits in _digits(second, family) if _matches(first, digits, family)
+    )
 
 
 def _digits(run: _Run, family: Family) -> Iterator[str]:
     """Yield the first of the digits that a run may stand for."""
-    choices = [[part] if isinstance(part, str) else _numbers(part, family) for part in run]
+    choices = [[piece] if isinstance(piece, str) else _numbers(piece, family) for piece in run]
     return ("".join(parts) for parts in product(*choices))
 
 
@@ -129,13 +137,14 @@ def _numbers(hole: Hole, family: Family) -> list[str]:
 
 
 def _matches(run: _Run, digits: str, family: Family) -> bool:
+    """Tell whether a run can produce exactly these digits."""
     if not run:
         return not digits
-    head, rest = run[0], run[1:]
+    head, following = run[0], run[1:]
     if isinstance(head, str):
-        return digits.startswith(head) and _matches(rest, digits[len(head) :], family)
+        return digits.startswith(head) and _matches(following, digits[len(head) :], family)
     ends = (end for end in range(1, len(digits) + 1) if str(int(digits[:end])) == digits[:end])
-    return any(_in(int(digits[:end]), head, family) and _matches(rest, digits[end:], family) for end in ends)
+    return any(_in(int(digits[:end]), head, family) and _matches(following, digits[end:], family) for end in ends)
 
 
 def _in(number: int, hole: Hole, family: Family) -> bool:
@@ -146,13 +155,14 @@ def _in(number: int, hole: Hole, family: Family) -> bool:
 def _range(hole: Hole, family: Family) -> tuple[int, int]:
     """Return the first number of a hole and the one after its last, as far as the table itself says them."""
     shift = hole.shift or "+0"
-    known = int(shift) if shift[1:].isdigit() else None
+    fixed_shift = int(shift) if shift[1:].isdigit() else None
     size = _constant(family, hole.axis)
-    high = size + known if size is not None and known is not None else 10**10
-    return max(known or 0, 0), high
+    high = size + fixed_shift if size is not None and fixed_shift is not None else 10**10
+    return max(fixed_shift or 0, 0), high
 
 
 def _constant(family: Family, axis: str) -> int | None:
+    """Return an axis's size where the table itself fixes it; None where it depends on a config."""
     formula = family.axes.get(axis)
     try:
         value = None if formula is None or formula.names else formula({})
@@ -163,26 +173,26 @@ def _constant(family: Family, axis: str) -> int | None:
 
 def _below(first: Hole, second: Hole, family: Family) -> bool:
     """Tell whether all numbers of one hole are below those of the other, whatever the sizes."""
-    other = second.shift_axis
-    if first.shift is not None or other is None or (second.shift or "").startswith("-"):
+    shift_axis = second.shift_axis
+    if first.shift is not None or shift_axis is None or (second.shift or "").startswith("-"):
         return False
-    sizes = family.axes.get(first.axis), family.axes.get(other)
-    return first.axis == other or (sizes[0] is not None and sizes[0] == sizes[1])
+    sizes = family.axes.get(first.axis), family.axes.get(shift_axis)
+    return first.axis == shift_axis or (sizes[0] is not None and sizes[0] == sizes[1])
 
 
 def _index(line: Line, name: str) -> dict[str, int]:
     """Return the indices of a line at a name, as far as the table itself says them."""
-    found = {}
+    index = {}
     numbers = line.name.match(name) or ()
     for hole, number in zip(line.name.holes, numbers, strict=False):
         shift = hole.shift or "+0"
         if shift[1:].isdigit():
-            found[hole.axis] = number - int(shift)
-    return found
+            index[hole.axis] = number - int(shift)
+    return index
 
 
-class _Known(ast.NodeTransformer):
-    """Puts the indices of a name into a condition."""
+class _SubstituteIndex(ast.NodeTransformer):
+    """Replaces name axes by their indices in a condition."""
 
     def __init__(self, index: Mapping[str, int]) -> None:
         self.index = index
@@ -196,11 +206,12 @@ def _both_hold(lines: list[tuple[Line, dict[str, int]]]) -> bool:
     trees = []
     for line, index in lines:
         if line.when is not None:
-            trees.append(_Known(index).visit(ast.parse(ast.unparse(line.when.tree), mode="eval").body))
+            trees.append(_SubstituteIndex(index).visit(ast.parse(ast.unparse(line.when.tree), mode="eval").body))
     atoms: dict[str, ast.expr] = {}
     for tree in trees:
         _atoms(tree, atoms)
     keys = list(atoms)[:_ATOMS]
+    # Two conditions exclude each other if no assignment of their atoms makes both true.
     for values in product((True, False), repeat=len(keys)):
         truth = dict(zip(keys, values, strict=True))
         if _possible(truth, atoms) and all(_value(tree, truth) is not False for tree in trees):
@@ -209,38 +220,42 @@ def _both_hold(lines: list[tuple[Line, dict[str, int]]]) -> bool:
 
 
 def _atom(node: ast.expr) -> tuple[str, bool, ast.expr]:
-    """Return what names a part of a condition, whether it is meant as it stands, and the part."""
+    """Return an atom of a condition as `(key, truth, node)`: `x != 1` is the atom `x == 1` with truth False."""
     if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _NEGATED:
-        turned = ast.Compare(node.left, [_NEGATED[type(node.ops[0])]()], node.comparators)
-        return ast.unparse(turned), False, turned
+        positive = ast.Compare(node.left, [_NEGATED[type(node.ops[0])]()], node.comparators)
+        return ast.unparse(positive), False, positive
     return ast.unparse(node), True, node
 
 
-def _atoms(node: ast.expr, found: dict[str, ast.expr]) -> None:
+def _atoms(node: ast.expr, atoms: dict[str, ast.expr]) -> None:
+    """Collect the atoms of a condition by their keys."""
     if isinstance(node, ast.BoolOp):
-        for part in node.values:
-            _atoms(part, found)
+        for operand in node.values:
+            _atoms(operand, atoms)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        _atoms(node.operand, found)
+        _atoms(node.operand, atoms)
     else:
         key, _, atom = _atom(node)
-        found[key] = atom
+        atoms[key] = atom
 
 
 def _value(node: ast.expr, truth: Mapping[str, bool]) -> bool | None:
+    """Evaluate a condition under a truth assignment of its atoms; None where the assignment leaves it open."""
     if isinstance(node, ast.BoolOp):
-        values = [_value(part, truth) for part in node.values]
+        values = [_value(operand, truth) for operand in node.values]
         decides = isinstance(node.op, ast.Or)
         return decides if decides in values else None if None in values else not decides
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         value = _value(node.operand, truth)
         return None if value is None else not value
-    key, plain, _ = _atom(node)
-    return (truth[key] is plain) if key in truth else None
+    key, positive, _ = _atom(node)
+    return (truth[key] is positive) if key in truth else None
 
 
 def _possible(truth: Mapping[str, bool], atoms: Mapping[str, ast.expr]) -> bool:
-    """Tell whether parts can be so together: numbers compare as they do, one thing equals one value, one encoding."""
+    """Tell whether atoms can have these truth values together: constants compare as they do, a key equals at most one
+    value, and a tensor has at most one encoding.
+    """
     equal: dict[str, str] = {}
     encodings = 0
     for key, value in truth.items():
@@ -248,10 +263,10 @@ def _possible(truth: Mapping[str, bool], atoms: Mapping[str, ast.expr]) -> bool:
         formula = Formula(key)
         if not formula.names:
             try:
-                told = formula({})
+                constant = formula({})
             except TransaxleError:
-                told = None
-            if told is not None and bool(told) is not value:
+                constant = None
+            if constant is not None and bool(constant) is not value:
                 return False
         encodings += value and key in WORDS
         if value and isinstance(atom, ast.Compare) and isinstance(atom.ops[0], ast.Eq) and len(atom.ops) == 1:

@@ -33,7 +33,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from transaxle.axes.notation.expression import HINT, parse
-from transaxle.axes.notation.family import Arithmetic, Cuttable, Dialect, Family, Line, Tensor, Tie
+from transaxle.axes.notation.family import Arithmetic, Cuttable, Dialect, Family, Line, LogicalTensor, Tie
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Name
 from transaxle.axes.notation.number_format import WORDS
@@ -60,13 +60,15 @@ _UNKNOWN = Formula("None")
 _WHEN = re.compile(r"(?<!\s)\s+when\s+")
 
 _MOST_LINES, _LONGEST_LINE, _MOST_DIALECTS = 10_000, 1_000, 100
-"""Of one file, which anybody may have written; the longest table that ships has 224 lines, none longer than 142."""
+"""Caps on one file, which anybody may have written; the longest table that ships has 224 lines of at most 142
+characters.
+"""
 _MOST_PROBLEMS = 100
-"""Beyond this many, one more tells nothing."""
+"""Cap on the number of reported problems."""
 
 
-class _Reader:
-    """Reads one file's statements; every problem is kept with its line and column, and reading goes on."""
+class _TableParser:
+    """Parses the statements of one file; keeps every problem with its line and column, and reads on."""
 
     def __init__(self, known: Mapping[str, Family], file: str) -> None:
         self.known = known
@@ -77,9 +79,9 @@ class _Reader:
         self.family: Family | None = None
         self.dialect: Dialect | None = None
         self.base: Dialect | None = None
-        # What grows with the file: a family holds the first three while its statements are read.
+        # What grows with the file. The family refers to the first three, which fill up while its statements are read.
         self.sizes: dict[str, Formula | None] = {}
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, LogicalTensor] = {}
         self.named: dict[str, Formula] = {}
         self.used: set[str] = set()
         self.always: set[Name] = set()
@@ -113,10 +115,10 @@ class _Reader:
                     self.keep(error)
         self.close_dialect()
         if self.problems:
-            more = [
+            overflow = [
                 Refusal("CORRUPT", f"there is more: these are the first {_MOST_PROBLEMS} problems", Where(self.file))
             ]
-            raise gathered([*self.problems, *(more if len(self.problems) >= _MOST_PROBLEMS else ())])
+            raise gathered([*self.problems, *(overflow if len(self.problems) >= _MOST_PROBLEMS else ())])
         return list(self.made.values())
 
     def keep(self, error: TransaxleError) -> None:
@@ -128,16 +130,16 @@ class _Reader:
         message = f"lines 1 to {_MOST_LINES:,} are read, of at most {_LONGEST_LINE:,} characters each"
         return Refusal("CORRUPT", message, Where(f"{self.file}, line {self.number}"), "Is it a table?")
 
-    def expected(self, what: str, at: str = "") -> TransaxleError:
-        """Build the refusal of the current line; `at` is the word in it that is wrong (where it stands last)."""
-        places = [found.start() for found in re.finditer(rf"(?<!\w){re.escape(at)}(?!\w)", self.raw)] if at else []
+    def expected(self, wanted: str, word: str = "") -> TransaxleError:
+        """Build the refusal of the current line; `word` is the wrong word in it, whose last occurrence is marked."""
+        places = [match.start() for match in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", self.raw)] if word else []
         column = places[-1] if places else len(self.raw) - len(self.raw.lstrip())
-        return refuse("CORRUPT", f"{self.raw}\n{' ' * column}^\ncolumn {column + 1}: expected {what}", hint=HINT)
+        return refuse("CORRUPT", f"{self.raw}\n{' ' * column}^\ncolumn {column + 1}: expected {wanted}", hint=HINT)
 
-    def problem(self, what: str, at: str = "") -> None:
+    def problem(self, wanted: str, word: str = "") -> None:
         """Keep a problem and go on with the same line."""
         if len(self.problems) < _MOST_PROBLEMS:
-            self.keep(self.expected(what, at))
+            self.keep(self.expected(wanted, word))
 
     def statement(self, text: str) -> None:
         head = text.split(None, 1)[0]
@@ -171,12 +173,14 @@ class _Reader:
             self.problem(f"another name: {name!r} is the word for an encoding", name)
 
     def split_when(self, text: str) -> tuple[str, Formula | None]:
+        """Split off a statement's condition; `optional` is a condition whose value is unknown."""
         if text.endswith(_OPTIONAL):
             return text.removesuffix(_OPTIONAL).strip(), _UNKNOWN
         parts = _WHEN.split(text, maxsplit=1)
         return parts[0].strip(), self.formula(parts[1]) if len(parts) == 2 else None
 
     def touch(self, family: Family) -> None:
+        """Make a family the current one, and record it under its name."""
         self.family = self.made[family.name] = family
 
     # Families.
@@ -266,9 +270,9 @@ class _Reader:
         for name in sorted((tensors or frozenset()) - self.family.tensors.keys()):
             self.problem(f"a tensor of the family, declared above; {name!r} is none", name)
         axes = [tuple(item.strip("()").split()) for item in re.findall(_CUT_ITEM, items)]
-        for axis in sorted({axis for each in axes for axis in each} - self.family.axes.keys()):
+        for axis in sorted({axis for names in axes for axis in names} - self.family.axes.keys()):
             self.problem(f"declared axes only; {axis!r} is not in 'axes'", axis)
-        cuts = tuple(Cuttable(mesh, each, tensors) for each in axes)
+        cuts = tuple(Cuttable(mesh, names, tensors) for names in axes)
         self.touch(replace(self.family, cuts=self.family.cuts + cuts))
 
     def precise(self, text: str) -> None:
@@ -294,14 +298,14 @@ class _Reader:
                 self.problem(f"declared axes only; {axis!r} is not in 'axes'", axis)
             if times > 1:
                 self.problem(f"each axis of {name!r} once", axis)
-        self.tensors[name] = Tensor(name, axes, when)
+        self.tensors[name] = LogicalTensor(name, axes, when)
 
     # Dialects.
 
     def open_dialect(self, text: str) -> None:
         self.close_dialect()
         match = _DIALECT.fullmatch(text)
-        lost, self.skipping = self.skipping and self.family is None, True
+        family_failed, self.skipping = self.skipping and self.family is None, True
         if match is None:
             raise self.expected("'dialect NAME [VERSION] [of FAMILY] [like DIALECT]'")
         name, version, owner, base = match.groups()
@@ -310,7 +314,7 @@ class _Reader:
                 known = ", ".join(dict.fromkeys((*self.known, *self.made)))
                 raise self.expected(f"a known family after 'of'; these are known: {known}", owner)
             self.family = self.made[owner] if owner in self.made else self.known[owner]
-        elif lost:
+        elif family_failed:
             return
         if self.family is None:
             raise self.expected("'of FAMILY': the file names no family above")
@@ -332,8 +336,8 @@ class _Reader:
             return
         dialect = self.dialect
         if self.base is not None:
-            own = {name for line in dialect.lines for name in line.expression.components}
-            inherited = tuple(line for line in self.base.lines if own.isdisjoint(line.expression.components))
+            overridden = {name for line in dialect.lines for name in line.expression.components}
+            inherited = tuple(line for line in self.base.lines if overridden.isdisjoint(line.expression.components))
             dialect = replace(dialect, lines=inherited + dialect.lines, ignored=self.base.ignored + dialect.ignored)
         for first, second, name in overlapping(dialect.lines, self.family):
             message = f"{first.text}\n{second.text}\nboth hold {name!r} (dialect {dialect.label}): which one is meant?"
@@ -381,10 +385,10 @@ class _Reader:
             if tensor is None:
                 self.problem(f"a tensor of family {self.family.name}; {name!r} is none", name)
                 continue
-            held = in_name.union(line.expression.axes_of(name))
-            left = [axis for axis in tensor.axes if axis not in held]
-            if left:
-                self.problem(f"every axis of {name!r} in the name or its dims; {', '.join(left)} is left out", name)
+            placed_axes = in_name.union(line.expression.axes_of(name))
+            unplaced = [axis for axis in tensor.axes if axis not in placed_axes]
+            if unplaced:
+                self.problem(f"every axis of {name!r} in the name or its dims; {', '.join(unplaced)} is left out", name)
         if line.when is None:
             if line.name in self.always:
                 self.problem(f"each stored name once; another line gives {line.name.text!r}")
@@ -412,7 +416,7 @@ def read(text: str, *, file: str = "rules", known: Mapping[str, Family] | None =
     Raises:
         Refused: CORRUPT with every problem of the file: line, column, what was expected.
     """
-    return _Reader(known or {}, file).read(text)
+    return _TableParser(known or {}, file).read(text)
 
 
 def index(families: Iterable[Family]) -> dict[str, Family]:

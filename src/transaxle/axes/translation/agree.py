@@ -1,7 +1,6 @@
 """Agreement: which stored tensors are copies of each other and must prove equal before anything is committed.
 
-Nothing is assumed to be a copy because its name says so: ties, replicas and steps that become one are compared bit by
-bit while the data streams.
+A name alone proves nothing: ties, replicas and steps that become one are compared bit by bit while the data streams.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from dataclasses import replace
 from itertools import combinations
 
 from transaxle.axes.layout.bind import Index
-from transaxle.axes.layout.relayout import Check, Origin, Part, Target
-from transaxle.axes.translation.holdings import Held, Holdings, Place
+from transaxle.axes.layout.relayout import Check, Origin, Target, TargetPart
+from transaxle.axes.translation.holdings import Holdings, LineSources, SourceTensor
 from transaxle.errors import Refusal, Where
 
 
@@ -24,61 +23,62 @@ def agreements(holdings: Holdings, tied: Mapping[str, str]) -> tuple[list[Check]
         holdings: the checkpoint.
         tied: logical tensor -> the one it equals.
     """
-    found: list[Check | Refusal] = []
-    for (component, slot), helds in holdings.held.items():
-        original = holdings.held.get((tied.get(component, ""), slot), [])
-        for first, second in [*combinations(helds, 2), *((helds[0], other) for other in original[:1])]:
-            found.extend(_twins(first, second))
-        for held in helds:
-            found.extend(_replicas(held))
-    checks = [item for item in found if isinstance(item, Check)]
-    return checks, [item for item in found if isinstance(item, Refusal)]
+    outcomes: list[Check | Refusal] = []
+    for (component, slot), lines in holdings.sources.items():
+        original = holdings.sources.get((tied.get(component, ""), slot), [])
+        for first, second in [*combinations(lines, 2), *((lines[0], original_line) for original_line in original[:1])]:
+            outcomes.extend(_twins(first, second))
+        for line in lines:
+            outcomes.extend(_replicas(line))
+    checks = [item for item in outcomes if isinstance(item, Check)]
+    return checks, [item for item in outcomes if isinstance(item, Refusal)]
 
 
-def _read(place: Place, sources: Sequence[Place], rule: str) -> Target:
+def _read(place: SourceTensor, sources: Sequence[SourceTensor], rule: str) -> Target:
     """Return a logical tensor in the layout of one stored tensor, read from others.
 
-    Its form is that of the sources: where it is not the same on both sides of a check, they are not equal.
+    Its dtype and encoding are those of the sources: copies that differ in them are not equal.
     """
-    own = place.origin
+    origin = place.origin
     dtype = " and ".join(sorted({source.form.dtype for source in sources}))
     encoding = " and ".join(sorted({source.form.encoding for source in sources}))
-    part = Part(own.component, tuple(source.origin for source in sources))
-    return Target(own.name, dtype, place.whole, own.index, (part,), rule, own.component, encoding)
+    part = TargetPart(origin.component, tuple(source.origin for source in sources))
+    return Target(origin.name, dtype, place.whole, origin.index, (part,), rule, origin.component, encoding)
 
 
-def _twins(first: Held, second: Held) -> Iterator[Check | Refusal]:
+def _twins(first: LineSources, second: LineSources) -> Iterator[Check | Refusal]:
     """Compare the tensors of one line with what another line holds of the same logical tensor."""
     common = [axis for axis in first.axes if axis in second.axes]
-    others: dict[Index, list[Place]] = defaultdict(list)
+    others: dict[Index, list[SourceTensor]] = defaultdict(list)
     for place in second.places.values():
         others[tuple(place.origin.index[axis] for axis in common)].append(place)
     why = f"{first.line.text} and {second.line.text} hold the same tensor"
     for place in first.places.values():
-        found = others.get(tuple(place.origin.index[axis] for axis in common), [])
-        odd = [other for other in found if not _alike(place, other)]
-        for other in odd:
+        counterparts = others.get(tuple(place.origin.index[axis] for axis in common), [])
+        differing = [other for other in counterparts if not _alike(place, other)]
+        for other in differing:
             message = f"{why}\nbut their sizes differ: {list(place.whole.shape)} and {list(other.whole.shape)}"
             yield Refusal("SHAPE_MISMATCH", message, Where(None, other.origin.name))
-        if found and not odd:
-            yield Check(_read(place, [place], first.line.text), _read(place, found, second.line.text), why)
+        if counterparts and not differing:
+            yield Check(_read(place, [place], first.line.text), _read(place, counterparts, second.line.text), why)
 
 
-def _alike(first: Place, second: Place) -> bool:
+def _alike(first: SourceTensor, second: SourceTensor) -> bool:
     """Tell whether two stored tensors give the axes that both have the same sizes."""
-    one, two = (dict(_sized(place.origin)) for place in (first, second))
-    return all(two.get(axis, size) == size for axis, size in one.items())
+    first_sizes, second_sizes = (dict(_sized(place.origin)) for place in (first, second))
+    return all(second_sizes.get(axis, size) == size for axis, size in first_sizes.items())
 
 
 def _sized(origin: Origin) -> Iterator[tuple[str, int]]:
+    """Yield the axes of an origin with their sizes."""
     return ((axis, size) for share in origin.layout.shares[origin.component] for axis, size, _ in share.axes)
 
 
-def _replicas(held: Held) -> Iterator[Check]:
-    """Compare the copies that one line stores: under further names, and along dims the logical tensor does not have."""
-    rule = held.line.text
+def _replicas(line: LineSources) -> Iterator[Check]:
+    """Check the copies within one line: under further names, and along dims that the logical tensor does not have."""
+    rule = line.line.text
     why = f"{rule}: copies are equal"
-    firsts = [(place, place) for place in held.places.values() if place.whole is not place.origin.layout]
-    for place, original in [*firsts, *((place, held.places[position]) for position, place in held.copies)]:
-        every = replace(place, origin=replace(place.origin, layout=place.whole))
-        yield Check(_read(place, [every], rule), _read(place, [original], rule), why)
+    firsts = [(place, place) for place in line.places.values() if place.whole is not place.origin.layout]
+    for place, original in [*firsts, *((place, line.places[position]) for position, place in line.copies)]:
+        with_copies = replace(place, origin=replace(place.origin, layout=place.whole))
+        yield Check(_read(place, [with_copies], rule), _read(place, [original], rule), why)

@@ -1,4 +1,4 @@
-"""Completeness: the tensors that a checkpoint must have and lacks."""
+"""Completeness: the tensors that a checkpoint must have but lacks."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
 from transaxle.axes.layout.bind import WEIGHT, Index
-from transaxle.axes.notation.family import Tensor
-from transaxle.axes.translation.holdings import Held, Holdings
+from transaxle.axes.notation.family import LogicalTensor
+from transaxle.axes.translation.holdings import Holdings, LineSources
 from transaxle.errors import Refusal, Where
 
 _LISTED = 20
-"""Missing tensors that a refusal names."""
+"""Cap on the missing tensors that a refusal names."""
 _COUNTED = 10_000
-"""Missing tensors that it counts: a config that claims a billion layers must not keep us busy."""
+"""Cap on the missing tensors that are counted: a config that claims a billion layers must not keep us busy."""
 _ASKED = 300_000
-"""Absent tensors that are asked for whether they must exist; as many as no model has."""
+"""Cap on the absent tensors for which the conditions are evaluated; no model has as many."""
 
 
 def incomplete(holdings: Holdings, tied: Mapping[str, str]) -> list[Refusal]:
@@ -26,75 +26,77 @@ def incomplete(holdings: Holdings, tied: Mapping[str, str]) -> list[Refusal]:
         tied: logical tensors that need not be stored, with the one they equal.
     """
     budget = iter(range(_ASKED))
-    lacking = list(islice(_lacking(holdings, tied, budget), _COUNTED))
-    if not lacking and next(budget, None) is None:
-        lacking = [f"(its config claims more layers or experts than can be looked for: {_ASKED} of them are absent)"]
-    if not lacking:
+    missing = list(islice(_lacking(holdings, tied, budget), _COUNTED))
+    if not missing and next(budget, None) is None:
+        missing = [f"(its config claims more layers or experts than can be looked for: {_ASKED} of them are absent)"]
+    if not missing:
         return []
     bound = holdings.bound
     head = f"{bound.family.name} in dialect {bound.dialect.label} lacks"
-    more = len(lacking) - _LISTED
-    tail = [f"… and {more}{' or more' if len(lacking) == _COUNTED else ' more'}"] if more > 0 else []
+    more = len(missing) - _LISTED
+    tail = [f"… and {more}{' or more' if len(missing) == _COUNTED else ' more'}"] if more > 0 else []
     hint = "is a shard missing? a part of a checkpoint converts under its own names:  --to FORMAT:identity"
-    return [Refusal("MISSING_TENSOR", "\n".join([head, *lacking[:_LISTED], *tail]), Where(), hint)]
+    return [Refusal("MISSING_TENSOR", "\n".join([head, *missing[:_LISTED], *tail]), Where(), hint)]
 
 
 def _lacking(holdings: Holdings, tied: Mapping[str, str], budget: Iterator[int]) -> Iterator[str]:
     for tensor in holdings.bound.family.tensors.values():
-        helds = holdings.held.get((tensor.name, WEIGHT), [])
-        if helds:
-            yield from _missing_names(holdings, helds, tensor, budget)
+        lines = holdings.sources.get((tensor.name, WEIGHT), [])
+        if lines:
+            yield from _missing_names(holdings, lines, tensor, budget)
         elif tensor.name not in tied and _must_exist(holdings, tensor, budget):
             yield f"{tensor.name} (in no layer)"
 
 
-def _must_exist(holdings: Holdings, tensor: Tensor, budget: Iterator[int]) -> bool:
+def _must_exist(holdings: Holdings, tensor: LogicalTensor, budget: Iterator[int]) -> bool:
     """Tell whether a tensor that nothing holds must exist at any index at all."""
     if tensor.when is None:
         return True
-    known = holdings.sizes.at({})
-    axes = [axis for axis in tensor.axes if axis in tensor.when.names and axis in known]
+    known_sizes = holdings.sizes.at({})
+    axes = [axis for axis in tensor.axes if axis in tensor.when.names and axis in known_sizes]
     return any(
         holdings.holds(tensor.when, dict(zip(axes, index, strict=True)))
-        for _, index in zip(budget, _indices([known[axis] for axis in axes]), strict=False)
+        for _, index in zip(budget, _indices([known_sizes[axis] for axis in axes]), strict=False)
     )
 
 
 def _indices(counts: Sequence[int]) -> Iterator[Index]:
-    """Yield every index in order, as `itertools.product` of ranges does, but without writing the ranges out first."""
+    """Yield every index in order, like `itertools.product` of ranges, but lazily: a claimed size may be huge."""
     if not counts:
         yield ()
         return
     for first in range(counts[0]):
-        for rest in _indices(counts[1:]):
-            yield (first, *rest)
+        for following in _indices(counts[1:]):
+            yield (first, *following)
 
 
-def _missing_names(holdings: Holdings, helds: list[Held], tensor: Tensor, budget: Iterator[int]) -> Iterator[str]:
+def _missing_names(
+    holdings: Holdings, lines: list[LineSources], tensor: LogicalTensor, budget: Iterator[int]
+) -> Iterator[str]:
     """Yield the names that should be there: every index for which the tensor must exist, in any of its lines.
 
     Where the config does not tell whether it must, it must be whole: there at all indices or at none.
     """
-    known = holdings.sizes.at({})
-    axes = helds[0].axes
-    for position in _indices([known[axis] for axis in axes]):
-        if position in helds[0].present:
+    known_sizes = holdings.sizes.at({})
+    axes = lines[0].axes
+    for position in _indices([known_sizes[axis] for axis in axes]):
+        if position in lines[0].present:
             continue
         if next(budget, None) is None:
             return
         index = dict(zip(axes, position, strict=True))
-        if any(held.at(index) for held in helds):
+        if any(line.at(index) for line in lines):
             continue
         must = holdings.holds(tensor.when, index)
         if must is None:
             names = tensor.when.names if tensor.when is not None else frozenset()
-            must = any(held.at({axis: i for axis, i in index.items() if axis in names}) for held in helds)
+            must = any(line.at({axis: i for axis, i in index.items() if axis in names}) for line in lines)
         if must:
-            yield holdings.bound.prefix + _name(holdings, helds, index)
+            yield holdings.bound.prefix + _name(holdings, lines, index)
 
 
-def _name(holdings: Holdings, helds: list[Held], index: Mapping[str, int]) -> str:
+def _name(holdings: Holdings, lines: list[LineSources], index: Mapping[str, int]) -> str:
     """Return the name of the missing tensor, in the line that would hold it."""
-    line = next((h.line for h in helds if holdings.holds(h.line.when, index) is not False), helds[0].line)
-    known = holdings.sizes.at({})
-    return line.name.format(tuple(index.get(hole.axis, 0) + hole.added(known) for hole in line.name.holes))
+    line = next((h.line for h in lines if holdings.holds(h.line.when, index) is not False), lines[0].line)
+    known_sizes = holdings.sizes.at({})
+    return line.name.format(tuple(index.get(hole.axis, 0) + hole.added(known_sizes) for hole in line.name.holes))

@@ -1,10 +1,10 @@
-"""Grouped parameters: N tensors under numbered names, or one with a dim for the number; two dialects of one table.
+"""Grouped parameters: N tensors under numbered names, or stacked in one; two dialects of one table.
 
     fc1.weight{e} = t0[x y]      fc1.weight{e}_scale_inv = t1[x y]      fc1.bias{e} = t2[x]
     fc1.weight    = t0[e x y]    fc1.weight_scale_inv    = t1[e x y]    fc1.bias    = t2[e x]
 
-Such a layer may stand anywhere in a model, so the table is made for the names at hand; what is done with it is what is
-done with any table. Which stems it needs `transaxle.axes.translation.arrange` finds out, for every way into a model.
+Such a layer may be anywhere in a model, so the table is built for the names at hand, and then used like any other.
+    `transaxle.axes.translation.arrange` finds the stems that it needs, for every way into a model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 from transaxle.axes.layout.bind import WEIGHT, bind, join_slot, split_slot
 from transaxle.axes.layout.relayout import Check, Stored, unchanged
 from transaxle.axes.notation.expression import parse
-from transaxle.axes.notation.family import Dialect, Family, Line, Sizes, Tensor
+from transaxle.axes.notation.family import Dialect, Family, Line, LogicalTensor, Sizes
 from transaxle.axes.notation.name import Name
 from transaxle.axes.translation.translate import Translation, translate
 from transaxle.errors import Refusal, Where
@@ -25,16 +25,18 @@ from transaxle.errors import Refusal, Where
 FAMILY = "grouped"
 """Name of the family."""
 STORED = "stored"
-"""The dialect that a checkpoint has."""
+"""The dialect in which the checkpoint has them."""
 WANTED = "wanted"
-"""The dialect that is asked for."""
+"""The dialect in which they are asked for."""
 
-Form = Literal["members", "stack", "rows", "column"]
-"""How N tensors are there: under N names, or as one: `[e x y]`, below each other `[(e x) y]`, as columns `[e 1 x]`."""
-MEMBERS: Form = "members"
-STACK: Form = "stack"
-ROWS: Form = "rows"
-COLUMN: Form = "column"
+Packing = Literal["members", "stack", "rows", "column"]
+"""How N tensors are stored: under N names, or in one: stacked `[e x y]`, below each other `[(e x) y]`, as columns `[e
+1 x]`.
+"""
+MEMBERS: Packing = "members"
+STACK: Packing = "stack"
+ROWS: Packing = "rows"
+COLUMN: Packing = "column"
 
 _NUMBERED = re.compile(r"(.*[A-Za-z_])(0|[1-9][0-9]{0,9})((?:_[A-Za-z_]+)?)")
 
@@ -44,59 +46,59 @@ class Stem:
     """N tensors that a checkpoint has in one form and that are wanted in another."""
 
     name: str
-    """Name of the one; of the others what is before the number."""
+    """Name of the stack; the text before the number in the names of members."""
     rest: str
-    """What follows: nothing, or the name of a buffer, `_scale_inv`."""
+    """Text after the number: empty, or the name of a buffer such as `_scale_inv`."""
     dims: int
-    """Of each of N."""
+    """Dims of one member."""
     count: int
-    """N."""
-    stored: Form
+    """Number of members."""
+    stored: Packing
     """How the checkpoint has them."""
-    wanted: Form
+    wanted: Packing
     """How they are asked for."""
     copies: tuple[int, ...] = ()
-    """Which of them the checkpoint has under a name of their own too: they must equal what the one tensor holds."""
+    """Members that the checkpoint also has under names of their own, and that must equal their slice of the stack."""
 
     @property
     def single(self) -> str:
-        """Name of the one."""
+        """Name of the stack."""
         return f"{self.name}{self.rest}"
 
     def member(self, place: int) -> str:
-        """Return the name of one of N."""
+        """Return the name of one member."""
         return f"{self.name}{place}{self.rest}"
 
     @property
     def sources(self) -> list[str]:
-        """Names under which the checkpoint has them, copies included."""
+        """Names under which the checkpoint has the tensors, copies included."""
         places: Iterable[int] = range(self.count) if self.stored == MEMBERS else self.copies
         return [*([] if self.stored == MEMBERS else [self.single]), *map(self.member, places)]
 
     @property
     def targets(self) -> list[str]:
-        """Names under which they are wanted."""
+        """Names under which the tensors are wanted."""
         return [self.member(place) for place in range(self.count)] if self.wanted == MEMBERS else [self.single]
 
     def reversed(self) -> Stem:
-        """Return what makes the stored form of the wanted one."""
+        """Return the stem that turns the wanted form back into the stored one."""
         return replace(self, stored=self.wanted, wanted=self.stored, copies=())
 
 
 def numbered(name: str) -> tuple[str, int, str] | None:
-    """Split a name at the number of its member: what is before, the number, what follows; None: there is none."""
+    """Split a name into the text before its number, the number, and the text after it; None where it has no number."""
     before, dot, last = name.rpartition(".")
-    found = _NUMBERED.fullmatch(last)
-    return None if found is None else (f"{before}{dot}{found[1]}", int(found[2]), found[3])
+    match = _NUMBERED.fullmatch(last)
+    return None if match is None else (f"{before}{dot}{match[1]}", int(match[2]), match[3])
 
 
-def table(given: Sequence[Stem]) -> Family:
+def table(stems: Sequence[Stem]) -> Family:
     """Return the family of these tensors, with both dialects."""
     tensors, stored, wanted = {}, [], []
     axes: dict[str, None] = {}
-    for place, stem in enumerate(given):
-        name, number, dims = f"t{place}", f"e{place}", [f"x{place}_{dim}" for dim in range(stem.dims)]
-        tensors[name] = Tensor(name, (number, *dims))
+    for at, stem in enumerate(stems):
+        name, number, dims = f"t{at}", f"e{at}", [f"x{at}_{dim}" for dim in range(stem.dims)]
+        tensors[name] = LogicalTensor(name, (number, *dims))
         axes.update(dict.fromkeys([number, *dims]))
         stored.append(_line(stem, stem.stored, name, number, dims))
         if stem.copies:  # states of an optimizer may be under either name
@@ -106,12 +108,12 @@ def table(given: Sequence[Stem]) -> Family:
     return Family(FAMILY, (), dict(axes), tensors, dialects=dialects)
 
 
-def sizes(given: Sequence[Stem]) -> dict[str, int]:
+def sizes(stems: Sequence[Stem]) -> dict[str, int]:
     """Return the sizes of the table's axes that names do not tell."""
-    return {f"e{place}": stem.count for place, stem in enumerate(given)}
+    return {f"e{place}": stem.count for place, stem in enumerate(stems)}
 
 
-def _line(stem: Stem, form: Form, name: str, number: str, dims: Sequence[str]) -> Line:
+def _line(stem: Stem, form: Packing, name: str, number: str, dims: Sequence[str]) -> Line:
     inner = " ".join(dims)
     if form == MEMBERS:
         return Line(Name(f"{stem.name}{{{number}}}{stem.rest}"), parse(f"{name}[{inner}]"))
@@ -123,61 +125,63 @@ def _line(stem: Stem, form: Form, name: str, number: str, dims: Sequence[str]) -
     return Line(Name(stem.single), parse(packed))
 
 
-def without_copies(given: Sequence[Stem], names: Iterable[str]) -> list[str]:
-    """Return names of stored tensors but for those of members that the checkpoint has in one tensor too."""
-    known = dict.fromkeys(names)
-    copies = _copies(given, known)
-    return [name for name in known if name not in copies]
+def without_copies(stems: Sequence[Stem], names: Iterable[str]) -> list[str]:
+    """Return the names of stored tensors without the copies of members that are stacked too."""
+    unique_names = dict.fromkeys(names)
+    copies = _copies(stems, unique_names)
+    return [name for name in unique_names if name not in copies]
 
 
-def _copies(given: Sequence[Stem], names: Collection[str]) -> dict[str, tuple[Stem, int]]:
-    """Return the names of copies, states of an optimizer among them, each with its stem and its number."""
-    members = {stem.member(place): (stem, place) for stem in given for place in stem.copies}
-    found = {}
+def _copies(stems: Sequence[Stem], names: Collection[str]) -> dict[str, tuple[Stem, int]]:
+    """Return the copies' names, those of optimizer states included, each with its stem and its number."""
+    members = {stem.member(place): (stem, place) for stem in stems for place in stem.copies}
+    copies_found = {}
     for name in names if members else ():
         parameter, slot = split_slot(name)
         if parameter in members and join_slot(members[parameter][0].single, slot) in names:
-            found[name] = members[parameter]
-    return found
+            copies_found[name] = members[parameter]
+    return copies_found
 
 
-def copy_checks(given: Sequence[Stem], stored: Mapping[str, Stored]) -> tuple[list[Check], list[Refusal]]:
+def copy_checks(stems: Sequence[Stem], stored: Mapping[str, Stored]) -> tuple[list[Check], list[Refusal]]:
     """Return the checks that what a checkpoint has in both forms is equal, and what cannot be.
 
     Args:
-        given: the stems.
+        stems: the sets of tensors that change form.
         stored: the checkpoint's tensors by name.
     """
-    copies = _copies(given, stored)
-    stems = [replace(stem, wanted=MEMBERS, copies=()) for stem in dict.fromkeys(stem for stem, _ in copies.values())]
-    singles = {stem.single for stem in stems}
-    held = {name: one for name, one in stored.items() if stems and split_slot(name)[0] in singles}
-    parts = regrouped(stems, held).targets if stems else {}
+    copies = _copies(stems, stored)
+    regroupings = [
+        replace(stem, wanted=MEMBERS, copies=()) for stem in dict.fromkeys(stem for stem, _ in copies.values())
+    ]
+    singles = {stem.single for stem in regroupings}
+    stacks = {name: tensor for name, tensor in stored.items() if regroupings and split_slot(name)[0] in singles}
+    members = regrouped(regroupings, stacks).targets if regroupings else {}
     checks, problems = [], []
     for name, (stem, place) in copies.items():
-        whole = join_slot(stem.single, split_slot(name)[1])
-        own, why = unchanged(name, stored[name]), f"{whole} and {name} are both there: expert {place}"
-        if (own.dtype, own.shape) != (parts[name].dtype, parts[name].shape):
-            kinds = " and ".join(f"{one.dtype} {list(one.shape)}" for one in (parts[name], own))
+        stack_name = join_slot(stem.single, split_slot(name)[1])
+        own_target, why = unchanged(name, stored[name]), f"{stack_name} and {name} are both there: expert {place}"
+        if (own_target.dtype, own_target.shape) != (members[name].dtype, members[name].shape):
+            kinds = " and ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (members[name], own_target))
             problems.append(Refusal("UNEQUAL_COPIES", f"{why}\nbut they are {kinds}", Where(None, name)))
         else:
-            checks.append(Check(own, parts[name], why))
+            checks.append(Check(own_target, members[name], why))
     return checks, problems
 
 
-def regrouped(given: Sequence[Stem], stored: Mapping[str, Stored]) -> Translation:
+def regrouped(stems: Sequence[Stem], stored: Mapping[str, Stored]) -> Translation:
     """Express what is stored in the other dialect of the table; other names are kept.
 
     Args:
-        given: the stems.
+        stems: the sets of tensors that change form.
         stored: the tensors by name, states of an optimizer among them.
     """
-    family = table(given)
-    known = Sizes(family, {}, sizes(given))
+    family = table(stems)
+    axis_sizes = Sizes(family, {}, sizes(stems))
     source, target = family.dialects
-    found = translate(bind(without_copies(given, stored), family, source, known), stored, target, known)
-    checks, problems = copy_checks(given, stored)
-    return replace(found, checks=(*found.checks, *checks), refusals=(*found.refusals, *problems))
+    translation = translate(bind(without_copies(stems, stored), family, source, axis_sizes), stored, target, axis_sizes)
+    checks, problems = copy_checks(stems, stored)
+    return replace(translation, checks=(*translation.checks, *checks), refusals=(*translation.refusals, *problems))
 
 
 def parameters(names: Iterable[str]) -> Iterable[str]:

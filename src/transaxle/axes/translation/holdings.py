@@ -1,6 +1,6 @@
 """Holdings: what a bound checkpoint has of each logical tensor: in which lines, at which indices, in which layout.
 
-Everything that needs the stored shapes happens here, once per stored tensor; what comes after works on origins.
+Everything that needs the stored shapes happens here, once per stored tensor; later steps work on origins.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from transaxle.axes.layout.unify import Basis, factors
 from transaxle.axes.notation.expression import Expression, Layout, Share
 from transaxle.axes.notation.family import Line, Sizes
 from transaxle.axes.notation.formula import Formula
-from transaxle.axes.notation.number_format import PLAIN, Form, words
+from transaxle.axes.notation.number_format import PLAIN, NumberFormat, words
 from transaxle.errors import Refusal, TransaxleError, Where
 
 _BYTES = "U8"
-"""Safetensors code of what holds two codes of four bits."""
+"""Safetensors code of packed 4-bit codes, two in a byte."""
 Key = tuple[str, str]
 """(logical tensor, slot)."""
 _Filled = tuple[Layout, dict[str, int]]
@@ -30,35 +30,37 @@ _Filled = tuple[Layout, dict[str, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SourceTensor:
     """A stored tensor that holds part of a logical tensor."""
 
     origin: Origin
-    """Where its elements are; copies along a dim are left out but for the first."""
+    """Where its elements are, with copies along a dim reduced to the first."""
     whole: Layout
-    """The stored tensor with all its copies."""
+    """Layout of the stored tensor with all its copies."""
     sizes: Mapping[str, int]
     """Axis sizes of this stored tensor."""
-    form: Form
-    """As what numbers it is stored."""
+    form: NumberFormat
+    """Its dtype and encoding."""
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class LineSources:
     """What the tensors of one line hold of one logical tensor."""
 
     line: Line
     """The source's line."""
     axes: tuple[str, ...]
-    """The logical tensor's axes in the stored name, in the order of the name; a copy's number is not among them."""
+    """The logical tensor's axes in the stored name, in the order of the name; an axis that only numbers copies is left
+    out.
+    """
     scalar: bool
-    """They keep one number per stored tensor (a step), not one per element."""
-    places: Mapping[Index, Place]
-    """Indices of `axes` -> where it is; sorted."""
-    copies: Sequence[tuple[Index, Place]]
-    """Further copies of the same, under other numbers."""
+    """They hold one number per stored tensor (an optimizer's step), not one per element."""
+    places: Mapping[Index, SourceTensor]
+    """Index along `axes` -> stored tensor; sorted."""
+    copies: Sequence[tuple[Index, SourceTensor]]
+    """Further copies of the same tensors, stored under other numbers."""
     present: frozenset[Index]
-    """All indices there are names for, those of tensors with a wrong shape included."""
+    """All indices that have a name, including tensors with a wrong shape."""
 
     @cached_property
     def _projections(self) -> dict[tuple[str, ...], frozenset[Index]]:
@@ -71,31 +73,32 @@ class Held:
     def count(self, index: Mapping[str, int]) -> int:
         """Return the number of tensors at these indices."""
         common = tuple(axis for axis in self.axes if axis in index)
-        found = self._counts.get(common)
-        if found is None:
+        counts = self._counts.get(common)
+        if counts is None:
             order = [self.axes.index(axis) for axis in common]
-            found = self._counts[common] = Counter(tuple(position[p] for p in order) for position in self.places)
-        return found[tuple(index[axis] for axis in common)]
+            counts = self._counts[common] = Counter(tuple(position[p] for p in order) for position in self.places)
+        return counts[tuple(index[axis] for axis in common)]
 
     def at(self, index: Mapping[str, int]) -> bool:
-        """Tell whether a tensor is there that can hold something at these indices."""
+        """Tell whether a tensor exists that can hold something at these indices."""
         common = tuple(axis for axis in self.axes if axis in index)
-        found = self._projections.get(common)
-        if found is None:
+        projection = self._projections.get(common)
+        if projection is None:
             order = [self.axes.index(axis) for axis in common]
-            found = frozenset(tuple(position[p] for p in order) for position in self.present)
-            self._projections[common] = found
-        return tuple(index[axis] for axis in common) in found
+            projection = frozenset(tuple(position[p] for p in order) for position in self.present)
+            self._projections[common] = projection
+        return tuple(index[axis] for axis in common) in projection
 
 
 def solved(bound: Bound, stored: Mapping[str, Stored], sizes: Sizes) -> Sizes:
-    """Add the sizes that names and shapes tell."""
+    """Add the sizes that names and shapes imply."""
     counted: dict[str, int] = {}
     equations: dict[Expression, dict[Shape, Mapping[str, int]]] = defaultdict(dict)
-    for (line, slot), names in bound.found.items():
+    for (line, slot), names in bound.names.items():
         for position, axis in enumerate(line.name.axes):
+            # An axis in names is as long as its highest index requires.
             counted[axis] = max(counted.get(axis, 0), *(index[position] + 1 for index in names))
-        weights = bound.found.get((line, WEIGHT), {})
+        weights = bound.names.get((line, WEIGHT), {})
         for index, name in names.items():
             if slot == WEIGHT or (index in weights and _unpacks(stored[name], stored[weights[index]])):
                 equations[line.expression].setdefault(stored[name].shape, dict(zip(line.name.axes, index, strict=True)))
@@ -104,7 +107,9 @@ def solved(bound: Bound, stored: Mapping[str, Stored], sizes: Sizes) -> Sizes:
 
 
 def _unpacks(state: Stored, weight: Stored) -> bool:
-    """Tell whether a parameter is codes, two in a byte, and its state one number for each: it has twice the columns."""
+    """Tell whether a parameter is 4-bit codes, two in a byte, and its state has one number for each: twice the
+    columns.
+    """
     columns = weight.shape[-1:] if weight.dtype == _BYTES else ()
     return columns != () and state.shape == (*weight.shape[:-1], 2 * columns[0])
 
@@ -113,7 +118,7 @@ class Holdings:
     """The logical tensors of a bound checkpoint.
 
     Attributes:
-        held: (logical tensor, slot) -> the lines that hold it; a checkpoint may hold one in several.
+        sources: (logical tensor, slot) -> the lines that hold it; several lines may hold the same.
         refusals: stored tensors that their rules do not explain.
         broken: what these tensors were to hold.
     """
@@ -124,22 +129,22 @@ class Holdings:
         self.sizes = sizes
         self.refusals: list[Refusal] = []
         self.broken: set[Key] = set()
-        self.held: dict[Key, list[Held]] = defaultdict(list)
+        self.sources: dict[Key, list[LineSources]] = defaultdict(list)
         self._varying = tuple(sorted(sizes.varying))
         self._filled: dict[tuple[int, bool, Shape, tuple[int | None, ...]], _Filled] = {}
         self._originals: dict[tuple[int, str], Layout] = {}
-        for (line, slot), names in bound.found.items():
+        for (line, slot), names in bound.names.items():
             expression = basis.rewrite(line.expression)
             scalar = slot != WEIGHT and self._is_scalar(line, names)
             usable = dict(self._layouts(line, expression, names, scalar))
             if len(usable) < len(names):
                 self.broken.update((component, slot) for component in line.expression.components)
             for component in line.expression.components:
-                self.held[component, slot].append(self._held(line, component, names, usable, scalar))
+                self.sources[component, slot].append(self._line_sources(line, component, names, usable, scalar))
 
     def at(self, component: str, index: Mapping[str, int]) -> bool:
         """Tell whether a logical tensor exists at these indices."""
-        return any(held.at(index) for held in self.held.get((component, WEIGHT), ()))
+        return any(sources.at(index) for sources in self.sources.get((component, WEIGHT), ()))
 
     def holds(self, condition: Formula | None, index: Mapping[str, int], encoding: str | None = None) -> bool | None:
         """Evaluate a condition of a line or a tensor.
@@ -155,7 +160,7 @@ class Holdings:
 
     def _is_scalar(self, line: Line, names: Mapping[Index, str]) -> bool:
         """Tell whether a slot keeps one number per tensor: it has one element where its parameter has another shape."""
-        weights = self.bound.found.get((line, WEIGHT), {})
+        weights = self.bound.names.get((line, WEIGHT), {})
         shapes = {index: self.stored[name].shape for index, name in names.items()}
         alike = any(index in weights and self.stored[weights[index]].shape == shapes[index] for index in shapes)
         return not alike and all(prod(shape) == 1 for shape in shapes.values())
@@ -179,47 +184,50 @@ class Holdings:
     def _fill(self, expression: Expression, shape: Shape, index: Mapping[str, int], scalar: bool) -> _Filled:
         sizes = self.sizes.at(index)
         if scalar:
-            one = tuple(Share(0, ()) for _ in shape)
-            return Layout(shape, dict.fromkeys(expression.components, one)), sizes
+            dim_shares = tuple(Share(0, ()) for _ in shape)
+            return Layout(shape, dict.fromkeys(expression.components, dim_shares)), sizes
         sizes = fill(expression, shape, sizes)
         return expression.layout(sizes), sizes
 
-    def _held(
+    def _line_sources(
         self,
         line: Line,
         component: str,
         names: Mapping[Index, str],
         usable: Mapping[str, _Filled],
         scalar: bool,
-    ) -> Held:
-        own = self.bound.family.tensors[component].axes
-        kept = [position for position, axis in enumerate(line.name.axes) if axis in own]
-        axes = tuple(line.name.axes[position] for position in kept)
-        places: dict[Index, Place] = {}
-        copies: list[tuple[Index, Place]] = []
+    ) -> LineSources:
+        tensor_axes = self.bound.family.tensors[component].axes
+        axis_positions = [position for position, axis in enumerate(line.name.axes) if axis in tensor_axes]
+        axes = tuple(line.name.axes[position] for position in axis_positions)
+        places: dict[Index, SourceTensor] = {}
+        copies: list[tuple[Index, SourceTensor]] = []
         present = set()
         for position, name in sorted(names.items()):
-            index = tuple(position[p] for p in kept)
+            index = tuple(position[p] for p in axis_positions)
             present.add(index)
             if name not in usable:
                 continue
-            whole, sizes = usable[name]
-            layout = self._without_copies(whole, component, own)
+            full_layout, sizes = usable[name]
+            layout = self._without_copies(full_layout, component, tensor_axes)
             origin = Origin(name, component, layout, dict(zip(axes, index, strict=True)))
-            form = Form(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN))
-            place = Place(origin, whole, sizes, form)
+            form = NumberFormat(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN))
+            place = SourceTensor(origin, full_layout, sizes, form)
             if places.setdefault(index, place) is not place:
                 copies.append((index, place))
-        return Held(line, axes, scalar, dict(sorted(places.items())), copies, frozenset(present))
+        return LineSources(line, axes, scalar, dict(sorted(places.items())), copies, frozenset(present))
 
-    def _without_copies(self, whole: Layout, component: str, own: Sequence[str]) -> Layout:
+    def _without_copies(self, full_layout: Layout, component: str, tensor_axes: Sequence[str]) -> Layout:
         """Return the layout in which axes that the logical tensor does not have are left at their first index."""
-        key = id(whole), component
+        key = id(full_layout), component
         if key not in self._originals:
-            shares = whole.shares[component]
-            kept = tuple(
-                Share(share.offset, tuple(item for item in share.axes if not set(factors(item[0])).isdisjoint(own)))
+            shares = full_layout.shares[component]
+            trimmed = tuple(
+                Share(
+                    share.offset,
+                    tuple(item for item in share.axes if not set(factors(item[0])).isdisjoint(tensor_axes)),
+                )
                 for share in shares
             )
-            self._originals[key] = whole if kept == shares else Layout(whole.shape, {component: kept})
+            self._originals[key] = full_layout if trimmed == shares else Layout(full_layout.shape, {component: trimmed})
         return self._originals[key]

@@ -1,6 +1,9 @@
-"""Translation: which tensors a checkpoint has in another dialect, and which stored tensors each comes from.
+"""Arranging: how a checkpoint holds the experts that are wanted, and what is wrong with them as a set.
 
-`translate` works on names, shapes and dtypes only. It gathers every problem instead of stopping at the first.
+The one place that recognises another number of experts, a part of them, and both forms at once, for `load_state_dict`,
+`transaxle.load` and the DCP planners alike. It sees names and shapes only, and runs before anything is written. A layer
+says itself what it wants (`transaxle.nn.checkpoints.remap`); in a state dict the names do: `weight0`, `weight1`, … and
+`bias0`, … are experts, and a tensor is a stack of them where the other side has it in another form.
 """
 
 from __future__ import annotations
@@ -10,15 +13,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot
-from transaxle.axes.layout.relayout import Check, Origin, Part, Stored, Target, unchanged
+from transaxle.axes.layout.relayout import Check, Origin, Stored, Target, TargetPart, unchanged
 from transaxle.axes.layout.solve import unknown_axis, with_products
 from transaxle.axes.layout.unify import unify
 from transaxle.axes.notation.expression import Expression, Layout
 from transaxle.axes.notation.family import Dialect, Line, Sizes
-from transaxle.axes.notation.number_format import PLAIN, Form, Recode, same
+from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, same
 from transaxle.axes.translation.agree import agreements
 from transaxle.axes.translation.complete import incomplete
-from transaxle.axes.translation.holdings import Held, Holdings, Place, solved
+from transaxle.axes.translation.holdings import Holdings, LineSources, SourceTensor, solved
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 
 
@@ -31,28 +34,28 @@ class Translation:
     checks: tuple[Check, ...]
     """Copies that must prove equal before anything is committed."""
     kept: tuple[str, ...]
-    """Stored tensors that the target dialect has no line for; they keep their own names."""
+    """Stored tensors that the target dialect has no line for; they keep their names."""
     ignored: tuple[str, ...]
-    """Stored tensors left out because they hold nothing of the model."""
+    """Stored tensors that are left out because they hold nothing of the model."""
     aliases: Mapping[str, str]
     """Target name -> target name of the tensor it is tied to."""
     refusals: tuple[Refusal, ...]
     """Everything that makes the translation impossible."""
     axes: Mapping[str, int]
-    """Axis sizes that are the same everywhere: what was said, and what names and shapes tell."""
+    """Axis sizes that are the same in every layer: given ones, and those that names and shapes imply."""
 
 
 @dataclass
-class _Gathered:
-    """What one component of one target tensor consists of."""
+class _ComponentSources:
+    """The sources of one component of one target tensor."""
 
-    held: Held
+    line_sources: LineSources
     """The line that the sources are of."""
-    places: dict[frozenset[tuple[str, int]], Place]
-    """Name indices -> source."""
+    places: dict[frozenset[tuple[str, int]], SourceTensor]
+    """Name index -> source."""
 
     @property
-    def first(self) -> Place:
+    def first(self) -> SourceTensor:
         """The first source."""
         return next(iter(self.places.values()))
 
@@ -67,14 +70,16 @@ class _Gathered:
     def origins(self) -> tuple[Origin, ...]:
         """The sources, sorted by their indices."""
         origins = (place.origin for place in self.places.values())
-        return tuple(sorted(origins, key=lambda origin: [origin.index[axis] for axis in self.held.axes]))
+        return tuple(sorted(origins, key=lambda origin: [origin.index[axis] for axis in self.line_sources.axes]))
 
 
-_Found = Mapping[str, _Gathered]
-"""Component -> what it consists of."""
+_SourcesByComponent = Mapping[str, _ComponentSources]
+"""Component -> its sources."""
 
 
 class _Translator:
+    """Builds the target's tensors line by line, and collects every refusal."""
+
     def __init__(
         self, bound: Bound, stored: Mapping[str, Stored], target: Dialect, sizes: Sizes, recode: Recode
     ) -> None:
@@ -87,7 +92,7 @@ class _Translator:
         self.sizes = solved(bound, stored, sizes)
         self.tied = {tie.alias: tie.original for tie in bound.family.ties if self.sizes.holds(tie.when, {})}
         self.lines = self._target_lines()
-        used = dict.fromkeys(line.expression for line, _ in bound.found)
+        used = dict.fromkeys(line.expression for line, _ in bound.names)
         self.basis = unify([*used, *(line.expression for line in self.lines)], self.tied)
         self.holdings = Holdings(bound, stored, self.sizes, self.basis)
         self._layouts: dict[Hashable, Layout] = {}
@@ -99,7 +104,7 @@ class _Translator:
         self.refuse(self.holdings.refusals)
         built: dict[str, Target] = {}
         for line in self.lines:
-            for slot in dict.fromkeys(slot for _, slot in self.holdings.held):
+            for slot in dict.fromkeys(slot for _, slot in self.holdings.sources):
                 try:
                     self._build(line, slot, built)
                 except TransaxleError as error:
@@ -109,16 +114,17 @@ class _Translator:
         checks, unequal = agreements(self.holdings, self.tied)
         self.checks.extend(checks)
         self.refuse(unequal)
-        kept = (*self.bound.unknown, *self._unplaced())
-        for name in kept:
+        # What the target dialect has no line for is passed on unchanged, under its own name.
+        kept_names = (*self.bound.unknown, *self._unplaced())
+        for name in kept_names:
             if name in built:
                 message = f"a tensor without a place in {self.target.label} has the name of one that it writes"
                 self.refuse([Refusal("NAME_COLLISION", message, Where(None, name))])
-            form = self.recode(name, Form(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN)))
+            form = self.recode(name, NumberFormat(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN)))
             built[name] = replace(unchanged(name, self.stored[name]), dtype=form.dtype, encoding=form.encoding)
         refusals = tuple(self.refusals.values())
         return Translation(
-            built, tuple(self.checks), kept, self.bound.ignored, self._aliases(), refusals, self.sizes.at({})
+            built, tuple(self.checks), kept_names, self.bound.ignored, self._aliases(), refusals, self.sizes.at({})
         )
 
     def refuse(self, refusals: Iterable[Refusal], tensor: str | None = None) -> None:
@@ -131,7 +137,7 @@ class _Translator:
 
     def _target_lines(self) -> tuple[Line, ...]:
         """Return the target's lines for what the source holds; conditions on the index are left to `_build`."""
-        present = {name for line, _ in self.bound.found for name in line.expression.components}
+        present = {name for line, _ in self.bound.names for name in line.expression.components}
         present |= {alias for alias, original in self.tied.items() if original in present}
         lines = [line for line in self.target.lines if present.intersection(line.expression.components)]
         return tuple(line for line in lines if line.name.axes or self.sizes.holds(line.when, {}) is not False)
@@ -143,18 +149,18 @@ class _Translator:
             UsageError: UNKNOWN_AXIS where an axis is needed to name them.
         """
         parts = {component: self._gather(component, slot, line) for component in line.expression.components}
-        keys = dict.fromkeys(key for found in parts.values() for key in found)
+        keys = dict.fromkeys(key for by_component in parts.values() for key in by_component)
         if not keys:
             return
         rewritten = self.basis.rewrite(line.expression)
-        held = [key for key in keys if self.holdings.holds(line.when, self._index(line, key)) is not False]
-        for key, name in self._names(line, slot, held):
+        possible_keys = [key for key in keys if self.holdings.holds(line.when, self._index(line, key)) is not False]
+        for key, name in self._names(line, slot, possible_keys):
             index = self._index(line, key)
-            found = {component: gathered[key] for component, gathered in parts.items() if key in gathered}
-            forms = self._forms(name, found)
+            by_component = {component: sources[key] for component, sources in parts.items() if key in sources}
+            forms = self._forms(name, by_component)
             if line.by_form and len(forms) == 1 and self.holdings.holds(line.when, index, forms[0].encoding) is False:
                 continue
-            missing = [component for component in parts if component not in found]
+            missing = [component for component in parts if component not in by_component]
             if missing:
                 if self.holdings.broken.isdisjoint((component, slot) for component in missing):
                     message = f"{line.text}\nneeds {', '.join(missing)}, which the source does not hold here"
@@ -165,12 +171,12 @@ class _Translator:
                 self.refuse([Refusal("NAME_COLLISION", message, Where(None, name))])
                 continue
             try:
-                built[name] = self._target(line, rewritten, name, index, found, forms)
+                built[name] = self._target(line, rewritten, name, index, by_component, forms)
             except TransaxleError as error:
                 self.refuse(error.refusals, name)
-            places = (place.origin for gathered in found.values() for place in gathered.places.values())
+            places = (place.origin for sources in by_component.values() for place in sources.places.values())
             self._used.update((origin.name, origin.component) for origin in places)
-            if len(found) == 1:
+            if len(by_component) == 1:
                 self._single[line.expression.components[0], slot, frozenset(index.items())] = name
 
     def _index(self, line: Line, key: Index) -> dict[str, int]:
@@ -193,34 +199,34 @@ class _Translator:
                 raise refuse("SHAPE_MISMATCH", f"{line.text}\nthere is no number {min(numbers)} for {at}")
             yield key, join_slot(line.name.format(numbers), slot)
 
-    def _forms(self, name: str, found: _Found) -> list[Form]:
+    def _forms(self, name: str, by_component: _SourcesByComponent) -> list[NumberFormat]:
         """Return the forms in which the parts of a target tensor would be written; one, unless they do not fit."""
-        stored = {place.form for gathered in found.values() for place in gathered.places.values()}
+        stored = {place.form for sources in by_component.values() for place in sources.places.values()}
         return sorted({self.recode(name, form) for form in stored})
 
-    def _gather(self, component: str, slot: str, line: Line) -> dict[Index, _Gathered]:
+    def _gather(self, component: str, slot: str, line: Line) -> dict[Index, _ComponentSources]:
         """Collect the sources of one component of a target line, by the target's index.
 
-        Where several lines of the source hold it, they complete each other; what they hold twice is taken once.
+        Where several lines of the source hold it, they complete each other; a tensor that two lines hold is taken once.
         """
-        gathered: dict[Index, _Gathered] = {}
-        stored_as = component if (component, slot) in self.holdings.held else self.tied.get(component, component)
-        for held in self.holdings.held.get((stored_as, slot), ()):
-            for key, place in self._keyed(held, line):
-                entry = gathered.setdefault(key, _Gathered(held, {}))
-                if entry.held is held or set(entry.held.axes) == set(held.axes):
+        gathered: dict[Index, _ComponentSources] = {}
+        stored_as = component if (component, slot) in self.holdings.sources else self.tied.get(component, component)
+        for line_sources in self.holdings.sources.get((stored_as, slot), ()):
+            for key, place in self._keyed(line_sources, line):
+                entry = gathered.setdefault(key, _ComponentSources(line_sources, {}))
+                if entry.line_sources is line_sources or set(entry.line_sources.axes) == set(line_sources.axes):
                     self._agree(entry, place)
                     entry.places.setdefault(frozenset(place.origin.index.items()), place)
         return gathered
 
-    def _keyed(self, held: Held, line: Line) -> Iterator[tuple[Index, Place]]:
+    def _keyed(self, line_sources: LineSources, line: Line) -> Iterator[tuple[Index, SourceTensor]]:
         """Yield each source with the index of every target tensor that it contributes to.
 
         Raises:
             UsageError: UNKNOWN_AXIS where an axis is in the target's names, and its size is unknown.
         """
-        order = [held.axes.index(axis) if axis in held.axes else None for axis in line.name.axes]
-        for position, place in held.places.items():
+        order = [line_sources.axes.index(axis) if axis in line_sources.axes else None for axis in line.name.axes]
+        for position, place in line_sources.places.items():
             if None not in order:
                 yield tuple(position[p] for p in order if p is not None), place
                 continue
@@ -231,15 +237,15 @@ class _Translator:
                 ranges.append(range(place.sizes[axis]) if p is None else (position[p],))
             yield from ((key, place) for key in product(*ranges))
 
-    def _agree(self, entry: _Gathered, place: Place) -> None:
+    def _agree(self, entry: _ComponentSources, place: SourceTensor) -> None:
         """Refuse stored tensors of different sizes for one target tensor."""
         if not entry.places or place.sizes is entry.first.sizes:
             return
-        origin, first = place.origin, entry.first
+        origin, expected = place.origin, entry.first
         sized = {axis: count for share in origin.layout.shares[origin.component] for axis, count, _ in share.axes}
-        if any(first.sizes.get(axis) != count for axis, count in sized.items()):
-            shapes = f"expected {list(first.whole.shape)} as {first.origin.name}, got {list(place.whole.shape)}"
-            message = f"{entry.held.line.text}\n{shapes}"
+        if any(expected.sizes.get(axis) != count for axis, count in sized.items()):
+            shapes = f"expected {list(expected.whole.shape)} as {expected.origin.name}, got {list(place.whole.shape)}"
+            message = f"{entry.line_sources.line.text}\n{shapes}"
             self.refuse([Refusal("SHAPE_MISMATCH", message, Where(None, origin.name))])
 
     def _target(
@@ -248,62 +254,79 @@ class _Translator:
         rewritten: Expression,
         name: str,
         index: Mapping[str, int],
-        found: _Found,
-        forms: Sequence[Form],
+        by_component: _SourcesByComponent,
+        forms: Sequence[NumberFormat],
     ) -> Target:
         if len(forms) > 1:
-            kinds = " and ".join(" ".join(part for part in form if part) for form in forms)
+            kinds = " and ".join(" ".join(word for word in form if word) for form in forms)
             raise refuse("DTYPE_MIXED", f"{line.text}\nits parts are stored as {kinds}")
-        scalar = {gathered.held.scalar for gathered in found.values()}
+        scalar = {sources.line_sources.scalar for sources in by_component.values()}
         if scalar == {True}:
-            self._refuse_some(line, index, found)
-            return self._scalar(line, name, found, forms[0].dtype)
+            self._refuse_some(line, index, by_component)
+            return self._scalar(line, name, by_component, forms[0].dtype)
         if True in scalar:
             message = f"{line.text}\nsome of its parts keep one number per tensor, some one per element"
             raise refuse("SHAPE_MISMATCH", message)
-        layout = self._layout(line, rewritten, index, found)
-        parts = tuple(Part(c, g.origins, (g.held.line.lossy, line.lossy)) for c, g in found.items())
-        return Target(name, forms[0].dtype, layout, index, parts, line.text, ", ".join(found), forms[0].encoding)
+        layout = self._layout(line, rewritten, index, by_component)
+        parts = tuple(
+            TargetPart(component, sources.origins, (sources.line_sources.line.lossy, line.lossy))
+            for component, sources in by_component.items()
+        )
+        return Target(name, forms[0].dtype, layout, index, parts, line.text, ", ".join(by_component), forms[0].encoding)
 
-    def _refuse_some(self, line: Line, index: Mapping[str, int], found: _Found) -> None:
-        """Refuse one number for a tensor, some of whose sources have none: they would get that of the others.
+    def _refuse_some(self, line: Line, index: Mapping[str, int], by_component: _SourcesByComponent) -> None:
+        """Refuse a scalar state (a step) for a tensor where only some sources have one: the others would inherit it.
 
         Raises:
             Refused: INCOMPLETE.
         """
-        for component, gathered in found.items():
-            weights = self.holdings.held.get((component, WEIGHT), ())
-            wanted = sum(held.count(index) for held in weights if set(held.axes) == set(gathered.held.axes))
-            if len(gathered.places) < wanted:
+        for component, sources in by_component.items():
+            weights = self.holdings.sources.get((component, WEIGHT), ())
+            wanted = sum(
+                line_sources.count(index)
+                for line_sources in weights
+                if set(line_sources.axes) == set(sources.line_sources.axes)
+            )
+            if len(sources.places) < wanted:
                 message = (
-                    f"{line.text}\n{wanted} tensors of {component} become one, {len(gathered.places)} have this state"
+                    f"{line.text}\n{wanted} tensors of {component} become one, {len(sources.places)} have this state"
                 )
                 raise refuse("INCOMPLETE", message)
 
-    def _scalar(self, line: Line, name: str, found: _Found, dtype: str) -> Target:
+    def _scalar(self, line: Line, name: str, by_component: _SourcesByComponent, dtype: str) -> Target:
         """One number for the whole target tensor: all sources must agree, which the checks prove."""
-        origins = {place.origin.name: place.origin for g in found.values() for place in g.places.values()}
-        first, *others = (_alone(origin, name, dtype, line.text) for origin in origins.values())
+        origins = {
+            place.origin.name: place.origin for sources in by_component.values() for place in sources.places.values()
+        }
+        first_target, *other_targets = (_single_source(origin, name, dtype, line.text) for origin in origins.values())
         why = f"{line.text}\none number stands for all of them"
-        self.checks.extend(Check(first, other, why) for other in others)
-        return replace(first, component=", ".join(found))
+        self.checks.extend(Check(first_target, other_target, why) for other_target in other_targets)
+        return replace(first_target, component=", ".join(by_component))
 
-    def _layout(self, line: Line, rewritten: Expression, index: Mapping[str, int], found: _Found) -> Layout:
-        """Fill in the target's sizes: those of its sources, which must agree; padding is none unless given."""
+    def _layout(
+        self, line: Line, rewritten: Expression, index: Mapping[str, int], by_component: _SourcesByComponent
+    ) -> Layout:
+        """Return the target's layout: sizes come from its sources, which must agree; unsized padding is empty."""
+        # Equal keys give equal layouts; computing them once per kind of layer keeps planning linear.
         alike = (
             id(line),
             tuple(index.get(axis) for axis in self._varying),
-            tuple((c, id(g.held), id(g.first.sizes), id(g.first.origin.layout)) for c, g in found.items()),
+            tuple(
+                (component, id(sources.line_sources), id(sources.first.sizes), id(sources.first.origin.layout))
+                for component, sources in by_component.items()
+            ),
         )
         if alike not in self._layouts:
-            self._layouts[alike] = self._fill(line, rewritten, index, found)
+            self._layouts[alike] = self._fill(line, rewritten, index, by_component)
         return self._layouts[alike]
 
-    def _fill(self, line: Line, rewritten: Expression, index: Mapping[str, int], found: _Found) -> Layout:
+    def _fill(
+        self, line: Line, rewritten: Expression, index: Mapping[str, int], by_component: _SourcesByComponent
+    ) -> Layout:
         sizes = self.sizes.at(index)
         owner: dict[str, str] = {}
-        for component, gathered in found.items():
-            for axis, count in gathered.sizes.items():
+        for component, sources in by_component.items():
+            for axis, count in sources.sizes.items():
                 if owner.setdefault(axis, component) != component and sizes[axis] != count:
                     message = f"axis {axis} is {sizes[axis]} in {owner[axis]} and {count} in {component}"
                     raise refuse("SHAPE_MISMATCH", f"{line.text}\n{message}")
@@ -325,10 +348,11 @@ class _Translator:
 
         A tensor of which only some parts have a place cannot be kept whole: that is refused.
         """
+        # A copy that only a check reads counts as used.
         sides = (side for check in self.checks for side in (check.first, check.second))
         used = self._used | {(o.name, o.component) for side in sides for part in side.parts for o in part.origins}
         clean = not self.refusals
-        for (line, _), names in self.bound.found.items():
+        for (line, _), names in self.bound.names.items():
             components = line.expression.components
             for name in names.values():
                 homeless = [component for component in components if (name, component) not in used]
@@ -349,9 +373,9 @@ class _Translator:
         return {alias: original for alias, original in pairs if original is not None}
 
 
-def _alone(origin: Origin, name: str, dtype: str, rule: str) -> Target:
+def _single_source(origin: Origin, name: str, dtype: str, rule: str) -> Target:
     """Return the target that is one stored tensor, whatever its name says."""
-    part = Part(origin.component, (replace(origin, index={}),))
+    part = TargetPart(origin.component, (replace(origin, index={}),))
     return Target(name, dtype, origin.layout, {}, (part,), rule)
 
 

@@ -121,7 +121,7 @@ def _components(checkpoint: Checkpoint) -> dict[str, str]:
     """Return the logical tensors that each stored tensor holds, as far as a table reads them."""
     if checkpoint.family is None:
         return {}
-    found = checkpoint.bound.found.items()
+    found = checkpoint.bound.names.items()
     return {name: ", ".join(line.expression.components) for (line, _), names in found for name in names.values()}
 
 

@@ -94,7 +94,7 @@ def _recognised(checkpoint: Checkpoint) -> Facts:
             "family": found.family.name,
             "dialect": found.dialect.label,
             "prefix": found.prefix,
-            "read": sum(len(names) for names in bound.found.values()),
+            "read": sum(len(names) for names in bound.names.values()),
             "unknown": list(bound.unknown),
             "axes": dict(sizes.at({})),
             "tied": [f"{tie.alias} = {tie.original}" for tie in ties],

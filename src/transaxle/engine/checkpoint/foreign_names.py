@@ -46,7 +46,7 @@ def foreign(bound: Bound, config: Mapping[str, Any], target: Dialect, *, said: b
         return []
     lines = [_whole(bound, config, target.label)] if wrapped else []
     if unknown:
-        count = len(unknown) + len(bound.ignored) + sum(map(len, bound.found.values()))
+        count = len(unknown) + len(bound.ignored) + sum(map(len, bound.names.values()))
         what = f"no line of {family.name}, dialect {bound.dialect.label}, reads {len(unknown):,} of {count:,} names"
         lines += [what if wrapped else f"{what}; what {target.label} calls them is not known", *unknown[:_LISTED]]
     if len(unknown) > _LISTED:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transaxle.axes.layout.bind import group, score, split_slot
-from transaxle.axes.notation.family import Dialect, Family, Tensor
+from transaxle.axes.notation.family import Dialect, Family, LogicalTensor
 from transaxle.axes.notation.name import skeleton
 from transaxle.errors import TransaxleError, refuse
 from transaxle.families import Families
@@ -68,7 +68,7 @@ def model_types(config: Mapping[str, Any]) -> list[str]:
     return [level["model_type"] for level in levels if isinstance(level.get("model_type"), str)]
 
 
-def _absent(found: Recognised, grouped: Mapping[str, list[str]]) -> list[Tensor]:
+def _absent(found: Recognised, grouped: Mapping[str, list[str]]) -> list[LogicalTensor]:
     """Return the family's tensors that the names lack; one that may be stored as a tie is not missed."""
     present = {skeleton(names[0][len(found.prefix) :]) for names in grouped.values()}
     held = {c for line in found.dialect.lines if line.name.skeleton in present for c in line.expression.components}

@@ -49,7 +49,7 @@ def cutter(said: Settings) -> Cutter:
             raise refuse("UNSUPPORTED", f"{UNTOLD}; {error.refusals[0].message}", hint=HINT) from None
         sizes = Sizes(found.family, config, said.axes)
         bound = bind(names, found.family, found.dialect, sizes, found.prefix)
-        lines = {name: (line, index) for (line, _), held in bound.found.items() for index, name in held.items()}
+        lines = {name: (line, index) for (line, _), held in bound.names.items() for index, name in held.items()}
         return _Tables(sizes, found.dialect.label, lines)
 
     return read

@@ -466,7 +466,7 @@ def _places(entry: Entry) -> tuple[Transfer, ...]:
 
 def _routes(checkpoint: Checkpoint, translation: View) -> tuple[Route, ...]:
     """Group the targets by rule."""
-    rules = {component: line.text for line, _ in checkpoint.bound.found for component in line.expression.components}
+    rules = {component: line.text for line, _ in checkpoint.bound.names for component in line.expression.components}
     counts: dict[tuple[str, str], int] = {}
     for target in translation.targets.values():
         if target.component:

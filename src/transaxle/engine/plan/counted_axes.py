@@ -19,5 +19,5 @@ def counted(bound: Bound, said: Sizes, found: Mapping[str, int]) -> dict[str, in
         said: the sizes that config, manifest and user say.
         found: all sizes, those that names and shapes tell included.
     """
-    named = {axis for line, _ in bound.found for axis in line.name.axes}
+    named = {axis for line, _ in bound.names for axis in line.name.axes}
     return {axis: found[axis] for axis in sorted(named & found.keys() - said.at({}).keys())}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from transaxle.axes.layout.bind import WEIGHT
-from transaxle.axes.notation.number_format import Form, Recode
+from transaxle.axes.notation.number_format import NumberFormat, Recode
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.copying.replica_mean import averages_of
 from transaxle.engine.plan.output_tensors import Product, Recoded
@@ -19,7 +19,7 @@ from transaxle.move.transfer import Transfer
 def recoding(names: Collection[str], encoding: str) -> Recode:
     """Return what tells the tables in which form each target is written: some of them are encoded."""
     encoded = frozenset(names)
-    return lambda name, form: Form(form.dtype, encoding) if name in encoded else form
+    return lambda name, form: NumberFormat(form.dtype, encoding) if name in encoded else form
 
 
 def components(checkpoint: Checkpoint, view: View | None) -> dict[str, Sequence[str]]:
@@ -35,7 +35,7 @@ def components(checkpoint: Checkpoint, view: View | None) -> dict[str, Sequence[
         }
     if checkpoint.family is None:
         return {}
-    found = checkpoint.bound.found.items()
+    found = checkpoint.bound.names.items()
     return {name: line.expression.components for (line, _), names in found for name in names.values()}
 
 
@@ -49,7 +49,7 @@ def displaced(checkpoint: Checkpoint, names: Collection[str]) -> Iterator[Refusa
     changing = {*checkpoint.decoded, *names}
     if not changing or checkpoint.family is None:
         return
-    for (line, slot), held in checkpoint.bound.found.items():
+    for (line, slot), held in checkpoint.bound.names.items():
         if line.by_form and slot == WEIGHT:
             for name in changing.intersection(held.values()):
                 message = f"{line.text}\nthe order of its dims depends on the encoding, and that is about to change"

@@ -130,7 +130,7 @@ def precise(bound: Bound | None) -> frozenset[str]:
     if bound is None:
         return frozenset()
     kept = bound.family.precise
-    lines = [names for (line, _), names in bound.found.items() if kept.intersection(line.expression.components)]
+    lines = [names for (line, _), names in bound.names.items() if kept.intersection(line.expression.components)]
     return frozenset((*bound.ignored, *(name for names in lines for name in names.values())))
 
 

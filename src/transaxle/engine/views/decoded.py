@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transaxle.axes.layout.relayout import unchanged
-from transaxle.axes.notation.number_format import PLAIN, Form, Recode
+from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode
 from transaxle.encodings.arithmetic.codec import Error, Wide, decode_box, decode_error
 from transaxle.encodings.conventions.convention import CONVENTIONS
 from transaxle.encodings.encoding import Encoded, Role
@@ -279,9 +279,9 @@ def decoders_of(storage: Storage) -> Mapping[str, Decoder]:
 def plainly(recode: Recode) -> Recode:
     """Let what was decoded be written as plain numbers, and what was not as `recode` says."""
 
-    def form(name: str, stored: Form) -> Form:
+    def form(name: str, stored: NumberFormat) -> NumberFormat:
         return recode(
-            name, Form(stored.dtype, PLAIN) if stored.encoding and stored.dtype in DTYPES.values() else stored
+            name, NumberFormat(stored.dtype, PLAIN) if stored.encoding and stored.dtype in DTYPES.values() else stored
         )
 
     return form

@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch.distributed.tensor import DTensor
 
-from transaxle.axes.geometry.chunk import Cut, Intervals, Replicated, Rule, place
+from transaxle.axes.geometry.chunk import ChunkRule, Intervals, MeshCut, Replicated, place
 from transaxle.live.tensors.tp_shard import part_of
 from transaxle.quant.modules.placed import cut_of
 
@@ -29,7 +29,7 @@ class Placement:
     """Ranks along each mesh dim."""
     ranks: tuple[int, ...]
     """Global ranks of the mesh, row-major."""
-    cuts: tuple[tuple[int | None, Rule], ...]
+    cuts: tuple[tuple[int | None, ChunkRule], ...]
     """For each mesh dim, the tensor's dim that it cuts (None: it does not) and how."""
     base: Held | None = None
     """What the ranks of the mesh hold together; None: all of the tensor."""
@@ -43,7 +43,7 @@ class Placement:
                 rest, coordinate = divmod(rest, size)
                 coordinates.append(coordinate)
             steps = zip(self.cuts, self.mesh, reversed(coordinates), strict=True)
-            done = [Cut(dim, size, coordinate, rule) for (dim, rule), size, coordinate in steps]
+            done = [MeshCut(dim, size, coordinate, rule) for (dim, rule), size, coordinate in steps]
             found[rank] = place(shape, done, self.base)
         return found
 

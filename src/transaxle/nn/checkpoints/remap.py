@@ -15,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from transaxle.axes.layout.solve import Shape
-from transaxle.axes.translation.arrange import Group, arranged
+from transaxle.axes.translation.arrange import ExpertSet, arranged
 from transaxle.axes.translation.grouped import Stem, numbered, regrouped
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.nn.checkpoints.packed_layer import Layer
@@ -71,9 +71,9 @@ def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Stem,
     return found.stems
 
 
-def _groups(prefix: str, layer: Layer) -> list[Group]:
+def _groups(prefix: str, layer: Layer) -> list[ExpertSet]:
     return [
-        Group(f"{prefix}{stem}", rest, layer.count, shape, layer.single[stem], own=layer.own)
+        ExpertSet(f"{prefix}{stem}", rest, layer.count, shape, layer.single[stem], own=layer.own)
         for stem, own in layer.shapes.items()
         for rest, shape in {"": own, **layer.beside.get(stem, {})}.items()
     ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from transaxle.axes.geometry.chunk import Intervals, length, torch_chunk, whole
+from transaxle.axes.geometry.chunk import Intervals, count_positions, torch_chunk, whole
 from transaxle.errors import Refusal
 from transaxle.formats.deepspeed.metadata.record import Record
 from transaxle.live.tensors.destination import local_of
@@ -59,7 +59,7 @@ class Kept:
     @property
     def widths(self) -> tuple[int, ...]:
         """Positions of the dim on every rank."""
-        return tuple(length(each) for each in self.held)
+        return tuple(count_positions(each) for each in self.held)
 
     @property
     def first(self) -> bool:

@@ -87,7 +87,7 @@ def read(model: nn.Module) -> Reading:
         for name in (*bound.unknown, *bound.ignored)
     ]
     weights = []
-    for (line, _), held in bound.found.items():
+    for (line, _), held in bound.names.items():
         for position, name in held.items():
             index = dict(zip(line.name.axes, position, strict=True))
             known = sizes.at(index)

@@ -18,7 +18,7 @@ from typing import Literal
 
 from torch import nn
 
-from transaxle.axes.geometry.chunk import Intervals, length, whole
+from transaxle.axes.geometry.chunk import Intervals, count_positions, whole
 from transaxle.axes.geometry.ranges import axes_in, positions
 from transaxle.axes.notation.expression import size
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
@@ -83,7 +83,7 @@ class Cut:
     def replicas(self) -> bool:
         """Whether several ranks hold some element that each uses for something else."""
         cut = self.option is not None
-        return self.inside or (cut and sum(map(length, self.held)) > self.weight.shape[self.dim])
+        return self.inside or (cut and sum(map(count_positions, self.held)) > self.weight.shape[self.dim])
 
 
 @dataclass(frozen=True, slots=True)

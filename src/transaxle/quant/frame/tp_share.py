@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from transaxle.axes.geometry.chunk import Intervals, length, whole
+from transaxle.axes.geometry.chunk import Intervals, count_positions, whole
 from transaxle.encodings.encoding import WHOLE, Encoding
 from transaxle.errors import Refusal
 from transaxle.quant.frame.buffers import AMAX, COLUMN_DATA, COLUMN_SCALE, DATA, ORIGIN, STATE, buffers_of
@@ -48,7 +48,7 @@ class Share:
     @property
     def local(self) -> tuple[int, ...]:
         """Shape of what this rank has, before FSDP2 cuts it."""
-        return tuple(length(self.held) if dim == self.dim else size for dim, size in enumerate(self.shape))
+        return tuple(count_positions(self.held) if dim == self.dim else size for dim, size in enumerate(self.shape))
 
     @property
     def member(self) -> Share | None:

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from transaxle.axes.geometry.chunk import Cut, Intervals, Replicated, Rule, StridedShard, place, whole
+from transaxle.axes.geometry.chunk import ChunkRule, Intervals, MeshCut, Replicated, StridedShard, place, whole
 from transaxle.axes.geometry.chunk import Shard as Chunk
 from transaxle.errors import refuse
 from transaxle.quant.frame.tp_share import Share, along
 from transaxle.quant.tensor.tensor import QuantizedTensor
 
 
-def cut_of(placement: Placement, name: str) -> tuple[int | None, Rule]:
+def cut_of(placement: Placement, name: str) -> tuple[int | None, ChunkRule]:
     """Return the dim that a torch placement cuts, None for none, and how.
 
     Args:
@@ -45,7 +45,7 @@ def held_by(parameter: torch.Tensor) -> tuple[Intervals, ...]:
     assert coordinate is not None  # of a rank outside of the mesh there are no parameters
     rules = (cut_of(placement, "") for placement in parameter.placements)
     steps = zip(rules, mesh.shape, coordinate, strict=True)
-    return place(tuple(parameter.shape), [Cut(dim, size, at, rule) for (dim, rule), size, at in steps])
+    return place(tuple(parameter.shape), [MeshCut(dim, size, at, rule) for (dim, rule), size, at in steps])
 
 
 def take(values: torch.Tensor, held: Sequence[Intervals]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from transaxle.axes.geometry.chunk import Rule, whole
+from transaxle.axes.geometry.chunk import ChunkRule, whole
 from transaxle.axes.layout.divide import divide
 from transaxle.axes.notation import tables
 from transaxle.errors import TransaxleError
@@ -123,7 +123,7 @@ def _shards(order: Order) -> list[np.ndarray]:
     return [np.asarray(part(order, full, rank)) for rank in range(order.ranks)]
 
 
-def _taken(full: np.ndarray, dim: int | None, rule: Rule, ranks: int, rank: int) -> np.ndarray:
+def _taken(full: np.ndarray, dim: int | None, rule: ChunkRule, ranks: int, rank: int) -> np.ndarray:
     if dim is None:
         return full
     held = rule(whole(full.shape[dim]), ranks, rank)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from transaxle.axes.geometry.chunk import Components, Cut, Replicated, Rule, Widths, length, place
+from transaxle.axes.geometry.chunk import ChunkRule, MeshCut, PerComponent, Replicated, Widths, count_positions, place
 from transaxle.axes.geometry.piece import Piece
 from transaxle.axes.geometry.strided import row_major
 from transaxle.errors import refuse
@@ -88,7 +88,7 @@ class Owners:
     """Elements that no rank holds."""
 
 
-def cut(shape: Shape, dim: int | None, rule: Rule, ranks: int) -> Spread:
+def cut(shape: Shape, dim: int | None, rule: ChunkRule, ranks: int) -> Spread:
     """Spread a parameter by a cutting rule along one dim; None: every rank holds all of it.
 
     Raises:
@@ -96,8 +96,8 @@ def cut(shape: Shape, dim: int | None, rule: Rule, ranks: int) -> Spread:
     """
     shards, blocks = [], []
     for rank in range(ranks):
-        held = place(shape, [Cut(dim, ranks, rank, rule)])
-        shards.append(tuple(length(intervals) for intervals in held))
+        held = place(shape, [MeshCut(dim, ranks, rank, rule)])
+        shards.append(tuple(count_positions(intervals) for intervals in held))
         found = []
         for intervals in product(*(_placed(one) for one in held)):
             block = Block(
@@ -118,7 +118,7 @@ def by_widths(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> Spread
         Refused: SHAPE_MISMATCH where the widths do not sum to the dim.
     """
     rules = tuple(Widths(tuple(each)) for each in widths)
-    rule: Rule = rules[0] if len(rules) == 1 else Components(tuple(sum(each) for each in widths), rules)
+    rule: ChunkRule = rules[0] if len(rules) == 1 else PerComponent(tuple(sum(each) for each in widths), rules)
     return cut(shape, dim, rule, len(widths[0]))
 
 
