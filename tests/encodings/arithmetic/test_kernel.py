@@ -71,12 +71,14 @@ def test_a_wheel_holds_the_kernel_and_works_where_it_is_unpacked(copy: Path, tmp
     assert not list((copy / "src").glob(".build-*"))
     installed = tmp_path / "installed"
     zipfile.ZipFile(made).extractall(installed)
-    program = """from transaxle.encodings import codec; from transaxle.formats import strided
+    program = """from transaxle.encodings.arithmetic import codec
+from transaxle.formats.storage import strided_reads as strided
 print(codec.__file__, codec.active(), strided.load() is not None)"""
     environment = os.environ | {"PYTHONPATH": str(installed)}
     command = [sys.executable, "-c", program]
     said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert said.stdout.split() == [str(installed / "transaxle" / "encodings" / "codec.py"), "compiled", "True"]
+    module = installed / "transaxle" / "encodings" / "arithmetic" / "codec.py"
+    assert said.stdout.split() == [str(module), "compiled", "True"]
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", "false"])
@@ -88,9 +90,8 @@ def test_without_a_compiler_the_install_succeeds_and_numpy_computes(copy: Path, 
     assert "read one by one" in said
     program = """
         import json, numpy as np
-        from transaxle.encodings import codec
+        from transaxle.encodings.arithmetic import codec
         from transaxle.encodings.encoding import MXFP8
-from transaxle.formats import strided
         codes, scale = codec.encode_rows(MXFP8, np.arange(64, dtype=np.float32).reshape(2, 32))
         print(json.dumps([codec.active(), codes.tolist(), scale.tolist()]))
     """
