@@ -108,7 +108,7 @@ def test_refusals_name_file_tensor_and_both_sizes(here: Path, transaxle: Transax
         "  CORRUPT  model.safetensors · model.layers.1.self_attn.v_proj.weight\n"
         "      the file is truncated: its tensors take 27872 bytes, 27772 are there\n"
         "      Copy or download the file again.\n"
-        "  more about it: transaxle explain CORRUPT\n"
+        "  for details: transaxle explain CORRUPT\n"
     )
 
 

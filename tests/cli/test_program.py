@@ -77,7 +77,7 @@ def test_the_version(transaxle: Transaxle) -> None:
     [
         (["lss"], "Did you mean ls?"),
         (["covert"], "Did you mean convert?"),
-        (["frobnicate"], "There are: ls, info"),
+        (["frobnicate"], "Commands: ls, info"),
         (["ls"], "Missing argument 'PATH'."),
         (["ls", ".", "--al"], "--all"),
         (["--frob"], "--frob"),

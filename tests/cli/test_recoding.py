@@ -86,8 +86,8 @@ def test_a_damaged_result_of_an_encoding_is_found(bf16: Path, here: Path, transa
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--decode", "bf16", "--encode", "mxfp8"], "one of them at a time"),
-        (["--only", "*"], "--only and --skip go with --decode, --encode or --dtype"),
+        (["--decode", "bf16", "--encode", "mxfp8"], "exclude each other"),
+        (["--only", "*"], "--only and --skip need --decode, --encode or --dtype"),
         (["--decode", "fp16"], "fp16"),
         (["--encode", "mxfp4"], "mxfp4"),
         (["--decode", "bf16", "--only", "*.mpl.*"], "no encoded tensor has a name like"),

@@ -62,11 +62,12 @@ Facts = dict[str, Any]
     "demo",
     cls=Command,
     examples=(("transaxle demo", ""), ("transaxle demo --keep tour/", "and keep the files")),
-    help="""Show all of it on a tiny model, step by step.
+    help="""Show a conversion there and back on a tiny model, step by step.
 
-    transformers makes a mixture-of-experts model with random weights. It is converted from hf to a DCP folder in
-    torchtitan's dialect, on to automodel and back to hf, compared bit for bit, and run: the outputs must be exactly
-    equal. Needs torch and transformers, takes a few seconds, and leaves nothing behind unless told so.""",
+    Makes a mixture-of-experts model with random weights (by transformers), converts it from hf to a DCP folder in the
+    torchtitan dialect, on to automodel and back to hf, compares the weights bit by bit, and runs the model: its
+    outputs must be exactly equal. Needs torch and transformers, takes a few seconds, and deletes its files unless you
+    give --keep.""",
 )
 @click.option("--keep", metavar="DIR", type=click.Path(), help="Keep the checkpoints in this new folder.")
 @options.printing
@@ -81,7 +82,7 @@ def command(screen: Screen, keep: str | None) -> int:
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            raise refuse("EXISTS", "it exists already", file=keep, hint="Choose another folder.") from None
+            raise refuse("EXISTS", "the folder already exists", file=keep, hint="Choose another folder.") from None
         except OSError as error:
             raise refuse("IO", error.strerror or str(error), file=keep) from None
         return _run(screen, folder, shown=f"{keep.rstrip('/')}/")

@@ -21,7 +21,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, typed: str | None) -> in
     """Read a number of bytes: `5GB`, `512MB`, `1.5GiB`."""
     count = None if typed is None else parse_size(typed)
     if typed is not None and not count:
-        raise click.BadParameter(f"{typed!r} is not a size; write 5GB, 512MB or 1.5GiB")
+        raise click.BadParameter(f"{typed!r} is not a size; write for example 5GB, 512MB or 1.5GiB")
     return count
 
 
@@ -31,7 +31,7 @@ def _memory(ctx: click.Context, param: click.Parameter, typed: str | None) -> in
 
     count = _size(ctx, param, typed)
     if count is not None and count < LEAST_MEMORY:
-        raise click.BadParameter(f"{typed} is too little: the buffers of one worker need {LEAST_MEMORY >> 10}KiB")
+        raise click.BadParameter(f"{typed} is too little: one worker alone needs {LEAST_MEMORY >> 10}KiB of buffers")
     return count
 
 
@@ -41,7 +41,7 @@ def _axes(_ctx: click.Context, _param: click.Parameter, typed: tuple[str, ...]) 
     for text in typed:
         axis, equals, count = text.partition("=")
         if not (axis and equals and count.isascii() and count.isdigit()):
-            raise click.BadParameter(f"{text!r} is not AXIS=SIZE, such as g=8")
+            raise click.BadParameter(f"{text!r} is not AXIS=SIZE; write for example g=8")
         if sizes.setdefault(axis, int(count)) != int(count):
             raise click.BadParameter(f"axis {axis} is given twice: {sizes[axis]} and {count}")
     return sizes
@@ -85,59 +85,59 @@ def _targets() -> list[str]:
 
 _READING = (
     click.option("--family", metavar="NAME", shell_complete=completing(_families),
-                 help="Model family, where it is not recognised."),
-    click.option("--config", metavar="FILE", type=click.Path(), help="A config.json to take sizes from."),
+                 help="Model family, if it is not recognised."),
+    click.option("--config", metavar="FILE", type=click.Path(), help="Read the model's sizes from this config.json."),
     click.option("--axis", "axes", metavar="AXIS=SIZE", callback=_axes, multiple=True,
-                 help="Size of one axis, such as g=8; may be repeated."),
-    click.option("--rules", metavar="FILE", type=click.Path(), help="A table with families and dialects of your own."),
+                 help="Size of one axis, for example g=8. Repeatable."),
+    click.option("--rules", metavar="FILE", type=click.Path(), help="File with families and dialects of your own."),
     click.option("--from", "dialect", metavar="DIALECT", shell_complete=completing(dialects),
-                 help="Dialect of the source, where it is not recognised."),
-    click.option("--format", metavar="FORMAT", help="Format of the source, where a folder holds several."),
+                 help="Dialect of the source, if it is not recognised."),
+    click.option("--format", metavar="FORMAT", help="Format of the source, if a folder holds several."),
     click.option("--weights", type=click.Choice(["fp32", "lp"]),
-                 help="Of a DeepSpeed checkpoint: the weights that the optimizer keeps, or those in low precision."),
+                 help="DeepSpeed only: read the optimizer's fp32 weights, or the low-precision copies."),
     click.option("--optimizer/--no-optimizer", default=None,
-                 help="Take the optimizer's state, or leave it.  [default: take it, except `--to hf`]"),
+                 help="Include the optimizer state, or leave it out.  [default: include it, except with `--to hf`]"),
     click.option("--average-replicas", "average", is_flag=True, default=None,
-                 help="Of a DeepSpeed checkpoint: take replicas that differ between ranks as their mean."),
+                 help="DeepSpeed only: where replicas differ between ranks, use their mean."),
 )  # fmt: skip
 _PLANNING = (
     click.option("--to", metavar="TARGET", required=True, shell_complete=completing(_targets),
-                 help="FORMAT, FORMAT:DIALECT, or a dialect: `hf` is short for safetensors:hf."),
+                 help="FORMAT, FORMAT:DIALECT, or DIALECT alone: `hf` is short for safetensors:hf."),
     click.option("--shard-size", metavar="SIZE", callback=_size, default="5GB", show_default=True,
-                 help="Tensors in one file that is written."),
-    click.option("--allow-lossy", is_flag=True, help="Allow arithmetic that a table marks as lossy."),
-    click.option("--strict", is_flag=True, help="Refuse tensors that the target dialect has no line for."),
+                 help="Most bytes of tensors in one written file."),
+    click.option("--allow-lossy", is_flag=True, help="Allow arithmetic that the table marks as lossy."),
+    click.option("--strict", is_flag=True, help="Refuse tensors that have no line in the target dialect."),
 )  # fmt: skip
 _DECODE = click.option("--decode", type=click.Choice(["bf16", "fp32"]),
-                       help="Take encoded tensors as plain ones of this type.")  # fmt: skip
+                       help="Decode quantized tensors to this dtype.")  # fmt: skip
 _RECODING = (
     _DECODE,
     click.option("--encode", type=click.Choice(["float8_block", "mxfp8", "nvfp4"]),
-                 help="Write the weights of linear layers in this encoding."),
+                 help="Quantize the weights of linear layers in this encoding."),
     click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]),
                  help="Cast plain floating-point tensors to this type."),
     click.option("--only", metavar="PATTERN", multiple=True,
-                 help="Decode, encode or cast the tensors of these names; * stands for anything.  May be repeated."),
+                 help="Decode, encode or cast only tensors with these names; * stands for any text.  Repeatable."),
     click.option("--skip", metavar="PATTERN", multiple=True,
-                 help="Leave the tensors of these names as they are.  May be repeated."),
+                 help="Leave tensors with these names unchanged.  Repeatable."),
 )  # fmt: skip
 _WORKING = (
-    click.option("--jobs", metavar="N", type=click.IntRange(1, 1024), help="Workers.  [default: cores, up to 8]"),
+    click.option("--jobs", metavar="N", type=click.IntRange(1, 1024), help="Threads.  [default: cores, up to 8]"),
     click.option("--memory", metavar="SIZE", callback=_memory,
                  help="Memory for all buffers together.  [default: 64MB]"),
 )  # fmt: skip
 _WRITING = (
     click.option("--overwrite", cls=Bare, bare="checkpoint", metavar="[=everything]",
                  type=click.Choice(["checkpoint", "everything"]),
-                 help="Replace the checkpoint at DST, once the new one is complete; `=everything`: "
-                      "with whatever else is in its folder."),
+                 help="Replace the checkpoint at DST once the new one is complete; `=everything` also deletes the "
+                      "other files in its folder."),
     click.option("--resume", is_flag=True, help="Continue an interrupted conversion."),
     click.option("--verify", "check", is_flag=True,
-                 help="Read the result back: against its manifest, and against SRC."),
-    click.option("--no-sync", is_flag=True, help="Do not wait until the disk has everything."),
+                 help="Read the result back, check it against its manifest and compare it with SRC."),
+    click.option("--no-sync", is_flag=True, help="Do not wait until everything is on disk."),
 )  # fmt: skip
 _EVERYWHERE = (
-    click.option("--all", "everything", is_flag=True, help="Print lists and refusals to their end."),
+    click.option("--all", "everything", is_flag=True, help="Print all rows of lists and all refusals."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
 )  # fmt: skip
 
@@ -153,7 +153,7 @@ def printing(body: Callable[..., int]) -> Callable[..., int]:
         except TransaxleError as error:
             return failed(screen, error)
         except MemoryError:
-            hint = "Give it less to hold at once: --memory 32MB --jobs 1."
+            hint = "Use smaller buffers: --memory 32MB --jobs 1."
             return failed(screen, refuse("IO", "not enough memory", hint=hint))
         except KeyboardInterrupt as stop:
             return interrupted(screen, *outcome(stop))
@@ -220,9 +220,9 @@ def recoding(body: Callable[..., int]) -> Callable[..., int]:
 
         given = [name for name, value in (("--decode", decode), ("--encode", encode), ("--dtype", dtype)) if value]
         if len(given) > 1:
-            raise click.UsageError(f"{' and '.join(given)}: one of them at a time")
+            raise click.UsageError(f"{' and '.join(given)} exclude each other; give only one")
         if (only or skip) and not given:
-            raise click.UsageError("--only and --skip go with --decode, --encode or --dtype")
+            raise click.UsageError("--only and --skip need --decode, --encode or --dtype")
         if decode:
             said = {**said, "decode": decode, "only": only, "skip": skip}
         if dtype:

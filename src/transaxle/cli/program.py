@@ -14,16 +14,16 @@ COMPLETE = "_TRANSAXLE_COMPLETE"
 """Environment variable by which a shell asks for completions."""
 
 _LOADERS: dict[str, tuple[str, str]] = {
-    "ls": ("What is in a checkpoint, layers and experts folded.", "transaxle.cli.commands.ls"),
-    "info": ("What was recognised, and why.", "transaxle.cli.commands.info"),
-    "plan": ("What a conversion would do; nothing is written.", "transaxle.cli.commands.plan"),
+    "ls": ("List the tensors, layers and experts folded.", "transaxle.cli.commands.ls"),
+    "info": ("Describe a checkpoint, or this installation.", "transaxle.cli.commands.info"),
+    "plan": ("Show what a conversion would do; write nothing.", "transaxle.cli.commands.plan"),
     "convert": ("Convert a checkpoint, exactly or not at all.", "transaxle.cli.commands.convert"),
-    "verify": ("Hold a checkpoint against its manifest, or another.", "transaxle.cli.commands.verify"),
-    "diff": ("Where two checkpoints differ, across dialects.", "transaxle.cli.commands.diff"),
-    "clean": ("What killed runs have left, and its removal.", "transaxle.cli.commands.clean"),
-    "check-rules": ("Whether a table of yours is sound, and what it reads.", "transaxle.cli.commands.check_rules"),
-    "explain": ("The long form of a refusal.", "transaxle.cli.commands.explain"),
-    "demo": ("All of it on a tiny model, step by step.", "transaxle.cli.demo"),
+    "verify": ("Check a checkpoint against its manifest, or compare two.", "transaxle.cli.commands.verify"),
+    "diff": ("Show where two checkpoints differ, across dialects.", "transaxle.cli.commands.diff"),
+    "clean": ("Remove what killed runs left behind.", "transaxle.cli.commands.clean"),
+    "check-rules": ("Check a table of families and dialects.", "transaxle.cli.commands.check_rules"),
+    "explain": ("Explain a refusal code.", "transaxle.cli.commands.explain"),
+    "demo": ("Show a conversion there and back on a tiny model.", "transaxle.cli.demo"),
 }  # fmt: skip
 """Command -> what it does, and the module that is imported when it is used."""
 COMMANDS = tuple(_LOADERS)
@@ -39,9 +39,9 @@ _EXAMPLES = (
 _CODES = (
     ("0", "done; equal"),
     ("1", "they differ, or verification failed"),
-    ("2", "usage: the target exists, an unknown option or axis, an ambiguous dialect"),
-    ("3", "the input is refused: unsafe, corrupt, unsupported, or it would be lossy"),
-    ("4", "missing or unreadable, no space, or another failure of the machine"),
+    ("2", "usage error: the target exists, an option or axis is unknown, the dialect is ambiguous"),
+    ("3", "input refused: unsafe, corrupt, unsupported, or the result would be lossy"),
+    ("4", "I/O failure: source missing or unreadable, no space, or another machine failure"),
 )
 
 
@@ -67,7 +67,7 @@ class Program(click.Group):
         if name in _LOADERS or name.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         close = difflib.get_close_matches(name, COMMANDS, 1)
-        said = f" Did you mean {close[0]}?" if close else f" There are: {', '.join(COMMANDS)}."
+        said = f" Did you mean {close[0]}?" if close else f" Commands: {', '.join(COMMANDS)}."
         raise click.UsageError(f"No such command {name!r}.{said}", ctx)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -80,7 +80,7 @@ class Program(click.Group):
         with formatter.section("Exit codes"):
             formatter.write_dl(_CODES)
         formatter.write_paragraph()
-        formatter.write_text(f"{NAME} COMMAND --help has the options of a command, again with examples.")
+        formatter.write_text(f"Run {NAME} COMMAND --help for the options of a command and examples.")
         formatter.write_text(f'Completion in bash (or zsh, fish):  eval "$({COMPLETE}=bash_source {NAME})"')
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

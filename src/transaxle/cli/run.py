@@ -74,7 +74,10 @@ def _guarded(arguments: Sequence[str]) -> int:
         if os.environ.get(DEBUG) == "1":
             traceback.print_exc()
         what = f"internal error: {type(error).__name__}: {error}"
-        hint = f"This is a bug in {NAME} {__version__}: please report it with the command. {DEBUG}=1 shows where it is."
+        hint = (
+            f"This is a bug in {NAME} {__version__}: please report it with the command line. {DEBUG}=1 shows the "
+            "traceback."
+        )
         return _failed(screen, BUG, what, hint)
 
 

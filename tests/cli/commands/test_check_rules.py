@@ -125,7 +125,7 @@ def test_files_that_cannot_be_read(ck: Path, transaxle: Transaxle) -> None:
 
 def test_axes_without_a_size_are_reported(here: Path, transaxle: Transaxle) -> None:
     Path("toy.rules").write_text(SOUND.replace("l=num_hidden_layers ", "l "))
-    assert "no size for l: only names tell how many there are" in transaxle("check-rules", "toy.rules").out
+    assert "axis l has no size: it is counted from the tensor names" in transaxle("check-rules", "toy.rules").out
     assert transaxle("check-rules", "toy.rules", "--json").json["families"][0]["unsized"] == ["l"]
 
 

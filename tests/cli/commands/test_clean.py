@@ -74,10 +74,10 @@ def test_clean_lists_asks_and_removes(ck: Path, transaxle: Transaxle, monkeypatc
     killed(monkeypatch, transaxle)
     before = tree(Path())
     outcome = transaxle("clean", "out")
-    assert outcome.code == USAGE, "nobody is there to ask"
+    assert outcome.code == USAGE, "input is not a terminal"
     assert str(PARTIAL) in outcome.out
     assert "tensors are written, --resume continues it" in outcome.out
-    assert "say --yes" in outcome.err
+    assert "confirm with --yes" in outcome.err
     assert transaxle("clean", "out", "--json").code == USAGE
 
     class Terminal(StringIO):
@@ -93,7 +93,7 @@ def test_clean_lists_asks_and_removes(ck: Path, transaxle: Transaxle, monkeypatc
     assert f"removed  {PARTIAL.resolve()}" in outcome.out
     assert not PARTIAL.exists()
     assert tree(ck) == {name.removeprefix("ck/"): data for name, data in before.items() if name.startswith("ck/")}
-    assert transaxle("clean", "out").out == "nothing is left of killed runs here\n"
+    assert transaxle("clean", "out").out == "found nothing left by killed runs here\n"
 
 
 @pytest.mark.parametrize("path", [".", "out", ".out.transaxle-partial"])

@@ -33,8 +33,7 @@ def test_equal_across_dialects(ck: Path, converted: Callable[[str], Path], trans
 def test_every_flipped_bit_of_the_data_is_seen(converted: Callable[[str], Path], transaxle: Transaxle) -> None:
     folder = converted("torchtitan")
     assert transaxle("verify", folder).out == (
-        "as it was written: 27 tensors, 13,936 parameters, 27.87 kB read; "
-        "every hash in its manifest agrees (xxh3-128)\n"
+        "intact: 27 tensors, 13,936 parameters, 27.87 kB read; every hash in the manifest matches (xxh3-128)\n"
     )
     file = only(list(folder.glob("*.safetensors")))
     for at in (-1, -2000, -20_000):
@@ -67,15 +66,15 @@ def test_a_missing_file_is_seen(converted: Callable[[str], Path], transaxle: Tra
 def test_without_a_manifest_it_says_what_that_proves(ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("verify", ck)
     assert outcome.code == 0
-    assert outcome.out.startswith("no digest: structure checked only: 69 tensors")
-    assert "as it was written" not in outcome.out
+    assert outcome.out.startswith("checked the structure only, there are no digests: 69 tensors")
+    assert "intact" not in outcome.out
     assert transaxle("verify", ck, "--json").json["against"] == "structure"
 
 
 def test_one_file_is_held_against_its_own_digests(ck: Path, transaxle: Transaxle) -> None:
     assert transaxle("convert", ck, "out.safetensors", "--to", "hf", "--verify").code == 0
     outcome = transaxle("verify", "out.safetensors")
-    assert "every digest in the file agrees" in outcome.out
+    assert "every digest in the file matches" in outcome.out
     flip(Path("out.safetensors"), -1)
     assert transaxle("verify", "out.safetensors").code == DIFFERENT
     assert transaxle("verify", "out.safetensors", "--json").json["problems"][0]["code"] == "CORRUPT"

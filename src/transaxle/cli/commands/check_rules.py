@@ -25,13 +25,14 @@ Facts = dict[str, Any]
     "check-rules",
     cls=Command,
     examples=(
-        ("transaxle check-rules my.rules", "every mistake, with its line"),
-        ("transaxle check-rules my.rules my-model/", "and what of this checkpoint it reads"),
+        ("transaxle check-rules my.rules", "list every mistake with its line"),
+        ("transaxle check-rules my.rules my-model/", "and show what it reads of this checkpoint"),
     ),
-    help="""Check a table of families and dialects, and what it reads of a checkpoint.
+    help="""Check a table of families and dialects, and show what it reads of a checkpoint.
 
-    Without CKPT: every mistake in FILE with its line, and what the file declares. With CKPT also: how many names each
-    dialect reads, which names it does not, the sizes of all axes, and what stands against writing each dialect.""",
+    Without CKPT: prints every mistake in FILE with its line, and what the file declares. With CKPT: also prints how
+    many tensor names each dialect reads, the names that no line reads, the size of every axis, and what prevents
+    writing each dialect.""",
 )
 @click.argument("file", type=click.Path())
 @click.argument("ckpt", type=click.Path(), required=False)
@@ -107,8 +108,8 @@ def _print(screen: Screen, found: Facts) -> None:
         screen.line(f"  family {family['name']}: {amount}")
         for axis in family["unsized"]:
             screen.line(
-                f"    no size for {axis}: only names tell how many there are, and a missing last one is not noticed; "
-                f"say {axis}=CONFIG_KEY, or {axis}=len(CONFIG_KEY) for a list"
+                f"    axis {axis} has no size: it is counted from the tensor names, so a lost last entry goes "
+                f"unnoticed; declare {axis}=CONFIG_KEY, or {axis}=len(CONFIG_KEY) for a list"
             )
         for label, lines in family["dialects"].items():
             screen.line(f"    dialect {label}: {plural(lines, 'line')}")
@@ -118,7 +119,7 @@ def _print(screen: Screen, found: Facts) -> None:
         best = [(label, count) for label, count in read["names_read"].items() if count]
         screen.table([[label, f"reads {count:,} of {total}"] for label, count in best])
         if read["unknown"]:
-            screen.some("  no line reads", list(folded(tuple(read["unknown"]))))
+            screen.some("  names that no line reads", list(folded(tuple(read["unknown"]))))
         screen.line(f"  axes {' '.join(f'{axis}={count}' for axis, count in read['axes'].items()) or '(from shapes)'}")
         for label, made in read["writes"].items():
             refusals = made["refusals"]
@@ -126,6 +127,8 @@ def _print(screen: Screen, found: Facts) -> None:
                 screen.line(f"  to {label}: {plural(made['tensors'], 'tensor')}")
                 continue
             first = refusals[0]["message"].splitlines()
-            screen.line(f"  to {label}: {plural(len(refusals), 'refusal')}, first {refusals[0]['code']}: {first[0]}")
+            screen.line(
+                f"  to {label}: {plural(len(refusals), 'refusal')}; the first is {refusals[0]['code']}: {first[0]}"
+            )
             for line in first[1:]:
                 screen.line(f"      {line}")

@@ -18,25 +18,25 @@ from transaxle.formats.staging.leftovers import Leftover, clean, leftovers
     "clean",
     cls=Command,
     examples=(
-        ("transaxle clean out/", "what a killed conversion to out/ has left beside it"),
-        ("transaxle clean checkpoints/", "and inside a folder of targets"),
-        ("transaxle clean checkpoints/ --yes", "without asking"),
+        ("transaxle clean out/", "what a killed conversion to out/ left behind"),
+        ("transaxle clean checkpoints/", "what is left beside and inside a folder of checkpoints"),
+        ("transaxle clean checkpoints/ --yes", "remove it without asking"),
     ),
-    help="""Remove what killed runs have left.
+    help="""Remove what killed runs left behind.
 
-    A process that SIGKILL, a power cut or the end of a batch job has ended leaves hidden folders beside its target:
-    .NAME.transaxle-partial with the work in progress, and, where a file system cannot exchange two names,
-    .NAME.transaxle-old with the checkpoint that was being replaced.
+    A run that ends by SIGKILL, a power cut or a batch job's time limit leaves hidden folders beside its target:
+    .NAME.transaxle-partial holds the unfinished work, and, where the file system cannot swap two names,
+    .NAME.transaxle-old holds the checkpoint that was being replaced.
 
-    They are listed first, and removed when you say yes. A checkpoint that was moved aside, and that nothing has taken
-    the place of, is put back. What a live process works with stays, and so does what holds files that belong to no
-    checkpoint.
+    The command lists these folders, asks, and removes them. If the old checkpoint was moved aside and the new one
+    never took its place, the old one is put back. Folders that a live process is using are kept, and so are folders
+    with files that belong to no checkpoint.
 
-    Exit codes: 0 nothing is left; 1 something is left: you said no, or it was kept; 2 nobody is there to ask, and
-    --yes was not said.""",
+    Exit codes: 0 nothing is left; 1 something is left, because you answered no or because it was kept; 2 standard
+    input is not a terminal and --yes is missing.""",
 )
 @click.argument("path", type=click.Path())
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--yes", is_flag=True, help="Remove without asking.")
 @options.printing
 def command(screen: Screen, path: str, yes: bool) -> int:
     """Remove what killed runs have left."""
@@ -47,10 +47,10 @@ def command(screen: Screen, path: str, yes: bool) -> int:
         for each in found:
             _print(screen, each)
         if not found:
-            screen.line("nothing is left of killed runs here")
+            screen.line("found nothing left by killed runs here")
     if todo and not yes:
         if screen.as_json or not sys.stdin.isatty():
-            raise click.UsageError(f"{plural(len(todo), 'leftover')} to be removed: say --yes")
+            raise click.UsageError(f"{plural(len(todo), 'leftover')} to be removed: confirm with --yes")
         screen.note(f"Remove {'it' if len(todo) == 1 else 'them'}? [y/N]")
         if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
             return 1

@@ -29,29 +29,30 @@ from transaxle.move.workers import Limits
     cls=Command,
     examples=(
         ("transaxle convert Qwen3-30B-A3B/ out/ --to dcp:torchtitan", ""),
-        ("transaxle convert out/ back/ --to hf --verify", "read it back and compare"),
-        ("transaxle convert Qwen3-30B-A3B/ out/ --to hf --shard-size 10GB", "only other files"),
-        ("transaxle convert Qwen3-30B-A3B/ out/ --to megatron --resume", "go on after an interruption"),
-        ("transaxle convert DeepSeek-V3/ out/ --to hf --decode bf16", "plain numbers; errors are listed"),
-        ("transaxle convert Qwen3-30B-A3B/ out/ --to hf --encode float8_block", "codes and scales"),
-        ("transaxle convert run/step-100/ out/ --to hf --dtype bf16", "plain numbers of another type"),
+        ("transaxle convert out/ back/ --to hf --verify", "read the result back and compare"),
+        ("transaxle convert Qwen3-30B-A3B/ out/ --to hf --shard-size 10GB", "change only the file sizes"),
+        ("transaxle convert Qwen3-30B-A3B/ out/ --to megatron --resume", "continue after an interruption"),
+        ("transaxle convert DeepSeek-V3/ out/ --to hf --decode bf16", "dequantize"),
+        ("transaxle convert Qwen3-30B-A3B/ out/ --to hf --encode float8_block", "quantize"),
+        ("transaxle convert run/step-100/ out/ --to hf --dtype bf16", "cast"),
     ),
     help="""Convert a checkpoint, exactly or not at all.
 
-    SRC is a folder or a file, and never written to. DST is a folder, or one file if it ends in .safetensors, .pt, .pth
-    or .bin; it must not exist unless you say --overwrite or --resume, and it appears when it is complete. Everything
-    that stands against the conversion is listed before the first byte is written.
+    SRC is a folder or a file; it is never changed. DST is a folder, or a single file if it ends in .safetensors, .pt,
+    .pth or .bin. DST must not exist unless you give --overwrite or --resume, and it appears only when it is complete.
+    Every reason against the conversion is listed before the first byte is written.
 
-    Quantized tensors move as they are, codes and scales, unless you say --decode; other tensors are quantized with
-    --encode, and plain ones get another type with --dtype. Then every tensor whose numbers changed is listed, with its
-    largest and its RMS error; finite values that would become infinite are refused (--allow-lossy allows them).
+    Quantized tensors keep their codes and scales. --decode turns them into plain tensors, --encode quantizes plain
+    ones, and --dtype casts plain ones. The report then lists every tensor whose values changed, with its largest and
+    its RMS error. Finite values that would become infinite are refused; --allow-lossy allows them.
 
-    --overwrite replaces a checkpoint and nothing else: where its folder holds files that no checkpoint has (notes,
-    adapters, a repository) it is refused, and they are listed. --overwrite=everything deletes them too.
+    --overwrite replaces a checkpoint and nothing else: if the folder at DST also holds files that belong to no
+    checkpoint (notes, adapters, a repository), the conversion is refused and lists them. --overwrite=everything
+    deletes them too.
 
-    --resume continues what an interrupted run left, and keeps what is there if this one is interrupted too; where
-    nothing was left it starts from the beginning, and what was begun with other options or from another source is
-    refused, and stays.""",
+    --resume continues an interrupted conversion, and can itself be interrupted and resumed. If there is nothing to
+    continue it starts from the beginning. Unfinished work with other options or from another source is refused, and
+    left as it is.""",
 )
 @click.argument("src", type=click.Path())
 @click.argument("dst", type=click.Path())
@@ -139,4 +140,4 @@ def _print(screen: Screen, report: Report) -> None:
     print_counted(screen, report.counted)
     print_others(screen, report.kept, report.ignored, report.carried)
     if not report.synced:
-        screen.line("  not synced (--no-sync): a power cut in the next minutes may damage it")
+        screen.line("  not synced (--no-sync): a power cut in the next minutes may damage the checkpoint")

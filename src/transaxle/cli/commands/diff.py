@@ -30,23 +30,25 @@ _UNCOMPARED = _ALONE | {"encoding"}
     "diff",
     cls=Command,
     examples=(
-        ("transaxle diff run-a/ run-b/", "which tensors"),
-        ("transaxle diff run-a/ run-b/ --stat", "by logical tensor, with the largest difference"),
-        ("transaxle diff run-a/ run-b/ --numeric", "which tensors, and by how much"),
+        ("transaxle diff run-a/ run-b/", "which tensors differ"),
+        ("transaxle diff run-a/ run-b/ --stat", "counts per logical tensor, with the largest difference"),
+        ("transaxle diff run-a/ run-b/ --numeric", "which tensors differ, and by how much"),
     ),
-    help="""Say where two checkpoints differ, across formats and dialects.
+    help="""Show where two checkpoints differ, across formats and dialects.
 
-    Exits with 0 if they are equal and with 1 if not. The first is seen in the dialect of the second, and compared bit
-    by bit: -0.0 and 0.0 differ, two NaNs of the same bits do not.
+    Exits with 0 if they are equal and with 1 if not. Reads A in the dialect of B and compares bit by bit: -0.0 and 0.0
+    differ, two NaNs with the same bits are equal.
 
-    With --numeric, values are compared: what is quantized is decoded for it, and a tensor may be in one number format
-    here and in another there. For each tensor that differs it prints the largest absolute difference, its root mean
-    square, and its norm over the norm of the second.""",
+    With --numeric, values are compared instead: quantized tensors are decoded, and the two checkpoints may store a
+    tensor in different number formats. For each tensor that differs, the largest absolute difference, the root mean
+    square of the difference, and the norm of the difference divided by the norm of B's tensor are printed.""",
 )
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path())
-@click.option("--stat", is_flag=True, help="Count by logical tensor instead of listing names.")
-@click.option("--numeric", is_flag=True, help="Compare values, across number formats too, and measure the distance.")
+@click.option("--stat", is_flag=True, help="Print counts per logical tensor instead of names.")
+@click.option(
+    "--numeric", is_flag=True, help="Compare decoded values, also across number formats, and measure the differences."
+)
 @options.reading
 @options.decoding
 @options.working
@@ -85,7 +87,7 @@ def _print_names(screen: Screen, found: Comparison) -> None:
     equal = sum(found.compared.values()) - sum(d.kind not in _UNCOMPARED for d in found.differences)
     screen.line(f"  {plural(len(names), 'tensor')} {'differs' if len(names) == 1 else 'differ'}, {equal:,} equal")
     if any(difference.kind == "encoding" for difference in found.differences):
-        screen.line("  encodings differ: --numeric compares the values")
+        screen.line("  the encodings differ: --numeric compares the values")
     print_across(screen, found)
 
 

@@ -34,10 +34,10 @@ def _known(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 @click.command(
     "explain",
     cls=Command,
-    examples=(("transaxle explain BLOCK_MISALIGNED", ""), ("transaxle explain", "all codes, one line each")),
+    examples=(("transaxle explain BLOCK_MISALIGNED", ""), ("transaxle explain", "list all codes, one line each")),
     help="""Explain a refusal: what it means, a typical example, and what to do.
 
-    The codes are a closed set.""",
+    Without CODE: lists all codes. No error has a code outside this list.""",
 )
 @click.argument(
     "codes", metavar="[CODE]...", nargs=-1, callback=_known, shell_complete=options.completing(lambda: CODES)

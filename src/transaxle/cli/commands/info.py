@@ -49,13 +49,13 @@ Facts = dict[str, Any]
     "info",
     cls=Command,
     examples=(
-        ("transaxle info Qwen3-30B-A3B/", "a checkpoint"),
-        ("transaxle info", "this installation: version, kernels, families, dialects"),
+        ("transaxle info Qwen3-30B-A3B/", "describe a checkpoint"),
+        ("transaxle info", "describe this installation: version, kernels, families, dialects"),
     ),
-    help="""Say what was recognised in a checkpoint, and why.
+    help="""Describe a checkpoint, or this installation.
 
-    Format, family, dialect and prefix, the config's facts, axis sizes, dtypes, files, and whether its manifest still
-    matches. Only headers are read. Without PATH: what this installation can do.""",
+    With PATH: prints format, family, dialect and prefix, the main values of the config, axis sizes, dtypes, files, and
+    whether the manifest still matches. Reads only headers. Without PATH: prints what this installation can do.""",
 )
 @click.argument("path", type=click.Path(), required=False)
 @options.reading
@@ -267,12 +267,12 @@ def _value(value: Any) -> str:
 
 def _manifest_line(manifest: Facts) -> str:
     if manifest["state"] == "none":
-        return "none: not written by transaxle"
+        return "none: transaxle did not write this checkpoint"
     if manifest["state"] == "matches":
-        return "matches: sizes and headers of all files are those that were written"
+        return "matches: all files still have the recorded sizes and headers"
     first = manifest["problems"][0]
     more = f" and {len(manifest['problems']) - 1} more" if len(manifest["problems"]) > 1 else ""
-    return f"no longer matches, and is not used: {first['file'] or ''} {first['message']}{more}"
+    return f"no longer matches, so it is ignored: {first['file'] or ''} {first['message']}{more}"
 
 
 def _installation_lines(facts: Facts) -> list[tuple[str, str]]:

@@ -18,14 +18,14 @@ from transaxle.engine.checkpoint.checkpoint import open_checkpoint
     "ls",
     cls=Command,
     examples=(
-        ("transaxle ls Qwen3-30B-A3B/", "layers and experts folded"),
+        ("transaxle ls Qwen3-30B-A3B/", "fold layers and experts"),
         ("transaxle ls Qwen3-30B-A3B/ --all", "every name"),
-        ("transaxle ls Qwen3-30B-A3B/ --as torchtitan", "as it would look there; nothing is written"),
+        ("transaxle ls Qwen3-30B-A3B/ --as torchtitan", "as it would look after a conversion; writes nothing"),
     ),
-    help="""List what is in a checkpoint.
+    help="""List the tensors of a checkpoint.
 
-    PATH is a folder or a file. Only headers are read. Names that differ in their indices are one row, if dtype and
-    shape are alike.""",
+    PATH is a folder or a file. Reads only headers. Tensors whose names differ only in their numbers share one row if
+    they have the same dtype and shape.""",
 )
 @click.argument("path", type=click.Path())
 @click.option(
@@ -33,7 +33,7 @@ from transaxle.engine.checkpoint.checkpoint import open_checkpoint
     "seen_as",
     metavar="DIALECT",
     shell_complete=options.completing(options.dialects),
-    help="List it as it would be in another dialect.",
+    help="List the tensors as they would be in another dialect.",
 )
 @options.reading
 @options.decoding

@@ -30,14 +30,14 @@ _GAP = "  "
     cls=Command,
     examples=(
         ("transaxle plan Qwen3-30B-A3B/ out/ --to dcp:torchtitan", ""),
-        ("transaxle plan my-moe/ out/ --to safetensors:joined --rules my.rules", "a table of your own"),
-        ("transaxle plan Qwen3-30B-A3B/ out/ --to hf --json", "every tensor and every number"),
+        ("transaxle plan my-moe/ out/ --to safetensors:joined --rules my.rules", "use a table of your own"),
+        ("transaxle plan Qwen3-30B-A3B/ out/ --to hf --json", "print every tensor and every number"),
     ),
-    help="""Say what a conversion would do, and do nothing.
+    help="""Show what a conversion would do, without writing anything.
 
-    Prints, rule by rule, which axes move between names and shapes, how much is read and written, and everything that
-    stands against it: in the tensors, in the files of SRC, and in the place DST. Takes the options of convert. Exits
-    with 0 if the conversion can run, and else with what it would exit with.""",
+    Prints, rule by rule, which axes move between names and shapes, how many bytes are read and written, and every
+    reason against the conversion: in the tensors, in the files of SRC, and at DST. Takes the options of convert. Exits
+    with 0 if the conversion can run, and otherwise with the exit code that convert would return.""",
 )
 @click.argument("src", type=click.Path())
 @click.argument("dst", type=click.Path())
@@ -77,9 +77,9 @@ def command(
     else:
         _print(screen, plan, limit)
         if prepared.finished:
-            screen.line(f"  {dst} holds just this already: there is nothing left to do")
+            screen.line(f"  {dst} already holds exactly this: nothing is left to do")
         if error is not None:
-            print_refusals(screen, "  it would be refused", error.refusals, screen.line)
+            print_refusals(screen, "  the conversion would be refused", error.refusals, screen.line)
     return 0 if error is None else error.exit_code
 
 
@@ -95,7 +95,7 @@ def _print(screen: Screen, plan: Plan, limit: Limits) -> None:
     if plan.aliases:
         screen.line(f"  tied: {', '.join(f'{name} = {of}' for name, of in plan.aliases.items())}")
     if plan.checks:
-        screen.line(f"  {plural(len(plan.checks), 'copy', 'copies')} must prove equal first")
+        screen.line(f"  {plural(len(plan.checks), 'copy', 'copies')} will be checked for equality first")
     amount = [
         f"read {size(plan.bytes_read)}",
         f"write {size(plan.bytes_written)} in {plural(len(plan.files), 'file')}",
@@ -129,14 +129,15 @@ def _print_routes(screen: Screen, plan: Plan) -> None:
     if still:
         screen.line(f"  {plural(len(still), 'rule')} unchanged: {', '.join(still)}")
     if not plan.routes and plan.tensors:
-        screen.line(f"  {plural(len(plan.tensors), 'tensor')} under their own names, in their own shapes")
+        screen.line(f"  {plural(len(plan.tensors), 'tensor')} with names and shapes unchanged")
 
 
 def print_counted(screen: Screen, counted: Mapping[str, int]) -> None:
     """Print what only names tell: how many layers there are, where no config says it."""
     for axis, count in counted.items():
         screen.line(
-            f"  size of {axis} unknown: {count} found (--axis {axis}=N or --config FILE would notice a lost one)"
+            f"  size of {axis} unknown: counted {count} from the names (with --axis {axis}=N or --config FILE a "
+            "missing one is noticed)"
         )
 
 
@@ -145,7 +146,8 @@ def print_others(screen: Screen, kept: tuple[str, ...], ignored: tuple[str, ...]
     if kept:
         count = plural(len(kept), "tensor")
         screen.some(
-            f"  {count} without a line in the target, under their own names (--strict refuses)", list(folded(kept))
+            f"  {count} without a line in the target dialect, names unchanged (--strict refuses them)",
+            list(folded(kept)),
         )
     if ignored:
         screen.some("  left behind", list(folded(ignored)))

@@ -21,14 +21,14 @@ from transaxle.move.workers import Limits
     "verify",
     cls=Command,
     examples=(
-        ("transaxle verify out/", "every byte against the manifest it was written with"),
-        ("transaxle verify Qwen3-30B-A3B/ out/", "against each other, in any two dialects"),
+        ("transaxle verify out/", "check every byte against the manifest"),
+        ("transaxle verify Qwen3-30B-A3B/ out/", "compare two checkpoints, whatever their dialects"),
     ),
-    help="""Hold a checkpoint against its manifest, or against another checkpoint.
+    help="""Check a checkpoint against its manifest, or compare two checkpoints.
 
-    Exits with 0 if all is well and with 1 if not. With one checkpoint, every tensor is read and its hash compared with
-    the one in transaxle.json, or of one file with the one in it; without either, only the structure can be checked.
-    With two, their tensors are compared bit by bit, whatever dialect and files each is in.""",
+    Exits with 0 if everything matches and with 1 if not. With A alone: reads every tensor and compares its hash with
+    the one recorded in transaxle.json, or, for a single file, in the file itself. If neither is there, only the
+    structure is checked. With A and B: compares their tensors bit by bit, whatever the dialect and files of each.""",
 )
 @click.argument("a", type=click.Path())
 @click.argument("b", type=click.Path(), required=False)
@@ -63,16 +63,17 @@ def print_verification(screen: Screen, found: Verification) -> None:
     """Print how a checkpoint compares with its manifest."""
     amount = f"{plural(found.tensors, 'tensor')}, {parameters(found.parameters)}, {size(found.bytes_read)} read"
     if found.problems:
-        screen.line(("not as it was written", "red"), f": {amount}")
-        print_refusals(screen, "  what is wrong", found.problems, screen.line)
+        screen.line(("not intact", "red"), f": {amount}")
+        print_refusals(screen, "  problems", found.problems, screen.line)
     elif found.against == "manifest":
-        screen.line(("as it was written", "green"), f": {amount}; every hash in its manifest agrees (xxh3-128)")
+        screen.line(("intact", "green"), f": {amount}; every hash in the manifest matches (xxh3-128)")
     elif found.against == "digests":
-        screen.line(("as it was written", "green"), f": {amount}; every digest in the file agrees (xxh3-128)")
+        screen.line(("intact", "green"), f": {amount}; every digest in the file matches (xxh3-128)")
     else:
-        screen.line(f"no digest: structure checked only: {amount}")
+        screen.line(f"checked the structure only, there are no digests: {amount}")
         screen.line(
-            "  what was written is not known, so its data is not proved: name a second checkpoint to compare with"
+            "  nothing records what was written, so the data itself is unchecked: give a second checkpoint to "
+            "compare with"
         )
 
 
@@ -88,9 +89,9 @@ def print_comparison(screen: Screen, found: Comparison) -> None:
         ("different", "red"),
         f": {plural(len(found.differences), 'tensor')}; {found.first} has {first}, {found.second} {second}",
     )
-    screen.line(f"  where: transaxle diff {found.first} {found.second}")
+    screen.line(f"  to see where: transaxle diff {found.first} {found.second}")
     if found.optimizer_only:
-        screen.line("  all of it is optimizer state that one of them does not hold: --no-optimizer compares the rest")
+        screen.line("  all of it is optimizer state that only one of them has: --no-optimizer compares the rest")
 
 
 def print_across(screen: Screen, found: Comparison) -> None:

@@ -25,186 +25,183 @@ class Explanation:
 EXPLANATIONS: Mapping[Code, Explanation] = {
     "UNSAFE_PICKLE": Explanation(
         "A pickle asks for something that could run code.",
-        "Checkpoints of the kinds `.pt`, `.bin`, DCP and DeepSpeed contain pickles, and a pickle is a small "
-        "program: reading it with Python's own reader executes it. Pickles are only ever read by an interpreter "
-        "that builds plain descriptions of tensors and knows a short list of names. Anything else it is asked for "
-        "is refused by name. Nothing was executed.",
+        "`.pt` and `.bin` files, DCP and DeepSpeed checkpoints contain pickles. A pickle is a small program, and "
+        "Python's own reader executes it. Transaxle never does: its interpreter only builds descriptions of tensors, "
+        "and it knows a short list of names. A pickle that asks for any other name is refused. Nothing was executed.",
         "archive/data.pkl\n    global 'os.system' is not among the names that a checkpoint needs",
         "Do not load this file with another program either, unless you know who made it. If the name belongs to "
-        "your own training code, save the tensors alone (a plain state dict, or safetensors) and convert that.",
+        "your own training code, save only the tensors (a plain state dict, or safetensors) and convert that.",
     ),
     "PATH_ESCAPE": Explanation(
         "A name in the checkpoint leads outside its folder.",
-        "An index, a link or a manifest may name files, and it may have been written by anybody. A name is followed "
-        "only to a regular file inside the checkpoint's folder; links inside a Hugging Face cache are the one "
-        "exception.",
+        "Indexes, links and manifests name files, and anybody may have written them. Transaxle opens only regular "
+        "files inside the checkpoint's folder. The one exception are links inside a Hugging Face cache.",
         "model.safetensors.index.json\n    the index names the shard '../../.ssh/id_rsa', which is no plain file name",
-        "If you made the link yourself, put the file itself into the folder, or name the real folder on the command "
-        "line: a link that you type is followed.",
+        "If you made the link yourself, copy the file into the folder, or give the real folder on the command line: a "
+        "link that you type yourself is followed.",
     ),
     "CORRUPT": Explanation(
         "The input contradicts itself or its format.",
-        "A header that does not parse, an extent beyond the end of its file, an index that disagrees with its "
-        "shards, a checksum that does not match, a config that is no JSON, a table with a line that has no meaning. "
-        "Whatever could be read on from there would be a guess.",
+        "For example: a header that does not parse, a tensor whose bytes lie beyond the end of its file, an index that "
+        "disagrees with its shards, a checksum that does not match, a config that is not JSON, or a line of a table "
+        "that is not valid. Reading on from there would be guessing.",
         "model-00002-of-00003.safetensors\n"
         "    the file is truncated: the header promises 4,998,571,024 bytes, it has 1,207,959,552",
         "Copy or download the file again, and compare its size or hash with the original. In a table of your own, "
         "the message shows the line, the column, and what was expected there.",
     ),
     "INCOMPLETE": Explanation(
-        "Something that the checkpoint announces is not there.",
-        "An index or a manifest names a file or a tensor that is missing, or a region of a tensor is covered by no "
-        "file. Other programs leave such tensors at their random initial values; here that is an error.",
+        "Something that the checkpoint lists is missing.",
+        "An index or a manifest names a file or a tensor that is missing, or no file holds some region of a tensor. "
+        "Other programs leave such tensors at their random initial values; here it is an error.",
         "model-00003-of-00007.safetensors\n"
-        "    the shard is not there; the index model.safetensors.index.json places 212 tensors in it",
-        "Fetch the missing file. To look at a single shard on its own, name that file instead of the folder.",
+        "    the shard is missing; the index model.safetensors.index.json places 212 tensors in it",
+        "Download or copy the missing file. To look at a single shard, name its file instead of the folder.",
     ),
     "OVERLAP": Explanation(
         "Two stored tensors claim the same bytes.",
-        "In a sound file every byte belongs to exactly one tensor. Where two overlap, at least one of them is not "
-        "what its name says.",
+        "In a valid file every byte belongs to exactly one tensor. Where two tensors overlap, at least one of them has "
+        "wrong values.",
         "model.safetensors · layers.1.weight\n    its bytes [4096, 8192) overlap those of layers.0.weight",
-        "The program that wrote the file is at fault, or the file was damaged. Tensors that share memory on purpose "
-        "have to be saved once, with a tie, or as copies.",
+        "The file was damaged, or the program that wrote it has a bug. Tensors that share memory on purpose must be "
+        "saved once, with a tie, or as copies.",
     ),
     "NAME_COLLISION": Explanation(
         "Two tensors have, or would have, the same name.",
-        "The same name twice in a header, in two shards, or, after a conversion, a tensor that no line of the table "
-        "knows and whose own name is one that the target writes. Keeping either one would lose the other in "
-        "silence.",
+        "A header or two shards have the same name twice, or, in a conversion, a tensor that keeps its own name has a "
+        "name that the target dialect also writes. Keeping one of the two would silently lose the other.",
         "model-00002-of-00002.safetensors · model.norm.weight\n"
-        "    the tensor is in model-00001-of-00002.safetensors as well",
+        "    the tensor is also in model-00001-of-00002.safetensors",
         "Remove the surplus shard or tensor. If a table of yours writes a name that the checkpoint already has, "
         "rename it in the table.",
     ),
     "AMBIGUOUS": Explanation(
-        "Several readings fit, or the one you named does not exist.",
-        "A folder with two checkpoints in it, names that two dialects read alike but hold differently, or a dialect "
-        "that this family does not have. Choosing for you would be right most of the time, and silently wrong for "
-        "the rest.",
-        "weights/\n    several checkpoints in one place: a.safetensors, b.safetensors",
+        "Several readings are possible, or the one you asked for does not exist.",
+        "The folder holds two checkpoints, two dialects read the same names but store the tensors differently, or the "
+        "family does not have the dialect you gave. A guess would often be right, and silently wrong otherwise.",
+        "weights/\n    the folder holds several checkpoints: a.safetensors, b.safetensors",
         "The message lists the candidates. Choose with --format, --family, --from or --to, or name the file itself "
         "instead of its folder.",
     ),
     "UNKNOWN_FAMILY": Explanation(
         "No table reads this model.",
-        "To move an axis one has to know which tensors have it, and that stands in a table for the model's family. "
-        "This checkpoint's `model_type` and names belong to none of those known here. A family is never guessed "
-        "from shapes.",
-        "no table reads any of its names: transformer.h.0.attn.c_attn.weight (config.json says 'gpt2')",
-        "If the model is a known one under another name, say so: --family NAME. Write a table of a few lines and "
-        "pass it with --rules FILE. To change only files, keep all names: --to safetensors:identity.",
+        "To move an axis, Transaxle must know which tensors have it. The table of the model's family says so, and no "
+        "known table has this checkpoint's `model_type` and tensor names. A family is never guessed from shapes.",
+        "no table knows any of the tensor names: transformer.h.0.attn.c_attn.weight … (config.json says 'gpt2')",
+        "If it is a known model under another name, give its family: --family NAME. Otherwise write a table of a few "
+        "lines and pass it with --rules FILE. To change only the file format, keep all names: "
+        "--to safetensors:identity.",
     ),
     "UNKNOWN_AXIS": Explanation(
-        "The size of an axis is needed and nowhere given.",
-        "This conversion separates axes that the source keeps merged, for example the key-value groups inside the "
-        "rows of a fused projection, and neither a manifest, nor config.json, nor the shapes tell their sizes. "
-        "Also: an option names an axis that no family has.",
+        "The size of an axis is needed, and nothing tells it.",
+        "This conversion separates axes that the source stores merged, for example the key-value groups inside the "
+        "rows of a fused projection, and neither a manifest nor config.json nor the shapes give their sizes. "
+        "The code also stands for an option that names an axis which no family has.",
         "decoder.layers.{l}.self_attention.linear_qkv.weight = [(g [q:(r c) | k:c | v:c]) d]\n"
         "    the size of axis g is needed, and the shape [12, 8] does not tell it",
-        "Give the model's config with --config FILE, or the size itself: --axis g=8. The table (see the "
-        "documentation, Notation) says what each axis stands for.",
+        "Give the model's config with --config FILE, or the size itself: --axis g=8. The family's table says what each "
+        "axis stands for (see Notation in the documentation).",
     ),
     "SHAPE_MISMATCH": Explanation(
-        "A stored shape is not what the table and the sizes say.",
-        "The rule, with the sizes of config.json filled in, gives one shape, and the file has another. Usually the "
-        "config belongs to another model, the checkpoint was pruned or padded, or a wrong size was given.",
+        "A stored tensor does not have the shape that the table and the config give.",
+        "The rule and the sizes of config.json give one shape, and the file has another. Usually the config belongs to "
+        "another model, the checkpoint was pruned or padded, or a size on the command line is wrong.",
         "model.layers.0.self_attn.q_proj.weight\n    q[(g r c) d]\n    expected [4096, 2048], got [2048, 2048]",
-        "Compare config.json with the checkpoint (transaxle info). A size that you gave with --axis or --config "
-        "overrides everything else: is it right? A model that really is different needs a table of its own.",
+        "Compare config.json with the checkpoint (transaxle info). Check the sizes that you gave with --axis or "
+        "--config: they override all others. A model that really is different needs a table of its own.",
     ),
     "DTYPE_MISMATCH": Explanation(
-        "A dtype is not the one that the target requires.",
-        "Moving a tensor never changes its dtype. Where a target can hold only one type, another one is refused "
-        "instead of being cast: codes of 8-bit floats without their scales, for instance, are not numbers yet.",
+        "A tensor does not have the dtype that the target requires.",
+        "Moving a tensor never changes its dtype. If the target accepts only one dtype, a tensor of another is "
+        "refused, not cast: the codes of a quantized tensor, for instance, are not the weight's values.",
         "model.layers.0.mlp.down_proj.weight\n    expected BF16, got F8_E4M3",
-        "Cast plain numbers with --dtype (dtype= of load), decode encoded ones with --decode, or choose a target that "
-        "holds them as they are.",
+        "Cast plain tensors with --dtype (dtype= of load), decode quantized ones with --decode, or choose a target "
+        "that can hold them unchanged.",
     ),
     "DTYPE_MIXED": Explanation(
         "Tensors of different dtypes would have to share one stored tensor.",
         "The target joins several weights in one tensor (gate and up, or q, k and v), and the source stores them in "
-        "different types. One tensor has one type, and casting either would change values.",
+        "different dtypes. One tensor has one dtype, and a cast would change values.",
         "model.layers.0.mlp.experts.gate_up_proj\n    [e [gate:f | up:f] d]\n    its parts are stored as BF16 and F32",
-        "Choose a dialect that keeps them apart, or bring them to one dtype where the checkpoint was made.",
+        "Choose a dialect that stores them separately, or cast them to one dtype before saving the checkpoint.",
     ),
     "UNEQUAL_COPIES": Explanation(
         "Copies that should be equal are not.",
-        "Two stored tensors stand for one weight: tied embeddings, or the copies of a replicated tensor. The target "
-        "has room for one. They were compared before anything was committed, and their bytes differ, so one of them "
-        "would be lost. Of a live model it is a tensor that several ranks hold, and that has drifted apart between "
-        "them; the message names the ranks, those with equal values together.",
+        "Two stored tensors are the same weight, such as tied embeddings or replicas, and the target stores it once. "
+        "Their bytes differ, so one of them would be lost. They were compared before the target was written. When a "
+        "live model is saved, it is a tensor that several ranks hold with different values; the message lists the "
+        "ranks, grouped by equal values.",
         "lm_head.weight\n    head = embed (tie_word_embeddings)\n    but their bytes differ",
         "If the model was trained untied, correct tie_word_embeddings in config.json (or in a file given with "
-        "--config). Otherwise find out which of the two is current, and remove the other. In a live model broadcast it "
-        "from one rank, and look for a gradient that is not summed; tx.save(..., check_copies=False) writes one copy.",
+        "--config). Otherwise find out which of the two is current, and remove the other. In a live model, broadcast "
+        "the tensor from one rank, and look for a gradient that is not summed over the ranks; "
+        "tx.save(..., check_copies=False) writes one of the copies.",
     ),
     "BLOCK_MISALIGNED": Explanation(
-        "One scale would have to serve rows of two scales.",
-        "Block-quantized weights store a scale per tile, such as 128 rows by 128 columns. Codes and scales can move "
-        "to another layout untouched only if each tile of the target lies inside one tile of the source. Here it "
-        "does not, and there is no exact result without decoding.",
+        "A tile of the target would need two scales.",
+        "Block-quantized weights store one scale per tile, such as 128 rows by 128 columns. Codes and scales can move "
+        "unchanged to another layout only if each tile of the target lies inside one tile of the source. Here one "
+        "does not, so there is no exact result without decoding.",
         "model.layers.3.mlp.shared_experts.gate_proj.weight\n"
         "    [gate:f | up:f] d  with f = 576: row 576 of the target starts inside a 128-row tile of the source (576 "
         "= 4 x 128 + 64)",
-        "Choose a dialect that keeps these weights apart, or have plain numbers with --decode bf16.",
+        "Choose a dialect that stores these weights separately, or decode them with --decode bf16.",
     ),
     "UNSUPPORTED": Explanation(
-        "Understood, but not something this release can do.",
-        "The format cannot be read or written yet, the place holds no checkpoint, a dtype has no name in the "
-        "target's format, or a tensor would have to be taken apart within a byte. Nothing is wrong with the input "
-        "itself.",
-        ".metadata · layers.0.weight\n    its bytes went through stream.zstd/1, which cannot be undone here",
-        "The message says what would be needed. `transaxle info` lists what this release reads and writes.",
+        "This release cannot do this.",
+        "The input itself is not at fault: Transaxle cannot read or write the format yet, the folder holds no "
+        "checkpoint, the target format cannot store a dtype, or a tensor would have to be split inside a byte.",
+        ".metadata · layers.0.weight\n    the bytes are compressed or transformed (stream.zstd/1), which is not "
+        "supported",
+        "The message says what is not supported. `transaxle info` lists what this release reads and writes.",
     ),
     "LOSSY": Explanation(
-        "It could not be undone bit by bit, and you did not ask for it.",
-        "A dialect may store a value with arithmetic, such as a norm weight minus one. In floating point that "
-        "rounds, so the way back would not give the same bits. This never happens by default.",
+        "The conversion would round values, and you did not allow that.",
+        "Some dialects store a computed value, such as a norm weight minus one. In floating point that rounds, so "
+        "converting back would not give the same bits. It never happens without your consent.",
         "model.norm.weight\n    norm.weight = norm[d]\n    this dialect stores norm - 1, which rounds",
-        "If rounding is acceptable, allow it with --allow-lossy; the report then names what was computed.",
+        "If rounding is acceptable, allow it with --allow-lossy; the report then lists the tensors that were computed.",
     ),
     "MISSING_TENSOR": Explanation(
-        "A tensor that the family always has is not in the checkpoint.",
-        "By its table and config the model needs this weight, and no stored tensor holds it. A file without it "
-        "would load in many programs, with a random weight in its place.",
+        "A tensor that the model needs is not in the checkpoint.",
+        "According to the table and the config the model has this weight, and no stored tensor holds it. Many programs "
+        "would load the result anyway, with random values for this weight.",
         "qwen3_moe in dialect hf lacks\n    model.layers.47.mlp.experts.127.down_proj.weight",
-        "Is a shard missing, or was the checkpoint saved in part (adapters, one pipeline stage)? A part of a "
-        "checkpoint still converts under its own names: --to safetensors:identity.",
+        "Check whether a shard is missing, or whether the checkpoint is only a part of the model (an adapter, one "
+        "pipeline stage). A part can still be converted under its own names: --to safetensors:identity.",
     ),
     "UNEXPECTED_TENSOR": Explanation(
         "The checkpoint has a tensor that the table does not know.",
-        "Tensors without a line in the target dialect normally keep their own names and are listed in the report. "
-        "With --strict they are refused. In `verify` it means that a tensor was added after the checkpoint was "
+        "Tensors without a line in the target dialect normally keep their names and are listed in the report. "
+        "--strict refuses them. In `verify`, the code means that a tensor was added after the checkpoint was "
         "written.",
         "model.layers.0.self_attn.rotary_emb.inv_freq\n    dialect torchtitan has no line for it",
-        "Leave --strict out to keep such tensors, or give them lines in a table of your own (--rules).",
+        "Omit --strict to keep such tensors, or add lines for them to a table of your own (--rules).",
     ),
     "EXISTS": Explanation(
-        "The target exists.",
-        "Nothing is overwritten unless you say so, and then only a checkpoint: the files that our manifest lists, and "
-        "those that frameworks write under names of their own. Where the folder holds anything else, such as notes, "
-        "adapters or a repository, it is refused: a slip in a path must not cost a project. The source is never "
-        "written to, so a target must not be the source, or lie inside of it or around it. A target is also refused "
-        "while another run is writing it.",
-        "out/\n    it exists already",
-        "Choose another target, or replace it with --overwrite: the old one stays readable until the new one is "
-        "complete. Move what else is in its folder elsewhere, or let it go too: --overwrite=everything. --resume "
-        "continues a conversion that was interrupted.",
+        "The target already exists, or must not be replaced.",
+        "Nothing is overwritten without --overwrite, and then only a checkpoint: the files that Transaxle's manifest "
+        "lists, and files with the names that frameworks use. If the folder holds anything else, such as notes, "
+        "adapters or a repository, it is refused, so that a typing error in a path does not delete a project. The "
+        "source is never changed: the target must not be the source, lie inside it, or contain it. A target that "
+        "another run is writing is refused too.",
+        "out/\n    the target already exists",
+        "Choose another target, or replace it with --overwrite; the old checkpoint stays readable until the new one is "
+        "complete. Move other files out of the folder, or delete them too with --overwrite=everything. --resume "
+        "continues an interrupted conversion.",
     ),
     "IO": Explanation(
         "The machine could not read or write.",
-        "A path that does not exist, a permission, a disk error, or a network file system that gave up. The message "
-        "is the operating system's.",
-        "Qwen3-30B-A3/\n    there is no such file or folder\n    Did you mean Qwen3-30B-A3B?",
+        "A path does not exist, a permission is missing, the disk failed, or the network file system gave up. The "
+        "message usually comes from the operating system.",
+        "Qwen3-30B-A3/\n    no such file or folder\n    Did you mean Qwen3-30B-A3B?",
         "Check the path and its permissions. After a disk error, run the same command again with --resume.",
     ),
     "NO_SPACE": Explanation(
         "There is not enough space for the target.",
-        "Space is reserved before the first byte is copied, wherever the file system can do that, so this usually "
-        "comes at once and not after an hour. What was begun has been removed.",
+        "Transaxle reserves the space before it copies the first byte, if the file system can do that, so this error "
+        "usually comes at once. The unfinished files have been removed.",
         "out/\n    writing 1048576 bytes at offset 0: No space left on device",
-        "Free space there or choose another place. `transaxle plan` says how much will be written.",
+        "Free some space, or choose another place. `transaxle plan` tells how many bytes will be written.",
     ),
 }

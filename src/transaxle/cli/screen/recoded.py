@@ -59,7 +59,7 @@ def print_stayed(screen: Screen, stayed: tuple[str, ...]) -> None:
     """Print which plain tensors keep their type where others are cast."""
     if stayed:
         rows = [f"{row.name}  {row.times}".rstrip() for row in fold(sorted(stayed, key=natural))]
-        screen.some(f"  {plural(len(stayed), 'plain tensor')} not cast (--only PATTERN names what is)", rows)
+        screen.some(f"  {plural(len(stayed), 'plain tensor')} not cast (--only PATTERN chooses what is)", rows)
 
 
 def _counts(recoded: Sequence[Recoded]) -> dict[tuple[str, str], int]:

@@ -70,7 +70,7 @@ def print_refusals(screen: Screen, head: str, refusals: Sequence[Refusal], put: 
     if left:
         put(f"  … and {left:,} more (--all or --json shows them)")
     codes = dict.fromkeys(group[0].code for group in shown)
-    put((f"  more about it: transaxle explain {' '.join(codes)}", "dim"))
+    put((f"  for details: transaxle explain {' '.join(codes)}", "dim"))
 
 
 def _alike(refusals: Sequence[Refusal]) -> list[list[Refusal]]:

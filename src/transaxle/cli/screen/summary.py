@@ -48,7 +48,7 @@ def headline(checkpoint: Checkpoint, view: Checkpoint) -> str:
     found = totals(view)
     known = [checkpoint.family, view.dialect] if checkpoint.family else [UNKNOWN]
     if view is not checkpoint:
-        known.append(f"seen from {checkpoint.dialect}")
+        known.append(f"stored as {checkpoint.dialect}")
     amount = f"{size(found.bytes)} in {plural(found.files, 'file')}" if view is checkpoint else size(found.bytes)
     parts = [checkpoint.format, *known, plural(found.tensors, "tensor"), parameters(found.parameters), amount]
     return " · ".join(part for part in parts if part)
