@@ -46,11 +46,12 @@ HOUSE = {
     "cli": _room(DOORWAY, "live", "engine", needs=CORE | TERMINAL),
     DOORWAY: _room("_api", "parallel", "nn", "live", "quant", needs=frozenset()),
     "_api": _room("live", "engine"),
-    # The training side: only these four may import torch.
+    # The training side: only these five may import torch.
     "parallel": _room("live", "nn", needs=CORE | TRAINING),
-    "nn": _room("quant", "move", "axes", needs=CORE | TRAINING),
-    "live": _room("quant", "engine", needs=CORE | TRAINING),
-    "quant": _room("encodings", needs=CORE | TRAINING | {"triton"}),
+    "nn": _room("quant", "torch_tensors", "move", "axes", needs=CORE | TRAINING),
+    "live": _room("quant", "torch_tensors", "engine", needs=CORE | TRAINING),
+    "quant": _room("torch_tensors", "encodings", needs=CORE | TRAINING | {"triton"}),
+    "torch_tensors": _room("axes", needs=CORE | TRAINING),
     # The core.
     "engine": _room("move", "formats", "encodings", "families", "axes"),
     "move": _room("formats", "encodings", "axes"),

@@ -19,8 +19,8 @@ from torch.optim import AdamW
 import transaxle as tx
 from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, EVEN, build, train
-from transaxle.live.tensors.destination import local_of
 from transaxle.parallel.cuts.cutting import everything
+from transaxle.torch_tensors.local_tensor import local_of
 
 STEPS, MORE = 3, 5
 WORLD = 4

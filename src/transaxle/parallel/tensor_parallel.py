@@ -16,8 +16,6 @@ from torch.distributed.tensor import DTensor
 
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.live.sharding.dcp_chunks import Runs, runs
-from transaxle.live.tensors.destination import local_of
-from transaxle.live.tensors.tp_shard import Part, mark, mark_all, part_of, parts_in
 from transaxle.live.transport.world import World
 from transaxle.nn.linear.grouped_linear import GroupedLinear
 from transaxle.parallel.cuts.cutting import Kept, keep, kept_by, replaced, tell_parts
@@ -29,8 +27,10 @@ from transaxle.parallel.plans.tp_plan import Plan, Rules, make_plan
 from transaxle.parallel.universal_metadata import record_of, universal_checkpoint_info
 from transaxle.quant.frame.tp_share import misplaced
 from transaxle.quant.modules.entries import is_quantized, parts_of
-from transaxle.quant.modules.placed import held_by, placed_like, take
 from transaxle.quant.tensor.tensor import QuantizedTensor
+from transaxle.torch_tensors.local_tensor import local_of, placed_like
+from transaxle.torch_tensors.placement import held_by, take
+from transaxle.torch_tensors.tp_shard import Part, mark, mark_all, part_of, parts_in
 
 _SAMPLE = 64
 """Elements of each parameter by which those of other values on some ranks are found."""

@@ -22,7 +22,7 @@ from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.staging.upload import Upload
 from transaxle.live.load.load import load
 from transaxle.live.save.save import save
-from transaxle.live.tensors.destination import Bytes
+from transaxle.torch_tensors.tensor_bytes import Bytes
 
 BIG = torch.arange(3 << 20, dtype=torch.float32).reshape(3 << 10, 1 << 10)
 

@@ -25,7 +25,7 @@ from transaxle.live.load.load import load
 from transaxle.live.reexpress.reshard import reshard
 from transaxle.live.save.save import save
 from transaxle.live.sharding.dcp_chunks import as_runs
-from transaxle.live.tensors.destination import local_of
+from transaxle.torch_tensors.local_tensor import local_of
 
 
 def _differing(state: dict[str, Any], truth: dict[str, torch.Tensor]) -> set[str]:

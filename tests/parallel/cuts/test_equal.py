@@ -13,10 +13,10 @@ from torch.nn.utils import clip_grad_norm_ as torch_clips
 
 from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, build, tokens
-from transaxle.live.tensors.destination import local_of
 from transaxle.parallel.cuts.cutting import everything
 from transaxle.parallel.cuts.norm import clip_grad_norm_
 from transaxle.parallel.tensor_parallel import tensor_parallel
+from transaxle.torch_tensors.local_tensor import local_of
 
 STEPS = 5
 LOGITS, GRAD, CLIPPED = "logits", "grad", "clipped"

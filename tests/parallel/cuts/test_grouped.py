@@ -21,11 +21,11 @@ from tests.live.ranks import run
 from tests.oracles import hub
 from tests.parallel.models import tokens
 from transaxle.errors import TransaxleError
-from transaxle.live.tensors.destination import local_of
 from transaxle.nn.linear.grouped_linear import GroupedLinear
 from transaxle.nn.moe.moe import MoE
 from transaxle.parallel.cuts.cutting import everything
 from transaxle.parallel.tensor_parallel import tensor_parallel
+from transaxle.torch_tensors.local_tensor import local_of
 
 INNER, EXPERTS, CHOSEN = 10, 3, 2
 CONFIG: dict[str, Any] = {

@@ -26,7 +26,6 @@ from tests.parallel.models import SIZES, build, tokens, train
 from tests.quant.kinds import raw
 from tests.quant.training import FIVE
 from transaxle.errors import TransaxleError
-from transaxle.live.tensors.destination import local_of
 from transaxle.nn.linear.grouped_linear import GroupedLinear
 from transaxle.nn.moe.moe import MoE
 from transaxle.parallel.cuts.cutting import Kept, everything
@@ -38,6 +37,7 @@ from transaxle.quant.modules.entries import is_quantized, whole_shape
 from transaxle.quant.modules.masters import MasterWeights
 from transaxle.quant.modules.quantized_modules import quantize_
 from transaxle.quant.tensor.tensor import QuantizedTensor
+from transaxle.torch_tensors.local_tensor import local_of
 
 kinds = pytest.mark.parametrize("kind", FIVE)
 STEPS = 3

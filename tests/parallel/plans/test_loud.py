@@ -27,8 +27,8 @@ from torch.optim import AdamW
 from tests.live.ranks import run
 from tests.parallel.models import CONFIGS, EVEN, build
 from transaxle.errors import TransaxleError
-from transaxle.live.tensors.destination import local_of
 from transaxle.parallel.tensor_parallel import tensor_parallel
+from transaxle.torch_tensors.local_tensor import local_of
 
 TAKEN = "part of a parameter, and torch's checkpoint takes it for the whole"
 

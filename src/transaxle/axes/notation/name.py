@@ -24,7 +24,9 @@ _HOLE = re.compile(rf"\{{({_AXIS})([+-](?:{_AXIS}|[0-9]+))?(?:@({_AXIS}))?\}}")
 _DIGITS = re.compile(r"[0-9]+")
 _DECIMAL = "(0|[1-9][0-9]{0,9})"
 _SEPARATOR = "."
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
+COMPILED, CHECKPOINTED, FSDP1 = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
+"""Attribute in which `torch.compile`, the checkpoint wrapper and FSDP1 keep the module they are around."""
+_WRAPPERS = frozenset({COMPILED, CHECKPOINTED, FSDP1})
 """Segments that torch's wrappers put into the names of a live model's parameters."""
 _OUTER = _WRAPPERS | {"module", "model", "_forward_module"}
 """Segments that may precede every name of a model without making it part of a larger one."""

@@ -33,10 +33,10 @@ from transaxle.live.model.report import SaveReport
 from transaxle.live.save.save import Holding, Request, Wish, called_as, fulfil, held
 from transaxle.live.sharding.global_tensors import Census
 from transaxle.live.tensors.clock import Clock
-from transaxle.live.tensors.destination import local_of
 from transaxle.live.transport.rendezvous import Meeting, Place
 from transaxle.live.transport.shared_memory import Region
 from transaxle.live.transport.world import World
+from transaxle.torch_tensors.local_tensor import local_of
 
 _TIMEOUT = timedelta(minutes=30)
 _JOIN = 10.0

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from transaxle.quant.modules.entries import entries, is_quantized
+from transaxle.torch_tensors.local_tensor import TO_LOCAL, stored_local
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,8 @@ def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds; a wrapper that says so itself is asked, and nothing is made that has no need."""
-    if isinstance(tensor, DTensor):
-        return tensor._local_tensor
-    to_local = getattr(tensor, "to_local", None)
-    local: torch.Tensor = tensor if to_local is None else to_local()
-    return local
+    to_local = None if isinstance(tensor, DTensor) else getattr(tensor, TO_LOCAL, None)
+    return stored_local(tensor) if to_local is None else to_local()
 
 
 def extent(piece: torch.Tensor) -> Extent:

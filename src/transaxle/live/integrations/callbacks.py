@@ -13,33 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from transaxle.live.background.asynchronous import SaveJob, async_save
 from transaxle.live.load.load import load
 from transaxle.live.save.save import save
+from transaxle.torch_tensors.module_wrappers import unwrapped
 
 FOLDER = "transaxle"
 """The checkpoint's folder, inside that of the trainer."""
 _EVENT = "on_"
 _SCHEDULE = "lr_scheduler"
-_COMPILED = "_orig_mod"
-"""Where a compiled model keeps the one that it was made of."""
 _STATE_FILE, _HISTORY = "trainer_state.json", "log_history"
 """File in which the Trainer keeps its progress, and what it has logged so far."""
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """Let an event pass."""
-
-
-def _inside(model: nn.Module) -> nn.Module:
-    """Return the model without DDP and `torch.compile` around it."""
-    while True:
-        inside = model.module if isinstance(model, DistributedDataParallel) else getattr(model, _COMPILED, None)
-        if not isinstance(inside, nn.Module):
-            return model
-        model = inside
 
 
 class TrainerCheckpoints:
@@ -186,4 +175,4 @@ class AccelerateHooks:
 
     def _is_ours(self, model: nn.Module) -> bool:
         """Tell whether accelerate speaks of our model; of what DDP wraps, it knows the inside."""
-        return _inside(model) is _inside(self._model)
+        return unwrapped(model) is unwrapped(self._model)

@@ -35,10 +35,10 @@ from transaxle.live.sharding.dcp_chunks import as_runs
 from transaxle.live.sharding.dual_form_check import Doubled
 from transaxle.live.sharding.expert_slices import Some
 from transaxle.live.sharding.param_group_names import Renamed
-from transaxle.live.tensors.destination import local_of
-from transaxle.live.tensors.torch_dtype import code_of
 from transaxle.live.tensors.type_change import decode_hint
 from transaxle.quant.modules.entries import code_name
+from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.torch_dtype import code_of
 
 _STATE = re.compile(r"((?:.*?\.)?optim(?:izer)?\.state\.).+\.[^.]+")
 """Flat name of an optimizer's state, `app.optim.state.<parameter>.<state>`; what stands before its parameter."""

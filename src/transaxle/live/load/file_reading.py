@@ -13,11 +13,11 @@ from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import Overlay, Storage
 from transaxle.formats.storage.strided_reads import read_strided
 from transaxle.live.sharding.global_tensors import Census
-from transaxle.live.tensors.destination import Bytes
-from transaxle.live.tensors.placement import local_shape
 from transaxle.move.endpoint import Readable
 from transaxle.move.strided_fill import Scratch, fill
 from transaxle.move.transfer import Transfer, clip
+from transaxle.torch_tensors.placement import local_shape
+from transaxle.torch_tensors.tensor_bytes import Bytes
 
 UNIT = 8 << 20
 """Bytes that are read, or sent, at once."""

@@ -19,11 +19,12 @@ from transaxle.live.load.load_plan import LoadPlan, leaves_for, read_into
 from transaxle.live.model.meta import materialise
 from transaxle.live.model.quantized_model import stand_in
 from transaxle.live.model.state_tensors import Leaves, State
-from transaxle.live.tensors.destination import Landing, local_of
+from transaxle.live.tensors.destination import Landing
 from transaxle.live.training.group_options import restore
 from transaxle.live.training.optimizer_state import follow, install, rooms_for
 from transaxle.quant.modules.entries import begin_anew, put_values
 from transaxle.quant.modules.masters import MASTER, MasterWeights
+from transaxle.torch_tensors.local_tensor import local_of
 
 
 @dataclass(frozen=True)

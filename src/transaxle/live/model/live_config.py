@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 
 from transaxle.live.model.state_tensors import State
 from transaxle.live.transport.world import World
+from transaxle.torch_tensors.module_wrappers import innermost
 
 _LISTED = 4
 """Keys that are named where two configs differ."""
@@ -45,20 +46,20 @@ def shared_config(state: State, given: Config | None, world: World) -> Mapping[s
 
 def own_config(state: State) -> Mapping[str, Any] | None:
     """Return the config that a model carries, as config.json holds it; None where it has none."""
-    state = state.module if isinstance(state, DistributedDataParallel) else state
-    config = getattr(state, "config", None)
+    model = innermost(state) if isinstance(state, nn.Module) else state
+    config = getattr(model, "config", None)
     made = getattr(config, "to_diff_dict", None) or getattr(config, "to_dict", None)
     if made is None:
         return None
     found = dict(made())
     if not found.get("architectures"):
-        found["architectures"] = [type(state).__name__.removeprefix("FSDP")]
+        found["architectures"] = [type(model).__name__.removeprefix("FSDP")]
     return found
 
 
 def sizes_that_differ(state: State, stored: Mapping[str, Any]) -> str:
     """Return the sizes that a model's config and that of a source both give, and give differently; "" for none."""
-    config = getattr(state.module if isinstance(state, DistributedDataParallel) else state, "config", None)
+    config = getattr(innermost(state) if isinstance(state, nn.Module) else state, "config", None)
     mine = plain(config) if isinstance(config, Configuration) else {}
     pairs = [(key, value, stored[key]) for key, value in mine.items() if key in stored and type(value) is int]
     unlike = [f"{key} is {here} here, {there} in the source" for key, here, there in pairs if here != there]

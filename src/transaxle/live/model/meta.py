@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.model.state_tensors import State, leaves
-from transaxle.live.tensors.destination import local_of
+from transaxle.torch_tensors.local_tensor import local_of
 
 _INIT = ("reset_parameters", "init_weights", "_init_self_buffers")
 """Methods by which modules fill what they own, in the order in which they are tried."""

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, Where
 from transaxle.live.derived.derived import persistent
 from transaxle.live.model.state_tensors import Leaves
+from transaxle.torch_tensors.module_wrappers import unwrapped
 
 _PEFT, _MODEL, _TUNER, _WRAPPER = "peft", "PeftModel", "BaseTunerLayer", "AuxiliaryTrainingWrapper"
 _BASE, _COPIES = "base_layer", "modules_to_save"
@@ -30,8 +30,8 @@ _UNMERGE = "call unmerge_adapter() first"
 
 def adapted(state: object) -> Any:
     """Return the model of peft that a state is; None for any other."""
-    state = state.module if isinstance(state, DistributedDataParallel) else state
-    return state if _is(state, _MODEL) else None
+    model = unwrapped(state) if isinstance(state, nn.Module) else state
+    return model if _is(model, _MODEL) else None
 
 
 def seen_by(model: nn.Module, found: Leaves, names: Collection[str], *, adapter: bool) -> Leaves:

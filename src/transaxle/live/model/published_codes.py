@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from transaxle.encodings.conventions.buffer_group import group
 from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS, DEEPSEEK, TE, Convention
@@ -25,13 +24,13 @@ from transaxle.encodings.encoding import FLOAT8, Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.errors import Refusal, gathered
 from transaxle.live.sharding.global_tensors import Census
-from transaxle.live.tensors.destination import local_of
-from transaxle.live.tensors.torch_dtype import code_of
-from transaxle.live.tensors.tp_shard import mark, part_of
 from transaxle.live.transport.world import World
 from transaxle.quant.frame.buffers import AMAX, SCALE
 from transaxle.quant.modules.entries import suffix_of, whole_shape
 from transaxle.quant.tensor.tensor import QuantizedTensor
+from transaxle.torch_tensors.local_tensor import local_of, placed_like
+from transaxle.torch_tensors.torch_dtype import code_of
+from transaxle.torch_tensors.tp_shard import mark, part_of
 
 _PLAIN = "BF16"
 """Type of the values of a state dict's codes, which do not say it."""
@@ -182,8 +181,4 @@ def _octets(scales: torch.Tensor) -> torch.Tensor:
 
 def _changed(tensor: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """Return what this rank has of a tensor changed number by number; it lies as before."""
-    made = change(local_of(tensor))
-    if isinstance(tensor, DTensor):
-        size, step, lies = tensor.size(), tensor.stride(), tensor.placements
-        made = DTensor.from_local(made, tensor.device_mesh, lies, run_check=False, shape=size, stride=step)
-    return mark(made, part_of(tensor))
+    return mark(placed_like(tensor, change(local_of(tensor))), part_of(tensor))

@@ -19,14 +19,13 @@ from transaxle.errors import Refusal, TransaxleError, Where
 from transaxle.live.model.published_codes import as_trained
 from transaxle.live.model.source_view import View, view
 from transaxle.live.sharding.global_tensors import Census
-from transaxle.live.tensors.destination import local_of
-from transaxle.live.tensors.torch_dtype import code_of, torch_dtype
-from transaxle.live.tensors.tp_shard import mark, part_of
 from transaxle.live.tensors.type_change import Conversion, decode_hint, decoded, is_plain
 from transaxle.live.transport.world import World
 from transaxle.quant.modules.entries import STATE_SUFFIXES, is_state, layout_of, whole_shape
-from transaxle.quant.modules.placed import placed_like
 from transaxle.quant.tensor.tensor import QuantizedTensor
+from transaxle.torch_tensors.local_tensor import local_of, placed_like
+from transaxle.torch_tensors.torch_dtype import code_of, torch_dtype
+from transaxle.torch_tensors.tp_shard import mark, part_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from transaxle.axes.notation.name import own_name
@@ -20,9 +19,10 @@ from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.derived import fsdp1
 from transaxle.live.derived.derived import EXTRA_STATE, Island, islands
 from transaxle.live.derived.keepers import kept_elsewhere, partitioned
-from transaxle.live.tensors.destination import local_of
-from transaxle.live.tensors.tp_shard import mark, mark_all, part_of
 from transaxle.quant.modules.entries import is_quantized
+from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.module_wrappers import unwrapped
+from transaxle.torch_tensors.tp_shard import mark, mark_all, part_of
 
 State = nn.Module | Mapping[str, Any]
 """A model, or a state dict, nested or flat."""
@@ -69,10 +69,9 @@ def leaves(state: State) -> Leaves:
             parameters.
     """
     _check(state)
-    if isinstance(state, DistributedDataParallel):
-        state = state.module
     clean = isinstance(state, nn.Module)
     if isinstance(state, nn.Module):
+        state = unwrapped(state)
         if taken := partitioned(state):
             raise gathered(taken)
         mark_all(state)
@@ -203,7 +202,5 @@ def set_extra_state(model: nn.Module, name: str, state: Any) -> None:
         name: the state's name, see `leaves`.
         state: as the module's `get_extra_state` gave it.
     """
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
     owner = name.removesuffix(EXTRA_STATE).removesuffix(_SEPARATOR)
-    next(module for path, module in model.named_modules() if own_name(path) == owner).set_extra_state(state)
+    next(module for path, module in unwrapped(model).named_modules() if own_name(path) == owner).set_extra_state(state)

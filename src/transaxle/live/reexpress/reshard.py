@@ -20,12 +20,13 @@ from transaxle.live.model.state_tensors import State, leaves, unwritable
 from transaxle.live.reexpress.ties import filled, spare, torn
 from transaxle.live.sharding.global_tensors import census
 from transaxle.live.sharding.memory import container, memory_of
-from transaxle.live.tensors.destination import Bytes, Landing
-from transaxle.live.tensors.placement import local_shape
+from transaxle.live.tensors.destination import Landing
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
 from transaxle.move.mover import assemble
 from transaxle.move.runs import Item, Run
+from transaxle.torch_tensors.placement import local_shape
+from transaxle.torch_tensors.tensor_bytes import Bytes
 
 _CAST = "types are never changed: give tensors of one type, such as {name: tensor.to(torch.bfloat16)} of the other side"
 _SHOWN = 3

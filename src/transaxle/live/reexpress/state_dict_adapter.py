@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from transaxle.axes.geometry.strided import row_major
 from transaxle.axes.translation.grouped import Stem
 from transaxle.engine.checkpoint.checkpoint import LACKING, Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings
@@ -32,12 +31,11 @@ from transaxle.live.model.live_config import Config, own_config, plain
 from transaxle.live.model.state_tensors import Leaves, State, leaves
 from transaxle.live.sharding.global_tensors import Census, own_census
 from transaxle.live.sharding.memory import container, own_entry, rank_of, tensor_of
-from transaxle.live.tensors.destination import local_of
-from transaxle.live.tensors.placement import Held, Placement, local_shape
-from transaxle.live.tensors.torch_dtype import torch_dtype
 from transaxle.live.transport.world import World
 from transaxle.move.transfer import Transfer
-from transaxle.quant.modules.placed import cut_of
+from transaxle.torch_tensors.local_tensor import as_dtensor, local_of
+from transaxle.torch_tensors.placement import Held, Placement, cut_of, local_shape
+from transaxle.torch_tensors.torch_dtype import torch_dtype
 
 _At = int
 """A coordinate of a mesh dim: only ranks there have the tensor."""
@@ -406,9 +404,7 @@ def _distributed(
             message = "only some ranks of the mesh have it, and the mesh dims have no names to tell which"
             raise refuse("UNSUPPORTED", message, tensor=name, hint="give init_device_mesh mesh_dim_names")
         mesh = mesh[tuple(n for n, choice in zip(names, choices, strict=True) if not isinstance(choice, int))]
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(row_major(shape))
-    )
+    return as_dtensor(local, mesh, placements, shape)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

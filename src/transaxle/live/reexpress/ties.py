@@ -14,8 +14,9 @@ from transaxle.engine.checkpoint.checkpoint import StoredTensor
 from transaxle.errors import Refusal, Where
 from transaxle.live.model.state_tensors import tied
 from transaxle.live.sharding.global_tensors import Census
-from transaxle.live.tensors.destination import as_bytes, local_of
 from transaxle.live.transport.world import World
+from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.tensor_bytes import as_bytes
 
 Pair = tuple[str, str]
 """Names of two tensors of a source."""

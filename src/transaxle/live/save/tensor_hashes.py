@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import xxhash
 
 from transaxle.engine.plan.conversion import PlannedTensor
-from transaxle.live.tensors.destination import Bytes
 from transaxle.move.runs import Item, Run
 from transaxle.move.transfer import Transfer
+from transaxle.torch_tensors.tensor_bytes import Bytes
 
 
 class Passing:

@@ -20,11 +20,11 @@ from transaxle.formats.staging.upload import Upload, opens
 from transaxle.live.save.tensor_hashes import Passing, places
 from transaxle.live.sharding.memory import memory_of
 from transaxle.live.tensors.clock import Clock
-from transaxle.live.tensors.destination import Bytes
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
 from transaxle.move.mover import assemble
 from transaxle.move.runs import Run
+from transaxle.torch_tensors.tensor_bytes import Bytes
 
 
 def upload(

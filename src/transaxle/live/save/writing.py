@@ -31,11 +31,11 @@ from transaxle.live.save.uploading import carry, upload
 from transaxle.live.save.writer import Writer
 from transaxle.live.sharding.memory import Memory, memory_of, rank_of
 from transaxle.live.tensors.clock import Clock
-from transaxle.live.tensors.destination import Bytes
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
 from transaxle.move.mover import assemble
 from transaxle.move.runs import Item, Run, is_long
+from transaxle.torch_tensors.tensor_bytes import Bytes
 
 _HASHED = 1 << 20
 """Bytes hashed at once: so few that they come from the processor's own memory."""

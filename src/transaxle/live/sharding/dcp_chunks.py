@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from transaxle.errors import refuse
-from transaxle.live.tensors.destination import local_of
-from transaxle.live.tensors.placement import Held, placement_of
-from transaxle.live.tensors.tp_shard import Part, mark, part_of, whole_shape
 from transaxle.live.transport.world import World
+from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.placement import Held, placement_of
+from transaxle.torch_tensors.tp_shard import Part, mark, part_of, whole_shape
 
 _ops: Any = torch.ops.aten
 _NEW = frozenset({_ops.new_empty.default})

@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.axes.translation.grouped import Stem
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.live.tensors.destination import as_bytes, local_of
-from transaxle.live.tensors.placement import placement_of
-from transaxle.live.tensors.tp_shard import mark, part_of, whole_shape
 from transaxle.live.transport.world import World
-from transaxle.quant.modules.placed import take
+from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.placement import placement_of, take
+from transaxle.torch_tensors.tensor_bytes import as_bytes
+from transaxle.torch_tensors.tp_shard import mark, part_of, whole_shape
 
 
 class Doubled:

@@ -12,10 +12,10 @@ from transaxle.axes.layout.solve import Shape
 from transaxle.axes.translation.arrange import parameter_shapes
 from transaxle.axes.translation.grouped import numbered
 from transaxle.live.sharding.dcp_chunks import Runs
-from transaxle.live.tensors.destination import local_of
-from transaxle.live.tensors.placement import placement_of
-from transaxle.live.tensors.tp_shard import whole_shape
 from transaxle.live.transport.world import World
+from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.placement import placement_of
+from transaxle.torch_tensors.tp_shard import whole_shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.live.tensors.placement import Held, Placement, placement_of
-from transaxle.live.tensors.torch_dtype import code_of
-from transaxle.live.tensors.tp_shard import whole_shape
 from transaxle.live.transport.world import World
+from transaxle.torch_tensors.placement import Held, Placement, placement_of
+from transaxle.torch_tensors.torch_dtype import code_of
+from transaxle.torch_tensors.tp_shard import whole_shape
 
 
 @dataclass(frozen=True, slots=True)

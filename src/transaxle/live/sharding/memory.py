@@ -21,8 +21,9 @@ from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import Listing, Storage
 from transaxle.formats.training_state.state_groups import GROUPS, Group
 from transaxle.live.sharding.global_tensors import Census, Global
-from transaxle.live.tensors.destination import Bytes, as_bytes, local_of
-from transaxle.live.tensors.placement import Held, local_shape
+from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.placement import Held, local_shape
+from transaxle.torch_tensors.tensor_bytes import Bytes, as_bytes
 
 FORMAT = "live"
 CONFIG = "config.json"

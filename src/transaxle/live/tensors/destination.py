@@ -9,27 +9,12 @@ from __future__ import annotations
 import threading
 from math import prod
 
-import numpy as np
 import torch
 
-from transaxle.live.tensors.torch_dtype import torch_dtype
 from transaxle.live.tensors.type_change import cast
-
-Bytes = np.ndarray
-"""One-dimensional, U8."""
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor, sharing its storage."""
-    detached = tensor.detach()
-    to_local = getattr(detached, "to_local", None)  # of a DTensor, and of `Runs`
-    local: torch.Tensor = detached if to_local is None else to_local()
-    return local.detach()
-
-
-def as_bytes(tensor: torch.Tensor) -> Bytes:
-    """Return the bytes of a contiguous CPU tensor, sharing its storage."""
-    return tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.tensor_bytes import Bytes, as_bytes
+from transaxle.torch_tensors.torch_dtype import torch_dtype
 
 
 class Landing:

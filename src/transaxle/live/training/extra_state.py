@@ -19,9 +19,9 @@ import numpy as np
 import torch
 
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.live.tensors.destination import as_bytes
-from transaxle.live.tensors.torch_dtype import code_of, torch_dtype
 from transaxle.live.transport.world import World
+from transaxle.torch_tensors.tensor_bytes import as_bytes
+from transaxle.torch_tensors.torch_dtype import code_of, torch_dtype
 
 FILE = "transaxle_extra.json"
 """Name of the file."""

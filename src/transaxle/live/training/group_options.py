@@ -15,9 +15,9 @@ from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.dtype import numpy_dtype
 from transaxle.formats.pickled.descriptors import NOTHING
 from transaxle.formats.training_state.state_groups import NAMES, PARAMS, Group, plain
-from transaxle.live.tensors.torch_dtype import code_of
 from transaxle.live.training.optimizers import Optimizers
 from transaxle.live.transport.world import World
+from transaxle.torch_tensors.torch_dtype import code_of
 
 _OWN = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _HINT = "build the optimizer with the groups that the source has"

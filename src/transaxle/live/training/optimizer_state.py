@@ -16,12 +16,12 @@ from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
-from transaxle.live.tensors.destination import local_of
-from transaxle.live.tensors.torch_dtype import torch_dtype
-from transaxle.live.tensors.tp_shard import mark, part_of, whole_shape
 from transaxle.live.training.optimizer_twin import Twins
 from transaxle.live.training.optimizers import CARRY, Optimizers
 from transaxle.quant.modules.masters import MASTER, MasterWeights
+from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.torch_dtype import torch_dtype
+from transaxle.torch_tensors.tp_shard import mark, part_of, whole_shape
 
 _PARAMS = "params"
 _ON_DEVICE = ("capturable", "fused")

@@ -13,9 +13,9 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, Where
 from transaxle.formats.training_items import nested, tops
 from transaxle.live.model.state_tensors import State, set_extra_state
-from transaxle.live.tensors.torch_dtype import torch_dtype
 from transaxle.live.training.extra_state import EXTRA, FILE, MODEL, STATE, Extras, Random, Stateful
 from transaxle.live.transport.world import World
+from transaxle.torch_tensors.torch_dtype import torch_dtype
 
 
 class Beside:

@@ -11,7 +11,7 @@ from typing import Self
 
 import numpy as np
 
-from transaxle.live.tensors.destination import Bytes
+from transaxle.torch_tensors.tensor_bytes import Bytes
 
 _POPULATE = getattr(mmap, "MAP_POPULATE", 0)
 

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.translation.arrange import ExpertSet, arranged
@@ -21,6 +20,7 @@ from transaxle.errors import Refusal, Where, gathered
 from transaxle.nn.checkpoints.packed_layer import Layer
 from transaxle.nn.checkpoints.torch_relayout import described, move
 from transaxle.quant.modules.entries import entries, is_quantized
+from transaxle.torch_tensors.local_tensor import stored_local
 
 EXTRA_STATE = "_extra_state"
 """Name of what TransformerEngine keeps beside the parameters of a module; nothing in it is needed here."""
@@ -136,7 +136,7 @@ def apart(found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     for name, value in found.items():
         if not isinstance(value, torch.Tensor) or value.is_meta or not value.numel():
             continue
-        local = value.to_local() if isinstance(value, DTensor) else value
+        local = stored_local(value)
         steps = [(size - 1, stride) for size, stride in zip(local.shape, local.stride(), strict=True) if size > 1]
         size = (sum(most * stride for most, stride in steps) + 1) * local.element_size()
         spans.append((local.data_ptr(), local.data_ptr() + size, name))

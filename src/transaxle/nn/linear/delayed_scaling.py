@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 from transaxle.errors import refuse
-from transaxle.quant.modules.placed import placed_like
+from transaxle.torch_tensors.local_tensor import as_dtensor, placed_like, stored_local
 
 _IGNORED = "_ddp_ignored"
 """Attribute of parameters that DistributedDataParallel was told to ignore."""
@@ -53,7 +53,7 @@ def placed(grad: torch.Tensor, parameter: torch.Tensor, before: DeviceMesh | Non
     """
     if not isinstance(parameter, DTensor):
         return grad
-    local = _mean(grad, parameter, before).to(parameter.to_local().device)
+    local = _mean(grad, parameter, before).to(stored_local(parameter).device)
     return placed_like(parameter, local)
 
 
@@ -68,7 +68,7 @@ def _mean(grad: torch.Tensor, parameter: DTensor, before: DeviceMesh | None) -> 
         return grad
     over = mesh if len(added) == mesh.ndim else mesh[tuple(names[dim] for dim in added)]
     wanted = [_within(parameter.placements[dim]) for dim in added]
-    summed = DTensor.from_local(grad, over, [Partial()] * over.ndim, run_check=False)
+    summed = as_dtensor(grad, over, [Partial()] * over.ndim, grad.shape, grad.stride())
     return summed.redistribute(placements=wanted).to_local() / over.size()
 
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.nn.checkpoints.packed_layer import BIAS, WEIGHT
@@ -24,6 +23,7 @@ from transaxle.nn.linear.function import Pending, Setting, grouped_product
 from transaxle.nn.linear.parameters import GroupedParameters, Init
 from transaxle.quant import DelayedScaling, QuantizedTensor, Quantizer, quantize_
 from transaxle.quant.modules.entries import is_quantized
+from transaxle.torch_tensors.local_tensor import stored_local
 
 MAIN_GRAD = "main_grad"
 """Attribute of a weight: where its gradient is summed up."""
@@ -318,7 +318,7 @@ class GroupedLinear(GroupedParameters):
             assert grad is not None
             part = (grad if single else grad[place]).to(parameter.dtype)
             made = placed(part, parameter, meshes[name])
-            local, own = (one.to_local() if isinstance(one, DTensor) else one for one in (made, parameter))
+            local, own = (stored_local(one) for one in (made, parameter))
             if local.shape != own.shape:
                 message = f"the gradient is {list(local.shape)}, the parameter has become {list(own.shape)}"
                 hint = "backward_dw() before the parameter is replaced or divided"

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from transaxle.axes.layout.bind import WEIGHT, join_slot, split_slot
 from transaxle.axes.layout.relayout import Check
@@ -25,6 +24,7 @@ from transaxle.nn.checkpoints.packed_layer import Layer
 from transaxle.nn.checkpoints.remap import stems
 from transaxle.nn.checkpoints.torch_relayout import Entry, described, move
 from transaxle.nn.linear.grouped_linear import GroupedLinear
+from transaxle.torch_tensors.module_wrappers import unwrapped
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 """Keys of torch's optimizer state dicts."""
@@ -55,7 +55,7 @@ def optimizer_state_as(state: Mapping[str, Any], model: nn.Module) -> dict[str, 
     if not all(isinstance(name, str) for name in trained):
         hint = "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) has names"
         raise refuse("UNSUPPORTED", "states by positions, which do not tell their parameters", hint=hint)
-    for path, module in _unwrapped(model).named_modules():
+    for path, module in unwrapped(model).named_modules():
         if isinstance(module, GroupedLinear):
             name, layer = own_name(path), module.layer()
             prefix = f"{name}." if name else ""
@@ -63,11 +63,6 @@ def optimizer_state_as(state: Mapping[str, Any], model: nn.Module) -> dict[str, 
             for stem in stems(shapes, prefix, layer):
                 _move(states, stem, shapes, renamed, layer.own)
     return {**state, STATE: states, GROUPS: _groups(state.get(GROUPS, []), renamed)}
-
-
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """Return the model without DDP, whose `module.` is in no state dict by names; nor is what other wrappers add."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _shapes(

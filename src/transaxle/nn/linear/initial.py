@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from transaxle.axes.geometry.chunk import Intervals
-from transaxle.quant.modules.placed import take
+from transaxle.torch_tensors.placement import take
 
 
 @dataclass(frozen=True, slots=True)

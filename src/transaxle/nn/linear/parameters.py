@@ -20,7 +20,8 @@ from transaxle.nn.checkpoints.remap import apart, refuse_codes, remapped
 from transaxle.nn.gemm.grouped_tensor import GroupedTensor, adjacent
 from transaxle.nn.linear.initial import Room, fill
 from transaxle.quant.modules.entries import ASSIGN, QuantizedEntries, is_quantized, layout_of, put_values
-from transaxle.quant.modules.placed import held_by
+from transaxle.torch_tensors.local_tensor import as_dtensor, local_with_grad
+from transaxle.torch_tensors.placement import held_by
 
 _STD = 0.023
 """Standard deviation of initial weights, TransformerEngine's."""
@@ -195,7 +196,7 @@ class GroupedParameters(QuantizedEntries):
             lacking = ", ".join(name for name in self._names[stem] if self._parameters.get(name) is None)
             hint = "torch.nn.utils.parametrize.remove_parametrizations makes it one again"
             raise refuse("UNSUPPORTED", f"no parameter of the layer any more: {lacking}", hint=hint)
-        return [one.to_local() if isinstance(one, DTensor) else one for one in found]
+        return [local_with_grad(one) for one in found]
 
     def _members(self, stem: str) -> list[torch.Tensor]:
         """Return one tensor per expert: the parameters, or views of the one there is."""
@@ -267,4 +268,4 @@ def _apart(held: Sequence[torch.Tensor], fresh: bool) -> bool:
 def _divided(whole: torch.Tensor, mesh: DeviceMesh, experts: range) -> DTensor:
     """Return a tensor of all experts as a DTensor of which this rank has some."""
     own = whole.detach()[experts.start : experts.stop].clone()
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
+    return as_dtensor(own, mesh, [Shard(0)], whole.shape, whole.stride())

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from transaxle.axes.geometry.chunk import Intervals
-from transaxle.quant.frame.tp_share import along
+from transaxle.torch_tensors.placement import along
 
 
 def _sum(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -15,14 +14,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transaxle.axes.geometry.chunk import Intervals, count_positions, torch_chunk, whole
 from transaxle.errors import Refusal
 from transaxle.formats.deepspeed.metadata.record import Record
-from transaxle.live.tensors.destination import local_of
-from transaxle.live.tensors.tp_shard import Part, mark, own_part
 from transaxle.parallel.cuts.collectives import summed
 from transaxle.quant.frame.quantizers import Quantizer
-from transaxle.quant.frame.tp_share import Share, along, misplaced
+from transaxle.quant.frame.tp_share import Share, misplaced
 from transaxle.quant.modules.quantized_modules import CUTS
 from transaxle.quant.tensor.parts import part_of
 from transaxle.quant.tensor.tensor import QuantizedTensor
+from transaxle.torch_tensors.local_tensor import as_dtensor, local_of, local_with_grad
+from transaxle.torch_tensors.placement import along
+from transaxle.torch_tensors.tp_shard import Part, mark, own_part
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +145,7 @@ def local(module: nn.Module, name: str) -> Tensor | None:
     parameter = module._parameters[name]
     if parameter is None:
         return None
-    found: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    found = local_with_grad(parameter)
     kept = kept_by(module).get(name)
     if kept is None or not kept.shared:
         return found
@@ -165,9 +165,7 @@ def replaced(parameter: nn.Parameter, kept: Kept, *, dtensor: bool) -> nn.Parame
     own = kept.take(parameter.detach())
     placement = kept.placement
     if dtensor and placement is not None:
-        made: Tensor = DTensor.from_local(
-            own, kept.mesh, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
-        )
+        made: Tensor = as_dtensor(own, kept.mesh, [placement], parameter.shape, parameter.stride())
         return nn.Parameter(made, requires_grad=parameter.requires_grad)
     return nn.Parameter(own, requires_grad=parameter.requires_grad)
 
@@ -179,9 +177,7 @@ def _within(parameter: nn.Parameter, kept: Kept) -> nn.Parameter:
         return parameter
     own = kept.take(local_of(parameter))
     shape = (parameter.shape[0], *own.shape[1:])
-    made = DTensor.from_local(
-        own, parameter.device_mesh, parameter.placements, run_check=False, shape=torch.Size(shape), stride=own.stride()
-    )
+    made = as_dtensor(own, parameter.device_mesh, parameter.placements, shape, own.stride())
     return nn.Parameter(made, requires_grad=parameter.requires_grad)
 
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from transaxle.errors import refuse
-from transaxle.live.tensors.destination import local_of
-from transaxle.live.tensors.placement import placement_of
-from transaxle.live.tensors.tp_shard import mark_all
 from transaxle.nn.linear.grouped_linear import GroupedLinear
 from transaxle.parallel.cuts.cutting import everything
+from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.placement import placement_of
+from transaxle.torch_tensors.tp_shard import mark_all
 
 
 @dataclass(slots=True)

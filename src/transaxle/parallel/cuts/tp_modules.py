@@ -12,12 +12,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from transaxle.live.tensors.placement import Held, placement_of
-from transaxle.live.tensors.tp_shard import mark_all, whole_shape
 from transaxle.nn.linear.grouped_linear import GroupedLinear
 from transaxle.parallel.cuts.collectives import enter, gather, leave, scatter
 from transaxle.parallel.cuts.cutting import Kept, kept_by, local
 from transaxle.parallel.plans.tp_plan import Role
+from transaxle.torch_tensors.placement import Held, placement_of
+from transaxle.torch_tensors.tp_shard import mark_all, whole_shape
 
 _WEIGHT, _BIAS = "weight", "bias"
 _CONFIG = "config"

@@ -21,15 +21,12 @@ from transaxle.errors import Refusal
 from transaxle.quant.frame.buffers import AMAX, COLUMN_DATA, COLUMN_SCALE, DATA, ORIGIN, STATE, buffers_of
 from transaxle.quant.frame.quantizers import Quantizer
 from transaxle.quant.kernels.components import columnwise_of
+from transaxle.torch_tensors.placement import along
+from transaxle.torch_tensors.tensor_bytes import with_plain_bytes
 
 _HINT = "cut it over fewer ranks; say in the plan how many rows each rank has; or leave it plain (filter=, decode=)"
 _MATRIX = 2
 """Dims of a matrix; any before them count matrices."""
-
-
-def along(values: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
-    """Return the positions of one dim that some intervals hold, in their order, as a copy."""
-    return torch.cat([values.narrow(dim, start, stop - start) for start, stop in intervals or ((0, 0),)], dim)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,8 +85,7 @@ class Share:
         step = self.step(quantizer, name)
         if not step:
             return buffer.clone()
-        raw = buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
-        return along(raw, self.dim, self._spans(step)).contiguous().view(buffer.dtype)
+        return along(with_plain_bytes(buffer), self.dim, self._spans(step)).contiguous().view(buffer.dtype)
 
     def _spans(self, step: int) -> Intervals:
         return tuple((start // step, -(-stop // step)) for start, stop in self.held)

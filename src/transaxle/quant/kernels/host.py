@@ -22,6 +22,7 @@ from transaxle.encodings.encoding import WHOLE, Encoding
 from transaxle.errors import refuse
 from transaxle.quant.kernels.components import Components, columnwise_of, first_tiles
 from transaxle.quant.kernels.swizzle import swizzled_groups
+from transaxle.torch_tensors.tensor_bytes import with_plain_bytes
 
 WIDE: dict[torch.dtype, codec.Wide] = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
@@ -30,12 +31,12 @@ def _array(tensor: torch.Tensor) -> NDArray[Any]:
     """The tensor's memory as numpy sees it; codes and scales of eight bits as bytes."""
     if tensor.dtype == torch.bfloat16:
         return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
-    return (tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor).numpy()
+    return with_plain_bytes(tensor).numpy()
 
 
 def _read(tensor: torch.Tensor) -> NDArray[Any]:
     """As `_array`, to read only. `Tensor.numpy` would leave a storage that FSDP can no longer resize."""
-    return np.from_dlpack(tensor.detach().view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.detach())
+    return np.from_dlpack(with_plain_bytes(tensor.detach()))
 
 
 def amax(x: torch.Tensor, out: torch.Tensor) -> None:

@@ -23,13 +23,12 @@ from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.quant.frame.buffers import AMAX, DATA, ORIGIN, SCALE, STATE, buffers_of
 from transaxle.quant.frame.frame import Frame
 from transaxle.quant.frame.quantizers import Quantizer
-from transaxle.quant.modules.placed import cut_along, group_of, placed_like, share_of
+from transaxle.quant.modules.placed import cut_along, group_of, share_of
 from transaxle.quant.tensor.tensor import QuantizedTensor, from_components, quantized
+from transaxle.torch_tensors.local_tensor import TO_LOCAL, as_dtensor, local_of, placed_like, stored_local
 
 ASSIGN = "assign_to_params_buffers"
 """Key of the metadata by which torch tells a module that it is to take the tensors themselves (`assign=True`)."""
-_TO_LOCAL = "to_local"
-"""Method of a DTensor, and of a part of a tensor as torch saves it (`transaxle.live.sharding.dcp_chunks`)."""
 STATE_SUFFIXES = tuple(f"_{name}" for name in STATE)
 """Suffixes of what says how the next values are scaled."""
 _MADE_OF = "_made_of"
@@ -41,8 +40,7 @@ def entries(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
     They share its memory: what is written into them, as DCP does when it loads, is in the model.
     """
-    inner = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    assert isinstance(inner, QuantizedTensor)
+    inner = _local(parameter)
     if inner.device.type != "meta":
         inner.frame.blank = False  # what is written here says nothing to the frame
     found = {}
@@ -104,7 +102,7 @@ class _Octets(DTensor):
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """See torch."""
         moved = self._as(torch.uint8).redistribute(*args, **kwargs)
-        return _plainly(moved.to_local().view(self.dtype), moved.device_mesh, moved.placements, tuple(self.shape))
+        return as_dtensor(moved.to_local().view(self.dtype), moved.device_mesh, moved.placements, tuple(self.shape))
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """See torch."""
@@ -115,22 +113,15 @@ class _Octets(DTensor):
         return self._as(self.dtype).__reduce_ex__(protocol)
 
     def _as(self, dtype: torch.dtype) -> DTensor:
-        return _plainly(self.to_local().view(dtype), self.device_mesh, self.placements, tuple(self.shape))
+        return as_dtensor(self.to_local().view(dtype), self.device_mesh, self.placements, tuple(self.shape))
 
 
 def _entry(buffer: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]) -> DTensor:
-    made = _plainly(buffer, mesh, placements, shape)
+    made = as_dtensor(buffer, mesh, placements, shape)
     if buffer.dtype.itemsize > 1 or buffer.dtype == torch.uint8:
         return made
     octets: DTensor = _Octets(made._local_tensor, made._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return octets
-
-
-def _plainly(
-    buffer: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]
-) -> DTensor:
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(buffer, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 class QuantizedEntries(nn.Module):
@@ -223,12 +214,11 @@ def _remade(kind: Any) -> nn.Module:
 
 def is_quantized(parameter: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Whether a parameter, or what this rank has of it, is a QuantizedTensor."""
-    inner = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-    return isinstance(inner, QuantizedTensor)
+    return parameter is not None and isinstance(stored_local(parameter), QuantizedTensor)
 
 
 def _local(parameter: torch.Tensor) -> QuantizedTensor:
-    inner = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    inner = stored_local(parameter)
     assert isinstance(inner, QuantizedTensor)
     return inner
 
@@ -361,8 +351,8 @@ def _part(entry: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
         if same and entry.placements == _lies(cast(DTensor, weight), inner, name, tuple(entry.shape))[0]:
             return entry.to_local()
         found = _full(entry)
-    elif hasattr(entry, _TO_LOCAL):
-        found = getattr(entry, _TO_LOCAL)()
+    elif hasattr(entry, TO_LOCAL):
+        found = local_of(entry)
     where = entry.device if inner.is_meta else inner.device
     if share is not None:
         own = tuple(inner.shape) if name == ORIGIN else _own_shapes(weight).get(suffix_of(name, inner.quantizer))

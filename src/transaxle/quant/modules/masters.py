@@ -12,13 +12,13 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.quant.frame.buffers import ORIGIN
-from transaxle.quant.modules.placed import group_of, placed_like
+from transaxle.quant.modules.placed import group_of
 from transaxle.quant.tensor.tensor import QuantizedTensor
+from transaxle.torch_tensors.local_tensor import placed_like, stored_local
 
 MASTER = "master"
 """Name of the state that a quantized parameter has beside those that its optimizer keeps."""
@@ -220,7 +220,7 @@ class MasterWeights(Optimizer):
 
 def _inner(parameter: torch.Tensor) -> QuantizedTensor | None:
     """The rows that this rank has; None of a parameter that is not quantized."""
-    found = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    found = stored_local(parameter)
     return found if isinstance(found, QuantizedTensor) else None
 
 
@@ -243,7 +243,7 @@ def _requantize(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
     for parameter, master in pairs:
         inner = _inner(parameter)
         if inner is not None:
-            values = master.to_local() if isinstance(master, DTensor) else master
+            values = stored_local(master)
             # From the dtype of the weights, as if they had been stored so: the codes then say all there is to know.
             inner.quantize_(values.to(inner.dtype), group=group_of(parameter))
 

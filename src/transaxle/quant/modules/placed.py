@@ -1,64 +1,21 @@
-"""How a parameter lies on its mesh: which ranks share it out, what this one has, and other values placed as it is."""
+"""How a quantized parameter lies on its mesh: among which ranks it is cut, and by whom."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from transaxle.axes.geometry.chunk import ChunkRule, Intervals, MeshCut, Replicated, StridedShard, place, whole
-from transaxle.axes.geometry.chunk import Shard as Chunk
 from transaxle.errors import refuse
-from transaxle.quant.frame.tp_share import Share, along
+from transaxle.quant.frame.tp_share import Share
 from transaxle.quant.tensor.tensor import QuantizedTensor
-
-
-def cut_of(placement: Placement, name: str) -> tuple[int | None, ChunkRule]:
-    """Return the dim that a torch placement cuts, None for none, and how.
-
-    Args:
-        placement: of one mesh dim.
-        name: the tensor's name, for refusals.
-
-    Raises:
-        Refused: UNSUPPORTED for `Partial`.
-    """
-    if isinstance(placement, _StridedShard):
-        return placement.dim, StridedShard(int(placement.split_factor))
-    if placement.is_shard():
-        return placement.dim, Chunk()  # type: ignore[attr-defined]  # `is_shard` does not narrow
-    if placement.is_replicate():
-        return None, Replicated()
-    message = f"its placement {placement} is no cut: ranks hold terms of a sum"
-    raise refuse("UNSUPPORTED", message, tensor=name, hint="redistribute it to Replicate() or Shard(dim) first")
-
-
-def held_by(parameter: torch.Tensor) -> tuple[Intervals, ...]:
-    """Return for each dim of a whole parameter which positions this rank has, in local order."""
-    if not isinstance(parameter, DTensor):
-        return tuple(map(whole, parameter.shape))
-    mesh = parameter.device_mesh
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None  # of a rank outside of the mesh there are no parameters
-    rules = (cut_of(placement, "") for placement in parameter.placements)
-    steps = zip(rules, mesh.shape, coordinate, strict=True)
-    return place(tuple(parameter.shape), [MeshCut(dim, size, at, rule) for (dim, rule), size, at in steps])
-
-
-def take(values: torch.Tensor, held: Sequence[Intervals]) -> torch.Tensor:
-    """Return of a whole tensor the positions held, dim by dim; itself, if these are all."""
-    for dim, intervals in enumerate(held):
-        if intervals != whole(values.shape[dim]):
-            values = along(values, dim, intervals)
-    return values
+from transaxle.torch_tensors.local_tensor import stored_local
 
 
 def share_of(parameter: torch.Tensor) -> Share | None:
     """What a quantized parameter is a part of, where tensor parallelism has cut it."""
-    inner = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    inner = stored_local(parameter)
     assert isinstance(inner, QuantizedTensor)
     return inner.frame.share
 
@@ -88,17 +45,3 @@ def group_of(parameter: torch.Tensor) -> dist.ProcessGroup | None:
             hint="cut it along dim 0, over one mesh dim",
         )
     return parameter.device_mesh.get_group(cut[0])
-
-
-def placed_like(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return values of this rank's part as a tensor with the parameter's shape and placements."""
-    if not isinstance(parameter, DTensor):
-        return values
-    return DTensor.from_local(
-        values,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )

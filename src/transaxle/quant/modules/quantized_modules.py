@@ -18,8 +18,8 @@ from transaxle.quant.frame.buffers import ORIGIN
 from transaxle.quant.frame.quantizers import Quantizer
 from transaxle.quant.frame.tp_share import Share
 from transaxle.quant.modules.entries import give_entries, is_quantized
-from transaxle.quant.modules.placed import placed_like
 from transaxle.quant.tensor.tensor import quantized
+from transaxle.torch_tensors.local_tensor import placed_like, stored_local
 
 Filter = Callable[[str, nn.Module], bool]
 """Says by name and module whether a linear layer, or experts in stacks, are to be quantized."""
@@ -228,7 +228,7 @@ def quantized_init(
 
 
 def _parameter(old: torch.Tensor, recipe: Quantizer, share: Share | None, *, keep: bool) -> nn.Parameter:
-    values = old.data.to_local() if isinstance(old.data, DTensor) else old.data
+    values = stored_local(old.data)
     made = quantized(recipe, values, share=share)
     if keep and old.device.type != "meta":
         made.frame.cut[ORIGIN] = values.clone()

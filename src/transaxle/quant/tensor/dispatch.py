@@ -24,6 +24,7 @@ from transaxle.quant.tensor.collective import all_gather, padded
 from transaxle.quant.tensor.join import cat, is_whole, refused, stack
 from transaxle.quant.tensor.parts import check_common
 from transaxle.quant.tensor.tensor import OPERATIONS, QuantizedTensor
+from transaxle.torch_tensors.tensor_bytes import with_plain_bytes
 
 aten = torch.ops.aten
 collectives = torch.ops._c10d_functional
@@ -255,7 +256,7 @@ def _zero(tensor: QuantizedTensor) -> QuantizedTensor:
         if name in STATE:
             continue
         rows = buffer[tensor.skip : tensor.skip + tensor.height]
-        (rows.view(torch.uint8) if buffer.dtype.itemsize == 1 else rows).zero_()
+        with_plain_bytes(rows).zero_()
     if tensor.skip == 0 and tensor.height >= (tensor.frame.used or tensor.frame.rows):
         fresh = blank(tensor.quantizer, (tensor.frame.whole, *tensor.frame.row), tensor.device)
         for name, old in tensor.frame.shared.items():

@@ -15,7 +15,6 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from transaxle.encodings.encoding import WHOLE
 from transaxle.errors import Refusal, Where, gathered, refuse
@@ -37,6 +36,8 @@ from transaxle.quant.frame.global_scale import frame_of, place
 from transaxle.quant.frame.quantizers import QUANTIZERS, Quantizer, makes_tensors
 from transaxle.quant.frame.tp_share import Share
 from transaxle.quant.frame.usage import both_ways
+from transaxle.torch_tensors.local_tensor import stored_local
+from transaxle.torch_tensors.tensor_bytes import with_plain_bytes
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Torch functions that quantized tensors carry out themselves: `transaxle.quant.tensor.functions` puts them here."""
@@ -247,7 +248,7 @@ class QuantizedTensor(torch.Tensor):
         frame = gather.received(all_gather_outputs, metadata)
         if out is None:
             return QuantizedTensor(frame, 0, frame.whole, param_dtype), ()
-        inner = out.to_local() if isinstance(out, DTensor) else out
+        inner = stored_local(out)
         if not isinstance(inner, QuantizedTensor) or inner.dtype != param_dtype:
             message = f"gathered into {type(inner).__name__} of {inner.dtype}, expected quantized {param_dtype}"
             raise refuse("UNSUPPORTED", message)
@@ -295,7 +296,8 @@ class QuantizedTensor(torch.Tensor):
             raise refuse("UNSUPPORTED", message, hint="save state_dict(), which has its codes and scales")
         frame = self.frame.taken(self.skip, self.height, change)
         settings = {name: getattr(frame.quantizer, name) for name in _settings(frame.quantizer)}
-        buffers = {name: _raw(buffer) for name, buffer in frame.buffers(0, self.height).items()}
+        # plain pickle cannot read float8 tensors back
+        buffers = {name: with_plain_bytes(buffer) for name, buffer in frame.buffers(0, self.height).items()}
         flags = (self.requires_grad, bool(getattr(self, "_is_param", False)))
         at = (frame.start, frame.whole)
         return rebuilt, (type(frame.quantizer).__name__, settings, buffers, tuple(self.shape), self.dtype, at, flags)
@@ -316,11 +318,6 @@ ForkingPickler.register(QuantizedTensor, _sent)
 
 def _settings(quantizer: Quantizer) -> tuple[str, ...]:
     return tuple(name for kind in type(quantizer).__mro__ for name in getattr(kind, "__slots__", ()))
-
-
-def _raw(buffer: torch.Tensor) -> torch.Tensor:
-    """The bytes of codes: plain pickle cannot read float8 tensors back."""
-    return buffer.view(torch.uint8) if buffer.dtype.itemsize == 1 else buffer
 
 
 def same_bytes(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:

@@ -6,16 +6,18 @@ DTensor's placements become the chunk rules of `axes`, so what a rank holds is c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Placement as TorchPlacement
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from transaxle.axes.geometry.chunk import ChunkRule, Intervals, MeshCut, Replicated, place
-from transaxle.live.tensors.tp_shard import part_of
-from transaxle.quant.modules.placed import cut_of
+from transaxle.axes.geometry.chunk import ChunkRule, Intervals, MeshCut, Replicated, Shard, StridedShard, place, whole
+from transaxle.errors import refuse
+from transaxle.torch_tensors.tp_shard import part_of
 
 Held = tuple[Intervals, ...]
 """Per dim, the positions that a rank holds, in local order."""
@@ -81,3 +83,48 @@ def local_shape(held: Held) -> tuple[int, ...]:
 def elements(held: Held) -> int:
     """Return the number of elements in it."""
     return prod(local_shape(held))
+
+
+def cut_of(placement: TorchPlacement, name: str) -> tuple[int | None, ChunkRule]:
+    """Return the dim that a torch placement cuts, None for none, and how.
+
+    Args:
+        placement: of one mesh dim.
+        name: the tensor's name, for refusals.
+
+    Raises:
+        Refused: UNSUPPORTED for `Partial`.
+    """
+    if isinstance(placement, _StridedShard):
+        return placement.dim, StridedShard(int(placement.split_factor))
+    if placement.is_shard():
+        return placement.dim, Shard()  # type: ignore[attr-defined]  # `is_shard` does not narrow
+    if placement.is_replicate():
+        return None, Replicated()
+    message = f"its placement {placement} is no cut: ranks hold terms of a sum"
+    raise refuse("UNSUPPORTED", message, tensor=name, hint="redistribute it to Replicate() or Shard(dim) first")
+
+
+def held_by(parameter: torch.Tensor) -> tuple[Intervals, ...]:
+    """Return for each dim of a whole parameter which positions this rank has, in local order."""
+    if not isinstance(parameter, DTensor):
+        return tuple(map(whole, parameter.shape))
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # of a rank outside of the mesh there are no parameters
+    rules = (cut_of(placement, "") for placement in parameter.placements)
+    steps = zip(rules, mesh.shape, coordinate, strict=True)
+    return place(tuple(parameter.shape), [MeshCut(dim, size, at, rule) for (dim, rule), size, at in steps])
+
+
+def take(values: torch.Tensor, held: Sequence[Intervals]) -> torch.Tensor:
+    """Return of a whole tensor the positions held, dim by dim; itself, if these are all."""
+    for dim, intervals in enumerate(held):
+        if intervals != whole(values.shape[dim]):
+            values = along(values, dim, intervals)
+    return values
+
+
+def along(values: torch.Tensor, dim: int, intervals: Intervals) -> torch.Tensor:
+    """Return the positions of one dim that some intervals hold, in their order, as a copy."""
+    return torch.cat([values.narrow(dim, start, stop - start) for start, stop in intervals or ((0, 0),)], dim)

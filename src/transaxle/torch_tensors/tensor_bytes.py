@@ -1,0 +1,27 @@
+"""The bytes of tensors, as torch and as numpy see them; nothing is copied."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+Bytes = np.ndarray
+"""One-dimensional, U8."""
+
+
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor on any device, in one dim, sharing its storage."""
+    return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+
+
+def as_bytes(tensor: torch.Tensor) -> Bytes:
+    """Return the bytes of a contiguous CPU tensor, sharing its storage."""
+    return byte_view(tensor).numpy()
+
+
+def with_plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of eight-bit elements as uint8, any other as it is.
+
+    Few kernels, and no collective of gloo, know eight-bit floats.
+    """
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
