@@ -333,6 +333,35 @@ def test_modules_are_in_order() -> None:
     assert faults == []
 
 
+PRIMITIVES = {
+    "as_strided": {
+        "torch_tensors/strided_copy.py",  # copies and views of any tensor
+        "quant/tensor/dispatch.py",  # the operation itself, of a tensor class
+    },
+    "from_local": {"torch_tensors/local_tensor.py"},
+    "all_to_all_single": {
+        "live/transport/tensor_exchange.py",  # bytes of checkpoints
+        "nn/moe/token_exchange.py",  # activations, with their gradients
+    },
+    "os.pwrite": {
+        "formats/staging/staging.py",  # files of this process
+        "live/save/writer.py",  # files that rank 0 has made
+    },
+}
+"""What only these modules may use: each is hard to get right, so it is got right in one place."""
+
+
+def test_hard_things_are_done_in_one_place() -> None:
+    uses: dict[str, set[str]] = {name: set() for name in PRIMITIVES}
+    for module in MODULES:
+        for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+            spelled = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            for name in PRIMITIVES:
+                if f".{spelled}".endswith(f".{name}"):
+                    uses[name].add(_where(module))
+    assert uses == PRIMITIVES
+
+
 def test_everything_but_the_training_side_imports_without_torch() -> None:
     """Import the doorway and every core module in a process where torch cannot be imported."""
     training = {room for room, entry in HOUSE.items() if entry.needs & TRAINING}

@@ -13,6 +13,8 @@ from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.axes.layout.relayout import Check, Copier, Target
 from transaxle.axes.translation.translate import Translation
 from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.torch_tensors.strided_copy import filled, flat
+from transaxle.torch_tensors.tensor_bytes import byte_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +88,13 @@ def equal(first: torch.Tensor, second: torch.Tensor) -> bool:
         return False
     if first.is_meta or second.is_meta:
         return True
-    one, two = (_bytes(tensor) for tensor in (first, second))
+    one, two = (byte_view(_whole(tensor).contiguous()) for tensor in (first, second))
     return torch.equal(one, two.to(one.device))
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    local = tensor.detach()
-    local = local.full_tensor() if isinstance(local, DTensor) else local
-    return local.contiguous().reshape(-1).view(torch.uint8)
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
 
 
 def _made(target: Target, copier: Copier, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -103,18 +104,9 @@ def _made(target: Target, copier: Copier, tensors: Mapping[str, torch.Tensor]) -
         return first
     if any(isinstance(tensors[name], DTensor) for name in origins):
         return _distributed(target, origins, tensors)
-    made = torch.zeros(target.shape, dtype=first.dtype, device=first.device)
-    if made.is_meta:
-        return made
-    flat, sources = made.view(-1), {name: tensors[name].detach().contiguous().view(-1) for name in origins}
-    for copy in copier.copies(target):
-        loops = copy.move.loops
-        sizes = [size for size, _, _ in loops]
-        there, here = ([loop[side] for loop in loops] for side in (1, 2))
-        source = sources[copy.source]
-        taken = source.as_strided(sizes, there, source.storage_offset() + copy.move.source_offset)
-        flat.as_strided(sizes, here, copy.move.target_offset).copy_(taken)
-    return made
+    sources = {name: flat(tensors[name]) for name in origins}
+    boxes = [(copy.move, sources[copy.source]) for copy in copier.copies(target)]
+    return filled(target.shape, first.dtype, first.device, boxes)
 
 
 def _is_whole(target: Target, copier: Copier) -> bool:

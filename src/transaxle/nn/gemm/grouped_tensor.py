@@ -13,6 +13,7 @@ import torch
 
 from transaxle.errors import refuse
 from transaxle.quant import QuantizedTensor, Quantizer
+from transaxle.torch_tensors.strided_copy import stacked_view
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +91,7 @@ def stacked(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dtype) -
             return codes.dequantize(dtype)
     if isinstance(first, QuantizedTensor) or not adjacent(parameters):
         return torch.stack([values(one.detach(), dtype) for one in parameters])
-    whole = (len(parameters), *first.shape)
-    return first.detach().as_strided(whole, (first.numel(), *first.stride())).to(dtype)
+    return stacked_view(first.detach(), len(parameters)).to(dtype)
 
 
 def values(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
