@@ -1,8 +1,8 @@
-"""Encodings: number formats in which a tensor is stored as codes and the scales that give them their size.
+"""Encodings: number formats that store a tensor as codes and scales.
 
-An encoding is a description, and the only one: readers, the planner, the codecs and the training side all ask it. The
-value of an element is its code times the scale of its tile, times the global factor where there is one. Tiles belong
-to the trailing stored dims; along the dims before them every index has tiles of its own.
+An encoding is the one description that readers, the planner, the codecs and the training side share. The value of an
+element is its code times the scale of its tile, times the global factor if there is one. Tiles cover the trailing
+stored dims; every index along the dims before them has tiles of its own.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Role(StrEnum):
     SCALE = "scale"
     """One number per tile: a factor."""
     GLOBAL = "global"
-    """One number per tensor; how it enters the value is the convention's to say."""
+    """One number per tensor; the convention says how it enters the value."""
     INPUT_SCALE = "input_scale"
-    """One number per tensor for the layer's activations: no part of the weight's value, moves with it."""
+    """One number per tensor for the layer's activations: not part of the weight's value, but it moves with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Encoding:
     """How a tensor's values are stored as codes and scales."""
 
     name: str
-    """The word for it in tables and on the command line: a key of `ENCODINGS`."""
+    """Its name in tables and on the command line: a key of `ENCODINGS`."""
     code: str
     """Safetensors code of the codes: `F8_E4M3`, `F8_E5M2` or `F4` (E2M1, two to a byte, the low nibble first)."""
     scale: str
@@ -66,8 +66,10 @@ class Encoding:
         leading = len(shape) - len(self.tile)
         if leading < 0:
             raise ValueError(f"a tensor of {len(shape)} dims has no tiles of {len(self.tile)}")
-        own = (max(size, 1) if step == WHOLE else step for size, step in zip(shape[leading:], self.tile, strict=True))
-        return (1,) * leading + tuple(own)
+        trailing = (
+            max(size, 1) if step == WHOLE else step for size, step in zip(shape[leading:], self.tile, strict=True)
+        )
+        return (1,) * leading + tuple(trailing)
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the number of tiles along each dim of a tensor of this shape."""
@@ -81,7 +83,7 @@ MXFP4 = Encoding("mxfp4", "F4", "F8_E8M0", (1, 32), power_of_two=True)
 NVFP4 = Encoding("nvfp4", "F4", "F8_E4M3", (1, 16), has_global=True)
 
 ENCODINGS: Mapping[str, Encoding] = MappingProxyType({e.name: e for e in (FLOAT8, FLOAT8_BLOCK, MXFP8, MXFP4, NVFP4)})
-"""The encodings by name, in the form in which we write them; files may hold variants (E5M2 codes, other tiles)."""
+"""The encodings by name, in the variant that we write; files may hold others (E5M2 codes, other tiles)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,9 @@ class Encoded:
     """A tensor that a checkpoint stores in several buffers."""
 
     name: str
-    """The name that tables know it by, `model.layers.0.mlp.down_proj.weight`."""
+    """Its name in tables, `model.layers.0.mlp.down_proj.weight`."""
     encoding: Encoding
-    """How its buffers make values."""
+    """How its buffers give its values."""
     shape: tuple[int, ...]
     """Elements along each dim; packed codes are counted one by one."""
     parts: Mapping[Role, str]

@@ -1,4 +1,4 @@
-"""Error: by how much values differ from those they stand for."""
+"""Error: how far values are from the values they stand for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Error:
-    """Differences between two equally many values, summed up. Those of two parts of a tensor add up to that of both.
+    """Summed differences of two arrays of equal size. The errors of a tensor's parts add up to that of the whole.
 
     Two NaN do not differ. A NaN differs from any number by infinity, and so does an infinity from anything else.
     """

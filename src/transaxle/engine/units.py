@@ -19,15 +19,15 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
-def plural(count: int, noun: str, many: str = "") -> str:
+def plural(count: int, noun: str, plural_noun: str = "") -> str:
     """Write a number with its noun: `1 tensor`, `18,867 tensors`."""
-    return f"{count:,} {noun if count == 1 else many or f'{noun}s'}"
+    return f"{count:,} {noun if count == 1 else plural_noun or f'{noun}s'}"
 
 
 def duration(seconds: float) -> str:
     """Write a duration: `0.02 s`, `25.1 s`, `1:02:03`."""
     if seconds < 60:
         return f"{seconds:.2f} s" if seconds < 1 else f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{whole_seconds:02d}"

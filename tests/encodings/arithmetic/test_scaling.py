@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from tests.encodings import walk
-from transaxle.encodings.arithmetic.scaling import Scales, scales
+from transaxle.encodings.arithmetic.scaling import TileScales, scales
 from transaxle.encodings.arithmetic.wide import LARGEST
 from transaxle.encodings.encoding import ENCODINGS, FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, Encoding
 from transaxle.errors import TransaxleError
@@ -36,7 +36,7 @@ SPECIAL = np.array([0, TINY, 2 * TINY, 2.0**-127, 2.0**-126, 1, 448, F32_MAX, ma
 POWERS = np.ldexp(1.0, np.arange(-149, 128))
 
 
-def agree(found: Scales, expected: list[tuple[float, float]]) -> None:
+def agree(found: TileScales, expected: list[tuple[float, float]]) -> None:
     stored = np.array([a for a, _ in expected], np.float64)
     multiplier = np.array([b for _, b in expected], np.float64)
     np.testing.assert_array_equal(found.stored.astype(np.float64), stored)

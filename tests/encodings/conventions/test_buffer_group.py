@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from transaxle.encodings.conventions.buffer_group import Grouped, group
+from transaxle.encodings.conventions.buffer_group import BufferGroups, group
 from transaxle.encodings.conventions.convention import CONVENTIONS
 from transaxle.encodings.conventions.quantization import read
 from transaxle.encodings.conventions.scheme import CHANNEL, SECTION
@@ -41,11 +41,13 @@ def entries(**given: tuple[str, Shape]) -> Entries:
     return {f"{BARE}.{name}": Entry(*entry) for name, entry in given.items()}
 
 
-def grouped(section: Mapping[str, Any] | None, found: Entries, metadata: Mapping[str, str] | None = None) -> Grouped:
+def grouped(
+    section: Mapping[str, Any] | None, found: Entries, metadata: Mapping[str, str] | None = None
+) -> BufferGroups:
     return group(found, read({SECTION: section}) if section else None, metadata)
 
 
-def only(found: Grouped) -> tuple[str, Encoding, Shape]:
+def only(found: BufferGroups) -> tuple[str, Encoding, Shape]:
     assert found.refusals == ()
     ((name, one),) = found.encoded.items()
     assert name == one.name
@@ -181,13 +183,13 @@ PLAIN: list[tuple[dict[str, Any] | None, Entries]] = [
 
 @pytest.mark.parametrize(("section", "found"), PLAIN)
 def test_what_only_looks_like_it_is_plain(section: dict[str, Any] | None, found: Entries) -> None:
-    assert grouped(section, found) == Grouped({}, (), ())
+    assert grouped(section, found) == BufferGroups({}, (), ())
 
 
 def test_codes_that_stand_alone_are_plain_and_listed() -> None:
     found = entries(weight=("F8_E4M3", (8, 8)), other=("F8_E5M2", (8,)))
-    assert grouped(None, found) == Grouped({}, (), tuple(found))
-    assert grouped({**FP8, "modules_to_not_convert": ["up_proj"]}, found) == Grouped({}, (), tuple(found))
+    assert grouped(None, found) == BufferGroups({}, (), tuple(found))
+    assert grouped({**FP8, "modules_to_not_convert": ["up_proj"]}, found) == BufferGroups({}, (), tuple(found))
 
 
 def without(found: Entries, *ends: str) -> Entries:

@@ -18,7 +18,7 @@ import torch
 
 import transaxle as tx
 from tests.oracles.quantized_peers import Made, compressed, fp8, gpt_oss, torchao
-from transaxle.encodings.conventions.buffer_group import Grouped, group
+from transaxle.encodings.conventions.buffer_group import BufferGroups, group
 from transaxle.encodings.conventions.convention import CONVENTIONS
 from transaxle.encodings.conventions.quantization import module_of, read
 from transaxle.encodings.conventions.rewriting import written
@@ -60,7 +60,7 @@ def value(made: Made, one: Encoded) -> np.ndarray:
     return np.asarray(codes * scale * factor)
 
 
-def opened(made: Made, folder: Path) -> Grouped:
+def opened(made: Made, folder: Path) -> BufferGroups:
     """Group the tensors of the files, as they are on disk."""
     made.save(folder)
     container = tx.open(folder).container

@@ -17,9 +17,9 @@ from transaxle.encodings.arithmetic.wide import narrowed, widened
 from transaxle.encodings.error import Error
 
 CASTS: Mapping[str, Wide] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
-"""Types that can be cast to, as users write them, and their safetensors codes."""
+"""Types that users can cast to -> their safetensors codes."""
 PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
-"""Safetensors codes of what can be cast."""
+"""Safetensors codes of the types that can be cast."""
 
 
 def cast(values: NDArray[Any], code: str) -> NDArray[Any]:
@@ -36,14 +36,16 @@ def cast(values: NDArray[Any], code: str) -> NDArray[Any]:
 
 
 def cast_error(before: NDArray[Any], after: NDArray[Any]) -> tuple[Error, int]:
-    """Return how far values are from what they were, and how many finite ones are infinite now."""
+    """Return how far cast values are from the original ones, and how many finite ones became infinite."""
     with np.errstate(all="ignore"):
-        one, two = (_exact(values) for values in (before, after))
-        same = (one == two) | (np.isnan(one) & np.isnan(two))
-        apart = np.where(same, 0.0, np.abs(one - two))
-        apart = np.where(np.isnan(apart), np.inf, apart)
-        found = Error(float(apart.max(initial=0.0)), float(np.square(apart).sum()), apart.size, int((~same).sum()))
-    return found, int(np.count_nonzero(np.isfinite(one) & np.isinf(two)))
+        before_exact, after_exact = (_exact(values) for values in (before, after))
+        same = (before_exact == after_exact) | (np.isnan(before_exact) & np.isnan(after_exact))
+        distance = np.where(same, 0.0, np.abs(before_exact - after_exact))
+        distance = np.where(np.isnan(distance), np.inf, distance)
+        error = Error(
+            float(distance.max(initial=0.0)), float(np.square(distance).sum()), distance.size, int((~same).sum())
+        )
+    return error, int(np.count_nonzero(np.isfinite(before_exact) & np.isinf(after_exact)))
 
 
 def _exact(values: NDArray[Any]) -> NDArray[np.float64]:

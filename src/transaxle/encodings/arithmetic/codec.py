@@ -37,8 +37,8 @@ Wide = Literal["BF16", "F16", "F32"]
 Bytes = NDArray[np.uint8]
 
 
-class _Arithmetic(Protocol):
-    """What both paths can do; documented in `vectorised`."""
+class _Implementation(Protocol):
+    """The operations that both the compiled kernel and numpy provide; documented in `vectorised`."""
 
     def largest(self, values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]: ...
     def cast(
@@ -68,7 +68,7 @@ class _Arithmetic(Protocol):
 
 
 def active() -> Path:
-    """Return the path that computes unless one is named: compiled, where the kernel was built."""
+    """Return the implementation that computes unless one is named: compiled, if the kernel was built."""
     return "numpy" if kernel.load() is None else "compiled"
 
 
@@ -77,8 +77,8 @@ def amax(values: NDArray[Any], *, path: Path | None = None) -> np.float32:
     matrix = _matrix(values)
     if not matrix.size:
         return np.float32(0)
-    found = _arithmetic(path).largest(matrix, Tiling(_shape(matrix), _shape(matrix)))
-    return np.float32(found[0, 0])
+    tile_amaxes = _arithmetic(path).largest(matrix, Tiling(_shape(matrix), _shape(matrix)))
+    return np.float32(tile_amaxes[0, 0])
 
 
 def encode_rows(
@@ -115,16 +115,16 @@ def encode_rows(
     matrix, kind, arithmetic = _matrix(values), _kind(encoding), _arithmetic(path)
     shape = _shape(matrix)
     tiles = tiling(encoding, shape)
-    shared = tiles if over is None else _shared(tiles, over)
+    amax_tiles = tiles if over is None else _shared(tiles, over)
     codes = _codes_of(shape, kind, codes_out)
-    found = arithmetic.largest(matrix, shared)
+    tile_amaxes = arithmetic.largest(matrix, amax_tiles)
     if amax is not None and not encoding.has_global:
-        if found.size > 1:
-            raise ValueError(f"{encoding.name} has {found.size} tiles, not one, and each has its own amax")
-        found[...] = amax
-    made = scales(encoding, found, widest=LARGEST[wide_code(matrix.dtype)], tensor=amax)
-    arithmetic.cast(matrix, shared, made.multiplier, kind, codes)
-    return codes, _repeated(made.stored, shared, tiles)
+        if tile_amaxes.size > 1:
+            raise ValueError(f"{encoding.name} has {tile_amaxes.size} tiles, not one, and each has its own amax")
+        tile_amaxes[...] = amax
+    tile_scales = scales(encoding, tile_amaxes, widest=LARGEST[wide_code(matrix.dtype)], tensor=amax)
+    arithmetic.cast(matrix, amax_tiles, tile_scales.multiplier, kind, codes)
+    return codes, _repeated(tile_scales.stored, amax_tiles, tiles)
 
 
 def decode_box(
@@ -160,9 +160,9 @@ def decode_box(
     """
     matrix, tiles, kind = _encoded(encoding, codes, phase)
     single, _ = _scale(encoding, scale, tiles, factor)
-    made = _out(tiles.shape, WIDE[dtype], out)
-    _arithmetic(path).value(matrix, tiles, single, kind, made, dtype)
-    return made
+    values = _out(tiles.shape, WIDE[dtype], out)
+    _arithmetic(path).value(matrix, tiles, single, kind, values, dtype)
+    return values
 
 
 def encode_error(
@@ -184,12 +184,12 @@ def encode_error(
         factor: what every decoded value is multiplied by, see `decode_box`.
         path: which implementation; the fastest there is unless given.
     """
-    given = _matrix(values)
+    values_in = _matrix(values)
     matrix, tiles, kind = _encoded(encoding, codes, (0, 0))
-    if given.shape != tiles.shape:
-        raise ValueError(f"codes of {tiles.shape} for values of {given.shape}")
+    if values_in.shape != tiles.shape:
+        raise ValueError(f"codes of {tiles.shape} for values of {values_in.shape}")
     single, _ = _scale(encoding, scale, tiles, factor)
-    return _arithmetic(path).encode_error(given, matrix, tiles, single, kind)
+    return _arithmetic(path).encode_error(values_in, matrix, tiles, single, kind)
 
 
 def decode_error(
@@ -212,7 +212,7 @@ def decode_error(
     return _arithmetic(path).decode_error(matrix, tiles, single, double, kind, dtype)
 
 
-def _arithmetic(path: Path | None) -> _Arithmetic:
+def _arithmetic(path: Path | None) -> _Implementation:
     compiled = None if path == "numpy" else kernel.load()
     if path == "compiled" and compiled is None:
         raise ValueError("the kernel was not built: install the package where there is a C compiler")
@@ -232,11 +232,12 @@ def _matrix(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def _adjacent(array: NDArray[Any]) -> NDArray[Any]:
+    """Return a matrix whose rows are runs of adjacent elements, copied only where they are not."""
     if array.ndim != 2:
         raise ValueError(f"{array.ndim} dims; encodings are computed matrix by matrix")
-    loose = array.shape[1] > 1 and array.strides[1] != array.itemsize
-    apart = array.strides[0] % array.itemsize or not array.flags.aligned
-    return np.ascontiguousarray(array) if loose or apart else array
+    strided_rows = array.shape[1] > 1 and array.strides[1] != array.itemsize
+    misaligned = array.strides[0] % array.itemsize or not array.flags.aligned
+    return np.ascontiguousarray(array) if strided_rows or misaligned else array
 
 
 def _shape(matrix: NDArray[Any]) -> tuple[int, int]:
@@ -254,6 +255,7 @@ def _encoded(encoding: Encoding, codes: NDArray[Any], phase: tuple[int, int]) ->
 
 
 def _codes_of(shape: tuple[int, int], kind: Minifloat, out: Bytes | None) -> Bytes:
+    """Return the array that takes the codes: the one given, or a new one."""
     rows, columns = shape
     if columns * kind.bits % 8:
         raise refuse("SHAPE_MISMATCH", f"rows of {columns} codes of {kind.code}, two to a byte, do not fill bytes")

@@ -63,9 +63,9 @@ class Kernel:
 
     def largest(self, values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]:
         """See `vectorised.largest`."""
-        found = np.zeros(tiles.grid, np.uint32)
-        self._largest(*_matrix(values), _grid(tiles), found.ctypes.data, _TYPES[wide_code(values.dtype)])
-        return sizes(found, values.dtype)
+        amax_bits = np.zeros(tiles.grid, np.uint32)
+        self._largest(*_matrix(values), _grid(tiles), amax_bits.ctypes.data, _TYPES[wide_code(values.dtype)])
+        return sizes(amax_bits, values.dtype)
 
     def cast(
         self,
@@ -127,10 +127,11 @@ class Kernel:
         exact: NDArray[np.float64] | None,
         types: tuple[int, int],
     ) -> Error:
-        found = np.zeros(3)
+        # The kernel fills in: largest difference, sum of squares, number of unequal values.
+        sums = np.zeros(3)
         wider = None if exact is None else exact.ctypes.data
-        self._error(*values, *_matrix(codes), _grid(tiles), by.ctypes.data, wider, found.ctypes.data, *types)
-        return Error(float(found[0]), float(found[1]), tiles.shape[0] * tiles.shape[1], int(found[2]))
+        self._error(*values, *_matrix(codes), _grid(tiles), by.ctypes.data, wider, sums.ctypes.data, *types)
+        return Error(float(sums[0]), float(sums[1]), tiles.shape[0] * tiles.shape[1], int(sums[2]))
 
 
 def _matrix(array: NDArray[Any]) -> tuple[int, int]:

@@ -45,10 +45,10 @@ class Minifloat:
     """What each code means; NaN keeps its sign and has no payload."""
 
     def __post_init__(self) -> None:
-        size = np.arange(1 << (self.bits - 1), dtype=np.int64)
-        exponent, rest = size >> self.mantissa, size & ((1 << self.mantissa) - 1)
-        whole = np.where(exponent == 0, rest, rest + (1 << self.mantissa))
-        positive = np.ldexp(whole.astype(np.float64), np.maximum(exponent, 1) - self.bias - self.mantissa)
+        magnitude = np.arange(1 << (self.bits - 1), dtype=np.int64)
+        exponent, fraction = magnitude >> self.mantissa, magnitude & ((1 << self.mantissa) - 1)
+        significand = np.where(exponent == 0, fraction, fraction + (1 << self.mantissa))
+        positive = np.ldexp(significand.astype(np.float64), np.maximum(exponent, 1) - self.bias - self.mantissa)
         positive[self.largest + 1 :] = np.nan
         if self.infinite is not None:
             positive[self.infinite] = np.inf
@@ -73,19 +73,21 @@ class Minifloat:
         one the processor rounds, adding a power of two whose last bit weighs as much as the smallest code.
         """
         raw = values.view(np.uint32)
-        size = raw & np.uint32(0x7FFFFFFF)
+        magnitude = raw & np.uint32(0x7FFFFFFF)
         shift = _F32_MANTISSA - self.mantissa
         half_less_one = np.uint32((1 << (shift - 1)) - 1)
-        normal = ((size + half_less_one + ((size >> shift) & 1)) >> shift) - np.uint32(
+        # Adding half of what is dropped, less one for ties to an even mantissa, and shifting rounds to nearest.
+        normal = ((magnitude + half_less_one + ((magnitude >> shift) & 1)) >> shift) - np.uint32(
             (_F32_BIAS - self.bias) << self.mantissa
         )
+        # A float32 addition of `grain` makes the processor round at the last bit of a subnormal code.
         grain = np.uint32((_F32_BIAS + _F32_MANTISSA + 1 - self.bias - self.mantissa) << _F32_MANTISSA)
         with np.errstate(invalid="ignore"):
-            small = (size.view(np.float32) + grain.view(np.float32)).view(np.uint32) - grain
-        code = np.where(size < np.uint32((_F32_BIAS + 1 - self.bias) << _F32_MANTISSA), small, normal)
-        code = np.where(size > F32_INFINITE, np.uint32(self.nan), np.minimum(code, np.uint32(self.largest)))
-        made: NDArray[np.uint8] = (code | (raw >> 31) * np.uint32(self.sign)).astype(np.uint8)
-        return made
+            small = (magnitude.view(np.float32) + grain.view(np.float32)).view(np.uint32) - grain
+        code = np.where(magnitude < np.uint32((_F32_BIAS + 1 - self.bias) << _F32_MANTISSA), small, normal)
+        code = np.where(magnitude > F32_INFINITE, np.uint32(self.nan), np.minimum(code, np.uint32(self.largest)))
+        signed_codes: NDArray[np.uint8] = (code | (raw >> 31) * np.uint32(self.sign)).astype(np.uint8)
+        return signed_codes
 
 
 E4M3 = Minifloat("F8_E4M3", bits=8, mantissa=3, bias=7, largest=0x7E, nan=0x7F)

@@ -24,20 +24,20 @@ _F32_MAX = np.float32(np.finfo(np.float32).max)
 _ONE = np.float32(1)
 _EXPONENT = np.uint32(0xFF800000)
 _HALVED = 0x400000
-"""Bits of 2**-127, which is what is left of a subnormal float32 when only its first mantissa bit is set."""
+"""Mantissa bits of 2**-127 as a subnormal float32: only the first of them is set."""
 
 
 @dataclass(frozen=True, slots=True)
-class Scales:
-    """What the tiles of a matrix are scaled by, in the shape of the amaxes."""
+class TileScales:
+    """Scales of the tiles of a matrix, in the shape of the amaxes."""
 
     stored: NDArray[np.float32] | NDArray[np.uint8]
     """The scales: float32, or the bits of E8M0 and E4M3."""
     multiplier: Reals
-    """What values are multiplied by before they are rounded."""
+    """Factor by which values are multiplied before they are rounded to codes."""
 
 
-def scales(encoding: Encoding, amax: Reals, *, widest: float, tensor: float | None = None) -> Scales:
+def scales(encoding: Encoding, amax: Reals, *, widest: float, tensor: float | None = None) -> TileScales:
     """Return the scales of tiles with these amaxes.
 
     Args:
@@ -52,7 +52,7 @@ def scales(encoding: Encoding, amax: Reals, *, widest: float, tensor: float | No
     """
     with np.errstate(all="ignore"):
         if encoding.scale == "F32" and not encoding.has_global:
-            return _float(amax, encoding.code_max, np.float32(widest), cleared=encoding.power_of_two)
+            return _float(amax, encoding.code_max, np.float32(widest), clear_mantissa=encoding.power_of_two)
         if encoding.scale == "F8_E8M0" and not encoding.has_global:
             return _exponent(amax, encoding.code_max)
         if encoding.scale == E4M3.code and encoding.has_global:
@@ -67,51 +67,51 @@ def scales(encoding: Encoding, amax: Reals, *, widest: float, tensor: float | No
     )
 
 
-def _float(amax: Reals, most: float, widest: np.float32, *, cleared: bool) -> Scales:
+def _float(amax: Reals, code_max: float, widest: np.float32, *, clear_mantissa: bool) -> TileScales:
     """Float scales: the multiplier is `most / amax`, what is stored its inverse.
 
     TransformerEngine, `common/recipe/recipe_common.cuh`. An amax of 0, infinity or NaN gives 1; a quotient too large
     for float32 gives the largest value of the input's type. Cleared of its mantissa the multiplier is a power of two,
     and so is its inverse, exactly.
     """
-    multiplier = np.float32(most) / amax
+    multiplier = np.float32(code_max) / amax
     multiplier = np.where(np.isinf(multiplier), widest, multiplier)
     multiplier = np.where((amax == 0) | ~np.isfinite(amax), _ONE, multiplier)
-    if cleared:
+    if clear_mantissa:
         multiplier = (multiplier.view(np.uint32) & _EXPONENT).view(np.float32)
-    return Scales(_ONE / multiplier, multiplier)
+    return TileScales(_ONE / multiplier, multiplier)
 
 
-def _exponent(amax: Reals, most: float) -> Scales:
+def _exponent(amax: Reals, code_max: float) -> TileScales:
     """E8M0 scales: the exponent of `amax / most`, rounded up, so that nothing saturates.
 
     TransformerEngine, `common/util/ptx_arch_spec.cuh` (`float_to_e8m0`), where the quotient is a product with the
     float32 nearest to 1 / most; the same as torchao's RCEIL. The multiplier is the power of two that undoes the scale,
     but 1 where the code is 0: what such a tile holds, below 2**-118 in e4m3, becomes zeros.
     """
-    quotient = amax * np.float32(1 / most)
+    quotient = amax * np.float32(1 / code_max)
     raw = quotient.view(np.uint32)
     exponent, mantissa = raw >> 23, raw & np.uint32(0x7FFFFF)
-    up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= _HALVED))
-    code = exponent + up
-    code = np.where(np.isinf(quotient), np.uint32(0xFE), code)
-    code = np.where(np.isnan(quotient), np.uint32(E8M0_NAN), code)
-    inverse = (np.uint32(0xFE) - np.minimum(code, np.uint32(0xFE))) << 23
-    inverse = np.where(code == 0, _ONE.view(np.uint32), inverse)
-    inverse = np.where(code == 0xFE, np.uint32(_HALVED), inverse)
-    inverse = np.where(code == E8M0_NAN, np.uint32(F32_NAN), inverse)
-    return Scales(code.astype(np.uint8), inverse.astype(np.uint32).view(np.float32))
+    round_up = (mantissa > 0) & (exponent != 0xFE) & ~((exponent == 0) & (mantissa <= _HALVED))
+    exponent_code = exponent + round_up
+    exponent_code = np.where(np.isinf(quotient), np.uint32(0xFE), exponent_code)
+    exponent_code = np.where(np.isnan(quotient), np.uint32(E8M0_NAN), exponent_code)
+    inverse = (np.uint32(0xFE) - np.minimum(exponent_code, np.uint32(0xFE))) << 23
+    inverse = np.where(exponent_code == 0, _ONE.view(np.uint32), inverse)
+    inverse = np.where(exponent_code == 0xFE, np.uint32(_HALVED), inverse)
+    inverse = np.where(exponent_code == E8M0_NAN, np.uint32(F32_NAN), inverse)
+    return TileScales(exponent_code.astype(np.uint8), inverse.astype(np.uint32).view(np.float32))
 
 
-def _two_levels(amax: Reals, tensor: np.float32, most: float, scale_max: int) -> Scales:
+def _two_levels(amax: Reals, tensor: np.float32, code_max: float, scale_max: int) -> TileScales:
     """E4M3 scales below a global one, which brings the largest of them to `scale_max`.
 
     TransformerEngine, `common/cast/nvfp4/core_nvfp4.cuh`. The global factor is `scale_max * most / tensor`, at most
     the largest float32, and 1 if the tensor's amax is 0 or infinite.
     """
-    whole = np.fmin(np.float32(scale_max * most) / tensor, _F32_MAX)
-    if tensor == 0 or whole == 0:
-        whole = _ONE
-    stored = E4M3.rounded(amax * (whole * np.float32(1 / most)))
+    global_factor = np.fmin(np.float32(scale_max * code_max) / tensor, _F32_MAX)
+    if tensor == 0 or global_factor == 0:
+        global_factor = _ONE
+    stored = E4M3.rounded(amax * (global_factor * np.float32(1 / code_max)))
     block = E4M3.values[stored]
-    return Scales(stored, np.fmin(_ONE / (block * (_ONE / whole)), _F32_MAX))
+    return TileScales(stored, np.fmin(_ONE / (block * (_ONE / global_factor)), _F32_MAX))

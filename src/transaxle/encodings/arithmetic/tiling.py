@@ -37,10 +37,10 @@ def tiling(encoding: Encoding, shape: tuple[int, int], phase: tuple[int, int] = 
     """
     if len(encoding.tile) > 2:
         raise refuse("UNSUPPORTED", f"{encoding.name}: tiles over {len(encoding.tile)} dims")
-    given = (1,) * (2 - len(encoding.tile)) + encoding.tile
+    matrix_tile = (1,) * (2 - len(encoding.tile)) + encoding.tile
     rows, columns = (
         max(phase_along + size, 1) if step == WHOLE else step
-        for step, size, phase_along in zip(given, shape, phase, strict=True)
+        for step, size, phase_along in zip(matrix_tile, shape, phase, strict=True)
     )
     if not (0 <= phase[0] < rows and 0 <= phase[1] < columns):
         raise refuse("UNSUPPORTED", f"{encoding.name}: element {phase} of a tile of {rows} x {columns}")

@@ -18,21 +18,21 @@ from transaxle.encodings.arithmetic.wide import narrowed, widened, without_sign
 from transaxle.encodings.error import Error
 
 _GROUP = 1 << 16
-"""Elements worked on at a time, more or less."""
+"""Approximate number of elements that are processed at a time, so that they stay in the cache."""
 
 
 def largest(values: NDArray[Any], tiles: Tiling) -> NDArray[np.float32]:
     """Return the largest absolute value of each tile; NaN where a tile holds one. Rows start on a tile."""
     grid = tiles.grid
-    found = np.zeros(grid, np.uint32)
+    amax_bits = np.zeros(grid, np.uint32)
     if values.size:
         starts = np.arange(grid[1]) * tiles.tile[1]
         for row in range(grid[0]):
             band = slice(row * tiles.tile[0], (row + 1) * tiles.tile[0])
             for rows in _groups(values[band].shape):
                 column = np.maximum.reduce(without_sign(values[band][rows]), axis=0)
-                found[row] = np.maximum(found[row], np.maximum.reduceat(column, starts))
-    return sizes(found, values.dtype)
+                amax_bits[row] = np.maximum(amax_bits[row], np.maximum.reduceat(column, starts))
+    return sizes(amax_bits, values.dtype)
 
 
 def sizes(bits: NDArray[np.uint32], dtype: np.dtype[Any]) -> NDArray[np.float32]:
@@ -80,14 +80,15 @@ def decode_error(
     """Return by how much decoded values differ from the product of code and scale in double precision."""
     total = Error()
     for rows in _groups(tiles.shape):
-        made = widened(narrowed(_scaled(codes, tiles, scale, kind, rows), wide))
+        decoded = widened(narrowed(_scaled(codes, tiles, scale, kind, rows), wide))
         with np.errstate(all="ignore"):
-            meant = kind.values[_unpacked(codes[rows], kind)].astype(np.float64) * _spread(exact, tiles, rows)
-        total += _compared(made, meant)
+            exact_product = kind.values[_unpacked(codes[rows], kind)].astype(np.float64) * _spread(exact, tiles, rows)
+        total += _compared(decoded, exact_product)
     return total
 
 
 def _groups(shape: tuple[int, ...]) -> Iterator[slice]:
+    """Yield slices of rows of about `_GROUP` elements."""
     rows, columns = shape
     step = max(1, _GROUP // max(1, columns))
     for first in range(0, rows if columns else 0, step):
@@ -122,9 +123,12 @@ def _scaled(
     return product
 
 
-def _compared(made: NDArray[np.float32], meant: NDArray[Any]) -> Error:
+def _compared(decoded: NDArray[np.float32], reference: NDArray[Any]) -> Error:
+    """Return the differences of two arrays; see `Error` for those with NaN and infinities."""
     with np.errstate(all="ignore"):
-        apart = np.abs(made.astype(np.float64) - meant.astype(np.float64))
-        apart[np.isnan(apart)] = np.inf
-        apart[(made == meant) | (np.isnan(made) & np.isnan(meant))] = 0
-        return Error(float(apart.max(initial=0)), float((apart * apart).sum()), apart.size, int((apart > 0).sum()))
+        distance = np.abs(decoded.astype(np.float64) - reference.astype(np.float64))
+        distance[np.isnan(distance)] = np.inf
+        distance[(decoded == reference) | (np.isnan(decoded) & np.isnan(reference))] = 0
+        return Error(
+            float(distance.max(initial=0)), float((distance * distance).sum()), distance.size, int((distance > 0).sum())
+        )

@@ -1,7 +1,6 @@
-"""Wide types: what values come in and are decoded to. Conversions between them and float32, bit by bit.
+"""Wide types: the floating-point types that values come in and are decoded to, and their conversions.
 
-ml_dtypes converts too, several times slower; and what becomes of a NaN is stated here: it keeps its sign, and in a
-narrowing loses its payload.
+ml_dtypes converts too, but several times slower. Here a NaN keeps its sign, and loses its payload when it is narrowed.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ def wide_code(dtype: np.dtype[Any]) -> str:
     Raises:
         Refused: DTYPE_MISMATCH for a type that is not wide.
     """
-    for code, known in WIDE.items():
-        if dtype == known:
+    for code, wide_dtype in WIDE.items():
+        if dtype == wide_dtype:
             return code
     raise refuse("DTYPE_MISMATCH", f"values of {dtype} are not encoded; {', '.join(WIDE)} are")
 
@@ -65,5 +64,6 @@ def narrowed(values: NDArray[np.float32], code: str) -> NDArray[Any]:
         with np.errstate(all="ignore"):
             half = values.astype(np.float16).view(np.uint16)
         return np.where(nan, (raw >> 16 & 0x8000 | 0x7E00).astype(np.uint16), half).view(WIDE[code])
+    # Round to nearest, ties to even: add half of the last kept bit, and one more if that bit is set.
     even = (raw + np.uint32(0x7FFF) + (raw >> 16 & 1)) >> 16
     return np.where(nan, raw >> 16 & 0x8000 | 0x7FC0, even).astype(np.uint16).view(WIDE[code])

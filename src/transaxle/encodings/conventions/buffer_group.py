@@ -1,11 +1,11 @@
 """Grouping: which stored tensors are the buffers of one encoded tensor.
 
-Names alone do not tell: torchtitan keeps gpt-oss in bf16 under `*_blocks`. A config alone does not either: it speaks
-of modules and classes. So a tensor is encoded when its name has the form of codes, its type is one of codes, and its
-scales are there under the name that belongs to it and in the shape that the config's tiles ask for. What is almost so
-is refused; what is not is a plain tensor.
+A name alone does not tell: torchtitan keeps gpt-oss in bf16 under `*_blocks`. A config alone does not either: it lists
+modules and classes. So a tensor is encoded if its name has the form of codes, its dtype is one of codes, and its scales
+exist under the matching name and in the shape that the config's tiles ask for. A near miss is refused; anything else is
+a plain tensor.
 
-Every name is looked at once and the others are looked up, so that grouping is linear in the number of tensors.
+Every name is visited once and the others are looked up, so grouping is linear in the number of tensors.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ _SCALES = {
     MXFP4.name: _EXPONENTS,
     NVFP4.name: ("F8_E4M3",),
 }
-"""Encoding -> types in which its scales may be stored."""
+"""Encoding -> dtypes in which its scales may be stored."""
 _GUESSED = (DEEPSEEK, COMPRESSED_TENSORS, GPT_OSS, MODELOPT, TE, TE_HALVED)
-"""Conventions whose names and types speak for themselves, where no config does."""
+"""Conventions whose names and dtypes suffice where there is no config."""
 _MX_COLUMNS = replace(MXFP8, tile=MXFP8.tile[::-1])
 _LINES = tuple(replace(FLOAT8_BLOCK, tile=tile) for tile in ((1, 128), (128, 1)))
-"""Tiles of one row or one column, which TransformerEngine has under DeepSeek's names."""
+"""Tiles of one row or one column, which TransformerEngine stores under DeepSeek's names."""
 _OTHERS = ("weight_zero_point", "weight_g_idx")
-"""Further buffers of a weight, of integer codes: with them, a value is not code x scale."""
+"""Further buffers of a weight of integer codes: with them, a value is more than code x scale."""
 
 
-class Stored(Protocol):
+class StoredBuffer(Protocol):
     """A stored tensor, as a catalog lists it."""
 
     @property
@@ -72,22 +72,22 @@ class Stored(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
-    """What a checkpoint's tensors are, by their names, their types and its config together."""
+class BufferGroups:
+    """A checkpoint's tensors, told apart by their names, their dtypes and its config together."""
 
     encoded: Mapping[str, Encoded]
-    """Encoded tensors by table name; every other stored tensor is a plain one."""
+    """Encoded tensors by table name; every other stored tensor is plain."""
     refusals: tuple[Refusal, ...]
-    """Why some cannot be told to be either."""
+    """Why some tensors can be neither."""
     bare: tuple[str, ...] = ()
-    """Plain tensors whose type is one of codes, but which have no scales: they move, and cannot be decoded."""
+    """Plain tensors with a dtype of codes but without scales: they can be moved, but not decoded."""
 
 
 def group(
-    entries: Mapping[str, Stored],
+    entries: Mapping[str, StoredBuffer],
     quantization: Quantization | None = None,
     metadata: Mapping[str, object] | None = None,
-) -> Grouped:
+) -> BufferGroups:
     """Find the encoded tensors of a checkpoint.
 
     Args:
@@ -104,21 +104,23 @@ def group(
     """
     finder = _Finder(entries, quantization)
     try:
-        for name, said in described(metadata or {}).items():
-            finder.described(name, said)
+        for name, description in described(metadata or {}).items():
+            finder.take_described(name, description)
         for name, (convention, encoding) in te.described(metadata or {}).items():
             if name in entries and entries[name].dtype in _CODES:  # what has been decoded is plain
                 finder.take(CONVENTIONS[convention], name, [encoding])
-        alone = [name for name, entry in entries.items() if entry.dtype in _CODES and not finder.codes(name, entry)]
-        for name in alone:
+        codes_without_scales = [
+            name for name, entry in entries.items() if entry.dtype in _CODES and not finder.take_codes(name, entry)
+        ]
+        for name in codes_without_scales:
             if name not in finder.used:
-                finder.alone(name, entries[name])
+                finder.take_codes_without_scales(name, entries[name])
         for name in entries:
             if name not in finder.used:
-                finder.left(name)
+                finder.take_rest(name)
     except TransaxleError as error:
         finder.refusals.extend(error.refusals)
-    return Grouped(finder.found, tuple(finder.refusals), tuple(finder.bare))
+    return BufferGroups(finder.encoded, tuple(finder.refusals), tuple(finder.bare))
 
 
 class _MisfitError(Exception):
@@ -130,28 +132,28 @@ class _MisfitError(Exception):
 
 
 class _Finder:
-    """Collects what is found, tensor by tensor."""
+    """Groups the tensors of one checkpoint."""
 
-    def __init__(self, entries: Mapping[str, Stored], quantization: Quantization | None) -> None:
+    def __init__(self, entries: Mapping[str, StoredBuffer], quantization: Quantization | None) -> None:
         self.entries = entries
         self.quantization = quantization
-        self.found: dict[str, Encoded] = {}
+        self.encoded: dict[str, Encoded] = {}
         self.used: set[str] = set()
         self.refusals: list[Refusal] = []
         self.bare: list[str] = []
         names = _GUESSED if quantization is None else quantization.conventions
         self.conventions = [CONVENTIONS[name] for name in names if name != TORCHAO]
 
-    def described(self, name: str, said: Described) -> None:
-        """Take in a tensor that torchao's metadata describes."""
-        self.used.update(part for part in said.parts if part in self.entries)
-        if said.encoding is None:
-            self.refusals.extend(said.refusals)
+    def take_described(self, name: str, description: Described) -> None:
+        """Add a tensor that torchao's metadata describes."""
+        self.used.update(stored for stored in description.parts if stored in self.entries)
+        if description.encoding is None:
+            self.refusals.extend(description.refusals)
         else:
-            self.take(CONVENTIONS[TORCHAO], name, [said.encoding])
+            self.take(CONVENTIONS[TORCHAO], name, [description.encoding])
 
-    def codes(self, name: str, entry: Stored) -> bool:
-        """Take in a tensor whose type is one of codes, and tell whether there are scales that make it such."""
+    def take_codes(self, name: str, entry: StoredBuffer) -> bool:
+        """Add a tensor with a dtype of codes if its scales exist, and tell whether they do."""
         if name in self.used:
             return True
         head, dot, segment = name.rpartition(".")
@@ -168,29 +170,31 @@ class _Finder:
                 return True
         return False
 
-    def _candidates(self, convention: Convention, name: str, eight: bool, scale: Stored) -> list[Encoding]:
-        """Return the encodings that a tensor may have, the likeliest first."""
-        said: tuple[Encoding, ...] = ()
+    def _candidates(self, convention: Convention, name: str, eight: bool, scale: StoredBuffer) -> list[Encoding]:
+        """Return the encodings that a tensor may have, the most likely first."""
+        encodings: tuple[Encoding, ...] = ()
         if self.quantization is not None and self._is_of(convention):
-            said = self.quantization.encodings(module_of(name))
-        fitting = [encoding for encoding in said if (encoding.code_bits == 8) == eight]
-        return fitting or _usual(convention, eight, scale)
+            encodings = self.quantization.encodings(module_of(name))
+        fitting = [encoding for encoding in encodings if (encoding.code_bits == 8) == eight]
+        return fitting or _usual_encodings(convention, eight, scale)
 
-    def alone(self, name: str, entry: Stored) -> None:
-        """Take in a tensor whose type is one of codes, and which has no scales: plain, unless it must have some."""
+    def take_codes_without_scales(self, name: str, entry: StoredBuffer) -> None:
+        """Add a tensor of codes without scales: a plain one, unless the config or the name demands scales."""
         if entry.dtype not in _EIGHT:
             self._packed_alone(name, entry)
             return
-        said = self.quantization.encodings(module_of(name)) if self.quantization is not None else ()
-        if any(encoding.code_bits == 8 for encoding in said):
+        encodings = self.quantization.encodings(module_of(name)) if self.quantization is not None else ()
+        if any(encoding.code_bits == 8 for encoding in encodings):
             scale = self.conventions[0].stored(name, Role.SCALE, FLOAT8)
-            message = f"the config has {_told(entry)} quantized, and its scales {_last(scale)} are not there"
+            missing = _last_segment(scale)
+            message = f"the config has {_dtype_and_shape(entry)} quantized, and its scales {missing} are not there"
             self._refuse("MISSING_TENSOR", name, message)
         else:
             self.bare.append(name)
 
-    def _packed_alone(self, name: str, entry: Stored) -> None:
-        segment = _last(name)
+    def _packed_alone(self, name: str, entry: StoredBuffer) -> None:
+        """Refuse packed codes without scales if their shape or name shows that they are codes."""
+        segment = _last_segment(name)
         for convention in self.conventions:
             form = convention.four.get(Role.CODES)
             inner = form.back(segment) if form else None
@@ -200,32 +204,36 @@ class _Finder:
             named = inner == WEIGHT and (segment != WEIGHT or self._is_of(convention))
             if in_blocks or named:
                 scale = convention.four[Role.SCALE](inner)
-                self._refuse("MISSING_TENSOR", name, f"the scales {scale} of packed codes {_told(entry)} are not there")
+                self._refuse(
+                    "MISSING_TENSOR",
+                    name,
+                    f"the scales {scale} of packed codes {_dtype_and_shape(entry)} are not there",
+                )
                 return
 
     def _is_of(self, convention: Convention) -> bool:
-        """Tell whether the config's method has this convention, and does not only allow for it."""
+        """Tell whether this is the convention that the config's method writes, not just one that it allows."""
         return self.quantization is not None and self.quantization.conventions[:1] == (convention.name,)
 
-    def left(self, name: str) -> None:
-        """Take in a tensor that is no part of any: plain, unless its name can only be one of scales."""
+    def take_rest(self, name: str) -> None:
+        """Check a tensor that belongs to no encoded one: it is plain, unless only scales have such a name."""
         head, dot, segment = name.rpartition(".")
         expected = [f"{head}{dot}{codes}" for codes in self._codes_of(segment, head + dot, self.entries[name])]
         if not expected:
             if self.quantization and TORCHAO in self.quantization.conventions and _is_torchao(segment):
                 self._refuse("UNSUPPORTED", name, "a part of a tensor of torchao's, which no file's metadata describes")
             return
-        there = next((codes for codes in expected if codes in self.entries), None)
-        if there is None:
+        codes_name = next((codes for codes in expected if codes in self.entries), None)
+        if codes_name is None:
             self._refuse("UNEXPECTED_TENSOR", name, f"scales without codes; expected {' or '.join(expected)}")
-        elif self.entries[there].dtype in _CODES:
-            self._refuse("UNEXPECTED_TENSOR", name, f"scales that do not belong to the encoding of {there}")
+        elif self.entries[codes_name].dtype in _CODES:
+            self._refuse("UNEXPECTED_TENSOR", name, f"scales that do not belong to the encoding of {codes_name}")
         else:
-            message = f"{there} is {_told(self.entries[there])} and has scales; expected codes"
+            message = f"{codes_name} is {_dtype_and_shape(self.entries[codes_name])} and has scales; expected codes"
             self._refuse("DTYPE_MISMATCH", name, message, "remove the scales if the tensor has been decoded")
 
-    def _codes_of(self, segment: str, head: str, entry: Stored) -> list[str]:
-        """Return the last segments of the codes whose scales this would be; none where it may mean something else."""
+    def _codes_of(self, segment: str, head: str, entry: StoredBuffer) -> list[str]:
+        """Return the last segments of the codes to which such scales would belong; none if the name is ambiguous."""
         inner = CONVENTIONS[DEEPSEEK].eight[Role.SCALE].back(segment)
         if inner is not None:
             return [inner]
@@ -248,20 +256,21 @@ class _Finder:
         self.refusals.append(Refusal(code, message, Where(None, name), hint))
 
     def take(self, convention: Convention, table_name: str, candidates: Sequence[Encoding]) -> None:
-        """Take in a tensor whose codes and scales are there, in the first encoding that fits."""
+        """Add a tensor whose codes and scales exist, in the first encoding that fits."""
         misfit: Refusal | None = None
         for encoding in candidates:
-            parts = convention.buffers(table_name, encoding)
-            if Role.INPUT_SCALE in parts and parts[Role.INPUT_SCALE] not in self.entries:
-                del parts[Role.INPUT_SCALE]
+            stored_names = convention.buffers(table_name, encoding)
+            if Role.INPUT_SCALE in stored_names and stored_names[Role.INPUT_SCALE] not in self.entries:
+                del stored_names[Role.INPUT_SCALE]
             try:
-                exact, shape = self._fitted(convention, table_name, encoding, parts)
+                exact, shape = self._fitted(convention, table_name, encoding, stored_names)
             except _MisfitError as error:
-                self.used.update(name for name in parts.values() if name in self.entries)
+                self.used.update(name for name in stored_names.values() if name in self.entries)
+                # The first candidate is the most likely one: its misfit explains best what is wrong.
                 misfit = misfit or error.refusal
             else:
-                self.used.update(parts.values())
-                self.found[table_name] = Encoded(table_name, exact, shape, parts, convention.name)
+                self.used.update(stored_names.values())
+                self.encoded[table_name] = Encoded(table_name, exact, shape, stored_names, convention.name)
                 return
         if misfit is not None:
             self.refusals.append(misfit)
@@ -269,29 +278,33 @@ class _Finder:
     def _fitted(
         self, convention: Convention, table_name: str, encoding: Encoding, parts: Mapping[Role, str]
     ) -> tuple[Encoding, Shape]:
-        """Return the encoding as the parts have it, and the tensor's elements, if they fit.
+        """Return the exact encoding of some buffers, and the tensor's shape in elements, if they fit together.
 
         Raises:
-            _MisfitError: with the first thing that does not fit.
+            _MisfitError: with the first problem.
         """
         for role, name in parts.items():
             if name not in self.entries:
-                raise _MisfitError("MISSING_TENSOR", table_name, f"{encoding.name} needs its {role}, {_last(name)}")
+                raise _MisfitError(
+                    "MISSING_TENSOR", table_name, f"{encoding.name} needs its {role}, {_last_segment(name)}"
+                )
         if parts[Role.CODES] != table_name and table_name in self.entries:
             message = f"the codes {parts[Role.CODES]} stand for the tensor of this name, which is there as well"
             raise _MisfitError("NAME_COLLISION", table_name, message)
-        for other in _OTHERS:
-            beside = f"{module_of(table_name)}.{other}"
-            if beside in self.entries:
-                raise _MisfitError("UNSUPPORTED", beside, "with this buffer, a value is more than its code and scale")
+        for segment in _OTHERS:
+            neighbour = f"{module_of(table_name)}.{segment}"
+            if neighbour in self.entries:
+                raise _MisfitError(
+                    "UNSUPPORTED", neighbour, "with this buffer, a value is more than its code and scale"
+                )
         codes, scale = self.entries[parts[Role.CODES]], self.entries[parts[Role.SCALE]]
-        found = _exact(convention, encoding, codes.dtype, codes.shape, scale.dtype, scale.shape)
-        if isinstance(found, _Misfit):
-            raise _MisfitError(found.code, parts[found.role], found.message)
+        fitted = _exact(convention, encoding, codes.dtype, codes.shape, scale.dtype, scale.shape)
+        if isinstance(fitted, _Misfit):
+            raise _MisfitError(fitted.code, parts[fitted.role], fitted.message)
         for role, name in parts.items():
             if role is Role.GLOBAL or role is Role.INPUT_SCALE:
-                _one_number(role, name, self.entries[name], found[1])
-        return found
+                _one_number(role, name, self.entries[name], fitted[1])
+        return fitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +313,7 @@ class _Misfit:
 
     code: Code
     role: Role
-    """Which of them the refusal names."""
+    """The buffer that the refusal names."""
     message: str
 
 
@@ -308,7 +321,7 @@ class _Misfit:
 def _exact(
     convention: Convention, encoding: Encoding, codes: str, packed: Shape, scales: str, stored: Shape
 ) -> tuple[Encoding, Shape] | _Misfit:
-    """Return the encoding as codes and scales of these types and shapes have it, and the tensor's elements."""
+    """Return the exact encoding of codes and scales of these dtypes and shapes, and the tensor's shape in elements."""
     if codes not in (_EIGHT if encoding.code_bits == 8 else _FOUR):
         message = f"codes of {encoding.name} are {encoding.code}; found {codes} {list(packed)}"
         return _Misfit("DTYPE_MISMATCH", Role.CODES, message)
@@ -324,12 +337,12 @@ def _exact(
         return _Misfit(
             "DTYPE_MISMATCH", Role.SCALE, f"scales of {encoding.name} are {known}; found {scales} {list(stored)}"
         )
-    tile = _tile(convention, encoding.tile, shape, stored)
+    tile = _tile_of(convention, encoding.tile, shape, stored)
     if tile is not None:
         code = codes if encoding.code_bits == 8 else encoding.code
         kind = _EXPONENTS[0] if scales in _EXPONENTS else scales
         exact = replace(variant(code, kind, tile, has_global=encoding.has_global), scale_max=encoding.scale_max)
-        if _same(stored, exact.grid(shape)):
+        if _same_grid(stored, exact.grid(shape)):
             return exact, shape
     tiles = " x ".join("all" if step == WHOLE else str(step) for step in encoding.tile)
     expected = list(encoding.grid(shape)) if len(shape) >= len(encoding.tile) else "of more dims"
@@ -337,17 +350,17 @@ def _exact(
     return _Misfit("SHAPE_MISMATCH", Role.SCALE, message)
 
 
-def _last(name: str) -> str:
-    """Return the last segment of a name; without the others, refusals of many tensors are told as one."""
+def _last_segment(name: str) -> str:
+    """Return the last segment of a name; without the others, refusals of many tensors are reported as one."""
     return name.rpartition(".")[2]
 
 
-def _told(entry: Stored) -> str:
+def _dtype_and_shape(entry: StoredBuffer) -> str:
     return f"{entry.dtype} {list(entry.shape)}"
 
 
-def _usual(convention: Convention, eight: bool, scale: Stored) -> list[Encoding]:
-    """Return the encodings that a convention has for such codes and scales, where no config says which."""
+def _usual_encodings(convention: Convention, eight: bool, scale: StoredBuffer) -> list[Encoding]:
+    """Return the encodings that a convention uses for such codes and scales, where no config says which."""
     if not eight:
         nvfp4 = replace(NVFP4, scale_max=convention.scale_max)
         return [e for e in (nvfp4, MXFP4) if e.name in convention.holds and scale.dtype in _SCALES[e.name]] or [
@@ -360,16 +373,16 @@ def _usual(convention: Convention, eight: bool, scale: Stored) -> list[Encoding]
     return [FLOAT8, CHANNEL, FLOAT8_BLOCK]
 
 
-def _tile(convention: Convention, tile: Shape, shape: Shape, scale: Shape) -> Shape | None:
-    """Return the tile as this tensor has it; None where it has fewer dims.
+def _tile_of(convention: Convention, tile: Shape, shape: Shape, scale: Shape) -> Shape | None:
+    """Return the tile as this tensor has it; None where the tensor has fewer dims than the tile.
 
-    One scale for a tensor of more dims than two, or of one, covers all of them. torchao gives the size of a dim, where
-    others say all of it. transformers gives experts at least two rows of scales, one for each half of `gate_up_proj`,
+    One scale for a tensor of one dim, or of more than two, covers all of it. torchao writes the size of a dim where
+    others say "all of it". transformers gives experts at least two rows of scales, one for each half of `gate_up_proj`,
     however few rows these have (`_alloc_expert_proj`).
     """
     if convention.name == TORCHAO and len(tile) == len(shape) and tile != FLOAT8_BLOCK.tile:
-        whole = (WHOLE if step == size else step for step, size in zip(tile[-2:], shape[-2:], strict=True))
-        tile = (*(step for step in tile[:-2] if step != 1), *whole)
+        last_dims = (WHOLE if step == size else step for step, size in zip(tile[-2:], shape[-2:], strict=True))
+        tile = (*(step for step in tile[:-2] if step != 1), *last_dims)
     if set(tile) == {WHOLE} and shape and len(shape) != 2 and prod(scale) == 1:
         return (WHOLE,) * len(shape)
     if len(shape) < len(tile):
@@ -381,10 +394,11 @@ def _tile(convention: Convention, tile: Shape, shape: Shape, scale: Shape) -> Sh
     return tile
 
 
-def _same(stored: Shape, grid: Shape) -> bool:
-    """Tell whether scales lie as a grid has them.
+def _same_grid(stored: Shape, grid: Shape) -> bool:
+    """Tell whether the stored shape of scales matches a grid.
 
-    `[]` is `[1, 1]`, and `[M]` is `[M, 1]`. ModelOpt keeps the dims of its blocks, `[rows, 1, columns, 1]`.
+    `[]` matches `[1, 1]`, and `[M]` matches `[M, 1]`. ModelOpt keeps the dims inside its blocks, `[rows, 1, columns,
+    1]`.
     """
     if len(stored) == 2 * len(grid) and set(stored[1::2]) == {1}:
         stored = stored[::2]
@@ -392,18 +406,21 @@ def _same(stored: Shape, grid: Shape) -> bool:
 
 
 def _trimmed(shape: Shape) -> Shape:
+    """Return a shape without trailing ones."""
     while shape[-1:] == (1,):
         shape = shape[:-1]
     return shape
 
 
-def _one_number(role: Role, name: str, entry: Stored, shape: Shape) -> None:
+def _one_number(role: Role, name: str, entry: StoredBuffer, shape: Shape) -> None:
     """Refuse a per-tensor scale that is not one number, in a stack one for each matrix."""
     if entry.dtype not in _REALS:
-        raise _MisfitError("DTYPE_MISMATCH", name, f"the {role} is {' or '.join(_REALS)}; found {_told(entry)}")
-    if not _same(entry.shape, shape[:-2]):
+        raise _MisfitError(
+            "DTYPE_MISMATCH", name, f"the {role} is {' or '.join(_REALS)}; found {_dtype_and_shape(entry)}"
+        )
+    if not _same_grid(entry.shape, shape[:-2]):
         expected = f"numbers are {list(shape[:-2])}" if shape[:-2] else "is one number"
-        message = f"the {role} of {list(shape)} elements {expected}; found {_told(entry)}"
+        message = f"the {role} of {list(shape)} elements {expected}; found {_dtype_and_shape(entry)}"
         raise _MisfitError("SHAPE_MISMATCH", name, message)
 
 

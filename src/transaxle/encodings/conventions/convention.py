@@ -1,11 +1,11 @@
 """Conventions: how ecosystems name and shape the buffers of an encoded tensor.
 
 The same codes and scales travel under many names: `X.weight_scale_inv` is DeepSeek's, `X.weight_scale` that of
-compressed-tensors, `X_scales` that of gpt-oss. Tables know one name, that of the weight; a convention gives the stored
-name of each buffer from it, and back, the shape that each has on disk, and what its per-tensor scale means. How a
-config file speaks of it is told by `quantization`, and whether a checkpoint follows it by `group`.
+compressed-tensors, `X_scales` that of gpt-oss. Tables know one name, that of the weight. A convention turns it into the
+stored name of each buffer and back, and gives each buffer's shape on disk and the meaning of its per-tensor scale.
+`quantization` reads how a config file names it; `buffer_group` decides whether a checkpoint follows it.
 
-Names are taken apart at dots, and only the last segment is looked at.
+Names are split at dots, and only the last segment counts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WEIGHT = "weight"
 DEEPSEEK, COMPRESSED_TENSORS, GPT_OSS = "deepseek", "compressed_tensors", "gpt_oss"
 TORCHAO, MODELOPT = "torchao", "modelopt"
 TE, TE_HALVED = "te", "te_256"
-"""TransformerEngine's, and its nvfp4 whose block scales were made to reach 256 (`nvfp4_e4m3_max`)."""
+"""TransformerEngine, and its nvfp4 variant whose block scales reach 256 (`nvfp4_e4m3_max`)."""
 
 _BYTES = "U8"
 _E8M0 = "F8_E8M0"
@@ -37,18 +37,19 @@ _FLT_MAX = float(np.finfo(np.float32).max)
 
 Shape = tuple[int, ...]
 Place = tuple[str, Role]
-"""Table name of an encoded tensor, and what one stored buffer is for."""
-Meaning = Literal["factor", "divisor", "amax"]
+"""Table name of an encoded tensor, and the role of one of its buffers."""
+GlobalMeaning = Literal["factor", "divisor", "amax"]
+"""How the per-tensor scale enters a value; see `Convention.meaning`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class NameForm:
     """How the last segment of a buffer's name is made from that of its tensor."""
 
     weight: str
-    """What stands for the segment `weight`."""
+    """The buffer's segment for a tensor whose last segment is `weight`."""
     other: str
-    """What stands for another segment, which is put in place of `{}`: `{}_scale_inv`."""
+    """The buffer's segment for any other tensor, whose own segment replaces `{}`: `{}_scale_inv`."""
 
     def __call__(self, segment: str) -> str:
         """Return the buffer's last segment."""
@@ -65,9 +66,9 @@ class Form:
         return inner if inner and self(inner) == segment else None
 
 
-def _suffix(end: str) -> Form:
+def _suffix(end: str) -> NameForm:
     """Return the form that adds `end` to every segment, `weight` like all others."""
-    return Form(WEIGHT + end, "{}" + end)
+    return NameForm(WEIGHT + end, "{}" + end)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,15 +77,15 @@ class Convention:
 
     name: str
     """Key of `CONVENTIONS`."""
-    eight: Mapping[Role, Form] = field(default_factory=dict)
-    """Names of the buffers where codes have 8 bits; empty where it has no such encoding."""
-    four: Mapping[Role, Form] = field(default_factory=dict)
-    """Names of the buffers where codes have 4 bits."""
+    eight: Mapping[Role, NameForm] = field(default_factory=dict)
+    """Role -> name form where codes have 8 bits; empty if there is no such encoding."""
+    four: Mapping[Role, NameForm] = field(default_factory=dict)
+    """Role -> name form where codes have 4 bits."""
     holds: frozenset[str] = frozenset()
-    """Names of the encodings that are read."""
+    """Names of the encodings that can be read."""
     writes: frozenset[str] = frozenset()
-    """Names of the encodings whose buffers are written, made here or moved."""
-    meaning: Meaning = "factor"
+    """Names of the encodings whose buffers can be written."""
+    meaning: GlobalMeaning = "factor"
     """How the per-tensor scale enters a value.
 
     `code x scale x global`, `code x scale / global`, or `code x scale x global / (scale_max x code_max)`.
@@ -94,21 +95,21 @@ class Convention:
     exponents_as_bytes: bool = False
     """Whether scales that are exponents (E8M0) are stored as U8."""
     one: Shape = ()
-    """Stored shape of a single number that belongs to a whole matrix: `[]` or `[1]`."""
+    """Stored shape of one number per matrix: `[]` or `[1]`."""
     block: int = 0
     """Codes that share a dim of their own on disk, after packing: `[…, K/32, 16]`; 0: codes are packed in place."""
     flat_rows: bool = False
     """Whether scales per row are stored `[M]`; elsewhere `[M, 1]`."""
 
-    def forms(self, encoding: Encoding) -> Mapping[Role, Form]:
+    def forms(self, encoding: Encoding) -> Mapping[Role, NameForm]:
         """Return how the buffers of an encoding are named.
 
         Raises:
             Refused: UNSUPPORTED for an encoding that this convention does not hold.
         """
         if encoding.name not in self.holds:
-            known = ", ".join(sorted(self.holds))
-            message = f"the convention `{self.name}` holds {known}; found {encoding.name}"
+            readable = ", ".join(sorted(self.holds))
+            message = f"the convention `{self.name}` holds {readable}; found {encoding.name}"
             raise refuse("UNSUPPORTED", message, hint="decode the tensors, or write them in their own convention")
         return self.four if encoding.code_bits < 8 else self.eight
 
@@ -144,13 +145,13 @@ class Convention:
     def places(self, stored: str) -> tuple[Place, ...]:
         """Return every table name and role that a stored name may stand for; most names stand for codes at most."""
         head, dot, segment = stored.rpartition(".")
-        found: dict[Place, None] = {}
+        places: dict[Place, None] = {}
         for forms in (self.eight, self.four):
             for role, form in forms.items():
                 inner = form.back(segment)
                 if inner is not None:
-                    found[f"{head}{dot}{inner}", role] = None
-        return tuple(found)
+                    places[f"{head}{dot}{inner}", role] = None
+        return tuple(places)
 
     def presented(self, encoding: Encoding, shape: Shape, role: Role, stored: str | None = None) -> tuple[str, Shape]:
         """Return the safetensors code and the shape under which one buffer is written.
@@ -170,13 +171,13 @@ class Convention:
         if role is not Role.SCALE:
             return stored or _REAL, shape[:-2] or self.one
         grid = encoding.grid(shape)
-        own = _BYTES if encoding.scale == _E8M0 and self.exponents_as_bytes else encoding.scale
+        usual_code = _BYTES if encoding.scale == _E8M0 and self.exponents_as_bytes else encoding.scale
         if len(grid) == 2 and encoding.tile[-1] == WHOLE:
             if encoding.tile == (WHOLE, WHOLE):
                 grid = self.one
             elif self.flat_rows:
                 grid = grid[:1]
-        return stored or own, grid
+        return stored or usual_code, grid
 
     def elements(self, encoding: Encoding, dtype: str, shape: Shape) -> Shape | None:
         """Return a tensor's elements along each dim, from its codes as they are stored; None where these do not fit."""
@@ -195,8 +196,8 @@ class Convention:
         if not shape or shape[-1] % unit:
             message = f"codes of {encoding.name} fill rows of a multiple of {unit}; found {list(shape)}"
             raise refuse("SHAPE_MISMATCH", message, hint="decode this tensor, or skip it")
-        rest = (shape[-1] // self.block, self.block // _PAIR) if self.block else (shape[-1] // _PAIR,)
-        return _BYTES, (*shape[:-1], *rest)
+        packed_dims = (shape[-1] // self.block, self.block // _PAIR) if self.block else (shape[-1] // _PAIR,)
+        return _BYTES, (*shape[:-1], *packed_dims)
 
     def factor(self, stored: float, encoding: Encoding) -> float:
         """Return what `code x scale` is multiplied by, in double precision, from the stored per-tensor scale."""
@@ -228,7 +229,7 @@ class Convention:
         return size / top
 
 
-_INPUT = Form("input_scale", "{}_input_scale")
+_INPUT = NameForm("input_scale", "{}_input_scale")
 
 _SCALES_OF_FP8 = frozenset({"float8", "float8_block", "mxfp8"})
 
@@ -238,7 +239,7 @@ _ALL = (
         eight={
             Role.CODES: _suffix(""),
             Role.SCALE: _suffix("_scale_inv"),
-            Role.INPUT_SCALE: Form("activation_scale", "{}_activation_scale"),
+            Role.INPUT_SCALE: NameForm("activation_scale", "{}_activation_scale"),
         },
         holds=_SCALES_OF_FP8,
         writes=_SCALES_OF_FP8,
@@ -250,7 +251,7 @@ _ALL = (
             Role.CODES: _suffix("_packed"),
             Role.SCALE: _suffix("_scale"),
             Role.GLOBAL: _suffix("_global_scale"),
-            Role.INPUT_SCALE: Form("input_global_scale", "{}_input_global_scale"),
+            Role.INPUT_SCALE: NameForm("input_global_scale", "{}_input_global_scale"),
         },
         holds=_SCALES_OF_FP8 | {"mxfp4", "nvfp4"},
         writes=_SCALES_OF_FP8 | {"mxfp4", "nvfp4"},
@@ -268,12 +269,12 @@ _ALL = (
     ),
     Convention(
         TORCHAO,
-        eight={Role.CODES: Form("_weight_qdata", "_{}_qdata"), Role.SCALE: Form("_weight_scale", "_{}_scale")},
+        eight={Role.CODES: NameForm("_weight_qdata", "_{}_qdata"), Role.SCALE: NameForm("_weight_scale", "_{}_scale")},
         four={
-            Role.CODES: Form("_weight_qdata", "_{}_qdata"),
-            Role.SCALE: Form("_weight_scale", "_{}_scale"),
-            Role.GLOBAL: Form("_weight_per_tensor_scale", "_{}_per_tensor_scale"),
-            Role.INPUT_SCALE: Form("_weight_act_per_tensor_scale", "_{}_act_per_tensor_scale"),
+            Role.CODES: NameForm("_weight_qdata", "_{}_qdata"),
+            Role.SCALE: NameForm("_weight_scale", "_{}_scale"),
+            Role.GLOBAL: NameForm("_weight_per_tensor_scale", "_{}_per_tensor_scale"),
+            Role.INPUT_SCALE: NameForm("_weight_act_per_tensor_scale", "_{}_act_per_tensor_scale"),
         },
         holds=_SCALES_OF_FP8 | {"mxfp4", "nvfp4"},
     ),
@@ -281,13 +282,13 @@ _ALL = (
         MODELOPT,
         eight={
             Role.CODES: _suffix(""),
-            Role.SCALE: Form("weight_scale", "{}_weight_scale"),
+            Role.SCALE: NameForm("weight_scale", "{}_weight_scale"),
             Role.INPUT_SCALE: _INPUT,
         },
         four={
             Role.CODES: _suffix(""),
-            Role.SCALE: Form("weight_scale", "{}_weight_scale"),
-            Role.GLOBAL: Form("weight_scale_2", "{}_weight_scale_2"),
+            Role.SCALE: NameForm("weight_scale", "{}_weight_scale"),
+            Role.GLOBAL: NameForm("weight_scale_2", "{}_weight_scale_2"),
             Role.INPUT_SCALE: _INPUT,
         },
         holds=_SCALES_OF_FP8 | {"nvfp4"},
@@ -327,4 +328,4 @@ PREFERRED: Mapping[str, str] = MappingProxyType(
         "nvfp4": COMPRESSED_TENSORS,
     }
 )
-"""Encoding -> the convention in which tensors are written that are encoded here."""
+"""Encoding -> the convention in which tensors that are encoded here are written."""

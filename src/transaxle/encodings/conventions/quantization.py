@@ -1,8 +1,8 @@
-"""What a model's config says of its quantization: which modules are stored as codes and scales, and in which encoding.
+"""What a model's config says about its quantization: which modules are stored as codes and scales, and how.
 
 Five methods are known by their `quant_method`; each has its own way to list modules and to say what a scale covers. A
-config that is malformed, or speaks of what is not known here, is refused as a whole: half understood, it would be
-worse than none. Which tensors are encoded is decided by `group`, from this, their names and their types together.
+config that is malformed, or uses an unknown method or format, is refused as a whole: half understood, it would be worse
+than none. `buffer_group` decides which tensors are encoded, from this, their names and their dtypes together.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
 CONFIG = "config.json"
 MODELOPT_CONFIG = "hf_quant_config.json"
-"""Where older ModelOpt exports say what config.json does not."""
+"""File in which older ModelOpt exports keep what config.json lacks."""
 
 NESTED = ("text_config", "llm_config", "language_config")
 """Sections of multimodal configs that may hold the section of the language model."""
 OLD_SECTION = "compression_config"
-"""What compressed-tensors called the section at first."""
+"""The section's name in early versions of compressed-tensors."""
 MODELOPT_SECTION = "quantization"
 """Key of the section in `hf_quant_config.json`."""
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a config says of how weights are stored."""
+    """What a config says about how weights are stored."""
 
     method: str
     """`quant_method`, a key of `METHODS`."""
     scheme: Scheme
-    """Its groups of modules."""
+    """Groups of modules with their encodings."""
     paths: tuple[tuple[str, ...], ...]
-    """Keys that lead to the section in its file; several where it is given twice, alike."""
+    """Keys that lead to the section in its file; several where the file repeats it."""
     section: Mapping[str, Any]
     """The section itself."""
     file: str = CONFIG
@@ -50,9 +50,9 @@ class Quantization:
         return self.scheme.conventions
 
     def encodings(self, module: str) -> tuple[Encoding, ...]:
-        """Return the encodings in which the config may have a module's weights, the likeliest first.
+        """Return the encodings that a module's weights may have by the config, the most likely first.
 
-        None for a module that is left as it is. Several where classes are listed, which a name does not tell.
+        Empty for a module that stays plain. Several where the config lists classes, which a name does not reveal.
 
         Raises:
             Refused: UNSUPPORTED for a pattern that takes too long.
@@ -99,21 +99,23 @@ def read(
     if not sections:
         return None
     path, section = sections[0]
-    at = ".".join(path)
-    if any(other != section for _, other in sections[1:]):
-        both = " and ".join(".".join(path) for path, _ in sections)
-        raise refuse("CORRUPT", f"{both} differ; one of them must go", file=file)
+    location = ".".join(path)
+    if any(other_section != section for _, other_section in sections[1:]):
+        both_paths = " and ".join(".".join(path) for path, _ in sections)
+        raise refuse("CORRUPT", f"{both_paths} differ; one of them must go", file=file)
     if not isinstance(section, Mapping):
-        raise refuse("CORRUPT", f"{at} is no object: {section!r}", file=file)
+        raise refuse("CORRUPT", f"{location} is no object: {section!r}", file=file)
     method = _method(section, path)
     if method not in METHODS:
-        told = repr(method) if METHOD in section else "not there"
-        message = f"{at}.{METHOD} is {told}; known: {', '.join(METHODS)}"
+        method_text = repr(method) if METHOD in section else "not there"
+        message = f"{location}.{METHOD} is {method_text}; known: {', '.join(METHODS)}"
         raise refuse("UNSUPPORTED", message, file=file, hint="to move the files as they are, name no dialect")
     try:
-        return Quantization(method, METHODS[method](section, at), tuple(path for path, _ in sections), section, file)
+        return Quantization(
+            method, METHODS[method](section, location), tuple(path for path, _ in sections), section, file
+        )
     except PatternError as error:
-        raise refuse("UNSUPPORTED", f"{at}: a list of modules: {error}", file=file) from None
+        raise refuse("UNSUPPORTED", f"{location}: a list of modules: {error}", file=file) from None
     except TransaxleError as error:
         raise gathered(Refusal(r.code, r.message, Where(file), r.hint) for r in error.refusals) from None
 
@@ -123,14 +125,14 @@ def _sections(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
     paths = [(SECTION,), (OLD_SECTION,), *((outer, SECTION) for outer in NESTED)]
     if SECTION not in config and "producer" in config:
         paths.append((MODELOPT_SECTION,))
-    found = []
+    sections = []
     for path in paths:
-        place: Any = config
+        value: Any = config
         for key in path:
-            place = place.get(key) if isinstance(place, Mapping) else None
-        if place is not None:
-            found.append((path, place))
-    return found
+            value = value.get(key) if isinstance(value, Mapping) else None
+        if value is not None:
+            sections.append((path, value))
+    return sections
 
 
 def _method(section: Mapping[str, Any], path: tuple[str, ...]) -> str:

@@ -1,9 +1,9 @@
-"""Restating: codes and scales of one tensor under a convention that hubs know, with the same bytes and the same values.
+"""Restating: codes and scales of one tensor under a convention that hubs know, with the same bytes and values.
 
-Codes and block scales are what they are under any name. The scale of a whole nvfp4 tensor is not: training keeps an
-amax, compressed-tensors a float32 divisor, and few amaxes have one that is exact. A value is rounded to the type of the
-model, though, and there the two nearly always meet; whether they do for every value that codes can stand for is
-decided here, from the amax alone. Where they do not, nothing is written.
+Codes and block scales are the same under any name. The scale of a whole nvfp4 tensor is not: training keeps an amax,
+compressed-tensors a float32 divisor, and few amaxes have an exact divisor. But a value is rounded to the dtype of the
+model, and there the two nearly always agree. Whether they agree for every value that codes can stand for is decided
+here, from the amax alone. Where they do not, nothing is written.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from transaxle.encodings.encoding import FLOAT8, MXFP8, Encoded, Encoding
 from transaxle.errors import Refusal, Where
 
 TRAINED = frozenset({DEEPSEEK, TE, TE_HALVED})
-"""Conventions whose names the entries of quantized weights have in training."""
+"""Conventions under which training saves the entries of quantized weights."""
 ASIDE = ("columnwise_data", "columnwise_scale_inv", "amax_history", "scaled_for")
-"""Ends of the names of what only training needs, after that of the codes and `_`."""
+"""Suffixes of buffers that only training needs; they follow the name of the codes and `_`."""
 _OUT = 'to="dcp" keeps it as it is; transaxle convert --decode bf16 --to hf writes the values of that'
 _AT_ONCE = 256
-"""Matrices that are looked at together."""
+"""Matrices that are compared at a time."""
 
 
 def hub_convention(encodings: Iterable[Encoding]) -> Convention:
@@ -63,21 +63,22 @@ def restated(
     that it has with the amax.
     """
     numbers = amax.reshape(-1)
-    made = np.array([to.global_from_amax(float(size), encoding) for size in numbers], np.float32)
-    same = np.ones(len(numbers), np.bool_)
+    global_scales = np.array([to.global_from_amax(float(size), encoding) for size in numbers], np.float32)
+    unchanged = np.ones(len(numbers), np.bool_)
     for start in range(0, len(numbers), _AT_ONCE):
-        part = slice(start, start + _AT_ONCE)
-        ours, theirs = (
-            _values([convention.factor(number, encoding) for number in held[part].tolist()], encoding, dtype)
-            for convention, held in ((CONVENTIONS[TE], numbers), (to, made))
+        batch = slice(start, start + _AT_ONCE)
+        values_under_amax, values_under_target = (
+            _values([convention.factor(number, encoding) for number in global_numbers[batch].tolist()], encoding, dtype)
+            for convention, global_numbers in ((CONVENTIONS[TE], numbers), (to, global_scales))
         )
-        same[part] = (ours.view(np.uint8) == theirs.view(np.uint8)).all(axis=(1, 2))
-    same |= numbers == 0  # all codes are 0 then
-    return made.reshape(amax.shape), same.reshape(amax.shape)
+        unchanged[batch] = (values_under_amax.view(np.uint8) == values_under_target.view(np.uint8)).all(axis=(1, 2))
+    # A matrix whose amax is 0 has only codes of 0.
+    unchanged |= numbers == 0  # all codes are 0 then
+    return global_scales.reshape(amax.shape), unchanged.reshape(amax.shape)
 
 
 def _values(factors: list[float], encoding: Encoding, dtype: str) -> NDArray[Any]:
-    """Return every value that a code of no sign and a block scale can stand for, as decoding has it, by factor."""
+    """Return every value that an unsigned code and a block scale can stand for, decoded with each factor."""
     blocks, codes = (MINIFLOATS[code] for code in (encoding.scale, encoding.code))
     sizes = blocks.values[: blocks.largest + 1]
     sizes = sizes[sizes <= encoding.scale_max].astype(np.float64)
@@ -86,18 +87,18 @@ def _values(factors: list[float], encoding: Encoding, dtype: str) -> NDArray[Any
         return narrowed(scales[..., None] * codes.values[: codes.largest + 1], dtype)
 
 
-def unsaid(one: Encoded) -> Refusal | None:
-    """Return why no config of a hub can speak of a tensor; None where one can."""
-    encoding = one.encoding
+def unsaid(tensor: Encoded) -> Refusal | None:
+    """Return why no hub config can describe a tensor; None if one can."""
+    encoding = tensor.encoding
     if encoding.code_bits < 8 or encoding.code == FLOAT8.code:
         return None
     message = f"codes of {encoding.code}: no config of a hub can say so, and readers take them for {FLOAT8.code}"
-    return Refusal("UNSUPPORTED", message, Where(None, one.name), _OUT)
+    return Refusal("UNSUPPORTED", message, Where(None, tensor.name), _OUT)
 
 
-def inexact(one: Encoded, amax: float, to: Convention, dtype: str) -> Refusal:
+def inexact(tensor: Encoded, amax: float, to: Convention, dtype: str) -> Refusal:
     """Return the refusal of a tensor whose amax cannot be restated; arguments as of `restated`."""
-    factor = f"amax / {one.encoding.scale_max * one.encoding.code_max:g}"
+    factor = f"amax / {tensor.encoding.scale_max * tensor.encoding.code_max:g}"
     message = f"its amax is {amax!r}: values of {dtype} would change, as no float32 says {factor} in {to.name}"
     hint = _OUT if dtype != "F32" else f"model.bfloat16() keeps the codes, and has fewer values; {_OUT}"
-    return Refusal("UNSUPPORTED", message, Where(None, one.name), hint)
+    return Refusal("UNSUPPORTED", message, Where(None, tensor.name), hint)

@@ -1,11 +1,11 @@
-"""Rewriting: the config that belongs to what was written.
+"""Rewriting: the quantization section that matches the written tensors.
 
-A config that says `fp8` over tensors that were decoded, or says nothing over tensors that were encoded, makes a loader
-read garbage or refuse. So the section on quantization is written anew from the tensors: taken out where nothing is
-encoded any more, else brought to agree with them, tensor by tensor, while all that it says beside that stays.
+A config that says `fp8` about decoded tensors, or nothing about encoded ones, makes a loader read garbage or refuse. So
+the section is rewritten from the tensors: removed where nothing is encoded any more, else brought to agree with them
+tensor by tensor, while everything else in it stays.
 
-Lists of modules keep their entries as long as these are true. Names that a conversion has changed, and modules that it
-has decoded, are added by their whole names.
+Lists of modules keep the entries that are still true. Modules that a conversion has renamed or decoded are added by
+their full names.
 """
 
 from __future__ import annotations
@@ -60,36 +60,36 @@ def written(
     dtype: str | None = None,
     elsewhere: bool = False,
 ) -> dict[str, Any]:
-    """Return the config that belongs to the tensors of a target.
+    """Return the config that matches a target's tensors.
 
     Args:
         config: the source's config.json, or its `hf_quant_config.json`.
         encoded: the target's encoded tensors by table name.
-        plain: the others, with their elements along each dim.
-        decoded: those of the plain ones that the source's config has quantized.
-        dtype: safetensors code to be named as the model's type; None: it stays.
-        elsewhere: whether another file speaks of quantization (`hf_quant_config.json`), and this one is not to.
+        plain: the other tensors, with their elements along each dim.
+        decoded: plain tensors that the source's config describes as quantized.
+        dtype: safetensors code to write as the model's dtype; None: unchanged.
+        elsewhere: whether another file (`hf_quant_config.json`) describes the quantization, so that this one must not.
 
-    Post-condition: `group`, with what `read` finds in the result, finds the same encoded tensors; and the modules that
-    were decoded are left as they are. Without encoded tensors there is nothing to be read in it: of a
-    `hf_quant_config.json` nothing of use is left.
+    Post-condition: `group`, given what `read` returns for the result, finds the same encoded tensors, and decoded
+        modules are listed as plain. Without encoded tensors the result has no section; a `hf_quant_config.json` is then
+        empty of use.
 
     Raises:
-        Refused: UNSUPPORTED where one config cannot speak of all of them: several conventions, several block sizes of
-            the method fp8; or of a convention that is read only. What `read` refuses in the source's config.
+        Refused: UNSUPPORTED where one config cannot describe all of them: several conventions, several block sizes of
+            the method fp8; or a convention that is only read. What `read` refuses in the source's config.
     """
     result = deepcopy(dict(config))
     if dtype is not None:
         _set_dtype(result, _DTYPES[dtype])
-    found = read(config)
-    paths = found.paths if found is not None else ((SECTION,),)
-    if found is None and (elsewhere or not encoded):
+    quantization = read(config)
+    paths = quantization.paths if quantization is not None else ((SECTION,),)
+    if quantization is None and (elsewhere or not encoded):
         return result
     if not encoded:
         for path in paths:
             _put(result, path, None)
         return result
-    section = _Writer(found, encoded, plain, decoded).section()
+    section = _SectionWriter(quantization, encoded, plain, decoded).section()
     for path in paths:
         _put(result, path, section)
     return result
@@ -116,56 +116,56 @@ def _put(config: dict[str, Any], path: tuple[str, ...], section: Section | None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Listing:
+class _ModuleListing:
     """How a method lists modules."""
 
     modules: Callable[[Iterable[str]], Modules]
-    """Reads a list."""
+    """Parses a list."""
     whole: Callable[[str], str]
-    """Gives the entry for one module and nothing else."""
+    """Returns the entry that matches one module and nothing else."""
     inside: Callable[[str], str]
-    """Gives the entry for all modules inside one."""
+    """Returns the entry that matches every module inside one."""
 
 
-_TRANSFORMERS = _Listing(transformers_modules, lambda name: f"^{re.escape(name)}$", str)
-_COMPRESSED = _Listing(compressed_modules, str, lambda name: rf"{EXPRESSION}{re.escape(name)}\..*")
-_WILDCARD = _Listing(wildcard_modules, str, lambda name: f"{name}.*")
+_TRANSFORMERS = _ModuleListing(transformers_modules, lambda name: f"^{re.escape(name)}$", str)
+_COMPRESSED = _ModuleListing(compressed_modules, str, lambda name: rf"{EXPRESSION}{re.escape(name)}\..*")
+_WILDCARD = _ModuleListing(wildcard_modules, str, lambda name: f"{name}.*")
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """A stored tensor of the target, as `group` looks at it."""
+    """A target buffer, as `group` sees it."""
 
     dtype: str
     shape: Shape
 
 
-class _Writer:
-    """Makes the section for one set of tensors."""
+class _SectionWriter:
+    """Builds the section for one set of tensors."""
 
     def __init__(
         self,
-        found: Quantization | None,
+        source: Quantization | None,
         encoded: Mapping[str, Encoded],
         plain: Mapping[str, Shape],
         decoded: Collection[str],
     ) -> None:
         self.encoded = encoded
         self.modules = {module_of(name) for name in encoded}
-        self.left = sorted({module_of(name) for name in plain} - self.modules)
+        self.unencoded = sorted({module_of(name) for name in plain} - self.modules)
         self.plain = sorted({module_of(name) for name, shape in plain.items() if len(shape) > 1} - self.modules)
         self.decoded = sorted({module_of(name) for name in decoded})
         for name in decoded:
             if module_of(name) in self.modules:
                 message = f"other tensors of the module {module_of(name)} stay encoded; a config lists whole modules"
                 raise refuse("UNSUPPORTED", message, tensor=name, hint="decode all of them, or none")
-        names = {one.convention for one in encoded.values()}
-        self.found = found if found is not None and names <= set(found.conventions) else None
-        if self.found is None and len(names) > 1:
+        names = {tensor.convention for tensor in encoded.values()}
+        self.source = source if source is not None and names <= set(source.conventions) else None
+        if self.source is None and len(names) > 1:
             message = f"tensors in the conventions {' and '.join(sorted(names))}; one {SECTION} speaks of one"
             raise refuse("UNSUPPORTED", message, file=CONFIG, hint="encode in the encoding that is there, or decode it")
-        self.method = _METHODS.get(min(names)) if self.found is None else self.found.method
-        self.old: Section = {METHOD: self.method} if self.found is None else deepcopy(dict(self.found.section))
+        self.method = _METHODS.get(min(names)) if self.source is None else self.source.method
+        self.old: Section = {METHOD: self.method} if self.source is None else deepcopy(dict(self.source.section))
 
     def section(self) -> Section:
         """Return the section."""
@@ -178,49 +178,50 @@ class _Writer:
         if self.method not in makers:
             message = f"tensors in the convention {next(iter(self.encoded.values())).convention} are read, not written"
             raise refuse("UNSUPPORTED", message, file=CONFIG)
+        # Each maker yields candidates, the least change first; the first that reads back correctly wins.
         for section in makers[self.method]():
             if self._agrees(section):
                 return section
-        kinds = " and ".join(sorted({str(_told(kind)) for kind in self._kinds()}))
+        kinds = " and ".join(sorted({str(_in_words(kind)) for kind in self._kinds()}))
         message = f"a {SECTION} of the method {self.method} cannot say that tensors are stored as {kinds}"
         raise refuse("UNSUPPORTED", message, file=CONFIG, hint="decode some of them, or encode all of them alike")
 
     def _agrees(self, section: Section) -> bool:
-        """Tell whether a section, read back, gives the tensors that there are."""
+        """Tell whether a section, read back, describes exactly the tensors that are written."""
         try:
-            said = read({SECTION: section})
+            reread = read({SECTION: section})
         except TransaxleError:
             return False
-        if said is None or not all(said.encodings(module) for module in self.modules):
+        if reread is None or not all(reread.encodings(module) for module in self.modules):
             return False
         buffers: dict[str, _Buffer] = {}
-        for one in self.encoded.values():
-            convention = CONVENTIONS[one.convention]
-            for role, name in one.parts.items():
-                buffers[name] = _Buffer(*convention.presented(one.encoding, one.shape, role))
-        found = group(buffers, said)
-        return not found.refusals and found.encoded == self.encoded
+        for tensor in self.encoded.values():
+            convention = CONVENTIONS[tensor.convention]
+            for role, name in tensor.parts.items():
+                buffers[name] = _Buffer(*convention.presented(tensor.encoding, tensor.shape, role))
+        groups = group(buffers, reread)
+        return not groups.refusals and groups.encoded == self.encoded
 
     def _kinds(self) -> dict[Encoding, list[str]]:
-        """Return the modules of each encoding, as far as a config can tell encodings apart."""
-        found: dict[Encoding, set[str]] = {}
-        for name, one in self.encoded.items():
-            eight = one.encoding.code_bits == 8
-            scale = FLOAT8.scale if eight and one.encoding.scale != MXFP8.scale else one.encoding.scale
-            code = FLOAT8.code if eight else one.encoding.code
-            found.setdefault(replace(one.encoding, code=code, scale=scale), set()).add(module_of(name))
-        return {kind: sorted(modules) for kind, modules in found.items()}
+        """Return the modules of each encoding, as finely as a config can tell encodings apart."""
+        modules_of: dict[Encoding, set[str]] = {}
+        for name, tensor in self.encoded.items():
+            eight = tensor.encoding.code_bits == 8
+            scale = FLOAT8.scale if eight and tensor.encoding.scale != MXFP8.scale else tensor.encoding.scale
+            code = FLOAT8.code if eight else tensor.encoding.code
+            modules_of.setdefault(replace(tensor.encoding, code=code, scale=scale), set()).add(module_of(name))
+        return {kind: sorted(modules) for kind, modules in modules_of.items()}
 
     def _fp8(self) -> Iterator[Section]:
         section = self.old
-        other = _IGNORED in section and section.get(_NOT_CONVERTED) is None
-        self._relist(section, _IGNORED if other else _NOT_CONVERTED, _TRANSFORMERS)
-        static = any(Role.INPUT_SCALE in one.parts for one in self.encoded.values())
-        if self.found is None or ("activation_scheme" in section and not static):
+        uses_ignored = _IGNORED in section and section.get(_NOT_CONVERTED) is None
+        self._relist(section, _IGNORED if uses_ignored else _NOT_CONVERTED, _TRANSFORMERS)
+        static = any(Role.INPUT_SCALE in tensor.parts for tensor in self.encoded.values())
+        if self.source is None or ("activation_scheme" in section and not static):
             section["activation_scheme"] = "static" if static else "dynamic"
-        if any(one.encoding.scale == MXFP8.scale for one in self.encoded.values()):
+        if any(tensor.encoding.scale == MXFP8.scale for tensor in self.encoded.values()):
             section["scale_fmt"] = "ue8m0"
-        if self.found is not None:
+        if self.source is not None:
             yield section
         for kind in self._kinds():
             yield section | {"weight_block_size": None if set(kind.tile) == {WHOLE} else list(kind.tile)}
@@ -232,16 +233,16 @@ class _Writer:
     def _compressed(self) -> Iterator[Section]:
         section = self.old
         self._relist(section, "ignore", _COMPRESSED)
-        if self.found is not None:
+        if self.source is not None:
             yield section
         kinds = self._kinds()
-        templates = {group.encoding: group.key for group in self.found.scheme.groups} if self.found else {}
+        templates = {group.encoding: group.key for group in self.source.scheme.groups} if self.source else {}
         groups: dict[str, Any] = {}
         for number, (kind, modules) in enumerate(kinds.items()):
-            targets = modules if self.found is not None or len(kinds) > 1 else [LINEAR]
+            targets = modules if self.source is not None or len(kinds) > 1 else [LINEAR]
             old = section.get(GROUPS, {}).get(templates.get(kind))
-            made = old if isinstance(old, dict) else {"weights": _weights(kind), "input_activations": None}
-            groups[f"group_{number}"] = made | {"targets": targets, "format": _FORMATS[kind.name]}
+            group = old if isinstance(old, dict) else {"weights": _weights(kind), "input_activations": None}
+            groups[f"group_{number}"] = group | {"targets": targets, "format": _FORMATS[kind.name]}
         formats = {_FORMATS[kind.name] for kind in kinds}
         section |= {"quantization_status": "compressed", GROUPS: groups}
         section["format"] = min(formats) if len(formats) == 1 else "mixed-precision"
@@ -250,7 +251,7 @@ class _Writer:
     def _modelopt(self) -> Iterator[Section]:
         section = self.old
         self._relist(section, "exclude_modules" if "exclude_modules" in section else "ignore", _WILDCARD)
-        if self.found is not None:
+        if self.source is not None:
             yield section
         kinds = {
             name: modules for kind, modules in self._kinds().items() for name in ALGORITHMS if ALGORITHMS[name] == kind
@@ -260,42 +261,42 @@ class _Writer:
         layers = {module: {"quant_algo": name} for name, modules in kinds.items() for module in modules}
         yield section | {"quant_algo": MIXED, "quantized_layers": layers}
 
-    def _relist(self, section: Section, key: str, listing: _Listing) -> None:
-        """Bring a list of the modules that are left as they are to agree with those that are."""
+    def _relist(self, section: Section, key: str, listing: _ModuleListing) -> None:
+        """Make a method's list of plain modules agree with the modules that are plain."""
         old = list(section.get(key) or ())
-        kept: list[str] = []
+        true_entries: list[str] = []
         added = list(self.decoded)
-        everything = self.found is None
-        false = _hits(listing.modules(old), self.modules)
+        everything = self.source is None
+        any_false = _hits(listing.modules(old), self.modules)
         for text in old:
             modules = listing.modules([text])
-            if false and _hits(modules, self.modules):
+            if any_false and _hits(modules, self.modules):
                 added += [module for module in self.plain if module in modules]
             else:
-                kept.append(text)
-                everything = everything or not (text in self._starts or _hits(modules, self.left))
+                true_entries.append(text)
+                everything = everything or not (text in self._starts or _hits(modules, self.unencoded))
         if everything:
             added += self.plain
-        known = listing.modules(kept)
-        wanted = self._together([module for module in dict.fromkeys(added) if module not in known], listing)
+        listed = listing.modules(true_entries)
+        wanted = self._together([module for module in dict.fromkeys(added) if module not in listed], listing)
         if _hits(listing.modules(wanted), self.modules):
             wanted = [listing.whole(text) if _hits(listing.modules([text]), self.modules) else text for text in wanted]
         if wanted or key in section:
-            section[key] = [*kept, *wanted]
+            section[key] = [*true_entries, *wanted]
 
-    def _together(self, modules: Iterable[str], listing: _Listing) -> list[str]:
-        """Return the entries for modules, one for all experts of a layer where none of them is encoded."""
+    def _together(self, modules: Iterable[str], listing: _ModuleListing) -> list[str]:
+        """Return the entries for modules; one for all experts of a layer if none of them is encoded."""
         listed: dict[str, None] = {}
         for module in modules:
-            outer, dot, rest = module.partition(f".{_EXPERTS}.")
+            outer, dot, below = module.partition(f".{_EXPERTS}.")
             experts = f"{outer}.{_EXPERTS}"
-            alone = not dot or not rest[:1].isdigit() or experts in self._encoded_starts
-            listed[module if alone else listing.inside(experts)] = None
+            single = not dot or not below[:1].isdigit() or experts in self._encoded_starts
+            listed[module if single else listing.inside(experts)] = None
         return list(listed)
 
     @cached_property
     def _starts(self) -> frozenset[str]:
-        return _starts(self.left)
+        return _starts(self.unencoded)
 
     @cached_property
     def _encoded_starts(self) -> frozenset[str]:
@@ -307,32 +308,32 @@ def _hits(modules: Modules, names: Iterable[str]) -> bool:
 
 
 def _starts(modules: Iterable[str]) -> frozenset[str]:
-    """Return the modules and all that they are inside of."""
-    found: set[str] = set()
+    """Return the modules and every module around them."""
+    prefixes: set[str] = set()
     for module in modules:
-        while module and module not in found:
-            found.add(module)
+        while module and module not in prefixes:
+            prefixes.add(module)
             module = module_of(module)
-    return frozenset(found)
+    return frozenset(prefixes)
 
 
-def _told(kind: Encoding) -> str:
+def _in_words(kind: Encoding) -> str:
     tile = " x ".join("all" if step == WHOLE else str(step) for step in kind.tile)
     return f"{kind.name} in tiles of {tile}"
 
 
 def _weights(kind: Encoding) -> Section:
-    """Return how compressed-tensors says an encoding (`QuantizationArgs`)."""
-    said: Section = {"num_bits": kind.code_bits, "type": "float", "symmetric": True, "dynamic": False}
+    """Return an encoding in the terms of compressed-tensors (`QuantizationArgs`)."""
+    arguments: Section = {"num_bits": kind.code_bits, "type": "float", "symmetric": True, "dynamic": False}
     if kind.tile == CHANNEL.tile:
-        return said | {"strategy": "channel"}
+        return arguments | {"strategy": "channel"}
     if set(kind.tile) == {WHOLE}:
-        return said | {"strategy": "tensor"}
+        return arguments | {"strategy": "tensor"}
     if kind.tile[0] != 1:
-        return said | {"strategy": "block", "block_structure": list(kind.tile)}
-    said |= {"strategy": "tensor_group" if kind.has_global else "group", "group_size": kind.tile[-1]}
+        return arguments | {"strategy": "block", "block_structure": list(kind.tile)}
+    arguments |= {"strategy": "tensor_group" if kind.has_global else "group", "group_size": kind.tile[-1]}
     dtype = {MXFP8.scale: "torch.uint8", NVFP4.scale: "torch.float8_e4m3fn"}.get(kind.scale)
-    return said | ({"scale_dtype": dtype} if dtype else {})
+    return arguments | ({"scale_dtype": dtype} if dtype else {})
 
 
 _FORMATS = {
@@ -342,8 +343,8 @@ _FORMATS = {
     MXFP4.name: "mxfp4-pack-quantized",
     NVFP4.name: "nvfp4-pack-quantized",
 }
-"""Encoding -> compressed-tensors' name of how it is packed."""
+"""Encoding -> compressed-tensors' name for its packing."""
 _NOT_CONVERTED, _IGNORED = "modules_to_not_convert", "ignored_layers"
-"""Two names of one list."""
+"""Two names under which a config may list plain modules."""
 _EXPERTS = "experts"
 """Segment below which a layer's experts are numbered."""

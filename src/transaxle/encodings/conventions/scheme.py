@@ -1,8 +1,8 @@
-"""Schemes: what each `quant_method` says of how weights are stored, read from its own fields.
+"""Schemes: how each `quant_method` says that weights are stored, read from its own fields.
 
-One function per method turns the section of a config into groups of modules with an encoding each. The fields and
-their defaults are those of transformers 5.23 (`fp8`, `mxfp4`, `torchao`), compressed-tensors 0.20 and ModelOpt's
-exports; a field of the wrong type is `CORRUPT`, a value of the right type that is not known here `UNSUPPORTED`.
+One function per method turns a config's section into groups of modules with an encoding each. Fields and defaults are
+those of transformers 5.23 (`fp8`, `mxfp4`, `torchao`), compressed-tensors 0.20 and ModelOpt's exports. A field of the
+wrong type is `CORRUPT`; a value of the right type that is unknown here is `UNSUPPORTED`.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ def variant(code: str, scale: str, tile: tuple[int, ...], *, has_global: bool = 
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ModuleGroup:
     """Modules whose weights are stored in one encoding."""
 
     encoding: Encoding
-    """What the config says; the type of its scales is the file's to say."""
+    """The encoding by the config; the dtype of its scales is left to the file."""
     modules: Modules | None
-    """The modules, where they are listed by name; None: every module of a class, which names cannot tell."""
+    """The modules, where the config names them; None: every module of a class, which names do not reveal."""
     key: str = ""
-    """What the config calls the group."""
+    """The group's key in the config."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +69,11 @@ class Scheme:
     """What one section says."""
 
     conventions: tuple[str, ...]
-    """Keys of `CONVENTIONS` under which its tensors may be stored; none where weights are stored plain."""
-    groups: tuple[Group, ...]
-    """In the order in which they claim modules."""
+    """Keys of `CONVENTIONS` under which its tensors may be stored; empty where weights are stored plain."""
+    groups: tuple[ModuleGroup, ...]
+    """Groups in the order in which they claim modules."""
     ignored: Modules
-    """Modules that are left as they are."""
+    """Modules that stay plain."""
 
 
 class _Fp8(msgspec.Struct):
@@ -88,19 +88,19 @@ class _Fp8(msgspec.Struct):
     expert_dtype: str = "fp8"
 
 
-def _fp8(section: Mapping[str, Any], at: str) -> Scheme:
-    said = _fields(section, _Fp8, at)
-    _known(said.activation_scheme.lower(), ("dynamic", "static"), f"{at}.activation_scheme")
-    _known(said.scale_fmt or "float", ("float", "ue8m0"), f"{at}.scale_fmt")
-    _known(said.expert_dtype, ("fp8",), f"{at}.expert_dtype")
-    _known(said.fmt, ("e4m3", "float8_e4m3fn"), f"{at}.fmt")
-    listed = said.ignored_layers if said.modules_to_not_convert is None else said.modules_to_not_convert
-    if said.weight_block_size is None:
+def _fp8(section: Mapping[str, Any], location: str) -> Scheme:
+    fields = _fields(section, _Fp8, location)
+    _check_known(fields.activation_scheme.lower(), ("dynamic", "static"), f"{location}.activation_scheme")
+    _check_known(fields.scale_fmt or "float", ("float", "ue8m0"), f"{location}.scale_fmt")
+    _check_known(fields.expert_dtype, ("fp8",), f"{location}.expert_dtype")
+    _check_known(fields.fmt, ("e4m3", "float8_e4m3fn"), f"{location}.fmt")
+    listed = fields.ignored_layers if fields.modules_to_not_convert is None else fields.modules_to_not_convert
+    if fields.weight_block_size is None:
         encoding = FLOAT8
     else:
-        exponents = said.scale_fmt == "ue8m0" and said.weight_block_size == MXFP8.tile
-        encoding = variant(FLOAT8.code, _E8M0 if exponents else FLOAT8.scale, said.weight_block_size)
-    return Scheme((DEEPSEEK, MODELOPT), (Group(encoding, None),), transformers_modules(listed or ()))
+        exponents = fields.scale_fmt == "ue8m0" and fields.weight_block_size == MXFP8.tile
+        encoding = variant(FLOAT8.code, _E8M0 if exponents else FLOAT8.scale, fields.weight_block_size)
+    return Scheme((DEEPSEEK, MODELOPT), (ModuleGroup(encoding, None),), transformers_modules(listed or ()))
 
 
 class _Mxfp4(msgspec.Struct):
@@ -109,23 +109,23 @@ class _Mxfp4(msgspec.Struct):
     modules_to_not_convert: list[str] | None = None
 
 
-def _mxfp4(section: Mapping[str, Any], at: str) -> Scheme:
-    said = _fields(section, _Mxfp4, at)
-    return Scheme((GPT_OSS,), (Group(MXFP4, None),), transformers_modules(said.modules_to_not_convert or ()))
+def _mxfp4(section: Mapping[str, Any], location: str) -> Scheme:
+    fields = _fields(section, _Mxfp4, location)
+    return Scheme((GPT_OSS,), (ModuleGroup(MXFP4, None),), transformers_modules(fields.modules_to_not_convert or ()))
 
 
 class _TorchAo(msgspec.Struct):
-    """Fields of `TorchAoConfig`: what was applied to which modules is told by each file's own metadata."""
+    """Fields of `TorchAoConfig`; each file's own metadata says which modules were quantized, and how."""
 
     modules_to_not_convert: list[str] | None = None
 
 
-def _torchao(section: Mapping[str, Any], at: str) -> Scheme:
-    said = _fields(section, _TorchAo, at)
-    return Scheme((TORCHAO,), (), transformers_modules(said.modules_to_not_convert or ()))
+def _torchao(section: Mapping[str, Any], location: str) -> Scheme:
+    fields = _fields(section, _TorchAo, location)
+    return Scheme((TORCHAO,), (), transformers_modules(fields.modules_to_not_convert or ()))
 
 
-class _Weights(msgspec.Struct):
+class _CompressedWeights(msgspec.Struct):
     """Fields of compressed-tensors' `QuantizationArgs`."""
 
     num_bits: int = 8
@@ -138,18 +138,18 @@ class _Weights(msgspec.Struct):
     scale_dtype: str | None = None
 
 
-class _Group(msgspec.Struct):
+class _CompressedGroup(msgspec.Struct):
     """Fields of compressed-tensors' `QuantizationScheme`."""
 
     targets: list[str]
-    weights: _Weights | None = None
+    weights: _CompressedWeights | None = None
     format: str | None = None
 
 
 class _Compressed(msgspec.Struct):
     """Fields of compressed-tensors' `QuantizationConfig`; a group may be the name of a preset and its targets."""
 
-    config_groups: dict[str, _Group | list[str]]
+    config_groups: dict[str, _CompressedGroup | list[str]]
     format: str = "fakequant"
     ignore: list[str] | None = None
     quantization_status: str = "initialized"
@@ -169,8 +169,10 @@ _FORMATS = {
 """Formats of compressed-tensors, and the codes of what they hold; None: each group has its own."""
 
 
-def _float_weights(bits: int, strategy: str, size: int | None = None, block: list[int] | None = None) -> _Weights:
-    return _Weights(bits, "float", strategy=strategy, group_size=size, block_structure=block)
+def _float_weights(
+    bits: int, strategy: str, size: int | None = None, block: list[int] | None = None
+) -> _CompressedWeights:
+    return _CompressedWeights(bits, "float", strategy=strategy, group_size=size, block_structure=block)
 
 
 _PRESETS = {
@@ -188,20 +190,20 @@ _PRESETS = {
 """Presets of compressed-tensors 0.20 whose weights are of an encoding known here."""
 
 
-def _compressed(section: Mapping[str, Any], at: str) -> Scheme:
-    said = _fields(section, _Compressed, at)
-    sparsity = (said.sparsity_config or {}).get("format", _DENSE[0])
-    _known(str(sparsity), _DENSE, f"{at}.sparsity_config.format")
-    named, classes = [], []
-    for key, given in said.config_groups.items():
-        spot = f"{at}.{GROUPS}.{key}"
-        if isinstance(given, list):
-            _known(key.upper(), _PRESETS, spot)
-            group = _Group(given, _PRESETS[key.upper()])
+def _compressed(section: Mapping[str, Any], location: str) -> Scheme:
+    fields = _fields(section, _Compressed, location)
+    sparsity = (fields.sparsity_config or {}).get("format", _DENSE[0])
+    _check_known(str(sparsity), _DENSE, f"{location}.sparsity_config.format")
+    groups_by_name, groups_by_class = [], []
+    for key, spec in fields.config_groups.items():
+        spot = f"{location}.{GROUPS}.{key}"
+        if isinstance(spec, list):
+            _check_known(key.upper(), _PRESETS, spot)
+            group = _CompressedGroup(spec, _PRESETS[key.upper()])
         else:
-            group = given
-        layout = group.format or said.format
-        _known(layout, (*_FORMATS, *_DENSE), f"{spot}.format" if group.format else f"{at}.format")
+            group = spec
+        layout = group.format or fields.format
+        _check_known(layout, (*_FORMATS, *_DENSE), f"{spot}.format" if group.format else f"{location}.format")
         if group.weights is None or layout in _DENSE:
             continue
         encoding = _compressed_encoding(group.weights, f"{spot}.weights")
@@ -211,11 +213,11 @@ def _compressed(section: Mapping[str, Any], at: str) -> Scheme:
             raise refuse("CORRUPT", message)
         by_name = [target for target in group.targets if not _is_class(target)]
         if by_name:
-            named.append(Group(encoding, compressed_modules(by_name), key))
+            groups_by_name.append(ModuleGroup(encoding, compressed_modules(by_name), key))
         if len(by_name) < len(group.targets):
-            classes.append(Group(encoding, None, key))
-    conventions = (COMPRESSED_TENSORS,) if named or classes else ()
-    return Scheme(conventions, (*named, *classes), compressed_modules(said.ignore or ()))
+            groups_by_class.append(ModuleGroup(encoding, None, key))
+    conventions = (COMPRESSED_TENSORS,) if groups_by_name or groups_by_class else ()
+    return Scheme(conventions, (*groups_by_name, *groups_by_class), compressed_modules(fields.ignore or ()))
 
 
 def _is_class(target: str) -> bool:
@@ -223,45 +225,45 @@ def _is_class(target: str) -> bool:
     return target[:1].isupper() and "." not in target
 
 
-def _compressed_encoding(said: _Weights, at: str) -> Encoding:
-    kind = f"{said.type.lower()}{said.num_bits}"
-    _known(kind, ("float8", "float4"), f"{at} (type and num_bits)")
-    if said.dynamic or not said.symmetric:
-        found = f"dynamic {said.dynamic!r}, symmetric {said.symmetric!r}"
-        raise refuse("UNSUPPORTED", f"{at} is {found}; known: weights that are stored, and symmetric")
-    strategy = said.strategy or _inferred(said)
+def _compressed_encoding(weights: _CompressedWeights, location: str) -> Encoding:
+    kind = f"{weights.type.lower()}{weights.num_bits}"
+    _check_known(kind, ("float8", "float4"), f"{location} (type and num_bits)")
+    if weights.dynamic or not weights.symmetric:
+        settings = f"dynamic {weights.dynamic!r}, symmetric {weights.symmetric!r}"
+        raise refuse("UNSUPPORTED", f"{location} is {settings}; known: weights that are stored, and symmetric")
+    strategy = weights.strategy or _inferred(weights)
     if kind == "float4":
-        _known(strategy, (_IN_GROUPS, _TENSOR_GROUP), f"{at}.strategy")
-        _known(said.group_size, (16, _GROUP), f"{at}.group_size")
-        if said.group_size == _GROUP:
+        _check_known(strategy, (_IN_GROUPS, _TENSOR_GROUP), f"{location}.strategy")
+        _check_known(weights.group_size, (16, _GROUP), f"{location}.group_size")
+        if weights.group_size == _GROUP:
             return MXFP4
         return replace(NVFP4, has_global=strategy == _TENSOR_GROUP)
-    _known(strategy, (_TENSOR, _CHANNEL, _BLOCK, _IN_GROUPS), f"{at}.strategy")
+    _check_known(strategy, (_TENSOR, _CHANNEL, _BLOCK, _IN_GROUPS), f"{location}.strategy")
     if strategy == _IN_GROUPS:
-        if not said.group_size or said.group_size < 0:
-            raise refuse("CORRUPT", f"{at}.group_size is {said.group_size!r}; expected a positive number")
-        exponents = said.group_size == _GROUP and str(said.scale_dtype).endswith("uint8")
-        return MXFP8 if exponents else variant(FLOAT8.code, FLOAT8.scale, (1, said.group_size))
+        if not weights.group_size or weights.group_size < 0:
+            raise refuse("CORRUPT", f"{location}.group_size is {weights.group_size!r}; expected a positive number")
+        exponents = weights.group_size == _GROUP and str(weights.scale_dtype).endswith("uint8")
+        return MXFP8 if exponents else variant(FLOAT8.code, FLOAT8.scale, (1, weights.group_size))
     if strategy == _BLOCK:
-        return variant(FLOAT8.code, FLOAT8.scale, _block(said.block_structure, f"{at}.block_structure"))
+        return variant(FLOAT8.code, FLOAT8.scale, _block(weights.block_structure, f"{location}.block_structure"))
     return variant(FLOAT8.code, FLOAT8.scale, (WHOLE if strategy == _TENSOR else 1, WHOLE))
 
 
-def _inferred(said: _Weights) -> str:
-    if said.group_size is None:
+def _inferred(weights: _CompressedWeights) -> str:
+    if weights.group_size is None:
         return _TENSOR
-    return _CHANNEL if said.group_size == -1 else _IN_GROUPS
+    return _CHANNEL if weights.group_size == -1 else _IN_GROUPS
 
 
-def _block(given: list[int] | str | None, at: str) -> tuple[int, int]:
-    parts = given.split("x") if isinstance(given, str) else given or []
-    sizes = [int(part) if str(part).isdecimal() else 0 for part in parts]
+def _block(blocks: list[int] | str | None, location: str) -> tuple[int, int]:
+    parts = blocks.split("x") if isinstance(blocks, str) else blocks or []
+    sizes = [int(length) if str(length).isdecimal() else 0 for length in parts]
     if len(sizes) != 2 or min(sizes) < 1:
-        raise refuse("CORRUPT", f"{at} is {given!r}; expected two positive numbers, [rows, columns]")
+        raise refuse("CORRUPT", f"{location} is {blocks!r}; expected two positive numbers, [rows, columns]")
     return sizes[0], sizes[1]
 
 
-class _Layer(msgspec.Struct):
+class _ModelOptLayer(msgspec.Struct):
     """What ModelOpt says of one layer of a mixed checkpoint."""
 
     quant_algo: str | None = None
@@ -275,7 +277,7 @@ class _ModelOpt(msgspec.Struct):
     group_size: int | None = None
     exclude_modules: list[str] | None = None
     ignore: list[str] | None = None
-    quantized_layers: dict[str, _Layer] | None = None
+    quantized_layers: dict[str, _ModelOptLayer] | None = None
 
 
 MIXED = "MIXED_PRECISION"
@@ -289,46 +291,46 @@ ALGORITHMS = {
 """`quant_algo` of ModelOpt -> encoding of the weights."""
 
 
-def _modelopt(section: Mapping[str, Any], at: str) -> Scheme:
-    said = _fields(section, _ModelOpt, at)
-    ignored = wildcard_modules(said.exclude_modules or said.ignore or ())
-    algorithm = said.quant_algo
+def _modelopt(section: Mapping[str, Any], location: str) -> Scheme:
+    fields = _fields(section, _ModelOpt, location)
+    ignored = wildcard_modules(fields.exclude_modules or fields.ignore or ())
+    algorithm = fields.quant_algo
     if algorithm is None:
         return Scheme((), (), ignored)
     if algorithm == MIXED:
         listed: dict[Encoding, list[str]] = {}
-        for name, layer in (said.quantized_layers or {}).items():
-            spot = f"{at}.quantized_layers.{name}"
+        for name, layer in (fields.quantized_layers or {}).items():
+            spot = f"{location}.quantized_layers.{name}"
             listed.setdefault(_algorithm(layer.quant_algo or "", layer.group_size, spot), []).append(name)
-        groups = tuple(Group(encoding, wildcard_modules(names)) for encoding, names in listed.items())
+        groups = tuple(ModuleGroup(encoding, wildcard_modules(names)) for encoding, names in listed.items())
         return Scheme((MODELOPT,), groups, ignored)
-    return Scheme((MODELOPT,), (Group(_algorithm(algorithm, said.group_size, at), None),), ignored)
+    return Scheme((MODELOPT,), (ModuleGroup(_algorithm(algorithm, fields.group_size, location), None),), ignored)
 
 
-def _algorithm(name: str, size: int | None, at: str) -> Encoding:
-    _known(name, ALGORITHMS, f"{at}.quant_algo")
+def _algorithm(name: str, size: int | None, location: str) -> Encoding:
+    _check_known(name, ALGORITHMS, f"{location}.quant_algo")
     encoding = ALGORITHMS[name]
     if encoding is NVFP4 and size is not None:
-        _known(size, (NVFP4.tile[-1],), f"{at}.group_size")
+        _check_known(size, (NVFP4.tile[-1],), f"{location}.group_size")
     return encoding
 
 
 METHODS: Mapping[str, Callable[[Mapping[str, Any], str], Scheme]] = MappingProxyType(
     {FP8: _fp8, COMPRESSED: _compressed, MXFP4_METHOD: _mxfp4, TORCHAO_METHOD: _torchao, MODELOPT_METHOD: _modelopt}
 )
-"""`quant_method` -> how its section is read."""
+"""`quant_method` -> parser of its section."""
 
 
-def _fields(section: Mapping[str, Any], kind: type[_T], at: str) -> _T:
-    """Read the fields of a section; those that are not of interest may hold anything."""
+def _fields(section: Mapping[str, Any], kind: type[_T], location: str) -> _T:
+    """Parse the fields of a section; fields that are not declared may hold anything."""
     try:
         return msgspec.convert(section, kind)
     except msgspec.ValidationError as error:
-        raise refuse("CORRUPT", f"{at}: {error}") from None
+        raise refuse("CORRUPT", f"{location}: {error}") from None
 
 
-def _known(found: object, known: Iterable[object], at: str) -> None:
-    """Refuse a value that is none of those known."""
-    names = list(known)
-    if found not in names:
-        raise refuse("UNSUPPORTED", f"{at} is {found!r}; known: {', '.join(map(str, names))}")
+def _check_known(value: object, accepted: Iterable[object], at: str) -> None:
+    """Refuse a value that is not among the accepted ones."""
+    names = list(accepted)
+    if value not in names:
+        raise refuse("UNSUPPORTED", f"{at} is {value!r}; known: {', '.join(map(str, names))}")

@@ -1,7 +1,7 @@
-"""What a container's metadata says of TransformerEngine's tensors.
+"""TransformerEngine tensors as a container's metadata describes them.
 
-Their buffers are named by a convention like any other's, and that is all a converted checkpoint has. The pickles say
-more: which tiles scales are for, where these are none of the usual ones. Readers of pickles keep it in the metadata.
+A convention names their buffers like any other's, and a converted checkpoint has no more than that. The pickles say
+more: the tiles that scales cover, where these are unusual. Readers of pickles keep it in the metadata.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ NOTE = "transformer_engine"
 """Key of the metadata."""
 
 
-class _Said(msgspec.Struct):
-    """What is said of one tensor."""
+class _TensorNote(msgspec.Struct):
+    """The metadata's note of one tensor."""
 
     encoding: Literal["float8", "float8_block", "mxfp8", "nvfp4"]
     codes: str
@@ -35,14 +35,14 @@ def described(metadata: Mapping[str, object]) -> Mapping[str, tuple[str, Encodin
     Raises:
         ValueError: for metadata that no reader of ours has made.
     """
-    said = msgspec.convert(metadata.get(NOTE, {}), dict[str, _Said])
-    return {name: (_convention(each), _encoding(each)) for name, each in said.items()}
+    notes = msgspec.convert(metadata.get(NOTE, {}), dict[str, _TensorNote])
+    return {name: (_convention(note), _encoding(note)) for name, note in notes.items()}
 
 
-def _convention(said: _Said) -> str:
-    return TE_HALVED if said.scale_max == CONVENTIONS[TE_HALVED].scale_max else TE
+def _convention(note: _TensorNote) -> str:
+    return TE_HALVED if note.scale_max == CONVENTIONS[TE_HALVED].scale_max else TE
 
 
-def _encoding(said: _Said) -> Encoding:
-    usual = ENCODINGS[said.encoding]
-    return replace(usual, code=said.codes, scale=said.scale, tile=said.tile, scale_max=said.scale_max)
+def _encoding(note: _TensorNote) -> Encoding:
+    usual = ENCODINGS[note.encoding]
+    return replace(usual, code=note.codes, scale=note.scale, tile=note.tile, scale_max=note.scale_max)

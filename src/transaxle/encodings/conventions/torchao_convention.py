@@ -1,8 +1,8 @@
-"""What torchao writes of its tensors into the header of a safetensors file.
+"""Torchao's tensors as the header of a safetensors file describes them.
 
 Each tensor of a subclass is flattened into plain ones, `X._weight_qdata` and `X._weight_scale`, and the header's
-metadata holds a JSON text under the name of the whole, with its class, its attributes and which parts there are
-(`torchao.prototype.safetensors`, 0.18). Nothing of it is executed here: it is read as a description.
+metadata holds a JSON text under the name of the whole, with its class, its attributes and the list of its parts
+(`torchao.prototype.safetensors`, 0.18). Nothing is executed: the text is read as a description.
 """
 
 from __future__ import annotations
@@ -54,28 +54,28 @@ class _Nvfp4(msgspec.Struct):
     is_swizzled_scales: bool = False
 
 
-class _Tensor(msgspec.Struct, rename={"type": "_type", "data": "_data", "parts": "_tensor_data_names"}):
-    """What the metadata holds of one tensor."""
+class _TensorNote(msgspec.Struct, rename={"type": "_type", "data": "_data", "parts": "_tensor_data_names"}):
+    """The metadata's note of one tensor."""
 
     type: str
     data: dict[str, Any] = {}
     parts: list[str] = []
 
 
-_tensor = msgspec.json.Decoder(_Tensor)
+_tensor = msgspec.json.Decoder(_TensorNote)
 _names = msgspec.json.Decoder(list[str])
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """An encoded tensor as the metadata has it."""
+    """An encoded tensor as the metadata describes it."""
 
     encoding: Encoding | None
-    """Codes of e4m3 where the class does not say; None where the description cannot be read."""
+    """Codes are e4m3 where the class does not say; None if the description cannot be read."""
     parts: tuple[str, ...] = ()
     """Stored names of its parts."""
     refusals: tuple[Refusal, ...] = ()
-    """Why it cannot be read."""
+    """Why the description cannot be read."""
 
 
 def described(metadata: Mapping[str, object]) -> Mapping[str, Described]:
@@ -84,25 +84,25 @@ def described(metadata: Mapping[str, object]) -> Mapping[str, Described]:
     Args:
         metadata: of one file, or of all together, where a key on which they differ has `file:` before it.
     """
-    found: dict[str, Described] = {}
+    tensors: dict[str, Described] = {}
     for key, listed in metadata.items():
         if key != NAMES and not key.endswith(f":{NAMES}"):
             continue
         try:
             names = _names.decode(str(listed))
         except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-            found[key] = _unread(key, (), "CORRUPT", f"the list in the header's metadata is malformed: {error}")
+            tensors[key] = _unread(key, (), "CORRUPT", f"the list in the header's metadata is malformed: {error}")
             continue
         for name in names:
-            said = _described(name, metadata.get(name))
-            if said is not None:
-                found[name] = said
-    return found
+            description = _described(name, metadata.get(name))
+            if description is not None:
+                tensors[name] = description
+    return tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Swizzled:
-    """A tensor whose scales lie in the order of a matrix-multiply kernel."""
+    """A tensor whose scales are stored in the order of a matrix-multiply kernel."""
 
     codes: str
     """Stored name of its codes."""
@@ -113,34 +113,34 @@ class Swizzled:
     block: int
     """Codes along a row that share a scale."""
     compact: Mapping[str, Any]
-    """Its description, were they in compact order."""
+    """Its description as it would be with scales in compact order."""
 
 
 def swizzled(metadata: Mapping[str, object]) -> Mapping[str, Swizzled]:
-    """Return the tensors that torchao's files describe with such scales, by name; what is malformed is not among them.
+    """Return the tensors with swizzled scales that torchao's files describe, by name; malformed ones are left out.
 
     Args:
         metadata: see `described`.
     """
-    found: dict[str, Swizzled] = {}
-    for name, said in described(metadata).items():
+    tensors: dict[str, Swizzled] = {}
+    for name, description in described(metadata).items():
         text = str(metadata.get(name))
-        if said.encoding is not None or _SWIZZLED not in text:
+        if description.encoding is not None or _SWIZZLED not in text:
             continue
         try:
             tensor = _tensor.decode(text)
-            whole = msgspec.json.decode(text, type=dict[str, Any])
+            compact_note = msgspec.json.decode(text, type=dict[str, Any])
             if tensor.type not in _BLOCKED or tensor.data.get(_SWIZZLED) is not True:
                 continue
-            whole[_DATA] = {**whole[_DATA], _SWIZZLED: False}
-            encoding = _encoding(_tensor.decode(msgspec.json.encode(whole)))
+            compact_note[_DATA] = {**compact_note[_DATA], _SWIZZLED: False}
+            encoding = _encoding(_tensor.decode(msgspec.json.encode(compact_note)))
         except (msgspec.MsgspecError, _UnknownError, UnicodeError, RecursionError):
             continue
         head, dot, segment = name.rpartition(".")
-        codes, scale = (f"{head}{dot}_{segment}_{part}" for part in _BUFFERS)
-        if {codes, scale} <= set(said.parts):
-            found[name] = Swizzled(codes, scale, 8 // encoding.code_bits, encoding.tile[-1], whole)
-    return found
+        codes, scale = (f"{head}{dot}_{segment}_{buffer}" for buffer in _BUFFERS)
+        if {codes, scale} <= set(description.parts):
+            tensors[name] = Swizzled(codes, scale, 8 // encoding.code_bits, encoding.tile[-1], compact_note)
+    return tensors
 
 
 def _described(name: str, text: object) -> Described | None:
@@ -155,7 +155,7 @@ def _described(name: str, text: object) -> Described | None:
     if tensor.type == _PLAIN:
         return None
     head, dot, segment = name.rpartition(".")
-    parts = tuple(f"{head}{dot}_{segment}_{part}" for part in tensor.parts)
+    parts = tuple(f"{head}{dot}_{segment}_{suffix}" for suffix in tensor.parts)
     try:
         return Described(_encoding(tensor), parts)
     except msgspec.ValidationError as error:
@@ -173,7 +173,7 @@ class _UnknownError(ValueError):
     """A tensor of a class, or with an attribute, that is not known here."""
 
 
-def _encoding(tensor: _Tensor) -> Encoding:
+def _encoding(tensor: _TensorNote) -> Encoding:
     if tensor.type == "Float8Tensor":
         return variant("F8_E4M3", _SCALE, tuple(msgspec.convert(tensor.data, _Float8).block_size) or (WHOLE, WHOLE))
     if tensor.type == "MXTensor":

@@ -43,10 +43,10 @@ from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS
 
 LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
-"""Codes of what stands against a view where not all is there."""
+"""Codes of the refusals that say only that tensors are missing."""
 _UNRECOGNISED = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
 _OF_THE_FILES = frozenset({"manifest", "config", "catalog", "decoded", "_recognition", "sizes", "bound"})
-"""Cached properties that are the same in every view."""
+"""Cached properties that every view of the same files shares."""
 __all__ = ["LACKING", "Checkpoint", "StoredTensor", "check_decoded", "open_checkpoint"]
 
 
@@ -56,20 +56,20 @@ class Checkpoint(Mapping[str, StoredTensor]):
     Attributes:
         container: the files behind it.
         settings: what the user said about it.
-        undecoded: the checkpoint as it is stored, where this one is decoded.
-        decoded: what was encoded there and is plain here, by table name.
+        undecoded: the checkpoint as stored, if this one is decoded.
+        decoded: tensors that are encoded there and plain here, by table name.
     """
 
     def __init__(
         self,
         container: Container,
-        said: Settings,
+        settings: Settings,
         view: View | None,
         label: str | None,
         undecoded: Checkpoint | None = None,
     ) -> None:
         self.container = container
-        self.settings = said
+        self.settings = settings
         self.undecoded = undecoded
         self._view = view
         self._label = label
@@ -81,18 +81,18 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     @cached_property
     def catalog(self) -> Catalog:
-        """The stored tensors as tables see them: what is encoded is one tensor."""
-        beside = MODELOPT_CONFIG in self.container.carried
-        modelopt = stored_config(self.container.storage, MODELOPT_CONFIG) if beside else None
+        """The stored tensors as tables see them: an encoded tensor is one entry."""
+        has_modelopt = MODELOPT_CONFIG in self.container.carried
+        modelopt = stored_config(self.container.storage, MODELOPT_CONFIG) if has_modelopt else None
         return catalog(self.container, self.config, modelopt)
 
     @cached_property
     def decoded(self) -> Mapping[str, Encoded]:
-        """What is plain here and encoded where it is stored, by table name."""
+        """Tensors that are plain here and encoded where they are stored, by table name."""
         if self.undecoded is None:
             return {}
-        held = self.undecoded.catalog.encoded
-        return {name: one for name, one in held.items() if name not in self.catalog.encoded}
+        stored_encoded = self.undecoded.catalog.encoded
+        return {name: tensor for name, tensor in stored_encoded.items() if name not in self.catalog.encoded}
 
     @property
     def format(self) -> str:
@@ -106,11 +106,11 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """What the container says beside its tensors; parameter groups by the names of this view."""
-        said = self.container.metadata
-        if self._view is None or GROUPS not in said:
-            return said
-        return {**said, GROUPS: regrouped(said[GROUPS], self._view.targets, [])}
+        """The container's metadata; parameter groups use the names of this view."""
+        metadata = self.container.metadata
+        if self._view is None or GROUPS not in metadata:
+            return metadata
+        return {**metadata, GROUPS: regrouped(metadata[GROUPS], self._view.targets, [])}
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
@@ -132,40 +132,44 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     @cached_property
     def _recognition(self) -> Recognised | TransaxleError:
-        said = self.settings
-        family, dialect = said.family, said.dialect
-        known = said.families.get(self.manifest.family or "") if self.manifest is not None else None
-        if self.manifest is not None and known is not None:
-            family = family or known.name
-            if dialect is None and family == known.name and known.dialect(self.manifest.dialect) is not None:
+        settings = self.settings
+        family, dialect = settings.family, settings.dialect
+        manifest_family = settings.families.get(self.manifest.family or "") if self.manifest is not None else None
+        if self.manifest is not None and manifest_family is not None:
+            family = family or manifest_family.name
+            if (
+                dialect is None
+                and family == manifest_family.name
+                and manifest_family.dialect(self.manifest.dialect) is not None
+            ):
                 dialect = self.manifest.dialect
         try:
             check_model(self.container)
-            return recognise(tuple(self.catalog.entries), self.config, said.families, family, dialect)
+            return recognise(tuple(self.catalog.entries), self.config, settings.families, family, dialect)
         except TransaxleError as error:
             return error
 
     @property
     def family(self) -> str | None:
         """Name of the model family; None where no table reads the names."""
-        found = self._recognised_or_none()
-        return None if found is None else found.family.name
+        reading = self._recognised_or_none()
+        return None if reading is None else reading.family.name
 
     @property
     def dialect(self) -> str | None:
         """Label of the dialect of this view; None where no table reads the names."""
         if self._label is not None:
             return self._label
-        found = self._recognised_or_none()
-        return None if found is None else found.dialect.label
+        reading = self._recognised_or_none()
+        return None if reading is None else reading.dialect.label
 
     def _recognised_or_none(self) -> Recognised | None:
-        """Return what the names are read as; None if they are not, unless the user said how to read them."""
-        found = self._recognition
-        if not isinstance(found, TransaxleError):
-            return found
-        if self.settings.family or self.settings.dialect or found.code not in _UNRECOGNISED:
-            raise found
+        """Return how the names are read; None if no table reads them, unless the user said which one should."""
+        reading = self._recognition
+        if not isinstance(reading, TransaxleError):
+            return reading
+        if self.settings.family or self.settings.dialect or reading.code not in _UNRECOGNISED:
+            raise reading
         return None
 
     @cached_property
@@ -178,18 +182,18 @@ class Checkpoint(Mapping[str, StoredTensor]):
     @cached_property
     def bound(self) -> Bound:
         """The stored names read through the dialect."""
-        found = self.recognised
-        held = self.catalog
-        stored_as = {name: one.encoding.name for name, one in (*held.encoded.items(), *self.decoded.items())}
-        names = tuple(held.entries)
-        return bind(names, found.family, found.dialect, self.sizes, found.prefix, stored_as)
+        reading = self.recognised
+        catalog = self.catalog
+        stored_as = {name: tensor.encoding.name for name, tensor in (*catalog.encoded.items(), *self.decoded.items())}
+        names = tuple(catalog.entries)
+        return bind(names, reading.family, reading.dialect, self.sizes, reading.prefix, stored_as)
 
     def translation(self, dialect: str, recode: Recode = same) -> View:
-        """Return this checkpoint's tensors in another dialect, with everything that stands against it.
+        """Return this checkpoint's tensors in another dialect, with every refusal.
 
         Args:
             dialect: its label; `identity` for the stored tensors under their own names.
-            recode: target name and form -> form in which it is written, where tensors are encoded afterwards.
+            recode: (target name, format) -> format in which it is written, where tensors are encoded afterwards.
 
         Raises:
             UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
@@ -199,8 +203,8 @@ class Checkpoint(Mapping[str, StoredTensor]):
             return View(targets, (), (), (), {}, (), self.sizes.at({}) if self.family else {})
         target = pick_dialect(self.recognised.family, dialect)
         entries, partial = self.catalog.entries, self.settings.partial
-        found = translate(self.bound, entries, target, self.sizes, plainly(recode), partial=partial)
-        return viewed(found, self.catalog)
+        translation = translate(self.bound, entries, target, self.sizes, plainly(recode), partial=partial)
+        return viewed(translation, self.catalog)
 
     def as_dialect(self, dialect: str) -> Checkpoint:
         """Return the same checkpoint lazily re-expressed in another dialect; nothing is converted or written.
@@ -208,7 +212,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         Copies of one tensor (ties) are not compared here: `convert`, `verify` and `diff` do that.
 
         Raises:
-            TransaxleError: everything that stands against it, at once.
+            TransaxleError: every refusal, at once.
         """
         problems = self.foreign(dialect)
         if problems:
@@ -216,30 +220,30 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return self.seen_as(dialect)
 
     def foreign(self, dialect: str) -> list[Refusal]:
-        """Return why names of some tensors are not known in a dialect; it raises what `translation` does."""
+        """Return why some tensors have no known name in a dialect; raises like `translation`."""
         if dialect == IDENTITY:
             return []
         target = pick_dialect(self.recognised.family, dialect)
-        return foreign(self.bound, self.config, target, said=self.settings.family is not None)
+        return foreign(self.bound, self.config, target, family_given=self.settings.family is not None)
 
     def seen_as(self, dialect: str) -> Checkpoint:
-        """Return what `as_dialect` does with unknown names as they are, for those who then compare all names."""
+        """Like `as_dialect`, but unknown names stay as they are, for callers that compare all names."""
         return self._expressed(self.translation(dialect), dialect)
 
     def in_part(self, dialect: str) -> Checkpoint:
-        """Return what `as_dialect` does as far as the stored tensors go: one that they are not all of is not there.
+        """Like `as_dialect`, but for a part of a model: a target that the stored tensors do not fill is left out.
 
         Raises:
-            TransaxleError: everything else that stands against it, at once.
+            TransaxleError: every other refusal, at once.
         """
-        part = Checkpoint(self.container, replace(self.settings, partial=True), None, None, self.undecoded)
-        view, source = part.translation(dialect), part.source_of(dialect)
-        there = {name: target for name, target in view.targets.items() if source.covers(target)}
-        against = tuple(refusal for refusal in view.refusals if refusal.code not in LACKING)
-        return part._expressed(replace(view, targets=there, refusals=against), dialect)
+        partial = Checkpoint(self.container, replace(self.settings, partial=True), None, None, self.undecoded)
+        view, source = partial.translation(dialect), partial.source_of(dialect)
+        covered = {name: target for name, target in view.targets.items() if source.covers(target)}
+        remaining = tuple(refusal for refusal in view.refusals if refusal.code not in LACKING)
+        return partial._expressed(replace(view, targets=covered, refusals=remaining), dialect)
 
     def _expressed(self, view: View, dialect: str) -> Checkpoint:
-        """Return the same checkpoint under another view, unless something stands against it."""
+        """Return the same checkpoint under another view, or raise the view's refusals."""
         problems = list(view.refusals)
         for target in view.targets.values():
             try:
@@ -252,65 +256,65 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return self._seen(view, label)
 
     def _seen(self, view: View | None, label: str | None) -> Checkpoint:
-        """Return another view of the same files; what is known of them is not looked up again."""
-        found = Checkpoint(self.container, self.settings, view, label, self.undecoded)
-        vars(found).update({key: value for key, value in vars(self).items() if key in _OF_THE_FILES})
-        return found
+        """Return another view of the same files, which shares what is already known of them."""
+        other_view = Checkpoint(self.container, self.settings, view, label, self.undecoded)
+        vars(other_view).update({key: value for key, value in vars(self).items() if key in _OF_THE_FILES})
+        return other_view
 
     def checking(self, checks: Sequence[Check]) -> Checkpoint:
-        """Return the same view with more stored copies that must be equal for it to be true."""
+        """Return the same view with further copies that must prove equal."""
         return self if not checks else self._seen(replace(self.view, checks=(*self.checks, *checks)), self._label)
 
     def without_optimizer(self) -> Checkpoint:
         """Return the same checkpoint without the optimizer's state and settings."""
         state = {name for name in self.container.entries if name.startswith(OPTIMIZER)}
-        said = dict(self.container.metadata)
-        if said.pop(GROUPS, None) is not None:
-            said[LEFT_BEHIND] = {**said.get(LEFT_BEHIND, {}), GROUPS: "settings"}
+        metadata = dict(self.container.metadata)
+        if metadata.pop(GROUPS, None) is not None:
+            metadata[LEFT_BEHIND] = {**metadata.get(LEFT_BEHIND, {}), GROUPS: "settings"}
         elif not state:
             return self
         return Checkpoint(
-            replace(self.container.without(state), metadata=said), self.settings, None, None, self.undecoded
+            replace(self.container.without(state), metadata=metadata), self.settings, None, None, self.undecoded
         )
 
     def decode(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:
-        """Return the same checkpoint with encoded tensors as plain ones, which are decoded when they are read.
+        """Return the same checkpoint with encoded tensors as plain ones, decoded when they are read.
 
         Args:
             to: `bf16` or `fp32`.
-            only: patterns of the names to be decoded, as tables have them; none: all.
-            skip: patterns of names that stay as they are.
+            only: patterns of the table names to decode; none: all.
+            skip: patterns of names that stay encoded.
 
         Raises:
-            Refused: what stands against telling their buffers apart.
+            Refused: buffers that cannot be grouped.
             UsageError: AMBIGUOUS for an unknown type, and for a pattern that no encoded tensor has.
         """
         if to not in DTYPES:
             raise refuse("AMBIGUOUS", f"cannot decode to {to!r}", hint=f"say one of: {', '.join(DTYPES)}")
-        held = self.stored.catalog
-        if held.refusals:
-            raise gathered(held.refusals)
-        if not held.encoded:
+        catalog = self.stored.catalog
+        if catalog.refusals:
+            raise gathered(catalog.refusals)
+        if not catalog.encoded:
             raise nothing_encoded(to)
-        names = chosen(held.encoded, only, skip, "encoded tensor")
+        names = chosen(catalog.encoded, only, skip, "encoded tensor")
         if not names:
             return self.stored
-        return Checkpoint(decoded(held, names, DTYPES[to]), self.settings, None, None, self.undecoded or self.stored)
+        return Checkpoint(decoded(catalog, names, DTYPES[to]), self.settings, None, None, self.undecoded or self.stored)
 
     def cast(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:
-        """Return the same checkpoint with plain numbers of another type, which are cast when they are read.
+        """Return the same checkpoint with plain tensors in another dtype, cast when they are read.
 
         Args:
             to: `bf16`, `fp16` or `fp32`.
-            only: patterns of the names to be cast; none: all weights but what the family's table marks as precise.
-            skip: patterns of names that stay as they are.
+            only: patterns of the names to cast; none: all weights but those that the family's table marks as precise.
+            skip: patterns of names that keep their dtype.
 
         Raises:
             UsageError: AMBIGUOUS for an unknown type, where nothing is plain, and for a pattern that no tensor has.
         """
-        here = self.stored
-        keep = precise(None if here.family is None else here.bound)
-        container = cast_to(here.catalog, to, only, skip, keep)
+        stored_view = self.stored
+        keep = precise(None if stored_view.family is None else stored_view.bound)
+        container = cast_to(stored_view.catalog, to, only, skip, keep)
         return Checkpoint(container, self.settings, None, None, self.undecoded)
 
     @property
@@ -335,11 +339,11 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     @cached_property
     def source(self) -> Source:
-        """What turns the tensors of this view into transfers."""
+        """The reader that turns the tensors of this view into transfers."""
         return self.source_of(self._label)
 
     def source_of(self, dialect: str | None) -> Source:
-        """Return what turns the tensors of a translation into transfers; None: under their stored names."""
+        """Return the reader that turns the tensors of a translation into transfers; None: under their stored names."""
         return Source(self.container, None if dialect in (None, IDENTITY) else self.catalog.buffers)
 
     @property
@@ -349,10 +353,10 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     @property
     def parameters(self) -> int:
-        """Number of the model's elements: what is encoded counts once, and its scales do not."""
-        parts = {stored for one in self.encoded.values() for stored in one.parts.values()}
+        """Number of the model's elements: an encoded one counts once, and its scales do not count."""
+        parts = {stored for tensor in self.encoded.values() for stored in tensor.parts.values()}
         plain = sum(tensor.parameters for name, tensor in self.items() if name not in parts)
-        return plain + sum(prod(one.shape) for one in self.encoded.values())
+        return plain + sum(prod(tensor.shape) for tensor in self.encoded.values())
 
     def __getitem__(self, name: str) -> StoredTensor:
         return StoredTensor(name, *self.view.described(name), self.targets[name], self.source)
@@ -404,7 +408,7 @@ def open_checkpoint(
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
     lenient: bool = False,
-    **said: Any,
+    **options: Any,
 ) -> Checkpoint:
     """Open a checkpoint of any known format; nothing is loaded, and torch is not imported.
 
@@ -415,22 +419,24 @@ def open_checkpoint(
         only: patterns of the names to be decoded or cast.
         skip: patterns of names that stay as they are.
         lenient: decode what is encoded, if anything is: of two that are compared, one may be plain.
-        **said: `format`, `family`, `dialect`, `config`, `axes`, `rules`, `weights`, `optimizer`, `average`: see
+        **options: `format`, `family`, `dialect`, `config`, `axes`, `rules`, `weights`, `optimizer`, `average`: see
             `settings`.
 
     Raises:
         StorageError: IO where it is missing or unreadable.
         Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem of its files.
     """
-    given = settings(**said)
-    container = ordering(open_container(os.fspath(path), given.format, given.weights, cutter(given)))
-    found = Checkpoint(averaged(container) if given.average else container, given, None, None)
-    if given.optimizer is False:
-        found = found.without_optimizer()
+    user_settings = settings(**options)
+    container = ordering(
+        open_container(os.fspath(path), user_settings.format, user_settings.weights, cutter(user_settings))
+    )
+    checkpoint = Checkpoint(averaged(container) if user_settings.average else container, user_settings, None, None)
+    if user_settings.optimizer is False:
+        checkpoint = checkpoint.without_optimizer()
     if decode is not None and dtype is not None:
         raise TypeError("decode or dtype: one of them at a time")
     if dtype is not None:
-        return found.cast(dtype, only, skip)
-    if decode is None or (lenient and not found.catalog.encoded and not found.catalog.refusals):
-        return found
-    return found.decode(decode, only, skip)
+        return checkpoint.cast(dtype, only, skip)
+    if decode is None or (lenient and not checkpoint.catalog.encoded and not checkpoint.catalog.refusals):
+        return checkpoint
+    return checkpoint.decode(decode, only, skip)

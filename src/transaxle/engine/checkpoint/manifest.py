@@ -1,7 +1,8 @@
-"""The manifest `transaxle.json`: what a checkpoint that we wrote is, and a hash of every tensor and every header.
+"""The manifest `transaxle.json`: the description of a checkpoint that we wrote, with a hash of every tensor and
+header.
 
-It is written last. While its file sizes and header hashes match, it tells the family and dialect without guessing;
-`verify` also holds every tensor's bytes against it. Its own checksum covers the rest of its text.
+It is written last. While file sizes and header hashes match, it gives family and dialect without guessing, and `verify`
+checks every tensor's bytes against it. Its own checksum covers the rest of its text.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     size: int
     """Bytes."""
     head: int
-    """Number of its bytes that are no tensor's: the headers of a tensor file, all of any other file."""
+    """Number of bytes that belong to no tensor: the headers of a tensor file, all of any other file."""
     xxh3: str
     """xxh3-128 of those bytes, in the order of the file, in hex."""
 
@@ -114,15 +115,15 @@ def load(container: Container) -> Manifest | None:
 
 
 def stale(manifest: Manifest, container: Container, files: Collection[str] | None = None) -> list[Refusal]:
-    """Return what the manifest says of files and what is no longer so.
+    """Return the manifest's statements about files that are no longer true.
 
     Args:
         manifest: from `load`.
         container: the checkpoint.
-        files: hold only these against it; None: all that it lists.
+        files: check only these; None: all that it lists.
     """
     problems = []
-    held = _held(container)
+    tensor_ranges = _tensor_ranges(container)
     present = set(container.storage.names())
     for name, record in manifest.files.items():
         if files is not None and name not in files:
@@ -133,9 +134,9 @@ def stale(manifest: Manifest, container: Container, files: Collection[str] | Non
         elif size != record.size:
             message = f"the manifest says {record.size} bytes, the file has {size}"
             problems.append(Refusal("CORRUPT", message, Where(name)))
-        elif _described(container, name, size, held.get(name, [])) != (record.head, record.xxh3):
-            what = "this file" if record.head == size else "its header"
-            problems.append(Refusal("CORRUPT", f"{what} was changed after it was written", Where(name)))
+        elif _digest_around(container, name, size, tensor_ranges.get(name, [])) != (record.head, record.xxh3):
+            subject = "this file" if record.head == size else "its header"
+            problems.append(Refusal("CORRUPT", f"{subject} was changed after it was written", Where(name)))
     return problems
 
 
@@ -149,22 +150,22 @@ def _size(container: Container, name: str, present: Collection[str]) -> int | No
         return None
 
 
-def _held(container: Container) -> dict[str, list[tuple[int, int]]]:
+def _tensor_ranges(container: Container) -> dict[str, list[tuple[int, int]]]:
     """Return the byte ranges of every file that hold tensors."""
-    found: dict[str, list[tuple[int, int]]] = {}
+    ranges: dict[str, list[tuple[int, int]]] = {}
     for entry in (*container.entries.values(), *container.left.values()):
         for extent in entry.extents:
             size = nbytes(entry.dtype, extent.shape)
             if size:
-                found.setdefault(extent.file, []).append((extent.offset, extent.offset + size))
-    return found
+                ranges.setdefault(extent.file, []).append((extent.offset, extent.offset + size))
+    return ranges
 
 
-def _described(container: Container, name: str, size: int, held: list[tuple[int, int]]) -> tuple[int, str]:
-    """Return the number and the xxh3-128 of a file's bytes that no tensor holds."""
+def _digest_around(container: Container, name: str, size: int, ranges: list[tuple[int, int]]) -> tuple[int, str]:
+    """Return the number, and the xxh3-128, of a file's bytes outside its tensors."""
     state = xxhash.xxh3_128()
     reached = count = 0
-    for begin, end in [*sorted(held), (size, size)]:
+    for begin, end in [*sorted(ranges), (size, size)]:
         for start in range(reached, begin, _BLOCK):
             state.update(container.storage.read(name, start, min(_BLOCK, begin - start)))
         count += max(0, begin - reached)
@@ -173,9 +174,9 @@ def _described(container: Container, name: str, size: int, held: list[tuple[int,
 
 
 def read_manifest(container: Container) -> Manifest | None:
-    """Return the manifest if there is one and the checkpoint is still what it was written with.
+    """Return the manifest if the checkpoint still matches it; None otherwise.
 
-    That is: the files that hold or describe tensors, and config.json. Other files beside them are left to `verify`.
+    Only files that hold or describe tensors, and config.json, are checked; `verify` checks the others.
     """
     try:
         manifest = load(container)

@@ -1,4 +1,4 @@
-"""Adapters: folders of peft, whose tensors are added to those of a model and mean nothing without it."""
+"""Adapters: peft's folders, whose tensors are added to those of a model and mean nothing without it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def adapter_config(container: Container) -> Mapping[str, Any] | None:
     """
     if ADAPTER_CONFIG not in container.carried:
         return None
-    found = stored_config(container.storage, ADAPTER_CONFIG)
-    return found if _KIND in found else None
+    config = stored_config(container.storage, ADAPTER_CONFIG)
+    return config if _KIND in config else None
 
 
 def check_model(container: Container) -> None:
-    """Prove that a checkpoint is a model's, which a table may read.
+    """Refuse an adapter, whose tensors no table may read as a model's.
 
     Raises:
         UsageError: UNKNOWN_FAMILY for an adapter.
@@ -37,5 +37,5 @@ def check_model(container: Container) -> None:
     config = adapter_config(container)
     if config is not None:
         base = config.get(_BASE) or "a model that it does not name"
-        what = f"a {str(config[_KIND])[:40]} adapter of {str(base)[:200]}"
-        raise refuse("UNKNOWN_FAMILY", f"{what}: its tensors are no model's, and no table has them", hint=_HINT)
+        description = f"a {str(config[_KIND])[:40]} adapter of {str(base)[:200]}"
+        raise refuse("UNKNOWN_FAMILY", f"{description}: its tensors are no model's, and no table has them", hint=_HINT)

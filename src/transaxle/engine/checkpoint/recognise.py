@@ -1,4 +1,4 @@
-"""Which family and dialect a checkpoint is of: its config and its names tell, never its shapes."""
+"""Recognition: which family and dialect a checkpoint is of; its config and names tell, never its shapes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ IDENTITY = "identity"
 
 @dataclass(frozen=True, slots=True)
 class Recognised:
-    """How a checkpoint's names are read."""
+    """One reading of a checkpoint's names."""
 
     family: Family
     """Its family."""
     dialect: Dialect
     """Its dialect."""
     prefix: str
-    """What stands before every name."""
+    """Text before every name."""
     matched: int
-    """Names that the dialect reads."""
+    """Number of names that the dialect reads."""
 
 
 def pick_family(label: str, families: Mapping[str, Family]) -> Family:
@@ -50,63 +50,67 @@ def pick_dialect(family: Family, label: str) -> Dialect:
     Raises:
         UsageError: AMBIGUOUS, listing the dialects there are.
     """
-    found = family.dialect(label)
-    if found is None:
+    match = family.dialect(label)
+    if match is None:
         close = difflib.get_close_matches(label, [*family.labels, *(d.name for d in family.dialects), IDENTITY], 1)
         raise refuse(
             "AMBIGUOUS",
             f"family {family.name} has no dialect {label!r}; it has: {', '.join(family.labels)}, {IDENTITY}",
             hint=f"did you mean {close[0]}?" if close else "add one with --rules FILE",
         )
-    return found
+    return match
 
 
 def model_types(config: Mapping[str, Any]) -> list[str]:
-    """Return what a config says the model is: its own type, and that of the text model in it."""
+    """Return the model types that a config states: its own, and that of the text model in it."""
     nested = config.get("text_config")
     levels = [config, nested] if isinstance(nested, Mapping) else [config]
     return [level["model_type"] for level in levels if isinstance(level.get("model_type"), str)]
 
 
-def _absent(found: Recognised, grouped: Mapping[str, list[str]]) -> list[LogicalTensor]:
-    """Return the family's tensors that the names lack; one that may be stored as a tie is not missed."""
-    present = {skeleton(names[0][len(found.prefix) :]) for names in grouped.values()}
-    held = {c for line in found.dialect.lines if line.name.skeleton in present for c in line.expression.components}
-    held |= {tie.alias for tie in found.family.ties}
-    return [tensor for name, tensor in found.family.tensors.items() if name not in held]
+def _absent(reading: Recognised, grouped: Mapping[str, list[str]]) -> list[LogicalTensor]:
+    """Return the family's tensors that the names lack; a tensor that may be stored as a tie does not count."""
+    present = {skeleton(names[0][len(reading.prefix) :]) for names in grouped.values()}
+    present_components = {
+        c for line in reading.dialect.lines if line.name.skeleton in present for c in line.expression.components
+    }
+    present_components |= {tie.alias for tie in reading.family.ties}
+    return [tensor for name, tensor in reading.family.tensors.items() if name not in present_components]
 
 
-def _most_complete(found: Sequence[Recognised], grouped: Mapping[str, list[str]]) -> list[Recognised]:
-    """Return the readings under which nothing is lacking that must be there, and least that may be.
+def _most_complete(readings: Sequence[Recognised], grouped: Mapping[str, list[str]]) -> list[Recognised]:
+    """Return the readings that lack no mandatory tensor and the fewest optional ones.
 
-    A Llama's names are all names of a Qwen3, which always has more; a Qwen3's are all names of a Qwen3-MoE without
-    any experts. Where every reading lacks something (one shard of several) there is no telling.
+    All names of a Llama are also names of a Qwen3, which always has more; all names of a Qwen3 are names of a Qwen3-MoE
+    without experts. Where every reading lacks something (one shard of several), all of them are returned.
     """
-    absent = [(reading, _absent(reading, grouped)) for reading in found]
-    whole = [(reading, len(lacks)) for reading, lacks in absent if all(t.when is not None for t in lacks)]
-    least = min((count for _, count in whole), default=0)
-    return [reading for reading, count in whole if count == least] or list(found)
+    absent = [(reading, _absent(reading, grouped)) for reading in readings]
+    complete = [(reading, len(lacks)) for reading, lacks in absent if all(t.when is not None for t in lacks)]
+    fewest = min((count for _, count in complete), default=0)
+    return [reading for reading, count in complete if count == fewest] or list(readings)
 
 
 def _readings(family: Family, grouped: Mapping[str, list[str]], dialect: str | None) -> Iterator[Recognised]:
     """Yield how each dialect of a family, or the one named, reads the names."""
-    for each in family.dialects if dialect is None else [family.dialect(dialect)]:
-        matched, prefix = (0, "") if each is None else score(grouped, each)
-        if each is not None and matched:
-            yield Recognised(family, each, prefix, matched)
+    for candidate in family.dialects if dialect is None else [family.dialect(dialect)]:
+        matched, prefix = (0, "") if candidate is None else score(grouped, candidate)
+        if candidate is not None and matched:
+            yield Recognised(family, candidate, prefix, matched)
 
 
 def _best_readings(families: Families, grouped: Mapping[str, list[str]], dialect: str | None) -> list[Recognised]:
-    """Return the readings of the families that may read the most names; tables that read fewer stay unread."""
-    found: list[Recognised] = []
+    """Return the readings with the most matched names. Families are tried by an upper bound of their matches, so that
+    tables which cannot win are never parsed.
+    """
+    readings: list[Recognised] = []
     most = 0
-    for bound, family in families.that_may_read({key: len(same) for key, same in grouped.items()}):
-        if bound < most:
+    for upper_bound, family in families.that_may_read({key: len(names_alike) for key, names_alike in grouped.items()}):
+        if upper_bound < most:
             break
-        found.extend(_readings(family, grouped, dialect))
-        most = max((reading.matched for reading in found), default=0)
+        readings.extend(_readings(family, grouped, dialect))
+        most = max((reading.matched for reading in readings), default=0)
     order = {name: place for place, name in enumerate(families)}
-    return sorted(found, key=lambda reading: order[reading.family.name])
+    return sorted(readings, key=lambda reading: order[reading.family.name])
 
 
 def recognise(
@@ -129,59 +133,59 @@ def recognise(
         UsageError: UNKNOWN_FAMILY or AMBIGUOUS, listing the candidates.
     """
     grouped = group(split_slot(name)[0] for name in names)
-    told = model_types(config)
-    candidates = [pick_family(family, families)] if family is not None else families.of_types(told)
+    types = model_types(config)
+    candidates = [pick_family(family, families)] if family is not None else families.of_types(types)
     if candidates:
-        found = [each for one in candidates for each in _readings(one, grouped, dialect)]
+        readings = [reading for candidate in candidates for reading in _readings(candidate, grouped, dialect)]
     else:
-        found = _best_readings(families, grouped, dialect)
-    if not found:
-        raise _nothing(names, told, candidates or list(families.values()), dialect)
-    most = max(r.matched for r in found)
-    best = _most_complete([r for r in found if r.matched == most], grouped)
+        readings = _best_readings(families, grouped, dialect)
+    if not readings:
+        raise _nothing(names, types, candidates or list(families.values()), dialect)
+    most = max(r.matched for r in readings)
+    best = _most_complete([r for r in readings if r.matched == most], grouped)
     distinct = {(r.family.name, _reading(r, grouped)): r for r in reversed(best)}
     if len(distinct) > 1:
         listed = ", ".join(f"{r.family.name}:{r.dialect.label}" for r in best)
-        names_only = "" if told else " (no config.json says what it is)"
+        names_only = "" if types else " (no config.json says what it is)"
         raise refuse(
             "AMBIGUOUS",
             f"{most} of {len(names)} names are read alike by {listed}{names_only}",
             hint="say which with --config FILE, or with --family NAME and --from DIALECT (config=, family=, dialect=)",
         )
     chosen = best[0]
-    if family is None and told and not any(t in chosen.family.model_types for t in told):
+    if family is None and types and not any(t in chosen.family.model_types for t in types):
         raise refuse(
             "UNKNOWN_FAMILY",
-            f"config.json says model_type {told[0]!r}, which no table knows; known: {', '.join(families)}",
+            f"config.json says model_type {types[0]!r}, which no table knows; known: {', '.join(families)}",
             hint=f"its names read like {chosen.family.name}: if that is right, say --family {chosen.family.name}",
         )
     return chosen
 
 
-def _reading(found: Recognised, grouped: Mapping[str, list[str]]) -> tuple[str, ...]:
-    """Return the rules by which a dialect reads the names: dialects that read them alike are one."""
+def _reading(reading: Recognised, grouped: Mapping[str, list[str]]) -> tuple[str, ...]:
+    """Return the rules by which a dialect reads the names: dialects with equal rules are one reading."""
     texts: set[str] = set()
     for names in grouped.values():
-        name = names[0][len(found.prefix) :]
-        lines = found.dialect.by_skeleton.get(skeleton(name), ())
+        name = names[0][len(reading.prefix) :]
+        lines = reading.dialect.by_skeleton.get(skeleton(name), ())
         texts.update(line.text for line in lines if line.name.match(name) is not None)
     return tuple(sorted(texts))
 
 
 def _nothing(
-    names: Sequence[str], told: Sequence[str], candidates: Sequence[Family], dialect: str | None
+    names: Sequence[str], types: Sequence[str], candidates: Sequence[Family], dialect: str | None
 ) -> TransaxleError:
     """Build the refusal where no dialect reads any name, with the closest one."""
     samples = list(dict.fromkeys(skeleton(name) for name in names[:200]))
     close: list[str] = []
     for family in candidates:
-        for each in family.dialects:
-            matches = [m for s in samples[:20] for m in difflib.get_close_matches(s, each.by_skeleton, 1, 0.8)]
+        for candidate in family.dialects:
+            matches = [m for s in samples[:20] for m in difflib.get_close_matches(s, candidate.by_skeleton, 1, 0.8)]
             if matches:
-                close.append(f"{family.name}:{each.label}")
+                close.append(f"{family.name}:{candidate.label}")
     wanted = f"dialect {dialect!r} reads none" if dialect else "no table reads any"
-    first = ", ".join(names[:3]) or "(no tensors)"
-    model = f" (config.json says {told[0]!r})" if told else ""
-    own = 'convert it under its own names with --to FORMAT:identity (to="FORMAT:identity"), or add --rules FILE'
-    hint = f"closest: {close[0]}" if close else own
-    return refuse("UNKNOWN_FAMILY", f"{wanted} of its names: {first}{model}", hint=hint)
+    first_names = ", ".join(names[:3]) or "(no tensors)"
+    model = f" (config.json says {types[0]!r})" if types else ""
+    rename_hint = 'convert it under its own names with --to FORMAT:identity (to="FORMAT:identity"), or add --rules FILE'
+    hint = f"closest: {close[0]}" if close else rename_hint
+    return refuse("UNKNOWN_FAMILY", f"{wanted} of its names: {first_names}{model}", hint=hint)

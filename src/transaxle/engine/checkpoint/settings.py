@@ -1,4 +1,4 @@
-"""What the user says about a checkpoint beside its path: one value that every command passes on."""
+"""Settings: what the user says about a checkpoint beside its path, as one value that every command passes on."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from transaxle.formats.storage.local import read_file
 
 CONFIG = "config.json"
 LONGEST_CONFIG = 8 << 20
-"""Bytes of a config. Those that list each quantized layer have some hundred thousand."""
+"""Cap on the bytes of a config; those that list every quantized layer have some hundred thousand."""
 LONGEST_TABLE = 1 << 18
-"""Bytes of a rules file; the longest that ships has seven thousand."""
+"""Cap on the bytes of a rules file; the longest that ships has seven thousand."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class Settings:
     families: Families = field(default_factory=builtin)
     """Known families."""
     weights: Weights | None = None
-    """Of a DeepSpeed checkpoint, which weights; None: those the optimizer keeps."""
+    """Which weights of a DeepSpeed checkpoint to read; None: those that the optimizer keeps."""
     optimizer: bool | None = None
-    """Whether the optimizer's state is part of it; None: yes, but `safetensors:hf` is written without it."""
+    """Whether the optimizer's state is included; None: yes, except when writing `safetensors:hf`."""
     average: bool = False
-    """Of a DeepSpeed checkpoint: whether replicas that differ between ranks are taken as their mean."""
+    """Whether replicas of a DeepSpeed checkpoint that differ between ranks are replaced by their mean."""
     partial: bool = False
-    """Whether it is a part of a model on purpose (one rank's, one stage's): tensors may be absent."""
+    """Whether it is deliberately a part of a model (one rank's, one stage's): tensors may be absent."""
     files: tuple[str, ...] = ()
-    """The config and the rules, as typed, where they are files."""
+    """Paths of config and rules as typed, if they are files."""
 
 
 def settings(

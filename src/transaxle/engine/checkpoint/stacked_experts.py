@@ -1,7 +1,7 @@
-"""A checkpoint whose grouped parameters are N names, seen as one tensor each, or the other way round.
+"""A checkpoint whose grouped parameters are N tensors, seen as one stack each, or the other way round.
 
-Such layers stand in models that no table knows. The names of both sides tell which they are, and a table is made for
-these; the codes and scales of quantized ones are tensors like others, so they move as they are.
+Such layers occur in models that no table knows. The names of both sides show which they are, and a table is built for
+these; the codes and scales of quantized ones are tensors like others, and move unchanged.
 """
 
 from __future__ import annotations
@@ -20,70 +20,84 @@ from transaxle.families import Families
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
-    """A checkpoint under the names wanted, as far as these are grouped parameters in another form."""
+class Restacked:
+    """A checkpoint under the wanted names, as far as these are grouped parameters in another form."""
 
     checkpoint: Checkpoint
-    """Re-expressed, where anything is to be; sets of experts that do not fit stay as they are."""
+    """Re-expressed where a form changes; sets of experts that do not fit stay as they are."""
     changed: bool
-    """Whether anything is."""
+    """Whether any form changes."""
     complete: bool
-    """Whether every name wanted is there now, or is of a set that does not fit."""
+    """Whether every wanted name now exists, or belongs to a set that does not fit."""
 
 
-def grouped(checkpoint: Checkpoint, wanted: Mapping[str, Shape], beside: Iterable[str] = ()) -> Grouped:
-    """Return a checkpoint with its grouped parameters in the form that is wanted.
+def grouped(checkpoint: Checkpoint, wanted: Mapping[str, Shape], beside: Iterable[str] = ()) -> Restacked:
+    """Return a checkpoint with its grouped parameters in the wanted form.
 
     Args:
         checkpoint: under its stored names.
         wanted: names and whole shapes, without optimizer state.
-        beside: those of the names that may lack.
+        beside: wanted names that may be absent.
 
     Raises:
-        Refused: what stands against the translation; UNEQUAL_COPIES for both forms at once, of unlike shapes.
+        Refused: what the translation refuses; UNEQUAL_COPIES where both forms exist with different shapes.
     """
     entries = {name: entry.shape for name, entry in checkpoint.container.entries.items()}
-    found = arranged(groups(wanted, entries), entries)
-    made = {*found.broken, *beside, *(name for stem in found.stems for name in stem.targets)}
-    complete = all(name in made or name in checkpoint for name in wanted)
-    return Grouped(seen(checkpoint, found.stems) if found.stems else checkpoint, bool(found.stems), complete)
+    arrangement = arranged(groups(wanted, entries), entries)
+    available = {*arrangement.broken, *beside, *(name for stem in arrangement.stems for name in stem.targets)}
+    complete = all(name in available or name in checkpoint for name in wanted)
+    return Restacked(
+        seen(checkpoint, arrangement.stems) if arrangement.stems else checkpoint, bool(arrangement.stems), complete
+    )
 
 
-def seen(checkpoint: Checkpoint, given: Sequence[Stem]) -> Checkpoint:
+def seen(checkpoint: Checkpoint, stems: Sequence[Stem]) -> Checkpoint:
     """Return a checkpoint whose grouped parameters are in their other form.
+
+    Args:
+        checkpoint: under its stored names.
+        stems: the sets that change form.
 
     Raises:
         Refused: see `grouped`.
     """
-    family, container = table(given), checkpoint.container
-    said = replace(
+    family, container = table(stems), checkpoint.container
+    table_settings = replace(
         checkpoint.settings,
         family=FAMILY,
         dialect=STORED,
         families=Families({}, {FAMILY: family}),
-        axes=sizes(given),
+        axes=sizes(stems),
         config={},
     )
-    made = Checkpoint(container, said, None, None, checkpoint.undecoded)
-    vars(made)["catalog"] = Catalog(container, container.entries, {}, None, ())  # codes and scales, each for itself
-    names = without_copies(given, container.entries)
-    vars(made)["bound"] = bind(names, family, family.dialects[0], made.sizes)
-    checks, problems = copy_checks(given, container.entries)
+    restacked = Checkpoint(container, table_settings, None, None, checkpoint.undecoded)
+    vars(restacked)["catalog"] = Catalog(
+        container, container.entries, {}, None, ()
+    )  # codes and scales, each for itself
+    names = without_copies(stems, container.entries)
+    vars(restacked)["bound"] = bind(names, family, family.dialects[0], restacked.sizes)
+    checks, problems = copy_checks(stems, container.entries)
     if problems:
         raise gathered(problems)
-    return made.as_dialect(WANTED).checking(checks)
+    return restacked.as_dialect(WANTED).checking(checks)
 
 
-def between(mine: Mapping[str, Shape], theirs: Mapping[str, Shape], *, shared_out: bool = True) -> Arranged:
-    """Return how one side holds what the other wants, both with states of optimizers.
+def between(
+    wanted_shapes: Mapping[str, Shape], stored_shapes: Mapping[str, Shape], *, shared_out: bool = True
+) -> Arranged:
+    """Return how one side holds what the other wants, optimizer states included on both.
 
     Args:
-        mine: names and shapes of what is wanted.
-        theirs: the same of what there is.
-        shared_out: other ranks may want other experts: that there are more of them is nothing against it.
+        wanted_shapes: names and shapes of what is wanted.
+        stored_shapes: names and shapes of what is stored.
+        shared_out: other ranks may want other experts, so that surplus experts are no problem.
     """
-    wanted, stored = parameter_shapes(mine), parameter_shapes(theirs)
-    found = groups(wanted, stored)
+    wanted, stored = parameter_shapes(wanted_shapes), parameter_shapes(stored_shapes)
+    sets = groups(wanted, stored)
     if shared_out:
-        found = [one for one in found if one.single or one.whole in stored or not stored.keys() >= {*one.names}]
-    return arranged(found, stored)
+        sets = [
+            experts
+            for experts in sets
+            if experts.single or experts.whole in stored or not stored.keys() >= {*experts.names}
+        ]
+    return arranged(sets, stored)

@@ -1,4 +1,4 @@
-"""A stored tensor: what is read of it, whole or in boxes; a read touches only the bytes of its box."""
+"""Stored tensors: one tensor of a checkpoint, read whole or in boxes; a read touches only the bytes of its box."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from transaxle.move.transfer import Transfer
 
 _SCRATCH, _LEAST_SCRATCH = 8 << 20, 1 << 16
 _WASTE, _GAP = 1.25, 64
-"""A read of a box may take so many bytes for each one wanted, or gaps of so many bytes between two runs."""
-Box = tuple[slice, ...]
+"""A box is read with its gaps if that costs at most `_WASTE` bytes per wanted byte, or gaps are at most `_GAP` bytes.
+"""
+SliceBox = tuple[slice, ...]
+"""One slice of step 1 per dim."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,12 +54,12 @@ class StoredTensor:
 
     @property
     def component(self) -> str:
-        """Logical tensors in it, `gate, up`; empty where no table was needed to read it."""
+        """Its logical tensors, `gate, up`; empty if no table was needed to read it."""
         return self._target.component
 
     @property
     def origins(self) -> frozenset[str]:
-        """Names of the stored tensors that it comes from, as the tables have them."""
+        """Table names of the stored tensors that it is made of."""
         return frozenset(origin.name for part in self._target.parts for origin in part.origins)
 
     def transfers(self, intervals: Intervals | None = None) -> list[Transfer]:
@@ -69,10 +71,10 @@ class StoredTensor:
         target = self._target
         if intervals is None or (self.dtype, self.shape) == (target.dtype, target.shape):
             return self._source.transfers(target, intervals)
-        inside = positions(self.name, intervals, self.dtype, self.shape, target.dtype, target.shape)
-        return [] if inside is None else self._source.transfers(target, inside)
+        stored_intervals = positions(self.name, intervals, self.dtype, self.shape, target.dtype, target.shape)
+        return [] if stored_intervals is None else self._source.transfers(target, stored_intervals)
 
-    def read(self, box: Box | None = None) -> np.ndarray:
+    def read(self, box: SliceBox | None = None) -> np.ndarray:
         """Read the tensor or a box of it.
 
         Args:
@@ -121,10 +123,10 @@ class StoredTensor:
         return f"<{self.name} {self.dtype} {list(self.shape)}>"
 
 
-def _spans(name: str, shape: tuple[int, ...], box: Box | None) -> list[tuple[int, int]]:
+def _spans(name: str, shape: tuple[int, ...], box: SliceBox | None) -> list[tuple[int, int]]:
     if box is None:
         return [(0, size) for size in shape]
-    if len(box) != len(shape) or any(getattr(part, "step", 0) not in (None, 1) for part in box):
+    if len(box) != len(shape) or any(getattr(bounds, "step", 0) not in (None, 1) for bounds in box):
         raise refuse("SHAPE_MISMATCH", f"a box is one slice of step 1 per dim of {list(shape)}", tensor=name)
-    spans = [part.indices(size)[:2] for part, size in zip(box, shape, strict=True)]
+    spans = [bounds.indices(size)[:2] for bounds, size in zip(box, shape, strict=True)]
     return [(start, max(start, stop)) for start, stop in spans]

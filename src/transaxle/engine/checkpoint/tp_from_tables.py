@@ -1,4 +1,4 @@
-"""How tensor-parallel ranks were cut, as the tables say: for checkpoints that do not say it themselves."""
+"""How tensor-parallel ranks were cut according to the tables, for checkpoints that do not record it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TP = "tp"
 
 
 def stored_config(storage: Storage, file: str = CONFIG) -> Mapping[str, Any]:
-    """Read the config.json of a checkpoint's folder, or another config beside it; empty where there is none.
+    """Read the config.json of a checkpoint's folder, or another config beside it; empty if it does not exist.
 
     Raises:
         Refused: CORRUPT.
@@ -32,25 +32,29 @@ def stored_config(storage: Storage, file: str = CONFIG) -> Mapping[str, Any]:
     return parse_config(storage.read(file, 0, size), file)
 
 
-def cutter(said: Settings) -> Cutter:
-    """Return what asks the tables how a checkpoint's parameters are cut.
+def cutter(settings: Settings) -> Cutter:
+    """Return a function that asks the tables how a checkpoint's parameters are cut.
 
     Args:
-        said: what the user says of the checkpoint.
+        settings: the user's settings for the checkpoint.
     """
 
     def read(storage: Storage, names: Sequence[str]) -> Divider:
-        config = stored_config(storage) if said.config is None else said.config
+        config = stored_config(storage) if settings.config is None else settings.config
         try:
-            found = recognise(names, config, said.families, said.family, said.dialect)
+            reading = recognise(names, config, settings.families, settings.family, settings.dialect)
         except TransaxleError as error:
-            if said.family or said.dialect:
+            if settings.family or settings.dialect:
                 raise
             raise refuse("UNSUPPORTED", f"{UNTOLD}; {error.refusals[0].message}", hint=HINT) from None
-        sizes = Sizes(found.family, config, said.axes)
-        bound = bind(names, found.family, found.dialect, sizes, found.prefix)
-        lines = {name: (line, index) for (line, _), held in bound.names.items() for index, name in held.items()}
-        return _Tables(sizes, found.dialect.label, lines)
+        sizes = Sizes(reading.family, config, settings.axes)
+        bound = bind(names, reading.family, reading.dialect, sizes, reading.prefix)
+        lines = {
+            name: (line, index)
+            for (line, _), names_of_line in bound.names.items()
+            for index, name in names_of_line.items()
+        }
+        return _Tables(sizes, reading.dialect.label, lines)
 
     return read
 

@@ -22,7 +22,8 @@ from transaxle.move.workers import Limits, Pair, Progress, limits, share, unwatc
 
 _STEP = "/step"
 """How the names of an optimizer's counters end: a number, which some formats keep as a tensor of one element."""
-Kind = Literal["only_first", "only_second", "shape", "dtype", "encoding", "values", "copies"]
+DifferenceKind = Literal["only_first", "only_second", "shape", "dtype", "encoding", "values", "copies"]
+"""How a tensor differs."""
 _REALS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 """Types whose values can be compared with those of each other."""
 _WIDEST = "fp32"
@@ -34,10 +35,10 @@ class Difference:
     """One tensor that is not the same on both sides."""
 
     name: str
-    """Name in the second checkpoint's dialect; of two unequal copies, the first one's own name of one of them."""
+    """Name in the second checkpoint's dialect; for unequal copies, the first checkpoint's own name of one of them."""
     component: str
     """Logical tensors in it; empty where no table reads it."""
-    kind: Kind
+    kind: DifferenceKind
     """How it differs."""
     detail: str
     """Both sides in words."""
@@ -53,7 +54,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two checkpoints have in common and where they differ. It is true where nothing does."""
+    """What two checkpoints have in common and where they differ. True if nothing differs."""
 
     first: str
     """Path of the first, as typed."""
@@ -72,7 +73,7 @@ class Comparison:
     differences: tuple[Difference, ...]
     """Everything that differs, by name."""
     across: Mapping[str, int] = field(default_factory=dict)
-    """Two number formats -> number of tensors whose values were compared although they are stored so."""
+    """Two number formats, as one text -> number of tensors whose values were compared across them."""
 
     @property
     def equal(self) -> bool:
@@ -85,7 +86,7 @@ class Comparison:
 
     @property
     def optimizer_only(self) -> bool:
-        """Whether all that differs is optimizer state that one of the two does not hold."""
+        """Whether the only differences are optimizer states that one side lacks."""
         return all(d.kind in {"only_first", "only_second"} and d.name.startswith(OPTIMIZER) for d in self.differences)
 
     def as_json(self) -> dict[str, Any]:
@@ -104,7 +105,7 @@ class Comparison:
 
 
 def in_common(first: Checkpoint, second: Checkpoint) -> Checkpoint:
-    """Return the first checkpoint under the second one's names: in its dialect where both are of one family.
+    """Return the first checkpoint in the second one's dialect if both are of one family; otherwise unchanged.
 
     Raises:
         TransaxleError: what stands against that dialect.
@@ -139,44 +140,54 @@ def compare(
     limit = limit or limits()
     counts = len(first), len(second)
     if numeric:
-        first, second = (each.decode(_WIDEST) if each.catalog.encoded else each for each in (first, second))
+        first, second = (side.decode(_WIDEST) if side.catalog.encoded else side for side in (first, second))
     if second.decoded and second.dialect is not None and second.family is not None:
         second = second.seen_as(second.dialect)
     view = in_common(first, second)
-    differing = list(_encodings(view, second))
-    found = [difference for difference, _ in differing]
-    twice = [_without_ties(one, other) for one, other in ((view, second), (second, view))]
-    told = {name for _, names in differing for name in names}.union(*(ties for ties, _ in twice))
-    told |= beside(view, second) | beside(second, view)
-    found += [
+    encoding_differences = list(_encodings(view, second))
+    differences = [difference for difference, _ in encoding_differences]
+    without_copies = [
+        _without_ties(first_side, second_side) for first_side, second_side in ((view, second), (second, view))
+    ]
+    explained = {name for _, names in encoding_differences for name in names}.union(
+        *(ties for ties, _ in without_copies)
+    )
+    explained |= beside(view, second) | beside(second, view)
+    differences += [
         Difference(n, view[n].component, "only_first", f"only in {first.path}")
         for n in view
-        if n not in second and n not in told
+        if n not in second and n not in explained
     ]
-    found += [
-        Difference(n, "", "only_second", f"only in {second.path}") for n in second if n not in view and n not in told
+    differences += [
+        Difference(n, "", "only_second", f"only in {second.path}")
+        for n in second
+        if n not in view and n not in explained
     ]
-    both = [name for name in view if name in second and name not in told]
+    common = [name for name in view if name in second and name not in explained]
     across: dict[str, int] = {}
 
     def look(pair: Pair, name: str) -> None:
-        one, two = view[name], second[name]
-        formats = _formats(view, one), _formats(second, two)
-        by_value = numeric and (formats[0] != one.dtype or formats[1] != two.dtype or one.dtype != two.dtype)
-        difference = _difference(one, two, pair, numeric=numeric, by_value=by_value, progress=progress)
+        first_side, two = view[name], second[name]
+        formats = _formats(view, first_side), _formats(second, two)
+        by_value = numeric and (
+            formats[0] != first_side.dtype or formats[1] != two.dtype or first_side.dtype != two.dtype
+        )
+        difference = _difference(first_side, two, pair, numeric=numeric, by_value=by_value, progress=progress)
         if by_value:
             both_formats = " and ".join(dict.fromkeys(formats))
             across[both_formats] = across.get(both_formats, 0) + 1
         if difference is not None:
-            found.append(difference)
+            differences.append(difference)
 
-    share(both, limit.jobs, partial(Pair, first.container.storage, second.container.storage, limit), look)
-    for _, once in twice:
-        for problem in _unequal_copies(once, limit):
+    share(common, limit.jobs, partial(Pair, first.container.storage, second.container.storage, limit), look)
+    for _, deduplicated in without_copies:
+        for problem in _unequal_copies(deduplicated, limit):
             name = problem.where.tensor or ""
-            found.append(Difference(name, "", "copies", f"{once.path} holds two copies that differ: {problem.message}"))
+            differences.append(
+                Difference(name, "", "copies", f"{deduplicated.path} holds two copies that differ: {problem.message}")
+            )
     compared: dict[str, int] = {}
-    for name in both:
+    for name in common:
         component = view[name].component
         compared[component] = compared.get(component, 0) + 1
     return Comparison(
@@ -185,101 +196,118 @@ def compare(
         view.dialect,
         counts,
         compared,
-        sum(view[name].parameters for name in both),
-        sum(view[name].nbytes + second[name].nbytes for name in both),
-        tuple(sorted(found, key=lambda difference: difference.name)),
+        sum(view[name].parameters for name in common),
+        sum(view[name].nbytes + second[name].nbytes for name in common),
+        tuple(sorted(differences, key=lambda difference: difference.name)),
         dict(sorted(across.items())),
     )
 
 
-def _without_ties(one: Checkpoint, other: Checkpoint) -> tuple[Collection[str], Checkpoint]:
-    """Return the names that only one side stores because it stores tied tensors twice, and it without the copies.
+def _without_ties(checkpoint: Checkpoint, counterpart: Checkpoint) -> tuple[Collection[str], Checkpoint]:
+    """Return the names that one side has only because it stores tied tensors twice, and a view of it without them.
 
-    That a dialect leaves copies out is no difference, as long as they are equal to what they are tied to.
+    A dialect that leaves copies out does not differ, as long as they equal what they are tied to.
     """
-    spare = {name for name in one if name not in other}
-    if not spare or one.family is None or one.dialect in (None, IDENTITY):
-        return (), one
+    spare = {name for name in checkpoint if name not in counterpart}
+    if not spare or checkpoint.family is None or checkpoint.dialect in (None, IDENTITY):
+        return (), checkpoint
     try:
-        once = one.seen_as(str(one.dialect))
+        deduplicated = checkpoint.seen_as(str(checkpoint.dialect))
     except TransaxleError:
-        return (), one  # it cannot be read so: what is missing is told as it is
-    ties = spare.difference(once, once.view.ignored) if all(name in one for name in once) else ()
-    return (ties, once) if ties else ((), one)
+        return (), checkpoint  # it cannot be read so: what is missing is told as it is
+    ties = (
+        spare.difference(deduplicated, deduplicated.view.ignored)
+        if all(name in checkpoint for name in deduplicated)
+        else ()
+    )
+    return (ties, deduplicated) if ties else ((), checkpoint)
 
 
-def _encodings(one: Checkpoint, two: Checkpoint) -> Iterator[tuple[Difference, Collection[str]]]:
-    """Yield the tensors that are stored in two encodings, or only once in one, and the names that this explains."""
-    for name in dict.fromkeys([*one.encoded, *two.encoded]):
-        sides = [(each.encoded.get(name), each) for each in (one, two)]
-        words = [_stored_as(held, each, name) for held, each in sides]
+def _encodings(first: Checkpoint, second: Checkpoint) -> Iterator[tuple[Difference, Collection[str]]]:
+    """Yield the tensors that the two sides store in different encodings, each with all names that this explains."""
+    for name in dict.fromkeys([*first.encoded, *second.encoded]):
+        sides = [(side.encoded.get(name), side) for side in (first, second)]
+        words = [_stored_as(encoded_tensor, side, name) for encoded_tensor, side in sides]
         if words[0] == words[1] or "" in words:
             continue
-        parts = {stored for held, _ in sides if held is not None for stored in held.parts.values()}
-        component = one[name].component if name in one else ""
+        parts = {
+            stored
+            for encoded_tensor, _ in sides
+            if encoded_tensor is not None
+            for stored in encoded_tensor.parts.values()
+        }
+        component = first[name].component if name in first else ""
         yield Difference(name, component, "encoding", f"stored as {' and '.join(words)}"), {name, *parts}
 
 
-def _stored_as(held: Encoded | None, checkpoint: Checkpoint, name: str) -> str:
-    """Return in which encoding a checkpoint stores a tensor, or its type; nothing where it has none of that name."""
-    if held is not None:
-        return f"{held.encoding.name} ({held.convention}: {', '.join(sorted(held.parts))})"
+def _stored_as(encoded_tensor: Encoded | None, checkpoint: Checkpoint, name: str) -> str:
+    """Return the encoding, or else the dtype, in which a checkpoint stores a tensor; empty if it has no such tensor."""
+    if encoded_tensor is not None:
+        return (
+            f"{encoded_tensor.encoding.name} ({encoded_tensor.convention}: {', '.join(sorted(encoded_tensor.parts))})"
+        )
     return checkpoint[name].dtype if name in checkpoint else ""
 
 
 def _formats(checkpoint: Checkpoint, tensor: StoredTensor) -> str:
-    """Return the number formats in which a tensor is stored, decoded though it is seen."""
-    decoded = {origin: one.encoding.name for origin in tensor.origins if (one := checkpoint.decoded.get(origin))}
+    """Return the number formats in which a tensor is stored, even where it is seen decoded."""
+    decoded = {
+        origin: encoded_tensor.encoding.name
+        for origin in tensor.origins
+        if (encoded_tensor := checkpoint.decoded.get(origin))
+    }
     return " and ".join(dict.fromkeys(decoded.values())) or tensor.dtype
 
 
 def _unequal_copies(view: Checkpoint, limit: Limits) -> list[Refusal]:
-    """Return the copies within the first checkpoint that differ: only one of them was compared with the second."""
+    """Return the copies within one checkpoint that differ: only one of them was compared with the other side."""
     problems: list[Refusal] = []
     checks = plan_checks(view.source, view.checks, problems)
     return problems + unequal(checks, view.container.storage, limit)
 
 
 def _difference(
-    one: StoredTensor, two: StoredTensor, pair: Pair, *, numeric: bool, by_value: bool, progress: Progress
+    first: StoredTensor, second: StoredTensor, pair: Pair, *, numeric: bool, by_value: bool, progress: Progress
 ) -> Difference | None:
     """Compare two tensors.
 
     Args:
-        one: a tensor.
-        two: its counterpart.
+        first: a tensor.
+        second: its counterpart.
         pair: does the reading.
         numeric: measure how far they are apart.
         by_value: numbers are equal where they are the same number, whatever their bits.
         progress: told the bytes of each block.
     """
-    component = one.component
-    if one.shape != two.shape and not (one.name.endswith(_STEP) and one.parameters == two.parameters == 1):
-        return Difference(one.name, component, "shape", f"{list(one.shape)} and {list(two.shape)}")
-    if one.dtype != two.dtype and not (by_value and {one.dtype, two.dtype} <= _REALS):
-        return Difference(one.name, component, "dtype", f"{one.dtype} and {two.dtype}")
-    apart, differs = Apart(), False
-    measurable = numeric and ITEM_BITS.get(one.dtype, 8) >= 8
-    for mine, theirs in pair.blocks(one.transfers(), two.transfers(), one.nbytes, two.nbytes):
-        progress(len(mine))
-        same = one.dtype == two.dtype and mine == theirs
+    component = first.component
+    if first.shape != second.shape and not (first.name.endswith(_STEP) and first.parameters == second.parameters == 1):
+        return Difference(first.name, component, "shape", f"{list(first.shape)} and {list(second.shape)}")
+    if first.dtype != second.dtype and not (by_value and {first.dtype, second.dtype} <= _REALS):
+        return Difference(first.name, component, "dtype", f"{first.dtype} and {second.dtype}")
+    distance, differs = Distance(), False
+    measurable = numeric and ITEM_BITS.get(first.dtype, 8) >= 8
+    for first_block, second_block in pair.blocks(first.transfers(), second.transfers(), first.nbytes, second.nbytes):
+        progress(len(first_block))
+        same = first.dtype == second.dtype and first_block == second_block
         if same and not (differs or by_value):
-            apart.skip(theirs, two.dtype, measured=measurable)
+            distance.skip(second_block, second.dtype, measured=measurable)
             continue
         differs = differs or not same
         if not measurable:
             break
-        apart.add(mine, theirs, one.dtype, two.dtype, by_value=by_value)
-    if not differs or (measurable and not apart.elements):
+        distance.add(first_block, second_block, first.dtype, second.dtype, by_value=by_value)
+    if not differs or (measurable and not distance.elements):
         return None
     if not measurable:
-        return Difference(one.name, component, "values", "the values differ")
-    detail = f"{apart.elements} of {one.parameters} elements differ, by at most {apart.largest:.3g}"
-    return Difference(one.name, component, "values", detail, apart.elements, apart.largest, apart.rms, apart.relative)
+        return Difference(first.name, component, "values", "the values differ")
+    detail = f"{distance.elements} of {first.parameters} elements differ, by at most {distance.largest:.3g}"
+    return Difference(
+        first.name, component, "values", detail, distance.elements, distance.largest, distance.rms, distance.relative
+    )
 
 
-class Apart:
-    """How far the values of two tensors are apart, summed up block by block."""
+class Distance:
+    """How far the values of two tensors are apart, accumulated block by block."""
 
     def __init__(self) -> None:
         self.elements = 0
@@ -302,22 +330,24 @@ class Apart:
             return math.inf if self._squares else 0.0
         return math.sqrt(self._squares / self._of) if math.isfinite(self._of) else math.nan
 
-    def skip(self, theirs: memoryview, dtype: str, *, measured: bool) -> None:
+    def skip(self, block: memoryview, dtype: str, *, measured: bool) -> None:
         """Add a block in which nothing differs."""
         if measured:
-            self._sum(_wide(theirs, dtype))
+            self._sum(_wide(block, dtype))
 
-    def add(self, mine: memoryview, theirs: memoryview, first: str, second: str, *, by_value: bool) -> None:
+    def add(
+        self, first_block: memoryview, second_block: memoryview, first_dtype: str, second_dtype: str, *, by_value: bool
+    ) -> None:
         """Add a block of the two tensors, which are of these types."""
-        x, y = _wide(mine, first), _wide(theirs, second)
+        x, y = _wide(first_block, first_dtype), _wide(second_block, second_dtype)
         self._sum(y)
         if by_value:
             unequal = (x != y) & ~(np.isnan(x) & np.isnan(y))
         else:
-            kind = numpy_dtype(first)
+            kind = numpy_dtype(first_dtype)
             words = f"u{kind.itemsize}"
             bits = kind.itemsize <= 8
-            a, b = (np.frombuffer(block, words if bits else kind) for block in (mine, theirs))
+            a, b = (np.frombuffer(block, words if bits else kind) for block in (first_block, second_block))
             unequal = a != b
         x, y = x[unequal], y[unequal]
         with np.errstate(invalid="ignore"):
@@ -336,6 +366,6 @@ class Apart:
 
 
 def _wide(block: memoryview, dtype: str) -> np.ndarray:
-    """Return values in double precision, complex ones as such."""
+    """Return values in double precision; complex ones stay complex."""
     kind = numpy_dtype(dtype)
     return np.frombuffer(block, kind).astype(np.complex128 if kind.kind == "c" else np.float64)

@@ -1,4 +1,4 @@
-"""Verification: a checkpoint held against its own manifest, byte by byte, or against another checkpoint."""
+"""Verification: a checkpoint checked against its own manifest, byte by byte, or against another checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _CHANGED = "its bytes were changed after it was written"
 
 @dataclass(frozen=True)
 class Verification:
-    """What a checkpoint was held against, and what is wrong with it. It is true where all is well."""
+    """Outcome of a verification. True if all is well."""
 
     tensors: int
     """Tensors read."""
@@ -33,28 +33,29 @@ class Verification:
     bytes_read: int
     """Bytes read."""
     against: str
-    """`manifest`; `digests`, those that one file holds of itself; `structure`, where there is neither: then the data is
-    not proved to be what was written; `checkpoint`, where a second one was named."""
+    """`manifest`; `digests`, which one file holds of itself; `structure`, where there is neither, so that nothing
+    proves that the data is what was written; `checkpoint`, where a second one was named.
+    """
     problems: tuple[Refusal, ...] = ()
     """Everything that is wrong."""
     extra: tuple[str, ...] = ()
-    """Files in the folder that the manifest does not list; nothing is known of them."""
+    """Files in the folder that the manifest does not list, and that are not checked."""
     comparison: Comparison | None = None
-    """What the two have in common and where they differ; None where no second checkpoint was named."""
+    """The comparison with the second checkpoint; None where none was named."""
 
     @property
     def ok(self) -> bool:
-        """The verdict: nothing is wrong, and nothing differs."""
+        """The verdict: no problems and no differences."""
         return not self.problems and (self.comparison is None or self.comparison.equal)
 
     @property
     def equal(self) -> bool:
-        """The verdict, under the name that reads well for two checkpoints."""
+        """The same verdict, under a name that suits two checkpoints."""
         return self.ok
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """What differs between two checkpoints, by name; nothing where no second one was named."""
+        """Differences between two checkpoints, by name; empty where no second one was named."""
         return () if self.comparison is None else self.comparison.differences
 
     def __bool__(self) -> bool:
@@ -78,14 +79,18 @@ class Verification:
 def verify_against(
     first: Checkpoint, second: Checkpoint, limit: Limits | None = None, progress: Progress = unwatched
 ) -> Verification:
-    """Hold two checkpoints against each other, in whatever formats and dialects they are.
+    """Compare two checkpoints, whatever their formats and dialects.
 
     Raises:
         TransaxleError: where the first cannot be expressed in the second one's dialect.
     """
-    found = compare(first, second, limit=limit, progress=progress)
+    comparison = compare(first, second, limit=limit, progress=progress)
     return Verification(
-        sum(found.compared.values()), found.parameters, found.bytes_read, "checkpoint", comparison=found
+        sum(comparison.compared.values()),
+        comparison.parameters,
+        comparison.bytes_read,
+        "checkpoint",
+        comparison=comparison,
     )
 
 
@@ -112,7 +117,7 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         extra = tuple(name for name in container.storage.names() if name not in manifest.files and name != MANIFEST)
     sealed: dict[str, tuple[Seal, int]] = {}
     for seal in container.seals:
-        problems.extend(_rest(seal, container))
+        problems.extend(_check_rest(seal, container))
         sealed.update(_sealed(seal, container))
     damaged: dict[str, Refusal] = {}
 
@@ -122,7 +127,7 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         for block in worker.blocks(tensor.transfers(), tensor.nbytes):
             hashed.update(block)
             progress(len(block))
-        problem = _held(name, tensor, hashed.hexdigest(), recorded.get(name))
+        problem = _check_record(name, tensor, hashed.hexdigest(), recorded.get(name))
         if problem is None and name in sealed and tensor.nbytes:
             seal, place = sealed[name]
             if read_digest(container.storage, seal, place) != hashed.hexdigest():
@@ -141,7 +146,7 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
     share(stored, limit.jobs, workers, check)
     if witness is not None:
         share(container.checksums, limit.jobs, lambda _: None, settle)
-        problems.extend(witness.problem(each) for each in container.checksums if not witness.is_right(each))
+        problems.extend(witness.problem(checksum) for checksum in container.checksums if not witness.is_right(checksum))
     return Verification(
         len(stored),
         stored.parameters,
@@ -153,7 +158,7 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
 
 
 def _against(manifest: Manifest | None, container: Container) -> str:
-    """Say what the tensors' bytes were held against, all of them."""
+    """Return what all of the tensors' bytes were checked against."""
     if manifest is not None:
         return "manifest"
     files = {extent.file for entry in container.entries.values() for extent in entry.extents}
@@ -169,19 +174,19 @@ def _ranges(file: str, container: Container) -> Iterator[tuple[str, int, int]]:
 
 
 def _sealed(seal: Seal, container: Container) -> Iterator[tuple[str, tuple[Seal, int]]]:
-    """Yield the tensors of a file that keeps digests, each with the place of its own."""
+    """Yield the tensors of a file that keeps digests, each with the place of its digest."""
     for name, begin, _ in _ranges(seal.file, container):
         if begin in seal.places:
             yield name, (seal, seal.places[begin])
 
 
-def _rest(seal: Seal, container: Container) -> Iterator[Refusal]:
-    """Hold what is no tensor's in a file against its digest, and its tensors against those that have one."""
+def _check_rest(seal: Seal, container: Container) -> Iterator[Refusal]:
+    """Check the bytes outside the tensors of a file against their digest, and that every tensor has a digest."""
     ranges = list(_ranges(seal.file, container))
     if {begin for _, begin, _ in ranges} != seal.places.keys():
         yield Refusal("CORRUPT", "it has not as many digests as tensors", Where(seal.file))
-    found = rest_of(container.storage, seal, ((begin, end) for _, begin, end in ranges))
-    if found != read_digest(container.storage, seal, seal.head):
+    digest = rest_of(container.storage, seal, ((begin, end) for _, begin, end in ranges))
+    if digest != read_digest(container.storage, seal, seal.head):
         yield Refusal("CORRUPT", "its header, or what else lies around its tensors, was changed", Where(seal.file))
 
 
@@ -195,13 +200,13 @@ def _listed(recorded: Collection[str], present: Collection[str]) -> Iterator[Ref
             yield Refusal("UNEXPECTED_TENSOR", "the manifest does not list it", Where(None, name))
 
 
-def _held(name: str, tensor: StoredTensor, digest: str, recorded: TensorRecord | None) -> Refusal | None:
-    """Hold one tensor against its record."""
+def _check_record(name: str, tensor: StoredTensor, digest: str, recorded: TensorRecord | None) -> Refusal | None:
+    """Check one tensor against its record."""
     if recorded is None:
         return None
     if (recorded.dtype, recorded.shape) != (tensor.dtype, tensor.shape):
-        said, found = (f"{side.dtype} {list(side.shape)}" for side in (recorded, tensor))
-        message = f"the manifest says {said}, the file {found}"
+        expected, actual = (f"{side.dtype} {list(side.shape)}" for side in (recorded, tensor))
+        message = f"the manifest says {expected}, the file {actual}"
         return Refusal("SHAPE_MISMATCH", message, Where(None, name))
     if recorded.xxh3 != digest:
         return Refusal("CORRUPT", _CHANGED, Where(None, name))

@@ -23,7 +23,7 @@ from transaxle.engine.plan.counted_axes import counted
 from transaxle.engine.plan.file_names import clashing
 from transaxle.engine.plan.hub_weights import published
 from transaxle.engine.plan.model_config import rewritten, with_files
-from transaxle.engine.plan.output_tensors import Product, Recoded, by_name, products
+from transaxle.engine.plan.output_tensors import OutputTensor, Recoded, by_name, products
 from transaxle.engine.plan.recoding import components, displaced, recoded, recoding
 from transaxle.engine.plan.target_name import is_one_file, misnamed
 from transaxle.engine.plan.training_beside import without_training
@@ -54,7 +54,7 @@ SHARD_SIZE = 5_000_000_000
 """Default bytes of tensors per file."""
 _DIGITS = re.compile(r"([0-9]+)")
 _FRAMEWORK = {"format": "pt"}
-"""What readers expect in the header of a file that nothing else is said about."""
+"""Header metadata that readers expect in every file."""
 
 
 class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
@@ -67,26 +67,26 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
     shape: tuple[int, ...]
     """Logical elements along each dim."""
     places: tuple[Transfer, ...]
-    """Where its bytes go: consecutive runs of them, in order, each as the transfer that reads it back."""
+    """Destinations of its bytes: consecutive runs in order, each as the transfer that would read it back."""
     nbytes: int
-    """Bytes."""
+    """Size in bytes."""
     rule: str
     """The target dialect's line, as written."""
     transfers: tuple[Transfer, ...]
-    """Sorted by where they land."""
+    """Reads that fill it, sorted by target position."""
     arithmetic: Affine | None = None
-    """What is done to every value, where the user allowed it."""
+    """Arithmetic on every value, where the user allowed it."""
     step: Step | None = None
-    """How the values that the transfers move become what is written; None: they are what is written."""
+    """How the transferred values are encoded; None: they are written as they are."""
 
     @property
     def codes_of(self) -> str | None:
-        """Table name of the tensor whose codes these are, where it is encoded here."""
+        """Table name of the tensor whose codes these are, if it is encoded here."""
         return self.step.tensor if self.step is not None and self.step.role == Role.CODES else None
 
 
 class Route(msgspec.Struct, frozen=True):
-    """One line of a plan as people read it."""
+    """One line of a plan, as people read it."""
 
     component: str
     """Logical tensors."""
@@ -116,17 +116,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     tensors: tuple[PlannedTensor, ...]
     """What is written, in file order."""
     checks: tuple[PlannedCheck, ...]
-    """What must prove equal first."""
+    """Copies that must prove equal first."""
     routes: tuple[Route, ...]
-    """The plan by rules."""
+    """The plan by rules, for people."""
     files: dict[str, int]
-    """Target files and their sizes, carried ones included."""
+    """Target files and their sizes, including copied ones."""
     carried: tuple[str, ...]
     """Files copied beside the tensors."""
     kept: tuple[str, ...]
     """Source tensors without a line in the target dialect: written under their own names."""
     ignored: tuple[str, ...]
-    """Source tensors, files and notes left behind."""
+    """Source tensors, files and notes that are left behind."""
     aliases: dict[str, str]
     """Target name -> target name of the tensor it is tied to."""
     axes: dict[str, int]
@@ -136,15 +136,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     recoded: tuple[Recoded, ...] = ()
     """Tensors that are decoded or encoded."""
     allow_lossy: bool = False
-    """Whether values may become infinite in a cast."""
+    """Whether a cast may turn finite values into infinities."""
     stayed: tuple[str, ...] = ()
-    """Plain source tensors that keep their type where others are cast."""
+    """Plain source tensors that keep their dtype where others are cast."""
     counted: dict[str, int] = {}
-    """Axes in names whose size nothing says -> how many the names show: a missing last one would not be noticed."""
+    """Name axes whose size only the names show -> that size: a missing last index would go unnoticed."""
 
     @property
     def band(self) -> int:
-        """Bytes of values that must be held at once to encode the largest tensor."""
+        """Bytes of values that must be in memory at once to encode the largest tensor."""
         return max((tensor.step.band for tensor in self.tensors if tensor.step is not None), default=0)
 
     @property
@@ -162,9 +162,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         """The carried files, each as a tensor of bytes under the file's name."""
         sizes = [(name, self.files[name]) for name in self.carried]
         return tuple(
-            PlannedTensor(name, "U8", (size,), (whole,), size, "", (whole,))
+            PlannedTensor(name, "U8", (size,), (transfer,), size, "", (transfer,))
             for name, size in sizes
-            for whole in [Transfer(name, 0, 0, size)]
+            for transfer in [Transfer(name, 0, 0, size)]
         )
 
     @property
@@ -195,14 +195,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan with what its execution needs beside the plan itself."""
+    """A plan, with the opened files that its execution needs."""
 
     plan: Plan
-    """What is done."""
+    """The plan."""
     checkpoint: Checkpoint
     """The opened source."""
     draft: Draft
-    """The target's tensor files, with the bytes that are known before any tensor is copied."""
+    """The target's files, with the bytes (headers) that are known before any tensor is copied."""
 
 
 Sink = Callable[..., Draft]
@@ -214,7 +214,7 @@ SINKS: Mapping[str, Sink] = {
 }
 """Formats that can be written."""
 HUB = (SAFETENSORS, "hf")
-"""Format and dialect of a model on a hub: the optimizer's state stays behind unless it is asked for."""
+"""Format and dialect of a model on a hub; optimizer state is left out unless asked for."""
 _SEALED = frozenset({SAFETENSORS, TORCH})
 """Formats of which one file can be a checkpoint: it holds its digests itself, for no manifest lies beside it."""
 _INFORMED = frozenset({UNIVERSAL})
@@ -251,7 +251,7 @@ def for_hub(to: str) -> bool:
 def natural(name: str) -> tuple[str | tuple[int, str], ...]:
     """Return a sort key in which `layers.2` comes before `layers.10`."""
     return tuple(
-        (len(part.lstrip("0")), part.lstrip("0")) if i % 2 else part for i, part in enumerate(_DIGITS.split(name))
+        (len(piece.lstrip("0")), piece.lstrip("0")) if i % 2 else piece for i, piece in enumerate(_DIGITS.split(name))
     )
 
 
@@ -283,13 +283,13 @@ def make_plan(
         raise ValueError(f"shard_size must be positive, not {shard_size}")
     form, label = parse_to(to)
     wanted = label or IDENTITY
-    against: list[Refusal] = []
+    hub_refusals: list[Refusal] = []
     if for_hub(to):
-        checkpoint, against = published(without_training(checkpoint))
+        checkpoint, hub_refusals = published(without_training(checkpoint))
         if checkpoint.settings.optimizer is None:
             checkpoint = checkpoint.without_optimizer()
     view, names, problems = _viewed(checkpoint, wanted, encode)
-    problems.extend(against)
+    problems.extend(hub_refusals)
     unknown = checkpoint.foreign(wanted)
     problems.extend(unknown)
     if strict and not unknown:
@@ -302,57 +302,59 @@ def make_plan(
     single = is_one_file(target)
     problems.extend(misnamed(target, form))
     source = checkpoint.source_of(wanted)
-    written = by_name(products(view, names, encode.encoding if encode else ""), problems)
+    outputs = by_name(products(view, names, encode.encoding if encode else ""), problems)
     groups = regrouped(checkpoint.container.metadata.get(GROUPS, ()), view.targets, problems)
-    told: dict[str, Any] = _told(checkpoint, view, source, groups) if form in _INFORMED else {"groups": groups}
-    told |= {"sealed": True} if single and form in _SEALED else {}
+    sink_options: dict[str, Any] = (
+        _run_notes(checkpoint, view, source, groups) if form in _INFORMED else {"groups": groups}
+    )
+    sink_options |= {"sealed": True} if single and form in _SEALED else {}
     notes = joined(checkpoint.metadata) if wanted == IDENTITY else without_notes(checkpoint.metadata)
-    draft, lost = _drafted(checkpoint, form, written, notes, told, None if single else shard_size, problems)
-    tensors = _planned(source, written, draft, allow_lossy, problems)
+    draft, lost = _drafted(checkpoint, form, outputs, notes, sink_options, None if single else shard_size, problems)
+    tensors = _planned(source, outputs, draft, allow_lossy, problems)
     checks = plan_checks(source, view.checks, problems)
     carried = _carried(checkpoint, draft, problems)
-    configs = {} if single else rewritten(checkpoint, wanted, view, written.values(), problems)
+    configs = {} if single else rewritten(checkpoint, wanted, view, outputs.values(), problems)
     carried = {name: size for name, size in carried.items() if name not in configs}
     lost.extend(name for name, text in configs.items() if text is None)
     problems.extend(clashing((*draft.files, *(() if single else carried))))
     draft = with_files(draft, {name: text for name, text in configs.items() if text is not None})
-    found = checkpoint.recognised if wanted != IDENTITY else None
-    family = found.family.name if found else checkpoint.family
-    own = checkpoint.dialect
+    reading = checkpoint.recognised if wanted != IDENTITY else None
+    family = reading.family.name if reading else checkpoint.family
+    source_dialect = checkpoint.dialect
     plan = Plan(
         source=checkpoint.path,
         source_format=checkpoint.format,
         format=form,
         family=family,
-        from_dialect=own,
-        dialect=pick_dialect(found.family, wanted).label if found else (own or IDENTITY),
+        from_dialect=source_dialect,
+        dialect=pick_dialect(reading.family, wanted).label if reading else (source_dialect or IDENTITY),
         tensors=tuple(tensors),
         checks=tuple(checks),
-        routes=_routes(checkpoint, view) if found else (),
+        routes=_routes(checkpoint, view) if reading else (),
         files={**draft.files, **carried},
         carried=tuple(carried),
         kept=view.kept,
         ignored=(*view.ignored, *checkpoint.container.left, *checkpoint.container.ignored, *lost),
         aliases=dict(view.aliases),
-        axes=_axes(checkpoint, view, found.family.dialect(wanted) if found else None),
+        axes=_axes(checkpoint, view, reading.family.dialect(wanted) if reading else None),
         refusals=tuple(problems),
-        recoded=tuple(recoded(checkpoint, [(written[tensor.name], tensor.transfers) for tensor in tensors])),
+        recoded=tuple(recoded(checkpoint, [(outputs[tensor.name], tensor.transfers) for tensor in tensors])),
         allow_lossy=allow_lossy,
         stayed=casts_of(checkpoint.container.storage).stayed,
-        counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if found else {},
+        counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
     )
     return Prepared(plan, checkpoint, draft)
 
 
 def _viewed(checkpoint: Checkpoint, wanted: str, encode: Encode | None) -> tuple[View, Sequence[str], list[Refusal]]:
-    """Return the tensors of the target, which of them are encoded, and what stands against both.
+    """Return the target's tensors, the names of those that are encoded, and all problems.
 
-    A dialect may have other lines for encoded tensors: which these are decides how they lie.
+    A dialect may have other lines for encoded tensors, so the choice of tensors decides their layout.
     """
     view = checkpoint.translation(wanted)
     if wanted == IDENTITY and (encode is not None or checkpoint.decoded):
-        held = checkpoint.catalog
-        view = replace(view, encoded=held.encoded, refusals=held.refusals)
+        catalog = checkpoint.catalog
+        view = replace(view, encoded=catalog.encoded, refusals=catalog.refusals)
     names: Sequence[str] = ()
     misfits: list[Refusal] = []
     if encode is not None:
@@ -365,7 +367,7 @@ def _viewed(checkpoint: Checkpoint, wanted: str, encode: Encode | None) -> tuple
 
 
 def _axes(checkpoint: Checkpoint, translation: View, target: Dialect | None) -> dict[str, int]:
-    """Return the axis sizes to remember: how a target without padding would be padded elsewhere is not one of them."""
+    """Return the axis sizes to record, without the padding of dialects other than the target's."""
     if target is None:
         return dict(translation.axes)
     padding = {axis for d in checkpoint.recognised.family.dialects for axis in _padding(d)} - _padding(target)
@@ -379,35 +381,35 @@ def _padding(dialect: Dialect) -> set[str]:
 def _drafted(
     checkpoint: Checkpoint,
     form: str,
-    written: Mapping[str, Product],
+    written: Mapping[str, OutputTensor],
     notes: Mapping[str, Any],
-    told: Mapping[str, Any],
+    sink_options: Mapping[str, Any],
     shard_size: int | None,
     problems: list[Refusal],
 ) -> tuple[Draft, list[str]]:
-    """Lay the target files out; also return the notes of the source that they have no place for."""
+    """Lay out the target files; also return the source's notes that have no place in them."""
     specs = [Spec(product.name, product.dtype, product.shape) for product in written.values()]
     specs.sort(key=lambda spec: natural(spec.name))
     files = checkpoint.container.files
-    metadata, lost = dict(_FRAMEWORK), []
+    metadata, left_out = dict(_FRAMEWORK), []
     for key, value in notes.items():
         if key == LEFT_BEHIND:
-            lost.extend(value)
+            left_out.extend(value)
         elif not isinstance(value, str) or key == ROOT or _FRAMEWORK.get(key) == value:
             continue
         elif checkpoint.format != form or key.partition(":")[0] in files:
-            lost.append(f"note {key}")  # that of another format, or of one shard only
+            left_out.append(f"note {key}")  # that of another format, or of one shard only
         else:
             metadata[key] = value
     try:
-        return SINKS[form](specs, metadata=metadata, shard_size=shard_size, **told), lost
+        return SINKS[form](specs, metadata=metadata, shard_size=shard_size, **sink_options), left_out
     except TransaxleError as error:
         problems.extend(error.refusals)
-        return Draft(form, {}, {}, ()), lost
+        return Draft(form, {}, {}, ()), left_out
 
 
-def _told(checkpoint: Checkpoint, view: View, source: Source, groups: Sequence[Group]) -> dict[str, Any]:
-    """Return what a sink is told of the run: counters and settings, and a way to read small tensors."""
+def _run_notes(checkpoint: Checkpoint, view: View, source: Source, groups: Sequence[Group]) -> dict[str, Any]:
+    """Return what the sink records of the training run: counters, settings, and a reader of small tensors."""
 
     def read(name: str) -> bytes:
         return StoredTensor(name, *view.described(name), view.targets[name], source).tobytes()
@@ -416,52 +418,52 @@ def _told(checkpoint: Checkpoint, view: View, source: Source, groups: Sequence[G
 
 
 def _carried(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]) -> dict[str, int]:
-    """Return the files that travel along, and their sizes."""
+    """Return the files that are copied along, and their sizes."""
     storage = checkpoint.container.storage
-    found = {}
+    sizes = {}
     for name in checkpoint.container.carried:
         if name in draft.files:
             message = "a file beside the source has the name of one that is written"
             problems.append(Refusal("NAME_COLLISION", message, Where(name)))
             continue
         try:
-            found[name] = storage.size(name)
+            sizes[name] = storage.size(name)
         except TransaxleError as error:
             problems.extend(error.refusals)
-    return found
+    return sizes
 
 
 def _planned(
-    source: Source, written: Mapping[str, Product], draft: Draft, allow_lossy: bool, problems: list[Refusal]
+    source: Source, written: Mapping[str, OutputTensor], draft: Draft, allow_lossy: bool, problems: list[Refusal]
 ) -> list[PlannedTensor]:
-    """Plan every tensor, in file order; where the files could not be laid out, look for what else is wrong."""
+    """Plan every tensor in file order; if the files could not be laid out, still collect the other problems."""
     planned = []
     for name in draft.entries or written:
-        product = written[name]
+        output = written[name]
         try:
-            arithmetic = affine(product.target, allowed=allow_lossy)
-            transfers = tuple(source.transfers(product.target))
+            arithmetic = affine(output.target, allowed=allow_lossy)
+            transfers = tuple(source.transfers(output.target))
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
         if name not in draft.entries:
             continue
         shape, places = draft.entries[name].shape, _places(draft.entries[name])
-        size, rule = nbytes(product.dtype, shape), product.target.rule
-        step = product.step
-        planned.append(PlannedTensor(name, product.dtype, shape, places, size, rule, transfers, arithmetic, step))
+        size, rule = nbytes(output.dtype, shape), output.target.rule
+        step = output.step
+        planned.append(PlannedTensor(name, output.dtype, shape, places, size, rule, transfers, arithmetic, step))
     return planned
 
 
 def _places(entry: Entry) -> tuple[Transfer, ...]:
-    """Return where the bytes of a drafted tensor go: its chunks are runs of its row-major bytes, in order."""
-    found = []
+    """Return the destinations of a drafted tensor's bytes: its chunks are runs of its row-major bytes, in order."""
+    places = []
     start = 0
     for extent in entry.extents:
         size = nbytes(entry.dtype, extent.shape)
-        found.append(Transfer(extent.file, extent.offset, start, size))
+        places.append(Transfer(extent.file, extent.offset, start, size))
         start += size
-    return tuple(found)
+    return tuple(places)
 
 
 def _routes(checkpoint: Checkpoint, translation: View) -> tuple[Route, ...]:

@@ -1,6 +1,6 @@
-"""Counted axes: how many layers or experts there are, where nothing but the names of a checkpoint says it.
+"""Counted axes: numbers of layers or experts that only the names of a checkpoint show.
 
-A hole between two of them is found; that the last one is missing cannot be, so whoever reads a plan is told.
+A gap in the numbers is detected; a missing last layer cannot be, so the reader of a plan is told.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from transaxle.axes.layout.bind import Bound
 from transaxle.axes.notation.family import Sizes
 
 
-def counted(bound: Bound, said: Sizes, found: Mapping[str, int]) -> dict[str, int]:
-    """Return the axes in stored names whose size nothing says, with how many the names show.
+def counted(bound: Bound, given_sizes: Sizes, all_sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the name axes whose size nothing states, with the size that the names show.
 
     Args:
         bound: the stored names.
-        said: the sizes that config, manifest and user say.
-        found: all sizes, those that names and shapes tell included.
+        given_sizes: sizes from config, manifest and user.
+        all_sizes: all sizes, including those that names and shapes imply.
     """
     named = {axis for line, _ in bound.names for axis in line.name.axes}
-    return {axis: found[axis] for axis in sorted(named & found.keys() - said.at({}).keys())}
+    return {axis: all_sizes[axis] for axis in sorted(named & all_sizes.keys() - given_sizes.at({}).keys())}

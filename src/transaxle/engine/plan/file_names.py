@@ -1,7 +1,7 @@
-"""The names of the files that a target gets: each must be a file of its own on every file system, and none is ours.
+"""File names of a target: each must be distinct on every file system, and none may be one of ours.
 
-`A` and `a` are one file on many a disk, and so are an `é` of one character and one of two. A checkpoint is copied from
-one disk to another, so such pairs are refused wherever they are written.
+`A` and `a` are one file on many file systems, and so are an `é` of one character and one of two. Checkpoints are copied
+between disks, so such pairs are refused wherever they are written.
 """
 
 from __future__ import annotations
@@ -17,28 +17,29 @@ _HINT = "Rename one of them in the source."
 
 
 def clashing(names: Iterable[str]) -> list[Refusal]:
-    """Return a refusal for every name that another one, or a file of ours, would be on some file system.
+    """Return a refusal for every name that some file system would confuse with another one or with a file of ours.
 
     Args:
-        names: of files in folders, `a/b/c`, without those of our own.
+        names: paths in the target folder, `a/b/c`, without our own files.
     """
-    spelled = {_folded(own): own for own in (MANIFEST, SCRATCH)}
-    whole = dict.fromkeys(spelled.values(), True)
+    spelled = {_folded(reserved): reserved for reserved in (MANIFEST, SCRATCH)}
+    is_file_at = dict.fromkeys(spelled.values(), True)
     problems = []
     for name in names:
         parts = name.split("/")
         for count in range(1, len(parts) + 1):
             path, is_file = "/".join(parts[:count]), count == len(parts)
-            known = spelled.setdefault(_folded(path), path)
-            kind = whole.setdefault(path, is_file)
-            if known != path or kind != is_file or known in (MANIFEST, SCRATCH):
-                message = f"it would be one file with {known!r} where file systems do not tell such names apart"
-                if known in (MANIFEST, SCRATCH):
-                    message = f"the name {known} is one of our own"
+            spelling = spelled.setdefault(_folded(path), path)
+            kind = is_file_at.setdefault(path, is_file)
+            if spelling != path or kind != is_file or spelling in (MANIFEST, SCRATCH):
+                message = f"it would be one file with {spelling!r} where file systems do not tell such names apart"
+                if spelling in (MANIFEST, SCRATCH):
+                    message = f"the name {spelling} is one of our own"
                 problems.append(Refusal("NAME_COLLISION", message, Where(name), _HINT))
                 break
     return problems
 
 
 def _folded(name: str) -> str:
+    """Return the key that names share if some file system treats them as equal."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())

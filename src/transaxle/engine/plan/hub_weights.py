@@ -1,8 +1,8 @@
-"""Publishing: what training has saved, under the names and numbers by which readers of a hub know it.
+"""Hub weights: what training saved, under the names and numbers that readers of a hub know.
 
-Quantized weights of a training run have codes, scales and an amax under names of their own, and beside them what the
-next step needs. For a hub they are renamed before anything is planned, the amax is a file that does not exist and holds
-the number that stands for it, and the rest is left behind. Code by code and block by block nothing changes.
+A training run saves quantized weights as codes, scales and an amax under names of its own, with buffers that only the
+next step needs. For a hub they are renamed before anything is planned; the amax is replaced by a virtual file with the
+number that hubs expect, and the other buffers are left out. Codes and block scales stay as they are.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from transaxle.formats.safetensors.index_name import FORMAT as SAFETENSORS
 from transaxle.formats.storage.storage import Beside, Octets
 
 _FILE = "\0restated "
-"""What the name of a file that does not exist begins with."""
+"""Prefix of the names of virtual files."""
 _VALUES = "BF16"
-"""Type of the values of a checkpoint's codes, which do not say it."""
+"""Dtype of the decoded values, which codes do not say."""
 
 
 def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
-    """Return a checkpoint as a hub has it, and why some of its tensors cannot be had so.
+    """Return a checkpoint as a hub expects it, and why some of its tensors cannot be written so.
 
-    Where its config says how weights are stored, they stay as they are; likewise under DeepSeek's names in a container
-    that a hub may have itself.
+    A checkpoint whose config describes its quantization stays as it is; so do DeepSeek's names in a container that a
+    hub may have itself.
 
     Args:
         checkpoint: under its stored names.
@@ -41,42 +41,45 @@ def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
     aside = {full for name in names for end in ASIDE if (full := f"{name}_{end}") in names}
     if aside:
         checkpoint = _of(checkpoint, checkpoint.container.without(aside))
-    held = checkpoint.catalog
-    if held.quantization is not None or held.refusals:
+    catalog = checkpoint.catalog
+    if catalog.quantization is not None or catalog.refusals:
         return checkpoint, []
-    mine = TRAINED - {DEEPSEEK} if checkpoint.format == SAFETENSORS else TRAINED
-    found = [one for one in held.encoded.values() if one.convention in mine]
-    to = hub_convention(one.encoding for one in found)
-    if not found or all(one.convention == to.name for one in found):
+    trained_conventions = TRAINED - {DEEPSEEK} if checkpoint.format == SAFETENSORS else TRAINED
+    trained = [tensor for tensor in catalog.encoded.values() if tensor.convention in trained_conventions]
+    to = hub_convention(tensor.encoding for tensor in trained)
+    if not trained or all(tensor.convention == to.name for tensor in trained):
         return checkpoint, []
     container = checkpoint.container
     files: dict[str, Octets] = {}
     entries: dict[str, Entry] = {}
-    problems = [refusal for one in found if (refusal := unsaid(one)) is not None]
-    for one in found:
-        for role, old in one.parts.items():
-            name, dtype = to.stored(one.name, role, one.encoding), to.presented(one.encoding, one.shape, role)[0]
+    problems = [refusal for tensor in trained if (refusal := unsaid(tensor)) is not None]
+    for tensor in trained:
+        for role, old in tensor.parts.items():
+            name, dtype = (
+                to.stored(tensor.name, role, tensor.encoding),
+                to.presented(tensor.encoding, tensor.shape, role)[0],
+            )
             entries[old] = replace(names[old], name=name, dtype=names[old].dtype if role is Role.CODES else dtype)
-        if Role.GLOBAL in one.parts:
-            stored = entries[one.parts[Role.GLOBAL]]
-            amaxes = _amaxes(container, one)
-            numbers, same = restated(amaxes, one.encoding, to, _VALUES)
-            if not same.all():
-                problems.append(inexact(one, float(amaxes[~same][0]), to, _VALUES))
+        if Role.GLOBAL in tensor.parts:
+            stored = entries[tensor.parts[Role.GLOBAL]]
+            amaxes = _amaxes(container, tensor)
+            numbers, exact = restated(amaxes, tensor.encoding, to, _VALUES)
+            if not exact.all():
+                problems.append(inexact(tensor, float(amaxes[~exact][0]), to, _VALUES))
             files[_FILE + stored.name] = Octets(numbers.astype("<f4").tobytes())
             extent = Extent((0,) * len(stored.shape), stored.shape, _FILE + stored.name, 0)
-            entries[one.parts[Role.GLOBAL]] = replace(stored, extents=(extent,))
+            entries[tensor.parts[Role.GLOBAL]] = replace(stored, extents=(extent,))
     renamed = {
         entries[old].name if old in entries else old: entries.get(old, entry)
         for old, entry in container.entries.items()
     }
-    said = {key: value for key, value in container.metadata.items() if key != te.NOTE}
+    metadata = {key: value for key, value in container.metadata.items() if key != te.NOTE}
     storage = Beside(container.storage, files)
-    return _of(checkpoint, replace(container, storage=storage, entries=renamed, metadata=said)), problems
+    return _of(checkpoint, replace(container, storage=storage, entries=renamed, metadata=metadata)), problems
 
 
-def _amaxes(container: Container, one: Encoded) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    name = one.parts[Role.GLOBAL]
+def _amaxes(container: Container, tensor: Encoded) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
+    name = tensor.parts[Role.GLOBAL]
     return Source(container).read(name).view("<f4").astype(np.float32)
 
 

@@ -1,4 +1,4 @@
-"""The model's config files, made to agree with what is written beside them."""
+"""The model's config files, rewritten to agree with the tensors beside them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.engine.checkpoint.tp_from_tables import stored_config
-from transaxle.engine.plan.output_tensors import Product, encoded_tensors
+from transaxle.engine.plan.output_tensors import OutputTensor, encoded_tensors
 from transaxle.engine.views.cast import casts_of
 from transaxle.engine.views.decoded import decoders_of
 from transaxle.engine.views.encoded import View
@@ -28,28 +28,28 @@ from transaxle.formats.catalog.catalog import Draft, Fragment
 
 
 def rewritten(
-    checkpoint: Checkpoint, dialect: str, view: View, products: Iterable[Product], problems: list[Refusal]
+    checkpoint: Checkpoint, dialect: str, view: View, products: Iterable[OutputTensor], problems: list[Refusal]
 ) -> dict[str, bytes | None]:
-    """Return the config files that are not true of the target as they stand.
+    """Return config files whose quantization section or dtype must change.
 
     Args:
         checkpoint: the source.
         dialect: of the target.
-        view: its tensors.
-        products: what they are written as.
-        problems: gets what stands against it.
+        view: the target's tensors.
+        products: the tensors that are written.
+        problems: receives the refusals.
 
     Returns:
-        Name -> what is written instead; None for a file that has nothing more to say.
+        Name -> new contents; None for a file that is left out.
     """
     listed = list(products)
-    held = checkpoint.catalog
+    catalog = checkpoint.catalog
     casts = casts_of(checkpoint.container.storage)
     changing = bool(checkpoint.decoded or casts.by_file) or any(product.step is not None for product in listed)
-    if not changing and (dialect == IDENTITY or (held.quantization is None and not held.encoded)):
+    if not changing and (dialect == IDENTITY or (catalog.quantization is None and not catalog.encoded)):
         return {}
     encoded = encoded_tensors(view, listed)
-    buffers = {stored for one in encoded.values() for stored in one.parts.values()}
+    buffers = {stored for tensor in encoded.values() for stored in tensor.parts.values()}
     plain = {p.name: p.target for p in listed if p.name not in buffers and split_slot(p.name)[1] == WEIGHT}
     decoded = [name for name, target in plain.items() if _origins(target) & checkpoint.decoded.keys()]
     dtypes = {decoder.dtype for decoder in decoders_of(checkpoint.container.storage).values()}
@@ -57,36 +57,40 @@ def rewritten(
     dtype = dtypes.pop() if len(dtypes) == 1 else None
     if casts.dtype is not None:
         dtype = casts.dtype if casts.dtype == _usual(plain.values()) else None
-    speaks = MODELOPT_CONFIG if held.quantization is not None and held.quantization.file == MODELOPT_CONFIG else CONFIG
-    found: dict[str, bytes | None] = {}
-    modelopt = {one.convention for one in encoded.values()} == {MODELOPT}
+    describing_file = (
+        MODELOPT_CONFIG if catalog.quantization is not None and catalog.quantization.file == MODELOPT_CONFIG else CONFIG
+    )
+    new_texts: dict[str, bytes | None] = {}
+    modelopt = {tensor.convention for tensor in encoded.values()} == {MODELOPT}
     for file in {CONFIG, MODELOPT_CONFIG}.intersection(checkpoint.container.carried):
-        if file == MODELOPT_CONFIG != speaks and not modelopt:  # it repeats config.json, and can say this no longer
-            found[file] = None
+        if (
+            file == MODELOPT_CONFIG != describing_file and not modelopt
+        ):  # it repeats config.json, and can say this no longer
+            new_texts[file] = None
             continue
         try:
             before = stored_config(checkpoint.container.storage, file)
-            elsewhere = file == CONFIG != speaks
+            elsewhere = file == CONFIG != describing_file
             after = written(before, encoded, shapes, decoded=decoded, dtype=dtype, elsewhere=elsewhere)
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
         if file == MODELOPT_CONFIG and not encoded:
-            found[file] = None
+            new_texts[file] = None
         elif after != before:
-            found[file] = json.dumps(after, indent=2, ensure_ascii=False).encode() + b"\n"
-    return found
+            new_texts[file] = json.dumps(after, indent=2, ensure_ascii=False).encode() + b"\n"
+    return new_texts
 
 
 def _usual(targets: Iterable[Target]) -> str | None:
-    """Return the type that most floating-point numbers have; None where two have as many."""
+    """Return the dtype of most floating-point elements; None on a tie."""
     counts: Counter[str] = Counter()
     for target in targets:
         if target.dtype in PLAIN:
             counts[target.dtype] += prod(target.shape)
     most = max(counts.values(), default=0)
-    found = [code for code, count in counts.items() if count == most]
-    return found[0] if len(found) == 1 else None
+    most_frequent = [code for code, count in counts.items() if count == most]
+    return most_frequent[0] if len(most_frequent) == 1 else None
 
 
 def _origins(target: Any) -> set[str]:
@@ -94,7 +98,7 @@ def _origins(target: Any) -> set[str]:
 
 
 def with_files(draft: Draft, files: Mapping[str, bytes]) -> Draft:
-    """Return a draft with more files, all of which is known."""
+    """Return a draft with further files of known contents."""
     fragments = (Fragment(name, 0, text) for name, text in sorted(files.items()))
     sizes = {name: len(text) for name, text in sorted(files.items())}
     return replace(draft, files={**draft.files, **sizes}, fragments=(*draft.fragments, *fragments))

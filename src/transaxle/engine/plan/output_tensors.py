@@ -1,4 +1,4 @@
-"""Products: the tensors that a conversion writes, each with where its bytes come from and what is done to them."""
+"""Output tensors: what a conversion writes, each with the source of its bytes and what is done to them."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from transaxle.engine.views.encoded import View
 from transaxle.errors import Refusal, Where
 
 _LARGEST = 1 << 44
-"""Elements of a tensor."""
+"""Cap on the elements of a tensor."""
 Action = Literal["decoded", "encoded", "averaged", "cast"]
 
 
 class Recoded(msgspec.Struct, frozen=True):
-    """A tensor whose numbers are not those of the source."""
+    """A tensor whose values are decoded, encoded, averaged or cast."""
 
     name: str
-    """Table name: of the target where it is encoded, of the source otherwise."""
+    """Table name: the target's if it is encoded, the source's otherwise."""
     action: Action
     """What is done."""
     encoding: str
-    """From which encoding, or to which; none where replicas are averaged; of what is cast, the type that it had."""
+    """The encoding it is decoded from or encoded to; empty for averages; for casts, the dtype it had."""
     convention: str
-    """In which convention that is stored."""
+    """The convention of that encoding."""
     dtype: str
     """Safetensors code of the plain values."""
     shape: tuple[int, ...]
@@ -41,27 +41,28 @@ class Recoded(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A tensor whose numbers are not those of the source, and how far they are from those."""
+    """A recoded tensor and how far its values are from the source's."""
 
     what: Recoded
     """The tensor."""
     error: Error
-    """Decoded values against the products of code and scales; encoded ones, read again, against those given; replicas
-    against their mean; cast ones against what they were."""
+    """Difference of decoded values from the products of code and scale; of encoded values, read back, from those
+    given; of replicas from their mean; of cast values from the originals.
+    """
     infinite: int = 0
-    """Finite values that are infinite now."""
+    """Number of finite values that became infinite."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
-        found: dict[str, Any] = {"max_abs": self.error.max, "rms": self.error.rms, "exact": self.error.exact}
+        error_data: dict[str, Any] = {"max_abs": self.error.max, "rms": self.error.rms, "exact": self.error.exact}
         if self.infinite:
-            found["infinite"] = self.infinite
-        what: dict[str, Any] = msgspec.to_builtins(self.what)
-        return {**what, "shape": list(self.what.shape), **found}
+            error_data["infinite"] = self.infinite
+        data: dict[str, Any] = msgspec.to_builtins(self.what)
+        return {**data, "shape": list(self.what.shape), **error_data}
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class OutputTensor:
     """One tensor to be written."""
 
     name: str
@@ -73,67 +74,67 @@ class Product:
     target: Target
     """Where its values come from."""
     step: Step | None = None
-    """How these become what is written; None: as they are."""
+    """How its values become one buffer of an encoding; None: they are written as they are."""
 
 
-def products(view: View, names: Iterable[str], encoding: str) -> list[Product]:
-    """Return the tensors that a view is written as.
+def products(view: View, names: Iterable[str], encoding: str) -> list[OutputTensor]:
+    """Return the tensors that are written for a view.
 
     Args:
         view: the target's tensors.
-        names: those that are encoded.
-        encoding: into what.
+        names: tensors to encode.
+        encoding: the encoding to use.
     """
     encoded = frozenset(names)
-    found = []
+    outputs = []
     for name, target in view.targets.items():
         if name in encoded:
-            found.extend(_buffers(view, name, encoding))
+            outputs.extend(_buffers(view, name, encoding))
         else:
-            found.append(Product(name, *view.described(name), target))
-    return found
+            outputs.append(OutputTensor(name, *view.described(name), target))
+    return outputs
 
 
-def _buffers(view: View, name: str, encoding: str) -> list[Product]:
+def _buffers(view: View, name: str, encoding: str) -> list[OutputTensor]:
     """Return the buffers that one tensor is written as."""
     convention, spec = CONVENTIONS[PREFERRED[encoding]], ENCODINGS[encoding]
     target = view.targets[name]
     dtype, shape = view.described(name)
-    found = []
+    buffers = []
     for role in (Role.CODES, Role.SCALE, *([Role.GLOBAL] if spec.has_global else ())):
         step = Step(encoding, convention.name, role, name, dtype, shape)
         stored = convention.stored(name, role, spec)
-        found.append(Product(stored, *convention.presented(spec, shape, role), target, step))
-    return found
+        buffers.append(OutputTensor(stored, *convention.presented(spec, shape, role), target, step))
+    return buffers
 
 
-def encoded_tensors(view: View, written: Iterable[Product]) -> dict[str, Encoded]:
-    """Return the encoded tensors of a target by table name: those that move, and those that are made.
+def encoded_tensors(view: View, written: Iterable[OutputTensor]) -> dict[str, Encoded]:
+    """Return the encoded tensors of a target by table name, both moved and newly encoded.
 
     Args:
         view: the target's tensors.
-        written: what it is written as.
+        written: the tensors that are written.
     """
-    found = dict(view.encoded)
+    encoded = dict(view.encoded)
     for product in written:
         step = product.step
         if step is not None:
-            held = found.get(step.tensor)
-            parts = {**(held.parts if held else {}), Role(step.role): product.name}
-            found[step.tensor] = Encoded(step.tensor, step.spec, step.shape, parts, step.convention)
-    return found
+            known_tensor = encoded.get(step.tensor)
+            parts = {**(known_tensor.parts if known_tensor else {}), Role(step.role): product.name}
+            encoded[step.tensor] = Encoded(step.tensor, step.spec, step.shape, parts, step.convention)
+    return encoded
 
 
-def by_name(written: Iterable[Product], problems: list[Refusal]) -> dict[str, Product]:
-    """Return products by name; two of one name, and those that no machine can hold, are problems."""
-    found: dict[str, Product] = {}
+def by_name(written: Iterable[OutputTensor], problems: list[Refusal]) -> dict[str, OutputTensor]:
+    """Return output tensors by name; duplicates, and sizes that no machine can hold, are problems."""
+    outputs: dict[str, OutputTensor] = {}
     for product in written:
         if prod(product.shape) > _LARGEST:  # else laying it out would never end
             message = f"it would have the shape {list(product.shape)}: a size that its config gives is no real one"
             problems.append(Refusal("CORRUPT", message, Where(None, product.name)))
             continue
-        if product.name in found:
-            message = f"{product.target.rule}\nwrites the name of {found[product.name].target.rule}"
+        if product.name in outputs:
+            message = f"{product.target.rule}\nwrites the name of {outputs[product.name].target.rule}"
             problems.append(Refusal("NAME_COLLISION", message, Where(None, product.name)))
-        found[product.name] = product
-    return found
+        outputs[product.name] = product
+    return outputs

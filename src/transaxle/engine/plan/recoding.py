@@ -1,4 +1,4 @@
-"""Recoding: what a plan says of tensors whose numbers change, because they are decoded or encoded on the way."""
+"""Recoding: what a plan says about tensors whose values change, because they are decoded, encoded, cast or averaged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transaxle.axes.layout.bind import WEIGHT
 from transaxle.axes.notation.number_format import NumberFormat, Recode
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.copying.replica_mean import averages_of
-from transaxle.engine.plan.output_tensors import Product, Recoded
+from transaxle.engine.plan.output_tensors import OutputTensor, Recoded
 from transaxle.engine.views.cast import casts_of
 from transaxle.engine.views.decoded import decoders_of
 from transaxle.engine.views.encoded import View
@@ -17,7 +17,7 @@ from transaxle.move.transfer import Transfer
 
 
 def recoding(names: Collection[str], encoding: str) -> Recode:
-    """Return what tells the tables in which form each target is written: some of them are encoded."""
+    """Return the function that tells the tables in which format each target is written."""
     encoded = frozenset(names)
     return lambda name, form: NumberFormat(form.dtype, encoding) if name in encoded else form
 
@@ -35,50 +35,53 @@ def components(checkpoint: Checkpoint, view: View | None) -> dict[str, Sequence[
         }
     if checkpoint.family is None:
         return {}
-    found = checkpoint.bound.names.items()
-    return {name: line.expression.components for (line, _), names in found for name in names.values()}
+    bound_names = checkpoint.bound.names.items()
+    return {name: line.expression.components for (line, _), names in bound_names for name in names.values()}
 
 
 def displaced(checkpoint: Checkpoint, names: Collection[str]) -> Iterator[Refusal]:
-    """Yield why tensors cannot be recoded under their own names: the dialect keeps codes in another order than values.
+    """Yield why tensors cannot be recoded under their own names: the dialect orders the dims of codes and of values
+    differently.
 
     Args:
         checkpoint: the source.
-        names: its tensors that are to be encoded; those that are decoded are known.
+        names: tensors to be encoded; decoded ones are known.
     """
     changing = {*checkpoint.decoded, *names}
     if not changing or checkpoint.family is None:
         return
-    for (line, slot), held in checkpoint.bound.names.items():
+    for (line, slot), names_of_line in checkpoint.bound.names.items():
         if line.by_form and slot == WEIGHT:
-            for name in changing.intersection(held.values()):
+            for name in changing.intersection(names_of_line.values()):
                 message = f"{line.text}\nthe order of its dims depends on the encoding, and that is about to change"
                 hint = f"name the dialect, which brings them into order:  --to FORMAT:{checkpoint.dialect}"
                 yield Refusal("UNSUPPORTED", message, Where(None, name), hint)
 
 
-def recoded(checkpoint: Checkpoint, written: Sequence[tuple[Product, Sequence[Transfer]]]) -> list[Recoded]:
-    """Return the tensors whose numbers change.
+def recoded(checkpoint: Checkpoint, written: Sequence[tuple[OutputTensor, Sequence[Transfer]]]) -> list[Recoded]:
+    """Return the tensors whose values change.
 
     Args:
         checkpoint: the source.
-        written: what is written, and where its bytes come from.
+        written: each tensor written, with the transfers that fill it.
     """
     read = {transfer.file for _, transfers in written for transfer in transfers}
-    found = []
+    changed = []
     for file, decoder in decoders_of(checkpoint.container.storage).items():
         if file in read:
-            one = decoder.tensor
-            found.append(Recoded(one.name, "decoded", one.encoding.name, one.convention, decoder.dtype, one.shape))
+            tensor = decoder.tensor
+            changed.append(
+                Recoded(tensor.name, "decoded", tensor.encoding.name, tensor.convention, decoder.dtype, tensor.shape)
+            )
     for file, caster in casts_of(checkpoint.container.storage).by_file.items():
         if file in read:
-            was = caster.entry
-            found.append(Recoded(was.name, "cast", was.dtype, "", caster.dtype, was.shape))
+            cast_entry = caster.entry
+            changed.append(Recoded(cast_entry.name, "cast", cast_entry.dtype, "", caster.dtype, cast_entry.shape))
     for name in averages_of(checkpoint.container.storage):
         entry = checkpoint.container.entries.get(name)
         if entry is not None and read.intersection(extent.file for extent in entry.extents):
-            found.append(Recoded(name, "averaged", "", "", entry.dtype, entry.shape))
+            changed.append(Recoded(name, "averaged", "", "", entry.dtype, entry.shape))
     steps = {product.step.tensor: product.step for product, _ in written if product.step is not None}
     for name, step in steps.items():
-        found.append(Recoded(name, "encoded", step.encoding, step.convention, step.dtype, step.shape))
-    return found
+        changed.append(Recoded(name, "encoded", step.encoding, step.convention, step.dtype, step.shape))
+    return changed

@@ -41,9 +41,9 @@ def misnamed(target: str | None, form: str) -> Iterator[Refusal]:
     """
     if target is None:
         return
-    own = _FILES.get(form, ())
+    endings = _FILES.get(form, ())
     if target.endswith(WHOLE):
-        if not target.endswith(own):
+        if not target.endswith(endings):
             message = f"the name says that it is a file of another format; {form} is to be written"
             yield Refusal("UNSUPPORTED", message, Where(target), "Choose another name, or another --to.")
         return
@@ -51,12 +51,12 @@ def misnamed(target: str | None, form: str) -> Iterator[Refusal]:
     ending = next((end for end in (*WHOLE, *_NO_FOLDER) if lower.endswith(end)), None)
     if ending is None or lower.rpartition("/")[2] == ending:  # a hidden folder is one
         return
-    files = (own,) if isinstance(own, str) else own
-    one = f"one file ends in {', '.join(files)}" if files else f"{form} is always a folder"
+    files = (endings,) if isinstance(endings, str) else endings
+    advice = f"one file ends in {', '.join(files)}" if files else f"{form} is always a folder"
     if ending in WHOLE:
         message = f"a name that ends in {target[-len(ending) :]} is no file that others open"
         yield Refusal("UNSUPPORTED", message, Where(target), f"End it in {ending}, or in {ending}/ for a folder.")
     else:
-        message = f"files that end in {ending} are not written; {one}"
+        message = f"files that end in {ending} are not written; {advice}"
         hint = f"Choose another name; one that ends in / is a folder: {target}/"
         yield Refusal("UNSUPPORTED", message, Where(target), hint)

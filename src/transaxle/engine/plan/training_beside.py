@@ -1,4 +1,4 @@
-"""Training state beside model and optimizer: no part of what a hub holds, nor of what makes two checkpoints equal."""
+"""Training state beside model and optimizer: not part of a hub's model, nor of the equality of two checkpoints."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ def without_training(checkpoint: Checkpoint) -> Checkpoint:
     items = checkpoint.container.training
     if not items:
         return checkpoint
-    said = dict(checkpoint.container.metadata)
-    said[LEFT_BEHIND] = {**said.get(LEFT_BEHIND, {}), **dict.fromkeys(said.pop(TRAINING, ()), "training state")}
-    left = checkpoint.container.without({item.name for item in items if item.name is not None})
-    container = replace(left, metadata=said, training=())
+    metadata = dict(checkpoint.container.metadata)
+    metadata[LEFT_BEHIND] = {
+        **metadata.get(LEFT_BEHIND, {}),
+        **dict.fromkeys(metadata.pop(TRAINING, ()), "training state"),
+    }
+    kept_container = checkpoint.container.without({item.name for item in items if item.name is not None})
+    container = replace(kept_container, metadata=metadata, training=())
     return Checkpoint(container, checkpoint.settings, None, None, checkpoint.undecoded)
 
 
-def beside(one: Checkpoint, other: Checkpoint) -> set[str]:
-    """Return the tensors of training state that only one side holds."""
-    names = (item.name for item in one.container.training)
-    return {name for name in names if name is not None and name not in other}
+def beside(first: Checkpoint, second: Checkpoint) -> set[str]:
+    """Return the tensors of training state that only the first checkpoint holds."""
+    names = (item.name for item in first.container.training)
+    return {name for name in names if name is not None and name not in second}

@@ -1,7 +1,7 @@
-"""Casts: plain tensors of floating-point numbers, seen in another type; they are cast when they are read.
+"""Casts: plain floating-point tensors seen in another dtype, cast when they are read.
 
-What is encoded is not touched (that is `decode`), nor are integers. Optimizer state, and what a family's table marks as
-`precise`, keep their type unless patterns name them; whoever reads the plan is told what stays.
+Encoded tensors are not touched (`decode` does that), nor are integers. Optimizer state, and tensors that a family's
+table marks as `precise`, keep their dtype unless patterns name them; the plan lists what stays.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transaxle.encodings.arithmetic.codec import Wide
 from transaxle.encodings.conventions.restated import ASIDE
 from transaxle.encodings.error import Error
 from transaxle.engine.copying.source import Source
-from transaxle.engine.views.decoded import Rows
+from transaxle.engine.views.decoded import RowMajorBytes
 from transaxle.engine.views.encoded import Catalog
 from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import Refusal, Where, gathered, refuse
@@ -31,19 +31,19 @@ from transaxle.move.endpoint import Readable
 from transaxle.move.workers import Limits, share
 
 _FILE = "\0cast "
-"""What the name of a file that does not exist begins with."""
+"""Prefix of the names of virtual files."""
 _BAND = 1 << 18
-"""Elements that are cast at once."""
+"""Elements that are cast at a time."""
 
 
 class Caster:
-    """One plain tensor as the row-major bytes of its values in another type.
+    """One plain tensor as the row-major bytes of its values in another dtype.
 
     Args:
         entry: the tensor.
-        source: where it is.
-        reader: the files.
-        dtype: safetensors code of the type that is wanted.
+        source: turns it into transfers.
+        reader: reads the files.
+        dtype: safetensors code of the wanted dtype.
     """
 
     def __init__(self, entry: Entry, source: Source, reader: Readable, dtype: Wide) -> None:
@@ -65,39 +65,39 @@ class Caster:
         """
         out = np.frombuffer(view, np.uint8)
         item = numpy_dtype(self.dtype).itemsize
-        first, last = offset // item, -(-(offset + len(out)) // item)
-        for start in range(first, last, _BAND):
-            stop = min(last, start + _BAND)
-            made = cast(self._values(start, stop), self.dtype).view(np.uint8)
+        first_element, last_element = offset // item, -(-(offset + len(out)) // item)
+        for start in range(first_element, last_element, _BAND):
+            stop = min(last_element, start + _BAND)
+            cast_bytes = cast(self._values(start, stop), self.dtype).view(np.uint8)
             low, high = max(offset, start * item), min(offset + len(out), stop * item)
-            out[low - offset : high - offset] = made[low - start * item : high - start * item]
+            out[low - offset : high - offset] = cast_bytes[low - start * item : high - start * item]
 
     def error(self) -> tuple[Error, int]:
-        """Return how far all values are from what they were, and how many finite ones become infinite."""
-        found, infinite = Error(), 0
+        """Return how far the cast values are from the originals, and how many finite ones became infinite."""
+        total, infinite = Error(), 0
         for start in range(0, self._count, _BAND):
             values = self._values(start, min(self._count, start + _BAND))
-            error, more = cast_error(values, cast(values, self.dtype))
-            found, infinite = found + error, infinite + more
-        return found, infinite
+            error, newly_infinite = cast_error(values, cast(values, self.dtype))
+            total, infinite = total + error, infinite + newly_infinite
+        return total, infinite
 
     def _values(self, start: int, stop: int) -> np.ndarray:
         dtype = numpy_dtype(self.entry.dtype)
         return self._rows.read(start * dtype.itemsize, stop * dtype.itemsize).view(dtype)
 
     @cached_property
-    def _rows(self) -> Rows:
-        return Rows(self._reader, self._source.transfers(unchanged(self.entry.name, self.entry)))
+    def _rows(self) -> RowMajorBytes:
+        return RowMajorBytes(self._reader, self._source.transfers(unchanged(self.entry.name, self.entry)))
 
 
 class CastStorage(Beside):
-    """The files of a checkpoint, and beside them one for each tensor that is cast when it is read.
+    """The files of a checkpoint, and a virtual file for each tensor that is cast when it is read.
 
     Args:
         below: the files.
-        casters: by the file that they are.
-        stayed: plain tensors of other types that keep them.
-        dtype: safetensors code of what is cast to.
+        casters: virtual file -> its caster.
+        stayed: plain tensors of other dtypes that keep them.
+        dtype: safetensors code of the wanted dtype.
     """
 
     def __init__(self, below: Storage, casters: Mapping[str, Caster], stayed: Sequence[str], dtype: Wide) -> None:
@@ -109,39 +109,45 @@ class CastStorage(Beside):
 
 @dataclass(frozen=True, slots=True)
 class Casts:
-    """What of a storage is cast."""
+    """The casts of a storage."""
 
     by_file: Mapping[str, Caster]
-    """By the file that does not exist."""
+    """Virtual file -> its caster."""
     stayed: tuple[str, ...]
-    """Plain tensors of other types that keep them."""
+    """Plain tensors of other dtypes that keep them."""
     dtype: Wide | None
-    """Safetensors code of what is cast to; None: nothing is."""
+    """Safetensors code of the wanted dtype; None: nothing is cast."""
 
 
 def casts_of(storage: Storage) -> Casts:
     """Return what of a storage is cast."""
-    found = layer(storage, CastStorage)
-    return Casts({}, (), None) if found is None else Casts(found.casters, found.stayed, found.dtype)
+    cast_storage = layer(storage, CastStorage)
+    return (
+        Casts({}, (), None)
+        if cast_storage is None
+        else Casts(cast_storage.casters, cast_storage.stayed, cast_storage.dtype)
+    )
 
 
 def precise(bound: Bound | None) -> frozenset[str]:
-    """Return the stored names that keep their type unless they are named: see `precise` in tables."""
+    """Return the stored names that keep their dtype unless a pattern names them; see `precise` in tables."""
     if bound is None:
         return frozenset()
-    kept = bound.family.precise
-    lines = [names for (line, _), names in bound.names.items() if kept.intersection(line.expression.components)]
+    precise_tensors = bound.family.precise
+    lines = [
+        names for (line, _), names in bound.names.items() if precise_tensors.intersection(line.expression.components)
+    ]
     return frozenset((*bound.ignored, *(name for names in lines for name in names.values())))
 
 
-def cast_to(held: Catalog, to: str, only: Sequence[str], skip: Sequence[str], keep: frozenset[str]) -> Container:
-    """Return a container in which plain tensors are of another type.
+def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str], keep: frozenset[str]) -> Container:
+    """Return a container with plain tensors in another dtype.
 
     Args:
-        held: the tensors of a container.
+        catalog: the tensors of a container.
         to: `bf16`, `fp16` or `fp32`.
-        only: patterns of the names to be cast; none: all weights but those of `keep`.
-        skip: patterns of names that stay as they are.
+        only: patterns of the names to cast; none: all weights but those of `keep`.
+        skip: patterns of names that keep their dtype.
         keep: names that are cast only where a pattern of `only` names them.
 
     Raises:
@@ -149,12 +155,12 @@ def cast_to(held: Catalog, to: str, only: Sequence[str], skip: Sequence[str], ke
     """
     if to not in CASTS:
         raise refuse("AMBIGUOUS", f"cannot cast to {to!r}", hint=f"say one of: {', '.join(CASTS)}")
-    container, dtype = held.container, CASTS[to]
-    beside = {full for name in held.entries for end in ASIDE if (full := f"{name}_{end}") in held.entries}
+    container, dtype = catalog.container, CASTS[to]
+    beside = {full for name in catalog.entries for end in ASIDE if (full := f"{name}_{end}") in catalog.entries}
     plain = [
         name
         for name in container.entries
-        if name in held.entries and name not in held.encoded and container.entries[name].dtype in PLAIN
+        if name in catalog.entries and name not in catalog.encoded and container.entries[name].dtype in PLAIN
     ]
     plain = [name for name in plain if name not in beside]
     if not plain:
@@ -177,16 +183,16 @@ def cast_to(held: Catalog, to: str, only: Sequence[str], skip: Sequence[str], ke
 
 
 def casting_errors(storage: Storage, names: Iterable[str], limit: Limits) -> dict[str, tuple[Error, int]]:
-    """Read cast tensors once, and return how far they are from what they were, and what becomes infinite."""
+    """Read every named cast tensor once; return its error and its count of values that become infinite."""
     wanted = set(names)
-    casters = [each for each in casts_of(storage).by_file.values() if each.entry.name in wanted]
-    found: dict[str, tuple[Error, int]] = {}
+    casters = [caster for caster in casts_of(storage).by_file.values() if caster.entry.name in wanted]
+    errors: dict[str, tuple[Error, int]] = {}
 
     def measure(_: object, number: int) -> None:
-        found[casters[number].entry.name] = casters[number].error()
+        errors[casters[number].entry.name] = casters[number].error()
 
     share(range(len(casters)), limit.jobs, lambda _: None, measure)
-    return found
+    return errors
 
 
 def refuse_infinite(errors: Mapping[str, tuple[Error, int]], dtype: str) -> None:
@@ -197,9 +203,9 @@ def refuse_infinite(errors: Mapping[str, tuple[Error, int]], dtype: str) -> None
     """
     hint = "bf16 has the range of fp32; leave these out with --skip NAME, or let it happen with --allow-lossy"
     problems = [
-        Refusal("LOSSY", f"{many:,} finite values become infinite in {dtype}", Where(None, name), hint)
-        for name, (_, many) in errors.items()
-        if many
+        Refusal("LOSSY", f"{count:,} finite values become infinite in {dtype}", Where(None, name), hint)
+        for name, (_, count) in errors.items()
+        if count
     ]
     if problems:
         raise gathered(problems)

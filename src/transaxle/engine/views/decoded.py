@@ -1,7 +1,7 @@
-"""Decoding as a view of storage: an encoded tensor becomes a plain one in a file that does not exist.
+"""Decoding as a view of storage: an encoded tensor becomes a plain one in a virtual file.
 
-Whoever reads a range of that file gets the values of just that range, decoded from the codes and the scales of just
-that range. So planning, copying, resharding, comparing and loading need not know that anything was ever encoded.
+Reading a range of that file decodes the values of just that range, from the codes and scales of just that range. So
+planning, copying, resharding, comparing and loading need not know that anything was ever encoded.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from transaxle.move.strided_fill import Scratch, fill
 from transaxle.move.transfer import Transfer, clip
 
 DTYPES: Mapping[str, Wide] = {"bf16": "BF16", "fp32": "F32"}
-"""Types that can be decoded to, as users write them, and their safetensors codes."""
+"""Types that users can decode to -> their safetensors codes."""
 _FILE = "decoded:"
 _BAND = 1 << 18
-"""Elements that are decoded at once."""
+"""Elements that are decoded at a time."""
 _CHUNK = 1 << 20
-"""Bytes of scales that are read at once."""
+"""Bytes of scales that are read at a time."""
 _KEPT = 16 << 20
-"""Bytes of scales that are kept."""
+"""Bytes of scales that are cached."""
 
-Scales = npt.NDArray[Any]
+ScaleArray = npt.NDArray[Any]
 
 
-class Rows:
+class RowMajorBytes:
     """The bytes of one stored buffer in row-major order, wherever its chunks lie."""
 
     def __init__(self, reader: Readable, transfers: list[Transfer]) -> None:
@@ -68,35 +68,35 @@ class Rows:
             scratch = self._local.scratch = Scratch(_CHUNK)
         for transfer in self._transfers:
             if transfer.target < stop and start < transfer.target_end:
-                for part in clip(transfer, start, stop):
-                    fill(self._reader, part, out, start, scratch)
+                for piece in clip(transfer, start, stop):
+                    fill(self._reader, piece, out, start, scratch)
         return out
 
 
-class _Kept:
-    """Scales that were read last; safe to share between threads."""
+class _ScaleCache:
+    """The most recently used chunks of scales; safe to share between threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: OrderedDict[tuple[str, int], Bytes] = OrderedDict()
+        self._entries: OrderedDict[tuple[str, int], Bytes] = OrderedDict()
         self._size = 0
 
     def get(self, key: tuple[str, int]) -> Bytes | None:
-        """Return what is kept under a key."""
+        """Return the chunk under a key, or None."""
         with self._lock:
-            found = self._held.get(key)
-            if found is not None:
-                self._held.move_to_end(key)
-            return found
+            cached = self._entries.get(key)
+            if cached is not None:
+                self._entries.move_to_end(key)
+            return cached
 
     def put(self, key: tuple[str, int], data: Bytes) -> None:
-        """Keep something, and drop what was used longest ago."""
+        """Add a chunk, and drop the least recently used ones beyond the cap."""
         with self._lock:
-            if key not in self._held:
-                self._held[key] = data
+            if key not in self._entries:
+                self._entries[key] = data
                 self._size += data.nbytes
-            while self._size > _KEPT and len(self._held) > 1:
-                self._size -= self._held.popitem(last=False)[1].nbytes
+            while self._size > _KEPT and len(self._entries) > 1:
+                self._size -= self._entries.popitem(last=False)[1].nbytes
 
 
 class Decoder:
@@ -107,13 +107,13 @@ class Decoder:
         source: where its buffers are.
         reader: the files.
         dtype: safetensors code of the values.
-        kept: shared memory for scales.
+        cache: shared memory for scales.
     """
 
-    def __init__(self, tensor: Encoded, source: Source, reader: Readable, dtype: Wide, kept: _Kept) -> None:
+    def __init__(self, tensor: Encoded, source: Source, reader: Readable, dtype: Wide, cache: _ScaleCache) -> None:
         self.tensor = tensor
         self.dtype = dtype
-        self._source, self._reader, self._kept = source, reader, kept
+        self._source, self._reader, self._cache = source, reader, cache
         shape = (1,) * (2 - len(tensor.shape)) + tensor.shape
         tile = (1,) * (2 - len(tensor.shape)) + tensor.encoding.tiles(tensor.shape)
         self._encoding = replace(tensor.encoding, tile=tensor.encoding.tile[-2:])
@@ -147,33 +147,33 @@ class Decoder:
         """
         out = np.frombuffer(view, np.uint8)
         item = self._item
-        first, last = offset // item, -(-(offset + len(out)) // item)
-        if first * item == offset and last * item == offset + len(out) and out.ctypes.data % item == 0:
-            self._decode(first, last, out.view(numpy_dtype(self.dtype)))
+        first_element, last_element = offset // item, -(-(offset + len(out)) // item)
+        if first_element * item == offset and last_element * item == offset + len(out) and out.ctypes.data % item == 0:
+            self._decode(first_element, last_element, out.view(numpy_dtype(self.dtype)))
             return
-        whole = np.empty(last - first, numpy_dtype(self.dtype))
-        self._decode(first, last, whole)
-        begin = offset - first * item
-        out[:] = whole.view(np.uint8)[begin : begin + len(out)]
+        elements = np.empty(last_element - first_element, numpy_dtype(self.dtype))
+        self._decode(first_element, last_element, elements)
+        begin = offset - first_element * item
+        out[:] = elements.view(np.uint8)[begin : begin + len(out)]
 
     def error(self) -> Error:
-        """Return how far the values are from the products that they stand for, over the whole tensor."""
-        found = Error()
+        """Return how far the decoded values are from the exact products, over the whole tensor."""
+        total = Error()
         for row, rows, column, columns in self._boxes(0, prod(self.tensor.shape)):
-            codes, scale, phase = self._held(row, rows, column, columns)
+            codes, scale, phase = self._read_box(row, rows, column, columns)
             factor = self._factors[row // self._rows]
-            found += decode_error(self._encoding, codes, scale, phase=phase, factor=factor, dtype=self.dtype)
-        return found
+            total += decode_error(self._encoding, codes, scale, phase=phase, factor=factor, dtype=self.dtype)
+        return total
 
     def _decode(self, first: int, last: int, out: npt.NDArray[Any]) -> None:
         at = 0
         for row, rows, column, columns in self._boxes(first, last):
             # Packed codes are read byte by byte, which may be one more on either side.
             left, right = (column & ~1, column + columns + 1 & ~1) if self._bits < 8 else (column, column + columns)
-            codes, scale, phase = self._held(row, rows, left, right - left)
+            codes, scale, phase = self._read_box(row, rows, left, right - left)
             into = out[at : at + rows * columns].reshape(rows, columns)
             fits = right - left == columns
-            made = decode_box(
+            values = decode_box(
                 self._encoding,
                 codes,
                 scale,
@@ -183,7 +183,7 @@ class Decoder:
                 out=into if fits else None,
             )
             if not fits:
-                into[...] = made[:, column - left : column - left + columns]
+                into[...] = values[:, column - left : column - left + columns]
             at += rows * columns
 
     def _boxes(self, first: int, last: int) -> Iterator[tuple[int, int, int, int]]:
@@ -200,8 +200,8 @@ class Decoder:
                 yield row, rows, 0, width
                 first += rows * width
 
-    def _held(self, row: int, rows: int, column: int, columns: int) -> tuple[Bytes, Scales, tuple[int, int]]:
-        """Read the codes and the scales of a box that lies in one matrix."""
+    def _read_box(self, row: int, rows: int, column: int, columns: int) -> tuple[Bytes, ScaleArray, tuple[int, int]]:
+        """Read the codes and scales of a box that lies in one matrix, and the phase of the box in its first tile."""
         if columns == self._columns:
             begin = row * columns * self._bits // 8
             codes = self._codes.read(begin, begin + rows * columns * self._bits // 8)
@@ -216,40 +216,45 @@ class Decoder:
         return codes, scale[:, left:right], (inside % self._tile_rows, column % self._tile_columns)
 
     @cached_property
-    def _codes(self) -> Rows:
+    def _codes(self) -> RowMajorBytes:
         return self._buffer(Role.CODES)
 
     @cached_property
-    def _scale(self) -> Rows:
+    def _scale(self) -> RowMajorBytes:
         return self._buffer(Role.SCALE)
 
-    def _buffer(self, role: Role) -> Rows:
+    def _buffer(self, role: Role) -> RowMajorBytes:
         name = buffer_name(self.tensor.name, role)
-        return Rows(self._reader, self._source.transfers(unchanged(name, self._source.entries[name])))
+        return RowMajorBytes(self._reader, self._source.transfers(unchanged(name, self._source.entries[name])))
 
     @cached_property
     def _scale_dtype(self) -> np.dtype[Any]:
         return numpy_dtype(self._source.entries[buffer_name(self.tensor.name, Role.SCALE)].dtype)
 
-    def _scales(self, first: int, last: int) -> Scales:
-        """Return rows of the grid of scales; they are read in chunks, which are kept."""
+    def _scales(self, first: int, last: int) -> ScaleArray:
+        """Return rows of the grid of scales; they are read in chunks, which are cached."""
         width = self._grid_columns * self._scale_dtype.itemsize
-        each = max(1, _CHUNK // width)
-        found = []
-        for chunk in range(first // each, (last - 1) // each + 1):
+        rows_per_chunk = max(1, _CHUNK // width)
+        chunks = []
+        for chunk in range(first // rows_per_chunk, (last - 1) // rows_per_chunk + 1):
             key = self.tensor.name, chunk
-            data = self._kept.get(key)
+            data = self._cache.get(key)
             if data is None:
-                data = self._scale.read(chunk * each * width, min(self._all_grid_rows, (chunk + 1) * each) * width)
-                self._kept.put(key, data)
-            low, high = max(first, chunk * each) - chunk * each, min(last, (chunk + 1) * each) - chunk * each
-            found.append(data[low * width : high * width])
-        rows = found[0] if len(found) == 1 else np.concatenate(found)
+                data = self._scale.read(
+                    chunk * rows_per_chunk * width, min(self._all_grid_rows, (chunk + 1) * rows_per_chunk) * width
+                )
+                self._cache.put(key, data)
+            low, high = (
+                max(first, chunk * rows_per_chunk) - chunk * rows_per_chunk,
+                min(last, (chunk + 1) * rows_per_chunk) - chunk * rows_per_chunk,
+            )
+            chunks.append(data[low * width : high * width])
+        rows = chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
         return rows.view(self._scale_dtype).reshape(last - first, self._grid_columns)
 
     @cached_property
     def _factors(self) -> list[float]:
-        """Per matrix, what its products are multiplied by."""
+        """Per matrix, the factor of its products: its global scale."""
         count = len(self._grids)
         if Role.GLOBAL not in self.tensor.parts:
             return [1.0] * count
@@ -262,7 +267,7 @@ class Decoder:
 
 
 class DecodedStorage(Beside):
-    """The files of a checkpoint, and beside them one file for each tensor that is decoded when it is read."""
+    """The files of a checkpoint, and a virtual file for each tensor that is decoded when it is read."""
 
     def __init__(self, below: Storage, decoders: Mapping[str, Decoder]) -> None:
         self.decoders: Mapping[str, Decoder] = {**decoders_of(below), **decoders}
@@ -271,13 +276,13 @@ class DecodedStorage(Beside):
 
 
 def decoders_of(storage: Storage) -> Mapping[str, Decoder]:
-    """Return what decodes the files of a storage that do not exist, by their names."""
-    found = layer(storage, DecodedStorage)
-    return {} if found is None else found.decoders
+    """Return the decoder of each virtual file of a storage."""
+    decoded_storage = layer(storage, DecodedStorage)
+    return {} if decoded_storage is None else decoded_storage.decoders
 
 
 def plainly(recode: Recode) -> Recode:
-    """Let what was decoded be written as plain numbers, and what was not as `recode` says."""
+    """Adapt `recode`: a tensor decoded here is offered as a plain one."""
 
     def form(name: str, stored: NumberFormat) -> NumberFormat:
         return recode(
@@ -287,40 +292,45 @@ def plainly(recode: Recode) -> Recode:
     return form
 
 
-def decoded(held: Catalog, chosen: Collection[str], dtype: Wide) -> Container:
-    """Return a container in which some encoded tensors are plain ones.
+def decoded(catalog: Catalog, chosen: Collection[str], dtype: Wide) -> Container:
+    """Return a container in which some encoded tensors are plain.
 
     Args:
-        held: the tensors of a container.
-        chosen: table names of the encoded tensors that are decoded.
+        catalog: the tensors of a container.
+        chosen: table names of the encoded tensors to decode.
         dtype: safetensors code of their values.
 
     Returns:
-        A container with a plain entry under each of these names, in place of its buffers; a number for the layer's
-        activations, which is no part of the weight, is left out.
+        A container with a plain entry under each of these names instead of its buffers; input scales are left out, as
+            they belong to the layer's activations, not to the weight.
 
     Raises:
         Refused: UNSUPPORTED for a tensor whose codes are no whole bytes row by row.
     """
-    container = held.container
-    source, kept = Source(container, held.buffers), _Kept()
-    tensors = {name: held.encoded[name] for name in chosen}
-    parts = {stored: role for one in tensors.values() for role, stored in one.parts.items()}
-    left = {stored: container.entries[stored] for stored, role in parts.items() if role is Role.INPUT_SCALE}
+    container = catalog.container
+    source, cache = Source(container, catalog.buffers), _ScaleCache()
+    tensors = {name: catalog.encoded[name] for name in chosen}
+    parts = {stored: role for tensor in tensors.values() for role, stored in tensor.parts.items()}
+    input_scales = {stored: container.entries[stored] for stored, role in parts.items() if role is Role.INPUT_SCALE}
     begin = _FILE
+    # No real file may have the name of a virtual one.
     while any(name.startswith(begin) for name in container.files):
         begin += ":"
     entries: dict[str, Entry] = {}
     decoders: dict[str, Decoder] = {}
-    heads = {one.parts[Role.CODES]: one for one in tensors.values()}
+    heads = {tensor.parts[Role.CODES]: tensor for tensor in tensors.values()}
     for stored, entry in container.entries.items():
-        one = heads.get(stored)
-        if one is not None:
-            file = begin + one.name
-            decoders[file] = Decoder(one, source, container.storage, dtype, kept)
-            entries[one.name] = Entry(one.name, dtype, one.shape, (Extent((0,) * len(one.shape), one.shape, file, 0),))
+        tensor = heads.get(stored)
+        if tensor is not None:
+            file = begin + tensor.name
+            decoders[file] = Decoder(tensor, source, container.storage, dtype, cache)
+            entries[tensor.name] = Entry(
+                tensor.name, dtype, tensor.shape, (Extent((0,) * len(tensor.shape), tensor.shape, file, 0),)
+            )
         elif stored not in parts:
             entries[stored] = entry
     storage = DecodedStorage(container.storage, decoders)
     metadata = without_notes(container.metadata, tensors)
-    return replace(container, storage=storage, entries=entries, metadata=metadata, left={**container.left, **left})
+    return replace(
+        container, storage=storage, entries=entries, metadata=metadata, left={**container.left, **input_scales}
+    )

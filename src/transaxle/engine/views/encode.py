@@ -1,8 +1,8 @@
 """Encoding: the last step of a planned tensor, from its values in target order to one of its buffers.
 
-Values come in bands of whole tile rows, which is all that a codec needs to see of a tensor at once; every matrix of a
-stack is tiled for itself. Each buffer is a planned tensor of its own and reads the values for itself. Where there is a
-scale for a whole matrix, its amax is taken before anything is written.
+Values come in bands of whole tile rows, which is all that a codec needs at a time; every matrix of a stack is tiled by
+itself. Each buffer is a planned tensor of its own and reads the values by itself. Where a matrix has a global scale,
+its amax is computed before anything is written.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from transaxle.errors import Refusal, Where, refuse
 from transaxle.formats.dtype import nbytes, numpy_dtype
 
 METHODS = ("float8_block", "mxfp8", "nvfp4")
-"""Encodings that values can be put into."""
+"""Encodings that can be written."""
 _LEFT_PLAIN = frozenset({"embed", "head", "router", "norm", "bias", "sinks"})
-"""Words in the names of logical tensors that nobody quantizes; `mtp_norm` has two words."""
+"""Words in the names of logical tensors that nobody quantizes; `mtp_norm` consists of two words."""
 _ALSO_PLAIN = frozenset({"eh_proj", "mtp_proj"})
+"""Whole names of logical tensors that nobody quantizes."""
 _WAY_OUT = "leave it out with --skip, or name others with --only"
 
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """What the user wants encoded."""
+    """What the user wants to encode."""
 
     encoding: str
     """One of `METHODS`."""
@@ -57,7 +58,7 @@ class Step(msgspec.Struct, frozen=True, gc=False):
     convention: str
     """Key of `CONVENTIONS`."""
     role: str
-    """Which buffer: a `Role`."""
+    """The buffer, a `Role`."""
     tensor: str
     """Table name of the tensor."""
     dtype: str
@@ -82,34 +83,36 @@ class Step(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def band(self) -> int:
-        """Bytes of the fewest values that can be encoded at once: one row of tiles."""
+        """Bytes of the smallest band that can be encoded: one row of tiles."""
         rows, columns = self.shape[-2:]
         return min(self.spec.tiles(self.shape)[-2], rows) * columns * numpy_dtype(self.dtype).itemsize
 
     def bands(self, room: int) -> Iterator[tuple[int, int, int]]:
-        """Yield `(matrix, first row, last row)` of each band, in order, as many rows of tiles as there is room for."""
+        """Yield `(matrix, first row, last row)` of each band, in order, with as many rows of tiles as fit into `room`
+        bytes.
+        """
         rows = self.shape[-2]
         tile = self.spec.tiles(self.shape)[-2]
         step = tile * max(1, room // max(self.band, 1))
         for number in range(self.matrices):
-            for first in range(0, rows, step):
-                yield number, first, min(first + step, rows)
+            for first_row in range(0, rows, step):
+                yield number, first_row, min(first_row + step, rows)
 
     def global_scale(self, size: float) -> np.float32:
-        """Return the scale of a whole matrix whose amax this is."""
+        """Return the global scale of a matrix with this amax."""
         return CONVENTIONS[self.convention].global_from_amax(size, self.spec)
 
     def factor(self, sizes: Sequence[float], number: int) -> float:
-        """Return what the values of a matrix are multiplied by beside their scales, when they are read again."""
+        """Return the factor of a matrix's values, beside their scales, when they are decoded."""
         if not self.spec.has_global:
             return 1.0
         return CONVENTIONS[self.convention].factor(float(self.global_scale(sizes[number])), self.spec)
 
 
 Measure = Callable[[Error], None]
-"""Told how far encoded values are from those given."""
+"""Receives the error of encoded values."""
 Values = Callable[[Sequence[int]], Iterator[memoryview]]
-"""Gives the bytes of a tensor's values in order, cut where the ends listed say."""
+"""Yields the bytes of a tensor's values in order, cut at the given ends."""
 
 
 def buffer_blocks(
@@ -130,29 +133,29 @@ def buffer_blocks(
     rows, columns = step.shape[-2:]
     kind = numpy_dtype(step.dtype)
     bands = list(step.bands(room))
-    ends = [(number * rows + last) * columns * kind.itemsize for number, _, last in bands]
-    for (number, first, last), block in zip(bands, values(ends), strict=True):
-        given = np.frombuffer(block, kind).reshape(last - first, columns)
+    ends = [(number * rows + last_row) * columns * kind.itemsize for number, _, last_row in bands]
+    for (number, first_row, last_row), block in zip(bands, values(ends), strict=True):
+        band_values = np.frombuffer(block, kind).reshape(last_row - first_row, columns)
         size = sizes[number] if step.spec.has_global else None
-        codes, scale = encode_rows(step.spec, given, amax=size)
+        codes, scale = encode_rows(step.spec, band_values, amax=size)
         if step.role == Role.SCALE:
             yield np.ascontiguousarray(scale).view(np.uint8).reshape(-1).data
             continue
-        measured(encode_error(step.spec, given, codes, scale, factor=step.factor(sizes, number)))
+        measured(encode_error(step.spec, band_values, codes, scale, factor=step.factor(sizes, number)))
         yield codes.reshape(-1).data
 
 
 def largest(step: Step, values: Values, *, room: int) -> tuple[float, ...]:
     """Return the amax of each matrix of a tensor; arguments as of `buffer_blocks`."""
     kind = numpy_dtype(step.dtype)
-    each = prod(step.shape[-2:]) * kind.itemsize
-    found = np.zeros(step.matrices, np.float32)
-    starts = ((number, start) for number in range(step.matrices) for start in range(0, each, room))
-    ends = [number * each + min(start + room, each) for number, start in starts]
+    matrix_bytes = prod(step.shape[-2:]) * kind.itemsize
+    amaxes = np.zeros(step.matrices, np.float32)
+    starts = ((number, start) for number in range(step.matrices) for start in range(0, matrix_bytes, room))
+    ends = [number * matrix_bytes + min(start + room, matrix_bytes) for number, start in starts]
     for end, block in zip(ends, values(ends), strict=True):
-        number = (end - 1) // each
-        found[number] = np.maximum(found[number], amax(np.frombuffer(block, kind).reshape(1, -1)))
-    return tuple(float(size) for size in found)
+        number = (end - 1) // matrix_bytes
+        amaxes[number] = np.maximum(amaxes[number], amax(np.frombuffer(block, kind).reshape(1, -1)))
+    return tuple(float(size) for size in amaxes)
 
 
 def choose(view: View, wanted: Encode, components: Mapping[str, Sequence[str]]) -> tuple[list[str], list[Refusal]]:
@@ -177,7 +180,7 @@ def choose(view: View, wanted: Encode, components: Mapping[str, Sequence[str]]) 
     if not wanted.only and not components:
         raise refuse("AMBIGUOUS", "no table tells which of its tensors are weights of linear layers", hint=hint)
     linear = [name for name, target in plain.items() if _is_linear(target, components.get(name, ()))]
-    names = chosen([*plain, *view.encoded], wanted.only, wanted.skip, "tensor", among=linear)
+    names = chosen([*plain, *view.encoded], wanted.only, wanted.skip, "tensor", default=linear)
     if not names:
         message = f"there is nothing to encode: {len(view.encoded)} tensors are encoded already"
         raise refuse("AMBIGUOUS", message, hint=hint)
@@ -187,7 +190,7 @@ def choose(view: View, wanted: Encode, components: Mapping[str, Sequence[str]]) 
 
 
 def _misfit(view: View, target: Target | None, encoding: Encoding, name: str) -> str:
-    """Return why a tensor cannot be put into an encoding; nothing if it can."""
+    """Return why a tensor cannot be encoded; empty if it can."""
     if target is None:
         return f"it is stored in {view.encoded[name].encoding.name} already: decode it first"
     dtype, shape = view.described(name)
@@ -208,7 +211,7 @@ def _is_weight(target: Target) -> bool:
 
 
 def _is_linear(target: Target, components: Sequence[str]) -> bool:
-    """Tell whether a target is the weight of linear layers: every logical tensor in it is."""
+    """Tell whether a target is the weight of linear layers, which all of its logical tensors must be."""
     if not components or len(target.shape) < 2 or 1 in target.shape[-2:]:
         return False
     return not any(name in _ALSO_PLAIN or _LEFT_PLAIN.intersection(name.split("_")) for name in components)

@@ -1,7 +1,7 @@
 """Encoded tensors among plain ones: one name and one shape for the tables, several buffers on disk.
 
-A table speaks of a weight. Where that is stored as codes and scales, the tables see the codes alone, under the weight's
-name and in its shape; after the translation each buffer follows: the scales by the tiles that they belong to, and all
+A table speaks of a weight. Where that is stored as codes and scales, the tables see only the codes, under the weight's
+name and in its shape. After the translation each buffer follows: the scales by the tiles that they belong to, and all
 of them under the names and shapes of the convention. Nothing is decoded on the way.
 """
 
@@ -25,20 +25,20 @@ from transaxle.engine.views.swizzled_scales import compacted
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.catalog.catalog import Container, Entry
 
-Stored = tuple[str, Shape]
-"""Safetensors code and shape under which a target is stored, where these are not the target's own."""
+StoredForm = tuple[str, Shape]
+"""Safetensors code and shape under which a target is stored, if they differ from the target's own."""
 
 _WAY_OUT = "what is stored still moves as it is:  --to FORMAT:identity"
-"""What can be done with buffers that do not go together."""
+"""Hint for buffers that do not fit together."""
 
 
 def buffer_name(name: str, role: Role) -> str:
-    """Return the name of a buffer among all entries: no stored tensor has it."""
+    """Return the internal name of a buffer; no stored tensor has it."""
     return name if role is Role.CODES else f"{name}\0{role}"
 
 
 def matrix(shape: Shape) -> Tile:
-    """Return the tile of what there is one of for every matrix: the last two dims."""
+    """Return the tile of a buffer with one number per matrix: the last two dims."""
     return (*(1 for _ in shape[:-2]), *(max(size, 1) for size in shape[-2:]))
 
 
@@ -49,25 +49,25 @@ class Catalog:
     container: Container
     """The files."""
     entries: Mapping[str, Entry]
-    """By table name: plain tensors, and the codes of encoded ones, in their elements."""
+    """Table name -> entry: plain tensors, and the codes of encoded ones with the shape in elements."""
     encoded: Mapping[str, Encoded]
-    """The encoded ones among them."""
+    """The encoded tensors among them."""
     quantization: Quantization | None = None
-    """What the config says of them."""
+    """The config's description of them."""
     refusals: tuple[Refusal, ...] = ()
-    """Why their buffers cannot be told apart, or do not fit."""
+    """Buffers that cannot be grouped, or do not fit."""
 
     @cached_property
     def buffers(self) -> Mapping[str, Entry]:
-        """Every entry that targets are made of: those of the tables, and the other buffers under inner names."""
-        found = dict(self.entries)
-        for one in self.encoded.values():
-            for role, stored in one.parts.items():
+        """Every entry that targets are read from: the tables' entries, and the other buffers under internal names."""
+        buffers = dict(self.entries)
+        for tensor in self.encoded.values():
+            for role, stored in tensor.parts.items():
                 if role is not Role.CODES:
                     entry = self.container.entries[stored]
-                    shape = grid_of(one.encoding, one.shape, role)
-                    found[buffer_name(one.name, role)] = redescribed(entry, one.name, entry.dtype, shape)
-        return found
+                    shape = grid_of(tensor.encoding, tensor.shape, role)
+                    buffers[buffer_name(tensor.name, role)] = redescribed(entry, tensor.name, entry.dtype, shape)
+        return buffers
 
 
 def grid_of(encoding: Encoding, shape: Shape, role: Role) -> Shape:
@@ -79,7 +79,7 @@ def grid_of(encoding: Encoding, shape: Shape, role: Role) -> Shape:
 
 
 def tile_of(encoding: Encoding, shape: Shape, role: Role) -> Tile:
-    """Return how many elements along each dim have one number of a buffer in common."""
+    """Return how many elements along each dim share one number of a buffer."""
     return encoding.tiles(shape) if role is Role.SCALE else matrix(shape)
 
 
@@ -97,73 +97,77 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
     container = compacted(container)
     try:
         quantization = read(config, modelopt=modelopt)
-        found = group(container.entries, quantization, container.metadata)
+        groups = group(container.entries, quantization, container.metadata)
     except TransaxleError as error:
         return Catalog(container, container.entries, {}, None, error.refusals)
-    refusals = tuple(refusal if refusal.hint else replace(refusal, hint=_WAY_OUT) for refusal in found.refusals)
-    if not found.encoded:
+    refusals = tuple(refusal if refusal.hint else replace(refusal, hint=_WAY_OUT) for refusal in groups.refusals)
+    if not groups.encoded:
         return Catalog(container, container.entries, {}, quantization, refusals)
-    codes = {one.parts[Role.CODES]: one for one in found.encoded.values()}
-    others = {stored for one in found.encoded.values() for stored in one.parts.values()} - codes.keys()
+    codes = {tensor.parts[Role.CODES]: tensor for tensor in groups.encoded.values()}
+    other_buffers = {stored for tensor in groups.encoded.values() for stored in tensor.parts.values()} - codes.keys()
     entries: dict[str, Entry] = {}
     problems = list(refusals)
     for stored, entry in container.entries.items():
-        if stored in others:
+        if stored in other_buffers:
             continue
-        one = codes.get(stored)
+        tensor = codes.get(stored)
         try:
-            seen = entry if one is None else redescribed(entry, one.name, one.encoding.code, one.shape)
+            table_entry = (
+                entry if tensor is None else redescribed(entry, tensor.name, tensor.encoding.code, tensor.shape)
+            )
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
-        if seen.name in entries:
+        if table_entry.name in entries:
             message = "this name is that of a plain tensor and of an encoded one"
-            problems.append(Refusal("NAME_COLLISION", message, Where(None, seen.name)))
-        entries[seen.name] = seen
-    return Catalog(container, entries, found.encoded, quantization, tuple(problems))
+            problems.append(Refusal("NAME_COLLISION", message, Where(None, table_entry.name)))
+        entries[table_entry.name] = table_entry
+    return Catalog(container, entries, groups.encoded, quantization, tuple(problems))
 
 
 @dataclass(frozen=True)
 class View(Translation):
-    """A checkpoint in another dialect, with every buffer under the name that it is stored by."""
+    """A checkpoint in another dialect, with every buffer under its stored name."""
 
-    stored: Mapping[str, Stored] = field(default_factory=dict)
-    """Type and shape of the targets that are stored otherwise than they are counted."""
+    stored: Mapping[str, StoredForm] = field(default_factory=dict)
+    """Dtype and shape of targets that are stored in another form than their elements."""
     encoded: Mapping[str, Encoded] = field(default_factory=dict)
     """The encoded tensors by table name, with the names of their buffers."""
 
-    def described(self, name: str) -> Stored:
+    def described(self, name: str) -> StoredForm:
         """Return the safetensors code and the shape under which a target is stored."""
-        found = self.stored.get(name)
-        if found is None:
+        stored_form = self.stored.get(name)
+        if stored_form is None:
             target = self.targets[name]
             return target.dtype, target.shape
-        return found
+        return stored_form
 
 
-def viewed(translation: Translation, held: Catalog) -> View:
-    """Let the other buffers of encoded tensors follow the codes.
+def viewed(translation: Translation, catalog: Catalog) -> View:
+    """Make the other buffers of encoded tensors follow the codes.
 
     Args:
         translation: of the tensors that the tables see.
-        held: these tensors.
+        catalog: these tensors.
 
     Returns:
-        The same with a target for every buffer, each under its stored name. What stands against it is added to the
-        refusals: BLOCK_MISALIGNED, DTYPE_MIXED, NAME_COLLISION.
+        The same view with a target for every buffer, each under its stored name. Its refusals grow by BLOCK_MISALIGNED,
+            DTYPE_MIXED and NAME_COLLISION.
     """
-    if not held.encoded:
-        return View(**{**vars(translation), "refusals": (*held.refusals, *translation.refusals)})
-    return _Viewer(translation, held).run()
+    if not catalog.encoded:
+        return View(**{**vars(translation), "refusals": (*catalog.refusals, *translation.refusals)})
+    return _BufferFollower(translation, catalog).run()
 
 
-class _Viewer:
-    def __init__(self, translation: Translation, held: Catalog) -> None:
+class _BufferFollower:
+    """Adds to each target of codes the targets of the other buffers."""
+
+    def __init__(self, translation: Translation, catalog: Catalog) -> None:
         self.translation = translation
-        self.held = held
-        self.problems = [*held.refusals, *translation.refusals]
+        self.catalog = catalog
+        self.problems = [*catalog.refusals, *translation.refusals]
         self.targets: dict[str, Target] = {}
-        self.stored: dict[str, Stored] = {}
+        self.stored: dict[str, StoredForm] = {}
         self.encoded: dict[str, Encoded] = {}
         self.checks: list[Check] = []
         self.names: dict[str, str] = {}
@@ -171,8 +175,8 @@ class _Viewer:
     def run(self) -> View:
         for name, target in self.translation.targets.items():
             try:
-                if one := self._encoded(target):
-                    self._follow(target, one)
+                if tensor := self._encoded(target):
+                    self._follow(target, tensor)
                 else:
                     self._add(target, name)
             except TransaxleError as error:
@@ -192,15 +196,15 @@ class _Viewer:
         return View(**{**vars(self.translation), **changed}, stored=self.stored, encoded=self.encoded)
 
     def _refuse(self, refusals: Iterable[Refusal], name: str) -> None:
-        for found in refusals:
-            where = Where(found.where.file, found.where.tensor or name)
-            self.problems.append(replace(found, where=where))
+        for refusal in refusals:
+            where = Where(refusal.where.file, refusal.where.tensor or name)
+            self.problems.append(replace(refusal, where=where))
 
     def _parts(self, name: str) -> Iterable[str]:
-        one = self.encoded.get(name)
-        return (name,) if one is None else one.parts.values()
+        tensor = self.encoded.get(name)
+        return (name,) if tensor is None else tensor.parts.values()
 
-    def _add(self, target: Target, name: str, described: Stored | None = None) -> None:
+    def _add(self, target: Target, name: str, described: StoredForm | None = None) -> None:
         if name in self.targets:
             message = f"{target.rule}\nwrites the name of {self.targets[name].rule}"
             self._refuse([Refusal("NAME_COLLISION", message)], name)
@@ -219,100 +223,116 @@ class _Viewer:
         if len(kinds) > 1:
             listed = " and ".join(f"{words} ({name})" for (words, *_), name in kinds.items())
             raise refuse("DTYPE_MIXED", f"{target.rule}\nits parts are stored as {listed}", tensor=target.name)
-        return self.held.encoded.get(names[0]) if names else None
+        return self.catalog.encoded.get(names[0]) if names else None
 
     def _kind(self, name: str) -> tuple[str, Encoding | None, str]:
-        """Return how a tensor is stored: in words, which name all its buffers, and what else must be alike."""
-        one = self.held.encoded.get(name)
-        if one is None:
-            return self.held.entries[name].dtype, None, ""
-        buffers = (f"{role} {self.held.container.entries[stored].dtype}" for role, stored in sorted(one.parts.items()))
-        return f"{one.encoding.name} ({one.convention}: {', '.join(buffers)})", one.encoding, one.convention
+        """Return how a tensor is stored, as a text that names its buffers, its encoding and its convention."""
+        tensor = self.catalog.encoded.get(name)
+        if tensor is None:
+            return self.catalog.entries[name].dtype, None, ""
+        buffers = (
+            f"{role} {self.catalog.container.entries[stored].dtype}" for role, stored in sorted(tensor.parts.items())
+        )
+        return f"{tensor.encoding.name} ({tensor.convention}: {', '.join(buffers)})", tensor.encoding, tensor.convention
 
-    def _follow(self, target: Target, one: Encoded) -> None:
+    def _follow(self, target: Target, tensor: Encoded) -> None:
         """Add a target for each buffer of an encoded tensor."""
-        kept = _alone(target, one)
-        convention = CONVENTIONS[one.convention] if kept else written_as(one)
+        moved_whole = _is_moved_whole(target, tensor)
+        convention = CONVENTIONS[tensor.convention] if moved_whole else written_as(tensor)
         parts: dict[Role, str] = {}
-        for role, buffer, checks in list(self._buffers(target, one)):  # all of them, or none
-            stored = self.held.container.entries[one.parts[role]]
-            if kept:
+        for role, buffer, checks in list(self._buffers(target, tensor)):  # all of them, or none
+            stored = self.catalog.container.entries[tensor.parts[role]]
+            if moved_whole:
                 name, described = stored.name, (stored.dtype, stored.shape)
             else:
-                name = convention.stored(target.name, role, one.encoding)
-                own = stored.dtype if role is not Role.CODES else None
-                described = convention.presented(one.encoding, target.shape, role, own)
+                name = convention.stored(target.name, role, tensor.encoding)
+                stored_dtype = stored.dtype if role is not Role.CODES else None
+                described = convention.presented(tensor.encoding, target.shape, role, stored_dtype)
             parts[role] = name
             self._add(buffer, name, described)
             self.checks.extend(replace(c, first=replace(c.first, name=name)) for c in checks)
         self.names[target.name] = parts[Role.CODES]
-        self.encoded[target.name] = Encoded(target.name, one.encoding, target.shape, parts, convention.name)
+        self.encoded[target.name] = Encoded(target.name, tensor.encoding, target.shape, parts, convention.name)
 
-    def _buffers(self, target: Target, one: Encoded) -> Iterator[tuple[Role, Target, Sequence[Check]]]:
-        """Yield the target of each buffer, in tiles, and the numbers that must be equal because they become one.
+    def _buffers(self, target: Target, tensor: Encoded) -> Iterator[tuple[Role, Target, Sequence[Check]]]:
+        """Yield the target of each buffer, in tiles, with checks of the numbers that become one and so must be equal.
 
         Raises:
             Refused: BLOCK_MISALIGNED; DTYPE_MIXED where one of several sources lacks a buffer.
         """
         yield Role.CODES, target, ()
-        sources = {o.name: self.held.encoded[o.name] for part in target.parts for o in part.origins}
-        for role in one.parts:
+        sources = {o.name: self.catalog.encoded[o.name] for part in target.parts for o in part.origins}
+        for role in tensor.parts:
             if role is Role.CODES:
                 continue
             tiles = {name: tile_of(source.encoding, source.shape, role) for name, source in sources.items()}
-            tile = tile_of(one.encoding, target.shape, role)
-            dtype = self.held.container.entries[one.parts[role]].dtype
-            whole = role is not Role.SCALE or set(one.encoding.tile) == {WHOLE}
-            several = whole and len(target.parts) > 1 and len(target.shape) > 2
-            targets = [replace(target, parts=(part,)) for part in target.parts] if several else [target]
-            found = [scales(each, tile, tiles, named=partial(buffer_name, role=role), dtype=dtype) for each in targets]
-            first, *others = (each.target for each in found)
-            others = [*(check.second for each in found for check in each.checks), *others]
-            yield role, first, [Check(first, other, _merged(target, role, first, other)) for other in others]
+            tile = tile_of(tensor.encoding, target.shape, role)
+            dtype = self.catalog.container.entries[tensor.parts[role]].dtype
+            per_matrix = role is not Role.SCALE or set(tensor.encoding.tile) == {WHOLE}
+            split_parts = per_matrix and len(target.parts) > 1 and len(target.shape) > 2
+            targets = [replace(target, parts=(part,)) for part in target.parts] if split_parts else [target]
+            relayouts = [
+                scales(relayout, tile, tiles, named=partial(buffer_name, role=role), dtype=dtype)
+                for relayout in targets
+            ]
+            first, *other_targets = (relayout.target for relayout in relayouts)
+            other_targets = [*(check.second for relayout in relayouts for check in relayout.checks), *other_targets]
+            yield (
+                role,
+                first,
+                [
+                    Check(first, other_target, _merged(target, role, first, other_target))
+                    for other_target in other_targets
+                ],
+            )
 
     def _checked(self, check: Check) -> Iterator[Check]:
         """Yield a check of two copies, and those of their other buffers."""
         yield check
-        one, two = self._encoded(check.first), self._encoded(check.second)
-        if one is None and two is None:
+        first_tensor, second_tensor = self._encoded(check.first), self._encoded(check.second)
+        if first_tensor is None and second_tensor is None:
             return
         ways = [self._kind(side.parts[0].origins[0].name) for side in (check.first, check.second)]
-        if one is None or two is None or ways[0] != ways[1]:
+        if first_tensor is None or second_tensor is None or ways[0] != ways[1]:
             kinds = " and ".join(words for words, *_ in ways)
             message = f"{check.why}\nbut they are stored as {kinds}"
             raise refuse("UNEQUAL_COPIES", message, tensor=check.first.name)
-        sides = zip(self._buffers(check.first, one), self._buffers(check.second, two), strict=True)
+        sides = zip(self._buffers(check.first, first_tensor), self._buffers(check.second, second_tensor), strict=True)
         for (role, first, inside), (_, second, _) in sides:
             if role is not Role.CODES:
                 yield from inside
-                named = replace(first, name=one.parts[role])
+                named = replace(first, name=first_tensor.parts[role])
                 yield Check(named, second, check.why)
 
 
 def _merged(target: Target, role: Role, first: Target, second: Target) -> str:
     """Say that one number of a target stands for those of two sources: what their names do not have in common."""
-    names = [each.parts[0].origins[0].name.partition("\0")[0].split(".") for each in (first, second)]
+    names = [target_side.parts[0].origins[0].name.partition("\0")[0].split(".") for target_side in (first, second)]
     while names[0][:1] == names[1][:1] != []:
         names = [name[1:] for name in names]
     while names[0][-1:] == names[1][-1:] != []:
         names = [name[:-1] for name in names]
-    one, other = (".".join(name) for name in names)
-    return f"{target.rule}\none {role} stands for those of {one} and {other}; --decode bf16 needs none"
+    first_name, second_name = (".".join(name) for name in names)
+    return f"{target.rule}\none {role} stands for those of {first_name} and {second_name}; --decode bf16 needs none"
 
 
-def _alone(target: Target, one: Encoded) -> bool:
+def _is_moved_whole(target: Target, tensor: Encoded) -> bool:
     """Tell whether a target is a stored tensor as it is, under its own name."""
-    return target.name == one.name and [part.component for part in target.parts] == [IDENTITY]
+    return target.name == tensor.name and [part.component for part in target.parts] == [IDENTITY]
 
 
-def written_as(one: Encoded) -> Convention:
+def written_as(tensor: Encoded) -> Convention:
     """Return the convention in which an encoded tensor is written: its own, or one with the same numbers.
 
     Raises:
         Refused: UNSUPPORTED where there is none.
     """
-    own, name = CONVENTIONS[one.convention], one.encoding.name
-    for each in (own, CONVENTIONS[PREFERRED[name]], *CONVENTIONS.values()):
-        if name in each.writes and (Role.GLOBAL not in one.parts or each.meaning == own.meaning):
-            return each
-    raise refuse("UNSUPPORTED", f"{name} tensors as {own.name} has them are read, not written", tensor=one.name)
+    own_convention, name = CONVENTIONS[tensor.convention], tensor.encoding.name
+    for candidate in (own_convention, CONVENTIONS[PREFERRED[name]], *CONVENTIONS.values()):
+        if name in candidate.writes and (
+            Role.GLOBAL not in tensor.parts or candidate.meaning == own_convention.meaning
+        ):
+            return candidate
+    raise refuse(
+        "UNSUPPORTED", f"{name} tensors as {own_convention.name} has them are read, not written", tensor=tensor.name
+    )

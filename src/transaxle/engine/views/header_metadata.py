@@ -1,7 +1,7 @@
-"""Notes: what a container says of its encoded tensors beside them, which must go where it is no longer so.
+"""Header notes: what a container's metadata says about encoded tensors, removed where it is no longer true.
 
-torchao's files describe each tensor in the header's metadata, and list the names of all. A tensor that was decoded, or
-has another name, is not that tensor any more.
+torchao's files describe each tensor in the header's metadata, and list the names of all. The description of a tensor
+that was decoded or renamed must not be carried over.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from transaxle.encodings.conventions.torchao_convention import NAMES
 
 
 def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = None) -> dict[str, Any]:
-    """Return a container's metadata without what it says of some tensors.
+    """Return a container's metadata without the notes on some tensors.
 
     Args:
         metadata: of one file, or of all together, where a key on which they differ has `file:` before it.
         names: the tensors; None: all.
     """
-    found = dict(metadata)
+    remaining = dict(metadata)
     for key in metadata:
         if key != NAMES and not key.endswith(f":{NAMES}"):
             continue
@@ -28,23 +28,23 @@ def without_notes(metadata: Mapping[str, Any], names: Collection[str] | None = N
             listed = [str(name) for name in json.loads(metadata[key])]
         except (TypeError, ValueError):
             continue
-        gone = listed if names is None else [name for name in listed if name in names]
-        left = [name for name in listed if name not in set(gone)]
-        if left:
-            found[key] = json.dumps(left)
+        removed = listed if names is None else [name for name in listed if name in names]
+        still_listed = [name for name in listed if name not in set(removed)]
+        if still_listed:
+            remaining[key] = json.dumps(still_listed)
         else:
-            del found[key]
-        for name in gone:
-            found.pop(name, None)
-    return found
+            del remaining[key]
+        for name in removed:
+            remaining.pop(name, None)
+    return remaining
 
 
 def joined(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a container's metadata with one list of all tensors, where each file has a list of its own."""
+    """Return a container's metadata with one joint list of tensors instead of one list per file."""
     lists = [key for key in metadata if key.endswith(f":{NAMES}")]
     try:
         names = dict.fromkeys(str(name) for key in lists for name in json.loads(metadata[key]))
     except (TypeError, ValueError):
         return dict(metadata)
-    found = {key: value for key, value in metadata.items() if key not in lists}
-    return {**found, NAMES: json.dumps(list(names))} if lists else found
+    joined_notes = {key: value for key, value in metadata.items() if key not in lists}
+    return {**joined_notes, NAMES: json.dumps(list(names))} if lists else joined_notes

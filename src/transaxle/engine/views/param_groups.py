@@ -1,7 +1,7 @@
-"""Parameter groups in another dialect: the settings follow the parameters, under the names that these get.
+"""Parameter groups in another dialect: each group's settings follow its parameters to their new names.
 
-A tensor that several parameters become (a stack, a fused projection) is one parameter of the target, so all of them
-must be of one group: an optimizer has no way to train parts of a parameter with different settings.
+A tensor made of several parameters (a stack, a fused projection) is one parameter of the target, so all of them must be
+in one group: an optimizer cannot train parts of a parameter with different settings.
 """
 
 from __future__ import annotations
@@ -17,27 +17,29 @@ _HINT = "--no-optimizer leaves the optimizer's state and settings behind."
 
 
 def regrouped(groups: Iterable[Group], targets: Mapping[str, Target], problems: list[Refusal]) -> list[Group]:
-    """Return parameter groups by the target's names.
+    """Return parameter groups under the target's names.
 
     Args:
-        groups: by the source's names.
+        groups: under the source's names.
         targets: the tensors of the target.
-        problems: receives UNSUPPORTED for every target tensor whose parameters are of different groups.
+        problems: receives UNSUPPORTED for every target tensor whose parameters are in different groups.
 
-    A parameter that has a state and is in no group is as those that it becomes one tensor with: where ranks share out
-    experts, torch's own checkpoints keep the groups of one rank only.
+    A parameter with optimizer state but without a group takes the group of the parameters that it is fused with: where
+        ranks share out experts, torch's own checkpoints keep the groups of one rank only.
     """
     groups = list(groups)
     group_of = {name: number for number, group in enumerate(groups) for name in group[PARAMS]}
     names: dict[str, list[str]] = {}
-    origins = (origin.name for target in targets.values() for part in target.parts for origin in part.origins)
+    origins = (
+        origin.name for target in targets.values() for target_part in target.parts for origin in target_part.origins
+    )
     trained = {parameter for parameter, slot in map(split_slot, origins) if slot != WEIGHT} if groups else set()
     for target in targets.values() if groups else ():
         if split_slot(target.name)[1] != WEIGHT:
             continue
-        sources = dict.fromkeys(origin.name for part in target.parts for origin in part.origins)
-        found = {group_of.get(source) for source in sources if source in group_of or source not in trained}
-        if len(found) > 1:
+        sources = dict.fromkeys(origin.name for target_part in target.parts for origin in target_part.origins)
+        group_numbers = {group_of.get(source) for source in sources if source in group_of or source not in trained}
+        if len(group_numbers) > 1:
             problems.append(Refusal("UNSUPPORTED", _unlike(target, sources, group_of), Where(None, target.name), _HINT))
             continue
         for source in sources:
@@ -47,9 +49,10 @@ def regrouped(groups: Iterable[Group], targets: Mapping[str, Target], problems: 
 
 def _unlike(target: Target, sources: Iterable[str], group_of: Mapping[str, int]) -> str:
     """Say which parameters of a target tensor are trained with other settings than the first."""
-    first, *others = sources
-    other = next(name for name in others if group_of.get(name) != group_of.get(first))
-    said: Sequence[str] = [
-        f"{name} is in {'no group' if name not in group_of else f'group {group_of[name]}'}" for name in (first, other)
+    first, *other_sources = sources
+    unlike_source = next(name for name in other_sources if group_of.get(name) != group_of.get(first))
+    memberships: Sequence[str] = [
+        f"{name} is in {'no group' if name not in group_of else f'group {group_of[name]}'}"
+        for name in (first, unlike_source)
     ]
-    return f"{target.rule}\nits parts are trained with different settings: {', '.join(said)}"
+    return f"{target.rule}\nits parts are trained with different settings: {', '.join(memberships)}"
