@@ -58,7 +58,8 @@ HOUSE = {
     "formats": _room("axes"),
     "encodings": _room("axes"),
     "families": _room("axes"),
-    "axes": _room("errors", needs=frozenset({"numpy"})),
+    "axes": _room("arguments", "errors", needs=frozenset({"numpy"})),
+    "arguments": _room(needs=frozenset()),
     "errors": _room(needs=frozenset()),
 }
 

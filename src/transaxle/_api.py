@@ -2,102 +2,162 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor, check_decoded, open_checkpoint
+from transaxle.arguments import (
+    PathLike,
+    Patterns,
+    Size,
+    check_keywords,
+    read_path,
+    read_patterns,
+    read_size,
+    read_source,
+    read_text,
+)
+from transaxle.engine.checkpoint.checkpoint import (
+    Checkpoint,
+    CheckpointLike,
+    StoredTensor,
+    check_decoded,
+    open_checkpoint,
+)
+from transaxle.engine.checkpoint.settings import Reading
 from transaxle.engine.compare.compare import Comparison
 from transaxle.engine.compare.compare import compare as _compare
 from transaxle.engine.compare.verification import Verification, verify_against
 from transaxle.engine.compare.verification import verify as _verify
 from transaxle.engine.execute.execute import Report, execute
 from transaxle.engine.execute.preflight import preflight
-from transaxle.engine.plan.conversion import SHARD_SIZE, Plan, make_plan
+from transaxle.engine.plan.conversion import SHARD_SIZE, Plan, Prepared, make_plan
 from transaxle.engine.views.encode import Encode
 from transaxle.formats.staging.belongings import Overwrite
 from transaxle.formats.staging.leftovers import Leftover, leftovers
 from transaxle.formats.staging.leftovers import clean as _clean
-from transaxle.move.workers import Progress, limits, unwatched
-
-Source = str | Path | Checkpoint
+from transaxle.move.workers import Limits, Progress, limits, unwatched
 
 
-def open(path: str | Path, **said: Any) -> Checkpoint:  # noqa: A001 - the contract's name
+class Opening(Reading, total=False):
+    """How a checkpoint is opened; see `Reading` for the rest."""
+
+    only: Patterns
+    """Patterns of the names that `decode` or `dtype` is for; none: all."""
+    skip: Patterns
+    """Patterns of the names that it is not for."""
+
+
+class Planning(Opening, total=False):
+    """How a conversion is planned; see `Reading` for the rest."""
+
+    shard_size: Size
+    """Bytes of tensors per file."""
+    allow_lossy: bool
+    """Run a dialect's arithmetic."""
+    strict: bool
+    """Refuse tensors without a line in the target dialect instead of keeping them under their names."""
+    encode: str | None
+    """`float8_block`, `mxfp8` or `nvfp4`: weights of linear layers are written in this encoding."""
+    jobs: int | None
+    """Worker threads."""
+    memory: Size | None
+    """Bytes of all buffers together."""
+
+
+def open(path: PathLike, **reading: Unpack[Opening]) -> Checkpoint:  # noqa: A001 - the contract's name
     """Open a checkpoint; nothing is loaded and torch is not imported.
 
     Args:
         path: a folder or a file.
-        **said: `format`, `family`, `dialect`, `config` (path or mapping), `axes` (axis -> size), `rules` (path),
-            `weights` (`fp32` or `lp`, of a DeepSpeed checkpoint), `optimizer` (whether its state is taken),
-            `decode` (`bf16` or `fp32`: encoded tensors are plain ones, decoded when they are read) or `dtype` (`bf16`,
-            `fp16` or `fp32`: plain floating-point tensors are cast when they are read), with `only` and `skip`
-            (patterns of the names that are, or are not).
+        **reading: `format`, `family`, `dialect` (of the checkpoint's names), `config` (a path, a mapping or an object
+            with `to_dict()`), `axes` (axis -> size), `rules` (path), `weights` (`fp32` or `lp`, of a DeepSpeed
+            checkpoint), `optimizer` (whether its state is taken), `average` (replicas of a DeepSpeed checkpoint that
+            differ are taken as their mean), `decode` (`bf16` or `fp32`: encoded tensors are plain ones, decoded when
+            they are read) or `dtype` (`bf16`, `fp16` or `fp32`: plain floating-point tensors are cast when they are
+            read), with `only` and `skip` (patterns of the names that are, or are not).
 
     Raises:
+        TypeError: an argument of a type that it cannot have.
         StorageError: IO where it is missing or unreadable.
         Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem of its files.
         UsageError: UNKNOWN_AXIS for an axis that no family has.
     """
-    return open_checkpoint(path, **said)
+    check_keywords("open", reading, Opening.__annotations__)
+    return open_checkpoint(path, **reading)
 
 
 @contextmanager
-def _opened(source: Source, said: dict[str, Any]) -> Iterator[Checkpoint]:
+def _opened(argument: str, source: CheckpointLike, reading: Mapping[str, Any]) -> Iterator[Checkpoint]:
     """Give a checkpoint; one that is opened here is closed again, the caller's own is not."""
     if isinstance(source, Checkpoint):
-        if said:
-            raise TypeError(f"{', '.join(said)}: say this to open(); this checkpoint is open already")
+        if reading:
+            raise TypeError(f"{', '.join(reading)}: say this to open(); this checkpoint is open already")
         yield source
         return
-    with open_checkpoint(source, **said) as checkpoint:
+    with open_checkpoint(read_source(argument, source), **reading) as checkpoint:
         yield checkpoint
 
 
 @contextmanager
-def _both(a: Source, b: Source, said: dict[str, Any]) -> Iterator[tuple[Checkpoint, Checkpoint]]:
+def _both(a: CheckpointLike, b: CheckpointLike, reading: Mapping[str, Any]) -> Iterator[tuple[Checkpoint, Checkpoint]]:
     """Give two checkpoints; dialect and format are said of the first one only."""
     of_first = {"dialect", "format", "only", "skip", "dtype"}
-    of_second = {name: value for name, value in said.items() if name not in of_first}
-    first = {} if isinstance(a, Checkpoint) and not isinstance(b, Checkpoint) else said
-    if said.get("decode") is not None:
-        first, of_second = ({**each, "lenient": True} if each else each for each in (first, of_second))
-    with _opened(a, first) as one, _opened(b, {} if isinstance(b, Checkpoint) else of_second) as two:
-        check_decoded(one, two, said.get("decode"))
+    second = {name: value for name, value in reading.items() if name not in of_first}
+    first: Mapping[str, Any] = {} if isinstance(a, Checkpoint) and not isinstance(b, Checkpoint) else reading
+    if reading.get("decode") is not None:
+        first = {**first, "lenient": True} if first else first
+        second["lenient"] = True
+    with _opened("a", a, first) as one, _opened("b", b, {} if isinstance(b, Checkpoint) else second) as two:
+        check_decoded(one, two, reading.get("decode"))
         yield one, two
 
 
-def _encode(encoding: str | None, only: Sequence[str], skip: Sequence[str], said: dict[str, Any]) -> Encode | None:
-    """Return what is to be encoded; where something is decoded instead, the patterns are said of that."""
-    only, skip = ((one,) if isinstance(one, str) else tuple(one) for one in (only, skip))
-    given = [name for name in ("decode", "dtype") if said.get(name) is not None]
-    given += [] if encoding is None else ["encode"]
+@contextmanager
+def _planned(
+    src: CheckpointLike, dst: PathLike, to: str, options: Mapping[str, Any]
+) -> Iterator[tuple[Prepared, str, Limits]]:
+    """Give the plan of a conversion, its target as text, and the workers that it may have."""
+    reading = {name: value for name, value in options.items() if name in Reading.__annotations__}
+    target, limit = read_path("dst", dst), limits(options.get("jobs"), options.get("memory"))
+    shard_size = read_size("shard_size", options.get("shard_size", SHARD_SIZE))
+    encode = _encode(options, reading)
+    with _opened("src", src, reading) as checkpoint:
+        prepared = make_plan(
+            checkpoint,
+            read_text("to", to, "safetensors:hf"),
+            shard_size=shard_size,
+            allow_lossy=options.get("allow_lossy", False),
+            strict=options.get("strict", False),
+            target=target,
+            encode=encode,
+        )
+        yield prepared, target, limit
+
+
+def _encode(options: Mapping[str, Any], reading: dict[str, Any]) -> Encode | None:
+    """Return what is to be encoded; where something is decoded or cast instead, `reading` gets the patterns."""
+    only, skip = (read_patterns(name, options.get(name, ())) for name in ("only", "skip"))
+    given = [name for name in ("decode", "dtype", "encode") if options.get(name) is not None]
     if len(given) > 1:
         raise TypeError(f"{' or '.join(given)}: one of them at a time")
     if (only or skip) and not given:
         raise TypeError("only and skip say what is decoded, encoded or cast; say which")
-    if encoding is None and given:
-        said.update(only=only, skip=skip)
-    return None if encoding is None else Encode(encoding, only, skip)
+    if options.get("encode") is not None:
+        return Encode(read_text("encode", options["encode"], "mxfp8"), only, skip)
+    if given:
+        reading.update(only=only, skip=skip)
+    return None
 
 
 def plan(
-    src: Source,
-    dst: str | Path,
+    src: CheckpointLike,
+    dst: PathLike,
     *,
     to: str,
-    shard_size: int = SHARD_SIZE,
-    allow_lossy: bool = False,
-    strict: bool = False,
-    encode: str | None = None,
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
     overwrite: Overwrite = False,
     resume: bool = False,
-    jobs: int | None = None,
-    memory: int | None = None,
-    **said: Any,
+    **options: Unpack[Planning],
 ) -> Plan:
     """Plan a conversion without writing anything: with the arguments of `convert`, it tells what that would refuse.
 
@@ -105,54 +165,28 @@ def plan(
         src: path, or an opened checkpoint.
         dst: where it would be written.
         to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
-        shard_size: bytes of tensors per file.
-        allow_lossy: run a dialect's arithmetic.
-        strict: refuse tensors without a line in the target dialect instead of keeping them under their names.
-        encode: `float8_block`, `mxfp8` or `nvfp4`: weights of linear layers are written in this encoding.
-        only: patterns of the table names that are encoded instead, or, with `decode` or `dtype`, decoded or cast.
-        skip: patterns of names that are neither.
         overwrite: plan to replace the checkpoint at `dst`.
         resume: plan to continue an interrupted run.
-        jobs: worker threads.
-        memory: bytes of all buffers together.
-        **said: as for `open`.
+        **options: those of `convert`, and those of `open`.
 
     Returns:
         The plan; what stands against it, in the tensors and files of `src` and at `dst`, is in `.refusals`.
     """
-    wanted = _encode(encode, only, skip, said)
-    with _opened(src, said) as checkpoint:
-        prepared = make_plan(
-            checkpoint,
-            to,
-            shard_size=shard_size,
-            allow_lossy=allow_lossy,
-            strict=strict,
-            target=str(dst),
-            encode=wanted,
-        )
-        cleared = preflight(prepared, str(dst), overwrite=overwrite, resume=resume, limit=limits(jobs, memory))
-    return cleared.plan
+    check_keywords("plan", options, Planning.__annotations__)
+    with _planned(src, dst, to, options) as (prepared, target, limit):
+        return preflight(prepared, target, overwrite=overwrite, resume=resume, limit=limit).plan
 
 
 def convert(
-    src: Source,
-    dst: str | Path,
+    src: CheckpointLike,
+    dst: PathLike,
     *,
     to: str,
-    shard_size: int = SHARD_SIZE,
-    allow_lossy: bool = False,
-    strict: bool = False,
-    encode: str | None = None,
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
     overwrite: Overwrite = False,
     resume: bool = False,
     sync: bool = True,
-    jobs: int | None = None,
-    memory: int | None = None,
     progress: Progress = unwatched,
-    **said: Any,
+    **options: Unpack[Planning],
 ) -> Report:
     """Convert a checkpoint; the target appears complete or not at all.
 
@@ -160,48 +194,34 @@ def convert(
         src: path, or an opened checkpoint.
         dst: folder, or one file (`.safetensors`, `.bin`, `.pt`, `.pth`); it must not exist unless `overwrite`.
         to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
-        shard_size: bytes of tensors per file; one file that `dst` names holds them all.
-        allow_lossy: run a dialect's arithmetic.
-        strict: refuse tensors without a line in the target dialect instead of keeping them under their names.
-        encode: `float8_block`, `mxfp8` or `nvfp4`: weights of linear layers are written in this encoding.
-        only: patterns of the table names that are encoded instead, or, with `decode` or `dtype`, decoded or cast.
-        skip: patterns of names that are neither.
         overwrite: replace the checkpoint at `dst`; it stays readable until the new one is complete. Where its folder
             holds anything else, that is refused, or goes too if this is `"everything"`.
         resume: continue an interrupted run; a `dst` that is just what it would write is left alone.
         sync: make everything durable before `dst` appears.
-        jobs: worker threads.
-        memory: bytes of all buffers together.
         progress: called with the bytes of each block written, from several threads.
-        **said: as for `open`.
+        **options: `shard_size` (bytes of tensors per file, 5_000_000_000 or "5GB"; one file that `dst` names holds them
+            all), `allow_lossy` (run a dialect's arithmetic), `strict` (refuse tensors without a line in the target
+            dialect instead of keeping them under their names), `encode` (`float8_block`, `mxfp8` or `nvfp4`: weights of
+            linear layers are written in this encoding), `only` (patterns of the table names that are encoded instead,
+            or, with `decode` or `dtype`, decoded or cast) and `skip` (patterns of names that are neither), `jobs`
+            (worker threads), `memory` (bytes of all buffers together); and those of `open`.
 
     Raises:
+        TypeError: an argument of a type that it cannot have.
         TransaxleError: all refusals at once, before anything is written; or what went wrong while writing.
     """
-    wanted = _encode(encode, only, skip, said)
-    with _opened(src, said) as checkpoint:
-        prepared = make_plan(
-            checkpoint,
-            to,
-            shard_size=shard_size,
-            allow_lossy=allow_lossy,
-            strict=strict,
-            target=str(dst),
-            encode=wanted,
-        )
-        return execute(
-            prepared,
-            str(dst),
-            overwrite=overwrite,
-            resume=resume,
-            sync=sync,
-            limit=limits(jobs, memory),
-            progress=progress,
-        )
+    check_keywords("convert", options, Planning.__annotations__)
+    with _planned(src, dst, to, options) as (prepared, target, limit):
+        return execute(prepared, target, overwrite=overwrite, resume=resume, sync=sync, limit=limit, progress=progress)
 
 
 def verify(
-    a: Source, b: Source | None = None, *, jobs: int | None = None, progress: Progress = unwatched, **said: Any
+    a: CheckpointLike,
+    b: CheckpointLike | None = None,
+    *,
+    jobs: int | None = None,
+    progress: Progress = unwatched,
+    **reading: Unpack[Opening],
 ) -> Verification:
     """Hold one checkpoint against its own manifest, or two against each other across formats and dialects.
 
@@ -210,27 +230,28 @@ def verify(
         b: the other one; None: `a`'s manifest.
         jobs: worker threads.
         progress: called with the bytes of each block read.
-        **said: as for `open`; `dialect` and `format` are said of the first one only.
+        **reading: as for `open`; `dialect` and `format` are said of the first one only.
 
     Returns:
         What was found. It is true where all is well, so `assert tx.verify(a, b)` fails where they differ; `.ok` is the
         same verdict, `.problems` and `.differences` say what is wrong.
     """
+    check_keywords("verify", reading, Opening.__annotations__)
     if b is None:
-        with _opened(a, said) as checkpoint:
+        with _opened("a", a, reading) as checkpoint:
             return _verify(checkpoint, limits(jobs), progress)
-    with _both(a, b, said) as (first, second):
+    with _both(a, b, reading) as (first, second):
         return verify_against(first, second, limits(jobs), progress)
 
 
 def diff(
-    a: Source,
-    b: Source,
+    a: CheckpointLike,
+    b: CheckpointLike,
     *,
     numeric: bool = False,
     jobs: int | None = None,
     progress: Progress = unwatched,
-    **said: Any,
+    **reading: Unpack[Opening],
 ) -> Comparison:
     """Compare two checkpoints across formats and dialects.
 
@@ -240,16 +261,17 @@ def diff(
         numeric: compare values, across number formats too, and measure how far they are apart.
         jobs: worker threads.
         progress: called with the bytes of each block read.
-        **said: as for `open`; `dialect` and `format` are said of the first one only.
+        **reading: as for `open`; `dialect` and `format` are said of the first one only.
 
     Returns:
         What differs. It is true where nothing does; `.equal` is the same.
     """
-    with _both(a, b, said) as (first, second):
+    check_keywords("diff", reading, Opening.__annotations__)
+    with _both(a, b, reading) as (first, second):
         return _compare(first, second, numeric=numeric, limit=limits(jobs), progress=progress)
 
 
-def clean(path: str | Path, *, remove: bool = True) -> tuple[Leftover, ...]:
+def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
     """Remove what killed runs have left beside a target, and directly inside of it where it is a folder of targets.
 
     A checkpoint that was moved aside while another took its place, which never came, is put back.
@@ -266,7 +288,7 @@ def clean(path: str | Path, *, remove: bool = True) -> tuple[Leftover, ...]:
         Refused: UNSUPPORTED for a URL.
         StorageError: IO.
     """
-    found = leftovers(path)
+    found = leftovers(read_path("path", path))
     return tuple(_clean(each) if each.outcome == "found" else each for each in found) if remove else found
 
 

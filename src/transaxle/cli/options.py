@@ -9,8 +9,8 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from transaxle.arguments import parse_size
 from transaxle.cli.command import Bare
-from transaxle.cli.screen.quantities import parse_size
 from transaxle.cli.screen.refusals import failed, interrupted
 from transaxle.cli.screen.screen import Screen
 from transaxle.cli.stop import outcome

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from transaxle.arguments import Weights
 from transaxle.errors import LONGEST_NAME, Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.catalog.checksums import witnessed
@@ -22,7 +23,7 @@ from transaxle.formats.dcp.reader import metadata_files, open_dcp
 from transaxle.formats.dcp.safetensors_shards import open_shards, shard_files
 from transaxle.formats.deepspeed import keys as deepspeed
 from transaxle.formats.deepspeed.files import is_rank_file
-from transaxle.formats.deepspeed.reader import HERE, Weights, open_deepspeed
+from transaxle.formats.deepspeed.reader import HERE, open_deepspeed
 from transaxle.formats.deepspeed.table_cuts import Cutter, untold
 from transaxle.formats.deepspeed.universal.reader import open_universal
 from transaxle.formats.safetensors.index_name import FORMAT as SAFETENSORS_FORMAT

@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from transaxle.arguments import Size, read_count, read_size
 from transaxle.formats.dtype import numpy_dtype
 from transaxle.move.endpoint import Bytes, Readable
 from transaxle.move.strided_fill import Scratch, fill
@@ -95,7 +96,7 @@ class Limits:
         return Limits(self.jobs, self.memory // 2)
 
 
-def limits(jobs: int | None = None, memory: int | None = None) -> Limits:
+def limits(jobs: int | None = None, memory: Size | None = None) -> Limits:
     """Choose the number of workers and their buffers.
 
     Args:
@@ -104,16 +105,14 @@ def limits(jobs: int | None = None, memory: int | None = None) -> Limits:
             fewer; one worker alone needs 384 KiB.
 
     Raises:
+        TypeError: for what is no number.
         ValueError: for less memory than that, or less than one worker.
     """
-    said = memory is not None
-    jobs = min(_DEFAULT_JOBS, os.cpu_count() or 1) if jobs is None else jobs
-    memory = _DEFAULT_MEMORY if memory is None else memory
-    if jobs < 1:
-        raise ValueError(f"jobs must be positive, not {jobs}")
-    if memory < LEAST_MEMORY:
-        raise ValueError(f"{memory} bytes of memory are too few: one worker needs {LEAST_MEMORY:,} (384 KiB)")
-    return Limits(min(jobs, memory // LEAST_MEMORY), memory, said=said)
+    workers = min(_DEFAULT_JOBS, os.cpu_count() or 1) if jobs is None else read_count("jobs", jobs)
+    total = _DEFAULT_MEMORY if memory is None else read_size("memory", memory)
+    if total < LEAST_MEMORY:
+        raise ValueError(f"{total} bytes of memory are too few: one worker needs {LEAST_MEMORY:,} (384 KiB)")
+    return Limits(min(workers, total // LEAST_MEMORY), total, said=memory is not None)
 
 
 class Worker:

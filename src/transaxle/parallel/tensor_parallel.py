@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from transaxle.arguments import wrong_type
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.live.sharding.dcp_chunks import Runs, runs
 from transaxle.live.transport.world import World
@@ -66,6 +67,8 @@ def tensor_parallel(
             through a head, or through a tile of a quantized parameter (BLOCK_MISALIGNED), modules that are not there or
             not known, parameters that are not in the table, ranks whose plan is another than the first one's.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise wrong_type("mesh", "a DeviceMesh of one dim", mesh)
     if mesh.ndim != 1:
         message = f"a mesh of {mesh.ndim} dims {list(mesh.mesh.shape)}; tensor parallelism takes one"
         raise refuse("UNSUPPORTED", message, hint='Give one of its dims, mesh["tp"].')

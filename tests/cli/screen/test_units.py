@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from transaxle.arguments import parse_size
 from transaxle.cli.screen import quantities as units
 
 
@@ -61,16 +62,16 @@ def test_only_all_of_it_is_a_hundred_percent(part: int, whole: int, text: str) -
     ],
 )
 def test_sizes_are_read(text: str, count: int) -> None:
-    assert units.parse_size(text) == count
+    assert parse_size(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5x", "-5", "1e9", "2i", "5GBB", "५GB"])
 def test_what_is_no_size_is_not_read(text: str) -> None:
-    assert units.parse_size(text) is None
+    assert parse_size(text) is None
 
 
 @given(st.integers(0, 10**15))
 def test_what_is_written_is_read_back_to_its_digits(count: int) -> None:
-    read = units.parse_size(units.size(count))
+    read = parse_size(units.size(count))
     assert read is not None
     assert abs(read - count) <= 0.005 * count

@@ -108,15 +108,15 @@ dialect own
 def test_the_layer_files_of_a_pipeline_are_joined_so_too(farm: Farm, old: Any, name: str, tmp_path: Path) -> None:
     rules = tmp_path / "pipe.rules"
     rules.write_text(PIPE, "utf-8")
-    known = {"rules": rules, "config": config(BY_NAME[name])}
+    settings = config(BY_NAME[name])
     low = farm.truth(name, LOW)
-    with tx.open(old(name), **known) as ck:
+    with tx.open(old(name), rules=rules, config=settings) as ck:
         assert differing(ck, {n: held for n, held in low.items() if n not in farm.truth(name, FP32)}) == []
         assert differing(ck, farm.truth(name, FP32)) == []
-    with tx.open(old(name), weights="lp", **known) as ck:
+    with tx.open(old(name), weights="lp", rules=rules, config=settings) as ck:
         assert differing(ck, low) == []
     rules.write_text(PIPE.replace("cut tp = f", "cut tp = n"), "utf-8")
-    assert {r.code for r in refused(old(name), **known).refusals} == {"SHAPE_MISMATCH"}
+    assert {r.code for r in refused(old(name), rules=rules, config=settings).refusals} == {"SHAPE_MISMATCH"}
 
 
 @pytest.mark.parametrize("name", OLD)

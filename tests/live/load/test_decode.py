@@ -158,7 +158,7 @@ def test_values_do_not_become_codes(tmp_path: Path) -> None:
         ("bf16", {"plain.weight", "wide.weight"}),
     ):
         with pytest.raises(TransaxleError) as found:
-            load(state, tmp_path, decode=decode)  # type: ignore[arg-type]
+            load(state, tmp_path, decode=decode)
         hints = {r.where.tensor: r.hint for r in found.value.refusals if r.code == "DTYPE_MISMATCH"}
         assert set(hints) == said
         assert all("--encode" in hints[name] for name in ("plain.weight", "wide.weight"))

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
 
+import transaxle as tx
 from tests.live.ranks import run
 from transaxle.errors import TransaxleError, refuse
 from transaxle.live.transport.world import _PAGE, _SIZE, World
@@ -43,3 +47,33 @@ def _agreed(rank: int, world: int, failing: tuple[int, ...]) -> tuple[str, ...]:
 def test_all_ranks_are_told_what_any_of_them_refuses(failing: tuple[int, ...]) -> None:
     told = tuple(f"rank {rank} is tired" for rank in failing)
     assert run(3, _agreed, failing) == [told] * 3
+
+
+def _groups_of_meshes(rank: int, world: int, folder: Path) -> tuple[tuple[int, ...], ...]:
+    """Save and load with a dim of a mesh as the group; return the ranks of that dim, and those of the whole mesh."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    own = folder / f"tp{mesh.get_local_rank('tp')}"
+    tx.save({"w": torch.full((4,), float(mesh.get_local_rank("tp")))}, own, to="safetensors", group=mesh["dp"])
+    state = {"w": torch.zeros(4)}
+    tx.load(state, own, group=mesh["dp"])
+    assert state["w"].tolist() == [mesh.get_local_rank("tp")] * 4
+    return World(mesh["dp"]).ranks, World(mesh).ranks
+
+
+def test_a_mesh_may_be_the_group(tmp_path: Path) -> None:
+    """A mesh of one dim stands for its ranks, one of several dims for all ranks where it has them all."""
+    everybody = (0, 1, 2, 3)
+    of_dp = {0: (0, 2), 1: (1, 3), 2: (0, 2), 3: (1, 3)}
+    assert run(4, _groups_of_meshes, tmp_path) == [(of_dp[rank], everybody) for rank in everybody]
+
+
+def _part_of_a_mesh(rank: int, world: int) -> str:
+    mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "tp", "ep"))
+    with pytest.raises(ValueError, match="group must be a mesh of one dim") as found:
+        World(mesh["tp", "ep"])
+    return str(found.value)
+
+
+def test_a_mesh_of_several_dims_is_no_group(tmp_path: Path) -> None:
+    text = 'group must be a mesh of one dim, such as mesh["dp"]; got one of 2 dims [2, 1]'
+    assert run(4, _part_of_a_mesh) == [text] * 4

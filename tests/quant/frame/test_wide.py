@@ -33,7 +33,7 @@ def _plain(folder: Path, dtype: torch.dtype, seed: int = 7) -> dict[str, torch.T
 
 def _load_plain(rank: int, world: int, kind: str, folder: Path, decode: str | None, meta: bool) -> dict[str, Any]:
     model = built(kind, mesh_of(world) if world > 1 else None, meta=meta)
-    report = tx.load(model, folder, dtype=decode)  # type: ignore[arg-type]
+    report = tx.load(model, folder, dtype=decode)
     wanted = quantized_of(model)
     made = {each.name: each for each in report.converted if each.name in wanted}
     assert made.keys() == wanted.keys()

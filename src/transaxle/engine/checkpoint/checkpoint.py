@@ -5,14 +5,13 @@ Nothing is loaded until a tensor is read, and a read touches only the bytes of i
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
-from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from transaxle.arguments import DType, PathLike, Patterns, read_float_type, read_path, read_patterns
 from transaxle.axes.layout.bind import Bound, bind
 from transaxle.axes.layout.relayout import Check, Target, unchanged
 from transaxle.axes.notation.family import Sizes
@@ -47,7 +46,7 @@ LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
 _UNRECOGNISED = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
 _OF_THE_FILES = frozenset({"manifest", "config", "catalog", "decoded", "_recognition", "sizes", "bound"})
 """Cached properties that every view of the same files shares."""
-__all__ = ["LACKING", "Checkpoint", "StoredTensor", "check_decoded", "open_checkpoint"]
+__all__ = ["LACKING", "Checkpoint", "CheckpointLike", "StoredTensor", "check_decoded", "open_checkpoint"]
 
 
 class Checkpoint(Mapping[str, StoredTensor]):
@@ -384,6 +383,10 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return f"<checkpoint {self.path} · {self.format} · {len(self)} tensors>"
 
 
+CheckpointLike: TypeAlias = PathLike | Checkpoint
+"""Where a function reads: a path or URL, or a checkpoint that is open already."""
+
+
 def nothing_encoded(to: str) -> TransaxleError:
     """Build the refusal to decode what is plain."""
     hint = f'numbers that are plain are cast with --dtype {to} (dtype="{to}")'
@@ -401,12 +404,12 @@ def check_decoded(first: Checkpoint, second: Checkpoint, decode: str | None) -> 
 
 
 def open_checkpoint(
-    path: str | Path,
+    path: PathLike,
     *,
-    decode: str | None = None,
-    dtype: str | None = None,
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
+    decode: DType | None = None,
+    dtype: DType | None = None,
+    only: Patterns = (),
+    skip: Patterns = (),
     lenient: bool = False,
     **options: Any,
 ) -> Checkpoint:
@@ -423,18 +426,20 @@ def open_checkpoint(
             `settings`.
 
     Raises:
+        TypeError: an argument of a type that it cannot have.
         StorageError: IO where it is missing or unreadable.
         Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem of its files.
     """
+    decode, dtype = read_float_type("decode", decode), read_float_type("dtype", dtype)
+    only, skip = read_patterns("only", only), read_patterns("skip", skip)
+    if decode is not None and dtype is not None:
+        raise TypeError("decode or dtype: one of them at a time")
+    source = read_path("path", path)
     user_settings = settings(**options)
-    container = ordering(
-        open_container(os.fspath(path), user_settings.format, user_settings.weights, cutter(user_settings))
-    )
+    container = ordering(open_container(source, user_settings.format, user_settings.weights, cutter(user_settings)))
     checkpoint = Checkpoint(averaged(container) if user_settings.average else container, user_settings, None, None)
     if user_settings.optimizer is False:
         checkpoint = checkpoint.without_optimizer()
-    if decode is not None and dtype is not None:
-        raise TypeError("decode or dtype: one of them at a time")
     if dtype is not None:
         return checkpoint.cast(dtype, only, skip)
     if decode is None or (lenient and not checkpoint.catalog.encoded and not checkpoint.catalog.refusals):

@@ -6,11 +6,20 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from transaxle.arguments import (
+    Config,
+    DType,
+    PathLike,
+    Weights,
+    read_axes,
+    read_config,
+    read_optional_text,
+    read_path,
+)
 from transaxle.errors import refuse
 from transaxle.families import Families, builtin, with_rules
-from transaxle.formats.deepspeed.reader import Weights
 from transaxle.formats.storage.local import read_file
 
 CONFIG = "config.json"
@@ -18,6 +27,33 @@ LONGEST_CONFIG = 8 << 20
 """Cap on the bytes of a config; those that list every quantized layer have some hundred thousand."""
 LONGEST_TABLE = 1 << 18
 """Cap on the bytes of a rules file; the longest that ships has seven thousand."""
+
+
+class Reading(TypedDict, total=False):
+    """How a checkpoint is read: keyword arguments of every function that opens one."""
+
+    format: str | None
+    """Container format, such as `dcp`; None: detected."""
+    family: str | None
+    """Model family, such as `qwen3_moe`; None: recognised."""
+    dialect: str | None
+    """Dialect of the checkpoint's names, such as `hf`; None: recognised."""
+    config: Config | None
+    """The model's config; None: the checkpoint's own."""
+    axes: Mapping[str, int] | None
+    """Axis sizes that override everything, such as `{"g": 8}`."""
+    rules: PathLike | None
+    """A file with families and dialects of your own."""
+    weights: Weights | None
+    """Of a DeepSpeed checkpoint: `fp32` (those that the optimizer keeps) or `lp` (the module's own)."""
+    optimizer: bool | None
+    """Take the optimizer's state, or leave it; None: take it, except into `safetensors:hf`."""
+    average: bool
+    """Of a DeepSpeed checkpoint: take replicated parameters that differ between ranks as their mean."""
+    decode: DType | None
+    """`bf16` or `fp32`: encoded tensors are plain ones, decoded when they are read."""
+    dtype: DType | None
+    """`bf16`, `fp16` or `fp32`: plain floating-point tensors are cast when they are read."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +89,9 @@ def settings(
     format: str | None = None,  # noqa: A002 - the contract's name
     family: str | None = None,
     dialect: str | None = None,
-    config: str | Path | Mapping[str, Any] | None = None,
+    config: Config | None = None,
     axes: Mapping[str, int] | None = None,
-    rules: str | Path | None = None,
+    rules: PathLike | None = None,
     weights: Weights | None = None,
     optimizer: bool | None = None,
     average: bool = False,
@@ -66,7 +102,7 @@ def settings(
         format: container format.
         family: model family.
         dialect: dialect of its names.
-        config: a mapping, or the path of a config.json.
+        config: the path of a config.json or of its folder, its content, or an object with `to_dict()`.
         axes: axis sizes.
         rules: path of a rules file.
         weights: of a DeepSpeed checkpoint, `fp32` (those the optimizer keeps) or `lp` (the module's own).
@@ -74,24 +110,52 @@ def settings(
         average: take replicated parameters of a DeepSpeed checkpoint that differ between ranks as their mean.
 
     Raises:
+        TypeError: an argument of a type that it cannot have.
         Refused: CORRUPT where the config or the rules do not parse, or are longer than 8 MiB and 256 KiB; UNSUPPORTED
             where they are no regular files.
         StorageError: IO where they cannot be read.
         UsageError: UNKNOWN_AXIS where no family has an axis of that name.
     """
-    files = tuple(str(path) for path in (config, rules) if isinstance(path, str | Path))
-    families = builtin() if rules is None else with_rules(_text(rules, LONGEST_TABLE), str(rules))
-    given = dict(axes or {})
+    said_config = _file_of(read_config(config))
+    table = None if rules is None else read_path("rules", rules)
+    families = builtin() if table is None else with_rules(_text(table, LONGEST_TABLE), table)
+    given = read_axes(axes)
     known = {axis for entry in families.entries.values() for axis in entry.axes}
     for axis in given:
         if axis not in known:
             raise refuse("UNKNOWN_AXIS", f"no family has an axis {axis!r}", hint=f"axes: {', '.join(sorted(known))}")
-    if config is not None and not isinstance(config, Mapping):
-        config = parse_config(_text(config, LONGEST_CONFIG), str(config))
-    return Settings(format, family, dialect, config, given, families, weights, optimizer, average, files=files)
+    return Settings(
+        read_optional_text("format", format, "safetensors"),
+        read_optional_text("family", family, "qwen3_moe"),
+        read_optional_text("dialect", dialect, "hf"),
+        model_config(said_config),
+        given,
+        families,
+        weights,
+        optimizer,
+        average,
+        files=tuple(path for path in (said_config, table) if isinstance(path, str)),
+    )
 
 
-def _text(path: str | Path, most: int) -> str:
+def model_config(given: Config | None) -> Mapping[str, Any] | None:
+    """Return the content of a config, as the user gave it; None where nothing is given.
+
+    Raises:
+        TypeError: it is no config.
+        Refused: CORRUPT, UNSUPPORTED: its file is no JSON object, or no regular file.
+        StorageError: IO where its file cannot be read.
+    """
+    found = _file_of(read_config(given))
+    return parse_config(_text(found, LONGEST_CONFIG), found) if isinstance(found, str) else found
+
+
+def _file_of(config: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
+    """Return the config.json of a folder; anything else is what it is."""
+    return str(Path(config, CONFIG)) if isinstance(config, str) and Path(config).is_dir() else config
+
+
+def _text(path: str, most: int) -> str:
     try:
         return read_file(path, most).decode("utf-8")
     except UnicodeDecodeError as error:

@@ -10,8 +10,9 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Literal
+from typing import Any
 
+from transaxle.arguments import Weights
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Checksum, Container, Entry, Twin
 from transaxle.formats.catalog.inline import Inline
@@ -35,7 +36,6 @@ from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER
 from transaxle.formats.training_state.state_groups import Group
 
-Weights = Literal["fp32", "lp"]
 HERE = "."
 """Candidate of a path that is itself the folder of one step."""
 TIES = "ties"

@@ -20,23 +20,29 @@ from functools import partial
 from math import inf, prod
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from transaxle.arguments import PathLike, check_keywords
 from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.staging.belongings import Overwrite
 from transaxle.formats.training_state.state_groups import Group
 from transaxle.live.background.ending import at_end, fail, say
 from transaxle.live.background.spawned import Parent, apart
 from transaxle.live.model.report import SaveReport
-from transaxle.live.save.save import Holding, Request, Wish, called_as, fulfil, held
+from transaxle.live.model.state_tensors import State
+from transaxle.live.save.save import Holding, Request, Saving, Wish, fulfil, held
 from transaxle.live.sharding.global_tensors import Census
 from transaxle.live.tensors.clock import Clock
+from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.rendezvous import Meeting, Place
 from transaxle.live.transport.shared_memory import Region
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.torch_arguments import Ranks
 
 _TIMEOUT = timedelta(minutes=30)
 _JOIN = 10.0
@@ -376,8 +382,17 @@ def _finish(key: _Key) -> None:
         saver.close()
 
 
-@called_as(Request)
-def async_save(request: Request) -> SaveJob:
+def async_save(
+    state: State,
+    dst: PathLike,
+    *,
+    to: str = "hf",
+    optimizer: AnyOptimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    overwrite: Overwrite = False,
+    group: Ranks | None = None,
+    **options: Unpack[Saving],
+) -> SaveJob:
     """Take a snapshot, and save it in the background; collective over the group. The arguments are those of `save`.
 
     One save is in flight at a time: another one waits for it, and raises what it failed with if nobody has been told.
@@ -390,7 +405,9 @@ def async_save(request: Request) -> SaveJob:
     Raises:
         TransaxleError: on every rank, before the snapshot; or what the save before this one failed with.
     """
-    world = World(request.group)
+    check_keywords("async_save", options, Saving.__annotations__)
+    request = Request(state, dst, to, optimizer, extra, overwrite=overwrite, **options)
+    world = World(group)
     key = os.getpid(), world.ranks
     begin = time.monotonic()
     saver, last = _SAVERS.get(key, (None, None))

@@ -10,14 +10,16 @@ import json
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
+from transaxle.arguments import PathLike, read_path
 from transaxle.live.background.asynchronous import SaveJob, async_save
 from transaxle.live.load.load import load
-from transaxle.live.save.save import save
+from transaxle.live.save.save import Saving, check_options, save
 from transaxle.torch_tensors.module_wrappers import unwrapped
+from transaxle.torch_tensors.torch_arguments import Ranks, read_group
 
 FOLDER = "transaxle"
 """The checkpoint's folder, inside that of the trainer."""
@@ -43,16 +45,25 @@ class TrainerCheckpoints:
         background: write while training goes on, as `async_save` does.
         resume: the folder `checkpoint-N` that the Trainer resumes from, where it is not in its `output_dir`: a Trainer
             does not tell its callbacks.
-        **said: more arguments of `save`, such as `family` and `shard_size`.
+        group: the ranks that train, and save, together; None: all.
+        **options: those of `save`, such as `family` and `shard_size`.
     """
 
     def __init__(
-        self, *, to: str = "hf", background: bool = True, resume: str | Path | None = None, **said: Any
+        self,
+        *,
+        to: str = "hf",
+        background: bool = True,
+        resume: PathLike | None = None,
+        group: Ranks | None = None,
+        **options: Unpack[Saving],
     ) -> None:
+        check_options("TrainerCheckpoints", to, options)
         self._to = to
         self._background = background
-        self._resume = resume
-        self._said = said
+        self._resume = None if resume is None else read_path("resume", resume)
+        self._group = read_group("group", group)
+        self._options = options
         self._job: SaveJob | None = None
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -70,7 +81,7 @@ class TrainerCheckpoints:
         places = [place for place in (self._resume, args.resume_from_checkpoint, _folder(args, state).parent) if place]
         source = next((Path(place, FOLDER) for place in places if _is_of(state, Path(place))), None)
         if source is not None and source.exists():
-            load(given["model"], source, optimizer=given["optimizer"], extra=_schedule(given))
+            load(given["model"], source, optimizer=given["optimizer"], extra=_schedule(given), group=self._group)
         else:
             looked = ", ".join(str(Path(place, FOLDER)) for place in places)
             message = f"no checkpoint of this callback for step {state.global_step}: looked at {looked}; give resume="
@@ -97,12 +108,11 @@ class TrainerCheckpoints:
 
     def on_save(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
         """Save weights, optimizer and schedule beside what the Trainer has just saved."""
-        said = {**self._said, "to": self._to, "overwrite": True, "extra": _schedule(given)}
-        said["optimizer"] = given["optimizer"]
+        told = {"optimizer": given["optimizer"], "extra": _schedule(given), "overwrite": True, "group": self._group}
         if self._background:
-            self._job = async_save(given["model"], _folder(args, state), **said)
+            self._job = async_save(given["model"], _folder(args, state), to=self._to, **told, **self._options)
         else:
-            save(given["model"], _folder(args, state), **said)
+            save(given["model"], _folder(args, state), to=self._to, **told, **self._options)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Wait for the last save.
@@ -148,13 +158,28 @@ class AccelerateHooks:
         optimizer: its optimizer, whose state is to be in the checkpoint too; accelerate writes its own copy of what was
             prepared in any case, and loads that afterwards where it is not sharded.
         to: `FORMAT[:DIALECT]`, as for `save`.
-        **said: more arguments of `save`.
+        extra: what else is saved, as for `save`.
+        group: the ranks that train, and save, together; None: all.
+        **options: those of `save`.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any = None, *, to: str = "hf", **said: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any = None,
+        *,
+        to: str = "hf",
+        extra: Mapping[str, Any] | None = None,
+        group: Ranks | None = None,
+        **options: Unpack[Saving],
+    ) -> None:
+        check_options("AccelerateHooks", to, options)
         self._model = model
         self._optimizer = optimizer
-        self._said = {**said, "to": to, "overwrite": True}
+        self._to = to
+        self._extra = extra
+        self._group = read_group("group", group)
+        self._options = options
 
     def register(self, accelerator: Any) -> None:
         """Register both hooks with an `Accelerator`."""
@@ -163,14 +188,15 @@ class AccelerateHooks:
 
     def save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
         """Save the model, and take its weights out of what accelerate is about to write."""
-        save(self._model, Path(output_dir, FOLDER), optimizer=self._optimizer, **self._said)
+        told = {"optimizer": self._optimizer, "extra": self._extra, "overwrite": True, "group": self._group}
+        save(self._model, Path(output_dir, FOLDER), to=self._to, **told, **self._options)
         places = [place for place, model in enumerate(models) if self._is_ours(model)]
         for place in places if weights else ():
             del weights[place]
 
     def load(self, models: list[nn.Module], input_dir: str) -> None:
         """Load the model, and take it out of what accelerate is about to load."""
-        load(self._model, Path(input_dir, FOLDER), optimizer=self._optimizer)
+        load(self._model, Path(input_dir, FOLDER), optimizer=self._optimizer, group=self._group)
         models[:] = [model for model in models if not self._is_ours(model)]
 
     def _is_ours(self, model: nn.Module) -> bool:

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, Def
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
+from transaxle.arguments import Config, read_config, read_optional_text
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.axes.translation.grouped import Stem
 from transaxle.engine.checkpoint.stacked_experts import between
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.live.model.live_config import Config
 from transaxle.live.reexpress.state_dict_adapter import loadable_as, regroupable, state_dict_as
 from transaxle.live.sharding.dcp_chunks import as_runs
 from transaxle.live.sharding.dual_form_check import Doubled
@@ -56,11 +56,16 @@ class _Translating:
         family: str | None = None,
         source: str | None = None,
         config: Config | None = None,
-        **said: Any,
+        **torch_options: Any,
     ) -> None:
-        super().__init__(**said)
-        self._dialect = dialect
-        self._said: dict[str, Any] = {"family": family, "source": source, "config": config}
+        super().__init__(**torch_options)
+        read_config(config)
+        self._dialect = read_optional_text("dialect", dialect, "hf")
+        self._said: dict[str, Any] = {
+            "family": read_optional_text("family", family, "qwen3_moe"),
+            "source": read_optional_text("source", source, "torchtitan"),
+            "config": config,
+        }
 
 
 class SavePlanner(_Translating, DefaultSavePlanner):

@@ -8,21 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
-from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.arguments import Config, DType, check_keywords, read_count, read_float_type, read_optional_text
+from transaxle.engine.checkpoint.checkpoint import CheckpointLike
 from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
 from transaxle.errors import Refusal, gathered
 from transaxle.live.load.file_reading import Unit, units
 from transaxle.live.load.filling import check_filled, destinations, finish
 from transaxle.live.load.load_plan import LoadRequest, plan_load
 from transaxle.live.load.shared_source import check_sums, counted, opened
-from transaxle.live.model.live_config import Config
 from transaxle.live.model.report import LoadReport
 from transaxle.live.model.source_view import View
 from transaxle.live.model.state_tensors import State
@@ -36,27 +33,42 @@ from transaxle.move.endpoint import Readable
 from transaxle.move.strided_fill import Scratch
 from transaxle.move.transport import Deferred, Parcel
 from transaxle.move.workers import limits, share
+from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device
 
 _WASTE, _GAP = 1.4, 64
 """Bytes that may be read for each one needed, and the gap between runs that is read along in any case."""
 
 
+class Loading(TypedDict, total=False):
+    """How a checkpoint is loaded: further keyword arguments of `load`."""
+
+    family: str | None
+    """Model family, such as `qwen3_moe`; None: recognised."""
+    dialect: str | None
+    """Dialect of the model's names, such as `hf`; None: recognised."""
+    config: Config | None
+    """The model's config, where the source has none."""
+    decode: DType | None
+    """Parameters of this type take encoded tensors, decoded; None: these are refused."""
+    dtype: DType | None
+    """Parameters of this type take plain floating-point tensors of other types, cast as `.to` does; None: a type that
+    differs is refused."""
+    broadcast_replicated: bool
+    """Read what several ranks hold once, and send it."""
+    jobs: int | None
+    """Reading threads per rank."""
+
+
 def load(
     state: State,
-    src: str | Path | Checkpoint,
+    src: CheckpointLike,
     *,
     optimizer: AnyOptimizer | None = None,
     extra: Mapping[str, Any] | None = None,
-    family: str | None = None,
-    dialect: str | None = None,
-    config: str | Path | Config | None = None,
     strict: bool = True,
-    decode: Literal["bf16", "fp16", "fp32"] | None = None,
-    dtype: Literal["bf16", "fp16", "fp32"] | None = None,
-    broadcast_replicated: bool = True,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | None = None,
-    jobs: int | None = None,
+    device: Device | None = None,
+    group: Ranks | None = None,
+    **options: Unpack[Loading],
 ) -> LoadReport:
     """Load a checkpoint into a model or state dict; collective over the group.
 
@@ -67,32 +79,34 @@ def load(
             Also several in a list or dict, and a wrapper or container of some (ZeRO, accelerate, torchtitan).
         extra: what else is restored, by name: objects with `load_state_dict` get their states, the states of any other
             names are in the report. A state that differed between ranks needs as many ranks as saved it.
-        family: model family; None: recognised.
-        dialect: dialect of the model's names; None: recognised.
-        config: config.json of the source, where it has none: its path, its content or a transformers config.
         strict: refuse names that only one side has; otherwise they are reported.
-        decode: parameters of this type take encoded tensors, decoded; None: these are refused.
-        dtype: parameters of this type take plain floating-point tensors of other types, cast as `.to` does; None: a
-            type that differs is refused.
-        broadcast_replicated: read what several ranks hold once, and send it.
-        group: the ranks that load together; None: all.
         device: where plain meta tensors go; None: the current GPU, or the CPU where there is none.
-        jobs: reading threads per rank.
+        group: the ranks that load together, a process group or a mesh of one dim; None: all.
+        **options: `family` (None: recognised), `dialect` (of the model's names; None: recognised), `config` (of the
+            source, where it has none: a path, a mapping or an object with `to_dict()`), `decode` (`bf16`, `fp16` or
+            `fp32`: parameters of this type take encoded tensors, decoded; None: these are refused), `dtype` (of the
+            same ones: parameters of this type take plain floating-point tensors of other types, cast as `.to` does;
+            None: a type that differs is refused), `broadcast_replicated` (read what several ranks hold once, and send
+            it), `jobs` (reading threads per rank).
 
     Raises:
+        TypeError: an argument of a type that it cannot have.
         TransaxleError: on every rank, before anything is written, with every problem of every rank.
     """
-    request = LoadRequest(state, optimizer, extra or {}, family, dialect, strict, decode, dtype)
+    check_keywords("load", options, Loading.__annotations__)
     world, clock = World(group), Clock()
-    with opened(src, config, world) as source:
-        checkpoint, counter = counted(source, decode)
+    jobs = options.get("jobs")
+    with world.together():
+        request, meta_device = _request(state, optimizer, extra, options, strict=strict), read_device("device", device)
+    with opened(src, options.get("config"), world) as source:
+        checkpoint, counter = counted(source, request.decode)
         with clock.stage("plan"):
             plan = plan_load(request, checkpoint, world)
-            reads = units(plan.wanted, plan.stored, once=broadcast_replicated)
+            reads = units(plan.wanted, plan.stored, once=options.get("broadcast_replicated", True))
         with clock.stage("check"), world.together():
             _check_copies(plan.view, world, jobs)
         with world.together():
-            filled = destinations(plan, state, checkpoint, device)
+            filled = destinations(plan, state, checkpoint, meta_device)
         read_before, storage = counter.count, plan.view.checkpoint.container.storage
         with clock.stage("read"), world.together():
             plan.beside.read()
@@ -123,6 +137,28 @@ def load(
         extra=plan.beside.extra,
         untrained=plan.untrained,
         seconds=clock.seconds,
+    )
+
+
+def _request(
+    state: State, optimizer: AnyOptimizer | None, extra: Mapping[str, Any] | None, options: Loading, *, strict: bool
+) -> LoadRequest:
+    """Return what is asked of `load`, checked.
+
+    Raises:
+        TypeError: an argument of a type that it cannot have.
+    """
+    if options.get("jobs") is not None:
+        read_count("jobs", options["jobs"])
+    return LoadRequest(
+        state,
+        optimizer,
+        extra or {},
+        read_optional_text("family", options.get("family"), "qwen3_moe"),
+        read_optional_text("dialect", options.get("dialect"), "hf"),
+        strict,
+        read_float_type("decode", options.get("decode")),
+        read_float_type("dtype", options.get("dtype")),
     )
 
 

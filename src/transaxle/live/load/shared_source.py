@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
-from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from transaxle.arguments import Config, read_source
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint
 from transaxle.engine.checkpoint.manifest import digest
 from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Checksum
@@ -18,14 +18,13 @@ from transaxle.formats.catalog.checksums import Tally, witness_of
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.storage.storage import Storage
 from transaxle.live.load.file_reading import Counting
-from transaxle.live.model.live_config import Config, plain
 from transaxle.live.transport.world import World
 
 _LARGEST_MANIFEST = 1 << 30
 
 
 @contextmanager
-def opened(src: str | Path | Checkpoint, config: str | Path | Config | None, world: World) -> Iterator[Checkpoint]:
+def opened(src: CheckpointLike, config: Config | None, world: World) -> Iterator[Checkpoint]:
     """Give the source; one that is opened here is closed again, the caller's own is not. Collective.
 
     Raises:
@@ -35,7 +34,7 @@ def opened(src: str | Path | Checkpoint, config: str | Path | Config | None, wor
         yield src
         return
     with world.together():
-        checkpoint = open_checkpoint(src, config=config if isinstance(config, str | Path | None) else plain(config))
+        checkpoint = open_checkpoint(read_source("src", src), config=config)
     with checkpoint:
         refuse_different(checkpoint, world)
         yield checkpoint

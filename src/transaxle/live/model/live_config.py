@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import nn
 
+from transaxle.arguments import Configuration
 from transaxle.live.model.state_tensors import State
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.module_wrappers import innermost
@@ -15,24 +16,7 @@ _LISTED = 4
 """Keys that are named where two configs differ."""
 
 
-@runtime_checkable
-class Configuration(Protocol):
-    """A config object of transformers."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as config.json holds it, with all defaults."""
-
-
-Config = Mapping[str, Any] | Configuration
-"""A model's config."""
-
-
-def plain(config: Config) -> Mapping[str, Any]:
-    """Return a config as a mapping."""
-    return config if isinstance(config, Mapping) else dict(config.to_dict())
-
-
-def shared_config(state: State, given: Config | None, world: World) -> Mapping[str, Any] | None:
+def shared_config(state: State, given: Mapping[str, Any] | None, world: World) -> Mapping[str, Any] | None:
     """Return the config of a model, the same on all ranks; collective.
 
     Args:
@@ -40,7 +24,7 @@ def shared_config(state: State, given: Config | None, world: World) -> Mapping[s
         given: what the user says it is; None: the model's own, on the first rank that has one.
         world: the ranks.
     """
-    own = own_config(state) if given is None else plain(given)
+    own = own_config(state) if given is None else given
     return next((each for each in world.gather(own) if each is not None), None)
 
 
@@ -60,7 +44,7 @@ def own_config(state: State) -> Mapping[str, Any] | None:
 def sizes_that_differ(state: State, stored: Mapping[str, Any]) -> str:
     """Return the sizes that a model's config and that of a source both give, and give differently; "" for none."""
     config = getattr(innermost(state) if isinstance(state, nn.Module) else state, "config", None)
-    mine = plain(config) if isinstance(config, Configuration) else {}
+    mine = config.to_dict() if isinstance(config, Configuration) else {}
     pairs = [(key, value, stored[key]) for key, value in mine.items() if key in stored and type(value) is int]
     unlike = [f"{key} is {here} here, {there} in the source" for key, here, there in pairs if here != there]
     if len(unlike) > _LISTED:

@@ -6,10 +6,9 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch.distributed as dist
-
+from transaxle.arguments import Config, read_optional_text
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.checkpoint.settings import Settings
+from transaxle.engine.checkpoint.settings import Settings, model_config
 from transaxle.errors import gathered, refuse
 from transaxle.formats.dtype import nbytes
 from transaxle.live.derived.settle import left_out, settle, untaken
@@ -27,6 +26,7 @@ from transaxle.move.mover import assemble
 from transaxle.move.runs import Item, Run
 from transaxle.torch_tensors.placement import local_shape
 from transaxle.torch_tensors.tensor_bytes import Bytes
+from transaxle.torch_tensors.torch_arguments import Ranks
 
 _CAST = "types are never changed: give tensors of one type, such as {name: tensor.to(torch.bfloat16)} of the other side"
 _SHOWN = 3
@@ -58,11 +58,11 @@ class ReshardReport:
 def reshard(
     src_state: State,
     dst_state: State,
-    group: dist.ProcessGroup | None = None,
+    group: Ranks | None = None,
     *,
     family: str | None = None,
     dialect: str | None = None,
-    config: dict[str, Any] | None = None,
+    config: Config | None = None,
     strict: bool = True,
 ) -> ReshardReport:
     """Copy live tensors into others of any placement and dialect of the same family; collective over the group.
@@ -70,22 +70,27 @@ def reshard(
     Args:
         src_state: model or state dict to read, such as a trainer's; a rank that has none of it gives `{}`.
         dst_state: model or state dict to write, such as an inference engine's; likewise.
-        group: ranks of both sides; None: all.
+        group: ranks of both sides, a process group or a mesh of one dim; None: all.
         family: model family; None: recognised.
         dialect: dialect of the target's names; None: recognised.
-        config: the model's config; None: `src_state.config`, where it has one on this rank or another.
+        config: the model's config, a path, a mapping or an object with `to_dict()`; None:
+            `src_state.config`, where it has one on this rank or another.
         strict: refuse names that only one side has; otherwise the report lists them. A name that is tied to another
             one (an embedding and its head) may be missing on either side: it is proved that nothing else is left out.
 
     Raises:
+        TypeError: an argument of a type that it cannot have.
         TransaxleError: on every rank, before anything is written; also where no name of the target is in the source.
     """
     begin = time.monotonic()
     world = World(group)
     with world.together():
+        family = read_optional_text("family", family, "qwen3_moe")
+        dialect = read_optional_text("dialect", dialect, "hf")
+        given_config = model_config(config)
         mine, into = leaves(src_state).tensors, leaves(dst_state)
         theirs = into.tensors
-    told = shared_config(src_state, config, world)
+    told = shared_config(src_state, given_config, world)
     source, target = census(mine, world), census(theirs, world)
     with world.together():
         held = container(source, mine, world.rank, told)

@@ -15,15 +15,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from transaxle.arguments import Config, read_optional_text, read_text
 from transaxle.axes.geometry.piece import Move
 from transaxle.axes.translation.grouped import Stem
 from transaxle.engine.checkpoint.checkpoint import LACKING, Checkpoint
-from transaxle.engine.checkpoint.settings import Settings
+from transaxle.engine.checkpoint.settings import Settings, model_config
 from transaxle.engine.checkpoint.stacked_experts import seen
 from transaxle.engine.units import plural
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.derived.settle import left_out, settle, untaken
-from transaxle.live.model.live_config import Config, own_config, plain
+from transaxle.live.model.live_config import own_config
 from transaxle.live.model.state_tensors import Leaves, State, leaves
 from transaxle.live.reexpress.placement_search import ABSENT, Choice, PlacementSearch, is_present
 from transaxle.live.sharding.global_tensors import own_census
@@ -52,7 +53,8 @@ def state_dict_as(
         dialect: the dialect wanted, such as `hf`.
         family: model family; None: recognised.
         source: dialect of the names as they are; None: recognised.
-        config: the model's config; None: that of the model, where it has one.
+        config: the model's config, a path, a mapping or an object with `to_dict()`; None: that of the
+            model, where it has one.
 
     A tensor that another rank of its mesh omits is not noticed: that would need a question to it. `save`, `load` and
     `reshard` ask, and refuse it.
@@ -65,6 +67,7 @@ def state_dict_as(
         part of it whose ranks hold the name, with global shape and stride. What needs no rearrangement shares storage.
 
     Raises:
+        TypeError: an argument of a type that it cannot have.
         Refused: UNSUPPORTED, MISSING_TENSOR where a rank would need what another holds; what stands against the
             translation.
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
@@ -109,9 +112,12 @@ def _to_be_filled(adapter: _Adapter) -> tuple[dict[str, torch.Tensor], Callable[
 
 
 def _adapter(state: State, dialect: str, family: str | None, source: str | None, config: Config | None) -> _Adapter:
-    model_config = own_config(state) if config is None else plain(config)
+    wanted = read_text("dialect", dialect, "hf")
+    family = read_optional_text("family", family, "qwen3_moe")
+    source = read_optional_text("source", source, "torchtitan")
+    content = own_config(state) if config is None else model_config(config)
     settings = Settings(family=family, dialect=source, partial=True)
-    return _adapted(state, model_config, settings, lambda state_view: _expressed(state_view, dialect))
+    return _adapted(state, content, settings, lambda state_view: _expressed(state_view, wanted))
 
 
 def _expressed(state_view: Checkpoint, dialect: str) -> Checkpoint:

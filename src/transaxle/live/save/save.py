@@ -5,27 +5,33 @@ All ranks compute the same plan from what they hold together; nothing is consoli
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
-from functools import wraps
-from inspect import signature
-from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypedDict, Unpack
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from transaxle.arguments import (
+    Config,
+    PathLike,
+    Size,
+    check_keywords,
+    read_config,
+    read_optional_text,
+    read_path,
+    read_size,
+    read_text,
+)
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.checkpoint.settings import Settings
+from transaxle.engine.checkpoint.settings import Settings, model_config
 from transaxle.engine.plan.conversion import SHARD_SIZE, for_hub, make_plan, ready
 from transaxle.errors import gathered, refuse
 from transaxle.formats.catalog.sidecar_files import WHOLE
 from transaxle.formats.staging.belongings import Overwrite
 from transaxle.formats.training_state.state_groups import Group
 from transaxle.live.derived.settle import unnamed
-from transaxle.live.model.live_config import Config, shared_config
+from transaxle.live.model.live_config import shared_config
 from transaxle.live.model.published_codes import published
 from transaxle.live.model.report import SaveReport
 from transaxle.live.model.state_tensors import State, leaves, unsavable
@@ -39,10 +45,24 @@ from transaxle.live.training.group_options import all_groups, groups_of
 from transaxle.live.training.optimizer_state import as_tensor, names_of, states_of, untrained
 from transaxle.live.training.optimizers import AnyOptimizer, apart
 from transaxle.live.transport.world import World
+from transaxle.torch_tensors.torch_arguments import Ranks
 
-Given = ParamSpec("Given")
-Asked = TypeVar("Asked")
-Answer = TypeVar("Answer")
+
+class Saving(TypedDict, total=False):
+    """How a model is saved: keyword arguments of every function that saves one."""
+
+    family: str | None
+    """Model family, such as `qwen3_moe`; None: recognised."""
+    dialect: str | None
+    """Dialect of the model's names, such as `hf`; None: recognised."""
+    config: Config | None
+    """The model's config; None: `model.config`, where it has one."""
+    shard_size: Size
+    """Bytes of tensors per file."""
+    sync: bool
+    """Make everything durable before the target appears."""
+    check_copies: bool
+    """Compare what several ranks hold without a mesh that keeps it equal, and refuse what differs."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +113,8 @@ class Request:
 
     state: State
     """Model or state dict."""
-    dst: str | Path
+    dst: PathLike
     """Folder or URL."""
-    _: KW_ONLY
     to: str = "hf"
     """`FORMAT[:DIALECT]`."""
     optimizer: AnyOptimizer | None = None
@@ -108,7 +127,7 @@ class Request:
     """Dialect of the model's names."""
     config: Config | None = None
     """The model's config."""
-    shard_size: int = SHARD_SIZE
+    shard_size: Size = SHARD_SIZE
     """Bytes of tensors per file."""
     overwrite: Overwrite = False
     """Replace what is there."""
@@ -116,50 +135,52 @@ class Request:
     """Make everything durable first."""
     check_copies: bool = True
     """Compare what several ranks hold."""
-    group: dist.ProcessGroup | None = None
-    """The ranks that save together."""
 
     def wish(self, config: Mapping[str, Any] | None) -> Wish:
         """Return it without the tensors.
 
         Args:
             config: the model's config, as all ranks know it.
+
+        Raises:
+            TypeError: an argument of a type that it cannot have.
         """
         return Wish(
-            os.fspath(self.dst),
-            self.to,
-            self.family,
-            self.dialect,
+            read_path("dst", self.dst),
+            read_text("to", self.to, "safetensors:hf"),
+            read_optional_text("family", self.family, "qwen3_moe"),
+            read_optional_text("dialect", self.dialect, "hf"),
             config,
             self.optimizer is not None,
-            self.shard_size,
+            read_size("shard_size", self.shard_size),
             self.overwrite,
             self.sync,
             self.check_copies,
         )
 
 
-def called_as(made: Callable[Given, Asked]) -> Callable[[Callable[[Asked], Answer]], Callable[Given, Answer]]:
-    """Let a function be called with the arguments of what it takes; its signature then shows these.
+def check_options(function: str, to: str, options: Saving) -> None:
+    """Refuse arguments of a save before there is anything to be saved.
 
-    Args:
-        made: makes what the function takes.
+    Raises:
+        TypeError: an argument that there is not, or of a type that it cannot have.
     """
-
-    def decorated(work: Callable[[Asked], Answer]) -> Callable[Given, Answer]:
-        @wraps(work)
-        def call(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
-            return work(made(*args, **kwargs))
-
-        shown = signature(made).replace(return_annotation=signature(work).return_annotation)
-        call.__signature__ = shown  # type: ignore[attr-defined]  # `inspect` looks for it
-        return call
-
-    return decorated
+    check_keywords(function, options, Saving.__annotations__)
+    read_config(options.get("config"))
+    Request({}, "", to, **options).wish(None)
 
 
-@called_as(Request)
-def save(request: Request) -> SaveReport:  # noqa: D417 - the arguments are those of the request
+def save(
+    state: State,
+    dst: PathLike,
+    *,
+    to: str = "hf",
+    optimizer: AnyOptimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    overwrite: Overwrite = False,
+    group: Ranks | None = None,
+    **options: Unpack[Saving],
+) -> SaveReport:
     """Save a model or state dict; collective over the group.
 
     Args:
@@ -172,20 +193,22 @@ def save(request: Request) -> SaveReport:  # noqa: D417 - the arguments are thos
             list or dict, and a wrapper or container of some (ZeRO, accelerate, torchtitan).
         extra: what else the run must remember, by name: plain data, or anything with `state_dict` and
             `load_state_dict` whose state is plain data, such as `Random()`, a scheduler, a data loader.
-        family: model family; None: recognised.
-        dialect: dialect of the model's names; None: recognised.
-        config: the model's config; None: `model.config`, where it has one.
-        shard_size: bytes of tensors per file.
         overwrite: replace the checkpoint at `dst`. Where its folder holds anything else, that is refused, or goes too
             if this is `"everything"`.
-        sync: make everything durable before `dst` appears.
-        check_copies: compare what several ranks hold without a mesh that keeps it equal, and refuse what differs.
-        group: the ranks that save together; None: all.
+        group: the ranks that save together, a process group or a mesh of one dim; None: all.
+        **options: `family` (None: recognised), `dialect` (of the model's names; None: recognised), `config` (a path, a
+            mapping or an object with `to_dict()`; None: `model.config`, where it has one), `shard_size` (bytes of
+            tensors per file, 5_000_000_000 or "5GB"), `sync` (make everything durable before `dst` appears),
+            `check_copies` (compare what several ranks hold without a mesh that keeps it equal, and refuse what
+            differs).
 
     Raises:
+        TypeError: an argument of a type that it cannot have.
         TransaxleError: on every rank; the target is then as it was.
     """
-    world, clock = World(request.group), Clock()
+    check_keywords("save", options, Saving.__annotations__)
+    request = Request(state, dst, to, optimizer, extra, overwrite=overwrite, **options)
+    world, clock = World(group), Clock()
     with clock.stage("plan"):
         tensors, holding, wish = held(request, world)
     return fulfil(wish, tensors, holding, world, clock)
@@ -205,7 +228,7 @@ def held(request: Request, world: World) -> tuple[dict[str, torch.Tensor], Holdi
     groups: Sequence[Group] = ()
     alone: tuple[str, ...] = ()
     with world.together():
-        asked = request.wish(None)
+        asked, given_config = request.wish(None), model_config(request.config)
         found = leaves(state)
         tensors = dict(found.tensors)
         if problems := unsavable(tensors):
@@ -228,7 +251,7 @@ def held(request: Request, world: World) -> tuple[dict[str, torch.Tensor], Holdi
     _check_alike(asked, world)
     text = written(states, world)
     files = {} if text is None else {FILE: text}
-    everything, config = census(tensors, world), shared_config(state, request.config, world)
+    everything, config = census(tensors, world), shared_config(state, given_config, world)
     wish = replace(request.wish(config), untrained=alone)
     if for_hub(request.to):
         made = published(tensors, everything, found.weights, config, world)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.torch_tensors.torch_arguments import Ranks, read_group
 
 Item = TypeVar("Item")
 _PAGE, _SIZE = 4096, 8
@@ -39,11 +40,14 @@ class World:
     """A process group, or this process alone.
 
     Args:
-        group: the ranks that act together; None: all of them.
+        group: the ranks that act together, a process group or a mesh of one dim; None: all of them.
+
+    Raises:
+        TypeError: `group` is none of these.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
+    def __init__(self, group: Ranks | None = None) -> None:
+        self.group = group = read_group("group", group)
         self.live = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if self.live else 0
         self.size = dist.get_world_size(group) if self.live else 1

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 import torch
 
+from transaxle.arguments import DType
 from transaxle.errors import refuse
 from transaxle.quant import QuantizedTensor, Quantizer
 from transaxle.torch_tensors.strided_copy import stacked_view
+from transaxle.torch_tensors.torch_arguments import Device, read_device, read_optional_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +36,8 @@ class GroupedTensor:
         shape: tuple[int, int],
         *,
         quantizer: Quantizer | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device | None = None,
+        dtype: DType | None = None,
     ) -> GroupedTensor:
         """Make the buffer of N members, of zeros.
 
@@ -46,7 +48,8 @@ class GroupedTensor:
             device: where; None: torch's default.
             dtype: of the values; None: torch's default.
         """
-        data = torch.zeros((num_tensors, *shape), device=device, dtype=dtype)
+        where, kind = read_device("device", device), read_optional_dtype("dtype", dtype)
+        data = torch.zeros((num_tensors, *shape), device=where, dtype=kind)
         return cls(data if quantizer is None else quantizer.quantize(data))
 
     @classmethod

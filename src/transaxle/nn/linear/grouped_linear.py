@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from transaxle.arguments import DType
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.nn.checkpoints.packed_layer import BIAS, WEIGHT
 from transaxle.nn.gemm.grouped_gemm import Operands, weights_of
@@ -24,6 +25,7 @@ from transaxle.nn.linear.parameters import GroupedParameters, Init
 from transaxle.quant import DelayedScaling, QuantizedTensor, Quantizer, quantize_
 from transaxle.quant.modules.entries import is_quantized
 from transaxle.torch_tensors.local_tensor import stored_local
+from transaxle.torch_tensors.torch_arguments import Device, read_device, read_optional_dtype
 
 MAIN_GRAD = "main_grad"
 """Attribute of a weight: where its gradient is summed up."""
@@ -70,8 +72,8 @@ class GroupedLinear(GroupedParameters):
         out_features: int,
         bias: bool = True,
         return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        params_dtype: DType | None = None,
+        device: Device | None = None,
         init_method: Init | None = None,
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
@@ -97,7 +99,8 @@ class GroupedLinear(GroupedParameters):
         self._forced: Way | None = None
         self._pending: deque[tuple[Pending, tuple[int, ...], dict[str, DeviceMesh | None]]] = deque()
         self._cached: torch.Tensor | None = None
-        self._make(single_grouped_weight, single_grouped_bias, params_dtype or torch.get_default_dtype(), device)
+        dtype = read_optional_dtype("params_dtype", params_dtype) or torch.get_default_dtype()
+        self._make(single_grouped_weight, single_grouped_bias, dtype, read_device("device", device))
         self.reset_parameters()
         if recipe is not None:
             self.quantize_(recipe)

@@ -7,11 +7,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 
+from transaxle.arguments import DType, wrong_type
 from transaxle.errors import refuse
 from transaxle.nn.checkpoints.layouts import accept_layouts
 from transaxle.nn.linear.grouped_linear import GroupedLinear
 from transaxle.nn.moe.token_exchange import across
 from transaxle.nn.moe.token_order import order
+from transaxle.torch_tensors.torch_arguments import Device, read_device, read_optional_dtype
 
 
 class Experts(nn.Module):
@@ -137,27 +139,30 @@ class MoE(nn.Module):
         shared_intermediate_size: int = 0,
         single_grouped_weight: bool = False,
         ep: DeviceMesh | None = None,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        params_dtype: DType | None = None,
+        device: Device | None = None,
     ) -> None:
         super().__init__()
         if not 0 < top_k <= num_experts:
             raise refuse("SHAPE_MISMATCH", f"{top_k} of {num_experts} experts for each token")
+        dtype, where = read_optional_dtype("params_dtype", params_dtype), read_device("device", device)
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
         self.norm_topk_prob, self.ep = norm_topk_prob, ep
-        self.gate = nn.Linear(hidden_size, num_experts, bias=False, dtype=params_dtype, device=device)
+        self.gate = nn.Linear(hidden_size, num_experts, bias=False, dtype=dtype, device=where)
         self.experts = Experts(
             hidden_size,
             intermediate_size,
             num_experts,
             single_grouped_weight=single_grouped_weight,
-            params_dtype=params_dtype,
-            device=device,
+            params_dtype=dtype,
+            device=where,
         )
         if ep is not None:
+            if not isinstance(ep, DeviceMesh):
+                raise wrong_type("ep", "a DeviceMesh of one dim", ep)
             self.experts.divide(ep)
         self.shared_experts = (
-            Gated(hidden_size, shared_intermediate_size, params_dtype, device) if shared_intermediate_size else None
+            Gated(hidden_size, shared_intermediate_size, dtype, where) if shared_intermediate_size else None
         )
 
     def route(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,10 +14,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.distributed as dist
 
 from transaxle.encodings import encoding as encodings
 from transaxle.encodings.encoding import Encoding
+from transaxle.torch_tensors.torch_arguments import Ranks, read_group
 
 if TYPE_CHECKING:
     from transaxle.quant.tensor.tensor import QuantizedTensor
@@ -71,7 +71,7 @@ class Quantizer(ABC):
         self,
         x: torch.Tensor,
         *,
-        group: dist.ProcessGroup | None = None,
+        group: Ranks | None = None,
         start: int | None = None,
         whole: int | None = None,
     ) -> QuantizedTensor:
@@ -87,7 +87,7 @@ class Quantizer(ABC):
         Raises:
             Refused: `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED` for what cannot be quantized.
         """
-        return _MAKER[0](self, x, group=group, start=start, whole=whole)
+        return _MAKER[0](self, x, group=read_group("group", group), start=start, whole=whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from transaxle.arguments import DType
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.quant.frame.buffers import ORIGIN
 from transaxle.quant.modules.placed import group_of
 from transaxle.quant.tensor.tensor import QuantizedTensor
 from transaxle.torch_tensors.local_tensor import placed_like, stored_local
+from transaxle.torch_tensors.torch_arguments import read_dtype
 
 MASTER = "master"
 """Name of the state that a quantized parameter has beside those that its optimizer keeps."""
@@ -44,10 +46,10 @@ class MasterWeights(Optimizer):
     """
 
     def __init__(
-        self, parameters: Parameters, optimizer: Callable[[Any], Optimizer], dtype: torch.dtype = torch.float32
+        self, parameters: Parameters, optimizer: Callable[[Any], Optimizer], dtype: DType = torch.float32
     ) -> None:
         given: list[Any] = list(parameters)
-        self._dtype = dtype
+        self._dtype = read_dtype("dtype", dtype)
         if given and isinstance(given[0], Mapping):
             mine = [list(group[_PARAMS]) for group in given]
             self._updated = [self._masters_of(group) for group in mine]

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from transaxle.arguments import DType
 from transaxle.encodings.encoding import WHOLE
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.quant import kernels
@@ -38,6 +39,7 @@ from transaxle.quant.frame.tp_share import Share
 from transaxle.quant.frame.usage import both_ways
 from transaxle.torch_tensors.local_tensor import stored_local
 from transaxle.torch_tensors.tensor_bytes import with_plain_bytes
+from transaxle.torch_tensors.torch_arguments import Ranks, read_dtype, read_group
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
 """Torch functions that quantized tensors carry out themselves: `transaxle.quant.tensor.functions` puts them here."""
@@ -105,7 +107,7 @@ class QuantizedTensor(torch.Tensor):
         held = self.frame.buffers(self.skip, self.height)
         return {name: held[name] for name in STATE if name in held}
 
-    def dequantize(self, dtype: torch.dtype | None = None, *, columnwise: bool = False) -> torch.Tensor:
+    def dequantize(self, dtype: DType | None = None, *, columnwise: bool = False) -> torch.Tensor:
         """Return the values as a plain tensor, in this tensor's dtype or another: code times scale, rounded once.
 
         Args:
@@ -118,7 +120,7 @@ class QuantizedTensor(torch.Tensor):
         """
         if columnwise and not self.frame.columnwise:
             raise refuse("MISSING_TENSOR", f"{self.quantizer}: there are no columnwise codes", tensor=COLUMN_DATA)
-        wanted = self.dtype if dtype is None else dtype
+        wanted = self.dtype if dtype is None else read_dtype("dtype", dtype)
         if self.device.type == "meta":
             return torch.empty(self.shape, dtype=wanted, device=self.device)
         if self.frame.matrix is not None:
@@ -126,7 +128,7 @@ class QuantizedTensor(torch.Tensor):
         parts, encoding = self.frame.operands(self.skip, self.height, columnwise=columnwise)
         return kernels.dequantize(parts, encoding, wanted)[:, : self.frame.columns].view(self.shape)
 
-    def quantize_(self, values: torch.Tensor, *, group: dist.ProcessGroup | None = None) -> QuantizedTensor:
+    def quantize_(self, values: torch.Tensor, *, group: Ranks | None = None) -> QuantizedTensor:
         """Put other values here, quantized in the same way, into the same buffers.
 
         Args:
@@ -136,6 +138,7 @@ class QuantizedTensor(torch.Tensor):
         Raises:
             Refused: `SHAPE_MISMATCH`; `UNSUPPORTED` for a shard without a group, where tiles may lie on other ranks.
         """
+        group = read_group("group", group)
         if values.shape != self.shape:
             raise refuse("SHAPE_MISMATCH", f"values {list(values.shape)} for a tensor {list(self.shape)}")
         frame = self.frame
@@ -392,7 +395,7 @@ def from_components(
     quantizer: Quantizer,
     components: Mapping[str, torch.Tensor],
     shape: tuple[int, ...],
-    dtype: torch.dtype,
+    dtype: DType,
     *,
     start: int = 0,
     whole: int | None = None,
@@ -411,6 +414,7 @@ def from_components(
     Raises:
         Refused: `MISSING_TENSOR`, `UNEXPECTED_TENSOR`, `DTYPE_MISMATCH` or `SHAPE_MISMATCH`: all that is wrong at once.
     """
+    dtype = read_dtype("dtype", dtype)
     if len(shape) not in (2, 3) or dtype not in kernels.VALUES:
         expected = "a matrix of bfloat16, float16 or float32, or a stack of them"
         raise refuse("SHAPE_MISMATCH", f"{dtype} {list(shape)}, expected {expected}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from transaxle.arguments import Weights
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Checksum, Container, Entry, Extent
 from transaxle.formats.catalog.inline import Inline
@@ -24,7 +25,7 @@ from transaxle.formats.deepspeed.hints import Hint, check_hint, hint_in, told_by
 from transaxle.formats.deepspeed.metadata import affine
 from transaxle.formats.deepspeed.metadata.name_patterns import Patterns
 from transaxle.formats.deepspeed.metadata.universal_info import Info
-from transaxle.formats.deepspeed.reader import HERE, SCRIPTS, TIES, Weights, degrees
+from transaxle.formats.deepspeed.reader import HERE, SCRIPTS, TIES, degrees
 from transaxle.formats.deepspeed.zero.flat import Shape
 from transaxle.formats.deepspeed.zero.ranks import RankModel, Tensors, read_model
 from transaxle.formats.deepspeed.zero.stage import ModelRank, Stage, assemble

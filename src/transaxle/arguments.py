@@ -1,0 +1,218 @@
+"""Arguments that many public functions share: what each may be, and the one sentence for what it may not be.
+
+`config` means the same to `open`, `save` and `reshard`, `shard_size` the same in Python and on the command line: every
+public function annotates such an argument with the type below, and reads it with the function beside that type.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypeAlias, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+
+@runtime_checkable
+class Configuration(Protocol):
+    """A config object, such as a `PretrainedConfig` of transformers."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as config.json holds it, with all defaults."""
+
+
+PathLike: TypeAlias = str | os.PathLike[str]
+"""A path on this machine or a URL."""
+Config: TypeAlias = PathLike | Mapping[str, Any] | Configuration
+"""A model's config: the path of a config.json or of its folder, its content, or an object with `to_dict()`."""
+Size: TypeAlias = int | str
+"""Bytes: 5_000_000_000, or a text such as "5GB" (10^9) or "500MiB" (2^20)."""
+Patterns: TypeAlias = str | Sequence[str]
+"""Patterns of names, in which `*` stands for any characters; one alone needs no list."""
+DType: TypeAlias = "str | torch.dtype"
+"""An element type: torch's own, its name ("bfloat16"), its short name ("bf16") or its safetensors code ("BF16")."""
+Weights: TypeAlias = Literal["fp32", "lp"]
+"""Which weights of a DeepSpeed checkpoint: those that the optimizer keeps, or the module's own."""
+
+_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_POWERS = "kmgt"
+_SHORT_NAMES = {
+    "bf16": "bf16", "bfloat16": "bf16",
+    "fp16": "fp16", "float16": "fp16", "f16": "fp16", "half": "fp16",
+    "fp32": "fp32", "float32": "fp32", "f32": "fp32", "float": "fp32",
+    "fp64": "fp64", "float64": "fp64", "f64": "fp64", "double": "fp64",
+}  # fmt: skip
+"""Floating-point types, by each of their names in lower case -> the short name."""
+_LONGEST_VALUE = 80
+"""Characters of a wrong value that an error shows."""
+
+
+def wrong_type(argument: str, accepted: str, given: object) -> TypeError:
+    """Build (not raise) the error for an argument of a type that it cannot have."""
+    text = repr(given)
+    shown = text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]} …"
+    return TypeError(f"{argument} must be {accepted}; got {shown} ({type(given).__name__})")
+
+
+def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse keyword arguments that a function does not have, as Python does for those in its signature.
+
+    Raises:
+        TypeError: names the function, the argument, and the one that may be meant.
+    """
+    names = tuple(known)
+    for argument in given:
+        if argument not in names:
+            close = get_close_matches(argument, names, 1)
+            meant = f". Did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"{function}() got an unexpected keyword argument {argument!r}{meant}")
+
+
+def read_path(argument: str, given: object) -> str:
+    """Return a path or URL as text.
+
+    Raises:
+        TypeError: it is neither a `str` nor an `os.PathLike` of one.
+    """
+    text = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not isinstance(text, str):
+        raise wrong_type(argument, "a path: a str or an os.PathLike", given)
+    return text
+
+
+def read_source(argument: str, given: object) -> str:
+    """Return the path of a source that is no opened checkpoint; raises as `read_path`."""
+    if not isinstance(given, str | os.PathLike):
+        raise wrong_type(argument, "a path (a str or an os.PathLike), or an opened checkpoint", given)
+    return read_path(argument, given)
+
+
+def read_text(argument: str, given: object, example: str) -> str:
+    """Return a name: of a family, a dialect, a format.
+
+    Args:
+        argument: what the function calls it.
+        given: what the caller gave.
+        example: such a name, for the error.
+
+    Raises:
+        TypeError: it is no `str`.
+    """
+    if not isinstance(given, str):
+        raise wrong_type(argument, f'a str such as "{example}"', given)
+    return given
+
+
+def read_optional_text(argument: str, given: object, example: str) -> str | None:
+    """Return a name, or None where nothing is given; raises as `read_text`."""
+    return None if given is None else read_text(argument, given, example)
+
+
+def read_size(argument: str, given: object) -> int:
+    """Return a number of bytes.
+
+    Raises:
+        TypeError: it is neither an integer nor a text.
+        ValueError: the text is no size, or the size is zero or less.
+    """
+    accepted = 'a number of bytes: an int, or a str such as "5GB" or "500MiB"'
+    if isinstance(given, str):
+        count = parse_size(given)
+        if not count:
+            raise ValueError(f"{argument} must be {accepted}; got {given!r}")
+        return count
+    if isinstance(given, bool) or not isinstance(given, SupportsIndex):
+        raise wrong_type(argument, accepted, given)
+    return read_count(argument, given)
+
+
+def parse_size(text: str) -> int | None:
+    """Read a number of bytes such as `5GB`, `512MB`, `1.5 GiB` or `1000`; None where it is no such thing."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or (match[3] and not match[2]):
+        return None
+    power = _POWERS.index(match[2].lower()) + 1 if match[2] else 0
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def read_config(given: object) -> str | Mapping[str, Any] | None:
+    """Return a config's content, or the path of what has it, which is not read here; None where nothing is given.
+
+    Raises:
+        TypeError: it is none of what `Config` names.
+    """
+    if given is None or isinstance(given, Mapping):
+        return given
+    if isinstance(given, str | os.PathLike):
+        return read_path("config", given)
+    if isinstance(given, Configuration) and not isinstance(given, type):
+        return dict(given.to_dict())
+    accepted = "a path (of a config.json or of its folder), a mapping, or an object with to_dict()"
+    raise wrong_type("config", accepted, given)
+
+
+def read_axes(given: object) -> dict[str, int]:
+    """Return sizes by axis; none where nothing is given.
+
+    Raises:
+        TypeError: it is no mapping of names to integers.
+    """
+    accepted = 'a mapping of axes to sizes, such as {"g": 8}'
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise wrong_type("axes", accepted, given)
+    sizes: dict[str, int] = {}
+    for axis, size in given.items():
+        if not isinstance(axis, str) or isinstance(size, bool) or not isinstance(size, SupportsIndex):
+            raise wrong_type("axes", accepted, given)
+        sizes[axis] = operator.index(size)
+    return sizes
+
+
+def read_count(argument: str, given: object) -> int:
+    """Return a number of workers.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is zero or less.
+    """
+    if isinstance(given, bool) or not isinstance(given, SupportsIndex):
+        raise wrong_type(argument, "an int", given)
+    count = operator.index(given)
+    if count < 1:
+        raise ValueError(f"{argument} must be positive, not {count}")
+    return count
+
+
+def read_patterns(argument: str, given: object) -> tuple[str, ...]:
+    """Return patterns of names.
+
+    Raises:
+        TypeError: it is neither a `str` nor a sequence of these.
+    """
+    patterns = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (given,)
+    if not all(isinstance(pattern, str) for pattern in patterns):
+        raise wrong_type(argument, "a pattern of names, or a list of patterns", given)
+    return patterns
+
+
+def read_float_type(argument: str, given: object) -> str | None:
+    """Return the short name of a floating-point type, `bf16`; a name that is none of these stays as it is.
+
+    Whoever reads a checkpoint knows which types it can be read as, and refuses the others.
+
+    Raises:
+        TypeError: it is neither a `str` nor a `torch.dtype`.
+    """
+    if given is None:
+        return None
+    is_dtype = type(given).__module__ == "torch" and type(given).__name__ == "dtype"  # torch may not be imported here
+    name = str(given).removeprefix("torch.") if is_dtype else given
+    if not isinstance(name, str):
+        raise wrong_type(argument, 'an element type such as "bf16" or torch.bfloat16', given)
+    return _SHORT_NAMES.get(name.lower(), name)

@@ -1,0 +1,296 @@
+"""The arguments of the public functions: one name means one thing, and takes the same types, wherever it stands."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ForwardRef
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import transaxle as tx
+from transaxle import arguments
+from transaxle.torch_tensors import torch_arguments
+
+ROOMS: tuple[ModuleType, ...] = (tx, tx.nn, tx.parallel, tx.quant)
+RESULTS = {
+    "Checkpoint", "Comparison", "Leftover", "LoadReport", "Path", "Plan", "QuantizedTensor", "Refusal", "Report",
+    "ReshardReport", "SaveJob", "SaveReport", "StoredTensor", "TransaxleError", "Verification",
+}  # fmt: skip
+"""Classes that functions return: their constructors are called by nobody else."""
+METHODS = (
+    tx.nn.GroupedTensor.make_grouped_tensor,
+    tx.quant.QuantizedTensor.dequantize,
+    tx.quant.QuantizedTensor.quantize_,
+    tx.quant.Quantizer.quantize,
+)
+"""Methods of classes that have arguments of the kinds below."""
+OTHERWISE = {
+    "optimizer": "of a function that opens a checkpoint, whether the state of one is taken; else the optimizer itself",
+    "state": "a whole state here, a layer's there",
+    "filter": "of modules, or of their parameters too",
+    "resume": "of a Trainer, the folder; of a conversion, whether",
+    "bias": "whether a layer has one; of a product, the bias itself",
+    "shape": "of a matrix; of a matrix or a stack of them",
+    "tensor": "what is converted, from one package to another",
+}
+"""Names that mean two things, and which."""
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__}"
+
+
+def _public() -> Iterator[Callable[..., Any]]:
+    """Every function and constructor that is public."""
+    for room in ROOMS:
+        for name in room.__all__:
+            found = getattr(room, name)
+            if callable(found) and name not in RESULTS:
+                yield found
+    yield from METHODS
+
+
+def _arguments(function: Callable[..., Any]) -> dict[str, str]:
+    """Arguments of a function with their annotations; keywords that it takes as a `TypedDict` are taken apart."""
+    found: dict[str, str] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        shown = str(parameter.annotation)
+        unpacked = re.fullmatch(r"Unpack\[(\w+)\]", shown)
+        if unpacked:
+            known = vars(sys.modules[function.__module__])[unpacked[1]].__annotations__
+            found |= {name: _text(annotation) for name, annotation in known.items()}
+        elif parameter.kind not in {parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL} and parameter.name != "self":
+            found[parameter.name] = shown
+    return found
+
+
+def _text(annotation: object) -> str:
+    return annotation.__forward_arg__ if isinstance(annotation, ForwardRef) else str(annotation)
+
+
+PUBLIC = {_name(function): function for function in _public()}
+
+
+def test_no_signature_is_made_up() -> None:
+    """What an IDE reads in the source is what the interpreter is called with."""
+    assert [name for name, function in PUBLIC.items() if hasattr(function, "__signature__")] == []
+
+
+def test_every_argument_has_a_type() -> None:
+    untyped = {name: [a for a, shown in _arguments(f).items() if "empty" in shown] for name, f in PUBLIC.items()}
+    assert {name: found for name, found in untyped.items() if found} == {}
+
+
+def test_one_name_takes_the_same_types_everywhere() -> None:
+    """`None` aside: whether an argument may be left out is each function's own affair."""
+    seen: dict[str, dict[str, list[str]]] = {}
+    for function, found in PUBLIC.items():
+        for name, annotation in _arguments(found).items():
+            kinds = seen.setdefault(name, {})
+            kinds.setdefault(annotation.removesuffix(" | None"), []).append(function)
+    assert {name: kinds for name, kinds in seen.items() if len(kinds) > 1 and name not in OTHERWISE} == {}
+
+
+MANY = ["a", "list"]
+WRONG: dict[str, tuple[Any, ...]] = {
+    "a": (3, None),
+    "axes": (MANY, {"g": "8"}, {"g": 1.5}, "g=8"),
+    "b": (3,),
+    "config": (3, MANY, b"{}"),
+    "decode": (3, MANY),
+    "device": (1.5, MANY),
+    "dialect": (3, Path("hf"), MANY),
+    "dst": (3, None, b"out"),
+    "dtype": (3, MANY, float),
+    "encode": (3, MANY),
+    "ep": ("ep", 2),
+    "family": (3, MANY),
+    "format": (3, Path("dcp")),
+    "group": ("all", 0, [0, 1]),
+    "jobs": ("two", 1.5, True),
+    "memory": (1.5, MANY, True),
+    "mesh": ("tp", 2),
+    "only": (3, [3]),
+    "params_dtype": (3, MANY),
+    "path": (3, None, b"model"),
+    "rules": (3, MANY),
+    "shard_size": (1.5, MANY, True, None),
+    "skip": (3, [3]),
+    "source": (3, MANY),
+    "src": (3, None, b"model"),
+    "to": (3, None, Path("hf")),
+}
+"""Values of wrong types, for every argument that is read by `arguments` or `torch_arguments`."""
+READ = {"Config", "DType", "Device", "Patterns", "PathLike", "CheckpointLike", "Ranks", "Size", "DeviceMesh"}
+"""Annotations whose values are so read."""
+
+
+def test_every_kind_of_argument_is_tried() -> None:
+    """An argument of a known kind that is not in `WRONG` would be tested by nobody."""
+    kinds = {
+        name: annotation.removesuffix(" | None")
+        for function in PUBLIC.values()
+        for name, annotation in _arguments(function).items()
+    }
+    assert {name for name, kind in kinds.items() if kind in READ} - WRONG.keys() - {"resume"} == set()
+
+
+@pytest.fixture
+def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
+    """Every public function with arguments of `WRONG`, called rightly but for what it is given here."""
+    model, x = torch.nn.Linear(2, 2), torch.ones(32, 32, dtype=torch.bfloat16)
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    src, out, state = tmp_path, tmp_path / "out", {"w": torch.ones(1)}
+    quantized = tx.quant.MXFP8().quantize(x)
+
+    def given(**rest: Any) -> Callable[..., Any]:
+        """Return what calls a function with these arguments, a wrong one in the place of one of them."""
+        return lambda function, wrong: function(**{**rest, **wrong})
+
+    plan = given(src=src, dst=out, to="safetensors")
+    save = given(state=state, dst=out)
+    recast = given(state=state, dialect="hf")
+    return {
+        "open": given(path=src),
+        "plan": plan,
+        "convert": plan,
+        "verify": given(a=src, b=src),
+        "diff": given(a=src, b=src),
+        "clean": given(path=out),
+        "load": given(state=state, src=src),
+        "save": save,
+        "async_save": save,
+        "reshard": given(src_state=state, dst_state=state),
+        "state_dict_as": recast,
+        "loadable_as": recast,
+        "LoadPlanner": given(),
+        "SavePlanner": given(),
+        "TrainerCheckpoints": given(),
+        "AccelerateHooks": given(model=model),
+        "tensor_parallel": given(model=model, mesh=None),
+        "GroupedLinear": given(num_gemms=1, in_features=2, out_features=2),
+        "MoE": given(hidden_size=2, intermediate_size=2, num_experts=2, top_k=1),
+        "GroupedTensor.make_grouped_tensor": given(num_tensors=1, shape=(2, 2)),
+        "MasterWeights": given(parameters=model.parameters(), optimizer=torch.optim.SGD),
+        "from_components": given(
+            quantizer=quantized.quantizer, components=quantized.components, shape=(32, 32), dtype="bf16"
+        ),
+        "Quantizer.quantize": given(self=tx.quant.MXFP8(), x=x),
+        "QuantizedTensor.dequantize": given(self=quantized),
+        "QuantizedTensor.quantize_": given(self=quantized, values=x),
+    }
+
+
+def _tried() -> Iterator[tuple[str, str]]:
+    for function in PUBLIC.values():
+        for name, annotation in _arguments(function).items():
+            here = annotation.removesuffix(" | None") in READ | {"str"}
+            if name in WRONG and here and function.__module__ != "transaxle.nn.checkpoints.layouts":
+                yield _name(function), name
+
+
+@pytest.mark.parametrize("function", sorted({function for function, _ in _tried()}))
+def test_a_wrong_type_gets_a_sentence(function: str, calls: dict[str, Callable[..., Any]]) -> None:
+    """It names the argument, what was given and what may be given, and is raised before anything is done."""
+    call = calls[PUBLIC[function].__qualname__]
+    for name in (argument for each, argument in _tried() if each == function):
+        for value in WRONG[name]:
+            if value is None and _arguments(PUBLIC[function])[name].endswith("None"):
+                continue
+            with pytest.raises(TypeError) as found:
+                call(PUBLIC[function], {name: value})
+            text = str(found.value)
+            assert text.startswith(f"{name} must be a"), (name, value, text)
+            assert text.endswith(f"got {value!r} ({type(value).__name__})"), (name, value, text)
+
+
+@pytest.mark.parametrize(
+    "function", [tx.open, tx.plan, tx.convert, tx.verify, tx.diff, tx.load, tx.save, tx.async_save]
+)
+def test_an_argument_that_is_not_there_is_named(function: Callable[..., Any], tmp_path: Path) -> None:
+    first = [tmp_path] if function in (tx.open, tx.verify) else [tmp_path, tmp_path / "out"]
+    more = {"to": "hf"} if function in (tx.plan, tx.convert) else {}
+    with pytest.raises(
+        TypeError, match=r"^\w+\(\) got an unexpected keyword argument 'famly'. Did you mean 'family'\?$"
+    ):
+        function(*first, famly="qwen3_moe", **more)
+
+
+@pytest.mark.parametrize("size", ["0", "", "5 apples", "-1", "1e9", 0, -5])
+def test_a_size_that_is_none_gets_a_sentence(size: int | str, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    for call in (
+        lambda: tx.convert(tmp_path, tmp_path / "out", to="safetensors", shard_size=size),
+        lambda: tx.save({"w": torch.ones(1)}, tmp_path / "out", to="safetensors", shard_size=size),
+    ):
+        with pytest.raises(ValueError, match=r"^shard_size must be "):
+            call()
+
+
+def test_sizes_are_those_of_the_command_line(tmp_path: Path) -> None:
+    save_file({f"w{n}": torch.ones(300) for n in range(4)}, tmp_path / "model.safetensors")
+    sizes: list[int | str] = ["2.4kB", "2400", 2400]
+    for number, size in enumerate(sizes):
+        out, saved = tmp_path / f"out{number}", tmp_path / f"saved{number}"
+        tx.convert(tmp_path / "model.safetensors", out, to="safetensors", shard_size=size, memory="2MiB", jobs=1)
+        tx.save({f"w{n}": torch.ones(300) for n in range(4)}, saved, to="safetensors", shard_size=size)
+        assert len(list(out.glob("*.safetensors"))) == len(list(saved.glob("*.safetensors"))) == 2
+
+
+def test_a_config_may_be_any_of_its_kinds(tmp_path: Path) -> None:
+    """A path, its folder, its content and a config object, for what reads files and for what reads a model."""
+    settings = {"model_type": "qwen3_moe", "num_hidden_layers": 1}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "qwen3_moe", "num_hidden_layers": 1}', "utf-8")
+    weights = tmp_path / "weights.safetensors"
+    state = {"w": torch.ones(1)}
+    save_file(state, weights)
+    config_object = SimpleNamespace(to_dict=lambda: settings)
+    given: list[arguments.Config] = [str(folder), folder, folder / "config.json", settings, config_object]
+    for number, config in enumerate(given):
+        assert tx.open(weights, config=config).config == settings
+        out = tmp_path / f"out{number}"
+        tx.save(state, out, to="safetensors", config=config)
+        assert tx.open(out).config == settings
+        tx.load(state, weights, config=config)
+        tx.reshard(state, {"w": torch.zeros(1)}, config=config)
+
+
+def test_a_config_that_is_not_there_is_an_error_of_the_machine(tmp_path: Path) -> None:
+    with pytest.raises(tx.TransaxleError) as found:
+        tx.save({"w": torch.ones(1)}, tmp_path / "out", config=tmp_path / "missing.json")
+    assert (found.value.code, found.value.where.file) == ("IO", str(tmp_path / "missing.json"))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", "BF16", torch.bfloat16])
+def test_a_type_may_be_called_by_any_of_its_names(dtype: str | torch.dtype, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(1)}, tmp_path / "model.safetensors")
+    assert tx.open(tmp_path, dtype=dtype)["w"].dtype == "BF16"
+    state = {"w": torch.zeros(1, dtype=torch.bfloat16)}
+    tx.load(state, tmp_path, dtype=dtype)
+    assert state["w"].item() == 1
+    layer = tx.nn.GroupedLinear(1, 2, 2, params_dtype=dtype, device="cpu")
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.bfloat16}
+
+
+def test_names_of_types_and_devices_that_torch_has_not() -> None:
+    with pytest.raises(ValueError, match=r"^dtype must be an element type such as .*; got 'bf15'$"):
+        torch_arguments.read_dtype("dtype", "bf15")
+    with pytest.raises(ValueError, match=r"^device must be a device such as .*; got 'gpu'$"):
+        torch_arguments.read_device("device", "gpu")
+    assert torch_arguments.read_dtype("dtype", "F8_E4M3") == torch.float8_e4m3fn
+    assert torch_arguments.read_device("device", "cpu") == torch.device("cpu")
+    assert arguments.read_float_type("dtype", "fp8") == "fp8"
+
+
+def test_a_long_value_is_shown_by_its_beginning() -> None:
+    found = arguments.wrong_type("config", "a mapping", list(range(1000)))
+    assert re.fullmatch(r"config must be a mapping; got \[0, 1, .{0,80} … \(list\)", str(found))
