@@ -151,8 +151,11 @@ def model_config(given: Config | None) -> Mapping[str, Any] | None:
 
 
 def _file_of(config: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
-    """Return the config.json of a folder; anything else is what it is."""
-    return str(Path(config, CONFIG)) if isinstance(config, str) and Path(config).is_dir() else config
+    """Return the config.json of a folder that has one; anything else is what it is."""
+    if not isinstance(config, str):
+        return config
+    inside = Path(config, CONFIG)
+    return str(inside) if inside.exists() else config
 
 
 def _text(path: str, most: int) -> str:
