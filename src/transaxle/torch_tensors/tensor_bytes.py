@@ -25,3 +25,16 @@ def with_plain_bytes(tensor: torch.Tensor) -> torch.Tensor:
     Few kernels, and no collective of gloo, know eight-bit floats.
     """
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Tell whether two tensors have one type, one shape and equal bytes: every NaN is one pattern of bits.
+
+    They may lie on two devices, and need not be contiguous. On the meta device there are no bytes, and none differ.
+    """
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    if first.is_meta or second.is_meta:
+        return True
+    own, other = (byte_view(tensor.detach().contiguous()) for tensor in (first, second))
+    return torch.equal(own, other.to(own.device))

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.translation.grouped import COLUMN, MEMBERS, ROWS, STACK, Packing, Stem, numbered, parameters
-from transaxle.errors import Refusal, TransaxleError, refuse
+from transaxle.errors import Refusal, TransaxleError, gathered, refuse
 
 _EXPERTS = {"weight": 2, "bias": 1}
 """Last segments of the names of grouped layers' parameters, with the dims of one expert's."""
@@ -73,6 +73,16 @@ class Arranged:
     broken: frozenset[str]
     """Names, on both sides, of the sets with problems."""
 
+    def checked(self) -> tuple[Stem, ...]:
+        """Return the sets that change form.
+
+        Raises:
+            Refused: the problems.
+        """
+        if self.problems:
+            raise gathered(self.problems)
+        return self.stems
+
 
 def groups(wanted: Mapping[str, Shape], stored: Mapping[str, Shape]) -> list[ExpertSet]:
     """Return the sets of experts among the wanted tensors, as far as names tell.
@@ -129,12 +139,28 @@ def arranged(wanted: Sequence[ExpertSet], stored: Mapping[str, Shape]) -> Arrang
     return Arranged(tuple(stems.values()), tuple(problems), frozenset(broken))
 
 
+def between(wanted: Mapping[str, Shape], stored: Mapping[str, Shape], *, shared_out: bool = True) -> Arranged:
+    """Find out how one side holds the experts that the other wants; both may have states of optimizers.
+
+    Args:
+        wanted: names and shapes of what is asked for.
+        stored: names and shapes of what there is.
+        shared_out: other ranks may want other experts, so a checkpoint may have more of them than are wanted.
+    """
+    parameters_wanted, parameters_stored = parameter_shapes(wanted), parameter_shapes(stored)
+    sets = groups(parameters_wanted, parameters_stored)
+    if shared_out:
+        names = parameters_stored.keys()
+        sets = [each for each in sets if each.single or each.whole in names or not names >= {*each.names}]
+    return arranged(sets, parameters_stored)
+
+
 def _places(names: Iterable[str]) -> _Places:
     places: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
     for name in parameters(names):
         split = numbered(name)
         if split is not None:
-            places[split[0], split[2]][split[1]] = name
+            places[split.before, split.rest][split.number] = name
     return places
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from transaxle.axes.layout.bind import WEIGHT, bind, join_slot, split_slot
 from transaxle.axes.layout.relayout import Check, Stored, unchanged
@@ -85,11 +85,42 @@ class Stem:
         return replace(self, stored=self.wanted, wanted=self.stored, copies=())
 
 
-def numbered(name: str) -> tuple[str, int, str] | None:
-    """Split a name into the text before its number, the number, and the text after it; None where it has no number."""
+class Numbered(NamedTuple):
+    """The name of one of N tensors, split at its number."""
+
+    before: str
+    """Text before the number."""
+    number: int
+    """Which of the N tensors it is."""
+    rest: str
+    """Text after the number: empty, or the name of a buffer such as `_scale_inv`."""
+
+
+def numbered(name: str) -> Numbered | None:
+    """Split a name at the number of the member; None where there is no number."""
     before, dot, last = name.rpartition(".")
     match = _NUMBERED.fullmatch(last)
-    return None if match is None else (f"{before}{dot}{match[1]}", int(match[2]), match[3])
+    return None if match is None else Numbered(f"{before}{dot}{match[1]}", int(match[2]), match[3])
+
+
+def stack_name(name: str) -> str:
+    """Return the name of the stack that a member's name belongs to; of a name without a number at its end, itself."""
+    split = numbered(name)
+    return name if split is None or split.rest else split.before
+
+
+def members_by_stack(names: Iterable[str]) -> dict[str, dict[int, str]]:
+    """Return the numbered names, states of optimizers among them: name of the stack -> number -> name.
+
+    Buffers (`weight0_scale_inv`) belong to a stack of their own, `weight_scale_inv`.
+    """
+    stacks: dict[str, dict[int, str]] = {}
+    for name in names:
+        parameter, slot = split_slot(name)
+        split = numbered(parameter)
+        if split is not None:
+            stacks.setdefault(join_slot(f"{split.before}{split.rest}", slot), {})[split.number] = name
+    return stacks
 
 
 def table(stems: Sequence[Stem]) -> Family:
@@ -125,22 +156,48 @@ def _line(stem: Stem, form: Packing, name: str, number: str, dims: Sequence[str]
     return Line(Name(stem.single), parse(packed))
 
 
+@dataclass(frozen=True, slots=True)
+class MemberCopy:
+    """A tensor that a checkpoint has under the name of a member, and in the stack too."""
+
+    name: str
+    """Name of the member, or of a state of it."""
+    stack: str
+    """Name of the stack, or of the same state of it."""
+    stem: Stem
+    """The set that the member belongs to."""
+    place: int
+    """Its number."""
+
+    @property
+    def why(self) -> str:
+        """Why both must be equal, as messages say it."""
+        return f"{self.stack} and {self.name} are both there: expert {self.place}"
+
+
+def member_copies(stems: Iterable[Stem], names: Collection[str]) -> list[MemberCopy]:
+    """Return the members, and the states of members, that are stacked too.
+
+    Args:
+        stems: the sets of tensors that change form.
+        names: the names of a checkpoint.
+    """
+    members = {stem.member(place): (stem, place) for stem in stems for place in stem.copies}
+    copies = []
+    for name in names if members else ():
+        parameter, slot = split_slot(name)
+        if parameter in members:
+            stem, place = members[parameter]
+            stack = join_slot(stem.single, slot)
+            copies += [MemberCopy(name, stack, stem, place)] if stack in names else []
+    return copies
+
+
 def without_copies(stems: Sequence[Stem], names: Iterable[str]) -> list[str]:
     """Return the names of stored tensors without the copies of members that are stacked too."""
     unique_names = dict.fromkeys(names)
-    copies = _copies(stems, unique_names)
+    copies = {copy.name for copy in member_copies(stems, unique_names)}
     return [name for name in unique_names if name not in copies]
-
-
-def _copies(stems: Sequence[Stem], names: Collection[str]) -> dict[str, tuple[Stem, int]]:
-    """Return the copies' names, those of optimizer states included, each with its stem and its number."""
-    members = {stem.member(place): (stem, place) for stem in stems for place in stem.copies}
-    copies_found = {}
-    for name in names if members else ():
-        parameter, slot = split_slot(name)
-        if parameter in members and join_slot(members[parameter][0].single, slot) in names:
-            copies_found[name] = members[parameter]
-    return copies_found
 
 
 def copy_checks(stems: Sequence[Stem], stored: Mapping[str, Stored]) -> tuple[list[Check], list[Refusal]]:
@@ -150,22 +207,19 @@ def copy_checks(stems: Sequence[Stem], stored: Mapping[str, Stored]) -> tuple[li
         stems: the sets of tensors that change form.
         stored: the checkpoint's tensors by name.
     """
-    copies = _copies(stems, stored)
-    regroupings = [
-        replace(stem, wanted=MEMBERS, copies=()) for stem in dict.fromkeys(stem for stem, _ in copies.values())
-    ]
+    copies = member_copies(stems, stored)
+    regroupings = [replace(stem, wanted=MEMBERS, copies=()) for stem in dict.fromkeys(copy.stem for copy in copies)]
     singles = {stem.single for stem in regroupings}
     stacks = {name: tensor for name, tensor in stored.items() if regroupings and split_slot(name)[0] in singles}
     members = regrouped(regroupings, stacks).targets if regroupings else {}
     checks, problems = [], []
-    for name, (stem, place) in copies.items():
-        stack_name = join_slot(stem.single, split_slot(name)[1])
-        own_target, why = unchanged(name, stored[name]), f"{stack_name} and {name} are both there: expert {place}"
-        if (own_target.dtype, own_target.shape) != (members[name].dtype, members[name].shape):
-            kinds = " and ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (members[name], own_target))
-            problems.append(Refusal("UNEQUAL_COPIES", f"{why}\nbut they are {kinds}", Where(None, name)))
+    for copy in copies:
+        own_target, member = unchanged(copy.name, stored[copy.name]), members[copy.name]
+        if (own_target.dtype, own_target.shape) != (member.dtype, member.shape):
+            kinds = " and ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in (member, own_target))
+            problems.append(Refusal("UNEQUAL_COPIES", f"{copy.why}\nbut they are {kinds}", Where(None, copy.name)))
         else:
-            checks.append(Check(own_target, members[name], why))
+            checks.append(Check(own_target, member, copy.why))
     return checks, problems
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from transaxle.axes.layout.bind import bind
 from transaxle.axes.layout.solve import Shape
-from transaxle.axes.translation.arrange import Arranged, arranged, groups, parameter_shapes
+from transaxle.axes.translation.arrange import arranged, groups
 from transaxle.axes.translation.grouped import FAMILY, STORED, WANTED, Stem, copy_checks, sizes, table, without_copies
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.views.encoded import Catalog
@@ -80,24 +80,3 @@ def seen(checkpoint: Checkpoint, stems: Sequence[Stem]) -> Checkpoint:
     if problems:
         raise gathered(problems)
     return restacked.as_dialect(WANTED).checking(checks)
-
-
-def between(
-    wanted_shapes: Mapping[str, Shape], stored_shapes: Mapping[str, Shape], *, shared_out: bool = True
-) -> Arranged:
-    """Return how one side holds what the other wants, optimizer states included on both.
-
-    Args:
-        wanted_shapes: names and shapes of what is wanted.
-        stored_shapes: names and shapes of what is stored.
-        shared_out: other ranks may want other experts, so that surplus experts are no problem.
-    """
-    wanted, stored = parameter_shapes(wanted_shapes), parameter_shapes(stored_shapes)
-    sets = groups(wanted, stored)
-    if shared_out:
-        sets = [
-            experts
-            for experts in sets
-            if experts.single or experts.whole in stored or not stored.keys() >= {*experts.names}
-        ]
-    return arranged(sets, stored)

@@ -27,14 +27,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from transaxle.arguments import Config, read_config, read_optional_text
 from transaxle.axes.layout.bind import join_slot, split_slot
+from transaxle.axes.translation.arrange import between
 from transaxle.axes.translation.grouped import Stem
-from transaxle.engine.checkpoint.stacked_experts import between
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.live.reexpress.state_dict_adapter import loadable_as, regroupable, state_dict_as
 from transaxle.live.sharding.dcp_chunks import as_runs
-from transaxle.live.sharding.dual_form_check import Doubled
-from transaxle.live.sharding.expert_slices import Some
-from transaxle.live.sharding.param_group_names import Renamed
+from transaxle.live.sharding.dual_form_check import DualFormCheck
+from transaxle.live.sharding.expert_slices import ExpertSlices
+from transaxle.live.sharding.param_group_names import ParamGroupNames
 from transaxle.live.tensors.type_change import decode_hint
 from transaxle.quant.modules.entries import code_name
 from transaxle.torch_tensors.local_tensor import local_of
@@ -105,7 +105,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
     _asked: dict[str, Any]
     _experts: dict[str, tuple[int, ...]]
     _bytes: dict[str, Any]
-    _settings: Renamed
+    _settings: ParamGroupNames
     _home: str
     _last: list[Callable[[], None]]
     _left: int
@@ -123,7 +123,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         flat, self._paths = flatten_state_dict(state_dict)
         self._home = _home(flat)
         tensors, others = _divided(flat, self._home)
-        self._settings = Renamed(others, () if metadata is None else metadata.state_dict_metadata.keys())
+        self._settings = ParamGroupNames(others, () if metadata is None else metadata.state_dict_metadata.keys())
         others = self._settings.asked
         stored = _stored(metadata, self._home)
         made: Mapping[str, torch.Tensor] = tensors
@@ -134,15 +134,12 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
             made, give_back = loadable_as(tensors, self._dialect, **self._said)
             self._last.append(give_back)
         else:
-            some = Some(tensors, _sizes(stored))
-            found = between(_shapes(some.read), _sizes(stored))
-            if found.problems:
-                raise gathered(found.problems)
-            stems = found.stems
+            slices = ExpertSlices(tensors, _sizes(stored))
+            stems = between(_shapes(slices.read), _sizes(stored)).checked()
             changed = [stem.reversed() for stem in stems if stem.stored != stem.wanted]
-            if some.members:
-                made, members, wholes = some.read, some.members, some.wholes
-                self._last.append(some.finish)
+            if slices.members:
+                made, members, wholes = slices.read, slices.members, slices.stacks
+                self._last.append(slices.finish)
             if changed:
                 made, give_back = regroupable(made, changed)
                 self._last.append(give_back)
@@ -151,7 +148,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         doubled = [stem for stem in stems if stem.copies]
         self._asked = {**{_flat(name, self._home): value for name, value in made.items()}, **others}
         if doubled:
-            twice = Doubled(doubled, stored, made)
+            twice = DualFormCheck(doubled, stored, made)
             self._last.insert(0, twice.finish)
             made = twice.read
         if made is not tensors:
@@ -216,9 +213,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         wanted: dict[str, tuple[int, ...]] = {}
         for plan in global_plan:
             wanted |= plan.planner_data
-        found = between(wanted, _sizes(_stored(self.metadata, self._home)), shared_out=False)
-        if found.problems:
-            raise gathered(found.problems)
+        between(wanted, _sizes(_stored(self.metadata, self._home)), shared_out=False).checked()
         return super().create_global_plan(global_plan)
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
@@ -251,7 +246,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
             self._left -= 1
             if self._left:
                 return
-            settings = self._settings.made(self._bytes)
+            settings = self._settings.restored(self._bytes)
             for make in self._last:
                 make()
             for name, found in settings.items():

@@ -1,32 +1,31 @@
-"""What a torch checkpoint has in both forms, experts under their names and all in one tensor: read whole, and compared.
+"""Compares experts that a checkpoint stores twice, under their own names and stacked, before anything is loaded.
 
-torch's planners are told of what was read only when it is there, tensor by tensor. So where anything is to be compared,
-everything is read into memory of its own, and the caller's tensors get it when all is known to be equal. That costs a
-second copy, and happens with checkpoints that hold experts twice only.
+torch tells planners of a tensor only once it has been read. So where anything is stored twice, everything is read into
+memory of its own, and the caller's tensors get their values when all copies are known to be equal. That costs a second
+copy of the model, and happens with such checkpoints only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from transaxle.axes.layout.bind import join_slot, split_slot
-from transaxle.axes.translation.grouped import Stem
+from transaxle.axes.translation.grouped import MemberCopy, Stem, member_copies
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import placement_of, take
-from transaxle.torch_tensors.tensor_bytes import as_bytes
+from transaxle.torch_tensors.tensor_bytes import same_bytes
 from transaxle.torch_tensors.tp_shard import mark, part_of, whole_shape
 
 
-class Doubled:
-    """A load that compares what is there twice before it changes anything.
+class DualFormCheck:
+    """A load that compares what is stored twice before it changes anything.
 
     Args:
-        stems: what is there in both forms.
+        stems: the sets of experts that are stored in both forms.
         stored: what the checkpoint has, by our names.
         asked: the tensors that are to be filled, by our names, in the checkpoint's form.
     """
@@ -38,42 +37,33 @@ class Doubled:
         asked: Mapping[str, torch.Tensor],
     ) -> None:
         self._asked = asked
-        self._pairs = [pair for stem in stems for pair in _pairs(stem, stored)]
-        whole = dict.fromkeys(name for single, member, _, _ in self._pairs for name in (single, member))
-        self._whole = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in whole}
+        self._copies = member_copies(stems, stored)
+        names = dict.fromkeys(name for copy in self._copies for name in (copy.stack, copy.name))
+        self._whole = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
         self.read = {name: _like(tensor) for name, tensor in asked.items()} | self._whole
         """What torch is to fill, by our names."""
 
     def finish(self) -> None:
-        """Give what was read to the tensors asked for.
+        """Copy what was read into the tensors asked for.
 
         Raises:
             Refused: UNEQUAL_COPIES, and nothing is changed.
         """
-        problems = []
-        for single, member, count, place in self._pairs:
-            one, other = self._whole[single], self._whole[member]
-            part = one.view(count, *other.shape)[place] if one.numel() == count * other.numel() and other.dim() else one
-            if (part.dtype, part.shape) != (other.dtype, other.shape) or (as_bytes(part) != as_bytes(other)).any():
-                message = f"{single} and {member} are both there: expert {place}\nbut they differ"
-                problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, member)))
-        if problems:
-            raise gathered(problems)
+        unequal = [copy for copy in self._copies if not self._is_equal(copy)]
+        if unequal:
+            raise gathered(
+                Refusal("UNEQUAL_COPIES", f"{copy.why}\nbut they differ", Where(None, copy.name)) for copy in unequal
+            )
         with torch.no_grad():
             for name, tensor in self._asked.items():
                 whole = self._whole.get(name)
-                found = local_of(self.read[name]) if whole is None else _part(whole, tensor, name)
-                local_of(tensor).copy_(found)
+                values = local_of(self.read[name]) if whole is None else _part(whole, tensor, name)
+                local_of(tensor).copy_(values)
 
-
-def _pairs(stem: Stem, stored: Mapping[str, TensorStorageMetadata]) -> Iterator[tuple[str, str, int, int]]:
-    """Yield names of the one tensor and of an expert's, how many experts there are, and its number: states included."""
-    members = {stem.member(place): place for place in stem.copies}
-    for name in stored:
-        parameter, slot = split_slot(name)
-        single = join_slot(stem.single, slot)
-        if parameter in members and single in stored:
-            yield single, name, stem.count, members[parameter]
+    def _is_equal(self, copy: MemberCopy) -> bool:
+        stack, member, count = self._whole[copy.stack], self._whole[copy.name], copy.stem.count
+        is_stacked = member.dim() and stack.numel() == count * member.numel()  # a step has no dims: one for all
+        return same_bytes(stack.view(count, *member.shape)[copy.place] if is_stacked else stack, member)
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from transaxle.axes.translation.grouped import numbered
+from transaxle.axes.translation.grouped import stack_name
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.formats.training_state.state_groups import GROUPS, PARAMS
+from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, Group, renamed
 
 _LISTED = re.compile(rf"(?:.*\.)?{GROUPS}")
 """Flat name of all groups."""
@@ -26,8 +26,8 @@ _ONE = re.compile(rf"((?:.*\.)?{GROUPS}\.)(.+)(\.[^.]+)")
 _HINT = "build the optimizer with the groups that the source has"
 
 
-class Renamed:
-    """What is read of the settings in a state dict, and what is then made of it.
+class ParamGroupNames:
+    """Which settings of a checkpoint are read, and what they become under the names of a state dict.
 
     Args:
         given: values of a state dict that are no tensors, by flat name.
@@ -37,11 +37,11 @@ class Renamed:
     def __init__(self, given: Mapping[str, Any], stored: Collection[str]) -> None:
         self._given = given
         self._sources = _sources([name for name in given if name not in stored], stored)
-        asked = {source: given[name] for name, sources in self._sources.items() for source in sources}
-        self.asked: dict[str, Any] = {n: value for n, value in given.items() if n not in self._sources} | asked
+        read_instead = {source: given[name] for name, sources in self._sources.items() for source in sources}
+        self.asked: dict[str, Any] = {n: value for n, value in given.items() if n not in self._sources} | read_instead
         """What is to be read."""
 
-    def made(self, read: Mapping[str, Any]) -> dict[str, Any]:
+    def restored(self, read: Mapping[str, Any]) -> dict[str, Any]:
         """Return what was read by the names of the state dict.
 
         Args:
@@ -51,81 +51,75 @@ class Renamed:
             Refused: UNSUPPORTED for experts that are one parameter here, and were trained with different settings.
         """
         problems: list[Refusal] = []
-        made = {name: value for name, value in read.items() if name in self._given}
+        values = {name: value for name, value in read.items() if name in self._given}
         for name, sources in self._sources.items():
-            made[name] = read[sources[0]]
-            other = next((source for source in sources if repr(read[source]) != repr(made[name])), None)
+            values[name] = read[sources[0]]
+            other = next((source for source in sources if repr(read[source]) != repr(values[name])), None)
             if other is not None:
-                message = f"{sources[0]} is {made[name]!r} and {other} is {read[other]!r}; here they are one"
+                message = f"{sources[0]} is {values[name]!r} and {other} is {read[other]!r}; here they are one"
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, name), _HINT))
-        apart: dict[str, list[str]] = defaultdict(list)
-        for name, value in made.items():
+        lists: dict[str, list[str]] = defaultdict(list)
+        for name, value in values.items():
             split = _NAMES.fullmatch(name)
             if split is not None:
-                apart[split[1]].append(name)
+                lists[split[1]].append(name)
             elif _LISTED.fullmatch(name) and _are_groups(value) and _are_groups(self._given[name]):
-                own = [group[PARAMS] for group in self._given[name]]
-                names = _renamed(own, [group[PARAMS] for group in value], problems)
-                made[name] = [{**group, PARAMS: each} for group, each in zip(value, names, strict=True)]
-        for lists in apart.values():
-            own, names = [self._given[name] for name in lists], [made[name] for name in lists]
-            if all(map(_are_names, (*own, *names))):
-                made |= zip(lists, _renamed(own, names, problems), strict=True)
+                values[name] = _renamed(self._given[name], value, problems)
+        for names in lists.values():
+            own, stored = ([{PARAMS: side[name]} for name in names] for side in (self._given, values))
+            if _are_groups(own) and _are_groups(stored):
+                groups = _renamed(own, stored, problems)
+                values |= {name: group[PARAMS] for name, group in zip(names, groups, strict=True)}
         if problems:
             raise gathered(problems)
-        return made
+        return values
 
 
 def _sources(lacking: Iterable[str], stored: Iterable[str]) -> dict[str, list[str]]:
-    """Return for settings of parameters that the checkpoint has not those of the same experts in the other form."""
-    theirs: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
+    """Return for settings of parameters that the checkpoint lacks those of the same experts in the other form."""
+    by_stack: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for name in stored:
-        split = _ONE.fullmatch(name)
-        if split is not None:
-            theirs[split[1], _whole(split[2]), split[3]][split[2]] = name
-    found = {}
-    for name in lacking:
-        split = _ONE.fullmatch(name)
-        there = theirs.get((split[1], _whole(split[2]), split[3])) if split is not None else None
-        if there:
-            found[name] = list(there.values())
-    return found
+        if (setting := _of_stack(name)) is not None:
+            by_stack[setting].append(name)
+    settings = {name: setting for name in lacking if (setting := _of_stack(name)) is not None}
+    return {name: by_stack[setting] for name, setting in settings.items() if setting in by_stack}
+
+
+def _of_stack(name: str) -> tuple[str, str, str] | None:
+    """Return the flat name of one parameter's setting in three parts, an expert's under the name of the stack."""
+    split = _ONE.fullmatch(name)
+    return None if split is None else (split[1], stack_name(split[2]), split[3])
 
 
 def _are_groups(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(one, dict) and _are_names(one.get(PARAMS)) for one in value)
+    return isinstance(value, list) and all(isinstance(group, dict) and _are_names(group.get(PARAMS)) for group in value)
 
 
 def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _whole(parameter: str) -> str:
-    """Return what the one parameter is called of which this is an expert; its own name where it is none."""
-    split = numbered(parameter)
-    return parameter if split is None or split[2] else split[0]
-
-
-def _renamed(own: Sequence[Sequence[str]], stored: Sequence[Sequence[str]], problems: list[Refusal]) -> list[list[str]]:
-    """Return the names of parameters of stored groups, where experts are called what an optimizer calls them.
+def _renamed(own: Iterable[Group], stored: Sequence[Group], problems: list[Refusal]) -> list[Group]:
+    """Return the stored groups, with experts under the names that the optimizer has for them.
 
     Args:
-        own: names of the optimizer's groups.
-        stored: names of the checkpoint's.
-        problems: receives UNSUPPORTED for a parameter that is of several groups.
+        own: groups of the optimizer.
+        stored: groups of the checkpoint.
+        problems: receives UNSUPPORTED for a parameter that would be of several groups.
     """
-    numbers = {name: number for number, names in enumerate(stored) for name in names}
-    parts: dict[str, dict[int, str]] = defaultdict(dict)
-    for name, number in numbers.items():
-        parts[_whole(name)].setdefault(number, name)
-    mine = dict.fromkeys(name for names in own for name in names)
-    taken = {_whole(name) for name in mine if name not in numbers}
-    found = [[name for name in names if name in mine or _whole(name) not in taken] for names in stored]
-    for name in mine:
-        groups = parts.get(_whole(name), {}) if name not in numbers else {}
-        if len(groups) > 1:
-            message = f"{' and '.join(groups.values())} were trained with different settings; here they are one"
+    group_of = {name: number for number, group in enumerate(stored) for name in group[PARAMS]}
+    by_stack: dict[str, list[str]] = defaultdict(list)
+    for name in group_of:
+        by_stack[stack_name(name)].append(name)
+    own_names = dict.fromkeys(name for group in own for name in group[PARAMS])
+    new_names: dict[str, list[str]] = {}
+    for name in own_names:
+        sources = by_stack.get(stack_name(name), []) if name not in group_of else []
+        first_of = {group_of[source]: source for source in reversed(sources)}
+        if len(first_of) > 1:
+            shown = " and ".join(first_of[number] for number in dict.fromkeys(map(group_of.__getitem__, sources)))
+            message = f"{shown} were trained with different settings; here they are one"
             problems.append(Refusal("UNSUPPORTED", message, Where(None, name), _HINT))
-        for number in list(groups)[:1]:
-            found[number].append(name)
-    return found
+        for source in sources:
+            new_names.setdefault(source, [source] if source in own_names else []).append(name)
+    return renamed(stored, new_names)

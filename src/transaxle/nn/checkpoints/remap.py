@@ -15,7 +15,7 @@ import torch
 
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.translation.arrange import ExpertSet, arranged
-from transaxle.axes.translation.grouped import Stem, numbered, regrouped
+from transaxle.axes.translation.grouped import Stem, numbered, regrouped, stack_name
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.nn.checkpoints.packed_layer import Layer
 from transaxle.nn.checkpoints.torch_relayout import described, move
@@ -65,10 +65,7 @@ def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Stem,
     Raises:
         Refused: see `transaxle.axes.translation.arrange.Arranged`.
     """
-    found = arranged(_groups(prefix, layer), shapes)
-    if found.problems:
-        raise gathered(found.problems)
-    return found.stems
+    return arranged(_groups(prefix, layer), shapes).checked()
 
 
 def _groups(prefix: str, layer: Layer) -> list[ExpertSet]:
@@ -88,18 +85,17 @@ def _unwrap(found: dict[str, Any], prefix: str, layer: Layer) -> None:
 
 def _is_own(name: str, prefix: str, layer: Layer) -> bool:
     """Tell whether a name is that of a layer's parameter, in either form."""
-    split = numbered(name)
-    stem = split[0] if split is not None and not split[2] else name
+    stem = stack_name(name)
     return stem.startswith(prefix) and stem.removeprefix(prefix) in layer.shapes
 
 
 def _elsewhere(name: str, prefix: str, layer: Layer) -> bool:
     """Tell whether a name is that of an expert whose parameters another rank has."""
     split = numbered(name)
-    if split is None or not split[0].startswith(prefix):
+    if split is None or not split.before.startswith(prefix):
         return False
-    stem = split[0].removeprefix(prefix)
-    return stem in layer.shapes and not layer.single[stem] and split[1] not in layer.own
+    stem = split.before.removeprefix(prefix)
+    return stem in layer.shapes and not layer.single[stem] and split.number not in layer.own
 
 
 def refuse_codes(found: Mapping[str, Any], prefix: str, parameters: Mapping[str, torch.Tensor | None]) -> None:

@@ -6,7 +6,7 @@ them. `transaxle.load(..., optimizer=...)` and the DCP planners need none of it.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -18,16 +18,19 @@ from transaxle.axes.layout.bind import WEIGHT, join_slot, split_slot
 from transaxle.axes.layout.relayout import Check
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation.name import own_name
-from transaxle.axes.translation.grouped import MEMBERS, Stem, numbered, regrouped
+from transaxle.axes.translation.grouped import MEMBERS, Stem, regrouped, stack_name
 from transaxle.errors import Refusal, Where, gathered, refuse
+from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, Group
+from transaxle.formats.training_state.state_groups import gathered as groups_of
+from transaxle.formats.training_state.state_groups import renamed as renamed_groups
 from transaxle.nn.checkpoints.packed_layer import Layer
 from transaxle.nn.checkpoints.remap import stems
 from transaxle.nn.checkpoints.torch_relayout import Entry, described, move
 from transaxle.nn.linear.grouped_linear import GroupedLinear
 from transaxle.torch_tensors.module_wrappers import unwrapped
 
-STATE, GROUPS, PARAMS = "state", "param_groups", "params"
-"""Keys of torch's optimizer state dicts."""
+STATE = "state"
+"""Key of the parameters' states in torch's optimizer state dicts."""
 _FLAT_STATE, _FLAT_GROUPS = f"{STATE}.", f"{GROUPS}."
 """What names in flattened ones begin with: `state.<parameter>.<state>`, `param_groups.<parameter>.<setting>`."""
 
@@ -72,21 +75,18 @@ def _shapes(
 
     Those that have their own names and no others are left out: experts that were not trained have no state.
     """
-    found = {}
+    shapes = {}
     for name in trained:
-        split = numbered(name)
-        before, many = (split[0], not split[2]) if split is not None else (name, False)
-        stem = before.removeprefix(prefix)
-        if not name.startswith(prefix) or stem not in layer.shapes or (split is not None and not many):
+        stack = stack_name(name)
+        stem, is_member = stack.removeprefix(prefix), stack != name
+        if not name.startswith(prefix) or stem not in layer.shapes:
             continue
-        if many and not layer.single[stem] and before not in trained:
+        if is_member and not layer.single[stem] and stack not in trained:
             continue
-        own = layer.shapes[stem] if many else (layer.count, *layer.shapes[stem])
-        held = [
-            tuple(one.shape) for one in states.get(name, {}).values() if isinstance(one, torch.Tensor) and one.dim()
-        ]
-        found[name] = max(held, key=prod, default=own)
-    return found
+        parameter_shape = layer.shapes[stem] if is_member else (layer.count, *layer.shapes[stem])
+        values = [value for value in states.get(name, {}).values() if isinstance(value, torch.Tensor) and value.dim()]
+        shapes[name] = max((tuple(value.shape) for value in values), key=prod, default=parameter_shape)
+    return shapes
 
 
 def _move(
@@ -98,33 +98,25 @@ def _move(
 ) -> None:
     """Bring the states of one stem's parameters, where they have any yet, into the other form; of experts here."""
     names = stem.sources
-    others = [stem.member(place) for place in own] if stem.wanted == MEMBERS else stem.targets
-    renamed.update(dict.fromkeys(names, others))
-    lacking = [name for name in names if not states.get(name)]
+    new_names = [stem.member(place) for place in own] if stem.wanted == MEMBERS else stem.targets
+    renamed.update(dict.fromkeys(names, new_names))
+    old_states = {name: states.pop(name, {}) for name in names}
+    lacking = [name for name, state in old_states.items() if not state]
     if len(lacking) == len(names):
-        for name in names:
-            states.pop(name, None)
         return
     if lacking and not stem.copies:
         raise refuse("INCOMPLETE", f"{', '.join(lacking)} have no state, the others have", tensor=stem.single)
-    taken = {
-        join_slot(name, slot): value if isinstance(value, torch.Tensor) else torch.tensor(value)
-        for name in names
-        for slot, value in states.get(name, {}).items()
-    }
-    entries = described(taken) | {name: Entry("", shapes[name]) for name in names}
-    found = regrouped([stem], entries)
-    targets = {name: one for name, one in found.targets.items() if split_slot(name)[1] != WEIGHT}
-    made = move(replace(found, checks=tuple(check for check in found.checks if _of_states(check))), taken, targets)
-    numbers = {slot for n in names for slot, value in states.get(n, {}).items() if not isinstance(value, torch.Tensor)}
-    for name in names:
-        states.pop(name, None)
-    for name, value in made.items():
+    values = {(name, slot): value for name, state in old_states.items() for slot, value in state.items()}
+    number_slots = {slot for (_, slot), value in values.items() if not isinstance(value, torch.Tensor)}
+    tensors = {join_slot(*key): torch.as_tensor(value) for key, value in values.items()}
+    translation = regrouped([stem], described(tensors) | {name: Entry("", shapes[name]) for name in names})
+    targets = {name: target for name, target in translation.targets.items() if split_slot(name)[1] != WEIGHT}
+    checks = tuple(check for check in translation.checks if _of_states(check))
+    for name, value in move(replace(translation, checks=checks), tensors, targets).items():
         parameter, slot = split_slot(name)
-        if parameter not in others:
-            continue
-        kept = value if value.dim() else value.clone()  # optimizers count up in place: each parameter has its own step
-        states.setdefault(parameter, {})[slot] = kept.item() if slot in numbers else kept
+        if parameter in new_names:
+            own_value = value if value.dim() else value.clone()  # a step is counted up in place: each has its own
+            states.setdefault(parameter, {})[slot] = own_value.item() if slot in number_slots else own_value
 
 
 def _of_states(check: Check) -> bool:
@@ -132,23 +124,20 @@ def _of_states(check: Check) -> bool:
     return all(split_slot(part.origins[0].name)[1] != WEIGHT for part in check.second.parts)
 
 
-def _groups(groups: list[Mapping[str, Any]], renamed: Mapping[str, list[str]]) -> list[dict[str, Any]]:
+def _groups(groups: Iterable[Group], renamed: Mapping[str, list[str]]) -> list[Group]:
     """Return parameter groups with other names; what becomes one parameter has to be of one group."""
-    found = []
-    owner: dict[str, int] = {}
+    new_groups = renamed_groups(groups, renamed)
+    group_of: dict[str, int] = {}
     problems = []
-    for number, group in enumerate(groups):
-        names: dict[str, None] = {}
+    for number, group in enumerate(new_groups):
         for name in group[PARAMS]:
-            names.update(dict.fromkeys(renamed.get(name, [name])))
-        for name in names:
-            if owner.setdefault(name, number) != number:
-                message = f"its parts are of groups {owner[name]} and {number}: no optimizer trains parts differently"
+            if group_of.setdefault(name, number) != number:
+                both = f"{group_of[name]} and {number}"
+                message = f"its parts are of groups {both}: no optimizer trains parts differently"
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, name)))
-        found.append({**group, PARAMS: list(names)})
     if problems:
         raise gathered(problems)
-    return found
+    return new_groups
 
 
 def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,10 +153,7 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
             settings.setdefault(before.removeprefix(_FLAT_GROUPS), {})[last] = value
         else:
             rest[key] = value
-    groups: dict[str, dict[str, Any]] = {}
-    for name, said in settings.items():
-        groups.setdefault(repr(sorted(said.items())), {**said, PARAMS: []})[PARAMS].append(name)
-    return {**rest, STATE: states, GROUPS: list(groups.values())}
+    return {**rest, STATE: states, GROUPS: groups_of(settings)}
 
 
 def _flattened(nested: Mapping[str, Any]) -> dict[str, Any]:
