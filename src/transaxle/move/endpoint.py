@@ -12,13 +12,16 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Readable(Protocol):
-    """What transfers read from: the files of a storage (`formats.Storage`)."""
+    """What transfers read from: the files of a storage (`formats.Storage`).
+
+    One that also has `lend` (see `Memory`) is not read, but copied from.
+    """
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """Fill `view` with the bytes of a file from `offset`."""
 
 
-class Shared(Readable, Protocol):
+class Memory(Readable, Protocol):
     """The memory of several ranks, as one storage: each file is a tensor's part that one of them holds."""
 
     def lend(self, name: str, offset: int, size: int) -> Bytes:
@@ -26,3 +29,35 @@ class Shared(Readable, Protocol):
 
     def owner(self, name: str) -> int:
         """Return the rank that holds a file; the others cannot read it."""
+
+
+class Writable(Protocol):
+    """Files that take bytes at any offset."""
+
+    def pwrite(self, file: str, offset: int, view: memoryview) -> None:
+        """Write bytes into a file from `offset`."""
+
+
+class Sink:
+    """Where the bytes of items go: memory that they are made in (`room`), or whoever takes them (`take`)."""
+
+    ordered = True
+    """The bytes of an item, and of items with the same queue, must come in order, from one thread."""
+
+    def room(self, _key: int, _start: int, _stop: int) -> Bytes | None:
+        """Return the memory in which an item's bytes `[start, stop)` belong; None: they are given to `take`."""
+        return None
+
+    def filled(self, _key: int, _start: int, _stop: int) -> None:
+        """Note that the room for these bytes has them."""
+
+    def take(self, key: int, start: int, data: memoryview) -> None:
+        """Take an item's bytes from `start` on, which are neither written to nor kept."""
+        room = self.room(key, start, start + len(data))
+        if room is None:
+            raise NotImplementedError
+        room.data[:] = data
+        self.filled(key, start, start + len(data))
+
+    def end(self, _key: int) -> None:
+        """Note that these were the last bytes of an item; of an empty one, that it is there."""

@@ -1,106 +1,172 @@
-"""Move items: their bytes, produced by the ranks that hold them, at the ranks that take them."""
+"""The mover: carries items from a source to a sink, whatever these are.
+
+A conversion moves files to files, a load files to the memory of ranks, a save this memory to files, and a reshard
+memory to memory. What a rank makes and takes alone, its threads move; all else goes through an exchange, in batches of
+bounded memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from threading import Event
 
 import numpy as np
 
-from transaxle.move.endpoint import Bytes, Shared
-from transaxle.move.runs import RUN, Item, Run, batches, dense_steps, packed, with_steps
-from transaxle.move.strided_fill import scatter
-from transaxle.move.transfer import Transfer
-from transaxle.move.transport import Deferred, Exchange, Parcel
+from transaxle.move.endpoint import Bytes, Readable, Sink
+from transaxle.move.runs import RUN, Item, Owner, Run, alone, batches, packed
+from transaxle.move.strided_fill import fill, scatter
+from transaxle.move.transport import Alone, Deferred, Exchange, Parcel
+from transaxle.move.workers import Limits, Worker, share
 
-Consume = Callable[[Run, Bytes], None]
-"""Called at each taker with a run's bytes, which are neither written to nor kept."""
+_Work = tuple[Item, int, int]
+"""Bytes of an item: `(item, start, stop)`."""
 
 
-def assemble(items: Sequence[Item], memory: Shared, exchange: Exchange, consume: Consume) -> int:
-    """Produce items; collective over the exchange's ranks, which must all pass equal items.
+class Movement:
+    """Items on their way.
 
     Args:
-        items: what to produce.
-        memory: the tensors of this rank.
-        exchange: moves bytes between the ranks; it is closed at the end.
-        consume: takes the runs that this rank takes; runs of an item, and of all items with the same takers, come in
-            order.
-
-    Returns:
-        bytes received from other ranks.
-
-    Raises:
-        Exception: what `memory` or `consume` raised, on this rank alone, when all exchanges are over.
+        items: what is moved; all ranks pass equal items.
+        source: what they are made of. Items without `makers` need the memory of ranks.
+        sink: where this rank's go.
+        limit: workers and memory.
+        exchange: moves bytes between the ranks; None: this process is alone.
     """
-    workshop = _Workshop(memory, exchange, consume)
-    for batch in batches(items, exchange.ranks, memory.owner):
-        workshop.produce(batch)
-    workshop.close()
-    workshop.later.check()
-    return workshop.received
+
+    def __init__(
+        self, items: Sequence[Item], source: Readable, sink: Sink, limit: Limits, exchange: Exchange | None = None
+    ) -> None:
+        self._source = source
+        self._sink = sink
+        self._limit = limit
+        self._exchange = exchange or Alone()
+        rank = self._exchange.rank
+        self._owner: Owner = getattr(source, "owner", None) or (lambda _: rank)
+        self._own, self._others = alone(items, self._owner)
+
+    def run(self) -> int:
+        """Move everything; collective over the ranks.
+
+        Returns:
+            bytes received from other ranks.
+
+        Raises:
+            Exception: what source or sink raised, on this rank alone, when all exchanges are over.
+        """
+        later = Deferred()
+        later(self.move_own)()
+        return self._move_others(later)
+
+    def move_own(self) -> None:
+        """Move what this rank makes and takes alone, straight into the sink, by several threads."""
+        share(self._work(), self._limit.jobs, partial(Worker, self._source, self._limit), self._do)
+
+    def move_others(self) -> int:
+        """Move what ranks make for one another; collective. Otherwise as `run`."""
+        return self._move_others(Deferred())
+
+    def _work(self) -> Iterator[list[_Work]]:
+        """Yield what one worker does from beginning to end before it takes something else."""
+        for queue in self._own.get(self._exchange.rank, ()):
+            if self._sink.ordered:
+                yield [(item, 0, item.size) for item in queue]
+            else:
+                for item in queue:
+                    for start in range(0, item.size, RUN):
+                        yield [(item, start, min(start + RUN, item.size))]
+
+    def _do(self, worker: Worker, work: list[_Work]) -> None:
+        for item, start, stop in work:
+            room = self._sink.room(item.key, start, stop)
+            if room is not None:
+                worker.fill(item.parts(start, stop), start, room)
+                self._sink.filled(item.key, start, stop)
+                continue
+            at = start
+            for block in worker.stream(item):
+                self._sink.take(item.key, at, block)
+                at += len(block)
+            self._sink.end(item.key)
+
+    def _move_others(self, later: Deferred) -> int:
+        received = 0
+        if self._others:
+            sizes = {rank: sum(item.size for queue in queues for item in queue) for rank, queues in self._own.items()}
+            busy = {rank: sizes.get(rank, 0) for rank in self._exchange.ranks}
+            meeting = _Meeting(self._source, self._sink, self._limit, self._exchange)
+            for batch in batches(self._others, busy, self._owner):
+                received += meeting.round(batch, later)
+            self._exchange.close()
+        later.check()
+        return received
 
 
-class _Workshop:
-    """Produces runs, batch by batch."""
+class _Meeting:
+    """Where runs come together: what this rank makes is sent; what it takes is put together and handed over."""
 
-    def __init__(self, memory: Shared, exchange: Exchange, consume: Consume) -> None:
-        self.later = Deferred()
-        self.received = 0
-        self._memory = memory
-        self._consume = consume
+    def __init__(self, source: Readable, sink: Sink, limit: Limits, exchange: Exchange) -> None:
+        self._source = source
+        self._sink = sink
         self._exchange = exchange
-        self._buffer: Bytes = np.empty(0, np.uint8)
+        self._worker = Worker(source, limit.holding_runs, Event())
+        self._buffer: Bytes = np.empty(RUN, np.uint8)
 
-    def produce(self, batch: Sequence[Run]) -> None:
-        """Exchange what the runs of a batch need, and hand them over."""
-        sent = [(run, rank) for run in batch for rank in run.parts if set(run.takers) - {rank}]
+    def round(self, batch: Sequence[Run], later: Deferred) -> int:
+        """Exchange what the runs of a batch need, and hand them over; return the bytes received."""
+        sent = [(run, rank) for run in batch for rank in run.makers if set(run.takers) - {rank}]
         arrived: dict[tuple[Run, int], Bytes] = {}
 
-        def pack(number: int, buffer: Bytes) -> None:
+        def make(number: int, buffer: Bytes) -> None:
             run, rank = sent[number]
-            for part, at in packed(run.parts[rank]):
-                dense = with_steps(part, part.source, at, [source for _, source, _ in part.loops], dense_steps(part))
-                self._lay(dense, buffer, 0)
+            if run.only_maker is None:
+                self._worker.fill([packing for packing, _ in packed(run.parts(rank))], 0, buffer)
+            else:
+                self._worker.fill(run.parts(rank), run.start, buffer)
 
-        def take(number: int, buffer: Bytes) -> None:
+        def keep(number: int, buffer: Bytes) -> None:
             arrived[sent[number]] = buffer
 
-        parcels = [
-            Parcel(rank, tuple(t for t in run.takers if t != rank), sum(part.size for part in run.parts[rank]))
-            for run, rank in sent
-        ]
-        self.received += self._exchange.round(parcels, self.later(pack), self.later(take))
+        received = self._exchange.round([_parcel(run, rank) for run, rank in sent], later(make), later(keep))
         for run in batch:
             if self._exchange.rank in run.takers:
-                self.later(self._finish)(run, {rank: arrived.get((run, rank)) for rank in run.parts})
-
-    def close(self) -> None:
-        """Let go what the batches needed."""
-        self._exchange.close()
+                later(self._finish)(run, {rank: arrived.get((run, rank)) for rank in run.makers})
+                if run.stop == run.item.size:
+                    later(self._sink.end)(run.item.key)
+        return received
 
     def _finish(self, run: Run, arrived: Mapping[int, Bytes | None]) -> None:
-        """Put a run together and hand it over."""
-        whole = run.whole
+        """Hand a run over: as it came, or as this rank makes it, or put together from what its makers gave."""
+        key, sink = run.item.key, self._sink
+        whole = None if run.only_maker is None else arrived[run.only_maker]
         if whole is not None:
-            held = arrived[self._memory.owner(whole.file)]
-            self._consume(run, self._memory.lend(whole.file, whole.source, whole.width) if held is None else held)
+            sink.take(key, run.start, whole.data)
             return
-        if len(self._buffer) < run.size:
-            self._buffer = np.empty(max(run.size, RUN), np.uint8)
-        out = self._buffer[: run.size]
+        room = sink.room(key, run.start, run.stop)
+        if room is None and run.only_maker is not None:
+            sink.take(key, run.start, self._worker.block(run.parts(run.only_maker), run.start, run.stop).data)
+            return
+        out = self._buffer[: run.size] if room is None else room
         if run.padded:
             out[:] = 0
-        for rank, parts in run.parts.items():
-            sent = arrived[rank]
-            if sent is None:
-                for part in parts:
-                    self._lay(part, out, run.start)
-                continue
-            for part, at in packed(parts):
-                spread = with_steps(part, at, part.target, dense_steps(part), [target for *_, target in part.loops])
-                scatter(sent[at : at + part.size], spread, out, part.target - run.start)
-        self._consume(run, out)
+        for rank, pack in arrived.items():
+            self._lay(run, rank, pack, out)
+        if room is None:
+            sink.take(key, run.start, out.data)
+        else:
+            sink.filled(key, run.start, run.stop)
 
-    def _lay(self, part: Transfer, out: Bytes, start: int) -> None:
-        """Copy from this rank's memory into a buffer that holds the target's bytes from `start` on."""
-        scatter(self._memory.lend(part.file, part.source, part.source_span), part, out, part.target - start)
+    def _lay(self, run: Run, rank: int, pack: Bytes | None, out: Bytes) -> None:
+        """Lay what a maker gave into a run, or what this rank has itself."""
+        if pack is None:
+            for part in run.parts(rank):
+                fill(self._source, part, out, run.start, self._worker.scratch)
+            return
+        for _, spreading in packed(run.parts(rank)):
+            scatter(pack[spreading.source :][: spreading.size], spreading, out, spreading.target - run.start)
+
+
+def _parcel(run: Run, maker: int) -> Parcel:
+    """Return what a maker of a run sends: the run as it is where it alone makes it, else its parts packed."""
+    takers = run.takers if run.only_maker is not None else tuple(rank for rank in run.takers if rank != maker)
+    return Parcel(maker, takers, run.sent(maker))

@@ -1,4 +1,4 @@
-"""Runs: targets cut into contiguous parts, each with the ranks that make it and those that take it.
+"""Runs: items cut into contiguous parts, each with the ranks that make it and those that take it.
 
 All ranks cut alike and so know, without a word, who sends what to whom. What a single rank can make alone is a run of
 its own; where several ranks hold parts of a range (a model cut along columns), these come together at its takers.
@@ -6,21 +6,28 @@ its own; where several ranks hold parts of a range (a model cut along columns), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from transaxle.axes.geometry.strided import row_major
-from transaxle.move.transfer import Transfer, clip
-from transaxle.move.transport import ROUND
+from transaxle.move.transfer import Transfer, active, clip
+
+if TYPE_CHECKING:
+    from transaxle.move.workers import Worker
 
 RUN = 8 << 20
 """Bytes of a run at most."""
 _BATCH = 64 << 20
 """Bytes of the runs that one owner has open at once."""
+_ROUND = 32 << 20
+"""Bytes that a rank sends, and that it receives, for one batch at most; a larger run has a batch of its own."""
 _LONG = 1 << 20
 """A contiguous copy of so many bytes begins and ends runs: it need not be sent."""
+Owner = Callable[[str], int]
+"""Tells the rank that holds a file."""
 
 
 def is_long(transfer: Transfer) -> bool:
@@ -28,28 +35,78 @@ def is_long(transfer: Transfer) -> bool:
     return transfer.width >= _LONG and not transfer.loops
 
 
+def is_whole(parts: Sequence[Transfer], size: int) -> bool:
+    """Tell whether so many bytes are one range of a file as it lies there."""
+    return len(parts) == 1 and not parts[0].loops and parts[0].width == size
+
+
 @dataclass(frozen=True, eq=False)
 class Item:
-    """Bytes to be produced."""
+    """Bytes to be moved: a tensor of the target, or what one rank holds of it."""
 
     key: int
-    """Number that the consumer knows it by."""
+    """Number that the sink knows it by."""
     size: int
     """How many."""
-    transfers: Sequence[Transfer]
-    """Where they come from, sorted by where they land."""
+    made_of: Sequence[Transfer] | Callable[[], Sequence[Transfer]]
+    """Where they come from, sorted by where they land; or what finds that out, on a rank that needs to know."""
     takers: tuple[int, ...] = ()
     """Ranks that need them; none: any one rank may take a run of them, and the one that is chosen owns it."""
+    makers: tuple[int, ...] = ()
+    """Ranks that can read all of them; none: each transfer is read by the rank that owns its file."""
+    queue: Hashable = None
+    """Items of one queue come one after another; None: this one is alone in its queue."""
+    blocks: Callable[[Worker], Iterator[memoryview]] | None = None
+    """Makes all of them in order, where they are no plain copies."""
+
+    @cached_property
+    def transfers(self) -> Sequence[Transfer]:
+        """Where they come from."""
+        return self.made_of() if callable(self.made_of) else self.made_of
 
     @cached_property
     def cuts(self) -> list[int]:
         """Positions at which runs begin, and the end."""
         found = {0, self.size}
-        for transfer in self.transfers:
+        for transfer in () if self.makers else self.transfers:
             if is_long(transfer):
                 found |= {transfer.target, transfer.target_end}
         edges = sorted(found)
         return [at for a, b in pairwise(edges) for at in range(a, b, RUN)] + [self.size]
+
+    def parts(self, start: int, stop: int) -> list[Transfer]:
+        """Return the transfers' parts that land in `[start, stop)`."""
+        return [part for transfer in self.transfers for part in clip(transfer, start, stop)]
+
+    def alone_at(self, owner: Owner) -> int | None:
+        """Return the one rank that makes and takes all of it; None where there is none."""
+        if len(self.takers) != 1:
+            return None
+        (taker,) = self.takers
+        if self.makers:
+            return taker if taker in self.makers else None
+        return taker if all(owner(transfer.file) == taker for transfer in self.transfers) else None
+
+
+def alone(items: Iterable[Item], owner: Owner) -> tuple[dict[int, list[list[Item]]], list[Item]]:
+    """Divide items into those that one rank can move alone and those that take an exchange.
+
+    Returns:
+        rank -> its queues of items, and all other items. A queue is never divided.
+    """
+    queues: dict[Hashable, list[Item]] = {}
+    for item in items:
+        queues.setdefault(item if item.queue is None else item.queue, []).append(item)
+    own: dict[int, list[list[Item]]] = {}
+    others: list[Item] = []
+    for queue in queues.values():
+        ranks = {item.alone_at(owner) for item in queue}
+        rank = ranks.pop() if len(ranks) == 1 else None
+        if rank is None:
+            others.extend(queue)
+        else:
+            own.setdefault(rank, []).append(queue)
+    return own, others
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,27 +119,35 @@ class Run:
     """First byte."""
     stop: int
     """One past the last byte."""
-    parts: dict[int, list[Transfer]]
-    """Rank -> its copies that land in the run."""
+    makers: tuple[int, ...]
+    """Ranks that have parts of it."""
     takers: tuple[int, ...]
     """Ranks at which the bytes come together: the ones that need them, or the run's owner."""
+    owned: Mapping[int, list[Transfer]] | None
+    """Maker -> its copies that land in the run; None: its one maker reads all of it."""
 
     @property
     def size(self) -> int:
         """Bytes."""
         return self.stop - self.start
 
+    def parts(self, maker: int) -> list[Transfer]:
+        """Return a maker's copies that land in the run."""
+        return self.item.parts(self.start, self.stop) if self.owned is None else self.owned[maker]
+
+    def sent(self, maker: int) -> int:
+        """Return the bytes that a maker gives to each taker: the run as it is where it alone makes it."""
+        return self.size if self.only_maker is not None else sum(part.size for part in self.parts(maker))
+
     @property
-    def whole(self) -> Transfer | None:
-        """The one byte range that the run is, where it is one."""
-        parts = [part for parts in self.parts.values() for part in parts]
-        alone = len(parts) == 1 and not parts[0].loops and parts[0].width == self.size
-        return parts[0] if alone else None
+    def only_maker(self) -> int | None:
+        """The one rank that makes all of it; None where several do, or none."""
+        return self.makers[0] if len(self.makers) == 1 else None
 
     @property
     def padded(self) -> bool:
         """Whether there are bytes that no copy fills: zeros."""
-        return sum(part.size for parts in self.parts.values() for part in parts) != self.size
+        return sum(part.size for maker in self.makers for part in self.parts(maker)) != self.size
 
 
 class _Lane:
@@ -90,12 +155,12 @@ class _Lane:
 
     Args:
         items: in order.
-        taken: bytes that each rank takes so far; kept up to date.
+        busy: bytes that each rank makes, or takes, so far; kept up to date.
         owner: tells the rank that holds a file.
     """
 
-    def __init__(self, items: Iterable[Item], taken: dict[int, int], owner: Callable[[str], int]) -> None:
-        self._runs = _runs(items, taken, owner)
+    def __init__(self, items: Iterable[Item], busy: dict[int, int], owner: Owner) -> None:
+        self._runs = (run for item in items for run in _runs(item, busy, owner))
         self.head: Run | None = next(self._runs, None)
 
     def step(self) -> None:
@@ -103,26 +168,27 @@ class _Lane:
         self.head = next(self._runs, None)
 
 
-def _runs(items: Iterable[Item], taken: dict[int, int], owner: Callable[[str], int]) -> Iterator[Run]:
-    """Cut items into runs and give each its takers; if any will do, the rank with bytes in it that took least."""
-    for item in items:
-        coming, running = 0, list[Transfer]()
+def _runs(item: Item, busy: dict[int, int], owner: Owner) -> Iterator[Run]:
+    """Cut an item into runs, each with its makers and takers: where any of several will do, the least busy one."""
+
+    def least_busy(ranks: Iterable[int], size: int) -> tuple[int, ...]:
+        chosen = min(ranks, key=lambda rank: (busy[rank], rank))
+        busy[chosen] += size
+        return (chosen,)
+
+    if item.makers:
         for start, stop in pairwise(item.cuts):
-            running = [transfer for transfer in running if transfer.target_end > start]
-            while coming < len(item.transfers) and item.transfers[coming].target < stop:
-                running.append(item.transfers[coming])
-                coming += 1
-            parts: dict[int, list[Transfer]] = {}
-            for transfer in running:
-                parts.setdefault(owner(transfer.file), []).extend(clip(transfer, start, stop))
-            parts = {rank: found for rank, found in parts.items() if found}
-            takers = item.takers or (min(parts or taken, key=lambda rank: (taken[rank], rank)),)
-            for taker in takers:
-                taken[taker] += stop - start
-            yield Run(item, start, stop, parts, takers)
+            yield Run(item, start, stop, least_busy(item.makers, stop - start), item.takers, None)
+        return
+    for start, stop, parts in active(item.transfers, item.cuts[1:]):
+        owned: dict[int, list[Transfer]] = {}
+        for part in parts:
+            owned.setdefault(owner(part.file), []).append(part)
+        takers = item.takers or least_busy(owned or busy, stop - start)
+        yield Run(item, start, stop, tuple(owned), takers, owned)
 
 
-class _Room:
+class _Bounds:
     """What a batch may hold: so that no rank has too much open, sends too much, or receives too much."""
 
     def __init__(self) -> None:
@@ -133,13 +199,13 @@ class _Room:
         """Make a run part of the batch; False if there is no room, which the first one always finds."""
         opened = {taker: self._open.get(taker, 0) + run.size for taker in run.takers}
         moved: dict[tuple[int, bool], int] = {}
-        for rank, parts in run.parts.items():
-            size = sum(part.size for part in parts)
+        for rank in run.makers:
+            size = run.sent(rank)
             for taker in run.takers:
                 if taker != rank:
                     for key in ((rank, True), (taker, False)):
                         moved[key] = moved.get(key, self._moved.get(key, 0)) + size
-        full = max(opened.values(), default=0) > _BATCH or max(moved.values(), default=0) > ROUND
+        full = max(opened.values(), default=0) > _BATCH or max(moved.values(), default=0) > _ROUND
         if full and self._open:
             return False
         self._open |= opened
@@ -147,12 +213,12 @@ class _Room:
         return True
 
 
-def batches(items: Iterable[Item], ranks: Sequence[int], owner: Callable[[str], int]) -> Iterator[list[Run]]:
+def batches(items: Iterable[Item], busy: Mapping[int, int], owner: Owner) -> Iterator[list[Run]]:
     """Put the runs of items together to batches in which all ranks have something to do.
 
     Args:
-        items: what is produced.
-        ranks: those that make and take.
+        items: what is moved.
+        busy: bytes that each rank has to make, or to take, besides.
         owner: tells the rank that holds a file.
 
     Post-condition: runs of items with the same takers come in order; so do the runs of any item.
@@ -160,35 +226,35 @@ def batches(items: Iterable[Item], ranks: Sequence[int], owner: Callable[[str], 
     groups: dict[tuple[int, ...], list[Item]] = {}
     for item in items:
         groups.setdefault(item.takers, []).append(item)
-    taken = dict.fromkeys(ranks, 0)
-    lanes = [_Lane(found, taken, owner) for found in groups.values()]
+    counts = dict(busy)
+    lanes = [_Lane(group, counts, owner) for group in groups.values()]
     while any(lane.head is not None for lane in lanes):
-        room, batch = _Room(), list[Run]()
+        bounds, batch = _Bounds(), list[Run]()
         moving = True
         while moving:
             moving = False
             for lane in lanes:
-                if lane.head is not None and room.take(lane.head):
+                if lane.head is not None and bounds.take(lane.head):
                     batch.append(lane.head)
                     lane.step()
                     moving = True
         yield batch
 
 
-def packed(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, int]]:
-    """Yield copies with the place of each where they are packed one after the other."""
+def packed(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, Transfer]]:
+    """Yield how copies are packed one after the other, and how they are spread again.
+
+    Yields:
+        `(from the source into the pack, from the pack to the target)` of each copy.
+    """
     at = 0
     for part in parts:
-        yield part, at
+        counts = [count for count, _, _ in part.loops]
+        dense = [step * part.width for step in row_major(counts)]
+        packing = zip(counts, (source for _, source, _ in part.loops), dense, strict=True)
+        spreading = zip(counts, dense, (target for *_, target in part.loops), strict=True)
+        yield (
+            Transfer(part.file, part.source, at, part.width, tuple(packing)),
+            Transfer(part.file, at, part.target, part.width, tuple(spreading)),
+        )
         at += part.size
-
-
-def dense_steps(part: Transfer) -> list[int]:
-    """Return the byte steps of a copy's loops where its runs lie one after the other."""
-    return [step * part.width for step in row_major([count for count, _, _ in part.loops])]
-
-
-def with_steps(part: Transfer, source: int, target: int, sources: Sequence[int], targets: Sequence[int]) -> Transfer:
-    """Return a copy with other places on both sides."""
-    counts = [count for count, _, _ in part.loops]
-    return Transfer(part.file, source, target, part.width, tuple(zip(counts, sources, targets, strict=True)))

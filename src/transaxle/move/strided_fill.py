@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from math import prod
 from typing import Any
 
@@ -55,6 +56,25 @@ def _widest_gap(transfer: Transfer) -> int:
     return gap
 
 
+def produce(reader: Readable, parts: Collection[Transfer], start: int, out: Bytes, scratch: Scratch) -> None:
+    """Make the bytes of a target from `start` on: what no transfer fills is padding, and zero.
+
+    Args:
+        reader: the source files.
+        parts: the transfers that land in the buffer, and nowhere else; no two in the same place.
+        start: byte of the target at which `out` begins.
+        out: the buffer.
+        scratch: room for strided reads.
+
+    Raises:
+        TransaxleError: what the reader raises.
+    """
+    if sum(part.size for part in parts) != len(out):
+        out[:] = 0
+    for part in parts:
+        fill(reader, part, out, start, scratch)
+
+
 def fill(reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: Scratch) -> None:
     """Carry a transfer out into a buffer that holds the target's bytes from `start` on.
 
@@ -71,6 +91,10 @@ def fill(reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: 
     at = transfer.target - start
     if not transfer.loops:
         reader.read_into(transfer.file, transfer.source, out.data[at : at + transfer.width])
+        return
+    lend = getattr(reader, "lend", None)
+    if lend is not None:
+        scatter(lend(transfer.file, transfer.source, transfer.source_span), transfer, out, at)
         return
     if scratch.takes(transfer):
         held = scratch.array[: transfer.source_span]

@@ -1,20 +1,17 @@
 """Transport: parcels of bytes between ranks, in rounds of bounded memory.
 
-Every rank knows every parcel (its sender, receivers and size), so all of them compute the same rounds, and no header
-travels. How the bytes of a round travel is the matter of an `Exchange`.
+Every rank knows every parcel (its sender, receivers and size), so no header travels. How the bytes of a round travel is
+the matter of an `Exchange`.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec, Protocol
 
 from transaxle.move.endpoint import Bytes
 
-ROUND = 32 << 20
-"""Bytes that a rank sends, and that it receives, in one round at most; a larger parcel has a round of its own."""
 Fill = Callable[[int, Bytes], None]
 """`fill(parcel, buffer)`: put the parcel's bytes into the buffer."""
 Take = Callable[[int, Bytes], None]
@@ -61,37 +58,18 @@ class Exchange(Protocol):
         """Free what the rounds needed."""
 
 
-def rounds(parcels: Sequence[Parcel], limit: int = ROUND) -> Iterator[list[int]]:
-    """Divide parcels into rounds in which no rank sends or receives more than `limit` bytes.
+class Alone:
+    """The exchange of a process that is alone: nothing is sent."""
 
-    Yields:
-        the parcels' numbers, ascending.
+    rank = 0
+    ranks = (0,)
 
-    Post-condition: every parcel is in one round; one that is larger than the limit shares its round with none of the
-    same sender or receivers.
-    """
-    waiting: dict[int, deque[int]] = {}
-    for number, parcel in enumerate(parcels):
-        waiting.setdefault(parcel.sender, deque()).append(number)
-    while waiting:
-        sent: dict[int, int] = {}
-        received: dict[int, int] = {}
-        chosen = []
-        for sender, queue in list(waiting.items()):
-            while queue:
-                parcel = parcels[queue[0]]
-                others = [rank for rank in parcel.receivers if rank != sender]
-                out = sent.get(sender, 0) + parcel.size * len(others)
-                most = max((received.get(rank, 0) + parcel.size for rank in others), default=0)
-                busy = sent.get(sender, 0) or any(received.get(rank, 0) for rank in others)
-                if max(out, most) > limit and busy:
-                    break
-                sent[sender] = out
-                received.update({rank: received.get(rank, 0) + parcel.size for rank in others})
-                chosen.append(queue.popleft())
-            if not queue:
-                del waiting[sender]
-        yield sorted(chosen)
+    def round(self, _parcels: Sequence[Parcel], _fill: Fill, _take: Take) -> int:
+        """See `Exchange`."""
+        return 0
+
+    def close(self) -> None:
+        """See `Exchange`."""
 
 
 class Deferred:

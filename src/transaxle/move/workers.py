@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -18,7 +18,8 @@ import numpy as np
 from transaxle.arguments import Size, read_count, read_size
 from transaxle.formats.dtype import numpy_dtype
 from transaxle.move.endpoint import Bytes, Readable
-from transaxle.move.strided_fill import Scratch, fill
+from transaxle.move.runs import RUN, Item, is_whole
+from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, active
 
 _BLOCK = 1 << 20
@@ -59,6 +60,10 @@ class Limits:
     """Bytes that a worker must be able to hold at once, however little memory there is."""
     said: bool = False
     """Whether somebody said how much memory there is: then more is never taken."""
+    waste: float = 4.0
+    """Bytes that may be read for each byte wanted; see `Scratch`."""
+    gap: int = 1 << 14
+    """Bytes between two runs that may be read along however many they are in all."""
 
     @property
     def strided_block(self) -> int:
@@ -84,7 +89,12 @@ class Limits:
     def holding(self, band: int) -> Limits:
         """Return the same memory for workers that must hold so many bytes at once: fewer of them, at least one."""
         jobs = min(self.jobs, max(1, self.memory // (_PARTS * band))) if band else self.jobs
-        return Limits(jobs, self.memory, band, self.said)
+        return replace(self, jobs=jobs, band=band)
+
+    @property
+    def holding_runs(self) -> Limits:
+        """The same, for a worker that makes whole runs."""
+        return replace(self, band=max(self.band, RUN))
 
     def least(self, band: int) -> int:
         """Return the bytes of memory that one worker needs which must hold so many bytes at once."""
@@ -128,12 +138,35 @@ class Worker:
         self._reader = reader
         self._stop = stop
         self._block: Bytes = np.empty(limit.block, np.uint8)
-        self._scratch = Scratch(limit.scratch)
+        self.scratch = Scratch(limit.scratch, limit.waste, limit.gap)
+        self._lend: Callable[[str, int, int], Bytes] | None = getattr(reader, "lend", None)
 
     @property
     def room(self) -> int:
         """Bytes that are produced at once at most."""
         return len(self._block)
+
+    def fill(self, parts: Collection[Transfer], start: int, out: Bytes) -> None:
+        """Make bytes of a target where they belong; see `produce`."""
+        if self._stop.is_set():
+            raise StoppedError
+        produce(self._reader, parts, start, out, self.scratch)
+
+    def block(self, parts: Sequence[Transfer], start: int, stop: int) -> Bytes:
+        """Return the bytes `[start, stop)` of a target: lent, where they lie whole in memory, else in the block."""
+        if self._lend is not None and is_whole(parts, stop - start):
+            return self._lend(parts[0].file, parts[0].source, parts[0].width)
+        out = self._block[: stop - start]
+        self.fill(parts, start, out)
+        return out
+
+    def stream(self, item: Item) -> Iterator[memoryview]:
+        """Make all bytes of an item in order; each block is valid until the next one is asked for."""
+        if item.blocks is not None:
+            return item.blocks(self)
+        if self._lend is not None:  # whole ranges need no block: they are cut where these begin
+            return self.cut(item.transfers, item.cuts[1:])
+        return self.blocks(item.transfers, item.size)
 
     def blocks(
         self,
@@ -164,18 +197,15 @@ class Worker:
     ) -> Iterator[memoryview]:
         """Produce a tensor in order, in blocks that end at these bytes; otherwise as `blocks`."""
         for start, stop, parts in active(transfers, ends):
-            if self._stop.is_set():
-                raise StoppedError
-            held = self._block[: stop - start]
-            if sum(part.size for part in parts) != stop - start:
-                held[:] = 0  # padding: bytes that no transfer fills
-            for part in parts:
-                fill(self._reader, part, held, start, self._scratch)
-            if arithmetic is not None:
-                scale, shift = arithmetic
-                values = held.view(numpy_dtype(dtype))
-                values[...] = (values.astype(np.float64) * scale + shift).astype(values.dtype)
-            yield held.data
+            if arithmetic is None:
+                yield self.block(parts, start, stop).data
+                continue
+            out = self._block[: stop - start]
+            self.fill(parts, start, out)
+            scale, shift = arithmetic
+            values = out.view(numpy_dtype(dtype))
+            values[...] = (values.astype(np.float64) * scale + shift).astype(values.dtype)
+            yield out.data
 
 
 class Pair:
@@ -211,15 +241,15 @@ class Pair:
         )
 
 
-Item = TypeVar("Item")
+Task = TypeVar("Task")
 Buffers = TypeVar("Buffers")
 
 
 def share(
-    items: Iterable[Item],
+    items: Iterable[Task],
     jobs: int,
     make: Callable[[threading.Event], Buffers],
-    work: Callable[[Buffers, Item], None],
+    work: Callable[[Buffers, Task], None],
 ) -> None:
     """Let workers take items in order until none is left; the first error stops all of them and is raised.
 
@@ -250,10 +280,17 @@ def share(
                 errors.append(error)
             stop.set()
 
+    if jobs == 1:
+        run()
+    else:
+        _in_threads(run, jobs, stop)
+    if errors:
+        raise errors[0]
+
+
+def _in_threads(run: Callable[[], None], jobs: int, stop: threading.Event) -> None:
     with ThreadPoolExecutor(jobs, "transaxle") as pool:
         try:
             wait([pool.submit(run) for _ in range(jobs)])
         finally:
             stop.set()
-    if errors:
-        raise errors[0]

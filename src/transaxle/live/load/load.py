@@ -10,13 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
-import numpy as np
-
 from transaxle.arguments import Config, DType, check_keywords, read_count, read_float_type, read_optional_text
 from transaxle.engine.checkpoint.checkpoint import CheckpointLike
 from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
 from transaxle.errors import Refusal, gathered
-from transaxle.live.load.file_reading import Unit, units
+from transaxle.live.load.file_reading import reads
 from transaxle.live.load.filling import check_filled, destinations, finish
 from transaxle.live.load.load_plan import LoadRequest, plan_load
 from transaxle.live.load.shared_source import check_sums, counted, opened
@@ -24,15 +22,13 @@ from transaxle.live.model.report import LoadReport
 from transaxle.live.model.source_view import View
 from transaxle.live.model.state_tensors import State
 from transaxle.live.tensors.clock import Clock
-from transaxle.live.tensors.destination import Landing
+from transaxle.live.tensors.destination import Landing, Rooms
 from transaxle.live.tensors.type_change import Conversion
 from transaxle.live.training.optimizers import AnyOptimizer
-from transaxle.live.transport.tensor_exchange import exchange
+from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
-from transaxle.move.endpoint import Readable
-from transaxle.move.strided_fill import Scratch
-from transaxle.move.transport import Deferred, Parcel
-from transaxle.move.workers import limits, share
+from transaxle.move.mover import Movement
+from transaxle.move.workers import limits
 from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device
 
 _WASTE, _GAP = 1.4, 64
@@ -102,17 +98,19 @@ def load(
         checkpoint, counter = counted(source, request.decode)
         with clock.stage("plan"):
             plan = plan_load(request, checkpoint, world)
-            reads = units(plan.wanted, plan.stored, once=options.get("broadcast_replicated", True))
+            items, names = reads(plan.wanted, plan.stored, once=options.get("broadcast_replicated", True))
         with clock.stage("check"), world.together():
             _check_copies(plan.view, world, jobs)
         with world.together():
             filled = destinations(plan, state, checkpoint, meta_device)
-        read_before, storage = counter.count, plan.view.checkpoint.container.storage
+            storage, limit = plan.view.checkpoint.container.storage, replace(limits(jobs), waste=_WASTE, gap=_GAP)
+            movement = Movement(items, storage, Rooms(filled.landings, names), limit, RankExchange(world))
+        read_before = counter.count
         with clock.stage("read"), world.together():
             plan.beside.read()
-            _read_own(reads, filled.landings, storage, world.rank, jobs)
+            movement.move_own()
         with clock.stage("exchange"), world.together():
-            received = _read_shared(reads, filled.landings, storage, world)
+            received = movement.move_others()
         with clock.stage("check"):
             check_sums(storage, world)
     with world.together():
@@ -181,36 +179,3 @@ def _check_copies(seen: View, world: World, jobs: int | None) -> None:
     problems += unequal(checks[place :: world.size], seen.checkpoint.container.storage, limits(jobs))
     if problems:
         raise gathered(problems)
-
-
-def _read_own(plan: list[Unit], landings: Mapping[str, Landing], reader: Readable, rank: int, jobs: int | None) -> None:
-    """Read what this rank alone needs, by several threads, straight into place."""
-    limit = limits(jobs)
-
-    def work(scratch: Scratch, unit: Unit) -> None:
-        landing = landings[unit.name]
-        unit.read(reader, landing.part(unit.start, unit.stop), scratch)
-        landing.done(unit.stop - unit.start)
-
-    alone = [unit for unit in plan if unit.ranks == (rank,)]
-    share(alone, limit.jobs, lambda _: Scratch(limit.scratch, _WASTE, _GAP), work)
-
-
-def _read_shared(plan: list[Unit], landings: Mapping[str, Landing], reader: Readable, world: World) -> int:
-    """Read what several ranks need, each unit by its reader, and send it; return the bytes received."""
-    shared = [unit for unit in plan if len(unit.ranks) > 1]
-    scratch = Scratch(limits(1).scratch, _WASTE, _GAP)
-
-    def fill(number: int, buffer: np.ndarray) -> None:
-        shared[number].read(reader, buffer, scratch)
-
-    def take(number: int, buffer: np.ndarray) -> None:
-        unit = shared[number]
-        landings[unit.name].part(unit.start, unit.stop)[:] = buffer
-        landings[unit.name].done(unit.stop - unit.start)
-
-    later = Deferred()
-    parcels = [Parcel(unit.reader, unit.ranks, unit.stop - unit.start) for unit in shared]
-    received = exchange(world, parcels, later(fill), later(take))
-    later.check()
-    return received

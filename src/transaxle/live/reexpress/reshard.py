@@ -19,13 +19,13 @@ from transaxle.live.model.state_tensors import State, leaves, unwritable
 from transaxle.live.reexpress.ties import filled, spare, torn
 from transaxle.live.sharding.global_tensors import census
 from transaxle.live.sharding.memory import container, memory_of
-from transaxle.live.tensors.destination import Landing
+from transaxle.live.tensors.destination import Landing, Rooms
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
-from transaxle.move.mover import assemble
-from transaxle.move.runs import Item, Run
+from transaxle.move.mover import Movement
+from transaxle.move.runs import Item
+from transaxle.move.workers import limits
 from transaxle.torch_tensors.placement import local_shape
-from transaxle.torch_tensors.tensor_bytes import Bytes
 from transaxle.torch_tensors.torch_arguments import Ranks
 
 _CAST = "types are never changed: give tensors of one type, such as {name: tensor.to(torch.bfloat16)} of the other side"
@@ -123,13 +123,9 @@ def reshard(
                 items.append(Item(len(items), size, stored[name].transfers(share), ranks))
                 names.append(name)
 
-    def write(run: Run, data: Bytes) -> None:
-        landing = landings[names[run.item.key]]
-        landing.part(run.start, run.stop)[:] = data
-        landing.done(run.size)
-
     with world.together():
-        received = assemble(items, memory_of(held), RankExchange(world), write)
+        movement = Movement(items, memory_of(held), Rooms(landings, names), limits(jobs=1), RankExchange(world))
+        received = movement.run()
     with world.together():
         settle(into.islands, theirs)
     written = sum(landing.written for landing in landings.values())

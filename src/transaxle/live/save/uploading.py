@@ -17,14 +17,9 @@ from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.staging.belongings import EVERYTHING
 from transaxle.formats.staging.location import Stage
 from transaxle.formats.staging.upload import Upload, opens
-from transaxle.live.save.tensor_hashes import Passing, places
-from transaxle.live.sharding.memory import memory_of
+from transaxle.live.save.memory_to_files import Moved, move
 from transaxle.live.tensors.clock import Clock
-from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
-from transaxle.move.mover import assemble
-from transaxle.move.runs import Run
-from transaxle.torch_tensors.tensor_bytes import Bytes
 
 
 def upload(
@@ -49,7 +44,6 @@ def upload(
     plan = prepared.plan
     owners = senders(prepared, ranks)
     takers = [(owners[tensor.places[0].file],) if tensor.places else ranks[:1] for tensor in plan.tensors]
-    passing = Passing(plan.tensors, takers, world.rank)
     sealed_first = prepared.draft.sealed_first
     mine = {file: size for file, size in prepared.draft.files.items() if owners[file] == world.rank}
     with ExitStack() as stack:
@@ -65,42 +59,31 @@ def upload(
                 known = [*prepared.draft.early(), *(prepared.draft.late(foretold) if sealed_first else ())]
                 put_known(stage, (fragment for fragment in known if fragment.file in mine))
 
-        def put(run: Run, data: Bytes) -> None:
-            for place in places(plan.tensors[run.item.key].places, run.start, run.stop):
-                if stage is not None:
-                    stage.pwrite(place.file, place.source, data[place.target - run.start :][: place.width].data)
-            passing.take(run, data)
-
-        def send() -> tuple[int, dict[str, str]]:
-            received = assemble(passing.items, memory_of(prepared.checkpoint.container), RankExchange(world), put)
+        def send() -> Moved:
+            moved = move(prepared, takers, stage, world, ordered=True)
             if stage is not None and lead is None:
                 stage.complete()
-            return received, passing.found()
+            return moved
 
         with clock.stage("prepare"):
-            foretold = _foretold(prepared, takers, world) if sealed_first else {}
+            # a stream cannot go back to digests that stand before what they are of: everything is moved twice
+            foretold = _digests(world.pool(lambda: move(prepared, takers, None, world))) if sealed_first else {}
             world.pool(begin)
         with clock.stage("write"):
             sent = world.pool(send)
-        hashes = {name: hashed for _, found in sent for name, hashed in found.items()}
+        hashes = _digests(sent)
         with clock.stage("commit"):
             world.pool(lambda: _ready(prepared, lead, hashes))
             world.pool(lambda: stage.appear() if stage is not None and lead is None else None)
             world.pool(lambda: lead.appear() if lead is not None else None)
         if stage is not None:
             stage.keep()
-    return sent[world.ranks.index(world.rank)][0], passing.own
+    own = sent[world.ranks.index(world.rank)]
+    return own.received, own.taken
 
 
-def _foretold(prepared: Prepared, takers: Sequence[tuple[int, ...]], world: World) -> dict[str, str]:
-    """Hash what is to be sent before any of it is, where the digests stand before it; collective."""
-    passing = Passing(prepared.plan.tensors, takers, world.rank)
-
-    def look() -> dict[str, str]:
-        assemble(passing.items, memory_of(prepared.checkpoint.container), RankExchange(world), passing.take)
-        return passing.found()
-
-    return {name: hashed for found in world.pool(look) for name, hashed in found.items()}
+def _digests(everyone: Sequence[Moved]) -> dict[str, str]:
+    return {name: digest for moved in everyone for name, digest in moved.digests.items()}
 
 
 def senders(prepared: Prepared, ranks: tuple[int, ...]) -> dict[str, int]:

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-import xxhash
-
 from transaxle.engine.checkpoint.manifest import encode
 from transaxle.engine.copying.duplicate_checks import PlannedCheck
 from transaxle.engine.execute.execute import put as put_known
@@ -26,19 +24,18 @@ from transaxle.formats.staging.belongings import Overwrite
 from transaxle.formats.staging.location import Stage, staging_at
 from transaxle.formats.staging.upload import Upload
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.live.save.tensor_hashes import Passing, places
+from transaxle.live.save.memory_to_files import Moved, move
 from transaxle.live.save.uploading import carry, upload
 from transaxle.live.save.writer import Writer
 from transaxle.live.sharding.memory import Memory, memory_of, rank_of
 from transaxle.live.tensors.clock import Clock
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
-from transaxle.move.mover import assemble
-from transaxle.move.runs import Item, Run, is_long
-from transaxle.torch_tensors.tensor_bytes import Bytes
+from transaxle.move.hashing import HashingFiles, digest_in
+from transaxle.move.mover import Movement
+from transaxle.move.runs import Item, is_long
+from transaxle.move.workers import limits
 
-_HASHED = 1 << 20
-"""Bytes hashed at once: so few that they come from the processor's own memory."""
 _FOLDED = 16 << 20
 """A tensor shorter than this may be one rank's where that leaves another one with less to write."""
 
@@ -99,28 +96,24 @@ def _write(
     prepared: Prepared, folder: str, world: World, clock: Clock, *, sync: bool
 ) -> tuple[int, int, dict[str, str]]:
     """Write every run of bytes from its owner into the files; return bytes received and written, and all hashes."""
-    plan = prepared.plan
+    tensors = prepared.plan.tensors
+    takers = owners(tensors, world)
+    scattered = [tensor for tensor, ranks in zip(tensors, takers, strict=True) if not ranks]
     writer = Writer(folder, sync=sync)
-    passing = Passing(plan.tensors, owners(plan.tensors, world), world.rank)
 
-    def put(run: Run, data: Bytes) -> None:
-        for place in places(plan.tensors[run.item.key].places, run.start, run.stop):
-            writer.pwrite(place.file, place.source, data[place.target - run.start :][: place.width].data)
-        passing.take(run, data)
-
-    def produce() -> tuple[int, dict[str, str]]:
-        received = assemble(passing.items, memory_of(prepared.checkpoint.container), RankExchange(world), put)
+    def produce() -> Moved:
+        moved = move(prepared, takers, writer, world)
         writer.finish()
-        return received, passing.found()
+        return moved
 
     with clock.stage("write"):
-        written = world.pool(produce)
-    found = [hashes for _, hashes in written]
+        everyone = world.pool(produce)
+    hashes = {name: digest for moved in everyone for name, digest in moved.digests.items()}
     with clock.stage("hash"):
-        if passing.scattered:
-            found += world.pool(lambda: _hashed(passing.scattered, folder, world))
-    received = written[world.ranks.index(world.rank)][0]
-    return received, passing.own, {name: digest for each in found for name, digest in each.items()}
+        for found in world.pool(lambda: _hashed(scattered, folder, world)) if scattered else ():
+            hashes |= found
+    mine = everyone[world.ranks.index(world.rank)]
+    return mine.received, mine.taken, hashes
 
 
 def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ...]]:
@@ -162,19 +155,12 @@ def _hashed(tensors: Sequence[PlannedTensor], folder: str, world: World) -> dict
     load = dict.fromkeys(world.ranks, 0)
     found: dict[str, str] = {}
     storage = LocalStorage(folder)
-    block = memoryview(bytearray(_HASHED))
     for tensor in tensors:
         rank = min(load, key=lambda each: (load[each], each))
         load[rank] += tensor.nbytes
         if rank != world.rank:
             continue
-        hashed = xxhash.xxh3_128()
-        for place in tensor.places:
-            for start in range(0, place.width, _HASHED):
-                view = block[: min(_HASHED, place.width - start)]
-                storage.read_into(place.file, place.source + start, view)
-                hashed.update(view)
-        found[tensor.name] = hashed.hexdigest()
+        found[tensor.name] = digest_in(storage, tensor.places)
     storage.close()
     return found
 
@@ -190,16 +176,12 @@ def _check_copies(checks: Sequence[PlannedCheck], memory: Memory, world: World) 
         taker = (world.ranks[number % world.size],)
         items.append(Item(2 * number, check.nbytes, check.first, taker))
         items.append(Item(2 * number + 1, check.nbytes, check.second, taker))
-    hashes: dict[int, xxhash.xxh3_128] = {}
-
-    def take(run: Run, data: Bytes) -> None:
-        hashes.setdefault(run.item.key, xxhash.xxh3_128()).update(data.data)
-
-    assemble(items, memory, RankExchange(world), take)
+    seen = HashingFiles(None, (), range(len(items)))
+    Movement(items, memory, seen, limits(jobs=1), RankExchange(world)).run()
     problems = [
         Refusal("UNEQUAL_COPIES", f"{check.why}\nbut their bytes differ", Where(None, check.name))
         for number, check in enumerate(checks)
-        if 2 * number in hashes and hashes[2 * number].digest() != hashes[2 * number + 1].digest()
+        if 2 * number in seen.digests and seen.digests[2 * number] != seen.digests[2 * number + 1]
     ]
     if problems:
         raise gathered(problems)

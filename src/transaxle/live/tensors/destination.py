@@ -7,14 +7,39 @@ bytes in a buffer, pinned for GPUs, from which torch copies once all of them are
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
 
 from transaxle.live.tensors.type_change import cast
+from transaxle.move.endpoint import Sink
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.tensor_bytes import Bytes, as_bytes
 from transaxle.torch_tensors.torch_dtype import torch_dtype
+
+
+class Rooms(Sink):
+    """Memory that takes what is loaded: for each item the local tensor that it fills.
+
+    Args:
+        landings: this rank's tensors, by name.
+        names: the name of each item, by key.
+    """
+
+    ordered = False
+
+    def __init__(self, landings: Mapping[str, Landing], names: Sequence[str]) -> None:
+        self._landings = landings
+        self._names = names
+
+    def room(self, key: int, start: int, stop: int) -> Bytes:
+        """See `Sink`."""
+        return self._landings[self._names[key]].part(start, stop)
+
+    def filled(self, key: int, start: int, stop: int) -> None:
+        """See `Sink`."""
+        self._landings[self._names[key]].done(stop - start)
 
 
 class Landing:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from transaxle.live.transport.shm_transport import Near
 from transaxle.live.transport.world import World, collective
-from transaxle.move.transport import ROUND, Fill, Parcel, Take, rounds
+from transaxle.move.transport import Fill, Parcel, Take
 
 _ALIGNED = 64
 """Parcels begin at multiples of this in shared memory, so that strided copies move whole words."""
@@ -126,31 +126,3 @@ class RankExchange:
             take(number, arrived[start : start + size])
             start += size
         return start
-
-
-def exchange(world: World, parcels: Sequence[Parcel], fill: Fill, take: Take, limit: int = ROUND) -> int:
-    """Send parcels; collective over the world, which must pass equal parcels on every rank.
-
-    Args:
-        world: the ranks.
-        parcels: what moves; a rank that is sender and receiver gets its own without the network.
-        fill: called on the sender, once per parcel.
-        take: called on each receiver, once per parcel.
-        limit: bytes per rank and round.
-
-    Returns:
-        bytes that this rank received from others.
-    """
-    way = RankExchange(world)
-    total = 0
-    for chosen in rounds(parcels, limit):
-
-        def filled(number: int, buffer: np.ndarray, chosen: list[int] = chosen) -> None:
-            fill(chosen[number], buffer)
-
-        def taken(number: int, buffer: np.ndarray, chosen: list[int] = chosen) -> None:
-            take(chosen[number], buffer)
-
-        total += way.round([parcels[number] for number in chosen], filled, taken)
-    way.close()
-    return total

@@ -1,0 +1,183 @@
+"""Every byte of an item is in one run, at its takers, made by those that hold it; batches keep to their bounds."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from transaxle.move import runs as runs_module
+from transaxle.move.endpoint import Bytes, Sink
+from transaxle.move.mover import Movement
+from transaxle.move.runs import Item, Run, alone, batches, packed
+from transaxle.move.strided_fill import scatter
+from transaxle.move.transfer import Transfer
+from transaxle.move.workers import Limits
+
+RANKS = (0, 1, 2)
+WIDTH = 40
+
+
+def _owner(file: str) -> int:
+    return int(file)
+
+
+def _items(sizes: list[int]) -> list[Item]:
+    """Items made by one rank, by all in columns, or by any; some are padded at the end."""
+    found = []
+    for key, size in enumerate(sizes):
+        rows, width = size // (3 * WIDTH), WIDTH
+        columns = [Transfer(str(rank), 0, rank * width, width, ((rows, width, 3 * width),)) for rank in RANKS if rows]
+        whole = [Transfer("1", 0, 0, size)] if size else []
+        takers = [(0,), RANKS, (), (1,), (1, 2)][key % 5]
+        if key % 3 == 2 and takers:
+            found.append(Item(key, size, lambda whole=whole: whole, takers, takers))  # type: ignore[misc]
+        else:
+            found.append(Item(key, size, whole if key % 3 else columns, takers))
+    return found
+
+
+SIZES = st.lists(st.integers(0, 5000), max_size=12)
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, size in {"RUN": 512, "_BATCH": 2048, "_ROUND": 1024, "_LONG": 256}.items():
+        monkeypatch.setattr(runs_module, name, size)
+
+
+def _batches(items: list[Item]) -> list[list[Run]]:
+    return list(batches(items, dict.fromkeys(RANKS, 0), _owner))
+
+
+def test_every_byte_is_in_one_run() -> None:
+    @given(SIZES)
+    def holds(sizes: list[int]) -> None:
+        items = _items(sizes)
+        positions = {item.key: 0 for item in items}
+        for run in (run for batch in _batches(items) for run in batch):
+            assert run.start == positions[run.item.key] < run.stop
+            positions[run.item.key] = run.stop
+            assert run.takers == run.item.takers or (not run.item.takers and len(run.takers) == 1)
+            assert set(run.makers) <= set(run.item.makers or RANKS)
+        assert positions == {item.key: item.size for item in items}
+
+    holds()
+
+
+def test_batches_keep_to_their_bounds() -> None:
+    @given(SIZES)
+    def holds(sizes: list[int]) -> None:
+        for batch in _batches(_items(sizes)):
+            opened, sent, received = Counter[int](), Counter[int](), Counter[int]()
+            for run in batch:
+                opened.update(dict.fromkeys(run.takers, run.size))
+                for maker in run.makers:
+                    others = [rank for rank in run.takers if rank != maker]
+                    sent[maker] += run.sent(maker) * len(others)
+                    received.update(dict.fromkeys(others, run.sent(maker)))
+            assert len(batch) == 1 or max(opened.values()) <= 2048
+            assert len(batch) == 1 or max([*sent.values(), *received.values(), 0]) <= 1024
+
+    holds()
+
+
+def test_work_goes_to_the_least_busy() -> None:
+    items = [Item(0, 3000, list, RANKS, RANKS)]
+    makers = [run.makers for batch in batches(items, {0: 0, 1: 5000, 2: 0}, _owner) for run in batch]
+    assert makers == [(0,), (2,), (0,), (2,), (0,), (2,)]
+
+
+def test_a_queue_is_never_divided() -> None:
+    mine, foreign = Transfer("0", 0, 0, 8), Transfer("1", 0, 0, 8)
+    items = [
+        Item(0, 8, [mine], (0,), queue="a"),
+        Item(1, 8, [foreign], (0,), queue="a"),
+        Item(2, 8, [foreign], (1,)),
+        Item(3, 0, [], (2,)),
+        Item(4, 8, [mine]),
+    ]
+    own, others = alone(items, _owner)
+    assert {rank: [[item.key for item in queue] for queue in queues] for rank, queues in own.items()} == {
+        1: [[2]],
+        2: [[3]],
+    }
+    assert [item.key for item in others] == [0, 1, 4]
+
+
+def test_what_is_packed_is_spread_again() -> None:
+    source = np.arange(200, dtype=np.uint8)
+    parts = [Transfer("0", 10, 3, 2, ((3, 7, 4), (2, 30, 20))), Transfer("0", 0, 60, 5)]
+    straight, spread, pack = (np.zeros(100, np.uint8) for _ in range(3))
+    for part, (packing, spreading) in zip(parts, packed(parts), strict=True):
+        scatter(source[part.source :], part, straight, part.target)
+        scatter(source[packing.source :], packing, pack, packing.target)
+        scatter(pack[spreading.source :], spreading, spread, spreading.target)
+    assert np.array_equal(spread, straight)
+    assert straight.any()
+
+
+class _Files:
+    def __init__(self, content: bytes) -> None:
+        self._content = np.frombuffer(content, np.uint8)
+
+    def read_into(self, _name: str, offset: int, view: memoryview) -> None:
+        view[:] = self._content[offset : offset + len(view)].data
+
+
+class _Lending(_Files):
+    def lend(self, _name: str, offset: int, size: int) -> Bytes:
+        return self._content[offset : offset + size]
+
+    def owner(self, name: str) -> int:
+        return int(name)
+
+
+class _Taken(Sink):
+    """Keeps what it is given, in memory of its own or not."""
+
+    def __init__(self, sizes: list[int], *, rooms: bool) -> None:
+        self.ordered = not rooms
+        self._rooms = rooms
+        self.out = [np.full(size, 77, np.uint8) for size in sizes]
+        self.counts = [0] * len(sizes)
+        self.ended: list[int] = []
+
+    def room(self, key: int, start: int, stop: int) -> Bytes | None:
+        return self.out[key][start:stop] if self._rooms else None
+
+    def filled(self, key: int, start: int, stop: int) -> None:
+        self.counts[key] += stop - start
+
+    def take(self, key: int, start: int, data: memoryview) -> None:
+        assert self.counts[key] == start, "out of order"
+        self.out[key][start : start + len(data)] = np.frombuffer(data, np.uint8)
+        self.counts[key] += len(data)
+
+    def end(self, key: int) -> None:
+        self.ended.append(key)
+
+
+@pytest.mark.parametrize("rooms", [False, True])
+@pytest.mark.parametrize("lending", [False, True])
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_items_are_moved_from_any_source_to_any_sink(rooms: bool, lending: bool, jobs: int) -> None:
+    content = np.random.default_rng(3).integers(0, 256, 6000, np.uint8)
+    source = _Lending(content.tobytes()) if lending else _Files(content.tobytes())
+    strided = Transfer("0", 5, 2, 3, ((40, 11, 7),))
+    made_of = [[Transfer("0", 100, 0, 5000)], [strided], [], [], [Transfer("0", 7, 10, 20)]]
+    sizes = [5000, 300, 0, 9, 30]
+    sink = _Taken(sizes, rooms=rooms)
+    items = [Item(key, size, parts, (0,)) for key, (size, parts) in enumerate(zip(sizes, made_of, strict=True))]
+    assert Movement(items, source, sink, Limits(jobs, 8 << 20)).run() == 0
+    expected = [np.zeros(size, np.uint8) for size in sizes]
+    expected[0][:] = content[100:5100]
+    for row in range(40):
+        expected[1][2 + 7 * row :][:3] = content[5 + 11 * row :][:3]
+    expected[4][10:] = content[7:27]
+    assert all(np.array_equal(out, truth) for out, truth in zip(sink.out, expected, strict=True))
+    assert sink.counts == sizes
+    assert rooms or sorted(sink.ended) == list(range(5))
