@@ -70,8 +70,9 @@ LAZY_EXTRAS = {
 }
 """Modules that may import more than their room, inside functions only."""
 
-DYNAMIC = frozenset({"__init__.py", "cli/program.py"})
-"""Modules that may import by a computed name: the doorway finds its lazy rooms so, the program its commands."""
+DYNAMIC = frozenset({"__init__.py", "cli/program.py", "formats/format.py"})
+"""Modules that may import by a computed name: the doorway finds its lazy rooms so, the program its commands,
+a format its reader and its writer."""
 
 BANNED_NAMES = frozenset({"utils", "util", "helpers", "helper", "common", "misc"})
 MAX_LINES = 500

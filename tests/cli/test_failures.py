@@ -11,8 +11,7 @@ import pytest
 
 from tests.checkpoints import INDEX, WHOLE, tiny, write
 from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle
-from transaxle.engine.plan.conversion import SINKS
-from transaxle.formats.detect import FORMATS
+from transaxle.formats.registry import builtin, writable
 
 READING = (
     ("ls",),
@@ -184,7 +183,7 @@ def test_names_that_two_dialects_read_are_not_guessed(here: Path, transaxle: Tra
     assert transaxle(*said, "--family", "toy", "--from", "one").code == 0
 
 
-UNWRITABLE = [name for name in FORMATS if name not in SINKS]
+UNWRITABLE = [name for name in builtin() if name not in writable()]
 
 
 @pytest.mark.parametrize("to", ["gguf:hf", *UNWRITABLE, *(f"{name}:hf" for name in UNWRITABLE)])

@@ -11,7 +11,8 @@ import pytest
 
 from tests.formats.files import FILE, INDEX, info, made, names_in, open_files
 from transaxle.errors import Code, StorageError, TransaxleError, UsageError
-from transaxle.formats.detect import FORMATS, open_container
+from transaxle.formats.detect import open_container
+from transaxle.formats.registry import builtin
 
 ONE = made({"a": info("F32", [1], 0, 4)}, bytes(4))
 SHARD = "model-00001-of-00002.safetensors"
@@ -105,7 +106,7 @@ def test_the_format_decides(tmp_path: Path) -> None:
     container = open_container(str(tmp_path), "safetensors")
     assert list(container.files) == ["a.safetensors"]
     assert container.ignored == (".metadata", "b.bin", "global_step1/")
-    for name in set(FORMATS) - {"safetensors"}:
+    for name in set(builtin()) - {"safetensors"}:
         with pytest.raises(TransaxleError) as caught:
             open_container(str(tmp_path), name)
         assert caught.value.code in {"CORRUPT", "INCOMPLETE", "UNSUPPORTED"}

@@ -77,10 +77,10 @@ def _families() -> list[str]:
 
 def _targets() -> list[str]:
     """Return what `--to` understands: dialects alone, and formats with dialects."""
-    from transaxle.engine.plan.conversion import SINKS
+    from transaxle.formats.registry import writable
 
     names = [*dialects(), "identity"]
-    return [*names, *(f"{form}:{name}" for form in SINKS for name in names)]
+    return [*names, *(f"{form}:{name}" for form in writable() for name in names)]
 
 
 _READING = (

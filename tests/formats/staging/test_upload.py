@@ -15,9 +15,9 @@ import transaxle as tx
 from tests.checkpoints import INDEX, TENSORS, WHOLE, read, same, tiny, write
 from tests.formats.s3_server import Bucket
 from tests.formats.stores import Memory, Store, download, upload
-from transaxle.engine.plan.conversion import SINKS
 from transaxle.errors import TransaxleError
 from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.registry import writable
 from transaxle.formats.remote.service import Service
 from transaxle.formats.staging.upload import PART, Upload, _File, part_size
 
@@ -227,7 +227,7 @@ def watch(look: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
     watched(Service, "delete")
 
 
-@pytest.mark.parametrize("form", sorted(SINKS))
+@pytest.mark.parametrize("form", sorted(writable()))
 @pytest.mark.parametrize("shard_size", [9000, 1 << 30])
 def test_no_format_is_seen_in_part(
     memory: Memory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, shard_size: int

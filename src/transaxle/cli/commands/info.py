@@ -22,10 +22,9 @@ from transaxle.cli.screen.summary import totals
 from transaxle.encodings.arithmetic.codec import active
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.engine.checkpoint.manifest import load, stale
-from transaxle.engine.plan.conversion import SINKS
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.families import builtin
-from transaxle.formats.detect import STEPS
+from transaxle.formats.registry import every_format, writable
 from transaxle.formats.torch_file.quantized_tensors import NOTE
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, Group
 
@@ -164,15 +163,11 @@ def _installation(*, whole: bool) -> Facts:
         facts |= {
             "machine": f"{platform.system()} {platform.machine()}, {plural(os.cpu_count() or 1, 'core')}",
             "packages": {name: _installed(name) for name in needed},
-            "formats": {"reads": _readable(), "writes": list(SINKS)},
+            "formats": {"reads": [each.name for each in every_format()], "writes": list(writable())},
             "families": {name: list(entry.dialects) for name, entry in builtin().entries.items()},
             "commands": list(COMMANDS),
         }
     return facts
-
-
-def _readable() -> list[str]:
-    return list(dict.fromkeys(row.format for step in STEPS for row in step if row.open is not None))
 
 
 def _installed(name: str) -> str | None:

@@ -20,7 +20,8 @@ from transaxle.engine.copying.duplicate_checks import unequal
 from transaxle.engine.execute.tensor_stream import Summed, made, measured_sizes
 from transaxle.engine.plan.conversion import PlannedTensor, Prepared
 from transaxle.formats.catalog.catalog import Fragment
-from transaxle.formats.catalog.sidecar_files import MANIFEST, WHOLE
+from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.registry import is_one_file
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage
 from transaxle.move.transfer import landing
@@ -74,7 +75,7 @@ def is_finished(prepared: Prepared, target: str, limit: Limits, progress: Progre
         TransaxleError: what reading the source or the target raises.
     """
     path = Path(target)
-    if not path.is_dir() and not (path.is_file() and target.endswith(WHOLE)):
+    if not path.is_dir() and not (path.is_file() and is_one_file(target)):
         return False
     storage = LocalStorage(target)
     try:

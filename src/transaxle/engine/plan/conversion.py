@@ -6,7 +6,7 @@ Making a plan reads catalogs only. All refusals are gathered before anything is 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,19 +33,12 @@ from transaxle.engine.views.encoded import View
 from transaxle.engine.views.header_metadata import joined, without_notes
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Draft, Entry, Spec
-from transaxle.formats.dcp.draft import FORMAT as DCP
-from transaxle.formats.dcp.draft import draft as dcp_draft
-from transaxle.formats.deepspeed.keys import UNIVERSAL
-from transaxle.formats.deepspeed.universal.draft import draft as universal_draft
-from transaxle.formats.deepspeed.zero.training_run import RUN
-from transaxle.formats.detect import FORMATS
 from transaxle.formats.dtype import nbytes
-from transaxle.formats.safetensors.draft import draft as safetensors_draft
-from transaxle.formats.safetensors.index_name import FORMAT as SAFETENSORS
-from transaxle.formats.torch_file.draft import draft as torch_draft
-from transaxle.formats.torch_file.reader import FORMAT as TORCH
-from transaxle.formats.training_state.state import LEFT_BEHIND, ROOT
+from transaxle.formats.format import Format
+from transaxle.formats.registry import find, get, writable
+from transaxle.formats.training_state.state import LEFT_BEHIND, ROOT, RUN
 from transaxle.formats.training_state.state_groups import GROUPS, Group
 from transaxle.move.transfer import Transfer
 from transaxle.move.workers import Affine
@@ -205,20 +198,9 @@ class Prepared:
     """The target's files, with the bytes (headers) that are known before any tensor is copied."""
 
 
-Sink = Callable[..., Draft]
-SINKS: Mapping[str, Sink] = {
-    SAFETENSORS: safetensors_draft,
-    TORCH: torch_draft,
-    DCP: dcp_draft,
-    UNIVERSAL: universal_draft,
-}
-"""Formats that can be written."""
-HUB = (SAFETENSORS, "hf")
-"""Format and dialect of a model on a hub; optimizer state is left out unless asked for."""
-_SEALED = frozenset({SAFETENSORS, TORCH})
-"""Formats of which one file can be a checkpoint: it holds its digests itself, for no manifest lies beside it."""
-_INFORMED = frozenset({UNIVERSAL})
-"""Formats that also record the run: their sinks are told what the source says of it."""
+HUB = (SAFETENSORS.name, "hf")
+"""Format and dialect of a model on a hub; optimizer state is left out unless asked for. No property of the format, but
+what programs that fetch a model from there expect."""
 
 
 def parse_to(to: str) -> tuple[str, str | None]:
@@ -231,11 +213,12 @@ def parse_to(to: str) -> tuple[str, str | None]:
         Refused: UNSUPPORTED for a format that cannot be written.
     """
     first, colon, second = to.partition(":")
-    if first in SINKS:
+    kind = find(first)
+    if kind is not None and kind.draft:
         return first, second or None
-    if colon or not first or first in FORMATS:
-        raise refuse("UNSUPPORTED", f"cannot write format {first!r}; these can be: {', '.join(SINKS)}")
-    return SAFETENSORS, first
+    if colon or not first or kind is not None:
+        raise refuse("UNSUPPORTED", f"cannot write format {first!r}; these can be: {', '.join(writable())}")
+    return SAFETENSORS.name, first
 
 
 def for_hub(to: str) -> bool:
@@ -304,12 +287,9 @@ def make_plan(
     source = checkpoint.source_of(wanted)
     outputs = by_name(products(view, names, encode.encoding if encode else ""), problems)
     groups = regrouped(checkpoint.container.metadata.get(GROUPS, ()), view.targets, problems)
-    sink_options: dict[str, Any] = (
-        _run_notes(checkpoint, view, source, groups) if form in _INFORMED else {"groups": groups}
-    )
-    sink_options |= {"sealed": True} if single and form in _SEALED else {}
+    draft_options = _draft_options(checkpoint, view, source, groups) | {"sealed": single}
     notes = joined(checkpoint.metadata) if wanted == IDENTITY else without_notes(checkpoint.metadata)
-    draft, lost = _drafted(checkpoint, form, outputs, notes, sink_options, None if single else shard_size, problems)
+    draft, lost = _drafted(checkpoint, form, outputs, notes, draft_options, None if single else shard_size, problems)
     tensors = _planned(source, outputs, draft, allow_lossy, problems)
     checks = plan_checks(source, view.checks, problems)
     carried = _carried(checkpoint, draft, problems)
@@ -383,7 +363,7 @@ def _drafted(
     form: str,
     written: Mapping[str, OutputTensor],
     notes: Mapping[str, Any],
-    sink_options: Mapping[str, Any],
+    draft_options: Mapping[str, Any],
     shard_size: int | None,
     problems: list[Refusal],
 ) -> tuple[Draft, list[str]]:
@@ -401,20 +381,33 @@ def _drafted(
             left_out.append(f"note {key}")  # that of another format, or of one shard only
         else:
             metadata[key] = value
+    kind = get(form)
+    if draft_options["groups"] and not kind.draft_takes & {"groups", "run"}:
+        left_out.append(GROUPS)
+    problems.extend(_unholdable(kind, specs))
+    taken = {name: option for name, option in draft_options.items() if name in kind.draft_takes}
     try:
-        return SINKS[form](specs, metadata=metadata, shard_size=shard_size, **sink_options), left_out
+        return kind.drafter(specs, metadata=metadata, shard_size=shard_size, **taken), left_out
     except TransaxleError as error:
         problems.extend(error.refusals)
         return Draft(form, {}, {}, ()), left_out
 
 
-def _run_notes(checkpoint: Checkpoint, view: View, source: Source, groups: Sequence[Group]) -> dict[str, Any]:
-    """Return what the sink records of the training run: counters, settings, and a reader of small tensors."""
+def _unholdable(kind: Format, specs: Sequence[Spec]) -> Iterator[Refusal]:
+    """Yield why a format cannot hold tensors of some types."""
+    for spec in specs:
+        if kind.dtypes is not None and spec.dtype not in kind.dtypes:
+            hint = "Choose a format that can hold it, or leave it out."
+            yield Refusal("UNSUPPORTED", f"{kind.name} has no dtype for {spec.dtype}", Where(None, spec.name), hint)
+
+
+def _draft_options(checkpoint: Checkpoint, view: View, source: Source, groups: Sequence[Group]) -> dict[str, Any]:
+    """Return what drafts may take of the run: settings, with counters, and a way to read small tensors."""
 
     def read(name: str) -> bytes:
         return StoredTensor(name, *view.described(name), view.targets[name], source).tobytes()
 
-    return {"run": {**checkpoint.metadata.get(RUN, {}), GROUPS: groups}, "read": read}
+    return {"groups": groups, "run": {**checkpoint.metadata.get(RUN, {}), GROUPS: groups}, "read": read}
 
 
 def _carried(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]) -> dict[str, int]:

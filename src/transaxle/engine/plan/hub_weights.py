@@ -18,8 +18,8 @@ from transaxle.encodings.encoding import Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.copying.source import Source
 from transaxle.errors import Refusal
+from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
-from transaxle.formats.safetensors.index_name import FORMAT as SAFETENSORS
 from transaxle.formats.storage.storage import Beside, Octets
 
 _FILE = "\0restated "
@@ -44,7 +44,7 @@ def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
     catalog = checkpoint.catalog
     if catalog.quantization is not None or catalog.refusals:
         return checkpoint, []
-    trained_conventions = TRAINED - {DEEPSEEK} if checkpoint.format == SAFETENSORS else TRAINED
+    trained_conventions = TRAINED - {DEEPSEEK} if checkpoint.format == SAFETENSORS.name else TRAINED
     trained = [tensor for tensor in catalog.encoded.values() if tensor.convention in trained_conventions]
     to = hub_convention(tensor.encoding for tensor in trained)
     if not trained or all(tensor.convention == to.name for tensor in trained):

@@ -5,17 +5,11 @@ A name like `out.gguf` would make a folder of that name, which is not what anybo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from transaxle.errors import Refusal, Where
-from transaxle.formats.catalog.sidecar_files import SAFETENSORS as SAFETENSORS_FILE
-from transaxle.formats.catalog.sidecar_files import TENSOR_FILES, WHOLE
-from transaxle.formats.catalog.sidecar_files import TORCH as TORCH_FILES
-from transaxle.formats.safetensors.index_name import FORMAT as SAFETENSORS
-from transaxle.formats.torch_file.reader import FORMAT as TORCH
+from transaxle.formats import registry
 
-_FILES: Mapping[str, str | tuple[str, ...]] = {SAFETENSORS: SAFETENSORS_FILE, TORCH: TORCH_FILES}
-"""Ends of the names of single files, by format."""
 _PACKED = (
     ".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".tar", ".tgz", ".7z", ".rar",
 )  # fmt: skip
@@ -25,13 +19,11 @@ _OTHERS = (
     ".ptd", ".pte", ".rten", ".tensors", ".tmp", ".torch", ".torchscript", ".txt", ".weights", ".yaml", ".yml",
     ".zarr",
 )  # fmt: skip
-_NO_FOLDER = (*(end for end in TENSOR_FILES if end not in WHOLE), *_PACKED, *_OTHERS)
-"""Ends of names that say a file, or a folder, of a kind that is not written."""
 
 
 def is_one_file(target: str | None) -> bool:
     """Tell whether a name says that one file is to be written."""
-    return target is not None and target.endswith(WHOLE)
+    return target is not None and registry.is_one_file(target)
 
 
 def misnamed(target: str | None, form: str) -> Iterator[Refusal]:
@@ -41,19 +33,19 @@ def misnamed(target: str | None, form: str) -> Iterator[Refusal]:
     """
     if target is None:
         return
-    endings = _FILES.get(form, ())
-    if target.endswith(WHOLE):
+    written = registry.find(form)
+    endings = () if written is None else written.one_file
+    if registry.is_one_file(target):
         if not target.endswith(endings):
             message = f"the name says that it is a file of another format; {form} is to be written"
             yield Refusal("UNSUPPORTED", message, Where(target), "Choose another name, or another --to.")
         return
-    lower = target.lower()
-    ending = next((end for end in (*WHOLE, *_NO_FOLDER) if lower.endswith(end)), None)
+    lower, whole = target.lower(), registry.one_file_ends()
+    ending = next((end for end in (*whole, *registry.foreign_ends(), *_PACKED, *_OTHERS) if lower.endswith(end)), None)
     if ending is None or lower.rpartition("/")[2] == ending:  # a hidden folder is one
         return
-    files = (endings,) if isinstance(endings, str) else endings
-    advice = f"one file ends in {', '.join(files)}" if files else f"{form} is always a folder"
-    if ending in WHOLE:
+    advice = f"one file ends in {', '.join(endings)}" if endings else f"{form} is always a folder"
+    if ending in whole:
         message = f"a name that ends in {target[-len(ending) :]} is no file that others open"
         yield Refusal("UNSUPPORTED", message, Where(target), f"End it in {ending}, or in {ending}/ for a folder.")
     else:

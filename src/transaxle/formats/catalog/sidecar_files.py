@@ -11,23 +11,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from transaxle.errors import gathered
+from transaxle.formats.format import INDEX
+from transaxle.formats.registry import holds_tensors
 from transaxle.formats.storage.storage import Storage
 
 MANIFEST = "transaxle.json"
 """Our own description of a checkpoint that we wrote; belongs to the engine, and is neither carried nor ignored."""
-INDEX = ".index.json"
-"""End of the name of a file that tells which shard holds which tensor."""
 STATE_FOLDER = "optimizer"
 """Folder for the files of the optimizer's state: frameworks that load a model look at the files beside its config."""
-SAFETENSORS = ".safetensors"
-TORCH = (".bin", ".pt", ".pth")
-WHOLE = (SAFETENSORS, *TORCH)
-"""Ends of the names of files each of which can be a checkpoint by itself."""
-TENSOR_FILES = (
-    SAFETENSORS, *TORCH, ".ckpt", ".distcp", ".gguf", ".ggml", ".h5", ".keras", ".metadata", ".msgpack", ".npy", ".npz",
-    ".onnx", ".onnx_data", ".ot", ".pkl", ".pickle", ".tflite",
-)  # fmt: skip
-"""Ends of the names of files that hold tensors."""
 _CONFIG = "config.json"
 _MODEL_FILES = (
     _CONFIG, "generation_config.json", "tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab.",
@@ -71,4 +62,4 @@ def company(storage: Storage, files: Collection[str]) -> Company:
 
 
 def _left_alone(name: str) -> bool:
-    return name.startswith(".") or name.lower().endswith((*TENSOR_FILES, INDEX))
+    return name.startswith(".") or name.lower().endswith(INDEX) or holds_tensors(name)

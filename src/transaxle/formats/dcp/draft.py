@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from transaxle.errors import TransaxleError
+from transaxle.formats.builtin_formats import DCP
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
 from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.dcp.byte_items import LARGEST, frame
@@ -27,7 +28,6 @@ from transaxle.formats.torch_file.zip.layout import ALIGNMENT
 from transaxle.formats.training_state.state import Path, joined
 from transaxle.formats.training_state.state_groups import PARAMS, Group
 
-FORMAT = "dcp"
 VERSION = "1.0.0"
 """What torch calls this form of the metadata."""
 
@@ -97,7 +97,7 @@ def draft(
     fragments, sizes = files.finished()
     described_by = write_pickle(_metadata(chunks, objects))
     fragments.append(Fragment(METADATA, 0, described_by))
-    return Draft(FORMAT, entries, {**sizes, METADATA: len(described_by)}, tuple(fragments))
+    return Draft(DCP.name, entries, {**sizes, METADATA: len(described_by)}, tuple(fragments))
 
 
 def _described(spec: Spec, seen: dict[str, str], faults: Faults) -> _Tensor | None:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from transaxle.errors import refuse
+from transaxle.formats.builtin_formats import DCP_DATA, DCP_METADATA
 from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.dtype import Shape
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, Names
@@ -23,9 +24,9 @@ from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state.state import Path, joined
 
-METADATA = ".metadata"
+METADATA = DCP_METADATA
 """Name of the file, and the end of its name where each rank wrote its own."""
-DATA_FILE = ".distcp"
+DATA_FILE = DCP_DATA
 
 MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
 """Package of torch's classes, and what torch called it before 2.0."""

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from transaxle.errors import TransaxleError
+from transaxle.formats.builtin_formats import DCP, DCP_RANK
 from transaxle.formats.catalog.catalog import Container, Entry, Extent, Twin
 from transaxle.formats.catalog.inline import Inline, Number, number
 from transaxle.formats.catalog.problem_list import Faults
@@ -19,7 +20,6 @@ from transaxle.formats.catalog.sidecar_files import company
 from transaxle.formats.dcp.chunks.chunk_tiling import outside, tiled
 from transaxle.formats.dcp.chunks.payload import Payloads, QuantizedChunk
 from transaxle.formats.dcp.chunks.quantized_chunks import Whole, buffers, copies, whole
-from transaxle.formats.dcp.draft import FORMAT
 from transaxle.formats.dcp.key_names import paths_within
 from transaxle.formats.dcp.metadata import METADATA, Chunk, Item, read_metadata
 from transaxle.formats.dtype import ITEM_BITS, logical
@@ -29,7 +29,7 @@ from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state.state import ROOT, Leaf, arrange
 from transaxle.formats.training_state.state_groups import single
 
-_RANK = re.compile(rf"__(\d+){re.escape(METADATA)}")
+_RANK = re.compile(DCP_RANK)
 _WHY = "{} and {} each say that they hold this part of {!r}; one of them is read"
 _DIFFERS = "different from rank to rank"
 
@@ -95,7 +95,7 @@ def open_dcp(storage: Storage, path: str, member: str) -> Container:
     around = company(storage, files)
     checksums = tuple(payloads.checksums)
     return Container(
-        FORMAT,
+        DCP.name,
         path,
         inline,
         entries,

@@ -10,17 +10,17 @@ import re
 from collections.abc import Collection, Mapping
 
 from transaxle.errors import TransaxleError
+from transaxle.formats.builtin_formats import DCP, DCP_SHARD
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
 from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.catalog.sidecar_files import company
 from transaxle.formats.dcp.chunks.chunk_tiling import Box, tiled
-from transaxle.formats.dcp.draft import FORMAT
 from transaxle.formats.dtype import Shape
 from transaxle.formats.safetensors.header import Header, read_header
 from transaxle.formats.safetensors.torch_parts import NOTES, starts
 from transaxle.formats.storage.storage import Storage
 
-_SHARD = re.compile(r"shard-\d{5,}-model-\d{5,}-of-\d{5,}\.safetensors")
+_SHARD = re.compile(DCP_SHARD)
 
 
 def shard_files(names: Collection[str]) -> tuple[str, ...]:
@@ -61,7 +61,7 @@ def open_shards(storage: Storage, path: str, member: str) -> Container:
         raise faults.error()
     files = {file: storage.size(file) for file in headers}
     around = company(storage, files)
-    return Container(FORMAT, path, storage, entries, files, _notes(headers), around.carried, around.ignored)
+    return Container(DCP.name, path, storage, entries, files, _notes(headers), around.carried, around.ignored)
 
 
 def _joined(name: str, parts: list[tuple[Entry, Extent]], faults: Faults) -> Entry | None:

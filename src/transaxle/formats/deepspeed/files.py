@@ -8,15 +8,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from transaxle.errors import refuse
+from transaxle.formats.builtin_formats import RANK_FILES
 from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.deepspeed import keys
 
-_PREFIX = "(?:bf16_|fp16_)?"
-_ZERO = re.compile(rf"{_PREFIX}zero_pp_rank_(\d{{1,6}})_mp_rank_(\d{{1,6}})(_model_states|_?optim_states)\.pt")
-_MODEL = re.compile(r"mp_rank_(\d{1,6})_model_states\.pt")
-_LAYER = re.compile(r"layer_(\d{1,6})(?:-model_(\d{1,6}))?-model_states\.pt")
-_EXPERT = re.compile(r"(?:layer_(\d{1,6})_)?expert_(\d{1,6})_mp_rank_(\d{1,6})_model_states\.pt")
-_NUMBERED = re.compile(r"expp_rank_\d{1,6}_mp_rank_\d{1,6}_optim_states\.pt")
+_ZERO, _MODEL, _LAYER, _EXPERT, _NUMBERED = map(re.compile, RANK_FILES)
 _MODEL_STATES = "_model_states"
 _HINT = "A checkpoint of a run whose ranks write to their own disks must be gathered into one folder first."
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from typing import Final
 
+from transaxle.formats import builtin_formats
 from transaxle.formats.training_state import state_groups as groups
 
-FORMAT: Final = "deepspeed"
-UNIVERSAL: Final = "deepspeed-universal"
+FORMAT: Final = builtin_formats.DEEPSPEED.name
+UNIVERSAL: Final = builtin_formats.UNIVERSAL.name
 
 # Files.
-LATEST: Final = "latest"
-LATEST_UNIVERSAL: Final = "latest_universal"
-MODEL_END: Final = "_model_states.pt"
+LATEST: Final = builtin_formats.LATEST
+LATEST_UNIVERSAL: Final = builtin_formats.LATEST_UNIVERSAL
+MODEL_END: Final = builtin_formats.MODEL_END
 OPTIM_END: Final = "_optim_states.pt"
-ZERO_FOLDER: Final = "zero"
+ZERO_FOLDER: Final = builtin_formats.DEEPSPEED_ZERO
 OPTIMIZER_FILE: Final = "optimizer_state.pt"
 STATE_END: Final = ".pt"
 

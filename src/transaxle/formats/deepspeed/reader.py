@@ -31,13 +31,12 @@ from transaxle.formats.deepspeed.zero.ranks import RankModel, RankState, read_la
 from transaxle.formats.deepspeed.zero.shard import Shard, merged, unspread
 from transaxle.formats.deepspeed.zero.stage import ModelRank, Stage, assemble
 from transaxle.formats.deepspeed.zero.trained import trained
-from transaxle.formats.deepspeed.zero.training_run import DEGREES, RUN, run_of, state_groups
+from transaxle.formats.deepspeed.zero.training_run import DEGREES, run_of, state_groups
+from transaxle.formats.format import HERE
 from transaxle.formats.storage.storage import Storage
-from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER
+from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, RUN
 from transaxle.formats.training_state.state_groups import Group
 
-HERE = "."
-"""Candidate of a path that is itself the folder of one step."""
 TIES = "ties"
 """Key of the metadata: name -> name of the tensor that it shares."""
 SCRIPTS = frozenset({keys.LATEST, keys.LATEST_UNIVERSAL, "zero_to_fp32.py", "zero_to_torch.py"})

@@ -11,12 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from transaxle.errors import TransaxleError
+from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
 from transaxle.formats.catalog.problem_list import Faults
-from transaxle.formats.catalog.sidecar_files import SAFETENSORS
 from transaxle.formats.dtype import BITS, nbytes
 from transaxle.formats.safetensors.header import MAX_DIMS, METADATA, blank_seal, encode_header, room_for_seal
-from transaxle.formats.safetensors.index_name import FORMAT
 from transaxle.formats.sharded.shards import Sized, lay_out_shards
 from transaxle.formats.training_state.state_groups import KEPT, Group, encode
 
@@ -61,7 +60,7 @@ def draft(
     def lay_out(file: str, shard: Iterable[Sized]) -> tuple[list[Entry], list[Fragment], int]:
         return _lay_out(file, shard, {**(metadata or {}), **next(first, {}), **room})
 
-    made = lay_out_shards(FORMAT, _STEM, SAFETENSORS, sized, shard_size, lay_out)
+    made = lay_out_shards(SAFETENSORS.name, _STEM, SAFETENSORS.one_file[0], sized, shard_size, lay_out)
     if not sealed:
         return made
     (header,) = made.fragments

@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.catalog.sidecar_files import company
 from transaxle.formats.safetensors.header import Header, read_header
-from transaxle.formats.safetensors.index_name import FORMAT
 from transaxle.formats.safetensors.torch_parts import NOTE, NOTES, starts
 from transaxle.formats.sharded.shard_index import read_files
 from transaxle.formats.storage.storage import Storage
@@ -49,7 +49,15 @@ def open_safetensors(storage: Storage, path: str, member: str) -> Container:
         metadata[GROUPS] = groups
     seals = tuple(header.seal for header in found.parts.values() if header.seal is not None)
     return Container(
-        FORMAT, path, storage, found.entries, found.sizes, metadata, around.carried, around.ignored, seals=seals
+        SAFETENSORS.name,
+        path,
+        storage,
+        found.entries,
+        found.sizes,
+        metadata,
+        around.carried,
+        around.ignored,
+        seals=seals,
     )
 
 

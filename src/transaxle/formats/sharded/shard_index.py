@@ -18,8 +18,9 @@ import msgspec
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.catalog.catalog import Entry
 from transaxle.formats.catalog.problem_list import Faults
-from transaxle.formats.catalog.sidecar_files import INDEX, STATE_FOLDER
+from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
 from transaxle.formats.catalog.strict_json import MAX_PAIRS, NotJsonError, dropped, members, pairs_in, repeated
+from transaxle.formats.format import INDEX
 from transaxle.formats.storage.names import is_plain
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state.state import OPTIMIZER

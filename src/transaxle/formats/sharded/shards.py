@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from transaxle.formats.catalog.catalog import Draft, Entry, Fragment, Spec
-from transaxle.formats.catalog.sidecar_files import INDEX, STATE_FOLDER
+from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
+from transaxle.formats.format import INDEX
 from transaxle.formats.sharded.shard_index import encode_index
 from transaxle.formats.training_state.state import OPTIMIZER
 

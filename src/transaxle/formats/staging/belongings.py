@@ -8,7 +8,6 @@ format has them. Everything else is a stranger, and whoever replaces the checkpo
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,9 +17,9 @@ import msgspec
 import xxhash
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog.sidecar_files import INDEX, MANIFEST, SAFETENSORS, STATE_FOLDER, TORCH, WHOLE
-from transaxle.formats.deepspeed import keys as deepspeed
-from transaxle.formats.deepspeed.files import is_rank_file
+from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
+from transaxle.formats.format import Format
+from transaxle.formats.registry import begins_right, every_format, is_of_checkpoint, is_step
 from transaxle.formats.remote.service import FILE, Service
 from transaxle.formats.storage.names import is_plain
 
@@ -29,32 +28,18 @@ Overwrite = bool | Literal["everything"]
 EVERYTHING: Literal["everything"] = "everything"
 Kind = Literal["file", "folder", "special"]
 
-CHECKPOINT_FILES = (*WHOLE, INDEX, ".distcp", ".metadata", deepspeed.LATEST, MANIFEST)
-"""Ends of the names of files, one of which at least is in every folder that holds a checkpoint."""
-_ENDINGS = "|".join(re.escape(ending) for ending in WHOLE)
-_PEERS = re.compile(
-    rf"(?:diffusion_pytorch_model|pytorch_model|model|consolidated)(?:[.\-_]?\d[^/]*|[.\-][^/]*)?(?:{_ENDINGS})"
-    rf"|(?!adapter)[^/]+-\d+-of-\d+(?:{_ENDINGS})"
-    rf"|[^/]+(?:{_ENDINGS}){re.escape(INDEX)}"
-    r"|\.metadata|__\d+_\d+\.distcp"
-)
-"""Names of what holds the tensors of a peer: safetensors and torch files with their shards and indexes; DCP."""
 _BESIDE = frozenset({
-    MANIFEST, deepspeed.LATEST, deepspeed.LATEST_UNIVERSAL, "zero_to_fp32.py", "common.pt", "metadata.json",
-    "config.json", "params.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
+    MANIFEST, "config.json", "params.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
     "spiece.model", "sentencepiece.bpe.model", "tekken.json", "chat_template.json", "chat_template.jinja",
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "hf_quant_config.json",
     "quantization_config.json",
 })  # fmt: skip
-"""Names of what frameworks write beside the tensors."""
-_STEP = re.compile(r"global_step\d+(_universal)?")
-_STATE = re.compile(rf"{deepspeed.ZERO_FOLDER}/(?:[^/]+/)?[^/]+{re.escape(deepspeed.STATE_END)}")
+"""Names of what frameworks write beside the tensors, whatever their format."""
 _LONGEST_TAG = 4096
 _LONGEST_MANIFEST = 1 << 30
 _COMPARED = 64 << 20
 """Bytes of a listed file that are compared with what the manifest says of them."""
-_TAGS = (deepspeed.LATEST, deepspeed.LATEST_UNIVERSAL)
 _SHOWN = 8
 _WAY_OUT = f'--overwrite={EVERYTHING} (overwrite="{EVERYTHING}").'
 _HEAD = 16
@@ -115,9 +100,8 @@ def irreplaceable(folder: Folder, overwrite: Overwrite) -> tuple[str, str]:
     top = folder.top()
     if not top:
         return "", ""
-    if not any(name.endswith(CHECKPOINT_FILES) for name, kind in top.items() if kind == "file") and not any(
-        _STEP.fullmatch(name) for name in top
-    ):
+    files = (name for name, kind in top.items() if kind == "file")
+    if not any(name.endswith(MANIFEST) or is_of_checkpoint(name) for name in files) and not any(map(is_step, top)):
         return "it is a folder that holds no checkpoint", "Choose another place."
     found = [] if overwrite == EVERYTHING else strangers(folder)
     if not found:
@@ -138,33 +122,34 @@ def strangers(folder: Folder) -> list[str]:
     top = folder.top()
     listed = _listed(folder) if top.get(MANIFEST) == "file" else {}
     inner = {STATE_FOLDER} | {name.partition("/")[0] for name in listed if "/" in name}
-    tags = {name for name in top if _STEP.fullmatch(name)} | {_tag(folder, name) for name in _TAGS if name in top}
-    ranked = any(map(is_rank_file, top))
+    newest = {_tag(folder, each.newest) for each in every_format() if each.newest in top}
+    steps = {name for name in top if is_step(name)} | newest
+    here = [each for each in every_format() if each.inner and any(map(each.file_pattern.fullmatch, top))]
 
     def mine(name: str) -> bool:
         first, _, rest = name.partition("/")
         if not rest:
-            expected = name in _BESIDE or _is(_PEERS, name) or is_rank_file(name)
-        elif first in tags:
-            expected = is_rank_file(rest) or _is(_STATE, rest)
+            expected = name in _BESIDE or any(_is_of(each, name) or name in each.sidecars for each in every_format())
+        elif first in steps:
+            expected = any(_is_of(each, rest) for each in every_format() if each.steps)
         elif first == STATE_FOLDER:
-            expected = _is(_PEERS, rest)
+            expected = any(_is_of(each, rest) for each in every_format() if not each.steps)
         else:
-            expected = ranked and _is(_STATE, name)
+            expected = any(_is_of(each, name) for each in here)
         return expected or (name in listed and _unchanged(folder, name, listed[name]))
 
     found: list[str] = []
     for name, kind in sorted(top.items()):
         if kind == "folder":
-            entered = name in inner or name in tags or (ranked and name == deepspeed.ZERO_FOLDER)
+            entered = name in inner or name in steps or any(name == each.inner for each in here)
             found += [each for each in folder.inside(name) if not mine(each)] if entered else [f"{name}/"]
         elif kind == "special" or not mine(name):
             found.append(name)
     return found
 
 
-def _is(pattern: re.Pattern[str], name: str) -> bool:
-    return pattern.fullmatch(name) is not None
+def _is_of(kind: Format, path: str) -> bool:
+    return kind.file_pattern.fullmatch(path) is not None
 
 
 def _tag(folder: Folder, name: str) -> str:
@@ -188,20 +173,6 @@ def _unchanged(folder: Folder, name: str, record: _Record) -> bool:
         return True
     data = folder.read(name, record.size)
     return data is not None and len(data) == record.size and xxhash.xxh3_128_hexdigest(data) == record.xxh3
-
-
-def holds_tensors(name: str, head: bytes) -> bool:
-    """Tell whether a file begins as those do whose name ends so; an empty one has nothing to lose.
-
-    Args:
-        name: ends like a tensor file.
-        head: its first bytes.
-    """
-    if not head:
-        return True
-    if name.endswith(SAFETENSORS):
-        return len(head) > 8 and head[8:9] == b"{"
-    return name.endswith(TORCH) and head.startswith((b"PK\x03\x04", b"\x80"))
 
 
 class LocalFolder:
@@ -282,7 +253,7 @@ def replaced_file(name: str, head: bytes, overwrite: Overwrite) -> tuple[str, st
         head: its first bytes, as `head_of` and services give them.
         overwrite: what was said.
     """
-    if overwrite == EVERYTHING or holds_tensors(name, head):
+    if overwrite == EVERYTHING or begins_right(name, head):
         return "", ""
     return "it does not begin as a file with tensors does", f"Move it elsewhere, or replace it all the same: {_WAY_OUT}"
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog.sidecar_files import WHOLE
+from transaxle.formats.registry import is_one_file
 from transaxle.formats.remote.url import is_url, local_path, shown
 from transaxle.formats.staging.belongings import LocalFolder, strangers
 from transaxle.formats.staging.claim import Claim, lock, opened
@@ -198,8 +198,8 @@ def _cleaned(found: Leftover, path: Path, target: Path) -> Leftover:
             make_durable(target.parent)
             return replace(found, outcome="put back")
     own = [] if (path / SCRATCH).is_dir() else strangers(LocalFolder(path))
-    if target.name.endswith(WHOLE):
-        own = [name for name in own if not name.endswith(WHOLE)]  # one file, which may have any name
+    if is_one_file(target.name):
+        own = [name for name in own if not is_one_file(name)]  # one file, which may have any name
     if own:
         more = f" and {len(own) - _SHOWN:,} more" if len(own) > _SHOWN else ""
         why = f"{', '.join(own[:_SHOWN])}{more} belong to no checkpoint. Move that elsewhere, or remove it by hand."

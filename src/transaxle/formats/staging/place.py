@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from transaxle.errors import refuse
-from transaxle.formats.catalog.sidecar_files import WHOLE
+from transaxle.formats.registry import is_one_file
 from transaxle.formats.staging.belongings import LocalFolder, Overwrite, head_of, irreplaceable, known, replaced_file
 from transaxle.formats.staging.syscalls import exchange, rename_new
 from transaxle.formats.storage.os_errors import failed
@@ -55,7 +55,7 @@ class Place:
         try:
             self.target = Path(os.path.realpath(self.typed))
             """Where it is."""
-            is_file = self.typed.endswith(WHOLE) and not self.target.is_dir()
+            is_file = is_one_file(self.typed) and not self.target.is_dir()
             has_parent = self.target.parent.is_dir()
             with suppress(FileNotFoundError):
                 self.target.lstat()  # a name that is too long is better refused now than after the work

@@ -19,7 +19,8 @@ from types import TracebackType
 from typing import Literal, Self
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.catalog.sidecar_files import INDEX, MANIFEST, STATE_FOLDER, TENSOR_FILES, WHOLE
+from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
+from transaxle.formats.registry import holds_tensors, is_one_file, opens_checkpoint
 from transaxle.formats.remote.service import FILE, Info, Service, Stream
 from transaxle.formats.staging.belongings import (
     Overwrite,
@@ -40,8 +41,6 @@ _MOST_EARLY = 64 << 20
 """Bytes of a file that are kept until it is their turn."""
 _OWN = "memory"
 """Scheme of a store that is in the memory of one process."""
-_OPENERS = (INDEX, ".metadata", "latest", "latest_universal", "_model_states.pt")
-"""Ends of the names of files that make the files around them a checkpoint."""
 
 
 class Upload:
@@ -114,7 +113,7 @@ class Upload:
         """Find out whether the target is a file, and check it."""
         found = self._service.info(self._service.path, self._shown)
         is_file = found is not None and found.get("type") == FILE
-        if self._shown.endswith(WHOLE) and (found is None or is_file):
+        if is_one_file(self._shown) and (found is None or is_file):
             self._single = self._service.path.rpartition("/")[2]
         self._check(found)
 
@@ -397,7 +396,7 @@ def _turn(name: str) -> tuple[int, str]:
     if name == MANIFEST:
         return 3, name
     if name.startswith(f"{STATE_FOLDER}/"):
-        return (1 if name.endswith(_OPENERS) else 0), name
-    if name.endswith(_OPENERS):
+        return (1 if opens_checkpoint(name) else 0), name
+    if opens_checkpoint(name):
         return 2, name
-    return (1 if name.lower().endswith(TENSOR_FILES) else 0), name
+    return (1 if holds_tensors(name) else 0), name

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
 from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.catalog.seal import DIGITS, seal_of
@@ -25,7 +26,6 @@ from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType
 from transaxle.formats.pickled.interpreter import Bounds
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.sharded.shards import Sized, lay_out_shards
-from transaxle.formats.torch_file.reader import FORMAT
 from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, SEALED, VERSION
 from transaxle.formats.torch_file.stored_storage import STORAGE, item_bytes
 from transaxle.formats.torch_file.zip.layout import ALIGNMENT, Item, Layout, lay_out
@@ -83,7 +83,7 @@ def draft(
     def lay_out(file: str, shard: Sequence[Sized]) -> tuple[list[Entry], list[Fragment], int]:
         return _lay_out(file, shard, next(first, ()), room if sealed else None)
 
-    made = lay_out_shards(FORMAT, _STEM, _ENDING, sized, shard_size, lay_out)
+    made = lay_out_shards(TORCH.name, _STEM, _ENDING, sized, shard_size, lay_out)
     if not sealed:
         return made
     (file,), (head,) = made.files, room

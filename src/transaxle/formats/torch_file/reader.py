@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from transaxle.errors import refuse
+from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog.catalog import Checksum, Container, Entry
 from transaxle.formats.catalog.inline import Inline, number
 from transaxle.formats.catalog.problem_list import Faults
@@ -24,7 +25,6 @@ from transaxle.formats.training_state.flatten import Odd, flatten
 from transaxle.formats.training_state.state import LEFT_BEHIND, TRAINING, Leaf, arrange
 from transaxle.formats.training_state.state_groups import GROUPS, single
 
-FORMAT = "torch"
 TIES = "ties"
 """Key of a container's metadata: name -> name of the tensor that is the same view of the same storage."""
 
@@ -66,7 +66,7 @@ def open_torch(storage: Storage, path: str, member: str) -> Container:
     metadata = {**found.said, **_merged(found.parts), **({TRAINING: tops(training)} if training else {})}
     seals = tuple(part.seal for part in found.parts.values() if part.seal is not None)
     return Container(
-        FORMAT,
+        TORCH.name,
         path,
         inline,
         found.entries,

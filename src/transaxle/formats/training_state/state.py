@@ -25,6 +25,8 @@ Kind = Literal["tensor", "number", "other"]
 
 ROOT = "root"
 """Key of a container's metadata: the top-level container that was taken off all names."""
+RUN = "deepspeed"
+"""Key of a container's metadata: what a training run says of itself, counters and settings."""
 TRAINING = "training_state"
 """Key of a container's metadata: names at the top of a state that are training state, see `formats.training`."""
 LEFT_BEHIND = "left_behind"

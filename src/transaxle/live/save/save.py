@@ -27,7 +27,7 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import Settings, model_config
 from transaxle.engine.plan.conversion import SHARD_SIZE, for_hub, make_plan, ready
 from transaxle.errors import gathered, refuse
-from transaxle.formats.catalog.sidecar_files import WHOLE
+from transaxle.formats.registry import is_one_file
 from transaxle.formats.staging.belongings import Overwrite
 from transaxle.formats.training_state.state_groups import Group
 from transaxle.live.derived.settle import unnamed
@@ -288,7 +288,7 @@ def fulfil(wish: Wish, tensors: Mapping[str, torch.Tensor], holding: Holding, wo
         TransaxleError: on every rank; the target is then as it was.
     """
     with clock.stage("plan"), world.together():
-        if wish.dst.endswith(WHOLE) and holding.files:
+        if is_one_file(wish.dst) and holding.files:
             message = "states that are no tensors need a file of their own, and the target is one file"
             raise refuse("UNSUPPORTED", message, file=wish.dst, hint="Give a folder.")
         everything, rank = holding.everything, world.rank

@@ -25,14 +25,15 @@ from transaxle.formats.deepspeed.hints import Hint, check_hint, hint_in, told_by
 from transaxle.formats.deepspeed.metadata import affine
 from transaxle.formats.deepspeed.metadata.name_patterns import Patterns
 from transaxle.formats.deepspeed.metadata.universal_info import Info
-from transaxle.formats.deepspeed.reader import HERE, SCRIPTS, TIES, degrees
+from transaxle.formats.deepspeed.reader import SCRIPTS, TIES, degrees
 from transaxle.formats.deepspeed.zero.flat import Shape
 from transaxle.formats.deepspeed.zero.ranks import RankModel, Tensors, read_model
 from transaxle.formats.deepspeed.zero.stage import ModelRank, Stage, assemble
-from transaxle.formats.deepspeed.zero.training_run import RUN, groups_of, run_of
+from transaxle.formats.deepspeed.zero.training_run import groups_of, run_of
+from transaxle.formats.format import HERE
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import read_saved
-from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.formats.training_state.state import OPTIMIZER, RUN
 
 _MODEL = f"*{keys.MODEL_END}"
 _PLAIN = "mp_rank_"

@@ -11,8 +11,6 @@ from transaxle.formats.deepspeed.zero.ranks import RankModel, RankState, plain
 from transaxle.formats.pickled.descriptors import NOTHING, Object
 from transaxle.formats.training_state.state_groups import plain as plain_setting
 
-RUN = "deepspeed"
-"""Key of a container's metadata that holds all of this."""
 CLASS, FIELDS = "class", "fields"
 CLIENT = "client_state"
 DEGREES = "degrees"

@@ -1,0 +1,197 @@
+"""What the program knows of a container format: one record, which answers whatever is asked of formats by name.
+
+Reader and draft are named by module path and imported when the format is used: looking at a folder of safetensors
+files imports nothing of DCP, of pickles or of DeepSpeed. `registry` holds the records.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from transaxle.errors import refuse
+
+if TYPE_CHECKING:
+    from transaxle.formats.catalog.catalog import Container, Draft
+    from transaxle.formats.storage.storage import Storage
+
+INDEX = ".index.json"
+"""End of the name of a file that tells which shard holds which tensor."""
+HERE = "."
+"""Candidate of a path that is itself the folder of one step."""
+LAST = 100
+"""Place of a clue that is asked after all those of the formats that ship."""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """What detection looks at: names, never contents, one small tag file excepted."""
+
+    storage: Storage
+    inside: str
+    """The sub-folder of the storage that is looked at, with a `/` at its end; empty for the folder itself."""
+    names: tuple[str, ...]
+    """Files directly in the folder, or the one file that the path denotes."""
+    folders: tuple[str, ...]
+    """Sub-folders; none where the path denotes one file."""
+
+
+Candidates = Callable[[Folder], tuple[str, ...]]
+"""Returns the members of a folder each of which would be a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clue:
+    """One way to recognise a format."""
+
+    candidates: Candidates | str
+    """What finds the candidates, or its `module:function`, which is imported if `hint` matches."""
+    place: int = LAST
+    """When it is asked: smaller ones first. Where clues of one place find two candidates, the user decides."""
+    hint: str = ""
+    """Regular expression; the clue is asked only if the name of a file or sub-folder matches all of it."""
+    reader: str = ""
+    """`module:function` that opens its candidates, where that is not the format's own reader."""
+    all_shards: bool = False
+    """A candidate stands for all shards in its folder, so that one that is named `…-00001-of-00002` may be opened."""
+
+    def found(self, folder: Folder) -> tuple[str, ...]:
+        """Return the candidates in a folder."""
+        if self.hint and not any(re.fullmatch(self.hint, name) for name in (*folder.names, *folder.folders)):
+            return ()
+        find = imported(self.candidates) if isinstance(self.candidates, str) else self.candidates
+        candidates: tuple[str, ...] = find(folder)
+        return candidates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """A container format."""
+
+    name: str
+    """What `--format`, `--to` and plans call it."""
+    title: str
+    """A checkpoint of it in words, with its article."""
+    clues: tuple[Clue, ...]
+    """How it is recognised."""
+    reader: str
+    """`module:function(storage, path, member)`, which returns a `Container`; `member` is a clue's candidate."""
+    draft: str = ""
+    """`module:function(tensors, *, metadata, shard_size)`, which returns a `Draft`; empty: it cannot be written."""
+    reader_takes: frozenset[str] = frozenset()
+    """Keywords that the reader takes besides: `weights` (which of two precisions), `cutter` (how ranks cut parameters)."""
+    draft_takes: frozenset[str] = frozenset()
+    """Keywords that the draft takes besides: `groups` (an optimizer's settings), `run` and `read` (what a training run
+    says of itself, and a reader of small tensors), `sealed` (leave room for digests in the one file)."""
+    dtypes: frozenset[str] | None = None
+    """Types of tensors that it can hold, as safetensors codes; None: its draft refuses what it cannot."""
+
+    one_file: tuple[str, ...] = ()
+    """Ends of the names of files each of which can be a checkpoint by itself; empty: it is always a folder."""
+    heads: tuple[tuple[int, bytes], ...] = ()
+    """Offset and bytes by which such a file is told from others of its name; one of them is enough."""
+    parts: tuple[str, ...] = ()
+    """Ends of the names of its other files that hold tensors or describe them."""
+    openers: tuple[str, ...] = ()
+    """Ends of the names of files that make those around them a checkpoint: they must appear last."""
+    files: str = r"(?!)"
+    """Regular expression for the paths of all its files inside the folder of a checkpoint."""
+    sidecars: frozenset[str] = frozenset()
+    """Names of the files that frameworks write beside them."""
+    steps: str = ""
+    """Regular expression for sub-folders, each of which is a checkpoint of one training step; empty: it has none."""
+    newest: str = ""
+    """File beside such sub-folders that names the newest."""
+    inner: str = ""
+    """Sub-folder of a step that holds some of its files."""
+    package: str = ""
+    """Distribution that it comes from; empty: it ships with Transaxle."""
+
+    def open(self, clue: Clue | None, storage: Storage, path: str, member: str, **options: Any) -> Container:
+        """Open a checkpoint of it.
+
+        Args:
+            clue: what found it; None where the user names the format.
+            storage: where the files are.
+            path: what the user typed.
+            member: the candidate.
+            **options: those of `reader_takes`.
+
+        Raises:
+            TransaxleError: what the reader raises.
+        """
+        reader = (clue.reader if clue is not None else "") or self.reader
+        container: Container = self._imported(reader)(storage, path, member, **options)
+        return container
+
+    @cached_property
+    def drafter(self) -> Callable[..., Draft]:
+        """What lays out a checkpoint of it that does not exist yet."""
+        drafter: Callable[..., Draft] = self._imported(self.draft)
+        return drafter
+
+    @cached_property
+    def file_pattern(self) -> re.Pattern[str]:
+        """`files`, compiled."""
+        return re.compile(self.files)
+
+    @cached_property
+    def step_pattern(self) -> re.Pattern[str]:
+        """`steps`, compiled; it matches nothing where there are none."""
+        return re.compile(self.steps or r"(?!)")
+
+    def _imported(self, where: str) -> Any:
+        try:
+            return imported(where)
+        except Exception as error:
+            if not self.package:
+                raise  # one of our own modules: that is a bug, and no refusal
+            message = f"format {self.name} of the package {self.package}: {where} cannot be imported: {error!r}"
+            raise refuse("UNSUPPORTED", message, hint=f"Repair the package, or remove {self.package}.") from error
+
+
+def imported(where: str) -> Any:
+    """Return what `module:name` names.
+
+    Raises:
+        Exception: whatever importing the module raises; AttributeError where it has no such name.
+    """
+    module, _, name = where.partition(":")
+    return getattr(import_module(module), name)
+
+
+def ending(*ends: str, unless: str = r"(?!)") -> Candidates:
+    """Return what finds the files whose names end so.
+
+    Args:
+        ends: ends of names.
+        unless: regular expression for names that are no candidates, unless the path denotes that one file.
+    """
+    left_out = re.compile(unless)
+
+    def candidates(folder: Folder) -> tuple[str, ...]:
+        wanted = folder.storage.single
+        found = (name for name in folder.names if name.endswith(ends))
+        return tuple(name for name in found if name == wanted or not left_out.fullmatch(name))
+
+    return candidates
+
+
+def named(name: str) -> Candidates:
+    """Return what finds the file of this name."""
+    return lambda folder: (name,) if name in folder.names else ()
+
+
+def first_of(pattern: str) -> Candidates:
+    """Return what finds the first of the files whose names match all of a regular expression, by numbers in them."""
+    compiled = re.compile(pattern)
+
+    def candidates(folder: Folder) -> tuple[str, ...]:
+        found = [name for name in folder.names if compiled.fullmatch(name)]
+        return (min(found, key=lambda name: (*map(int, re.findall(r"\d+", name)), name)),) if found else ()
+
+    return candidates

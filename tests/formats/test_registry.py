@@ -1,0 +1,108 @@
+"""Each container is one record, and the record is true."""
+
+from __future__ import annotations
+
+import ast
+from inspect import signature
+from pathlib import Path
+
+import pytest
+
+import transaxle
+from transaxle.formats import builtin_formats
+from transaxle.formats.catalog.catalog import Spec
+from transaxle.formats.format import Clue, Format, imported
+from transaxle.formats.registry import (
+    begins_right,
+    builtin,
+    every_format,
+    find,
+    foreign_ends,
+    get,
+    holds_tensors,
+    is_of_checkpoint,
+    is_one_file,
+    is_step,
+    one_file_ends,
+    opens_checkpoint,
+    writable,
+)
+
+PACKAGE = Path(transaxle.__file__).parent
+SPELLED_ELSEWHERE = {
+    "cli/commands/info.py": "packages that are installed",
+    "engine/plan/conversion.py": "what readers expect in a header",
+    "formats/training_state/state.py": "a key of the metadata",
+    "live/training/extra_state.py": "torch's random state",
+}
+"""Modules that have a word which is also a format's name."""
+
+
+@pytest.mark.parametrize("kind", builtin().values(), ids=list(builtin()))
+def test_a_record_names_what_is_there(kind: Format) -> None:
+    readers = {kind.reader, *(clue.reader for clue in kind.clues if clue.reader)}
+    for reader in readers:
+        assert kind.reader_takes <= set(signature(imported(reader)).parameters)
+    for clue in kind.clues:
+        assert callable(imported(clue.candidates) if isinstance(clue.candidates, str) else clue.candidates)
+    if kind.draft:
+        assert kind.draft_takes <= set(signature(kind.drafter).parameters)
+        draft = kind.drafter([Spec("a", "F32", (2,))], metadata={}, shard_size=None)
+        assert draft.format == kind.name
+        assert not kind.one_file or all(map(is_one_file, draft.files))
+        assert all(is_step(name.partition("/")[0]) or kind.file_pattern.fullmatch(name) for name in draft.files
+                   if name not in kind.sidecars | {kind.newest})  # fmt: skip
+
+
+def test_names_are_those_of_the_records() -> None:
+    assert find("dcp") is get("dcp") is builtin_formats.DCP
+    assert find("gguf") is None
+    with pytest.raises(ValueError, match="gguf"):
+        get("gguf")
+    assert [kind.name for kind in every_format()] == ["dcp", "deepspeed", "deepspeed-universal", "safetensors", "torch"]
+    assert writable() == ("safetensors", "torch", "dcp", "deepspeed-universal")
+
+
+def test_files_are_claimed_by_their_ends() -> None:
+    assert one_file_ends() == (".safetensors", ".bin", ".pt", ".pth")
+    assert is_one_file("a/b.pt")
+    assert not is_one_file("a/b.distcp")
+    assert set(foreign_ends()) > {".distcp", ".metadata", ".gguf"}
+    assert all(map(holds_tensors, ("a.SAFETENSORS", "a.gguf", "__0_0.distcp", ".metadata")))
+    assert not any(map(holds_tensors, ("config.json", "latest")))
+    openers = ("x.safetensors.index.json", ".metadata", "latest", "latest_universal", "mp_rank_00_model_states.pt")
+    assert all(map(opens_checkpoint, openers))
+    assert not any(map(opens_checkpoint, ("model.safetensors", "__0_0.distcp", "x_optim_states.pt")))
+    assert is_of_checkpoint("__0_0.distcp")
+    assert not is_of_checkpoint("notes.txt")
+    assert begins_right("a.bin", b"PK\x03\x04")
+    assert begins_right("a.bin", b"")
+    assert not begins_right("a.bin", b"\0\0\0\0\0\0\0\0{")
+    assert begins_right("a.safetensors", b"\0\0\0\0\0\0\0\0{")
+
+
+def test_no_two_formats_claim_a_file() -> None:
+    ends = one_file_ends()
+    assert len(set(ends)) == len(ends)
+    assert not {end for kind in every_format() for end in kind.parts} & set(ends)
+
+
+def test_a_clue_that_is_imported_waits_for_its_hint() -> None:
+    for kind in every_format():
+        for clue in kind.clues:
+            assert isinstance(clue, Clue)
+            assert clue.hint or not isinstance(clue.candidates, str), kind.name
+
+
+def test_the_records_are_the_only_place_that_spells_a_format() -> None:
+    """Everybody else asks them: a new format is one new record."""
+    names = set(builtin())
+    found = set()
+    for module in PACKAGE.rglob("*.py"):
+        if module.name != "builtin_formats.py":
+            for node in ast.walk(ast.parse(module.read_text("utf-8"))):
+                if isinstance(node, ast.Constant) and node.value in names:
+                    found.add(module.relative_to(PACKAGE).as_posix())
+    pickled = {module for module in found if "pickle" in module or module.startswith("formats/")}
+    print(found - set(SPELLED_ELSEWHERE), pickled)
+    assert found <= {*SPELLED_ELSEWHERE}
