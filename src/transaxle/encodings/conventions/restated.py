@@ -8,7 +8,8 @@ here, from the amax alone. Where they do not, nothing is written.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from transaxle.encodings.conventions.convention import (
     TE_HALVED,
     Convention,
 )
-from transaxle.encodings.encoding import FLOAT8, MXFP8, Encoded, Encoding
+from transaxle.encodings.encoding import FLOAT8, MXFP8, Encoded, Encoding, Role
 from transaxle.errors import Refusal, Where
 
 TRAINED = frozenset({DEEPSEEK, TE, TE_HALVED})
@@ -46,6 +47,43 @@ def hub_convention(encodings: Iterable[Encoding]) -> Convention:
     """
     names = {PREFERRED[encoding.name] for encoding in encodings if encoding.name != MXFP8.name}
     return CONVENTIONS[COMPRESSED_TENSORS if names - {DEEPSEEK} else DEEPSEEK]
+
+
+@dataclass(frozen=True, slots=True)
+class HubBuffer:
+    """What a hub has in the place of one buffer of a trained weight."""
+
+    stored: str
+    """Name of the buffer in training."""
+    name: str
+    """Name in the hub's convention."""
+    role: Role
+    """What the buffer holds."""
+    dtype: str | None
+    """Safetensors code in the hub's convention; None for codes, whose type stays."""
+
+
+def hub_buffers(tensor: Encoded, to: Convention) -> list[HubBuffer]:
+    """Return what the buffers of a trained weight become in a convention of hubs."""
+    return [
+        HubBuffer(
+            stored,
+            to.stored(tensor.name, role, tensor.encoding),
+            role,
+            None if role is Role.CODES else to.presented(tensor.encoding, tensor.shape, role)[0],
+        )
+        for role, stored in tensor.parts.items()
+    ]
+
+
+def training_only(weights: Iterable[str], names: Container[str]) -> list[str]:
+    """Return the names of buffers beside some weights that only the next step of training needs.
+
+    Args:
+        weights: names of the weights' codes.
+        names: of everything there is.
+    """
+    return [buffer for name in weights for suffix in ASIDE if (buffer := f"{name}_{suffix}") in names]
 
 
 def restated(
@@ -72,9 +110,23 @@ def restated(
             for convention, global_numbers in ((CONVENTIONS[TE], numbers), (to, global_scales))
         )
         unchanged[batch] = (values_under_amax.view(np.uint8) == values_under_target.view(np.uint8)).all(axis=(1, 2))
-    # A matrix whose amax is 0 has only codes of 0.
-    unchanged |= numbers == 0  # all codes are 0 then
+    unchanged |= numbers == 0  # such a matrix has only codes of 0
     return global_scales.reshape(amax.shape), unchanged.reshape(amax.shape)
+
+
+def hub_global_scales(
+    tensor: Encoded, amax: NDArray[np.float32], to: Convention, dtype: str
+) -> tuple[NDArray[np.float32], Refusal | None]:
+    """Return the scales of a weight's matrices under a hub's convention, and why they must not be written, if so.
+
+    Args:
+        tensor: the weight, or a stack of them.
+        amax: of each matrix, in any shape.
+        to: the convention.
+        dtype: safetensors code of the type in which values are compared.
+    """
+    scales, unchanged = restated(amax, tensor.encoding, to, dtype)
+    return scales, None if unchanged.all() else _inexact(tensor, float(amax[~unchanged][0]), to, dtype)
 
 
 def _values(factors: list[float], encoding: Encoding, dtype: str) -> NDArray[Any]:
@@ -96,8 +148,8 @@ def unsaid(tensor: Encoded) -> Refusal | None:
     return Refusal("UNSUPPORTED", message, Where(None, tensor.name), _OUT)
 
 
-def inexact(tensor: Encoded, amax: float, to: Convention, dtype: str) -> Refusal:
-    """Return the refusal of a tensor whose amax cannot be restated; arguments as of `restated`."""
+def _inexact(tensor: Encoded, amax: float, to: Convention, dtype: str) -> Refusal:
+    """Return the refusal of a tensor whose amax no scale of the convention stands for."""
     factor = f"amax / {tensor.encoding.scale_max * tensor.encoding.code_max:g}"
     message = f"its amax is {amax!r}: values of {dtype} would change, as no float32 says {factor} in {to.name}"
     hint = _OUT if dtype != "F32" else f"model.bfloat16() keeps the codes, and has fewer values; {_OUT}"

@@ -13,7 +13,14 @@ import numpy as np
 
 from transaxle.encodings.conventions import te_convention as te
 from transaxle.encodings.conventions.convention import DEEPSEEK
-from transaxle.encodings.conventions.restated import ASIDE, TRAINED, hub_convention, inexact, restated, unsaid
+from transaxle.encodings.conventions.restated import (
+    TRAINED,
+    hub_buffers,
+    hub_convention,
+    hub_global_scales,
+    training_only,
+    unsaid,
+)
 from transaxle.encodings.encoding import Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.copying.source import Source
@@ -38,9 +45,9 @@ def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
         checkpoint: under its stored names.
     """
     names = checkpoint.container.entries
-    aside = {full for name in names for end in ASIDE if (full := f"{name}_{end}") in names}
-    if aside:
-        checkpoint = _of(checkpoint, checkpoint.container.without(aside))
+    left_out = training_only(names, names)
+    if left_out:
+        checkpoint = _of(checkpoint, checkpoint.container.without(left_out))
     catalog = checkpoint.catalog
     if catalog.quantization is not None or catalog.refusals:
         return checkpoint, []
@@ -54,19 +61,14 @@ def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
     entries: dict[str, Entry] = {}
     problems = [refusal for tensor in trained if (refusal := unsaid(tensor)) is not None]
     for tensor in trained:
-        for role, old in tensor.parts.items():
-            name, dtype = (
-                to.stored(tensor.name, role, tensor.encoding),
-                to.presented(tensor.encoding, tensor.shape, role)[0],
-            )
-            entries[old] = replace(names[old], name=name, dtype=names[old].dtype if role is Role.CODES else dtype)
+        for buffer in hub_buffers(tensor, to):
+            entry = names[buffer.stored]
+            entries[buffer.stored] = replace(entry, name=buffer.name, dtype=buffer.dtype or entry.dtype)
         if Role.GLOBAL in tensor.parts:
             stored = entries[tensor.parts[Role.GLOBAL]]
-            amaxes = _amaxes(container, tensor)
-            numbers, exact = restated(amaxes, tensor.encoding, to, _VALUES)
-            if not exact.all():
-                problems.append(inexact(tensor, float(amaxes[~exact][0]), to, _VALUES))
-            files[_FILE + stored.name] = Octets(numbers.astype("<f4").tobytes())
+            scales, refusal = hub_global_scales(tensor, _amaxes(container, tensor), to, _VALUES)
+            problems += [refusal] if refusal is not None else []
+            files[_FILE + stored.name] = Octets(scales.astype("<f4").tobytes())
             extent = Extent((0,) * len(stored.shape), stored.shape, _FILE + stored.name, 0)
             entries[tensor.parts[Role.GLOBAL]] = replace(stored, extents=(extent,))
     renamed = {

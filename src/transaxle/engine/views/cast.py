@@ -17,7 +17,7 @@ from transaxle.axes.layout.bind import WEIGHT, Bound, split_slot
 from transaxle.axes.layout.relayout import unchanged
 from transaxle.encodings.arithmetic.casting import CASTS, PLAIN, cast, cast_error
 from transaxle.encodings.arithmetic.codec import Wide
-from transaxle.encodings.conventions.restated import ASIDE
+from transaxle.encodings.conventions.restated import training_only
 from transaxle.encodings.error import Error
 from transaxle.engine.copying.source import Source
 from transaxle.engine.views.decoded import RowMajorBytes
@@ -156,7 +156,7 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
     if to not in CASTS:
         raise refuse("AMBIGUOUS", f"cannot cast to {to!r}", hint=f"say one of: {', '.join(CASTS)}")
     container, dtype = catalog.container, CASTS[to]
-    beside = {full for name in catalog.entries for end in ASIDE if (full := f"{name}_{end}") in catalog.entries}
+    beside = set(training_only(catalog.entries, catalog.entries))
     plain = [
         name
         for name in container.entries

@@ -1,15 +1,17 @@
-"""Publishing: quantized weights under the names and numbers by which readers of a hub know them.
+"""Publishes a model: its quantized weights under the names and numbers that readers of a hub know.
 
 In training a weight is codes, scales and, beside them, what the next step needs. A hub's readers want the first two in
 a convention of theirs, with a config that says so, and nothing else: engines refuse names that they do not know. So
-before anything is planned, entries are renamed, the numbers of whole tensors restated, and the rest stays behind. No
-code and no block scale changes; where a value would, nothing is saved.
+entries are renamed before anything is planned, the scales of whole matrices are restated
+(`transaxle.encodings.conventions.restated`), and the rest is left out. No code and no block scale changes; where a
+value would, nothing is saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,14 @@ import torch
 from transaxle.encodings.conventions.buffer_group import group
 from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS, DEEPSEEK, TE, Convention
 from transaxle.encodings.conventions.quantization import read
-from transaxle.encodings.conventions.restated import ASIDE, TRAINED, hub_convention, inexact, restated, unsaid
+from transaxle.encodings.conventions.restated import (
+    TRAINED,
+    hub_buffers,
+    hub_convention,
+    hub_global_scales,
+    training_only,
+    unsaid,
+)
 from transaxle.encodings.conventions.rewriting import written
 from transaxle.encodings.encoding import FLOAT8, Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
@@ -33,7 +42,7 @@ from transaxle.torch_tensors.torch_dtype import code_of
 from transaxle.torch_tensors.tp_shard import mark, part_of
 
 _PLAIN = "BF16"
-"""Type of the values of a state dict's codes, which do not say it."""
+"""Type of the decoded values of a state dict's codes, which do not say it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +60,13 @@ class Published:
     """What is saved for a hub."""
 
     tensors: Mapping[str, torch.Tensor]
-    """This rank's."""
+    """This rank's tensors."""
     everything: Census
-    """Those of all ranks."""
+    """The tensors of all ranks."""
     config: Mapping[str, Any] | None
-    """The model's, without what was said of weights in another convention."""
+    """The model's config, without a quantization section of another convention."""
     left: tuple[str, ...] = ()
-    """Names of what stays behind."""
+    """Names of buffers that are left out."""
 
 
 def published(
@@ -79,30 +88,31 @@ def published(
     Raises:
         TransaxleError: UNSUPPORTED, on every rank, for weights that no convention of a hub can express.
     """
-    guessed = group(everything).encoded
-    found = {name: _Weight(one, _PLAIN) for name, one in guessed.items() if one.convention in TRAINED}
-    if not found:
+    encoded = group(everything).encoded
+    trained = {name: _Weight(tensor, _PLAIN) for name, tensor in encoded.items() if tensor.convention in TRAINED}
+    if not trained:
         return Published(tensors, everything, config)
-    said = None if config is None else read(config)
-    if said is not None:
-        found = {}
-    own = {name: _told(name, parameter) for name, parameter in weights.items()}
-    found |= {name: one for each in world.gather(own) for name, one in each.items()}
-    if not found:
+    quantization = None if config is None else read(config)
+    if quantization is not None:
+        trained = {}
+    own = {name: _weight(name, parameter) for name, parameter in weights.items()}
+    trained |= {name: weight for of_rank in world.gather(own) for name, weight in of_rank.items()}
+    if not trained:
         return Published(tensors, everything, config)
-    to = hub_convention(one.tensor.encoding for one in found.values())
-    made = _Made(dict(tensors), to)
+    to = hub_convention(weight.tensor.encoding for weight in trained.values())
+    entries = _HubEntries(dict(tensors), to)
     with world.together():
-        for name, one in found.items():
-            made.add(name, one)
-        if made.problems:
-            raise gathered(made.problems)
-    left = tuple(full for name in found for end in ASIDE if (full := f"{name}_{end}") in everything)
-    held = {made.names.get(name, name): one for name, one in everything.items() if name not in left}
-    census = {name: replace(one, name=name, dtype=made.dtypes.get(name, one.dtype)) for name, one in held.items()}
-    if config is not None and said is not None and to.name not in said.conventions:
+        for weight in trained.values():
+            entries.add(weight)
+        if entries.problems:
+            raise gathered(entries.problems)
+    left = tuple(training_only(trained, everything))
+    saved = {entries.names.get(name, name): tensor for name, tensor in everything.items() if name not in left}
+    census = {name: replace(one, name=name, dtype=entries.dtypes.get(name, one.dtype)) for name, one in saved.items()}
+    if config is not None and quantization is not None and to.name not in quantization.conventions:
         config = written(config, {}, {})
-    return Published({name: one for name, one in made.tensors.items() if name not in left}, census, config, left)
+    own_tensors = {name: tensor for name, tensor in entries.tensors.items() if name not in left}
+    return Published(own_tensors, census, config, left)
 
 
 def as_trained(checkpoint: Checkpoint) -> Checkpoint:
@@ -114,57 +124,50 @@ def as_trained(checkpoint: Checkpoint) -> Checkpoint:
         checkpoint: under its stored names.
     """
     encoded = checkpoint.catalog.encoded.values()
-    if not encoded or any((one.convention, one.encoding) != (COMPRESSED_TENSORS, FLOAT8) for one in encoded):
+    if not encoded or any((each.convention, each.encoding) != (COMPRESSED_TENSORS, FLOAT8) for each in encoded):
         return checkpoint
-    own, container = CONVENTIONS[DEEPSEEK], checkpoint.container
-    names = {old: own.stored(one.name, role, FLOAT8) for one in encoded for role, old in one.parts.items()}
-    renamed = {new: replace(one, name=new) for old, one in container.entries.items() for new in [names.get(old, old)]}
-    said = replace(checkpoint.settings, config=written(checkpoint.config, {}, {}))
-    return Checkpoint(replace(container, entries=renamed), said, None, None, checkpoint.undecoded)
+    trained, container = CONVENTIONS[DEEPSEEK], checkpoint.container
+    names = {old: trained.stored(each.name, role, FLOAT8) for each in encoded for role, old in each.parts.items()}
+    renamed = [replace(entry, name=names.get(old, old)) for old, entry in container.entries.items()]
+    entries = {entry.name: entry for entry in renamed}
+    settings = replace(checkpoint.settings, config=written(checkpoint.config, {}, {}))
+    return Checkpoint(replace(container, entries=entries), settings, None, None, checkpoint.undecoded)
 
 
-class _Made:
-    """Collects what entries become."""
+class _HubEntries:
+    """Collects what this rank's entries, and their names and types on all ranks, become for a hub."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], to: Convention) -> None:
         self.tensors = tensors
-        self.to = to
         self.names: dict[str, str] = {}
         self.dtypes: dict[str, str] = {}
         self.problems: list[Refusal] = []
+        self._to = to
 
-    def add(self, name: str, one: _Weight) -> None:
-        """Take in one weight."""
-        encoding = one.tensor.encoding
-        if (refusal := unsaid(one.tensor)) is not None:
+    def add(self, weight: _Weight) -> None:
+        """Rename and restate the buffers of one weight."""
+        if (refusal := unsaid(weight.tensor)) is not None:
             self.problems.append(refusal)
             return
-        for role, old in one.tensor.parts.items():
-            new = self.to.stored(name, role, encoding)
-            own = self.to.presented(encoding, one.tensor.shape, role)[0]
+        for buffer in hub_buffers(weight.tensor, self._to):
             change: Callable[[torch.Tensor], torch.Tensor] | None = None
-            if role is Role.GLOBAL:
-                change = self._global(one)
-            elif role is Role.SCALE and encoding.scale != own:
+            if buffer.role is Role.GLOBAL:
+                change = partial(self._restated, weight)
+            elif buffer.role is Role.SCALE and buffer.dtype not in (None, weight.tensor.encoding.scale):
                 change = _octets
-                self.dtypes[new] = own
-            held = self.tensors.pop(old, None)
-            if held is not None:
-                self.tensors[new] = held if change is None else _changed(held, change)
-            self.names[old] = new
+                self.dtypes[buffer.name] = str(buffer.dtype)
+            tensor = self.tensors.pop(buffer.stored, None)
+            if tensor is not None:
+                self.tensors[buffer.name] = tensor if change is None else _changed(tensor, change)
+            self.names[buffer.stored] = buffer.name
 
-    def _global(self, one: _Weight) -> Callable[[torch.Tensor], torch.Tensor]:
-        def change(amax: torch.Tensor) -> torch.Tensor:
-            amaxes = amax.detach().cpu().numpy()
-            numbers, same = restated(amaxes, one.tensor.encoding, self.to, one.dtype)
-            if not same.all():
-                self.problems.append(inexact(one.tensor, float(amaxes[~same][0]), self.to, one.dtype))
-            return torch.from_numpy(np.ascontiguousarray(numbers)).to(amax.device)
-
-        return change
+    def _restated(self, weight: _Weight, amax: torch.Tensor) -> torch.Tensor:
+        scales, refusal = hub_global_scales(weight.tensor, amax.detach().cpu().numpy(), self._to, weight.dtype)
+        self.problems += [refusal] if refusal is not None else []
+        return torch.from_numpy(np.ascontiguousarray(scales)).to(amax.device)
 
 
-def _told(name: str, parameter: torch.Tensor) -> _Weight:
+def _weight(name: str, parameter: torch.Tensor) -> _Weight:
     inner = local_of(parameter)
     assert isinstance(inner, QuantizedTensor)
     quantizer = inner.quantizer
