@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from transaxle.encodings.conventions.pattern import PatternError
+from transaxle.axes.notation.linear_regex import PatternError
 from transaxle.encodings.conventions.scheme import COMPRESSED, GROUPS, METHOD, METHODS, MODELOPT_METHOD, SECTION, Scheme
 from transaxle.encodings.encoding import Encoding
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse

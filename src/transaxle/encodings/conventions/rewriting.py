@@ -19,7 +19,7 @@ from typing import Any
 
 from transaxle.encodings.conventions.buffer_group import group
 from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, CONVENTIONS, DEEPSEEK, GPT_OSS, MODELOPT
-from transaxle.encodings.conventions.pattern import (
+from transaxle.encodings.conventions.module_lists import (
     EXPRESSION,
     Modules,
     compressed_modules,

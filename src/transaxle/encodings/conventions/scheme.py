@@ -15,7 +15,12 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from transaxle.encodings.conventions.convention import COMPRESSED_TENSORS, DEEPSEEK, GPT_OSS, MODELOPT, TORCHAO
-from transaxle.encodings.conventions.pattern import Modules, compressed_modules, transformers_modules, wildcard_modules
+from transaxle.encodings.conventions.module_lists import (
+    Modules,
+    compressed_modules,
+    transformers_modules,
+    wildcard_modules,
+)
 from transaxle.encodings.encoding import FLOAT8, FLOAT8_BLOCK, MXFP4, MXFP8, NVFP4, WHOLE, Encoding
 from transaxle.errors import refuse
 

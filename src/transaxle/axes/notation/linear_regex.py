@@ -1,35 +1,29 @@
-"""Patterns by which config files list modules, matched in time that is linear in the name.
+"""Regular expressions of a stranger's file, matched in time that is linear in the text.
 
-A config file comes from a stranger, and lists modules as regular expressions. Python's `re` backtracks: an expression
-of twenty characters can keep it busy for years. These are run as automata, whose states are made when a name first
-needs them. What has no automaton (references back, assertions inside) is refused by name.
-
-Three dialects are known: that of transformers (an expression that ends at a module's boundary, or any suffix), that of
-compressed-tensors (`re:` and an expression, or a whole name), and ModelOpt's wildcards.
+Config files list modules, and checkpoints list parameters, as regular expressions. Python's `re` backtracks: an
+expression of twenty characters can keep it busy for years. Here expressions run as automata, whose states are made when
+a name first needs them. What has no automaton (references back, assertions inside) is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Literal
 
 Test = Callable[[str], bool]
 """Tells whether a character is taken."""
 
-EXPRESSION = "re:"
-"""What a regular expression starts with where compressed-tensors lists modules."""
-
 _END = ""
 """The input after the last character, for `$`."""
-_MAX_STATES = 20_000
-"""States of one list of expressions; more come from nested counts, not from names of modules."""
+_MAX_STATES = 200_000
+"""States of one list of expressions, a hundred for a name of fifty characters; more come from nested counts."""
 _MAX_KEPT = 1_000_000
 """States in the sets that are kept; beyond, they are made again, so that memory stays bounded."""
 _MAX_WORK = 10_000_000
 """States looked at in making sets: seconds. Lists of modules need a hundredth of it."""
 _MAX_COUNT = 1000
+_SHOWN = 80
+"""Characters of an expression that an error shows."""
 
 
 class PatternError(ValueError):
@@ -45,7 +39,7 @@ class _Graph:
 
     def state(self) -> int:
         if len(self.free) >= _MAX_STATES:
-            raise PatternError("it counts too far")
+            raise PatternError("there are too many expressions, or they count too far")
         self.free.append([])
         self.taken.append(None)
         return len(self.free) - 1
@@ -255,31 +249,66 @@ class _Parser:
         return _literal(letter)
 
 
-class Expression:
-    """Regular expressions, any of which may match; they are anchored at the start of the name."""
+class Expressions:
+    """Regular expressions, each of which is anchored at the start of the name and may end anywhere in it.
+
+    Args:
+        texts: the expressions.
+
+    Raises:
+        PatternError: for one that is malformed, or has no automaton.
+    """
 
     def __init__(self, texts: Iterable[str]) -> None:
-        """Read the expressions.
-
-        Raises:
-            PatternError: for one that is malformed, or has no automaton.
-        """
         self._graph = _Graph()
-        self._start: list[int] = []
-        self._accept: set[int] = set()
-        for text in texts:
-            parser = _Parser(text, self._graph)
-            parser.follows("^")
-            start, end = parser.alternatives()
-            if parser.at < len(text):
-                raise PatternError("a bracket `)` was never opened")
-            self._start.append(start)
-            self._accept.add(end)
+        self._number_of: dict[int, int] = {}
+        """Accepting state -> number of its expression."""
+        starts = []
+        for number, text in enumerate(texts):
+            try:
+                start, end = _parsed(text, self._graph)
+            except PatternError as error:
+                shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+                raise PatternError(f"{shown!r} cannot be matched: {error}") from None
+            starts.append(start)
+            self._number_of[end] = number
+        self._accept = frozenset(self._number_of)
         self._known: dict[tuple[frozenset[int], str], frozenset[int]] = {}
         self._kept = self._work = 0
-        self._first = self._closure(self._start)
+        self._first = self._closure(starts)
+
+    def ends(self, name: str) -> Iterator[int]:
+        """Yield every position of the name at which a match of any expression may end.
+
+        Raises:
+            PatternError: it takes too long.
+        """
+        return (position for position, _ in self._matches(name))
+
+    def matching(self, name: str) -> list[int]:
+        """Return the numbers of the expressions that match the name or the beginning of it.
+
+        Raises:
+            PatternError: it takes too long.
+        """
+        return sorted({self._number_of[state] for _, accepted in self._matches(name) for state in accepted})
+
+    def _matches(self, name: str) -> Iterator[tuple[int, frozenset[int]]]:
+        """Yield the positions at which expressions end, and the accepting states of those."""
+        states = self._first
+        for position, character in enumerate(name):
+            if accepted := states & self._accept:
+                yield position, accepted
+            states = self._after(states, character)
+            if not states:
+                return
+        while not (further := self._after(states, _END)) <= states:  # through `$`, which may stand there repeatedly
+            states |= further
+        if accepted := states & self._accept:
+            yield len(name), accepted
 
     def _closure(self, states: Iterable[int]) -> frozenset[int]:
+        """Return the states that are reached without input, as far as they take a character or accept."""
         seen: set[int] = set()
         waiting = list(states)
         while waiting:
@@ -296,7 +325,7 @@ class Expression:
             found = self._closure([step[1] for step in steps if step is not None and step[0](character)])
             self._work += len(states) + len(found)
             if self._work > _MAX_WORK:
-                raise PatternError("it takes too long")
+                raise PatternError("matching takes too long")
             self._kept += len(states) + len(found)
             if self._kept > _MAX_KEPT:
                 self._known.clear()
@@ -304,101 +333,12 @@ class Expression:
             self._known[states, character] = found
         return found
 
-    def ends(self, name: str) -> Iterator[int]:
-        """Yield every position of the name at which a match that started at its first character may end."""
-        states = self._first
-        for position, character in enumerate(name):
-            if states & self._accept:
-                yield position
-            states = self._after(states, character)
-            if not states:
-                return
-        if self._accepts_at_end(states):
-            yield len(name)
 
-    def _accepts_at_end(self, states: frozenset[int]) -> bool:
-        while not states & self._accept:
-            further = self._after(states, _END)
-            if further <= states:
-                return False
-            states |= further
-        return True
-
-
-@dataclass(frozen=True)
-class Modules:
-    """A list of modules as a config file gives it, to be asked as the config's own reader would."""
-
-    names: frozenset[str] = frozenset()
-    """Modules named whole."""
-    inside: bool = False
-    """Whether a name also stands for what is inside that module, and for every name that ends with it."""
-    expression: Expression | None = None
-    """What matches others."""
-    until: Literal["anywhere", "segment", "end"] = "anywhere"
-    """Where a match of the expression must end."""
-
-    def __contains__(self, module: str) -> bool:
-        """Tell whether the list holds a module.
-
-        Raises:
-            PatternError: for an expression that takes too long.
-        """
-        if self.names and (module in self.names or (self.inside and self._inside(module))):
-            return True
-        return self.expression is not None and any(self._ends_well(module, at) for at in self.expression.ends(module))
-
-    @cached_property
-    def _lengths(self) -> tuple[int, ...]:
-        return tuple(sorted({len(name) for name in self.names}))
-
-    def _inside(self, module: str) -> bool:
-        dots = (at for at, letter in enumerate(module) if letter == ".")
-        starts = (module[:end] for at in dots for end in (at, at + 1))
-        return any(start in self.names for start in starts) or any(module[-n:] in self.names for n in self._lengths)
-
-    def _ends_well(self, module: str, at: int) -> bool:
-        if self.until == "anywhere" or at == len(module):
-            return True
-        return self.until == "segment" and (module[at] == "." or module[at - 1 : at] == ".")
-
-
-def transformers_modules(texts: Iterable[str]) -> Modules:
-    """Return the modules of a list such as `modules_to_not_convert` (`should_convert_module` of transformers 5.23).
-
-    An entry is the name of a module, with all inside it, or the end of one; or else an expression. A dot in a name
-    is taken for a dot, where transformers takes it for any character.
-
-    Raises:
-        PatternError: for an entry that is malformed.
-    """
-    listed = frozenset(text for text in texts if text)
-    expressions = sorted(text for text in listed if set(text) & _SPECIAL)
-    return Modules(listed, inside=True, expression=Expression(expressions) if expressions else None, until="segment")
-
-
-def compressed_modules(texts: Iterable[str]) -> Modules:
-    """Return the modules of a list of compressed-tensors: whole names, and expressions after `re:`.
-
-    Raises:
-        PatternError: for an entry that is malformed.
-    """
-    listed = frozenset(texts)
-    expressions = sorted(text.removeprefix(EXPRESSION) for text in listed if text.startswith(EXPRESSION))
-    return Modules(listed, expression=Expression(expressions) if expressions else None)
-
-
-def wildcard_modules(texts: Iterable[str]) -> Modules:
-    """Return the modules of a list of ModelOpt's, in which `*` stands for any characters and `?` for one."""
-    listed = frozenset(texts)
-    wild = sorted(text for text in listed if set(text) & _WILD.keys())
-    expressions = ["".join(_WILD.get(letter) or _escaped(letter) for letter in text) for text in wild]
-    return Modules(listed, expression=Expression(expressions) if expressions else None, until="end")
-
-
-_SPECIAL = frozenset("\\^$*+?{}[]()|")
-_WILD = {"*": ".*", "?": "."}
-
-
-def _escaped(letter: str) -> str:
-    return letter if letter.isalnum() else "\\" + letter
+def _parsed(text: str, graph: _Graph) -> tuple[int, int]:
+    """Read an expression into a graph; return its first and its accepting state."""
+    parser = _Parser(text, graph)
+    parser.follows("^")
+    start, end = parser.alternatives()
+    if parser.at < len(text):
+        raise PatternError("a bracket `)` was never opened")
+    return start, end
