@@ -7,6 +7,7 @@ whether. A room may be in the map before it is in the package, and never the oth
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 import textwrap
@@ -333,6 +334,30 @@ def test_modules_are_in_order() -> None:
         if not (private or ast.get_docstring(ast.parse(text))):
             faults.append(f"{where}: no docstring")
     assert faults == []
+
+
+MAX_VERB_LINES = 60
+
+
+def _code_lines(function: ast.FunctionDef) -> int:
+    """Lines of a function, signature and body, without its docstring."""
+    first = function.body[0]
+    documented = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
+    documentation = (first.end_lineno or 0) - first.lineno + 1 if documented else 0
+    return (function.end_lineno or 0) - function.lineno + 1 - documentation
+
+
+def test_public_verbs_are_short() -> None:
+    """Each reads as: resolve, plan, run."""
+    public = set(importlib.import_module(NAME).__all__)
+    verbs = {
+        f"{_where(module)}:{node.name}": _code_lines(node)
+        for module in MODULES
+        for node in ast.parse(module.read_text("utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name in public
+    }
+    assert len(verbs) >= len({"open", "plan", "execute", "convert", "load", "save", "reshard"})
+    assert {verb: lines for verb, lines in verbs.items() if lines > MAX_VERB_LINES} == {}
 
 
 PRIMITIVES = {

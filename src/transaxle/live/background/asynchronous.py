@@ -1,8 +1,7 @@
 """Saving in the background: a snapshot first, then a process of its own writes it while training goes on.
 
 The snapshot is a copy in shared CPU memory, whose buffers are used again by the next one; what happens to the model
-after `async_save` has returned never reaches the files. Each rank has one background process; together these form a
-world of their own, so no collective of the training is disturbed.
+after `async_save` has returned never reaches the files. Each rank has one background process.
 
 A program that ends waits for its save: what `async_save` has taken is written, unless the program is killed.
 """
@@ -12,33 +11,29 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from math import inf, prod
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle, send_handle
+from math import inf
+from multiprocessing.reduction import send_handle
 from typing import Any, Unpack
 
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from transaxle.arguments import PathLike, check_keywords
-from transaxle.errors import TransaxleError, refuse
+from transaxle.errors import refuse
 from transaxle.formats.staging.belongings import Overwrite
-from transaxle.formats.training_state.state_groups import Group
 from transaxle.live.background.ending import at_end, fail, say
+from transaxle.live.background.save_process import Answer, Layout, Order, SnapshotForm, TensorSlot, serve
 from transaxle.live.background.spawned import Parent, apart
 from transaxle.live.model.report import SaveReport
 from transaxle.live.model.state_tensors import State
-from transaxle.live.save.save import Holding, Request, Saving, Wish, fulfil, held
-from transaxle.live.sharding.global_tensors import Census
-from transaxle.live.tensors.clock import Clock
+from transaxle.live.save.collected_state import CollectedState, collect
+from transaxle.live.save.save_request import SaveRequest, SaveSettings, Saving
 from transaxle.live.training.optimizers import AnyOptimizer
-from transaxle.live.transport.rendezvous import Meeting, Place
+from transaxle.live.transport.rendezvous import Meeting
 from transaxle.live.transport.shared_memory import Region
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.local_tensor import local_of
@@ -46,139 +41,11 @@ from transaxle.torch_tensors.torch_arguments import Ranks
 
 _TIMEOUT = timedelta(minutes=30)
 _JOIN = 10.0
+"""Seconds to wait for a process to end by itself."""
 _LOOK = 0.5
 """Seconds after which one that waits looks for lost processes."""
 _ALIGNED = 64
 """Tensors begin at multiples of this in the shared memory."""
-Answer = SaveReport | TransaxleError
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a tensor's snapshot lies in the shared memory."""
-
-    start: int
-    """First byte."""
-    shape: tuple[int, ...]
-    """Elements along each dim."""
-    dtype: torch.dtype
-    """Their type."""
-
-    @property
-    def size(self) -> int:
-        """Bytes."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    def tensor(self, region: Region) -> torch.Tensor:
-        """Return the tensor in the shared memory."""
-        octets = torch.from_numpy(region.bytes[self.start : self.start + self.size])
-        return octets.view(self.dtype).view(self.shape) if self.size else torch.empty(self.shape, dtype=self.dtype)
-
-
-_Layout = Mapping[str, _Place]
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What seldom changes between two saves."""
-
-    everything: Census
-    """The tensors of all ranks."""
-    layout: _Layout
-    """Where this rank's lie."""
-    size: int
-    """Bytes of the shared memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Order:
-    """What a background process is told to write."""
-
-    wish: Wish
-    """What and how."""
-    groups: Sequence[Group]
-    """The optimizer's groups."""
-    files: Mapping[str, bytes]
-    """Files that travel along."""
-    held: _Held | None
-    """The tensors; None: those of the last order."""
-    region: bool
-    """Whether new shared memory follows."""
-
-
-def _serve(
-    parent: Parent, rank: int, ranks: tuple[int, ...], meeting: Place | None, pipe: Connection, timeout: timedelta
-) -> None:
-    """Write what comes through a pipe, until it closes."""
-    parent.follow()
-    torch.set_num_threads(1)
-    world = _World(rank, ranks)
-    if meeting is not None:
-        meeting.join(ranks.index(rank), len(ranks), timeout)
-        world.live, world.size = True, len(ranks)
-    desk = _Desk(pipe)
-    while True:
-        try:
-            wish, tensors, holding = desk.next()
-        except EOFError:
-            break
-        answer: Answer
-        try:
-            answer = fulfil(wish, tensors, holding, world, Clock())
-        except TransaxleError as error:
-            answer = error
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is told to the one who waits
-            answer = refuse("IO", f"the background process of rank {rank} failed: {error!r}", file=wish.dst)
-        try:
-            pipe.send(answer)
-        except OSError:  # nobody waits for it any more
-            break
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-class _Desk:
-    """Where a background process takes its orders.
-
-    Args:
-        pipe: they come through it.
-    """
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._region: Region | None = None
-        self._held = _Held({}, {}, 0)
-        self._tensors: dict[str, torch.Tensor] = {}
-
-    def next(self) -> tuple[Wish, Mapping[str, torch.Tensor], Holding]:
-        """Wait for the next order.
-
-        Raises:
-            EOFError: there will be none.
-        """
-        order: _Order = self._pipe.recv()
-        held = self._held = order.held or self._held
-        if order.region:
-            self._region = Region(held.size, recv_handle(self._pipe))
-        if order.held is not None and self._region is not None:
-            self._tensors = {name: place.tensor(self._region) for name, place in held.layout.items()}
-        return order.wish, self._tensors, Holding(held.everything, order.groups, order.files)
-
-
-class _World(World):
-    """The background processes, by the ranks that they serve.
-
-    Args:
-        rank: the rank that this one serves.
-        ranks: all of them.
-    """
-
-    def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
-        self.group = None
-        self.live = False
-        self.rank = rank
-        self.ranks = ranks
-        self.size = 1
 
 
 class Saver:
@@ -196,13 +63,13 @@ class Saver:
         place = None if self._meeting is None else self._meeting.place
         self._pipe = here
         self._region: Region | None = None
-        self._new = False
-        self._layout: _Layout = {}
+        self._new_region = False
+        self._layout: Layout = {}
         self._size = 0
         self._buffers: dict[str, torch.Tensor] = {}
-        self._held: _Held | None = None
+        self._form: SnapshotForm | None = None
         self._process = context.Process(
-            target=_serve,
+            target=serve,
             args=(Parent(), world.rank, world.ranks, place, there, timeout),
             daemon=True,
             name="transaxle-save",
@@ -211,25 +78,25 @@ class Saver:
 
     def snapshot(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copy what this rank holds into shared memory, where the last snapshot was if it has the same form."""
-        found = {name: local_of(tensor) for name, tensor in tensors.items()}
-        layout: dict[str, _Place] = {}
+        locals_ = {name: local_of(tensor) for name, tensor in tensors.items()}
+        layout: dict[str, TensorSlot] = {}
         end = 0
-        for name, local in found.items():
-            layout[name] = _Place(end, tuple(local.shape), local.dtype)
+        for name, local in locals_.items():
+            layout[name] = TensorSlot(end, tuple(local.shape), local.dtype)
             end += -(-layout[name].size // _ALIGNED) * _ALIGNED
         if layout != self._layout:
             if self._region is None or end > self._region.size:
                 self._buffers, self._region = {}, None  # the old memory goes before the new one comes
-                self._region, self._new = Region(end), True
+                self._region, self._new_region = Region(end), True
             self._layout, self._size = layout, end
-            self._buffers = {name: place.tensor(self._region) for name, place in layout.items()}
+            self._buffers = {name: slot.tensor(self._region) for name, slot in layout.items()}
         with torch.no_grad():
-            for name, local in found.items():
+            for name, local in locals_.items():
                 self._buffers[name].copy_(local, non_blocking=True)
-        if any(local.is_cuda for local in found.values()):
+        if any(local.is_cuda for local in locals_.values()):
             torch.cuda.synchronize()
 
-    def order(self, wish: Wish, holding: Holding) -> None:
+    def order(self, settings: SaveSettings, state: CollectedState) -> None:
         """Begin to write the snapshot, in a process that is started here if it is the first; nothing is waited for."""
         if self._process.pid is None:
             try:
@@ -240,21 +107,21 @@ class Saver:
                     self._meeting.tell(f"the background process of rank {self._rank} did not start: {error!r}")
                 raise
             self._there.close()
-        held = _Held(holding.everything, self._layout, self._size)
-        same = held == self._held
-        self._held = held
-        order = _Order(wish, holding.groups, holding.files, None if same else held, self._new)
+        form = SnapshotForm(state.global_tensors, self._layout, self._size)
+        unchanged = form == self._form
+        self._form = form
+        order = Order(settings, state.groups, state.files, None if unchanged else form, self._new_region)
         threading.Thread(target=self._send, args=(order,), daemon=True).start()  # a process that starts does not read
 
-    def _send(self, order: _Order) -> None:
+    def _send(self, order: Order) -> None:
         """Hand an order over; where the process is gone, or gets no order, `answer` will tell."""
         try:
             with suppress(OSError):
                 self._pipe.send(order)
-                if order.region and self._region is not None and self._process.pid is not None:
+                if order.new_region and self._region is not None and self._process.pid is not None:
                     send_handle(self._pipe, self._region.fd, self._process.pid)
                     self._region.close()
-                    self._new = False
+                    self._new_region = False
         except BaseException:
             self._process.kill()
             raise
@@ -406,29 +273,29 @@ def async_save(
         TransaxleError: on every rank, before the snapshot; or what the save before this one failed with.
     """
     check_keywords("async_save", options, Saving.__annotations__)
-    request = Request(state, dst, to, optimizer, extra, overwrite=overwrite, **options)
+    request = SaveRequest(state, dst, to, optimizer, extra, overwrite=overwrite, **options)
     world = World(group)
     key = os.getpid(), world.ranks
     begin = time.monotonic()
     saver, last = _SAVERS.get(key, (None, None))
 
-    def ready() -> bool:
+    def is_ready() -> bool:
         if last is not None and saver is not None:
             _SAVERS[key] = saver, None
             last.over()
         return saver is not None and saver.alive
 
-    whole = all(world.pool(ready))
-    tensors, holding, wish = held(request, world)
-    if saver is not None and not whole:
+    all_alive = all(world.pool(is_ready))
+    settings, collected = collect(request, world)
+    if saver is not None and not all_alive:
         saver.close()  # where one is lost, the others can no longer write together
-    if saver is None or not whole:
+    if saver is None or not all_alive:
         saver = Saver(world)
     with world.together():
-        saver.snapshot(tensors)
-    saver.order(wish, holding)  # nobody begins to write, and takes the processor, before all have their snapshots
+        saver.snapshot(collected.own)
+    saver.order(settings, collected)  # nobody begins to write, and takes the processor, before all have their snapshots
     if key not in _SAVERS:
         at_end(partial(_finish, key))
-    job = SaveJob(saver, wish.dst, time.monotonic() - begin, first=world.rank == world.ranks[0])
+    job = SaveJob(saver, settings.dst, time.monotonic() - begin, first=world.rank == world.ranks[0])
     _SAVERS[key] = saver, job
     return job

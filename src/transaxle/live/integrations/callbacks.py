@@ -17,7 +17,8 @@ from torch import nn
 from transaxle.arguments import PathLike, read_path
 from transaxle.live.background.asynchronous import SaveJob, async_save
 from transaxle.live.load.load import load
-from transaxle.live.save.save import Saving, check_options, save
+from transaxle.live.save.save import save
+from transaxle.live.save.save_request import Saving, check_options
 from transaxle.torch_tensors.module_wrappers import unwrapped
 from transaxle.torch_tensors.torch_arguments import Ranks, read_group
 

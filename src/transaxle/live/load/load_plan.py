@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from transaxle.engine.checkpoint.peft_adapter import adapter_config
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.errors import Refusal, gathered
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, Group
-from transaxle.live.derived.settle import left_out, reached, unnamed, untaken
+from transaxle.live.derived.settle import left_out, reached, untaken
 from transaxle.live.model.live_config import sizes_that_differ
 from transaxle.live.model.matching import compared, unmatched
 from transaxle.live.model.meta import unloadable
@@ -27,8 +28,8 @@ from transaxle.live.model.state_tensors import Leaves, State, leaves, tied, unwr
 from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.tensors.type_change import Conversion, check_dtype
 from transaxle.live.training.group_options import settings_for
-from transaxle.live.training.optimizer_state import doubled, names_of, rooms_for, taken_away, unrestored, untrained
-from transaxle.live.training.optimizers import AnyOptimizer, Optimizers, apart
+from transaxle.live.training.optimizer_state import by_name, doubled, rooms_for, taken_away, unrestored, untrained
+from transaxle.live.training.optimizers import AnyOptimizer, Optimizers
 from transaxle.live.training.state_beside import Beside
 from transaxle.live.transport.world import World
 
@@ -250,10 +251,7 @@ def _optimizer(optimizer: AnyOptimizer | None, own: Leaves, stored: Mapping[str,
     """Find the optimizers' parameters by name, and tensors for their state."""
     if optimizer is None:
         return _Optimizer()
-    optimizers = apart(optimizer)
-    if nameless := unnamed((parameter for _, _, parameter in optimizers.parameters()), own.islands):
-        raise gathered(nameless)
-    parameters = names_of(optimizers, own.parameters)
+    optimizers, parameters = by_name(optimizer, own)
     states = rooms_for(optimizers, parameters, stored)
     return _Optimizer(optimizers, parameters, states, unrestored(optimizers, parameters, stored))
 
@@ -267,7 +265,8 @@ def _shared_names(
     world: World,
 ) -> _SharedNames:
     """Put together what the ranks know of their names; collective."""
-    duplicates = doubled(optimizer.parameters, own.parameters, stored)
+    trained = optimizer.optimizers is not None
+    duplicates = doubled(optimizer.parameters, own.parameters, stored) if trained else set()
     of_all_ranks = world.gather((tied(filled, stored), duplicates, tuple(own.others), omitted))
     return _SharedNames(*(frozenset(name for of_rank in of_all_ranks for name in of_rank[i]) for i in range(4)))
 
@@ -278,7 +277,7 @@ def _matched(
     """Hold the model's tensors against the source's."""
     seen = source.view.checkpoint
     with_state = model.optimizer.optimizers is not None
-    sizes = sizes_that_differ(request.state, seen.config)
+    sizes = cache(lambda: sizes_that_differ(request.state, seen.config))
     problems, missing, unexpected = compared(
         model.targets, source.stored, with_state, request.decode, sizes, request.dtype, seen.decoded
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 
 from transaxle.axes.layout.bind import WEIGHT, split_slot
@@ -23,7 +23,7 @@ def compared(
     stored: Mapping[str, StoredTensor],
     optimizer: bool,
     decode: str | None = None,
-    sizes: str = "",
+    sizes: Callable[[], str] = str,
     dtype: str | None = None,
     encoded: Container[str] = (),
 ) -> tuple[list[Refusal], tuple[str, ...], tuple[str, ...]]:
@@ -36,7 +36,7 @@ def compared(
         stored: the source's, by the model's names.
         optimizer: whether state that only the source has counts.
         decode: type of parameters that take encoded tensors, decoded.
-        sizes: how the configs of the two differ.
+        sizes: tells how the configs of the two differ, "" where they do not; asked where a shape differs.
         dtype: type of parameters that take plain numbers of other types, cast.
         encoded: names, as tables have them, of what is decoded.
     """
@@ -52,7 +52,7 @@ def compared(
             continue
         if source.shape != tensor.shape:
             message = f"the model's is {list(tensor.shape)}, the source's {list(source.shape)}"
-            problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name), sizes or _OTHER_SIZES))
+            problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name), sizes() or _OTHER_SIZES))
             continue
         codes = any(origin in encoded for origin in source.origins)
         if source.dtype != tensor.dtype and not may_become(source.dtype, tensor.dtype, decode if codes else dtype):

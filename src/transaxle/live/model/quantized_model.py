@@ -118,7 +118,9 @@ class Weights:
                 stored = {}  # as codes it cannot be had in this dialect at all
             fitting = [stored[name] for name, one in self._all.items() if one.fits(stored)]
             keep = {origin for tensor in fitting for origin in tensor.origins} & checkpoint.catalog.encoded.keys()
-        return view(decoded(checkpoint, decode, keep), wanted, family, dialect, beside, partial=partial)
+        if decode is not None:
+            checkpoint = decoded(checkpoint, decode, keep)
+        return view(checkpoint, wanted, family, dialect, beside, partial=partial)
 
     def sorted(self, seen: View, stored: Mapping[str, StoredTensor]) -> Sorted:
         """Find out how a source fills them.

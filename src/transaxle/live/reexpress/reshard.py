@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from transaxle.arguments import Config, read_optional_text
-from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings, model_config
 from transaxle.errors import gathered, refuse
+from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.dtype import nbytes
 from transaxle.live.derived.settle import left_out, settle, untaken
 from transaxle.live.model.live_config import shared_config
 from transaxle.live.model.matching import compared, unmatched
-from transaxle.live.model.source_view import view
-from transaxle.live.model.state_tensors import State, leaves, unwritable
-from transaxle.live.reexpress.ties import filled, spare, torn
-from transaxle.live.sharding.global_tensors import census
+from transaxle.live.model.source_view import View, view
+from transaxle.live.model.state_tensors import Leaves, State, leaves, unwritable
+from transaxle.live.reexpress.ties import Sides, filled_by_ties, spare, torn
+from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.sharding.memory import container, memory_of
 from transaxle.live.tensors.destination import Landing, Rooms
 from transaxle.live.transport.tensor_exchange import RankExchange
@@ -88,46 +90,85 @@ def reshard(
         family = read_optional_text("family", family, "qwen3_moe")
         dialect = read_optional_text("dialect", dialect, "hf")
         given_config = model_config(config)
-        mine, into = leaves(src_state).tensors, leaves(dst_state)
-        theirs = into.tensors
-    told = shared_config(src_state, given_config, world)
-    source, target = census(mine, world), census(theirs, world)
+        own_source, own_target = leaves(src_state).tensors, leaves(dst_state)
+    source_config = shared_config(src_state, given_config, world)
+    source, target = census(own_source, world), census(own_target.tensors, world)
+    sides = Sides(own_source, own_target.tensors, source, target, world)
     with world.together():
-        held = container(source, mine, world.rank, told)
-        shapes = {name: tensor.shape for name, tensor in target.items()}
-        seen = view(Checkpoint(held, Settings(family=family, partial=True), None, None), shapes, family, dialect)
+        memory = container(source, own_source, world.rank, source_config)
+        seen = _seen(memory, target, family, dialect)
+    plan = _plan(sides, own_target, seen, strict=strict)
+    with world.together():
+        landings = {
+            name: Landing(tensor, plan.stored[name].dtype)
+            for name, tensor in own_target.tensors.items()
+            if name in plan.stored
+        }
+        items, names = _items(target, plan.stored)
+        movement = Movement(items, memory_of(memory), Rooms(landings, names), limits(jobs=1), RankExchange(world))
+    with world.together():
+        received = movement.run()
+    with world.together():
+        settle(own_target.islands, own_target.tensors)
+    written = sum(landing.written for landing in landings.values())
+    seconds = time.monotonic() - begin
+    return ReshardReport(len(landings), written, received, seconds, plan.missing, plan.unexpected)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What all ranks have agreed to copy."""
+
+    stored: Mapping[str, StoredTensor]
+    """The source's tensors by the target's names."""
+    missing: tuple[str, ...]
+    """Names that only the target has."""
+    unexpected: tuple[str, ...]
+    """Names that only the source has."""
+
+
+def _seen(memory: Container, target: Census, family: str | None, dialect: str | None) -> View:
+    """Return the source, the memory of all ranks, in the target's dialect."""
+    shapes = {name: tensor.shape for name, tensor in target.items()}
+    return view(Checkpoint(memory, Settings(family=family, partial=True), None, None), shapes, family, dialect)
+
+
+def _plan(sides: Sides, own_target: Leaves, seen: View, *, strict: bool) -> _Plan:
+    """Match both sides and gather every problem; collective.
+
+    Raises:
+        TransaxleError: on every rank.
+    """
+    world = sides.world
+    with world.together():
         stored = seen.tensors()
-        problems, missing, unexpected = compared(target, stored, optimizer=True)
-        problems = [replace(one, hint=_CAST) if one.code == "DTYPE_MISMATCH" else one for one in problems]
-        unfit, left = untaken(() if into.kept else into.islands)
-        problems += [*unwritable(theirs), *into.kept, *unfit]
-    ties = filled(theirs, stored, target, world) | spare(unexpected, target, stored, source, mine, world)
-    problems += torn(theirs, stored, source, mine, world)
+        differences, missing, unexpected = compared(sides.target, stored, optimizer=True)
+        problems = [replace(each, hint=_CAST) if each.code == "DTYPE_MISMATCH" else each for each in differences]
+        unloadable_modules, omitted = untaken(() if own_target.kept else own_target.islands)
+        problems += [*unwritable(own_target.tensors), *own_target.kept, *unloadable_modules]
+    ties = filled_by_ties(sides, stored) | spare(sides, stored, unexpected)
+    problems += torn(sides, stored)
     missing, unexpected = (tuple(name for name in names if name not in ties) for names in (missing, unexpected))
     with world.together():
-        if not any(name in stored for name in target) and (target or source):
-            shown = (", ".join([*names][:_SHOWN]) or "(none)" for names in (target, stored))
+        if not any(name in stored for name in sides.target) and (sides.target or sides.source):
+            shown = (", ".join([*names][:_SHOWN]) or "(none)" for names in (sides.target, stored))
             message = "target and source have no name in common\ntarget: {}\nsource: {}".format(*shown)
             raise refuse("UNKNOWN_FAMILY", message, hint="are they the same model? If so, give family= and dialect=")
         if strict:
-            problems += [*unmatched(missing, unexpected), *left_out(left)]
+            problems += [*unmatched(missing, unexpected), *left_out(omitted)]
         if problems:
             raise gathered(problems)
-        landings = {name: Landing(tensor, stored[name].dtype) for name, tensor in theirs.items() if name in stored}
-        items, names = list[Item](), list[str]()
-        for name, tensor in target.items():
-            if name not in stored:
-                continue
-            for share, ranks in tensor.boxes.items():
-                size = nbytes(stored[name].dtype, local_shape(share))
-                items.append(Item(len(items), size, stored[name].transfers(share), ranks))
-                names.append(name)
+    return _Plan(stored, missing, unexpected)
 
-    with world.together():
-        movement = Movement(items, memory_of(held), Rooms(landings, names), limits(jobs=1), RankExchange(world))
-        received = movement.run()
-    with world.together():
-        settle(into.islands, theirs)
-    written = sum(landing.written for landing in landings.values())
-    seconds = time.monotonic() - begin
-    return ReshardReport(len(landings), written, received, seconds, missing, unexpected)
+
+def _items(target: Census, stored: Mapping[str, StoredTensor]) -> tuple[list[Item], list[str]]:
+    """Return what is moved: each part of a target tensor that ranks hold; and for each the name of its tensor."""
+    items, names = list[Item](), list[str]()
+    for name, tensor in target.items():
+        if name not in stored:
+            continue
+        for held, ranks in tensor.boxes.items():
+            size = nbytes(stored[name].dtype, local_shape(held))
+            items.append(Item(len(items), size, stored[name].transfers(held), ranks))
+            names.append(name)
+    return items, names

@@ -7,6 +7,7 @@ proved to be nothing else than what is copied, on every rank; nothing is conclud
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -25,81 +26,88 @@ _FEW = 4
 _UNTIED = "here they are one tensor, and the source has two that differ: build the model with an untied head"
 
 
-def spare(
-    unexpected: Sequence[str],
-    target: Collection[str],
-    stored: Mapping[str, StoredTensor],
-    source: Census,
-    mine: Mapping[str, torch.Tensor],
-    world: World,
-) -> set[str]:
-    """Return those names of a source that the target lacks and needs not: their values are those of another name.
+@dataclass(frozen=True)
+class Sides:
+    """What is copied from and to; `stored` in this module is the source's tensors by the target's names."""
+
+    own_source: Mapping[str, torch.Tensor]
+    """This rank's tensors of the source, by its own names."""
+    own_target: Mapping[str, torch.Tensor]
+    """This rank's tensors of the target."""
+    source: Census
+    """What all ranks hold of the source."""
+    target: Census
+    """What all ranks hold of the target."""
+    world: World
+    """The ranks of both sides."""
+
+
+def spare(sides: Sides, stored: Mapping[str, StoredTensor], unexpected: Sequence[str]) -> set[str]:
+    """Return the names of a source that the target does without: their values are those of another name; collective.
 
     Args:
+        sides: source and target.
+        stored: the source's tensors by the target's names; the same on all ranks.
         unexpected: names that only the source has.
-        target: the target's names.
-        stored: the source's tensors by the target's names; collective over the world, and the same on all ranks.
-        source: what all ranks hold of the source, by its own names.
-        mine: what this rank holds of it.
-        world: the ranks.
     """
     pairs: dict[str, list[Pair]] = {}
     for name in unexpected:
-        alike = (other for other in target if other in stored and _alike(stored[name], stored[other], source))
+        alike = (n for n in sides.target if n in stored and _alike(stored[name], stored[n], sides.source))
         pairs[name] = [(*stored[name].origins, *stored[other].origins) for other in alike]  # type: ignore[misc]
-    one = _proved([pair for each in pairs.values() for pair in each], mine, world, values=len(unexpected) <= _FEW)
-    return {name for name, each in pairs.items() if not one.isdisjoint(each)}
+    equal = _equal_pairs(sides, [pair for each in pairs.values() for pair in each], values=len(unexpected) <= _FEW)
+    return {name for name, each in pairs.items() if not equal.isdisjoint(each)}
 
 
-def filled(theirs: Mapping[str, torch.Tensor], stored: Collection[str], target: Census, world: World) -> set[str]:
+def filled_by_ties(sides: Sides, stored: Collection[str]) -> set[str]:
     """Return the target's names that need nothing: on every rank they are tied to one that is filled; collective."""
-    told = dict(zip(world.ranks, world.gather(set(tied(theirs, stored))), strict=True))
-    return {name for name, tensor in target.items() if all(name in told[rank] for rank in tensor.held)}
+    tied_by_rank = dict(zip(sides.world.ranks, sides.world.gather(set(tied(sides.own_target, stored))), strict=True))
+    return {name for name, tensor in sides.target.items() if all(name in tied_by_rank[rank] for rank in tensor.held)}
 
 
-def torn(
-    theirs: Mapping[str, torch.Tensor],
-    stored: Mapping[str, StoredTensor],
-    source: Census,
-    mine: Mapping[str, torch.Tensor],
-    world: World,
-) -> list[Refusal]:
+def torn(sides: Sides, stored: Mapping[str, StoredTensor]) -> list[Refusal]:
     """Refuse two tensors of a source that differ, where the target has one for both names; collective."""
-    both = sorted({names for each in world.gather(list(_shared(theirs, stored))) for names in each})
+    shared = sides.world.gather(list(_shared(sides.own_target, stored)))
+    both = sorted({names for of_rank in shared for names in of_rank})
     pairs = {names: tuple(origin for n in names for origin in sorted(stored[n].origins)) for names in both}
-    fit = {names: _alike(stored[names[0]], stored[names[1]], source) for names in both}
-    same = _proved([pairs[names] for names in both if fit[names]], mine, world, values=True)  # type: ignore[misc]
-    wrong = [names for names in both if not fit[names] or pairs[names] not in same]
+    alike = {names: _alike(stored[names[0]], stored[names[1]], sides.source) for names in both}
+    equal = _equal_pairs(sides, [pairs[names] for names in both if alike[names]], values=True)  # type: ignore[misc]
     return [
-        Refusal("UNEQUAL_COPIES", f"{names[0]} has other values", Where(None, names[1]), _UNTIED) for names in wrong
+        Refusal("UNEQUAL_COPIES", f"{names[0]} has other values", Where(None, names[1]), _UNTIED)
+        for names in both
+        if not alike[names] or pairs[names] not in equal
     ]
 
 
-def _shared(theirs: Mapping[str, torch.Tensor], stored: Collection[str]) -> Iterator[Pair]:
+def _shared(own_target: Mapping[str, torch.Tensor], stored: Collection[str]) -> Iterator[Pair]:
+    """Yield names of the source whose tensor is one in the target."""
     first: dict[int, str] = {}
-    for name, tensor in theirs.items():
+    for name, tensor in own_target.items():
         if name in stored and first.setdefault(id(tensor), name) != name:
             yield first[id(tensor)], name
 
 
-def _alike(one: StoredTensor, other: StoredTensor, source: Census) -> bool:
+def _alike(first: StoredTensor, second: StoredTensor, source: Census) -> bool:
     """Tell whether two are each one tensor of the source, of the same type and shape, cut alike."""
-    if len(one.origins) != 1 or len(other.origins) != 1 or one.shape != other.shape or one.dtype != other.dtype:
+    if len(first.origins) != 1 or len(second.origins) != 1:
         return False
-    ((a,), (b,)) = one.origins, other.origins
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    ((a,), (b,)) = first.origins, second.origins
     return source[a].shape == source[b].shape and source[a].held == source[b].held
 
 
-def _proved(pairs: Iterable[Pair], mine: Mapping[str, torch.Tensor], world: World, *, values: bool) -> set[Pair]:
+def _equal_pairs(sides: Sides, pairs: Iterable[Pair], *, values: bool) -> set[Pair]:
     """Return the pairs that are the same on every rank that holds them; collective."""
-    said = {(a, b): _same(mine[a], mine[b], values) for a, b in pairs if a in mine and b in mine}
-    told = world.gather(said)
-    return {pair for each in told for pair in each} - {pair for each in told for pair, same in each.items() if not same}
+    own = sides.own_source
+    equal_here = {(a, b): _same(own[a], own[b], values=values) for a, b in pairs if a in own and b in own}
+    of_all_ranks = sides.world.gather(equal_here)
+    unequal = {pair for of_rank in of_all_ranks for pair, equal in of_rank.items() if not equal}
+    return {pair for of_rank in of_all_ranks for pair in of_rank} - unequal
 
 
-def _same(one: torch.Tensor, other: torch.Tensor, values: bool) -> bool:
+def _same(first: torch.Tensor, second: torch.Tensor, *, values: bool) -> bool:
     """Tell whether two tensors lie in the same memory or, if that counts, have the same bits."""
-    a, b = local_of(one), local_of(other)
+    a, b = local_of(first), local_of(second)
     if a.is_meta or b.is_meta:
         return a is b
     if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape and a.device == b.device:

@@ -16,8 +16,10 @@ from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
+from transaxle.live.derived.settle import unnamed
+from transaxle.live.model.state_tensors import Leaves
 from transaxle.live.training.optimizer_twin import Twins
-from transaxle.live.training.optimizers import CARRY, Optimizers
+from transaxle.live.training.optimizers import CARRY, AnyOptimizer, Optimizers, apart
 from transaxle.quant.modules.masters import MASTER, MasterWeights
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.torch_dtype import torch_dtype
@@ -29,6 +31,22 @@ _ON_DEVICE = ("capturable", "fused")
 _TOO_EARLY = "make the optimizer of this model's parameters, after fully_shard or parallelize_module has replaced them"
 _NUMBERS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Python's numbers, and the types of the tensors that stand for them."""
+
+
+def by_name(optimizer: AnyOptimizer, own: Leaves) -> tuple[Optimizers, dict[str, torch.Tensor]]:
+    """Take optimizers apart, and return their parameters by the model's names.
+
+    Args:
+        optimizer: the model's optimizer, or several.
+        own: what the model holds.
+
+    Raises:
+        Refused: UNSUPPORTED for parameters that the model's state dict does not show; see `names_of`.
+    """
+    optimizers = apart(optimizer)
+    if nameless := unnamed((parameter for _, _, parameter in optimizers.parameters()), own.islands):
+        raise gathered(nameless)
+    return optimizers, names_of(optimizers, own.parameters)
 
 
 def names_of(optimizers: Optimizers, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

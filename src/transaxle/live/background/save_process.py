@@ -1,0 +1,170 @@
+"""The background process of one rank: it writes snapshots out of shared memory, one after the other.
+
+Those of all ranks form a world of their own, so no collective of the training is disturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from math import prod
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
+
+import torch
+import torch.distributed as dist
+
+from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.training_state.state_groups import Group
+from transaxle.live.background.spawned import Parent
+from transaxle.live.model.report import SaveReport
+from transaxle.live.save.collected_state import CollectedState
+from transaxle.live.save.save import write_checkpoint
+from transaxle.live.save.save_request import SaveSettings
+from transaxle.live.sharding.global_tensors import Census
+from transaxle.live.tensors.clock import Clock
+from transaxle.live.transport.rendezvous import Place
+from transaxle.live.transport.shared_memory import Region
+from transaxle.live.transport.world import World
+
+Answer = SaveReport | TransaxleError
+"""What comes back from the process."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlot:
+    """Where a tensor's snapshot lies in the shared memory."""
+
+    start: int
+    """First byte."""
+    shape: tuple[int, ...]
+    """Elements along each dim."""
+    dtype: torch.dtype
+    """Their type."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def tensor(self, region: Region) -> torch.Tensor:
+        """Return the tensor in the shared memory."""
+        octets = torch.from_numpy(region.bytes[self.start : self.start + self.size])
+        return octets.view(self.dtype).view(self.shape) if self.size else torch.empty(self.shape, dtype=self.dtype)
+
+
+Layout = Mapping[str, TensorSlot]
+"""Where the tensors of a snapshot lie, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotForm:
+    """What seldom changes between two saves."""
+
+    global_tensors: Census
+    """The tensors of all ranks."""
+    layout: Layout
+    """Where this rank's lie."""
+    size: int
+    """Bytes of the shared memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a background process is told to write."""
+
+    settings: SaveSettings
+    """What and how."""
+    groups: Sequence[Group]
+    """The optimizers' groups."""
+    files: Mapping[str, bytes]
+    """Files that travel along."""
+    form: SnapshotForm | None
+    """The tensors; None: those of the last order."""
+    new_region: bool
+    """Whether new shared memory follows."""
+
+
+def serve(
+    parent: Parent, rank: int, ranks: tuple[int, ...], meeting: Place | None, pipe: Connection, timeout: timedelta
+) -> None:
+    """Write what comes through a pipe, until it closes.
+
+    Args:
+        parent: the rank's own process.
+        rank: the rank that this process serves.
+        ranks: all that save together.
+        meeting: where their processes find each other; None for one alone.
+        pipe: brings orders and takes answers.
+        timeout: how long the processes wait for each other.
+    """
+    parent.follow()
+    torch.set_num_threads(1)
+    world = _ServedWorld(rank, ranks)
+    if meeting is not None:
+        meeting.join(ranks.index(rank), len(ranks), timeout)
+        world.live, world.size = True, len(ranks)
+    inbox = _Inbox(pipe)
+    while True:
+        try:
+            settings, state = inbox.next()
+        except EOFError:
+            break
+        answer: Answer
+        try:
+            answer = write_checkpoint(settings, state, world, Clock())
+        except TransaxleError as error:
+            answer = error
+        except Exception as error:  # noqa: BLE001 - whatever it is, it is told to the one who waits
+            answer = refuse("IO", f"the background process of rank {rank} failed: {error!r}", file=settings.dst)
+        try:
+            pipe.send(answer)
+        except OSError:  # nobody waits for it any more
+            break
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class _Inbox:
+    """Where a background process takes its orders.
+
+    Args:
+        pipe: they come through it.
+    """
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._region: Region | None = None
+        self._form = SnapshotForm({}, {}, 0)
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def next(self) -> tuple[SaveSettings, CollectedState]:
+        """Wait for the next order.
+
+        Raises:
+            EOFError: there will be none.
+        """
+        order: Order = self._pipe.recv()
+        form = self._form = order.form or self._form
+        if order.new_region:
+            self._region = Region(form.size, recv_handle(self._pipe))
+        if order.form is not None and self._region is not None:
+            self._tensors = {name: slot.tensor(self._region) for name, slot in form.layout.items()}
+        return order.settings, CollectedState(self._tensors, form.global_tensors, order.groups, order.files)
+
+
+class _ServedWorld(World):
+    """The background processes, by the ranks that they serve.
+
+    Args:
+        rank: the rank that this one serves.
+        ranks: all of them.
+    """
+
+    def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
+        self.group = None
+        self.live = False
+        self.rank = rank
+        self.ranks = ranks
+        self.size = 1

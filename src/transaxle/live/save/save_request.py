@@ -1,0 +1,149 @@
+"""What a save is asked for: the arguments of `save` and `async_save`, and what all ranks must give alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypedDict
+
+from transaxle.arguments import (
+    Config,
+    PathLike,
+    Size,
+    check_keywords,
+    read_config,
+    read_optional_text,
+    read_path,
+    read_size,
+    read_text,
+)
+from transaxle.engine.plan.conversion import SHARD_SIZE
+from transaxle.errors import refuse
+from transaxle.formats.staging.belongings import Overwrite
+from transaxle.live.model.state_tensors import State
+from transaxle.live.training.optimizers import AnyOptimizer
+from transaxle.live.transport.world import World
+
+
+class Saving(TypedDict, total=False):
+    """How a model is saved: keyword arguments of every function that saves one."""
+
+    family: str | None
+    """Model family, such as `qwen3_moe`; None: recognised."""
+    dialect: str | None
+    """Dialect of the model's names, such as `hf`; None: recognised."""
+    config: Config | None
+    """The model's config; None: `model.config`, where it has one."""
+    shard_size: Size
+    """Bytes of tensors per file."""
+    sync: bool
+    """Make everything durable before the target appears."""
+    check_copies: bool
+    """Compare what several ranks hold without a mesh that keeps it equal, and refuse what differs."""
+
+
+@dataclass(frozen=True)
+class SaveSettings:
+    """What is written and how: everything but the tensors."""
+
+    dst: str
+    """Folder or URL, as typed."""
+    to: str
+    """`FORMAT[:DIALECT]`."""
+    family: str | None
+    """Model family; None: recognised."""
+    dialect: str | None
+    """Dialect of the model's names; None: recognised."""
+    config: Mapping[str, Any] | None
+    """The model's config."""
+    optimizer: bool
+    """Whether optimizer state is among the tensors."""
+    shard_size: int
+    """Bytes of tensors per file."""
+    overwrite: Overwrite
+    """Replace what is there."""
+    sync: bool
+    """Make everything durable first."""
+    check_copies: bool
+    """Compare what several ranks hold."""
+    left: tuple[str, ...] = ()
+    """Entries that are held and not written."""
+    untrained: tuple[str, ...] = ()
+    """Parameters of this rank that have gradients, and no optimizer."""
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """Arguments of `save` and `async_save`, which document them."""
+
+    state: State
+    """Model or state dict."""
+    dst: PathLike
+    """Folder or URL."""
+    to: str = "hf"
+    """`FORMAT[:DIALECT]`."""
+    optimizer: AnyOptimizer | None = None
+    """The model's optimizer, or several."""
+    extra: Mapping[str, Any] | None = None
+    """What else the run must remember."""
+    family: str | None = None
+    """Model family."""
+    dialect: str | None = None
+    """Dialect of the model's names."""
+    config: Config | None = None
+    """The model's config."""
+    shard_size: Size = SHARD_SIZE
+    """Bytes of tensors per file."""
+    overwrite: Overwrite = False
+    """Replace what is there."""
+    sync: bool = True
+    """Make everything durable first."""
+    check_copies: bool = True
+    """Compare what several ranks hold."""
+
+    def settings(self, config: Mapping[str, Any] | None) -> SaveSettings:
+        """Return it without the tensors.
+
+        Args:
+            config: the model's config, as all ranks know it.
+
+        Raises:
+            TypeError: an argument of a type that it cannot have.
+        """
+        return SaveSettings(
+            read_path("dst", self.dst),
+            read_text("to", self.to, "safetensors:hf"),
+            read_optional_text("family", self.family, "qwen3_moe"),
+            read_optional_text("dialect", self.dialect, "hf"),
+            config,
+            self.optimizer is not None,
+            read_size("shard_size", self.shard_size),
+            self.overwrite,
+            self.sync,
+            self.check_copies,
+        )
+
+
+def check_options(function: str, to: str, options: Saving) -> None:
+    """Refuse arguments of a save before there is anything to be saved.
+
+    Raises:
+        TypeError: an argument that there is not, or of a type that it cannot have.
+    """
+    check_keywords(function, options, Saving.__annotations__)
+    read_config(options.get("config"))
+    SaveRequest({}, "", to, **options).settings(None)
+
+
+def check_alike(settings: SaveSettings, world: World) -> None:
+    """Prove that all ranks ask for the same; collective.
+
+    Raises:
+        UsageError: AMBIGUOUS, on every rank.
+    """
+    first, *others = world.gather(settings)
+    for rank, other in zip(world.ranks[1:], others, strict=True):
+        if other != first:
+            name = next(each.name for each in fields(first) if getattr(other, each.name) != getattr(first, each.name))
+            given = f"rank {rank} gave {getattr(other, name)!r}, rank {world.ranks[0]} {getattr(first, name)!r}"
+            raise refuse("AMBIGUOUS", f"{name}: {given}", hint="give the same arguments on all ranks")
