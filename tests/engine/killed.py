@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import transaxle as tx
-from transaxle.engine.execute import journal
 from transaxle.formats.staging import place, staging
+from transaxle.move import journal
 
 TO = "automodel"
 SHARD_SIZE = 8000

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import xxhash
 
@@ -22,6 +22,7 @@ class HashingFiles(Sink):
         places: for each item, by key, the consecutive runs of it and where these lie (see `PlannedTensor.places`).
         hashed: keys of the items whose bytes all come here, in order.
         progress: told the number of bytes that were just taken.
+        finish: told the key and the hash of each item that came whole.
     """
 
     def __init__(
@@ -30,9 +31,11 @@ class HashingFiles(Sink):
         places: Sequence[Sequence[Transfer]],
         hashed: Container[int],
         progress: Progress = unwatched,
+        finish: Callable[[int, str], None] | None = None,
     ) -> None:
         self.digests: dict[int, str] = {}
-        """xxh3-128 of the items that came whole, by key."""
+        """xxh3-128 of the items that came whole, by key; they are not kept where `finish` is told them."""
+        self._finish = finish or self.digests.__setitem__
         self._files = files
         self._places = places
         self._hashed = hashed
@@ -51,7 +54,7 @@ class HashingFiles(Sink):
     def end(self, key: int) -> None:
         """See `Sink`."""
         if key in self._hashed:
-            self.digests[key] = self._open.pop(key, xxhash.xxh3_128()).hexdigest()
+            self._finish(key, self._open.pop(key, xxhash.xxh3_128()).hexdigest())
 
 
 def within(places: Iterable[Transfer], start: int, stop: int) -> Iterator[Transfer]:
@@ -60,6 +63,11 @@ def within(places: Iterable[Transfer], start: int, stop: int) -> Iterator[Transf
         low, high = max(start, place.target), min(stop, place.target_end)
         if low < high:
             yield Transfer(place.file, place.source + low - place.target, low, high - low)
+
+
+def digest(data: bytes | memoryview) -> str:
+    """Return the xxh3-128 of bytes, in hex."""
+    return xxhash.xxh3_128_hexdigest(data)
 
 
 def digest_in(storage: Readable, places: Iterable[Transfer]) -> str:

@@ -93,29 +93,6 @@ def clip(transfer: Transfer, start: int, stop: int) -> Iterator[Transfer]:
         yield Transfer(transfer.file, source, target, high - low, tuple(kept))
 
 
-def landing(blocks: Iterable[memoryview], places: Iterable[Transfer]) -> Iterator[tuple[str, int, memoryview]]:
-    """Cut the bytes of a tensor, which come block by block, where the places that they go to end.
-
-    Args:
-        blocks: the tensor's bytes in order.
-        places: consecutive runs of them, see `PlannedTensor.places`; together as long as the blocks.
-
-    Yields:
-        `(file, offset in the file, bytes)`.
-    """
-    runs = iter(places)
-    file, offset, left = "", 0, 0
-    for block in blocks:
-        while len(block):
-            while not left:
-                run = next(runs)
-                file, offset, left = run.file, run.source, run.width
-            taken = min(left, len(block))
-            yield file, offset, block[:taken]
-            block = block[taken:]
-            offset, left = offset + taken, left - taken
-
-
 def active(transfers: Sequence[Transfer], ends: Iterable[int]) -> Iterator[tuple[int, int, list[Transfer]]]:
     """Walk a target block by block, in order.
 

@@ -17,6 +17,7 @@ from transaxle.errors import Refusal, StorageError, TransaxleError, Where, refus
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.dtype import nbytes
+from transaxle.move.hashing import digest
 
 SCHEMA = 1
 _BLOCK = 1 << 20
@@ -66,11 +67,6 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Every tensor."""
     checksum: str = ""
     """xxh3-128 of this text with an empty checksum."""
-
-
-def digest(data: bytes | memoryview) -> str:
-    """Return the xxh3-128 of bytes, in hex."""
-    return xxhash.xxh3_128_hexdigest(data)
 
 
 def encode(manifest: Manifest) -> bytes:

@@ -3,39 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from transaxle.encodings.arithmetic.codec import Error
-from transaxle.engine.checkpoint.manifest import encode
 from transaxle.engine.copying.duplicate_checks import unequal
 from transaxle.engine.copying.replica_mean import averages_of
-from transaxle.engine.execute.journal import Done, Journal, refuse_other
+from transaxle.engine.execute.commit import write_known, write_rest
 from transaxle.engine.execute.preflight import Cleared, preflight
-from transaxle.engine.execute.resume_check import manifest_of
-from transaxle.engine.execute.tensor_stream import Sizes, Summed, decoding_errors, made, measured_sizes
-from transaxle.engine.execute.work_items import in_turn, portions
+from transaxle.engine.execute.tensor_stream import Sizes, decoding_errors, items_of, measured_sizes
 from transaxle.engine.plan.conversion import Plan, PlannedTensor, Prepared, ready
 from transaxle.engine.plan.output_tensors import Measured
 from transaxle.engine.views.cast import casting_errors, casts_of, refuse_infinite
 from transaxle.errors import gathered
-from transaxle.formats.catalog.catalog import Fragment
 from transaxle.formats.catalog.checksums import witness_of
-from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.remote.url import shown
 from transaxle.formats.staging.belongings import Overwrite
 from transaxle.formats.staging.leftovers import swept
 from transaxle.formats.staging.location import Stage, staging_at
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.move.transfer import landing
-from transaxle.move.workers import Limits, Progress, Worker, limits, share, unwatched
-
-_BLOCK = 1 << 20
+from transaxle.formats.storage.storage import Storage
+from transaxle.move.hashing import HashingFiles, digest_in
+from transaxle.move.journal import Done, Journal, refuse_other
+from transaxle.move.mover import Movement
+from transaxle.move.workers import Limits, Progress, Worker, limits, unwatched
 
 
 @dataclass(frozen=True)
@@ -158,7 +152,10 @@ def _casts(prepared: Prepared, limit: Limits) -> dict[str, tuple[Error, int]]:
         Refused: LOSSY where values become infinite, unless that is allowed.
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
-    found = casting_errors(storage, [each.name for each in plan.recoded if each.action == "cast"], limit)
+    names = [each.name for each in plan.recoded if each.action == "cast"]
+    if not names:
+        return {}
+    found = casting_errors(storage, names, limit)
     if not plan.allow_lossy:
         refuse_infinite(found, str(casts_of(storage).dtype))
     return found
@@ -169,6 +166,8 @@ def _measured(
 ) -> tuple[Measured, ...]:
     """Return how far each tensor is from what it was; those that are decoded are read once more for it."""
     recoded = prepared.plan.recoded
+    if not recoded:
+        return ()
     names = [each.name for each in recoded if each.action == "decoded"]
     decoded = decoding_errors(prepared.checkpoint.container.storage, names, limit)
     averaged = averages_of(prepared.checkpoint.container.storage)
@@ -196,42 +195,23 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
     refuse_other(staging.scratch, prepared.task, shown(prepared.asked[0]))
     kept = staging.prepare(prepared.draft.files if single else plan.files)
 
-    put(staging, prepared.draft.early())
+    write_known(staging, prepared.draft.early())
     differing = unequal(plan.checks, storage, limit)
     if differing:
         raise gathered(differing)
-    tensors, carried = dict[str, Done](), dict[str, Done]()
     journal = Journal(staging.scratch, prepared.task)
-    workers = partial(Worker, storage, limit)
-    sizes: Sizes = {}
-
-    def copy(worker: Worker, item: PlannedTensor, progress: Progress) -> Done:
-        return _copied(made(worker, item, sizes, measured := Summed()), item, measured, staging, progress)
-
-    def write(worker: Worker, tensor: PlannedTensor) -> None:
-        tensors[tensor.name] = copy(worker, tensor, progress)
-        journal.add(tensor.name, tensors[tensor.name])
-
-    def foretell(worker: Worker, item: PlannedTensor) -> None:
-        blocks = made(worker, item, sizes, measured := Summed())
-        tensors[item.name] = _copied(blocks, item, measured, None, unwatched)
-
-    def carry(worker: Worker, file: PlannedTensor) -> None:
-        carried[file.name] = copy(worker, file, unwatched)
-
     try:
-        tensors.update(_still_there(staging, plan, journal.finished, kept))
+        tensors = _still_there(staging, plan, journal.finished, kept)
         todo = [tensor for tensor in plan.tensors if tensor.name not in tensors]
-        resumed = len(plan.tensors) - len(todo)
+        resumed = len(tensors)
         _expect(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors])
         progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in todo))
-        sizes = measured_sizes(todo, limit, workers)
+        copying = _Copying(storage, limit, measured_sizes(todo, limit, partial(Worker, storage, limit)))
         first = staging.ordered and prepared.draft.sealed_first
         if first:  # a stream cannot go back to them: everything is read twice
-            share(todo, limit.jobs, workers, foretell)
-            put(staging, _late(prepared, tensors))
-        share(portions(todo, ordered=staging.ordered), limit.jobs, workers, in_turn(write))
-        share(() if single else plan.carried_files, limit.jobs, workers, carry)
+            write_known(staging, prepared.draft.late(_hashes(tensors | copying.copy(todo, None))))
+        tensors |= copying.copy(todo, staging, record=journal.add, progress=progress)
+        carried = {} if single else copying.copy(plan.carried_files, staging)
     finally:
         journal.close()
     for tensor in plan.tensors:
@@ -239,35 +219,53 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
         if tensor.codes_of is not None and error is not None:
             errors[tensor.codes_of] = error
     storage.recheck()
-    put(staging, () if first else _late(prepared, tensors))
-    if not single:
-        hashes = ({name: done.hash for name, done in each.items()} for each in (tensors, carried))
-        staging.write(MANIFEST, encode(manifest_of(prepared, *hashes)))
+    write_rest(staging, prepared, _hashes(tensors), _hashes(carried), sealed=first)
     return resumed
 
 
-def put(staging: Stage, fragments: Iterable[Fragment]) -> None:
-    """Write bytes that are known."""
-    for fragment in fragments:
-        staging.pwrite(fragment.file, fragment.offset, memoryview(fragment.data))
+def _hashes(tensors: Mapping[str, Done]) -> dict[str, str]:
+    return {name: done.hash for name, done in tensors.items()}
 
 
-def _late(prepared: Prepared, tensors: Mapping[str, Done]) -> Iterator[Fragment]:
-    """Return the bytes that are known when all tensors are."""
-    return prepared.draft.late({name: done.hash for name, done in tensors.items()})
+@dataclass(frozen=True)
+class _Copying:
+    """Carries tensors of a plan out."""
 
+    storage: Storage
+    """The source."""
+    limit: Limits
+    """Workers and memory."""
+    sizes: Sizes
+    """See `measured_sizes`."""
 
-def _copied(
-    blocks: Iterable[memoryview], item: PlannedTensor, measured: Summed, staging: Stage | None, progress: Progress
-) -> Done:
-    """Write what a tensor is made of, or only hash it where there is nowhere to write to."""
-    hashed = xxhash.xxh3_128()
-    for file, offset, part in landing(blocks, item.places):
-        if staging is not None:
-            staging.pwrite(file, offset, part)
-        hashed.update(part)
-        progress(len(part))
-    return Done(hashed.hexdigest(), measured.error if item.codes_of is not None else None)
+    def copy(
+        self,
+        tensors: Sequence[PlannedTensor],
+        staging: Stage | None,
+        record: Callable[[str, Done], None] | None = None,
+        progress: Progress = unwatched,
+    ) -> dict[str, Done]:
+        """Write tensors, or only hash them where there is nowhere to write to.
+
+        Args:
+            tensors: of the plan.
+            staging: where to.
+            record: told each tensor when it is written.
+            progress: told the bytes of each block.
+        """
+        errors: dict[str, Error] = {}
+        done: dict[str, Done] = {}
+
+        def finish(key: int, digest: str) -> None:
+            name = tensors[key].name
+            done[name] = Done(digest, errors.get(name, Error()) if tensors[key].codes_of is not None else None)
+            if record is not None:
+                record(name, done[name])
+
+        ordered = staging is not None and staging.ordered
+        sink = HashingFiles(staging, [tensor.places for tensor in tensors], range(len(tensors)), progress, finish)
+        Movement(items_of(tensors, self.sizes, errors, ordered=ordered), self.storage, sink, self.limit).move_own()
+        return done
 
 
 def _expect(prepared: Prepared, tensors: Iterable[PlannedTensor]) -> None:
@@ -288,18 +286,14 @@ def _still_there(staging: Stage, plan: Plan, recorded: Mapping[str, Done], kept:
     """Return the recorded tensors whose bytes in the unfinished files still have the recorded hash."""
     if not recorded:
         return {}
-    found = {}
     storage = LocalStorage(staging.path)
     try:
-        for tensor in plan.tensors:
-            if tensor.name in recorded and kept.issuperset(place.file for place in tensor.places):
-                hashed = xxhash.xxh3_128()
-                for place in tensor.places:
-                    for start in range(0, place.width, _BLOCK):
-                        size = min(_BLOCK, place.width - start)
-                        hashed.update(storage.read(place.file, place.source + start, size))
-                if hashed.hexdigest() == recorded[tensor.name].hash:
-                    found[tensor.name] = recorded[tensor.name]
+        return {
+            tensor.name: recorded[tensor.name]
+            for tensor in plan.tensors
+            if tensor.name in recorded
+            and kept.issuperset(place.file for place in tensor.places)
+            and digest_in(storage, tensor.places) == recorded[tensor.name].hash
+        }
     finally:
         storage.close()
-    return found

@@ -11,9 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from transaxle.encodings.arithmetic.codec import Error
-from transaxle.engine.checkpoint.manifest import digest
 from transaxle.engine.execute.apart import refuse_together
-from transaxle.engine.execute.journal import Task, refuse_other
 from transaxle.engine.execute.resume_check import is_finished
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import Refusal, TransaxleError, Where
@@ -21,6 +19,8 @@ from transaxle.formats.remote.url import shown
 from transaxle.formats.staging.belongings import Overwrite
 from transaxle.formats.staging.location import staging_at
 from transaxle.formats.staging.staging import Staging
+from transaxle.move.hashing import digest
+from transaxle.move.journal import Task, refuse_other
 from transaxle.move.workers import Limits, Progress, limits, unwatched
 
 

@@ -6,59 +6,26 @@ every byte is what would be written, and refused like any other existing target 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-import xxhash
-
 from transaxle.encodings.arithmetic.codec import Error
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.checkpoint.manifest import FileRecord, Manifest, TensorRecord, digest, encode
+from transaxle.engine.checkpoint.manifest import encode
 from transaxle.engine.compare.compare import Comparison, Difference
 from transaxle.engine.copying.duplicate_checks import unequal
-from transaxle.engine.execute.tensor_stream import Summed, made, measured_sizes
+from transaxle.engine.execute.commit import manifest_of
+from transaxle.engine.execute.tensor_stream import items_of, measured_sizes
 from transaxle.engine.plan.conversion import PlannedTensor, Prepared
 from transaxle.formats.catalog.catalog import Fragment
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage
-from transaxle.move.transfer import landing
-from transaxle.move.workers import Limits, Progress, Worker, share
-
-
-def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping[str, str]) -> Manifest:
-    """Return the manifest of a target.
-
-    Args:
-        prepared: the plan.
-        tensors: hash of every tensor.
-        carried: hash of every carried file.
-    """
-    plan = prepared.plan
-    known: dict[str, list[Fragment]] = {}
-    for fragment in prepared.draft.fragments:
-        known.setdefault(fragment.file, []).append(fragment)
-    files = {name: _record(plan.files[name], fragments) for name, fragments in known.items()}
-    files |= {name: FileRecord(plan.files[name], plan.files[name], carried[name]) for name in plan.carried}
-    return Manifest(
-        format=plan.format,
-        family=plan.family,
-        dialect=plan.dialect,
-        axes=plan.axes,
-        aliases=plan.aliases,
-        files=files,
-        tensors={
-            tensor.name: TensorRecord(tensor.dtype, tensor.shape, tensors[tensor.name]) for tensor in plan.tensors
-        },
-    )
-
-
-def _record(size: int, fragments: Sequence[Fragment]) -> FileRecord:
-    """Return the record of a file whose bytes outside of tensors are these."""
-    known = b"".join(fragment.data for fragment in sorted(fragments, key=lambda fragment: fragment.offset))
-    return FileRecord(size, len(known), digest(known))
+from transaxle.move.hashing import HashingFiles, within
+from transaxle.move.mover import Movement
+from transaxle.move.workers import Limits, Progress, StoppedError, Worker
 
 
 def is_finished(prepared: Prepared, target: str, limit: Limits, progress: Progress, errors: dict[str, Error]) -> bool:
@@ -160,28 +127,52 @@ def _compared(
     Returns:
         The hash of each; None where one differs.
     """
-    single, hashes, wrong = storage.single, dict[str, str](), dict[str, None]()
     workers = partial(Worker, _source(prepared), limit)
-    sizes = measured_sizes(items, limit, workers)
-
-    def compare(worker: Worker, item: PlannedTensor) -> None:
-        hashed, measured = xxhash.xxh3_128(), Summed()
-        for file, offset, mine in landing(made(worker, item, sizes, measured), item.places):
-            if wrong and differing is None:
-                return
-            if storage.read(single or file, offset, len(mine)) != mine:
-                wrong[item.name] = None
-                return
-            hashed.update(mine)
-            progress(len(mine))
-        hashes[item.name] = hashed.hexdigest()
+    found: dict[str, Error] = {}
+    sink = _Written(storage, items, progress, first_only=differing is None)
+    moved = items_of(items, measured_sizes(items, limit, workers), found)
+    Movement(moved, _source(prepared), sink, limit).move_own()
+    for item in items:
         if item.codes_of is not None:
-            errors[item.codes_of] = measured.error
-
-    share(items, limit.jobs, workers, compare)
+            errors[item.codes_of] = found.get(item.name, Error())
     if differing is not None:
-        differing.extend(wrong)
-    return None if wrong else hashes
+        differing.extend(sink.wrong)
+    return None if sink.wrong else {items[key].name: digest for key, digest in sink.digests.items()}
+
+
+class _Written(HashingFiles):
+    """Files that hold what is produced, or something else: nothing is written, all is compared.
+
+    Args:
+        storage: the files.
+        tensors: what they should hold.
+        progress: told the bytes of each block compared.
+        first_only: let the first difference end it.
+    """
+
+    def __init__(
+        self, storage: Storage, tensors: Sequence[PlannedTensor], progress: Progress, *, first_only: bool
+    ) -> None:
+        super().__init__(None, (), range(len(tensors)), progress)
+        self.wrong: dict[str, None] = {}
+        """Names of tensors that differ."""
+        self._storage = storage
+        self._tensors = tensors
+        self._first_only = first_only
+
+    def take(self, key: int, start: int, data: memoryview) -> None:
+        """See `Sink`."""
+        if self.wrong and self._first_only:
+            raise StoppedError
+        tensor, storage = self._tensors[key], self._storage
+        if tensor.name in self.wrong:
+            return
+        for place in within(tensor.places, start, start + len(data)):
+            stored = storage.read(storage.single or place.file, place.source, place.width)
+            if stored != data[place.target - start :][: place.width]:
+                self.wrong[tensor.name] = None
+                return
+        super().take(key, start, data)
 
 
 def reproduced(prepared: Prepared, written: Checkpoint, limit: Limits, progress: Progress) -> Comparison:

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 from transaxle.arguments import Config, read_source
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint
-from transaxle.engine.checkpoint.manifest import digest
 from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Checksum
 from transaxle.formats.catalog.checksums import Tally, witness_of
@@ -19,6 +18,7 @@ from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.storage.storage import Storage
 from transaxle.live.load.file_reading import Counting
 from transaxle.live.transport.world import World
+from transaxle.move.hashing import digest
 
 _LARGEST_MANIFEST = 1 << 30
 

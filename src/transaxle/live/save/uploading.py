@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
-from transaxle.engine.checkpoint.manifest import digest, encode
-from transaxle.engine.execute.execute import put as put_known
-from transaxle.engine.execute.resume_check import manifest_of
+from transaxle.engine.execute.commit import write_known, write_rest
 from transaxle.engine.plan.conversion import Prepared
-from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.staging.belongings import EVERYTHING
 from transaxle.formats.staging.location import Stage
 from transaxle.formats.staging.upload import Upload, opens
 from transaxle.live.save.memory_to_files import Moved, move
 from transaxle.live.tensors.clock import Clock
 from transaxle.live.transport.world import World
+from transaxle.move.hashing import digest
 
 
 def upload(
@@ -57,7 +55,7 @@ def upload(
                 carried = plan.carried if lead is not None and lead.single is None else ()
                 stage.prepare(mine | {name: plan.files[name] for name in carried})
                 known = [*prepared.draft.early(), *(prepared.draft.late(foretold) if sealed_first else ())]
-                put_known(stage, (fragment for fragment in known if fragment.file in mine))
+                write_known(stage, (fragment for fragment in known if fragment.file in mine))
 
         def send() -> Moved:
             moved = move(prepared, takers, stage, world, ordered=True)
@@ -130,9 +128,7 @@ def _ready(prepared: Prepared, lead: Upload | None, hashes: Mapping[str, str]) -
     """Write on rank 0 what is known now, and take away what is replaced."""
     if lead is None:
         return
-    if not prepared.draft.sealed_first:
-        put_known(lead, prepared.draft.late(hashes))
-    if lead.single is None:
-        lead.write(MANIFEST, encode(manifest_of(prepared, hashes, carry(prepared, lead))))
+    carried = carry(prepared, lead) if lead.single is None else {}
+    write_rest(lead, prepared, hashes, carried, sealed=prepared.draft.sealed_first)
     lead.complete()
     lead.make_way()

@@ -13,13 +13,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from transaxle.engine.checkpoint.manifest import encode
 from transaxle.engine.copying.duplicate_checks import PlannedCheck
-from transaxle.engine.execute.execute import put as put_known
-from transaxle.engine.execute.resume_check import manifest_of
+from transaxle.engine.execute.commit import write_known, write_rest
 from transaxle.engine.plan.conversion import PlannedTensor, Prepared
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.staging.belongings import Overwrite
 from transaxle.formats.staging.location import Stage, staging_at
 from transaxle.formats.staging.upload import Upload
@@ -75,7 +72,7 @@ def write(
             if isinstance(stage, Upload):
                 return "", world.ranks if stage.shared else world.ranks[:1]
             stage.prepare(plan.files if stage.single is None else prepared.draft.files)
-            put_known(stage, prepared.draft.early())
+            write_known(stage, prepared.draft.early())
             return str(stage.path), ()
 
         with clock.stage("prepare"):
@@ -85,9 +82,7 @@ def write(
         received, own, hashes = _write(prepared, folder, world, clock, sync=sync)
         with clock.stage("commit"), world.together():
             if stage is not None:
-                put_known(stage, prepared.draft.late(hashes))
-                if stage.single is None:
-                    stage.write(MANIFEST, encode(manifest_of(prepared, hashes, carry(prepared, stage))))
+                write_rest(stage, prepared, hashes, carry(prepared, stage) if stage.single is None else {})
                 stage.commit()
     return received, own
 

@@ -18,10 +18,10 @@ from typing import IO
 import msgspec
 
 from transaxle.encodings.arithmetic.codec import Error
-from transaxle.engine.checkpoint.manifest import digest
 from transaxle.errors import refuse
 from transaxle.formats.staging.place import JOURNAL
 from transaxle.formats.storage.os_errors import failed
+from transaxle.move.hashing import digest
 
 _HEAD = b"transaxle journal 3 "
 """How a journal begins; what it belongs to follows."""

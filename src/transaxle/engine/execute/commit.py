@@ -1,0 +1,72 @@
+"""What a checkpoint holds beside its tensors: bytes known beforehand, those known when all tensors are, the manifest.
+
+Conversions and saves write them here; the manifest comes last, and then the staging is committed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from transaxle.engine.checkpoint.manifest import FileRecord, Manifest, TensorRecord, encode
+from transaxle.engine.plan.conversion import Prepared
+from transaxle.formats.catalog.catalog import Fragment
+from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.staging.location import Stage
+from transaxle.move.hashing import digest
+
+
+def write_known(stage: Stage, fragments: Iterable[Fragment]) -> None:
+    """Write bytes that are known."""
+    for fragment in fragments:
+        stage.pwrite(fragment.file, fragment.offset, memoryview(fragment.data))
+
+
+def write_rest(
+    stage: Stage, prepared: Prepared, tensors: Mapping[str, str], carried: Mapping[str, str], *, sealed: bool = False
+) -> None:
+    """Write what is known when all tensors are: the rest of their files, and in a folder the manifest.
+
+    Args:
+        stage: where to.
+        prepared: the plan.
+        tensors: hash of every tensor.
+        carried: hash of every carried file.
+        sealed: the tensors' files are complete: their digests were foretold.
+    """
+    if not sealed:
+        write_known(stage, prepared.draft.late(tensors))
+    if stage.single is None:
+        stage.write(MANIFEST, encode(manifest_of(prepared, tensors, carried)))
+
+
+def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping[str, str]) -> Manifest:
+    """Return the manifest of a target.
+
+    Args:
+        prepared: the plan.
+        tensors: hash of every tensor.
+        carried: hash of every carried file.
+    """
+    plan = prepared.plan
+    known: dict[str, list[Fragment]] = {}
+    for fragment in prepared.draft.fragments:
+        known.setdefault(fragment.file, []).append(fragment)
+    files = {name: _record(plan.files[name], fragments) for name, fragments in known.items()}
+    files |= {name: FileRecord(plan.files[name], plan.files[name], carried[name]) for name in plan.carried}
+    return Manifest(
+        format=plan.format,
+        family=plan.family,
+        dialect=plan.dialect,
+        axes=plan.axes,
+        aliases=plan.aliases,
+        files=files,
+        tensors={
+            tensor.name: TensorRecord(tensor.dtype, tensor.shape, tensors[tensor.name]) for tensor in plan.tensors
+        },
+    )
+
+
+def _record(size: int, fragments: Sequence[Fragment]) -> FileRecord:
+    """Return the record of a file whose bytes outside of tensors are these."""
+    known = b"".join(fragment.data for fragment in sorted(fragments, key=lambda fragment: fragment.offset))
+    return FileRecord(size, len(known), digest(known))
