@@ -15,6 +15,7 @@ import torch
 from transaxle.errors import Refusal, Where
 from transaxle.live.derived.derived import Island, persistent
 from transaxle.live.derived.extent import pieces
+from transaxle.torch_tensors.tensor_bytes import byte_view, same_bytes
 
 _SEED = 20_260
 _LOWEST, _COUNT = 1, 62
@@ -121,17 +122,7 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of the same kind hold the same bits on this rank."""
     mine, theirs = pieces(one), pieces(other)
-    return len(mine) == len(theirs) and all(map(_equal, mine, theirs))
-
-
-def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.equal(_octets(one), _octets(other.to(one.device)))
-
-
-def _octets(piece: torch.Tensor) -> torch.Tensor:
-    return piece.detach().contiguous().reshape(-1).view(torch.uint8)
+    return len(mine) == len(theirs) and all(map(same_bytes, mine, theirs))
 
 
 def _values(piece: torch.Tensor, number: int) -> torch.Tensor:
@@ -152,5 +143,5 @@ def _others(values: torch.Tensor) -> torch.Tensor:
     """Return values of which none is as it was."""
     if values.dtype == torch.bool:
         return ~values
-    flipped = _octets(values) ^ 1
+    flipped = byte_view(values.detach().contiguous()) ^ 1
     return flipped.view(values.dtype).reshape(values.shape)

@@ -17,7 +17,7 @@ from transaxle.live.model.state_tensors import tied
 from transaxle.live.sharding.global_tensors import Census
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.tensor_bytes import as_bytes
+from transaxle.torch_tensors.tensor_bytes import same_bytes
 
 Pair = tuple[str, str]
 """Names of two tensors of a source."""
@@ -112,4 +112,4 @@ def _same(first: torch.Tensor, second: torch.Tensor, *, values: bool) -> bool:
         return a is b
     if a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape and a.device == b.device:
         return True
-    return values and bool((as_bytes(a.contiguous().cpu()) == as_bytes(b.contiguous().cpu())).all())
+    return values and same_bytes(a, b)

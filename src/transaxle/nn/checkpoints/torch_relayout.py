@@ -14,7 +14,7 @@ from transaxle.axes.layout.relayout import Check, Copier, Target
 from transaxle.axes.translation.translate import Translation
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.torch_tensors.strided_copy import filled, flat
-from transaxle.torch_tensors.tensor_bytes import byte_view
+from transaxle.torch_tensors.tensor_bytes import same_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,18 +78,8 @@ def move(
 
 
 def _agree(check: Check, copier: Copier, tensors: Mapping[str, torch.Tensor]) -> bool:
-    first, second = (_made(side, copier, tensors) for side in (check.first, check.second))
-    return equal(first, second)
-
-
-def equal(first: torch.Tensor, second: torch.Tensor) -> bool:
-    """Tell whether two tensors are the same bytes; what is on the meta device has none."""
-    if (first.shape, first.dtype) != (second.shape, second.dtype):
-        return False
-    if first.is_meta or second.is_meta:
-        return True
-    one, two = (byte_view(_whole(tensor).contiguous()) for tensor in (first, second))
-    return torch.equal(one, two.to(one.device))
+    first, second = (_whole(_made(side, copier, tensors)) for side in (check.first, check.second))
+    return same_bytes(first, second)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

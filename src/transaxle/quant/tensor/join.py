@@ -12,7 +12,7 @@ from transaxle.quant.frame.buffers import COLUMN_SCALE, SCALE
 from transaxle.quant.frame.frame import Frame, framed
 from transaxle.quant.frame.global_scale import stacked
 from transaxle.quant.kernels.components import columnwise_of
-from transaxle.quant.tensor.tensor import QuantizedTensor, same_bytes
+from transaxle.quant.tensor.tensor import QuantizedTensor, same_buffers
 
 
 def is_whole(tensor: QuantizedTensor) -> bool:
@@ -97,7 +97,7 @@ def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
     rows = sum(part.height for part in parts)
     step = _step(frame, columnwise=both)
     alike = all(
-        same_bytes({n: part.frame.shared[n] for n in shared if n in part.frame.shared}, shared) for part in parts
+        same_buffers({n: part.frame.shared[n] for n in shared if n in part.frame.shared}, shared) for part in parts
     )
     ends = [part.frame.start + part.skip + part.height for part in parts]
     starts = [part.frame.start + part.skip for part in parts]
@@ -109,7 +109,7 @@ def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
         if not complete or any(part.height % step for part in parts[:-1]):
             raise refused("cat", first, f"tiles of {step} rows would not stay whole")
         single = {name: buffer for name, buffer in shared.items() if buffer.dim() == 1}
-        if not all(same_bytes({name: part.frame.shared[name] for name in single}, single) for part in parts):
+        if not all(same_buffers({name: part.frame.shared[name] for name in single}, single) for part in parts):
             raise _differing(parts)
         start, whole = 0, rows
         shared |= {n: torch.cat([part.frame.shared[n] for part in parts]) for n in shared if n not in single}
@@ -145,7 +145,7 @@ def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
     if step and any(part.frame.columns % step for part in parts[:-1]):
         raise refused("cat", first, f"tiles of {step} columns would not stay whole")
     flat = [{n: b for n, b in part.frame.shared.items() if b.dim() == 1} for part in parts]
-    if not all(same_bytes(one, flat[0]) for one in flat):
+    if not all(same_buffers(one, flat[0]) for one in flat):
         raise refuse("UNEQUAL_COPIES", f"{len(parts)} tensors of {first.quantizer} under differing scales")
     both = all(part.frame.columnwise for part in parts)
     held = [part.frame.buffers(part.skip, part.height) for part in parts]

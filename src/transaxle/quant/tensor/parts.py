@@ -6,7 +6,7 @@ from transaxle.errors import refuse
 from transaxle.quant.frame.buffers import COMPONENTS, ORIGIN, STATE
 from transaxle.quant.frame.frame import Frame, framed
 from transaxle.quant.frame.tp_share import Share
-from transaxle.quant.tensor.tensor import QuantizedTensor, same_bytes
+from transaxle.quant.tensor.tensor import QuantizedTensor, same_buffers
 
 
 def part_of(tensor: QuantizedTensor, share: Share) -> QuantizedTensor:
@@ -39,7 +39,7 @@ def check_common(target: QuantizedTensor, source: QuantizedTensor) -> None:
         common = [name for name in (*COMPONENTS, *STATE) if not known and not share.step(target.quantizer, name)]
     mine, given = ({**one.components, **one.state} for one in (target, source))
     names = [name for name in common if name in mine and name in given]
-    if not same_bytes({name: mine[name] for name in names}, {name: given[name] for name in names}):
+    if not same_buffers({name: mine[name] for name in names}, {name: given[name] for name in names}):
         raise refuse(
             "UNEQUAL_COPIES",
             f"{list(source.shape)} have {', '.join(names)} of their own, and become a part of a larger matrix",

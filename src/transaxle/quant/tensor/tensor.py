@@ -38,7 +38,7 @@ from transaxle.quant.frame.quantizers import QUANTIZERS, Quantizer, makes_tensor
 from transaxle.quant.frame.tp_share import Share
 from transaxle.quant.frame.usage import both_ways
 from transaxle.torch_tensors.local_tensor import stored_local
-from transaxle.torch_tensors.tensor_bytes import with_plain_bytes
+from transaxle.torch_tensors.tensor_bytes import same_bytes, with_plain_bytes
 from transaxle.torch_tensors.torch_arguments import Ranks, read_dtype, read_group
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
@@ -206,7 +206,7 @@ class QuantizedTensor(torch.Tensor):
                 f"rows from {there} of {source.whole} cannot lie {self.skip} rows below others, which would be outside",
                 hint="dequantize() the source to quantize it again",
             )
-        if not covers and not same_bytes(frame.shared, source.shared):
+        if not covers and not same_buffers(frame.shared, source.shared):
             raise refuse(
                 "UNEQUAL_COPIES",
                 f"{self.height} of {used} rows: the others would be left under scales that are not theirs",
@@ -323,13 +323,9 @@ def _settings(quantizer: Quantizer) -> tuple[str, ...]:
     return tuple(name for kind in type(quantizer).__mro__ for name in getattr(kind, "__slots__", ()))
 
 
-def same_bytes(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
-    """Whether buffers have equal bytes."""
-    return first.keys() == second.keys() and all(
-        first[name].shape == second[name].shape
-        and torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8))
-        for name in first
-    )
+def same_buffers(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
+    """Tell whether two sets of buffers have the same names and bytes."""
+    return first.keys() == second.keys() and all(same_bytes(first[name], second[name]) for name in first)
 
 
 def _refresh(frame: Frame, source: Frame) -> None:
