@@ -92,7 +92,7 @@ def _opened(argument: str, source: CheckpointLike, reading: Mapping[str, Any]) -
     """Give a checkpoint; one that is opened here is closed again, the caller's own is not."""
     if isinstance(source, Checkpoint):
         if reading:
-            raise TypeError(f"{', '.join(reading)}: say this to open(); this checkpoint is open already")
+            raise TypeError(f"{', '.join(reading)}: pass this to open() instead; the checkpoint is already open")
         yield source
         return
     with open_checkpoint(read_source(argument, source), **reading) as checkpoint:
@@ -140,9 +140,9 @@ def _encode(options: Mapping[str, Any], reading: dict[str, Any]) -> Encode | Non
     only, skip = (read_patterns(name, options.get(name, ())) for name in ("only", "skip"))
     given = [name for name in ("decode", "dtype", "encode") if options.get(name) is not None]
     if len(given) > 1:
-        raise TypeError(f"{' or '.join(given)}: one of them at a time")
+        raise TypeError(f"{' and '.join(given)} exclude each other; give only one")
     if (only or skip) and not given:
-        raise TypeError("only and skip say what is decoded, encoded or cast; say which")
+        raise TypeError("only and skip need decode, encode or dtype")
     if options.get("encode") is not None:
         return Encode(read_text("encode", options["encode"], "mxfp8"), only, skip)
     if given:

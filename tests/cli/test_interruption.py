@@ -175,9 +175,9 @@ def test_what_is_left_is_not_dropped_for_another_task(ck: Path, transaxle: Trans
         running.send_signal(signal.SIGKILL)
     left = tree(Path(".out.transaxle-partial"))
     said = {
-        ("--to", "automodel"): "it writes safetensors:torchtitan@0.3, and safetensors:automodel is asked for now",
-        ("--to", "dcp:torchtitan"): "and dcp:torchtitan@0.3 is asked for now",
-        ("--to", "torch:torchtitan"): "and torch:torchtitan@0.3 is asked for now",
+        ("--to", "automodel"): "it writes safetensors:torchtitan@0.3, but this conversion writes safetensors:automodel",
+        ("--to", "dcp:torchtitan"): "but this conversion writes dcp:torchtitan@0.3",
+        ("--to", "torch:torchtitan"): "but this conversion writes torch:torchtitan@0.3",
         ("--to", "torchtitan", "--shard-size", "10kB"): "with other options",
         ("--to", "torchtitan", "--encode", "float8_block", "--only", "*.w1_EFD"): "with other options",
     }

@@ -216,10 +216,10 @@ def test_they_take_the_same_options() -> None:
         ("out.ckpt", ".ckpt are not written"),
         ("out.pth.tar", ".tar are not written"),
         ("out.json", ".json are not written"),
-        ("out.SafeTensors", "is no file that others open"),
+        ("out.SafeTensors", "do not recognise"),
         ("memory://bucket/out.gguf", ".gguf are not written"),
-        ("out.pt", "a file of another format"),
-        ("out.bin", "a file of another format"),
+        ("out.pt", "belongs to another format"),
+        ("out.bin", "belongs to another format"),
     ],
 )
 def test_a_name_of_another_kind_of_file_is_no_folder(target: str, said: str, ck: Path, transaxle: Transaxle) -> None:

@@ -58,11 +58,11 @@ class Task(msgspec.Struct, frozen=True):
     def differs(self, begun: Task) -> str:
         """Say how what was begun is another task than this one."""
         if begun.to != self.to:
-            return f"it writes {begun.to}, and {self.to} is asked for now"
+            return f"it writes {begun.to}, but this conversion writes {self.to}"
         if begun.plan == self.plan:
-            return f"it reads {begun.source}, which is another source, or was changed since"
-        options = "what is encoded, decoded or cast, rules, config, axes, shard size …"
-        return f"it was begun with other options ({options}), or from another source than this"
+            return f"it reads {begun.source}, which is another source, or has changed since"
+        options = "encode, decode, dtype, rules, config, axes, shard size …"
+        return f"it was started with other options ({options}), or from another source"
 
 
 def begun(folder: Path) -> Task | None:
@@ -113,8 +113,14 @@ def refuse_other(folder: Path, task: Task, file: str) -> None:
     left = begun(folder)
     if left is None or left.key == task.key:
         return
-    message = f"{folder.parent} holds unfinished work that this cannot continue: {task.differs(left)}"
-    hint = "Continue it as it was begun; without --resume it is removed, and the conversion starts anew."
+    message = (
+        f"{folder.parent} holds the unfinished work of another conversion, which cannot be continued: "
+        f"{task.differs(left)}"
+    )
+    hint = (
+        "Resume it with the original options; without --resume it is removed, and the conversion starts from the "
+        "beginning."
+    )
     raise refuse("EXISTS", message, file=file, hint=hint)
 
 

@@ -140,7 +140,7 @@ def test_shapes_that_no_cut_gives_are_refused(rule: str, shards: list[tuple[int,
 def test_two_readings_are_refused() -> None:
     error = refused(parse("[[a:(x f) | b:(f x)] d]"), [cuttable("f"), cuttable("x")], [(4, 5), (4, 5)], x=2, f=2, d=5)
     assert error.code == "AMBIGUOUS"
-    assert "cut along f or x" in str(error)
+    assert "split along f or x" in str(error)
     assert "cut tp =" in error.hint
 
 

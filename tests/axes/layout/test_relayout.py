@@ -150,7 +150,7 @@ def test_a_hole_is_refused(missing: int) -> None:
         fill(singles, some)
     assert caught.value.code == "INCOMPLETE"
     assert caught.value.where.tensor == "out"
-    assert "x needs 120 elements here, the source holds 100" in caught.value.refusals[0].message
+    assert "x needs 120 elements here, but the source has 100" in caught.value.refusals[0].message
     others: Intervals = [[(e, e + 1) for e in range(6) if e != missing], [(0, 4)], [(0, 5)]]
     assert fill(singles, some, others).shape == (5, 4, 5)
 
@@ -158,7 +158,7 @@ def test_a_hole_is_refused(missing: int) -> None:
 def test_a_chunk_that_is_missing_is_refused() -> None:
     store = Store()
     store.put("x", arange(6, 4, 5), [((0, 3), (0, 4), (0, 5))])
-    with pytest.raises(Refused, match="the source holds 60") as caught:
+    with pytest.raises(Refused, match="but the source has 60") as caught:
         fill(store, target(STACKED, Origin("x", "x", STACKED, {})))
     assert caught.value.code == "INCOMPLETE"
 

@@ -302,7 +302,7 @@ def test_the_refusal_names_the_tile_and_its_sources_with_the_numbers() -> None:
     message = refusal(one, (1, 128, 128), store, BLOCK).refusals[0].message
     assert message.splitlines() == [
         "gate_up = [e [gate:f | up:f] d]",
-        "its tile (0, 4, 0) of 1 x 128 x 128, positions [0, 1) x [512, 640) x [0, 128), has one scale, but draws on",
+        "its tile (0, 4, 0) of 1 x 128 x 128, positions [0, 1) x [512, 640) x [0, 128), has one scale, but comes from",
         "  gate.0, tile (4, 0)",
         "  up.0, tile (0, 0), from position 576 = 4 x 128 + 64 on",
     ]
@@ -328,7 +328,7 @@ def test_one_scale_per_tensor_must_be_equal_to_be_fused() -> None:
     assert fill(grids, found.target).tolist() == [[7]]
     (check,) = found.checks
     assert [fill(grids, side).item() for side in (check.first, check.second)] == [7, 8]
-    assert "one scale stands for all of them" in check.why
+    assert "one scale would have to stand for all of them" in check.why
     stack = moved("blocked", "grouped", tensors, e=1)[1]
     assert relaid(stack, (1, 1152, WIDTH), store, whole_tile).checks != ()
 

@@ -29,7 +29,7 @@ def refused(*lines: str) -> str | None:
         text = [line.partition(" when ")[0].partition(" optional")[0] for line in lines]
         assert refusal.message.splitlines()[:2] == text
         assert "when" in refusal.hint
-        return refusal.message.split("both hold '")[1].split("'")[0]
+        return refusal.message.split("both lines match '")[1].split("'")[0]
     return None
 
 

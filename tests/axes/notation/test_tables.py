@@ -189,7 +189,7 @@ PROBLEMS = [
     (f"{HEAD}  let = 3", 5, 3, "'let NAME = FORMULA'"),
     (f"{HEAD}  let h = 3", 5, 7, "each 'let' once, and before 'h' is used"),
     (f"{HEAD}  let a = 3\n  let a = 4", 6, 7, "each 'let' once"),
-    (f"{HEAD}  let a = f(3)", 5, 11, "a formula; formula 'f(3)': Call is not part of formulas"),
+    (f"{HEAD}  let a = f(3)", 5, 11, "a formula; formula 'f(3)': only the call len(X) is allowed in formulas"),
     (f"{HEAD}  tie x = y", 5, 3, "'tie TENSOR = TENSOR when CONDITION'"),
     (f"{HEAD}  tie x = z when t", 5, 11, "a tensor of the family, declared above; 'z'"),
     (f"{HEAD}  z : l q", 5, 9, "declared axes only; 'q'"),
@@ -223,10 +223,10 @@ PROBLEMS = [
     (f"{HEAD}dialect a\n  x.{{l}} = z[f d]", 6, 11, "a tensor of family toy; 'z' is none"),
     (f"{HEAD}dialect a\n  x.{{l}} = x[f d]\n  x.{{l}} = x[d f]", 7, 3, "each stored name once"),
     (f"{HEAD}dialect a\n  ignore x.{{}}", 6, 12, "a hole such as"),
-    (f"{HEAD}  axes mxfp4=3", 5, 8, "another name: 'mxfp4' is the word for an encoding"),
-    (f"{HEAD}  axis nvfp4 = 3", 5, 8, "another name: 'nvfp4' is the word for an encoding"),
-    (f"{HEAD}  float8 : l", 5, 3, "another name: 'float8' is the word for an encoding"),
-    (f"{HEAD}  let mxfp8 = 3", 5, 7, "another name: 'mxfp8' is the word for an encoding"),
+    (f"{HEAD}  axes mxfp4=3", 5, 8, "another name: 'mxfp4' is reserved for an encoding"),
+    (f"{HEAD}  axis nvfp4 = 3", 5, 8, "another name: 'nvfp4' is reserved for an encoding"),
+    (f"{HEAD}  float8 : l", 5, 3, "another name: 'float8' is reserved for an encoding"),
+    (f"{HEAD}  let mxfp8 = 3", 5, 7, "another name: 'mxfp8' is reserved for an encoding"),
     (f"{HEAD}  z : l when not mxfp4", 5, 18, "no encoding here: only a line of a dialect may depend on 'mxfp4'"),
     (f"{HEAD}  let a = not float8_block", 5, 15, "no encoding here"),
 ]
@@ -362,7 +362,7 @@ def test_reading_a_table_is_linear_in_its_lines(kind: str) -> None:
 
 def test_a_table_that_is_no_table_is_refused_at_its_first_line() -> None:
     for text in ("x" * 1_000_000, "\n" * 1_000_000 + "family toy", AXES + "t : l" + " f" * 10_000):
-        with pytest.raises(TransaxleError, match="lines 1 to 10,000 are read, of at most 1,000 characters") as caught:
+        with pytest.raises(TransaxleError, match="at most 10,000 lines, of at most 1,000 characters") as caught:
             tables.read(text)
         assert caught.value.code == "CORRUPT"
         assert len(str(caught.value)) < 200

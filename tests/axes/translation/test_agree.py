@@ -208,7 +208,7 @@ def test_moments_follow_their_parameter_and_steps_become_one() -> None:
     assert equal(view, store) == [True] * 10
     store.put("optim/layers.1.experts.2.up/step", np.array(6))
     assert equal(view, store).count(False) == 1
-    assert all("one number stands for all of them" in check.why for check in view.checks)
+    assert all("one number would have to stand for all of them" in check.why for check in view.checks)
 
 
 def test_one_step_goes_to_many() -> None:

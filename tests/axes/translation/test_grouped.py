@@ -134,14 +134,19 @@ def test_other_layers_with_such_names_are_left_alone() -> None:
     ("wanted", "stored", "code", "message"),
     [
         (MANY, {f"a.weight{e}": (3, 4) for e in range(6)}, "SHAPE_MISMATCH", "has 6 experts, the layer 5"),
-        (ONE, {f"a.weight{e}": (3, 4) for e in range(4)}, "SHAPE_MISMATCH", "has 4 experts, the layer 5; 4 lack"),
+        (
+            ONE,
+            {f"a.weight{e}": (3, 4) for e in range(4)},
+            "SHAPE_MISMATCH",
+            "has 4 experts, the layer 5; 4 are missing",
+        ),
         (MANY, {"a.weight": (6, 3, 4)}, "SHAPE_MISMATCH", "has 6 experts, the layer 5"),
         (ONE, {"a.weight": (18, 4)}, "SHAPE_MISMATCH", "has 6 experts, the layer 5"),
-        (MANY, {"a.weight": (16, 4)}, "SHAPE_MISMATCH", "has 16 rows, no whole number of experts"),
-        (ONE, {n: s for n, s in MANY.items() if n[-1] not in "13"}, "INCOMPLETE", "experts 1, 3 of 5 lack"),
-        (MANY, {n: s for n, s in MANY.items() if n[-1] not in "13"}, "INCOMPLETE", "experts 1, 3 of 5 lack"),
+        (MANY, {"a.weight": (16, 4)}, "SHAPE_MISMATCH", "has 16 rows, not a whole number of experts"),
+        (ONE, {n: s for n, s in MANY.items() if n[-1] not in "13"}, "INCOMPLETE", "experts 1, 3 of 5 are missing"),
+        (MANY, {n: s for n, s in MANY.items() if n[-1] not in "13"}, "INCOMPLETE", "experts 1, 3 of 5 are missing"),
         (MANY, ONE | {"a.weight7": (3, 4)}, "SHAPE_MISMATCH", "has at least 8 experts, the layer 5"),
-        (MANY | SCALES, ONE | {"a.weight_scale_inv": (1,)}, "UNSUPPORTED", "not the scales of 5 experts"),
+        (MANY | SCALES, ONE | {"a.weight_scale_inv": (1,)}, "UNSUPPORTED", "not one scale for each of 5 experts"),
     ],
 )
 def test_another_set_of_experts_is_refused(wanted: Shapes, stored: Shapes, code: str, message: str) -> None:

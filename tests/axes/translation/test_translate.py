@@ -176,7 +176,7 @@ def test_a_tensor_of_which_only_a_part_has_a_place_is_refused() -> None:
     )
     refusal = only_refusal(translated(family, "a", "b", Store({"w": arange(6, 4)})), "UNSUPPORTED")
     assert refusal.where.tensor == "w"
-    assert "dialect b has no place for its y" in refusal.message
+    assert "y does not fit into dialect b" in refusal.message
 
 
 def test_a_kept_name_may_not_collide() -> None:
@@ -260,7 +260,7 @@ def test_an_unknown_axis_is_told_once() -> None:
         unknown = [r for r in view.refusals if r.code == "UNKNOWN_AXIS"]
         assert len(unknown) == 1, name
         assert unknown[0].where.tensor == "layers.0.k"
-        assert "the size of axis g is needed, and the shape [6, 4] does not tell it" in unknown[0].message
+        assert "the size of axis g is needed, and the shape [6, 4] does not determine it" in unknown[0].message
 
 
 TOY_GROUPED = """
@@ -336,7 +336,7 @@ def test_a_number_below_zero_is_refused() -> None:
     store = Store({f"{name}.{layer}": arange(4) for layer in range(3) for name in ("x", "mark")})
     view = translated(AHEAD, "a", "b", store, {"depth": 2, "extra": 1, "width": 4})
     assert {refusal.code for refusal in view.refusals} == {"SHAPE_MISMATCH"}
-    assert "there is no number -2 for l=0" in view.refusals[0].message
+    assert "the name would get the number -2 for l=0" in view.refusals[0].message
 
 
 def test_sizes_may_differ_by_layer() -> None:

@@ -40,7 +40,7 @@ def test_every_flipped_bit_of_the_data_is_seen(converted: Callable[[str], Path],
         flip(file, at, bit=at % 8)
         outcome = transaxle("verify", folder)
         assert outcome.code == DIFFERENT
-        assert "its bytes were changed after it was written" in outcome.out
+        assert "the bytes were changed after they were written" in outcome.out
         flip(file, at, bit=at % 8)
     assert transaxle("verify", folder).code == 0
 

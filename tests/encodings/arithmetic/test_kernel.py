@@ -112,7 +112,7 @@ def test_a_kernel_of_another_source_is_not_used(
     changed.write_bytes(kernel.SOURCE.read_bytes() + b"\n")
     monkeypatch.setattr(kernel, "SOURCE", changed)
     assert codec.active() == "numpy"
-    with pytest.raises(ValueError, match="was not built"):
+    with pytest.raises(ValueError, match="is not built"):
         codec.amax(np.ones((1, 1), np.float32), path="compiled")
 
 

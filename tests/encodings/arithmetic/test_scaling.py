@@ -119,6 +119,6 @@ def test_a_missing_tensor_amax_is_an_error() -> None:
     ids=lambda e: f"{e.scale} {e.has_global}",
 )
 def test_scales_without_a_rule_are_refused(encoding: Encoding) -> None:
-    with pytest.raises(TransaxleError, match="are read, and not made") as caught:
+    with pytest.raises(TransaxleError, match="can be read, but not written") as caught:
         scales(encoding, np.ones(1, np.float32), widest=F32_MAX, tensor=1.0)
     assert caught.value.code == "UNSUPPORTED"

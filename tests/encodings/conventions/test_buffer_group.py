@@ -205,8 +205,8 @@ def changed(found: Entries, end: str, dtype: str | None = None, shape: Shape | N
 
 MALFORMED: list[tuple[dict[str, Any] | None, Entries, str, str]] = [
     # Codes without scales.
-    (FP8, without(DEEPSEEK, "_inv"), "MISSING_TENSOR", "its scales weight_scale_inv are not there"),
-    (ct("FP8"), without(COMPRESSED, "_scale"), "MISSING_TENSOR", "its scales weight_scale are not there"),
+    (FP8, without(DEEPSEEK, "_inv"), "MISSING_TENSOR", "its scales weight_scale_inv are missing"),
+    (ct("FP8"), without(COMPRESSED, "_scale"), "MISSING_TENSOR", "its scales weight_scale are missing"),
     (ct("NVFP4"), without(PACKED, "weight_scale"), "MISSING_TENSOR", "weight_scale of packed codes U8"),
     (ct("NVFP4"), without(PACKED, "global_scale"), "MISSING_TENSOR", "needs its global"),
     (None, without(PACKED, "global_scale"), "MISSING_TENSOR", "needs its global"),
@@ -223,41 +223,46 @@ MALFORMED: list[tuple[dict[str, Any] | None, Entries, str, str]] = [
     (ct("FP8"), DEEPSEEK, "UNEXPECTED_TENSOR", "do not belong to the encoding"),
     (ct("MXFP4"), {**MX, **entries(weight_global_scale=("F32", (1,)))}, "UNEXPECTED_TENSOR", "do not belong"),
     # Types.
-    (FP8, changed(DEEPSEEK, "weight", "BF16"), "DTYPE_MISMATCH", r"is BF16 \[576, 7168\] and has scales"),
+    (FP8, changed(DEEPSEEK, "weight", "BF16"), "DTYPE_MISMATCH", r"has scales, but is BF16"),
     (None, changed(DEEPSEEK, "weight", "BF16"), "DTYPE_MISMATCH", "has scales"),
     (ct("FP8"), changed(COMPRESSED, "weight", "BF16"), "DTYPE_MISMATCH", "has scales"),
     (None, changed(BLOCKS, "blocks", "BF16"), "DTYPE_MISMATCH", "has scales"),
     (None, changed(BLOCKS, "blocks", "I8"), "DTYPE_MISMATCH", "has scales"),
     (FP8, changed(DEEPSEEK, "weight_scale_inv", "F64"), "DTYPE_MISMATCH", r"found F64 \[5, 56\]"),
     (FP8, changed(DEEPSEEK, "weight_scale_inv", "I8"), "DTYPE_MISMATCH", "found I8"),
-    (TENSOR, entries(weight=("F8_E4M3", (8, 8)), weight_scale_inv=("U8", ())), "DTYPE_MISMATCH", "float8 are F32"),
+    (TENSOR, entries(weight=("F8_E4M3", (8, 8)), weight_scale_inv=("U8", ())), "DTYPE_MISMATCH", "float8 must be F32"),
     (ct("MXFP8"), entries(weight=("F8_E4M3", (8, 32)), weight_scale=("F32", (8, 1))), "DTYPE_MISMATCH", "F8_E8M0"),
-    (ct("NVFP4"), changed(PACKED, "weight_scale", "U8"), "DTYPE_MISMATCH", "scales of nvfp4 are F8_E4M3; found U8"),
+    (ct("NVFP4"), changed(PACKED, "weight_scale", "U8"), "DTYPE_MISMATCH", "scales of nvfp4 must be F8_E4M3; found U8"),
     (OSS, changed(BLOCKS, "scales", "F32"), "DTYPE_MISMATCH", "F8_E8M0 or U8; found F32"),
-    (ct("NVFP4"), changed(PACKED, "weight_global_scale", "I32"), "DTYPE_MISMATCH", "global is F32"),
-    (NVIDIA, changed(MODELOPT, "input_scale", "U8"), "DTYPE_MISMATCH", "input_scale is F32"),
+    (ct("NVFP4"), changed(PACKED, "weight_global_scale", "I32"), "DTYPE_MISMATCH", "global must be F32"),
+    (NVIDIA, changed(MODELOPT, "input_scale", "U8"), "DTYPE_MISMATCH", "input_scale must be F32"),
     # Shapes.
     (
         FP8,
         changed(DEEPSEEK, "weight_scale_inv", shape=(4, 56)),
         "SHAPE_MISMATCH",
-        r"128 x 128 are \[5, 56\]; found F32 \[4, 56\]",
+        r"128 x 128 must be \[5, 56\]; found F32 \[4, 56\]",
     ),
     (FP8, changed(DEEPSEEK, "weight_scale_inv", shape=(56, 5)), "SHAPE_MISMATCH", r"found F32 \[56, 5\]"),
     (FP8, changed(DEEPSEEK, "weight_scale_inv", shape=(280,)), "SHAPE_MISMATCH", r"found F32 \[280\]"),
     (FP8, changed(DEEPSEEK, "weight_scale_inv", shape=()), "SHAPE_MISMATCH", r"found F32 \[\]"),
-    (FP8, entries(weight=("F8_E4M3", (576,)), weight_scale_inv=("F32", (5,))), "SHAPE_MISMATCH", "are of more dims"),
-    ({**FP8, "weight_block_size": [64, 64]}, DEEPSEEK, "SHAPE_MISMATCH", r"64 x 64 are \[9, 112\]"),
+    (
+        FP8,
+        entries(weight=("F8_E4M3", (576,)), weight_scale_inv=("F32", (5,))),
+        "SHAPE_MISMATCH",
+        "must be of more dims",
+    ),
+    ({**FP8, "weight_block_size": [64, 64]}, DEEPSEEK, "SHAPE_MISMATCH", r"64 x 64 must be \[9, 112\]"),
     (None, changed(DEEPSEEK, "weight_scale_inv", shape=(9, 112)), "SHAPE_MISMATCH", r"found F32 \[9, 112\]"),
-    (TENSOR, DEEPSEEK, "SHAPE_MISMATCH", r"all x all are \[1, 1\]"),
-    (ct("FP8"), COMPRESSED, "SHAPE_MISMATCH", r"all x all are \[1, 1\]; found BF16 \[96, 1\]"),
-    (ct("NVFP4"), changed(PACKED, "weight_scale", shape=(96, 5)), "SHAPE_MISMATCH", r"1 x 16 are \[96, 4\]"),
-    (ct("NVFP4"), changed(PACKED, "weight_packed", shape=(96, 64)), "SHAPE_MISMATCH", r"1 x 16 are \[96, 8\]"),
-    (ct("NVFP4"), changed(PACKED, "weight_packed", shape=()), "SHAPE_MISMATCH", r"packed codes are"),
+    (TENSOR, DEEPSEEK, "SHAPE_MISMATCH", r"all x all must be \[1, 1\]"),
+    (ct("FP8"), COMPRESSED, "SHAPE_MISMATCH", r"all x all must be \[1, 1\]; found BF16 \[96, 1\]"),
+    (ct("NVFP4"), changed(PACKED, "weight_scale", shape=(96, 5)), "SHAPE_MISMATCH", r"1 x 16 must be \[96, 4\]"),
+    (ct("NVFP4"), changed(PACKED, "weight_packed", shape=(96, 64)), "SHAPE_MISMATCH", r"1 x 16 must be \[96, 8\]"),
+    (ct("NVFP4"), changed(PACKED, "weight_packed", shape=()), "SHAPE_MISMATCH", r"packed codes must be"),
     (ct("NVFP4"), changed(PACKED, "weight_global_scale", shape=(2,)), "SHAPE_MISMATCH", "the global .* is one number"),
     (ct("FP8_DYNAMIC"), changed(COMPRESSED, "input_scale", shape=(96,)), "SHAPE_MISMATCH", "the input_scale of"),
     (OSS, changed(BLOCKS, "blocks", shape=(3, 96, 2, 8)), "SHAPE_MISMATCH", r"\[..., K/32, 16\]; found U8"),
-    (OSS, changed(BLOCKS, "scales", shape=(3, 96, 4)), "SHAPE_MISMATCH", r"1 x 32 are \[3, 96, 2\]"),
+    (OSS, changed(BLOCKS, "scales", shape=(3, 96, 4)), "SHAPE_MISMATCH", r"1 x 32 must be \[3, 96, 2\]"),
     (NVIDIA, changed(MODELOPT, "weight_scale_2", shape=(2,)), "SHAPE_MISMATCH", "the global of"),
     # An odd number of columns, which no pairs of codes give: compressed-tensors refuses to make them.
     (
@@ -270,13 +275,13 @@ MALFORMED: list[tuple[dict[str, Any] | None, Entries, str, str]] = [
     (OSS, changed(BLOCKS, "blocks", "F4", (3, 96, 63)), "SHAPE_MISMATCH", "in pairs along the last dim"),
     (ct("NVFP4"), changed(PACKED, "weight_packed", "F4", ()), "SHAPE_MISMATCH", "in pairs along the last dim"),
     # Others.
-    (OSS, {**BLOCKS, E: Entry("BF16", (3, 64, 96))}, "NAME_COLLISION", "there as well"),
-    (ct("NVFP4"), {**PACKED, **entries(weight=("BF16", (96, 64)))}, "NAME_COLLISION", "there as well"),
+    (OSS, {**BLOCKS, E: Entry("BF16", (3, 64, 96))}, "NAME_COLLISION", "exists too"),
+    (ct("NVFP4"), {**PACKED, **entries(weight=("BF16", (96, 64)))}, "NAME_COLLISION", "exists too"),
     (
         ct("FP8_DYNAMIC"),
         {**COMPRESSED, **entries(weight_zero_point=("I8", (96, 1)))},
         "UNSUPPORTED",
-        "more than its code",
+        "more than code times scale",
     ),
 ]
 
@@ -373,7 +378,12 @@ def test_files_that_list_different_tensors_are_read_together() -> None:
 @pytest.mark.parametrize(
     ("said", "found", "code", "words"),
     [
-        ({**FLOAT8_TENSOR, "_type": "Int4Tensor"}, ROWS, "UNSUPPORTED", "class 'Int4Tensor'; known: Float8Tensor"),
+        (
+            {**FLOAT8_TENSOR, "_type": "Int4Tensor"},
+            ROWS,
+            "UNSUPPORTED",
+            "class 'Int4Tensor' is not supported; known: Float8Tensor",
+        ),
         ({**FLOAT8_TENSOR, "_data": {"block_size": "1"}}, ROWS, "CORRUPT", "an attribute of its Float8Tensor"),
         ({**FLOAT8_TENSOR, "_data": {"block_size": [0, 64]}}, ROWS, "CORRUPT", "an attribute"),
         ({**FLOAT8_TENSOR, "_data": []}, ROWS, "CORRUPT", "malformed"),
@@ -400,7 +410,7 @@ def test_files_that_list_different_tensors_are_read_together() -> None:
         (FLOAT8_TENSOR, without(ROWS, "_scale"), "MISSING_TENSOR", "needs its scale"),
         (FLOAT8_TENSOR, changed(ROWS, "_weight_scale", shape=(1, 96)), "SHAPE_MISMATCH", "found F32"),
         (FLOAT8_TENSOR, changed(ROWS, "_weight_qdata", "U8"), "DTYPE_MISMATCH", "found U8"),
-        (FLOAT8_TENSOR, {**ROWS, W: Entry("BF16", (96, 64))}, "NAME_COLLISION", "there as well"),
+        (FLOAT8_TENSOR, {**ROWS, W: Entry("BF16", (96, 64))}, "NAME_COLLISION", "exists too"),
     ],
 )
 def test_malformed_descriptions_are_refused(said: object, found: Entries, code: str, words: str) -> None:

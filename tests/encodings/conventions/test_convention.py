@@ -148,7 +148,7 @@ def test_codes_that_are_no_blocks_have_no_elements() -> None:
 
 
 def test_a_foreign_encoding_is_refused() -> None:
-    with pytest.raises(TransaxleError, match="holds float8, float8_block, mxfp8; found nvfp4") as caught:
+    with pytest.raises(TransaxleError, match="can only hold float8, float8_block, mxfp8; found nvfp4") as caught:
         DEEPSEEK.stored("a.weight", Role.CODES, NVFP4)
     assert caught.value.code == "UNSUPPORTED"
     with pytest.raises(TransaxleError, match="no name for the input_scale of mxfp4"):

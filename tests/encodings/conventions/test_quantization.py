@@ -137,9 +137,9 @@ def test_weights_that_are_stored_plain(word: str) -> None:
 @pytest.mark.parametrize(
     ("section", "code", "words"),
     [
-        ([], "CORRUPT", "is no object"),
-        ("fp8", "CORRUPT", "is no object"),
-        ({}, "UNSUPPORTED", f"is not there; known: {', '.join(METHODS)}"),
+        ([], "CORRUPT", "is not a JSON object"),
+        ("fp8", "CORRUPT", "is not a JSON object"),
+        ({}, "UNSUPPORTED", f"is missing; known: {', '.join(METHODS)}"),
         ({"quant_method": "gptq", "bits": 4}, "UNSUPPORTED", "is 'gptq'"),
         ({"quant_method": ["fp8"]}, "UNSUPPORTED", "known: fp8"),
         ({**FP8, "weight_block_size": "128"}, "CORRUPT", r"weight_block_size"),
@@ -184,7 +184,7 @@ def test_weights_that_are_stored_plain(word: str) -> None:
         (grouped(WEIGHTS, format="pack-quantized"), "UNSUPPORTED", "format is 'pack-quantized'"),
         (grouped(WEIGHTS, format="marlin-24"), "UNSUPPORTED", "format is 'marlin-24'"),
         (grouped(WEIGHTS, sparsity_config={"format": "sparse-24-bitmask"}), "UNSUPPORTED", "sparse-24-bitmask"),
-        (grouped(WEIGHTS, "re:(?!a)"), "UNSUPPORTED", "no automaton"),
+        (grouped(WEIGHTS, "re:(?!a)"), "UNSUPPORTED", "is not supported"),
         (grouped(WEIGHTS, ignore=["re:a**"]), "UNSUPPORTED", "count"),
         ({**MODELOPT, "quant_algo": "W4A8_AWQ"}, "UNSUPPORTED", "quant_algo is 'W4A8_AWQ'"),
         ({**MODELOPT, "quant_algo": 3}, "CORRUPT", "quant_algo"),

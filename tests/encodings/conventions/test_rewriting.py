@@ -250,11 +250,11 @@ def test_several_encodings_in_one_config() -> None:
         ({**encoded(NAMES[:1], FLOAT8_BLOCK), **encoded(NAMES[1:2], NVFP4)}, "compressed_tensors and deepseek"),
         (
             {**encoded(NAMES[:1], FLOAT8_BLOCK), **encoded(NAMES[1:2], MXFP8, "deepseek")},
-            "of the method fp8 cannot say",
+            "of the method fp8 cannot describe",
         ),
-        (encoded(NAMES[:1], CHANNEL, "deepseek"), "of the method fp8 cannot say"),
-        (encoded(NAMES[:1], replace(NVFP4, tile=(1, 8)), "compressed_tensors"), "cannot say"),
-        (encoded(NAMES[:1], NVFP4, "torchao"), "read, not written"),
+        (encoded(NAMES[:1], CHANNEL, "deepseek"), "of the method fp8 cannot describe"),
+        (encoded(NAMES[:1], replace(NVFP4, tile=(1, 8)), "compressed_tensors"), "cannot describe"),
+        (encoded(NAMES[:1], NVFP4, "torchao"), "can be read, but not written"),
     ],
 )
 @pytest.mark.parametrize("config", [{}, {SECTION: FP8}])

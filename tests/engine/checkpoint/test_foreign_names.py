@@ -40,7 +40,7 @@ def test_a_model_around_a_known_one_is_refused(
     source = _store(tmp_path / "source", prefix, config, extra)
     (refusal,) = tx.plan(source, tmp_path / "out", to=to).refusals
     assert refusal.code == "UNKNOWN_FAMILY"
-    assert "qwen3_moe is only a part of this model" in refusal.message
+    assert "qwen3_moe is only one part of this model" in refusal.message
     assert all(name in refusal.message for name in extra)
     assert "--to FORMAT:identity" in refusal.hint
     assert "--rules" in refusal.hint

@@ -98,7 +98,7 @@ def test_what_the_user_says_is_believed() -> None:
 
 
 def test_an_unknown_model_type_is_refused_with_what_its_names_look_like() -> None:
-    with refused("UNKNOWN_FAMILY", "'unheard_of'", "read like qwen3_moe", "--family qwen3_moe"):
+    with refused("UNKNOWN_FAMILY", "'unheard_of'", "look like qwen3_moe", "--family qwen3_moe"):
         found(NAMES, {"model_type": "unheard_of"})
 
 

@@ -164,7 +164,7 @@ def test_patterns_choose_and_plans_tell(source: Path) -> None:
             tx.plan(source, out, to="hf", encode="mxfp8", only=only, skip=skip)
     with pytest.raises(UsageError, match="cannot encode to"):
         tx.plan(source, out, to="hf", encode="int8")
-    with pytest.raises(TypeError, match="one of them at a time"):
+    with pytest.raises(TypeError, match="exclude each other"):
         tx.plan(source, out, to="hf", encode="mxfp8", decode="bf16")
 
 
@@ -179,9 +179,9 @@ def test_without_a_table_patterns_are_needed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("array", "encoding", "message"),
     [
-        (quantized.plain((64, 40)), "mxfp8", "found rows of 40"),
-        (quantized.plain((64, 24)), "nvfp4", "found rows of 24"),
-        (quantized.plain((64,)), "float8_block", "is for matrices"),
+        (quantized.plain((64, 40)), "mxfp8", "rows here have 40"),
+        (quantized.plain((64, 24)), "nvfp4", "rows here have 24"),
+        (quantized.plain((64,)), "float8_block", "encodes matrices"),
         (np.arange(64 * 64).reshape(64, 64), "mxfp8", "values of I64"),
     ],
 )

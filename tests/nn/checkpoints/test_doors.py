@@ -209,11 +209,11 @@ def test_some_of_the_experts_are_refused_naming_those_that_lack(door: str, form:
     del state[f"{AT}weight1"], state[f"{AT}weight2"]
     for error in _refused(door, form, state, tmp_path / "holes"):
         assert [(one.code, one.where.tensor) for one in error.refusals] == [("INCOMPLETE", f"{AT}weight")]
-        assert "experts 1, 2 of 4 lack" in error.refusals[0].message
+        assert "experts 1, 2 of 4 are missing" in error.refusals[0].message
     state = _experts()
     del state[f"{AT}weight{EXPERTS - 1}"]
     for error in _refused(door, form, state, tmp_path / "last"):
-        assert "has 3 experts, the layer 4; 3 lack" in str(error)
+        assert "has 3 experts, the layer 4; 3 are missing" in str(error)
 
 
 @doors

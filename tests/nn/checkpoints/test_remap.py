@@ -245,15 +245,15 @@ def test_partial_experts(form: dict[str, bool], strict: bool) -> None:
     state = layer(1).state_dict()
     del state["weight1"], state["weight2"]
     made = layer(**form)
-    with pytest.raises(TransaxleError, match="experts 1, 2 of 4 lack") as caught:
+    with pytest.raises(TransaxleError, match="experts 1, 2 of 4 are missing") as caught:
         made.load_state_dict(state, strict=strict)
     assert caught.value.code == "INCOMPLETE"
     state = layer(1).state_dict()
     del state["weight3"]
-    with pytest.raises(TransaxleError, match="has 3 experts, the layer 4; 3 lack"):
+    with pytest.raises(TransaxleError, match="has 3 experts, the layer 4; 3 are missing"):
         made.load_state_dict(state, strict=strict)
     state["weight9"] = state["weight0"]
-    with pytest.raises(TransaxleError, match=r"experts 3 of 4 lack; there are experts 9"):
+    with pytest.raises(TransaxleError, match=r"experts 3 of 4 are missing; there are experts 9"):
         made.load_state_dict(state, strict=strict)
 
 

@@ -140,7 +140,7 @@ class InUnits:
         """
         total = count_positions(intervals)
         if total % self.rows:
-            raise refuse("SHAPE_MISMATCH", f"{total} rows are not whole units of {self.rows}")
+            raise refuse("SHAPE_MISMATCH", f"{total} rows are not a multiple of the unit of {self.rows}")
         units = self.rule(whole(total // self.rows), parts, rank)
         return tuple(interval for a, b in units for interval in take(intervals, a * self.rows, b * self.rows))
 
@@ -193,7 +193,7 @@ def per_component(dim: Node, sizes: AxisSizes, rules: Mapping[str, ChunkRule]) -
         Refused: UNSUPPORTED where the dim is no sum.
     """
     if not isinstance(dim, Sum):
-        raise refuse("UNSUPPORTED", "only a dim that is a direct sum [a:… | b:…] is cut per component")
+        raise refuse("UNSUPPORTED", "only a dim that is a direct sum [a:… | b:…] can be split per component")
     return PerComponent(
         tuple(size(part, sizes) for _, part in dim.segments),
         tuple(rules.get(name, Replicated()) for name, _ in dim.segments),
@@ -232,7 +232,7 @@ def place(
         if cut.dim is None:
             continue
         if not -len(shape) <= cut.dim < len(shape):
-            raise refuse("SHAPE_MISMATCH", f"dim {cut.dim} is cut, but the shape is {list(shape)}")
+            raise refuse("SHAPE_MISMATCH", f"dim {cut.dim} is split, but the shape is {list(shape)}")
         per_dim[cut.dim] = cut.rule(per_dim[cut.dim], cut.parts, cut.rank)
     return tuple(per_dim)
 

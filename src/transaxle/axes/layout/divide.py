@@ -75,16 +75,19 @@ def divide(
         ways = " or ".join(text for text, _ in divisions.values())
         raise refuse(
             "AMBIGUOUS",
-            f"{expression.text}\nshards of {shard_shapes} make {list(shape)} in several ways: cut along {ways}",
+            f"{expression.text}\nshards of {shard_shapes} give {list(shape)} in several ways: split along {ways}",
             hint="in the rules file, restrict a cut to the tensors it is meant for:  cut tp = AXIS of TENSOR",
         )
     for _, division in divisions.values():
         return division
     allowed = ", ".join(cut.text for cut in usable) or "none"
     message = (
-        f"{expression.text}\nshards of {shard_shapes} do not make {list(shape)}; axes that may be cut here: {allowed}"
+        f"{expression.text}\nno split gives {list(shape)} from shards of {shard_shapes}; axes that may be split "
+        f"here: {allowed}"
     )
-    raise refuse("SHAPE_MISMATCH", message, hint="a `cut` statement in a rules file says what was cut:  --rules FILE")
+    raise refuse(
+        "SHAPE_MISMATCH", message, hint="a `cut` statement in a rules file says which axes are split:  --rules FILE"
+    )
 
 
 def _readings(
@@ -99,7 +102,7 @@ def _readings(
             if not all(axis in _axes(node) for axis in cut.axes) or not _alike(shape, shards, dim):
                 continue
             if any(name == PADDING for inner in walk(node) if isinstance(inner, Sum) for name, _ in inner.segments):
-                raise refuse("UNSUPPORTED", f"{expression.text}\nits padding is cut over the ranks too")
+                raise refuse("UNSUPPORTED", f"{expression.text}\nits padding is split over the ranks too")
             renamed = _apart(node, cut)
             positions = _along(
                 renamed, cut.axes, {**sizes, **_marked(renamed, sizes)}, [shard[dim] for shard in shards]

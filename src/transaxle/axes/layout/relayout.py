@@ -190,7 +190,8 @@ class Copier:
                 if copied != piece.size:
                     raise refuse(
                         "INCOMPLETE",
-                        f"{target.rule}\n{part.component} needs {piece.size} elements here, the source holds {copied}",
+                        f"{target.rule}\n{part.component} needs {piece.size} elements here, but the source has "
+                        f"{copied}",
                         tensor=target.name,
                     )
 

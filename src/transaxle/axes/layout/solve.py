@@ -77,7 +77,7 @@ def mismatch(expression: Expression, expected: str, shape: Shape) -> TransaxleEr
 def unknown_axis(axis: str, rule: str, shape: Shape | None = None) -> TransaxleError:
     """Build the refusal of an axis that is needed and unknown."""
     axis = factors(axis)[0]
-    shape_note = "" if shape is None else f", and the shape {list(shape)} does not tell it"
+    shape_note = "" if shape is None else f", and the shape {list(shape)} does not determine it"
     return refuse(
         "UNKNOWN_AXIS",
         f"{rule}\nthe size of axis {axis} is needed{shape_note}",

@@ -129,7 +129,7 @@ def _one_scale(
         target_layout, source_layout = (Layout(s, {_SCALE: tuple(Share(0, ()) for _ in s)}) for s in (shape, stored))
         part = TargetPart(_SCALE, (Origin(named(name), _SCALE, source_layout, {}),))
         candidates.append(Target(named(target.name), dtype, target_layout, {}, (part,), target.rule))
-    why = f"{target.rule}\none scale stands for all of them"
+    why = f"{target.rule}\none scale would have to stand for all of them"
     return ScaleRelayout(candidates[0], tuple(Check(candidates[0], candidate, why) for candidate in candidates[1:]))
 
 
@@ -197,10 +197,10 @@ def _misaligned(
     lines = [f"  {source}{begins}" for source, begins in sources_drawn.items()]
     more = [f"  … and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else []
     region = " x ".join(f"[{start}, {stop})" for start, stop in spans)
-    head = f"its tile {number} of {' x '.join(map(str, tile))}, positions {region}, has one scale, but draws on"
+    head = f"its tile {number} of {' x '.join(map(str, tile))}, positions {region}, has one scale, but comes from"
     return refuse(
         "BLOCK_MISALIGNED",
         "\n".join([target.rule, head, *lines[:_LISTED], *more]),
         tensor=target.name,
-        hint="choose a dialect that keeps its tiles whole, or decode it:  --decode bf16",
+        hint="choose a dialect that keeps these tiles whole, or decode the tensor:  --decode bf16",
     )

@@ -331,13 +331,13 @@ def _problems(expression: Expression) -> Iterator[str]:
         yield "a logical tensor beside the padding"
     for name, times in Counter(names).items():
         if times > 1:
-            yield f"each logical tensor once; {name!r} stands in it twice"
+            yield f"each logical tensor once; {name!r} occurs twice"
         for axis, places in Counter(expression.axes_of(name)).items():
             if places > 1:
-                yield f"each axis of {name!r} once; {axis!r} stands in it twice"
+                yield f"each axis of {name!r} once; {axis!r} occurs twice"
 
 
-HINT = "the grammar is in the reference, page Notation"
+HINT = "see Notation in the documentation for the grammar"
 """Where errors of the grammar send the reader."""
 
 

@@ -99,20 +99,22 @@ class Formula:
             functions = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
             for node in ast.walk(tree):
                 if not isinstance(node, _PARTS):
-                    raise self._fail(f"{type(node).__name__} is not part of formulas")
+                    raise self._fail(f"{type(node).__name__} is not allowed in formulas")
                 if isinstance(node, ast.Call) and not _is_length(node):
-                    raise self._fail("Call is not part of formulas, but for len(X)")
+                    raise self._fail("only the call len(X) is allowed in formulas")
                 name = node.id if isinstance(node, ast.Name) and id(node) not in functions else ""
                 named_formula = self.named.get(name)
                 nodes += 1 if named_formula is None else named_formula._parsed[1]
                 names |= {name} if named_formula is None else named_formula.names
             if nodes > _MOST_NODES:
-                raise self._fail(f"with the formulas that it names it has {nodes:,} parts, more than {_MOST_NODES:,}")
+                raise self._fail(
+                    f"together with the formulas that it names it has {nodes:,} parts, more than {_MOST_NODES:,}"
+                )
             return _InlineNamed(self.named).visit(tree), nodes, frozenset(names - {""})
         except SyntaxError as error:
             raise self._fail(error.msg) from None
         except (ValueError, RecursionError, MemoryError) as error:
-            raise self._fail(str(error) or "too deep") from None
+            raise self._fail(str(error) or "nested too deeply") from None
 
     def _fail(self, why: str) -> TransaxleError:
         return refuse("CORRUPT", f"formula {self.text!r}: {why}")
@@ -161,7 +163,7 @@ class Formula:
                 return all(_COMPARE[type(op)](a, b) for op, a, b in pairs)
             case ast.BinOp(left=left, op=op, right=right):
                 return self._binary(op, self._value(left, values), right, values)
-        raise self._fail(f"{type(node).__name__} is not part of formulas")
+        raise self._fail(f"{type(node).__name__} is not allowed in formulas")
 
     def _binary(self, op: ast.operator, left: Any, right: ast.expr, values: Mapping[str, Any]) -> Any:
         """Apply a binary operation; None where an operand is unknown.

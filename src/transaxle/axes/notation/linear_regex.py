@@ -183,7 +183,7 @@ class _Parser:
     def piece(self) -> tuple[int, int]:
         if self.follows("("):
             if self.follows("?") and not self.follows(":"):
-                raise PatternError(f"`(?{self.peek()}` has no automaton here")
+                raise PatternError(f"`(?{self.peek()}` is not supported")
             inner = self.alternatives()
             if not self.follows(")"):
                 raise PatternError("a bracket `(` is not closed")
@@ -215,7 +215,7 @@ class _Parser:
         if letter == "Z":
             return _at_end
         if not letter or letter.isalnum():
-            raise PatternError(f"`\\{letter}` has no automaton here")
+            raise PatternError(f"`\\{letter}` is not supported")
         return _literal(letter)
 
     def members(self) -> Test:

@@ -105,12 +105,12 @@ class Name:
                 raise self._fail("a hole such as {l}, {m+L}, {l-L} or {e@ep}", at)
         if not all(literals[1:-1]):
             raise self._fail(
-                "text between two holes, or nothing tells where one number ends", self.text.index("}{") + 1
+                "text between two holes: without it, nothing tells where one number ends", self.text.index("}{") + 1
             )
         axes = [hole.axis for hole in holes]
         for axis in axes:
             if axes.count(axis) > 1:
-                raise self._fail(f"each axis once; {axis!r} stands in it twice", self.text.rindex("{" + axis))
+                raise self._fail(f"each axis once; {axis!r} occurs twice", self.text.rindex("{" + axis))
         return literals, holes
 
     def _fail(self, expected: str, at: int) -> TransaxleError:

@@ -127,8 +127,8 @@ class _TableParser:
 
     def too_long(self) -> Refusal:
         """Return the refusal of a file with more, or longer, lines than a table has."""
-        message = f"lines 1 to {_MOST_LINES:,} are read, of at most {_LONGEST_LINE:,} characters each"
-        return Refusal("CORRUPT", message, Where(f"{self.file}, line {self.number}"), "Is it a table?")
+        message = f"a table has at most {_MOST_LINES:,} lines, of at most {_LONGEST_LINE:,} characters each"
+        return Refusal("CORRUPT", message, Where(f"{self.file}, line {self.number}"), "Is this file a table?")
 
     def expected(self, wanted: str, word: str = "") -> TransaxleError:
         """Build the refusal of the current line; `word` is the wrong word in it, whose last occurrence is marked."""
@@ -170,7 +170,7 @@ class _TableParser:
 
     def unreserved(self, name: str) -> None:
         if name in WORDS:
-            self.problem(f"another name: {name!r} is the word for an encoding", name)
+            self.problem(f"another name: {name!r} is reserved for an encoding", name)
 
     def split_when(self, text: str) -> tuple[str, Formula | None]:
         """Split off a statement's condition; `optional` is a condition whose value is unknown."""
@@ -340,8 +340,10 @@ class _TableParser:
             inherited = tuple(line for line in self.base.lines if overridden.isdisjoint(line.expression.components))
             dialect = replace(dialect, lines=inherited + dialect.lines, ignored=self.base.ignored + dialect.ignored)
         for first, second, name in overlapping(dialect.lines, self.family):
-            message = f"{first.text}\n{second.text}\nboth hold {name!r} (dialect {dialect.label}): which one is meant?"
-            hint = "give both lines conditions (when ...) that exclude each other, or one line for all of these names"
+            message = f"{first.text}\n{second.text}\nboth lines match {name!r} (dialect {dialect.label})"
+            hint = (
+                "give both lines conditions (when ...) that exclude each other, or write one line for all these names"
+            )
             where = Where(f"{self.file}, line {self.places.get(second, self.number)}")
             self.problems.append(Refusal("CORRUPT", message, where, hint))
         self.touch(replace(self.family, dialects=(*self.family.dialects, dialect)))

@@ -20,7 +20,7 @@ from transaxle.errors import Refusal, TransaxleError, gathered, refuse
 _EXPERTS = {"weight": 2, "bias": 1}
 """Last segments of the names of grouped layers' parameters, with the dims of one expert's."""
 _OTHER_COUNT = "build the layer with as many experts as the checkpoint has"
-_LACKING = "is a file of the checkpoint missing?"
+_LACKING = "check whether a file of the checkpoint is missing"
 _Places = Mapping[tuple[str, str], Mapping[int, str]]
 """(text before the number, text after it) -> number -> name."""
 
@@ -234,7 +234,7 @@ def _packing(experts: ExpertSet, single: Shape) -> Packing:
             return form
     more = len(single) - len(shape)
     if experts.rest and (not single or single[0] != count or more != 1):
-        message = f"{list(single)} are not the scales of {count} experts, each with its own"
+        message = f"{list(single)} is not one scale for each of {count} experts"
         raise refuse("UNSUPPORTED", message, tensor=experts.whole, hint="quantize each expert's weight by itself")
     if more == 1:
         if single[0] != count:
@@ -243,7 +243,9 @@ def _packing(experts: ExpertSet, single: Shape) -> Packing:
     if more == 0 and shape:
         if single[0] != count * shape[0]:
             whole_ones = bool(shape[0]) and not single[0] % shape[0]
-            raise _count(experts, str(single[0] // shape[0]) if whole_ones else f"{single[0]} rows, no whole number of")
+            raise _count(
+                experts, str(single[0] // shape[0]) if whole_ones else f"{single[0]} rows, not a whole number of"
+            )
         return ROWS
     if more == 2 and single[1:] == (1, *shape):
         raise _count(experts, str(single[0]))
@@ -262,9 +264,9 @@ def _check_all(experts: ExpertSet, members: Mapping[int, str]) -> None:
     if not lacking and not extra:
         return
     if sorted(members) == list(range(len(members))):
-        raise _count(experts, str(len(members)), f"; {_listed(lacking)} lack" if lacking else "")
-    complaints = [f"experts {_listed(lacking)} of {experts.count} lack"] if lacking else []
-    complaints += [f"there are experts {_listed(extra)}, the layer has {experts.count}"] if extra else []
+        raise _count(experts, str(len(members)), f"; {_listed(lacking)} are missing" if lacking else "")
+    complaints = [f"experts {_listed(lacking)} of {experts.count} are missing"] if lacking else []
+    complaints += [f"there are experts {_listed(extra)}, but the layer has {experts.count}"] if extra else []
     message = f"{len(members)} experts: {'; '.join(complaints)}"
     raise refuse("INCOMPLETE", message, tensor=experts.whole, hint=_LACKING)
 

@@ -28,14 +28,17 @@ def incomplete(holdings: Holdings, tied: Mapping[str, str]) -> list[Refusal]:
     budget = iter(range(_ASKED))
     missing = list(islice(_lacking(holdings, tied, budget), _COUNTED))
     if not missing and next(budget, None) is None:
-        missing = [f"(its config claims more layers or experts than can be looked for: {_ASKED} of them are absent)"]
+        missing = [f"(the config claims more layers or experts than can be checked: {_ASKED} of them are missing)"]
     if not missing:
         return []
     bound = holdings.bound
-    head = f"{bound.family.name} in dialect {bound.dialect.label} lacks"
+    head = f"{bound.family.name} in dialect {bound.dialect.label} lacks these tensors:"
     more = len(missing) - _LISTED
     tail = [f"… and {more}{' or more' if len(missing) == _COUNTED else ' more'}"] if more > 0 else []
-    hint = "is a shard missing? a part of a checkpoint converts under its own names:  --to FORMAT:identity"
+    hint = (
+        "check whether a shard is missing; a part of a checkpoint can be converted under its own names:  --to "
+        "FORMAT:identity"
+    )
     return [Refusal("MISSING_TENSOR", "\n".join([head, *missing[:_LISTED], *tail]), Where(), hint)]
 
 

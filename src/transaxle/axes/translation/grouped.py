@@ -172,7 +172,7 @@ class MemberCopy:
     @property
     def why(self) -> str:
         """Why both must be equal, as messages say it."""
-        return f"{self.stack} and {self.name} are both there: expert {self.place}"
+        return f"{self.stack} and {self.name} both hold expert {self.place}"
 
 
 def member_copies(stems: Iterable[Stem], names: Collection[str]) -> list[MemberCopy]:

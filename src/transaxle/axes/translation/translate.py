@@ -118,7 +118,7 @@ class _Translator:
         kept_names = (*self.bound.unknown, *self._unplaced())
         for name in kept_names:
             if name in built:
-                message = f"a tensor without a place in {self.target.label} has the name of one that it writes"
+                message = f"a tensor without a line in {self.target.label} has a name that this dialect writes"
                 self.refuse([Refusal("NAME_COLLISION", message, Where(None, name))])
             form = self.recode(name, NumberFormat(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN)))
             built[name] = replace(unchanged(name, self.stored[name]), dtype=form.dtype, encoding=form.encoding)
@@ -163,11 +163,11 @@ class _Translator:
             missing = [component for component in parts if component not in by_component]
             if missing:
                 if self.holdings.broken.isdisjoint((component, slot) for component in missing):
-                    message = f"{line.text}\nneeds {', '.join(missing)}, which the source does not hold here"
+                    message = f"{line.text}\nneeds {', '.join(missing)}, which the source does not have here"
                     self.refuse([Refusal("MISSING_TENSOR", message, Where(None, name))])
                 continue
             if name in built:
-                message = f"{line.text}\nwrites the name of {built[name].rule}"
+                message = f"{line.text}\nwrites the same name as {built[name].rule}"
                 self.refuse([Refusal("NAME_COLLISION", message, Where(None, name))])
                 continue
             try:
@@ -196,7 +196,7 @@ class _Translator:
             numbers = tuple(i + shift for i, shift in zip(key, shifts, strict=True))
             if min(numbers, default=0) < 0:
                 at = ", ".join(f"{axis}={i}" for axis, i in self._index(line, key).items())
-                raise refuse("SHAPE_MISMATCH", f"{line.text}\nthere is no number {min(numbers)} for {at}")
+                raise refuse("SHAPE_MISMATCH", f"{line.text}\nthe name would get the number {min(numbers)} for {at}")
             yield key, join_slot(line.name.format(numbers), slot)
 
     def _forms(self, name: str, by_component: _SourcesByComponent) -> list[NumberFormat]:
@@ -244,7 +244,9 @@ class _Translator:
         origin, expected = place.origin, entry.first
         sized = {axis: count for share in origin.layout.shares[origin.component] for axis, count, _ in share.axes}
         if any(expected.sizes.get(axis) != count for axis, count in sized.items()):
-            shapes = f"expected {list(expected.whole.shape)} as {expected.origin.name}, got {list(place.whole.shape)}"
+            shapes = (
+                f"expected {list(expected.whole.shape)} as in {expected.origin.name}, got {list(place.whole.shape)}"
+            )
             message = f"{entry.line_sources.line.text}\n{shapes}"
             self.refuse([Refusal("SHAPE_MISMATCH", message, Where(None, origin.name))])
 
@@ -265,7 +267,7 @@ class _Translator:
             self._refuse_some(line, index, by_component)
             return self._scalar(line, name, by_component, forms[0].dtype)
         if True in scalar:
-            message = f"{line.text}\nsome of its parts keep one number per tensor, some one per element"
+            message = f"{line.text}\nsome of its parts have one number per tensor, others one per element"
             raise refuse("SHAPE_MISMATCH", message)
         layout = self._layout(line, rewritten, index, by_component)
         parts = tuple(
@@ -289,7 +291,8 @@ class _Translator:
             )
             if len(sources.places) < wanted:
                 message = (
-                    f"{line.text}\n{wanted} tensors of {component} become one, {len(sources.places)} have this state"
+                    f"{line.text}\njoins {wanted} tensors of {component}, but only {len(sources.places)} of them "
+                    "have this state"
                 )
                 raise refuse("INCOMPLETE", message)
 
@@ -299,7 +302,7 @@ class _Translator:
             place.origin.name: place.origin for sources in by_component.values() for place in sources.places.values()
         }
         first_target, *other_targets = (_single_source(origin, name, dtype, line.text) for origin in origins.values())
-        why = f"{line.text}\none number stands for all of them"
+        why = f"{line.text}\none number would have to stand for all of them"
         self.checks.extend(Check(first_target, other_target, why) for other_target in other_targets)
         return replace(first_target, component=", ".join(by_component))
 
@@ -359,7 +362,7 @@ class _Translator:
                 if len(homeless) == len(components):
                     yield name
                 elif homeless and clean:
-                    message = f"{line.text}\ndialect {self.target.label} has no place for its {', '.join(homeless)}"
+                    message = f"{line.text}\n{', '.join(homeless)} does not fit into dialect {self.target.label}"
                     hint = "add a line for it with --rules, or choose another dialect"
                     self.refuse([Refusal("UNSUPPORTED", message, Where(None, name), hint)])
 

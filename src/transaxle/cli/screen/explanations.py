@@ -28,7 +28,7 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "`.pt` and `.bin` files, DCP and DeepSpeed checkpoints contain pickles. A pickle is a small program, and "
         "Python's own reader executes it. Transaxle never does: its interpreter only builds descriptions of tensors, "
         "and it knows a short list of names. A pickle that asks for any other name is refused. Nothing was executed.",
-        "archive/data.pkl\n    global 'os.system' is not among the names that a checkpoint needs",
+        "archive/data.pkl\n    the pickle asks for os.system, which is not on the list of harmless names",
         "Do not load this file with another program either, unless you know who made it. If the name belongs to "
         "your own training code, save only the tensors (a plain state dict, or safetensors) and convert that.",
     ),
@@ -98,7 +98,7 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "rows of a fused projection, and neither a manifest nor config.json nor the shapes give their sizes. "
         "The code also stands for an option that names an axis which no family has.",
         "decoder.layers.{l}.self_attention.linear_qkv.weight = [(g [q:(r c) | k:c | v:c]) d]\n"
-        "    the size of axis g is needed, and the shape [12, 8] does not tell it",
+        "    the size of axis g is needed, and the shape [12, 8] does not determine it",
         "Give the model's config with --config FILE, or the size itself: --axis g=8. The family's table says what each "
         "axis stands for (see Notation in the documentation).",
     ),
@@ -166,7 +166,7 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "A tensor that the model needs is not in the checkpoint.",
         "According to the table and the config the model has this weight, and no stored tensor holds it. Many programs "
         "would load the result anyway, with random values for this weight.",
-        "qwen3_moe in dialect hf lacks\n    model.layers.47.mlp.experts.127.down_proj.weight",
+        "qwen3_moe in dialect hf lacks these tensors:\n    model.layers.47.mlp.experts.127.down_proj.weight",
         "Check whether a shard is missing, or whether the checkpoint is only a part of the model (an adapter, one "
         "pipeline stage). A part can still be converted under its own names: --to safetensors:identity.",
     ),
@@ -175,7 +175,7 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "Tensors without a line in the target dialect normally keep their names and are listed in the report. "
         "--strict refuses them. In `verify`, the code means that a tensor was added after the checkpoint was "
         "written.",
-        "model.layers.0.self_attn.rotary_emb.inv_freq\n    dialect torchtitan has no line for it",
+        "model.layers.0.self_attn.rotary_emb.inv_freq\n    dialect torchtitan has no line for this tensor",
         "Omit --strict to keep such tensors, or add lines for them to a table of your own (--rules).",
     ),
     "EXISTS": Explanation(

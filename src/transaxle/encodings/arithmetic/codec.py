@@ -215,13 +215,13 @@ def decode_error(
 def _arithmetic(path: Path | None) -> _Implementation:
     compiled = None if path == "numpy" else kernel.load()
     if path == "compiled" and compiled is None:
-        raise ValueError("the kernel was not built: install the package where there is a C compiler")
+        raise ValueError("the kernel is not built: install the package on a machine with a C compiler")
     return vectorised if compiled is None else compiled
 
 
 def _kind(encoding: Encoding) -> Minifloat:
     if encoding.code not in MINIFLOATS:
-        raise refuse("UNSUPPORTED", f"{encoding.name}: codes of {encoding.code}; {', '.join(MINIFLOATS)} are known")
+        raise refuse("UNSUPPORTED", f"{encoding.name}: unknown codes {encoding.code}; known: {', '.join(MINIFLOATS)}")
     return MINIFLOATS[encoding.code]
 
 
@@ -234,7 +234,7 @@ def _matrix(values: NDArray[Any]) -> NDArray[Any]:
 def _adjacent(array: NDArray[Any]) -> NDArray[Any]:
     """Return a matrix whose rows are runs of adjacent elements, copied only where they are not."""
     if array.ndim != 2:
-        raise ValueError(f"{array.ndim} dims; encodings are computed matrix by matrix")
+        raise ValueError(f"{array.ndim} dims; encodings need matrices")
     strided_rows = array.shape[1] > 1 and array.strides[1] != array.itemsize
     misaligned = array.strides[0] % array.itemsize or not array.flags.aligned
     return np.ascontiguousarray(array) if strided_rows or misaligned else array
@@ -249,7 +249,7 @@ def _encoded(encoding: Encoding, codes: NDArray[Any], phase: tuple[int, int]) ->
     kind = _kind(encoding)
     matrix = _adjacent(codes.view(np.uint8) if codes.dtype.itemsize == 1 else codes)
     if matrix.dtype != np.uint8:
-        raise refuse("DTYPE_MISMATCH", f"{encoding.name}: codes come in bytes, not as {matrix.dtype}")
+        raise refuse("DTYPE_MISMATCH", f"{encoding.name}: codes must be bytes, not {matrix.dtype}")
     rows, width = _shape(matrix)
     return matrix, tiling(encoding, (rows, width * 8 // kind.bits), phase), kind
 
@@ -266,13 +266,13 @@ def _out(shape: tuple[int, int], dtype: np.dtype[Any], out: NDArray[Any] | None)
     if out is None:
         return np.empty(shape, dtype)
     if out.shape != shape or out.dtype != dtype or _adjacent(out) is not out or not out.flags.writeable:
-        raise ValueError(f"out is {out.dtype}{list(out.shape)}; {dtype}{list(shape)} in adjacent elements is needed")
+        raise ValueError(f"out is {out.dtype}{list(out.shape)}; expected a contiguous {dtype}{list(shape)}")
     return out
 
 
 def _shared(tiles: Tiling, over: tuple[int, int]) -> Tiling:
     if any(size % step for size, step in zip(over, tiles.tile, strict=True)):
-        raise ValueError(f"an amax over {over} is not one over whole tiles of {tiles.tile}")
+        raise ValueError(f"an amax over {over} does not cover whole tiles of {tiles.tile}")
     return Tiling(tiles.shape, over)
 
 
@@ -292,8 +292,8 @@ def _scale(
     if scale.shape != tiles.grid:
         raise refuse(
             "SHAPE_MISMATCH",
-            f"{encoding.name}: {list(tiles.shape)} elements from {list(tiles.phase)} on touch {list(tiles.grid)} tiles "
-            f"of {list(tiles.tile)}, and there are {list(scale.shape)} scales",
+            f"{encoding.name}: {list(tiles.shape)} elements from {list(tiles.phase)} on touch {list(tiles.grid)} "
+            f"tiles of {list(tiles.tile)}, but there are {list(scale.shape)} scales",
         )
     if encoding.scale == "F8_E8M0":
         plain = power_of_two(_bits(scale))
@@ -309,5 +309,5 @@ def _scale(
 
 def _bits(scale: NDArray[Any]) -> Bytes:
     if scale.dtype.itemsize != 1:
-        raise refuse("DTYPE_MISMATCH", f"scales of eight bits come in bytes, not as {scale.dtype}")
+        raise refuse("DTYPE_MISMATCH", f"8-bit scales must be bytes, not {scale.dtype}")
     return scale.view(np.uint8)

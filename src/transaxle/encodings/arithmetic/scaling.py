@@ -62,7 +62,7 @@ def scales(encoding: Encoding, amax: Reals, *, widest: float, tensor: float | No
     more = ", and one for the tensor" if encoding.has_global else ""
     raise refuse(
         "UNSUPPORTED",
-        f"{encoding.name}: codes {encoding.code} with scales {encoding.scale}{more} are read, and not made",
+        f"{encoding.name}: codes {encoding.code} with scales {encoding.scale}{more} can be read, but not written",
         hint="encode to float8, float8_block, mxfp8, mxfp4 or nvfp4",
     )
 

@@ -36,7 +36,7 @@ def wide_code(dtype: np.dtype[Any]) -> str:
     for code, wide_dtype in WIDE.items():
         if dtype == wide_dtype:
             return code
-    raise refuse("DTYPE_MISMATCH", f"values of {dtype} are not encoded; {', '.join(WIDE)} are")
+    raise refuse("DTYPE_MISMATCH", f"values of {dtype} cannot be encoded; {', '.join(WIDE)} can")
 
 
 def without_sign(values: NDArray[Any]) -> NDArray[np.uint16] | NDArray[np.uint32]:

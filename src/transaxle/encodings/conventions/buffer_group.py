@@ -187,7 +187,9 @@ class _Finder:
         if any(encoding.code_bits == 8 for encoding in encodings):
             scale = self.conventions[0].stored(name, Role.SCALE, FLOAT8)
             missing = _last_segment(scale)
-            message = f"the config has {_dtype_and_shape(entry)} quantized, and its scales {missing} are not there"
+            message = (
+                f"the config says that {_dtype_and_shape(entry)} is quantized, but its scales {missing} are missing"
+            )
             self._refuse("MISSING_TENSOR", name, message)
         else:
             self.bare.append(name)
@@ -207,7 +209,7 @@ class _Finder:
                 self._refuse(
                     "MISSING_TENSOR",
                     name,
-                    f"the scales {scale} of packed codes {_dtype_and_shape(entry)} are not there",
+                    f"the scales {scale} of packed codes {_dtype_and_shape(entry)} are missing",
                 )
                 return
 
@@ -221,15 +223,19 @@ class _Finder:
         expected = [f"{head}{dot}{codes}" for codes in self._codes_of(segment, head + dot, self.entries[name])]
         if not expected:
             if self.quantization and TORCHAO in self.quantization.conventions and _is_torchao(segment):
-                self._refuse("UNSUPPORTED", name, "a part of a tensor of torchao's, which no file's metadata describes")
+                self._refuse(
+                    "UNSUPPORTED",
+                    name,
+                    "this is a part of a torchao tensor, and no file's metadata describes that tensor",
+                )
             return
         codes_name = next((codes for codes in expected if codes in self.entries), None)
         if codes_name is None:
             self._refuse("UNEXPECTED_TENSOR", name, f"scales without codes; expected {' or '.join(expected)}")
         elif self.entries[codes_name].dtype in _CODES:
-            self._refuse("UNEXPECTED_TENSOR", name, f"scales that do not belong to the encoding of {codes_name}")
+            self._refuse("UNEXPECTED_TENSOR", name, f"these scales do not belong to the encoding of {codes_name}")
         else:
-            message = f"{codes_name} is {_dtype_and_shape(self.entries[codes_name])} and has scales; expected codes"
+            message = f"{codes_name} has scales, but is {_dtype_and_shape(self.entries[codes_name])}; expected codes"
             self._refuse("DTYPE_MISMATCH", name, message, "remove the scales if the tensor has been decoded")
 
     def _codes_of(self, segment: str, head: str, entry: StoredBuffer) -> list[str]:
@@ -289,13 +295,18 @@ class _Finder:
                     "MISSING_TENSOR", table_name, f"{encoding.name} needs its {role}, {_last_segment(name)}"
                 )
         if parts[Role.CODES] != table_name and table_name in self.entries:
-            message = f"the codes {parts[Role.CODES]} stand for the tensor of this name, which is there as well"
+            message = (
+                f"the codes {parts[Role.CODES]} stand for the tensor of this name, but a plain one of the same name "
+                "exists too"
+            )
             raise _MisfitError("NAME_COLLISION", table_name, message)
         for segment in _OTHERS:
             neighbour = f"{module_of(table_name)}.{segment}"
             if neighbour in self.entries:
                 raise _MisfitError(
-                    "UNSUPPORTED", neighbour, "with this buffer, a value is more than its code and scale"
+                    "UNSUPPORTED",
+                    neighbour,
+                    "with this buffer a value is more than code times scale, which is not supported",
                 )
         codes, scale = self.entries[parts[Role.CODES]], self.entries[parts[Role.SCALE]]
         fitted = _exact(convention, encoding, codes.dtype, codes.shape, scale.dtype, scale.shape)
@@ -323,19 +334,21 @@ def _exact(
 ) -> tuple[Encoding, Shape] | _Misfit:
     """Return the exact encoding of codes and scales of these dtypes and shapes, and the tensor's shape in elements."""
     if codes not in (_EIGHT if encoding.code_bits == 8 else _FOUR):
-        message = f"codes of {encoding.name} are {encoding.code}; found {codes} {list(packed)}"
+        message = f"codes of {encoding.name} must be {encoding.code}; found {codes} {list(packed)}"
         return _Misfit("DTYPE_MISMATCH", Role.CODES, message)
     shape = convention.elements(encoding, codes, packed)
     if shape is None:
-        message = f"packed codes are [..., K/{convention.block}, {convention.block // 2}]; found {codes} {list(packed)}"
+        message = (
+            f"packed codes must be [..., K/{convention.block}, {convention.block // 2}]; found {codes} {list(packed)}"
+        )
         return _Misfit("SHAPE_MISMATCH", Role.CODES, message)
     if encoding.code_bits < 8 and (not shape or shape[-1] % 2):
-        message = f"codes of {encoding.name} lie in pairs along the last dim; found {codes} {list(packed)}"
+        message = f"codes of {encoding.name} must lie in pairs along the last dim; found {codes} {list(packed)}"
         return _Misfit("SHAPE_MISMATCH", Role.CODES, message)
     if scales not in _SCALES[encoding.name]:
         known = " or ".join(_SCALES[encoding.name])
         return _Misfit(
-            "DTYPE_MISMATCH", Role.SCALE, f"scales of {encoding.name} are {known}; found {scales} {list(stored)}"
+            "DTYPE_MISMATCH", Role.SCALE, f"scales of {encoding.name} must be {known}; found {scales} {list(stored)}"
         )
     tile = _tile_of(convention, encoding.tile, shape, stored)
     if tile is not None:
@@ -346,7 +359,7 @@ def _exact(
             return exact, shape
     tiles = " x ".join("all" if step == WHOLE else str(step) for step in encoding.tile)
     expected = list(encoding.grid(shape)) if len(shape) >= len(encoding.tile) else "of more dims"
-    message = f"scales of {list(shape)} elements in tiles of {tiles} are {expected}; found {scales} {list(stored)}"
+    message = f"scales of {list(shape)} elements in tiles of {tiles} must be {expected}; found {scales} {list(stored)}"
     return _Misfit("SHAPE_MISMATCH", Role.SCALE, message)
 
 
@@ -416,7 +429,7 @@ def _one_number(role: Role, name: str, entry: StoredBuffer, shape: Shape) -> Non
     """Refuse a per-tensor scale that is not one number, in a stack one for each matrix."""
     if entry.dtype not in _REALS:
         raise _MisfitError(
-            "DTYPE_MISMATCH", name, f"the {role} is {' or '.join(_REALS)}; found {_dtype_and_shape(entry)}"
+            "DTYPE_MISMATCH", name, f"the {role} must be {' or '.join(_REALS)}; found {_dtype_and_shape(entry)}"
         )
     if not _same_grid(entry.shape, shape[:-2]):
         expected = f"numbers are {list(shape[:-2])}" if shape[:-2] else "is one number"

@@ -64,7 +64,7 @@ class Quantization:
                 if group.modules is not None and module in group.modules:
                     return (group.encoding,)
         except PatternError as error:
-            raise refuse("UNSUPPORTED", f"a list of modules: {error}", file=self.file) from None
+            raise refuse("UNSUPPORTED", f"the list of modules is not valid: {error}", file=self.file) from None
         return self._of_classes
 
     @cached_property
@@ -102,20 +102,20 @@ def read(
     location = ".".join(path)
     if any(other_section != section for _, other_section in sections[1:]):
         both_paths = " and ".join(".".join(path) for path, _ in sections)
-        raise refuse("CORRUPT", f"{both_paths} differ; one of them must go", file=file)
+        raise refuse("CORRUPT", f"{both_paths} differ; remove one of them", file=file)
     if not isinstance(section, Mapping):
-        raise refuse("CORRUPT", f"{location} is no object: {section!r}", file=file)
+        raise refuse("CORRUPT", f"{location} is not a JSON object: {section!r}", file=file)
     method = _method(section, path)
     if method not in METHODS:
-        method_text = repr(method) if METHOD in section else "not there"
+        method_text = repr(method) if METHOD in section else "missing"
         message = f"{location}.{METHOD} is {method_text}; known: {', '.join(METHODS)}"
-        raise refuse("UNSUPPORTED", message, file=file, hint="to move the files as they are, name no dialect")
+        raise refuse("UNSUPPORTED", message, file=file, hint="to move the files as they are, give no dialect")
     try:
         return Quantization(
             method, METHODS[method](section, location), tuple(path for path, _ in sections), section, file
         )
     except PatternError as error:
-        raise refuse("UNSUPPORTED", f"{location}: a list of modules: {error}", file=file) from None
+        raise refuse("UNSUPPORTED", f"{location}: the list of modules is not valid: {error}", file=file) from None
     except TransaxleError as error:
         raise gathered(Refusal(r.code, r.message, Where(file), r.hint) for r in error.refusals) from None
 

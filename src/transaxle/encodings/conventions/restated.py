@@ -33,7 +33,7 @@ TRAINED = frozenset({DEEPSEEK, TE, TE_HALVED})
 """Conventions under which training saves the entries of quantized weights."""
 ASIDE = ("columnwise_data", "columnwise_scale_inv", "amax_history", "scaled_for")
 """Suffixes of buffers that only training needs; they follow the name of the codes and `_`."""
-_OUT = 'to="dcp" keeps it as it is; transaxle convert --decode bf16 --to hf writes the values of that'
+_OUT = 'to="dcp" keeps it as it is; transaxle convert --decode bf16 --to hf writes the decoded values'
 _AT_ONCE = 256
 """Matrices that are compared at a time."""
 
@@ -144,13 +144,15 @@ def unsaid(tensor: Encoded) -> Refusal | None:
     encoding = tensor.encoding
     if encoding.code_bits < 8 or encoding.code == FLOAT8.code:
         return None
-    message = f"codes of {encoding.code}: no config of a hub can say so, and readers take them for {FLOAT8.code}"
+    message = f"codes of {encoding.code}: no hub config can express this, and readers would take them for {FLOAT8.code}"
     return Refusal("UNSUPPORTED", message, Where(None, tensor.name), _OUT)
 
 
 def _inexact(tensor: Encoded, amax: float, to: Convention, dtype: str) -> Refusal:
     """Return the refusal of a tensor whose amax no scale of the convention stands for."""
     factor = f"amax / {tensor.encoding.scale_max * tensor.encoding.code_max:g}"
-    message = f"its amax is {amax!r}: values of {dtype} would change, as no float32 says {factor} in {to.name}"
-    hint = _OUT if dtype != "F32" else f"model.bfloat16() keeps the codes, and has fewer values; {_OUT}"
+    message = (
+        f"its amax is {amax!r}: values of {dtype} would change, because no float32 scale gives {factor} in {to.name}"
+    )
+    hint = _OUT if dtype != "F32" else f"model.bfloat16() keeps the codes, and loses precision; {_OUT}"
     return Refusal("UNSUPPORTED", message, Where(None, tensor.name), hint)

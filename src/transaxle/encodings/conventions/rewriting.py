@@ -157,13 +157,22 @@ class _SectionWriter:
         self.decoded = sorted({module_of(name) for name in decoded})
         for name in decoded:
             if module_of(name) in self.modules:
-                message = f"other tensors of the module {module_of(name)} stay encoded; a config lists whole modules"
+                message = (
+                    f"other tensors of the module {module_of(name)} stay encoded; a config can list only whole modules"
+                )
                 raise refuse("UNSUPPORTED", message, tensor=name, hint="decode all of them, or none")
         names = {tensor.convention for tensor in encoded.values()}
         self.source = source if source is not None and names <= set(source.conventions) else None
         if self.source is None and len(names) > 1:
-            message = f"tensors in the conventions {' and '.join(sorted(names))}; one {SECTION} speaks of one"
-            raise refuse("UNSUPPORTED", message, file=CONFIG, hint="encode in the encoding that is there, or decode it")
+            message = (
+                f"the tensors use the conventions {' and '.join(sorted(names))}; one {SECTION} can describe only one"
+            )
+            raise refuse(
+                "UNSUPPORTED",
+                message,
+                file=CONFIG,
+                hint="encode to the encoding that the checkpoint already has, or decode that one",
+            )
         self.method = _METHODS.get(min(names)) if self.source is None else self.source.method
         self.old: Section = {METHOD: self.method} if self.source is None else deepcopy(dict(self.source.section))
 
@@ -176,15 +185,19 @@ class _SectionWriter:
             MODELOPT_METHOD: self._modelopt,
         }
         if self.method not in makers:
-            message = f"tensors in the convention {next(iter(self.encoded.values())).convention} are read, not written"
+            message = (
+                f"tensors in the convention {next(iter(self.encoded.values())).convention} can be read, but not written"
+            )
             raise refuse("UNSUPPORTED", message, file=CONFIG)
         # Each maker yields candidates, the least change first; the first that reads back correctly wins.
         for section in makers[self.method]():
             if self._agrees(section):
                 return section
         kinds = " and ".join(sorted({str(_in_words(kind)) for kind in self._kinds()}))
-        message = f"a {SECTION} of the method {self.method} cannot say that tensors are stored as {kinds}"
-        raise refuse("UNSUPPORTED", message, file=CONFIG, hint="decode some of them, or encode all of them alike")
+        message = f"a {SECTION} of the method {self.method} cannot describe tensors stored as {kinds}"
+        raise refuse(
+            "UNSUPPORTED", message, file=CONFIG, hint="decode some of them, or encode all of them in the same way"
+        )
 
     def _agrees(self, section: Section) -> bool:
         """Tell whether a section, read back, describes exactly the tensors that are written."""

@@ -214,7 +214,7 @@ def _compressed(section: Mapping[str, Any], location: str) -> Scheme:
         encoding = _compressed_encoding(group.weights, f"{spot}.weights")
         code = _FORMATS[layout]
         if code not in (None, encoding.code):
-            message = f"{spot} stores codes of {encoding.code}, its format {layout} codes of {code}"
+            message = f"{spot} stores codes of {encoding.code}, but its format {layout} has codes of {code}"
             raise refuse("CORRUPT", message)
         by_name = [target for target in group.targets if not _is_class(target)]
         if by_name:

@@ -146,12 +146,12 @@ def swizzled(metadata: Mapping[str, object]) -> Mapping[str, Swizzled]:
 def _described(name: str, text: object) -> Described | None:
     """Read what the metadata says of one tensor; None for a plain one."""
     if text is None:
-        message = f"the header's metadata lists it under {NAMES}, and does not say what it is, or in several ways"
+        message = f"the header's metadata lists it under {NAMES}, but describes it not at all, or more than once"
         return _unread(name, (), "CORRUPT", message)
     try:
         tensor = _tensor.decode(str(text))
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        return _unread(name, (), "CORRUPT", f"what the header's metadata says of it is malformed: {error}")
+        return _unread(name, (), "CORRUPT", f"the header's metadata describes it in a malformed way: {error}")
     if tensor.type == _PLAIN:
         return None
     head, dot, segment = name.rpartition(".")
@@ -188,12 +188,12 @@ def _encoding(tensor: _TensorNote) -> Encoding:
         nv = msgspec.convert(tensor.data, _Nvfp4)
         _compact(nv.is_swizzled_scales)
         return replace(NVFP4, tile=(1, nv.block_size), has_global=_GLOBAL in tensor.parts)
-    raise _UnknownError(f"it is of torchao's class {tensor.type!r}; known: {', '.join(_KNOWN)}")
+    raise _UnknownError(f"torchao's class {tensor.type!r} is not supported; known: {', '.join(_KNOWN)}")
 
 
 def _compact(swizzled: bool) -> None:
     if swizzled:
-        raise _UnknownError("its scales lie in the order of a matrix-multiply kernel (`is_swizzled_scales`)")
+        raise _UnknownError("its scales are in the order of a matrix-multiply kernel (`is_swizzled_scales`)")
 
 
 _GLOBAL = "per_tensor_scale"

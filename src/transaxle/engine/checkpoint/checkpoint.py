@@ -289,7 +289,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
             UsageError: AMBIGUOUS for an unknown type, and for a pattern that no encoded tensor has.
         """
         if to not in DTYPES:
-            raise refuse("AMBIGUOUS", f"cannot decode to {to!r}", hint=f"say one of: {', '.join(DTYPES)}")
+            raise refuse("AMBIGUOUS", f"cannot decode to {to!r}", hint=f"choose one of: {', '.join(DTYPES)}")
         catalog = self.stored.catalog
         if catalog.refusals:
             raise gathered(catalog.refusals)
@@ -389,8 +389,8 @@ CheckpointLike: TypeAlias = PathLike | Checkpoint
 
 def nothing_encoded(to: str) -> TransaxleError:
     """Build the refusal to decode what is plain."""
-    hint = f'numbers that are plain are cast with --dtype {to} (dtype="{to}")'
-    return refuse("AMBIGUOUS", "nothing is encoded here, so there is nothing to decode", hint=hint)
+    hint = f'to cast plain tensors, use --dtype {to} (dtype="{to}")'
+    return refuse("AMBIGUOUS", "nothing to decode: the checkpoint has no encoded tensors", hint=hint)
 
 
 def check_decoded(first: Checkpoint, second: Checkpoint, decode: str | None) -> None:
@@ -433,7 +433,7 @@ def open_checkpoint(
     decode, dtype = read_float_type("decode", decode), read_float_type("dtype", dtype)
     only, skip = read_patterns("only", only), read_patterns("skip", skip)
     if decode is not None and dtype is not None:
-        raise TypeError("decode or dtype: one of them at a time")
+        raise TypeError("decode and dtype exclude each other; give only one")
     source = read_path("path", path)
     user_settings = settings(**options)
     container = ordering(open_container(source, user_settings.format, user_settings.weights, cutter(user_settings)))

@@ -18,7 +18,7 @@ from transaxle.errors import Code, Refusal, Where
 _LISTED = 6
 """Cap on the names that a refusal lists."""
 _IDENTITY = 'keep all names with --to FORMAT:identity (to="FORMAT:identity")'
-_TABLE = "give a table of them with --rules FILE"
+_TABLE = "add lines for them to a table of your own (--rules FILE)"
 
 
 def foreign(bound: Bound, config: Mapping[str, Any], target: Dialect, *, family_given: bool = False) -> list[Refusal]:
@@ -49,16 +49,18 @@ def foreign(bound: Bound, config: Mapping[str, Any], target: Dialect, *, family_
         count = len(unknown) + len(bound.ignored) + sum(map(len, bound.names.values()))
         headline = f"no line of {family.name}, dialect {bound.dialect.label}, reads {len(unknown):,} of {count:,} names"
         lines += [
-            headline if wrapped else f"{headline}; what {target.label} calls them is not known",
+            headline if wrapped else f"{headline}; their names in {target.label} are unknown",
             *unknown[:_LISTED],
         ]
     if len(unknown) > _LISTED:
         lines.append(f"… and {len(unknown) - _LISTED:,} more")
     ways = [_IDENTITY, _TABLE]
     if not unknown:
-        ways.append(f"take the text model out with --family {family.name}")
+        ways.append(f"convert only the text model with --family {family.name}")
     elif not inside:
-        ways.append(f"say that it is a {family.name} by --config FILE or --family {family.name}: they keep their names")
+        ways.append(
+            f"declare the model a {family.name} with --config FILE or --family {family.name}, and they keep their names"
+        )
     where = Where(None, unknown[0] if len(unknown) == 1 else None)
     code: Code = "UNKNOWN_FAMILY" if wrapped else "UNEXPECTED_TENSOR"
     return [Refusal(code, "\n".join(lines), where, f"{', '.join(ways[:-1])} or {ways[-1]}")]
@@ -68,5 +70,5 @@ def _whole(bound: Bound, config: Mapping[str, Any], target: str) -> str:
     top = config.get("model_type")
     inside = f" after {bound.prefix!r}" if bound.prefix else ""
     model = f"config.json says model_type {top!r}: " if isinstance(top, str) else ""
-    statement = f"{bound.family.name} is only a part of this model{inside}"
-    return f"{model}{statement}; what {target} calls the whole is not known"
+    statement = f"{bound.family.name} is only one part of this model{inside}"
+    return f"{model}{statement}; the layout of the whole model in {target} is unknown"

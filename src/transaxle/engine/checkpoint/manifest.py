@@ -87,10 +87,10 @@ def decode(text: bytes, file: str = MANIFEST) -> Manifest:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise refuse("CORRUPT", f"malformed: {error}", file=file) from None
     if manifest.transaxle > SCHEMA:
-        message = f"it is of version {manifest.transaxle}; this program reads up to version {SCHEMA}"
-        raise refuse("UNSUPPORTED", message, file=file, hint="A newer Transaxle reads it.")
+        message = f"the manifest has version {manifest.transaxle}; this program reads versions up to {SCHEMA}"
+        raise refuse("UNSUPPORTED", message, file=file, hint="Use a newer Transaxle.")
     if encode(manifest) != text:
-        raise refuse("CORRUPT", "its text was changed: the checksum does not match", file=file)
+        raise refuse("CORRUPT", "the manifest's text was changed: its checksum does not match", file=file)
     return manifest
 
 
@@ -106,7 +106,7 @@ def load(container: Container) -> Manifest | None:
         return None
     size = storage.size(MANIFEST)
     if size > _LARGEST:
-        raise refuse("CORRUPT", f"a manifest of {size} bytes is longer than any real one", file=MANIFEST)
+        raise refuse("CORRUPT", f"a manifest of {size} bytes is too long to be real", file=MANIFEST)
     return decode(storage.read(MANIFEST, 0, size))
 
 
@@ -126,7 +126,7 @@ def stale(manifest: Manifest, container: Container, files: Collection[str] | Non
             continue
         size = _size(container, name, present)
         if size is None:
-            problems.append(Refusal("INCOMPLETE", "the manifest lists this file; it is missing", Where(name)))
+            problems.append(Refusal("INCOMPLETE", "the manifest lists this file, but it is missing", Where(name)))
         elif size != record.size:
             message = f"the manifest says {record.size} bytes, the file has {size}"
             problems.append(Refusal("CORRUPT", message, Where(name)))

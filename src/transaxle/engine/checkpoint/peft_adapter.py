@@ -12,7 +12,9 @@ from transaxle.formats.catalog.catalog import Container
 ADAPTER_CONFIG = "adapter_config.json"
 """peft's description of an adapter."""
 _KIND, _BASE = "peft_type", "base_model_name_or_path"
-_HINT = "tx.load(peft_model, …) loads it; --to FORMAT:identity keeps its names; or merge it first (merge_and_unload)"
+_HINT = (
+    "load it with tx.load(peft_model, …), merge it first (merge_and_unload), or keep its names: --to FORMAT:identity"
+)
 
 
 def adapter_config(container: Container) -> Mapping[str, Any] | None:
@@ -36,6 +38,10 @@ def check_model(container: Container) -> None:
     """
     config = adapter_config(container)
     if config is not None:
-        base = config.get(_BASE) or "a model that it does not name"
+        base = config.get(_BASE) or "an unnamed model"
         description = f"a {str(config[_KIND])[:40]} adapter of {str(base)[:200]}"
-        raise refuse("UNKNOWN_FAMILY", f"{description}: its tensors are no model's, and no table has them", hint=_HINT)
+        raise refuse(
+            "UNKNOWN_FAMILY",
+            f"{description}: an adapter is not a whole model, and no table describes its tensors",
+            hint=_HINT,
+        )

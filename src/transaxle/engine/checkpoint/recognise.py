@@ -146,18 +146,19 @@ def recognise(
     distinct = {(r.family.name, _reading(r, grouped)): r for r in reversed(best)}
     if len(distinct) > 1:
         listed = ", ".join(f"{r.family.name}:{r.dialect.label}" for r in best)
-        names_only = "" if types else " (no config.json says what it is)"
+        names_only = "" if types else " (there is no config.json to decide)"
         raise refuse(
             "AMBIGUOUS",
-            f"{most} of {len(names)} names are read alike by {listed}{names_only}",
-            hint="say which with --config FILE, or with --family NAME and --from DIALECT (config=, family=, dialect=)",
+            f"several tables fit equally well: {listed} each read {most} of {len(names)} names in different "
+            f"ways{names_only}",
+            hint="choose with --config FILE, or with --family NAME and --from DIALECT (config=, family=, dialect=)",
         )
     chosen = best[0]
     if family is None and types and not any(t in chosen.family.model_types for t in types):
         raise refuse(
             "UNKNOWN_FAMILY",
-            f"config.json says model_type {types[0]!r}, which no table knows; known: {', '.join(families)}",
-            hint=f"its names read like {chosen.family.name}: if that is right, say --family {chosen.family.name}",
+            f"config.json has model_type {types[0]!r}, which no table knows; known: {', '.join(families)}",
+            hint=f"its names look like {chosen.family.name}: if that is right, give --family {chosen.family.name}",
         )
     return chosen
 
@@ -183,9 +184,12 @@ def _nothing(
             matches = [m for s in samples[:20] for m in difflib.get_close_matches(s, candidate.by_skeleton, 1, 0.8)]
             if matches:
                 close.append(f"{family.name}:{candidate.label}")
-    wanted = f"dialect {dialect!r} reads none" if dialect else "no table reads any"
+    wanted = f"dialect {dialect!r} knows none" if dialect else "no table knows any"
     first_names = ", ".join(names[:3]) or "(no tensors)"
-    model = f" (config.json says {types[0]!r})" if types else ""
-    rename_hint = 'convert it under its own names with --to FORMAT:identity (to="FORMAT:identity"), or add --rules FILE'
+    model = f" (config.json has model_type {types[0]!r})" if types else ""
+    rename_hint = (
+        'convert it under its own names with --to FORMAT:identity (to="FORMAT:identity"), or add a table with --rules '
+        "FILE"
+    )
     hint = f"closest: {close[0]}" if close else rename_hint
-    return refuse("UNKNOWN_FAMILY", f"{wanted} of its names: {first_names}{model}", hint=hint)
+    return refuse("UNKNOWN_FAMILY", f"{wanted} of the tensor names: {first_names}{model}", hint=hint)

@@ -94,8 +94,8 @@ class StoredTensor:
             return flat.view(numpy_dtype(self.dtype)).reshape(shape)
         rows = prod(shape[:-1])
         if not shape or (rows and len(flat) % rows):
-            message = f"rows of {list(shape)} elements of {self.dtype} are no whole bytes"
-            raise refuse("UNSUPPORTED", message, tensor=self.name, hint="tobytes() gives its bytes")
+            message = f"rows of {list(shape)} elements of {self.dtype} do not fill whole bytes"
+            raise refuse("UNSUPPORTED", message, tensor=self.name, hint="use tobytes() for the raw bytes")
         return flat.reshape(*shape[:-1], len(flat) // rows if rows else packed_width(self.dtype, shape[-1]))
 
     def tobytes(self) -> bytes:
@@ -127,6 +127,6 @@ def _spans(name: str, shape: tuple[int, ...], box: SliceBox | None) -> list[tupl
     if box is None:
         return [(0, size) for size in shape]
     if len(box) != len(shape) or any(getattr(bounds, "step", 0) not in (None, 1) for bounds in box):
-        raise refuse("SHAPE_MISMATCH", f"a box is one slice of step 1 per dim of {list(shape)}", tensor=name)
+        raise refuse("SHAPE_MISMATCH", f"a box needs one slice of step 1 for each dim of {list(shape)}", tensor=name)
     spans = [bounds.indices(size)[:2] for bounds, size in zip(box, shape, strict=True)]
     return [(start, max(start, stop)) for start, stop in spans]

@@ -28,7 +28,7 @@ def stored_config(storage: Storage, file: str = CONFIG) -> Mapping[str, Any]:
         return {}
     size = storage.size(file)
     if size > LONGEST_CONFIG:
-        raise refuse("CORRUPT", f"a config of {size} bytes is longer than any real one", file=file)
+        raise refuse("CORRUPT", f"a config of {size} bytes is too long to be real", file=file)
     return parse_config(storage.read(file, 0, size), file)
 
 
@@ -72,7 +72,12 @@ class _Tables:
             raise refuse("UNSUPPORTED", f"{UNTOLD}; {self._table} has no line for it", tensor=name, hint=HINT)
         if not self._cuts:
             message = f"{UNTOLD}; {self._table} has no `cut tp` statement"
-            raise refuse("UNSUPPORTED", message, tensor=name, hint="Add one: it names the axes that were cut.")
+            raise refuse(
+                "UNSUPPORTED",
+                message,
+                tensor=name,
+                hint="Add one that names the axes over which tensor parallelism splits.",
+            )
         line, position = self._lines[name]
         index = dict(zip(line.name.axes, position, strict=True))
         try:

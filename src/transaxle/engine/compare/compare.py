@@ -184,7 +184,9 @@ def compare(
         for problem in _unequal_copies(deduplicated, limit):
             name = problem.where.tensor or ""
             differences.append(
-                Difference(name, "", "copies", f"{deduplicated.path} holds two copies that differ: {problem.message}")
+                Difference(
+                    name, "", "copies", f"{deduplicated.path} holds two copies of it that differ: {problem.message}"
+                )
             )
     compared: dict[str, int] = {}
     for name in common:

@@ -19,7 +19,7 @@ from transaxle.formats.catalog.seal import Seal, read_digest, rest_of
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.move.workers import Limits, Progress, Worker, limits, share, unwatched
 
-_CHANGED = "its bytes were changed after it was written"
+_CHANGED = "the bytes were changed after they were written"
 
 
 @dataclass(frozen=True)
@@ -184,20 +184,20 @@ def _check_rest(seal: Seal, container: Container) -> Iterator[Refusal]:
     """Check the bytes outside the tensors of a file against their digest, and that every tensor has a digest."""
     ranges = list(_ranges(seal.file, container))
     if {begin for _, begin, _ in ranges} != seal.places.keys():
-        yield Refusal("CORRUPT", "it has not as many digests as tensors", Where(seal.file))
+        yield Refusal("CORRUPT", "the number of digests is not the number of tensors", Where(seal.file))
     digest = rest_of(container.storage, seal, ((begin, end) for _, begin, end in ranges))
     if digest != read_digest(container.storage, seal, seal.head):
-        yield Refusal("CORRUPT", "its header, or what else lies around its tensors, was changed", Where(seal.file))
+        yield Refusal("CORRUPT", "the header, or other bytes around the tensors, were changed", Where(seal.file))
 
 
 def _listed(recorded: Collection[str], present: Collection[str]) -> Iterator[Refusal]:
     """Yield the tensors that only the manifest or only the files know."""
     for name in recorded:
         if name not in present:
-            yield Refusal("MISSING_TENSOR", "the manifest lists it", Where(None, name))
+            yield Refusal("MISSING_TENSOR", "the manifest lists this tensor; it is missing", Where(None, name))
     for name in present:
         if name not in recorded:
-            yield Refusal("UNEXPECTED_TENSOR", "the manifest does not list it", Where(None, name))
+            yield Refusal("UNEXPECTED_TENSOR", "the manifest does not list this tensor", Where(None, name))
 
 
 def _check_record(name: str, tensor: StoredTensor, digest: str, recorded: TensorRecord | None) -> Refusal | None:
@@ -206,7 +206,7 @@ def _check_record(name: str, tensor: StoredTensor, digest: str, recorded: Tensor
         return None
     if (recorded.dtype, recorded.shape) != (tensor.dtype, tensor.shape):
         expected, actual = (f"{side.dtype} {list(side.shape)}" for side in (recorded, tensor))
-        message = f"the manifest says {expected}, the file {actual}"
+        message = f"the manifest says {expected}, the file has {actual}"
         return Refusal("SHAPE_MISMATCH", message, Where(None, name))
     if recorded.xxh3 != digest:
         return Refusal("CORRUPT", _CHANGED, Where(None, name))

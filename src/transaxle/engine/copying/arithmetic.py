@@ -33,16 +33,22 @@ def affine(target: Target, *, allowed: bool) -> Affine | None:
         # A shift leaves gradients, and so the moments of the optimizer, as they are; a factor does not.
         changes = [_UNCHANGED if scale == 1 else (scale, shift) for scale, shift in changes]
         if any(change != _UNCHANGED for change in changes):
-            message = f"{target.rule}\n{rules(target)} changes the optimizer's state in a way that no rule tells"
+            message = f"{target.rule}\n{rules(target)} would change the optimizer's state, and no rule says how"
             raise refuse("UNSUPPORTED", message, tensor=target.name)
     if all(change == _UNCHANGED for change in changes):
         return None
     if len(changes) > 1:
-        raise refuse("UNSUPPORTED", f"{target.rule}\n{rules(target)} inside a fused tensor", tensor=target.name)
+        raise refuse(
+            "UNSUPPORTED", f"{target.rule}\n{rules(target)} inside a fused tensor is not supported", tensor=target.name
+        )
     if target.dtype not in _REAL:
-        raise refuse("UNSUPPORTED", f"{target.rule}\n{rules(target)} on {target.dtype} values", tensor=target.name)
+        raise refuse(
+            "UNSUPPORTED",
+            f"{target.rule}\n{rules(target)} on {target.dtype} values is not supported",
+            tensor=target.name,
+        )
     if not allowed:
-        message = f"{target.rule}\nvalues change on the way, and are rounded: {rules(target)}"
+        message = f"{target.rule}\nthe values are computed and rounded: {rules(target)}"
         raise refuse("LOSSY", message, tensor=target.name, hint="allow it with --allow-lossy")
     return changes[0]
 

@@ -54,7 +54,7 @@ def _groups(stored: Shape, shape: Shape) -> tuple[_Group, ...] | None:
 def _paired(name: str, stored: Shape, shape: Shape) -> tuple[_Group, ...]:
     found = _groups(stored, shape)
     if found is None:
-        message = f"{list(stored)} elements cannot be seen as {list(shape)} where only a part of them is read"
+        message = f"{list(stored)} elements cannot be viewed as {list(shape)} when only a part of them is read"
         raise refuse("UNSUPPORTED", message, tensor=name)
     return found
 
@@ -80,7 +80,7 @@ def redescribed(entry: Entry, name: str, dtype: str, shape: Shape) -> Entry:
     unit = _unit(entry.dtype, dtype)
     stored = _scaled(entry.shape, unit)
     if prod(stored) != prod(shape):
-        message = f"{entry.dtype} {list(entry.shape)} is not as many bytes as {dtype} {list(shape)}"
+        message = f"{entry.dtype} {list(entry.shape)} and {dtype} {list(shape)} do not have the same number of bytes"
         raise refuse("SHAPE_MISMATCH", message, tensor=entry.name)
     if stored == shape and unit == 1:
         return replace(entry, name=name, dtype=dtype)
@@ -116,7 +116,7 @@ def _extent(name: str, extent: Extent, unit: int, stored: Shape, shape: Shape, g
                 fits = fits and (step is None or steps[d] == step * count)
                 step = steps[d] if step is None else step
             if not fits or (unit > 1 and d == len(stored) - 1 and steps is not None and steps[d] != 1):
-                message = f"its chunk of {list(extent.shape)} at {list(extent.start)} is no box of {list(shape)}"
+                message = f"its chunk of {list(extent.shape)} at {list(extent.start)} is not a box of {list(shape)}"
                 raise refuse("UNSUPPORTED", message, tensor=name)
             at += first[d] * inner
             count *= sizes[d]

@@ -63,7 +63,7 @@ def averaged(container: Container) -> Container:
             continue
         entry = entries[name]
         if entry.dtype not in _REAL or entry.nbytes > _LARGEST:
-            message = f"its replicas differ, and {entry.nbytes} bytes of {entry.dtype} are not averaged"
+            message = f"the replicas differ, and a mean of {entry.nbytes} bytes of {entry.dtype} cannot be computed"
             raise refuse("UNSUPPORTED", message, tensor=name)
         mean = np.mean([one.astype(np.float64) for one in held], axis=0).astype(held[0].dtype)
         file = _FILE + name

@@ -86,9 +86,9 @@ def _in_bytes(entry: Entry, bits: int, move: Move) -> Move:
     if (source, target) != (1, 1) or any(edge * bits % 8 for edge in edges):
         raise refuse(
             "UNSUPPORTED",
-            f"{entry.dtype} elements have {bits} bits; this layout would take a byte of them apart",
+            f"{entry.dtype} elements have {bits} bits, and this layout would split a byte between two tensors",
             tensor=entry.name,
-            hint="choose a layout that keeps its rows, or decode it:  --decode bf16",
+            hint="choose a layout that keeps the rows whole, or decode the tensor:  --decode bf16",
         )
     scaled = [(n, s * bits // 8, t * bits // 8) for n, s, t in outer]
     run = (count * bits // 8, 1, 1)

@@ -14,7 +14,7 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.remote.url import address, is_url, local_path
 
-_HINT = "Choose another place; when the new one is verified, the old one can be removed."
+_HINT = "Choose another target; once the new checkpoint is verified, you can remove the old one."
 
 
 def refuse_together(checkpoint: Checkpoint, target: str) -> None:
@@ -41,16 +41,16 @@ def _reasons(checkpoint: Checkpoint, target: str) -> Iterator[str]:
         return
     target_path, source_path = Path(os.path.realpath(there)), Path(os.path.realpath(here))
     if _same(source_path, target_path):
-        yield f"it is the source {source} itself, which is never written to"
+        yield f"the target is the source {source} itself, which is never changed"
     elif source_path.is_dir() and any(_same(source_path, above) for above in target_path.parents):
-        yield f"it lies inside the source {source}, which is never written to"
+        yield f"the target lies inside the source {source}, which is never changed"
     elif any(_same(target_path, above) for above in source_path.parents):
-        yield f"the source {source} lies inside of it and would be deleted"
+        yield f"the target contains the source {source}, which would be deleted"
     else:
         yield from _files(checkpoint, source_path, target_path)
     for name in checkpoint.settings.files:
         if target_path in (named := Path(os.path.realpath(name)), *named.parents):
-            yield f"{name} lies inside of it and would be deleted"
+            yield f"the target contains {name}, which would be deleted"
 
 
 def _files(checkpoint: Checkpoint, source: Path, target: Path) -> Iterator[str]:
@@ -60,18 +60,18 @@ def _files(checkpoint: Checkpoint, source: Path, target: Path) -> Iterator[str]:
     for name in (*container.files, *container.carried):
         file = Path(os.path.realpath(folder / name))
         if _same(target, file) or target in file.parents:
-            yield f"the source's {name} is in truth {file}, which would be replaced"
+            yield f"the source's {name} is a link to {file}, which would be replaced"
             return
 
 
 def _remote(source: str, target: str) -> Iterator[str]:
     here, there = address(source), address(target)
     if here == there:
-        yield f"it is the source {source} itself, which is never written to"
+        yield f"the target is the source {source} itself, which is never changed"
     elif there.startswith(f"{here}/"):
-        yield f"it lies inside the source {source}, which is never written to"
+        yield f"the target lies inside the source {source}, which is never changed"
     elif here.startswith(f"{there}/"):
-        yield f"the source {source} lies inside of it and would be deleted"
+        yield f"the target contains the source {source}, which would be deleted"
 
 
 def _here(path: str) -> str | None:

@@ -82,8 +82,8 @@ def preflight(
         return False
 
     if limit.said and limit.least(prepared.plan.band) > limit.memory:
-        message = f"the largest tensor to be encoded needs {limit.least(prepared.plan.band):,} bytes of buffers"
-        hint = f"Give it more than the {limit.memory:,} bytes of --memory (memory=), or leave that out."
+        message = f"encoding the largest tensor needs {limit.least(prepared.plan.band):,} bytes of buffers"
+        hint = f"Allow more than the {limit.memory:,} bytes of --memory (memory=), or omit that option."
         problems.append(Refusal("UNSUPPORTED", message, Where(), hint))
     task = _task(prepared, problems)
     errors: dict[str, Error] = {}

@@ -188,7 +188,7 @@ def reproduced(prepared: Prepared, written: Checkpoint, limit: Limits, progress:
         parameters=prepared.checkpoint.parameters,
         bytes_read=plan.bytes_read + sum(tensor.nbytes for tensor in plan.tensors),
         differences=tuple(
-            Difference(name, "", "values", "it is not what the source gives when it is encoded")
+            Difference(name, "", "values", "the tensor is not what the source gives when it is encoded")
             for name in sorted(differing)
         ),
     )

@@ -217,7 +217,9 @@ def parse_to(to: str) -> tuple[str, str | None]:
     if kind is not None and kind.draft:
         return first, second or None
     if colon or not first or kind is not None:
-        raise refuse("UNSUPPORTED", f"cannot write format {first!r}; these can be: {', '.join(writable())}")
+        raise refuse(
+            "UNSUPPORTED", f"cannot write format {first!r}; formats that can be written: {', '.join(writable())}"
+        )
     return SAFETENSORS.name, first
 
 
@@ -278,7 +280,7 @@ def make_plan(
     if strict and not unknown:
         problems.extend(
             Refusal(
-                "UNEXPECTED_TENSOR", f"dialect {wanted} has no line for it", Where(None, name), "leave out --strict"
+                "UNEXPECTED_TENSOR", f"dialect {wanted} has no line for this tensor", Where(None, name), "omit --strict"
             )
             for name in view.kept
         )
@@ -416,7 +418,7 @@ def _carried(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]) -> d
     sizes = {}
     for name in checkpoint.container.carried:
         if name in draft.files:
-            message = "a file beside the source has the name of one that is written"
+            message = "a file beside the source has the same name as a file that will be written"
             problems.append(Refusal("NAME_COLLISION", message, Where(name)))
             continue
         try:

@@ -32,9 +32,9 @@ def clashing(names: Iterable[str]) -> list[Refusal]:
             spelling = spelled.setdefault(_folded(path), path)
             kind = is_file_at.setdefault(path, is_file)
             if spelling != path or kind != is_file or spelling in (MANIFEST, SCRATCH):
-                message = f"it would be one file with {spelling!r} where file systems do not tell such names apart"
+                message = f"on file systems that ignore case or accents it would be the same file as {spelling!r}"
                 if spelling in (MANIFEST, SCRATCH):
-                    message = f"the name {spelling} is one of our own"
+                    message = f"the name {spelling} is reserved for Transaxle's own files"
                 problems.append(Refusal("NAME_COLLISION", message, Where(name), _HINT))
                 break
     return problems

@@ -130,11 +130,11 @@ def by_name(written: Iterable[OutputTensor], problems: list[Refusal]) -> dict[st
     outputs: dict[str, OutputTensor] = {}
     for product in written:
         if prod(product.shape) > _LARGEST:  # else laying it out would never end
-            message = f"it would have the shape {list(product.shape)}: a size that its config gives is no real one"
+            message = f"the tensor would have the shape {list(product.shape)}: a size in the config is not plausible"
             problems.append(Refusal("CORRUPT", message, Where(None, product.name)))
             continue
         if product.name in outputs:
-            message = f"{product.target.rule}\nwrites the name of {outputs[product.name].target.rule}"
+            message = f"{product.target.rule}\nwrites the same name as {outputs[product.name].target.rule}"
             problems.append(Refusal("NAME_COLLISION", message, Where(None, product.name)))
         outputs[product.name] = product
     return outputs

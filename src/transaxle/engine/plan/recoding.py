@@ -53,8 +53,8 @@ def displaced(checkpoint: Checkpoint, names: Collection[str]) -> Iterator[Refusa
     for (line, slot), names_of_line in checkpoint.bound.names.items():
         if line.by_form and slot == WEIGHT:
             for name in changing.intersection(names_of_line.values()):
-                message = f"{line.text}\nthe order of its dims depends on the encoding, and that is about to change"
-                hint = f"name the dialect, which brings them into order:  --to FORMAT:{checkpoint.dialect}"
+                message = f"{line.text}\nthe order of the dims depends on the encoding, which this conversion changes"
+                hint = f"name the dialect, so that the dims are reordered:  --to FORMAT:{checkpoint.dialect}"
                 yield Refusal("UNSUPPORTED", message, Where(None, name), hint)
 
 

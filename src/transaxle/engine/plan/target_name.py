@@ -37,18 +37,18 @@ def misnamed(target: str | None, form: str) -> Iterator[Refusal]:
     endings = () if written is None else written.one_file
     if registry.is_one_file(target):
         if not target.endswith(endings):
-            message = f"the name says that it is a file of another format; {form} is to be written"
+            message = f"the ending of the name belongs to another format, and {form} is to be written"
             yield Refusal("UNSUPPORTED", message, Where(target), "Choose another name, or another --to.")
         return
     lower, whole = target.lower(), registry.one_file_ends()
     ending = next((end for end in (*whole, *registry.foreign_ends(), *_PACKED, *_OTHERS) if lower.endswith(end)), None)
     if ending is None or lower.rpartition("/")[2] == ending:  # a hidden folder is one
         return
-    advice = f"one file ends in {', '.join(endings)}" if endings else f"{form} is always a folder"
+    advice = f"a single file ends in {', '.join(endings)}" if endings else f"{form} is always a folder"
     if ending in whole:
-        message = f"a name that ends in {target[-len(ending) :]} is no file that others open"
+        message = f"other programs do not recognise a file that ends in {target[-len(ending) :]}"
         yield Refusal("UNSUPPORTED", message, Where(target), f"End it in {ending}, or in {ending}/ for a folder.")
     else:
-        message = f"files that end in {ending} are not written; {advice}"
-        hint = f"Choose another name; one that ends in / is a folder: {target}/"
+        message = f"files that end in {ending} cannot be written; {advice}"
+        hint = f"Choose another name; to write a folder, end it in /: {target}/"
         yield Refusal("UNSUPPORTED", message, Where(target), hint)

@@ -154,7 +154,7 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
         UsageError: AMBIGUOUS for an unknown type, where no tensor is plain, and for a pattern that none of them has.
     """
     if to not in CASTS:
-        raise refuse("AMBIGUOUS", f"cannot cast to {to!r}", hint=f"say one of: {', '.join(CASTS)}")
+        raise refuse("AMBIGUOUS", f"cannot cast to {to!r}", hint=f"choose one of: {', '.join(CASTS)}")
     container, dtype = catalog.container, CASTS[to]
     beside = set(training_only(catalog.entries, catalog.entries))
     plain = [
@@ -164,8 +164,8 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
     ]
     plain = [name for name in plain if name not in beside]
     if not plain:
-        message = "no tensor is plain floating point; integers, codes and scales are not cast"
-        raise refuse("AMBIGUOUS", message, hint='encoded tensors become plain ones with --decode (decode="bf16")')
+        message = "no plain floating-point tensor to cast; integers, codes and scales are not cast"
+        raise refuse("AMBIGUOUS", message, hint='to decode encoded tensors, use --decode (decode="bf16")')
     usual = [name for name in plain if split_slot(name)[1] == WEIGHT and name not in keep]
     wanted = frozenset(chosen(plain, only, skip, "plain floating-point tensor", usual))
     source = Source(container, None)
@@ -201,9 +201,9 @@ def refuse_infinite(errors: Mapping[str, tuple[Error, int]], dtype: str) -> None
     Raises:
         Refused: LOSSY, with every tensor that has such values.
     """
-    hint = "bf16 has the range of fp32; leave these out with --skip NAME, or let it happen with --allow-lossy"
+    hint = "bf16 has the range of fp32; leave these tensors out with --skip NAME, or allow it with --allow-lossy"
     problems = [
-        Refusal("LOSSY", f"{count:,} finite values become infinite in {dtype}", Where(None, name), hint)
+        Refusal("LOSSY", f"{count:,} finite values would become infinite in {dtype}", Where(None, name), hint)
         for name, (_, count) in errors.items()
         if count
     ]

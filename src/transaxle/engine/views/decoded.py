@@ -131,7 +131,7 @@ class Decoder:
         self._grids: list[int] = numbers.reshape(-1).tolist()
         """Number of the grid of each matrix."""
         if self._bits < 8 and self._columns % 2:
-            message = f"rows of {self._columns} codes of {self._bits} bits are no whole bytes"
+            message = f"rows of {self._columns} codes of {self._bits} bits do not fill whole bytes"
             raise refuse("UNSUPPORTED", message, tensor=tensor.name)
 
     @property

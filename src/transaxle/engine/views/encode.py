@@ -47,7 +47,9 @@ class Encode:
 
     def __post_init__(self) -> None:
         if self.encoding not in METHODS:
-            raise refuse("AMBIGUOUS", f"cannot encode to {self.encoding!r}", hint=f"say one of: {', '.join(METHODS)}")
+            raise refuse(
+                "AMBIGUOUS", f"cannot encode to {self.encoding!r}", hint=f"choose one of: {', '.join(METHODS)}"
+            )
 
 
 class Step(msgspec.Struct, frozen=True, gc=False):
@@ -176,13 +178,13 @@ def choose(view: View, wanted: Encode, components: Mapping[str, Sequence[str]]) 
     """
     buffers = {stored for one in view.encoded.values() for stored in one.parts.values()}
     plain = {name: target for name, target in view.targets.items() if name not in buffers and _is_weight(target)}
-    hint = "say which with --only PATTERN"
+    hint = "choose the tensors with --only PATTERN"
     if not wanted.only and not components:
-        raise refuse("AMBIGUOUS", "no table tells which of its tensors are weights of linear layers", hint=hint)
+        raise refuse("AMBIGUOUS", "no table says which tensors are weights of linear layers", hint=hint)
     linear = [name for name, target in plain.items() if _is_linear(target, components.get(name, ()))]
     names = chosen([*plain, *view.encoded], wanted.only, wanted.skip, "tensor", default=linear)
     if not names:
-        message = f"there is nothing to encode: {len(view.encoded)} tensors are encoded already"
+        message = f"nothing to encode: {len(view.encoded)} tensors are already encoded"
         raise refuse("AMBIGUOUS", message, hint=hint)
     misfits = {name: _misfit(view, plain.get(name), ENCODINGS[wanted.encoding], name) for name in names}
     problems = [Refusal("UNSUPPORTED", why, Where(None, name), _WAY_OUT) for name, why in misfits.items() if why]
@@ -192,17 +194,17 @@ def choose(view: View, wanted: Encode, components: Mapping[str, Sequence[str]]) 
 def _misfit(view: View, target: Target | None, encoding: Encoding, name: str) -> str:
     """Return why a tensor cannot be encoded; empty if it can."""
     if target is None:
-        return f"it is stored in {view.encoded[name].encoding.name} already: decode it first"
+        return f"the tensor is already encoded in {view.encoded[name].encoding.name}: decode it first"
     dtype, shape = view.described(name)
     if dtype not in WIDE:
-        return f"values of {dtype} are not encoded; {', '.join(WIDE)} are"
+        return f"values of {dtype} cannot be encoded; {', '.join(WIDE)} can"
     if len(shape) < 2:
-        return f"{encoding.name} is for matrices; found {list(shape)}"
+        return f"{encoding.name} encodes matrices; this tensor has the shape {list(shape)}"
     if encoding.has_global and 0 in shape:
-        return f"{encoding.name} has a scale for the whole of a matrix; found one without elements, {list(shape)}"
+        return f"{encoding.name} has one scale for a whole matrix; this one has no elements, {list(shape)}"
     size = encoding.tile[-1]
     if encoding.tile[0] == 1 and shape[-1] % size:
-        return f"{encoding.name} has a scale for each {size} elements of a row; found rows of {shape[-1]}"
+        return f"{encoding.name} has one scale for every {size} elements of a row; the rows here have {shape[-1]}"
     return ""
 
 

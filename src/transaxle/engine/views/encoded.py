@@ -28,7 +28,7 @@ from transaxle.formats.catalog.catalog import Container, Entry
 StoredForm = tuple[str, Shape]
 """Safetensors code and shape under which a target is stored, if they differ from the target's own."""
 
-_WAY_OUT = "what is stored still moves as it is:  --to FORMAT:identity"
+_WAY_OUT = "to keep the tensors exactly as stored:  --to FORMAT:identity"
 """Hint for buffers that do not fit together."""
 
 
@@ -119,7 +119,7 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
             problems.extend(error.refusals)
             continue
         if table_entry.name in entries:
-            message = "this name is that of a plain tensor and of an encoded one"
+            message = "a plain tensor and an encoded tensor have this name"
             problems.append(Refusal("NAME_COLLISION", message, Where(None, table_entry.name)))
         entries[table_entry.name] = table_entry
     return Catalog(container, entries, groups.encoded, quantization, tuple(problems))
@@ -206,7 +206,7 @@ class _BufferFollower:
 
     def _add(self, target: Target, name: str, described: StoredForm | None = None) -> None:
         if name in self.targets:
-            message = f"{target.rule}\nwrites the name of {self.targets[name].rule}"
+            message = f"{target.rule}\nwrites the same name as {self.targets[name].rule}"
             self._refuse([Refusal("NAME_COLLISION", message)], name)
         self.targets[name] = target if name == target.name else replace(target, name=name)
         if described is not None and described != (target.dtype, target.shape):
@@ -313,7 +313,10 @@ def _merged(target: Target, role: Role, first: Target, second: Target) -> str:
     while names[0][-1:] == names[1][-1:] != []:
         names = [name[:-1] for name in names]
     first_name, second_name = (".".join(name) for name in names)
-    return f"{target.rule}\none {role} stands for those of {first_name} and {second_name}; --decode bf16 needs none"
+    return (
+        f"{target.rule}\nit has one {role} for the tensors of {first_name} and {second_name}, whose values differ; "
+        "--decode bf16 avoids this"
+    )
 
 
 def _is_moved_whole(target: Target, tensor: Encoded) -> bool:
@@ -334,5 +337,7 @@ def written_as(tensor: Encoded) -> Convention:
         ):
             return candidate
     raise refuse(
-        "UNSUPPORTED", f"{name} tensors as {own_convention.name} has them are read, not written", tensor=tensor.name
+        "UNSUPPORTED",
+        f"{name} tensors in the convention {own_convention.name} can be read, but not written",
+        tensor=tensor.name,
     )

@@ -13,7 +13,7 @@ from transaxle.axes.layout.relayout import Target
 from transaxle.errors import Refusal, Where
 from transaxle.formats.training_state.state_groups import PARAMS, Group, renamed
 
-_HINT = "--no-optimizer leaves the optimizer's state and settings behind."
+_HINT = "--no-optimizer leaves the optimizer state and its settings out."
 
 
 def regrouped(groups: Iterable[Group], targets: Mapping[str, Target], problems: list[Refusal]) -> list[Group]:
@@ -55,4 +55,4 @@ def _unlike(target: Target, sources: Iterable[str], group_of: Mapping[str, int])
         f"{name} is in {'no group' if name not in group_of else f'group {group_of[name]}'}"
         for name in (first, unlike_source)
     ]
-    return f"{target.rule}\nits parts are trained with different settings: {', '.join(memberships)}"
+    return f"{target.rule}\nthe parts are trained with different settings: {', '.join(memberships)}"
