@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
-from importlib.resources import files
+from pkgutil import get_data
 
 import msgspec
 
@@ -104,24 +104,34 @@ def entry_of(family: Family, file: str = "") -> Entry:
 
 
 def index() -> dict[str, Entry]:
-    """Read every table that ships, and return what the index has to say of it."""
+    """Read and check every table that ships, and return what the index has to say of it."""
+    from importlib.resources import files
+
     return {
         family.name: entry_of(family, item.name)
         for item in sorted(files(__name__).iterdir(), key=lambda item: item.name)
         if item.name.endswith(_SUFFIX)
-        for family in _in_file(item.name).values()
+        for family in tables.read(item.read_text("utf-8"), file=item.name)
     }
 
 
 @cache
 def builtin() -> Families:
     """Return every family that ships, by name."""
-    return Families(msgspec.json.decode((files(__name__) / INDEX).read_bytes(), type=dict[str, Entry]))
+    return Families(msgspec.json.decode(_shipped(INDEX), type=dict[str, Entry]))
 
 
 @cache
 def _in_file(file: str) -> Mapping[str, Family]:
-    return tables.index(tables.read((files(__name__) / file).read_text("utf-8"), file=file))
+    """Return the families of a table that ships; it is not checked again, as writing the index has done that."""
+    return tables.index(tables.read(_shipped(file).decode("utf-8"), file=file, checked=True))
+
+
+def _shipped(file: str) -> bytes:
+    """Return the contents of a file of this package, which may be in an archive."""
+    content = get_data(__name__, file)
+    assert content is not None  # the loaders of packages with files in them can read these
+    return content
 
 
 def with_rules(text: str, file: str) -> Families:

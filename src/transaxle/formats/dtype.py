@@ -6,7 +6,9 @@ cannot hold it refuse it. F4 and F6 count *elements* in shapes; their bytes are 
 
 from __future__ import annotations
 
-import ml_dtypes
+from collections.abc import Mapping
+from functools import cache
+
 import numpy as np
 
 from transaxle.errors import refuse
@@ -28,24 +30,32 @@ ITEM_BITS: dict[str, int] = BITS | {
 
 Shape = tuple[int, ...]
 
-_NUMPY: dict[str, np.dtype] = {
-    "BOOL": np.dtype(np.bool_), "U8": np.dtype("u1"), "I8": np.dtype("i1"), "I16": np.dtype("<i2"),
-    "U16": np.dtype("<u2"), "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "I64": np.dtype("<i8"),
-    "U64": np.dtype("<u8"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8"),
-    "C64": np.dtype("<c8"), "BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
-    "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz), "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
-    "COMPLEX32": np.dtype([("real", "<f2"), ("imag", "<f2")]), "COMPLEX128": np.dtype("<c16"),
-    "QINT8": np.dtype("i1"), "QINT32": np.dtype("<i4"), "BITS16": np.dtype("<u2"),
-}  # fmt: skip
+
+@cache
+def _numpy() -> Mapping[str, np.dtype]:
+    """Return the numpy types by code; `ml_dtypes` is imported by the first who reads values."""
+    import ml_dtypes
+
+    return {
+        "BOOL": np.dtype(np.bool_), "U8": np.dtype("u1"), "I8": np.dtype("i1"), "I16": np.dtype("<i2"),
+        "U16": np.dtype("<u2"), "I32": np.dtype("<i4"), "U32": np.dtype("<u4"), "I64": np.dtype("<i8"),
+        "U64": np.dtype("<u8"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "F64": np.dtype("<f8"),
+        "C64": np.dtype("<c8"), "BF16": np.dtype(ml_dtypes.bfloat16), "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+        "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2), "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+        "F8_E4M3FNUZ": np.dtype(ml_dtypes.float8_e4m3fnuz), "F8_E5M2FNUZ": np.dtype(ml_dtypes.float8_e5m2fnuz),
+        "COMPLEX32": np.dtype([("real", "<f2"), ("imag", "<f2")]), "COMPLEX128": np.dtype("<c16"),
+        "QINT8": np.dtype("i1"), "QINT32": np.dtype("<i4"), "BITS16": np.dtype("<u2"),
+    }  # fmt: skip
 
 
 def numpy_dtype(code: str) -> np.dtype:
     """Return the numpy type for reading: the real one, or U8 for packed types (F4, F6) and for bare bits."""
-    return _NUMPY.get(code, np.dtype("u1"))
+    return _numpy().get(code, np.dtype("u1"))
 
 
-_CODES = {dtype: code for code, dtype in reversed(_NUMPY.items())}
+@cache
+def _codes() -> Mapping[np.dtype, str]:
+    return {dtype: code for code, dtype in reversed(list(_numpy().items()))}
 
 
 def code_of(dtype: np.dtype) -> str:
@@ -54,7 +64,7 @@ def code_of(dtype: np.dtype) -> str:
     Raises:
         KeyError: where there is none.
     """
-    return _CODES[dtype]
+    return _codes()[dtype]
 
 
 PACKED = {"F4": 2}

@@ -20,8 +20,9 @@ from tests import checkpoints
 from tests.engine import law
 from tests.formats import files
 from tests.move.test_transfer import positions
+from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-from transaxle.engine.plan.conversion import Plan, Prepared, make_plan, natural, parse_to
+from transaxle.engine.plan.conversion import Plan, Prepared, make_plan, parse_to
 from transaxle.errors import Code
 from transaxle.move.workers import LEAST_MEMORY
 

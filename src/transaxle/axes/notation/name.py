@@ -22,6 +22,7 @@ from transaxle.errors import TransaxleError, refuse
 _AXIS = "[A-Za-z_][A-Za-z0-9_]*"
 _HOLE = re.compile(rf"\{{({_AXIS})([+-](?:{_AXIS}|[0-9]+))?(?:@({_AXIS}))?\}}")
 _DIGITS = re.compile(r"[0-9]+")
+_SPLIT = re.compile(r"([0-9]+)")
 _DECIMAL = "(0|[1-9][0-9]{0,9})"
 _SEPARATOR = "."
 COMPILED, CHECKPOINTED, FSDP1 = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
@@ -149,3 +150,10 @@ class Name:
         """Put numbers into the holes, in order.  Inverse: `match`."""
         first, *rest = self.literals
         return first + "".join(f"{number}{literal}" for number, literal in zip(numbers, rest, strict=True))
+
+
+def natural(name: str) -> tuple[str | tuple[int, str], ...]:
+    """Return a sort key in which `layers.2` comes before `layers.10`."""
+    return tuple(
+        (len(piece.lstrip("0")), piece.lstrip("0")) if i % 2 else piece for i, piece in enumerate(_SPLIT.split(name))
+    )

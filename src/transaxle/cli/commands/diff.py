@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from transaxle.axes.notation.name import natural
 from transaxle.cli import options
 from transaxle.cli.command import Command
 from transaxle.cli.commands.verify import print_across, print_comparison
@@ -16,7 +17,6 @@ from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, check_decoded, open_checkpoint
 from transaxle.engine.compare.compare import Comparison, Difference, compare
-from transaxle.engine.plan.conversion import natural
 from transaxle.move.workers import Limits
 
 _ROWS = 20

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from transaxle.axes.notation.name import natural
 from transaxle.cli.screen.fold import fold
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.plan.conversion import natural
 from transaxle.engine.plan.output_tensors import Measured, Recoded
 
 

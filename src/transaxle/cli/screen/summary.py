@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from transaxle.axes.notation.name import skeleton
+from transaxle.axes.notation.name import natural, skeleton
 from transaxle.cli.screen.fold import Row, fold
 from transaxle.cli.screen.quantities import parameters, plural, size
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import pick_dialect
-from transaxle.engine.plan.conversion import natural
 from transaxle.errors import TransaxleError
 
 UNKNOWN = "unknown family"

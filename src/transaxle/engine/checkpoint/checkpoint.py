@@ -9,28 +9,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transaxle.arguments import DType, PathLike, Patterns, read_float_type, read_path, read_patterns
 from transaxle.axes.layout.bind import Bound, bind
 from transaxle.axes.layout.relayout import Check, Target, unchanged
 from transaxle.axes.notation.family import Sizes
 from transaxle.axes.notation.number_format import Recode, same
-from transaxle.axes.translation.translate import translate
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG
 from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.foreign_names import foreign
 from transaxle.engine.checkpoint.manifest import Manifest, read_manifest
 from transaxle.engine.checkpoint.peft_adapter import check_model
 from transaxle.engine.checkpoint.recognise import IDENTITY, Recognised, pick_dialect, recognise
-from transaxle.engine.checkpoint.settings import CONFIG, Settings, settings
+from transaxle.engine.checkpoint.settings import CONFIG, Settings, settings, stored_config
 from transaxle.engine.checkpoint.stored_tensor import StoredTensor
-from transaxle.engine.checkpoint.tp_from_tables import cutter, stored_config
 from transaxle.engine.copying.arithmetic import affine
-from transaxle.engine.copying.replica_mean import averaged
 from transaxle.engine.copying.source import Source
-from transaxle.engine.views.cast import cast_to, precise
-from transaxle.engine.views.decoded import DTYPES, decoded, plainly
 from transaxle.engine.views.encoded import Catalog, View, catalog, viewed
 from transaxle.engine.views.name_filter import chosen
 from transaxle.engine.views.param_groups import regrouped
@@ -40,6 +35,10 @@ from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.detect import open_container
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS
+
+if TYPE_CHECKING:
+    from transaxle.formats.deepspeed.table_cuts import Cutter, Divider
+    from transaxle.formats.storage.storage import Storage
 
 LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
 """Codes of the refusals that say only that tensors are missing."""
@@ -202,6 +201,9 @@ class Checkpoint(Mapping[str, StoredTensor]):
             return View(targets, (), (), (), {}, (), self.sizes.at({}) if self.family else {})
         target = pick_dialect(self.recognised.family, dialect)
         entries, partial = self.catalog.entries, self.settings.partial
+        from transaxle.axes.translation.translate import translate
+        from transaxle.engine.views.decoded import plainly
+
         translation = translate(self.bound, entries, target, self.sizes, plainly(recode), partial=partial)
         return viewed(translation, self.catalog)
 
@@ -288,6 +290,8 @@ class Checkpoint(Mapping[str, StoredTensor]):
             Refused: buffers that cannot be grouped.
             UsageError: AMBIGUOUS for an unknown type, and for a pattern that no encoded tensor has.
         """
+        from transaxle.engine.views.decoded import DTYPES, decoded
+
         if to not in DTYPES:
             raise refuse("AMBIGUOUS", f"cannot decode to {to!r}", hint=f"choose one of: {', '.join(DTYPES)}")
         catalog = self.stored.catalog
@@ -311,6 +315,8 @@ class Checkpoint(Mapping[str, StoredTensor]):
         Raises:
             UsageError: AMBIGUOUS for an unknown type, where nothing is plain, and for a pattern that no tensor has.
         """
+        from transaxle.engine.views.cast import cast_to, precise
+
         stored_view = self.stored
         keep = precise(None if stored_view.family is None else stored_view.bound)
         container = cast_to(stored_view.catalog, to, only, skip, keep)
@@ -403,6 +409,17 @@ def check_decoded(first: Checkpoint, second: Checkpoint, decode: str | None) -> 
         raise nothing_encoded(decode)
 
 
+def _cutter(user_settings: Settings) -> Cutter:
+    """Return what asks the tables how ranks cut parameters; what that takes is imported when a checkpoint asks."""
+
+    def cut(storage: Storage, names: Sequence[str]) -> Divider:
+        from transaxle.engine.checkpoint.tp_from_tables import cutter
+
+        return cutter(user_settings)(storage, names)
+
+    return cut
+
+
 def open_checkpoint(
     path: PathLike,
     *,
@@ -436,8 +453,12 @@ def open_checkpoint(
         raise TypeError("decode and dtype exclude each other; give only one")
     source = read_path("path", path)
     user_settings = settings(**options)
-    container = ordering(open_container(source, user_settings.format, user_settings.weights, cutter(user_settings)))
-    checkpoint = Checkpoint(averaged(container) if user_settings.average else container, user_settings, None, None)
+    container = ordering(open_container(source, user_settings.format, user_settings.weights, _cutter(user_settings)))
+    if user_settings.average:
+        from transaxle.engine.copying.replica_mean import averaged
+
+        container = averaged(container)
+    checkpoint = Checkpoint(container, user_settings, None, None)
     if user_settings.optimizer is False:
         checkpoint = checkpoint.without_optimizer()
     if dtype is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transaxle.engine.checkpoint.tp_from_tables import stored_config
+from transaxle.engine.checkpoint.settings import stored_config
 from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Container
 

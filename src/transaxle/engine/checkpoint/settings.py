@@ -21,6 +21,7 @@ from transaxle.arguments import (
 from transaxle.errors import refuse
 from transaxle.families import Families, builtin, with_rules
 from transaxle.formats.storage.local import read_file
+from transaxle.formats.storage.storage import Storage
 
 CONFIG = "config.json"
 LONGEST_CONFIG = 8 << 20
@@ -178,3 +179,18 @@ def parse_config(text: str | bytes, file: str) -> Mapping[str, Any]:
     if not isinstance(config, dict):
         raise refuse("CORRUPT", "not a JSON object", file=file)
     return config
+
+
+def stored_config(storage: Storage, file: str = CONFIG) -> Mapping[str, Any]:
+    """Read the config.json of a checkpoint's folder, or another config beside it; empty if it does not exist.
+
+    Raises:
+        Refused: CORRUPT.
+        StorageError: IO.
+    """
+    if file not in storage.names():
+        return {}
+    size = storage.size(file)
+    if size > LONGEST_CONFIG:
+        raise refuse("CORRUPT", f"a config of {size} bytes is too long to be real", file=file)
+    return parse_config(storage.read(file, 0, size), file)

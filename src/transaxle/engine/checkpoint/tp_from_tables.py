@@ -3,33 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from transaxle.axes.layout.bind import Index, bind
 from transaxle.axes.layout.divide import Division, divide
 from transaxle.axes.notation.family import Line, Sizes
 from transaxle.engine.checkpoint.recognise import recognise
-from transaxle.engine.checkpoint.settings import CONFIG, LONGEST_CONFIG, Settings, parse_config
+from transaxle.engine.checkpoint.settings import Settings, stored_config
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.deepspeed.table_cuts import HINT, UNTOLD, Cutter, Divider
 from transaxle.formats.storage.storage import Storage
 
 _TP = "tp"
-
-
-def stored_config(storage: Storage, file: str = CONFIG) -> Mapping[str, Any]:
-    """Read the config.json of a checkpoint's folder, or another config beside it; empty if it does not exist.
-
-    Raises:
-        Refused: CORRUPT.
-        StorageError: IO.
-    """
-    if file not in storage.names():
-        return {}
-    size = storage.size(file)
-    if size > LONGEST_CONFIG:
-        raise refuse("CORRUPT", f"a config of {size} bytes is too long to be real", file=file)
-    return parse_config(storage.read(file, 0, size), file)
 
 
 def cutter(settings: Settings) -> Cutter:

@@ -5,10 +5,14 @@ It rounds, so it never runs unless asked for. Where source and target shift alik
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target
 from transaxle.errors import refuse
-from transaxle.move.workers import Affine
+
+if TYPE_CHECKING:
+    from transaxle.move.workers import Affine
 
 _UNCHANGED: Affine = (1.0, 0.0)
 _REAL = frozenset({"F64", "F32", "F16", "BF16"})

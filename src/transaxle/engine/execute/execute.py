@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transaxle.encodings.arithmetic.codec import Error
 from transaxle.engine.copying.duplicate_checks import unequal
@@ -23,13 +23,16 @@ from transaxle.formats.catalog.checksums import witness_of
 from transaxle.formats.remote.url import shown
 from transaxle.formats.staging.belongings import Overwrite
 from transaxle.formats.staging.leftovers import swept
-from transaxle.formats.staging.location import Stage, staging_at
+from transaxle.formats.staging.location import staging_at
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage
 from transaxle.move.hashing import HashingFiles, digest_in
 from transaxle.move.journal import Done, Journal, refuse_other
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Limits, Progress, Worker, limits, unwatched
+
+if TYPE_CHECKING:
+    from transaxle.formats.staging.location import Stage
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Making a plan reads catalogs only. All refusals are gathered before anything is 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import msgspec
 
 from transaxle.axes.notation.family import Dialect
+from transaxle.axes.notation.name import natural
 from transaxle.encodings.encoding import Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
@@ -45,7 +45,6 @@ from transaxle.move.workers import Affine
 
 SHARD_SIZE = 5_000_000_000
 """Default bytes of tensors per file."""
-_DIGITS = re.compile(r"([0-9]+)")
 _FRAMEWORK = {"format": "pt"}
 """Header metadata that readers expect in every file."""
 
@@ -231,13 +230,6 @@ def for_hub(to: str) -> bool:
     """
     form, label = parse_to(to)
     return (form, (label or IDENTITY).partition("@")[0]) == HUB
-
-
-def natural(name: str) -> tuple[str | tuple[int, str], ...]:
-    """Return a sort key in which `layers.2` comes before `layers.10`."""
-    return tuple(
-        (len(piece.lstrip("0")), piece.lstrip("0")) if i % 2 else piece for i, piece in enumerate(_DIGITS.split(name))
-    )
 
 
 def make_plan(

@@ -17,8 +17,7 @@ from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG
 from transaxle.encodings.conventions.rewriting import written
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
-from transaxle.engine.checkpoint.settings import CONFIG
-from transaxle.engine.checkpoint.tp_from_tables import stored_config
+from transaxle.engine.checkpoint.settings import CONFIG, stored_config
 from transaxle.engine.plan.output_tensors import OutputTensor, encoded_tensors
 from transaxle.engine.views.cast import casts_of
 from transaxle.engine.views.decoded import decoders_of

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transaxle.formats.catalog.seal import Seal, filled
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import Storage
-from transaxle.formats.training_items import Item
+
+if TYPE_CHECKING:
+    from transaxle.formats.training_items import Item
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 from transaxle.errors import refuse
-from transaxle.formats.remote.remote_storage import RemoteStorage
 from transaxle.formats.remote.url import is_url, local_path, scheme
-from transaxle.formats.staging.belongings import Overwrite
-from transaxle.formats.staging.staging import Staging
-from transaxle.formats.staging.upload import Upload
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage
 
-Stage = Staging | Upload
-"""A checkpoint in the making."""
+if TYPE_CHECKING:
+    from transaxle.formats.staging.belongings import Overwrite
+    from transaxle.formats.staging.staging import Staging
+    from transaxle.formats.staging.upload import Upload
+
+    Stage = Staging | Upload
+    """A checkpoint in the making."""
 
 
 def storage_at(path: str | os.PathLike[str]) -> Storage:
     """Open what a path or URL denotes for reading; raises as `LocalStorage` or `RemoteStorage`."""
     path = _on_this_machine(os.fspath(path))
-    return RemoteStorage(path) if is_url(path) else LocalStorage(path)
+    if not is_url(path):
+        return LocalStorage(path)
+    from transaxle.formats.remote.remote_storage import RemoteStorage
+
+    return RemoteStorage(path)
 
 
 def staging_at(
@@ -32,7 +38,11 @@ def staging_at(
     """
     target = _on_this_machine(os.fspath(target))
     if is_url(target):
+        from transaxle.formats.staging.upload import Upload
+
         return Upload(target, overwrite=overwrite, resume=resume)
+    from transaxle.formats.staging.staging import Staging
+
     return Staging(target, overwrite=overwrite, resume=resume, sync=sync)
 
 

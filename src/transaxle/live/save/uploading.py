@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from transaxle.engine.execute.commit import write_known, write_rest
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.formats.staging.belongings import EVERYTHING
-from transaxle.formats.staging.location import Stage
 from transaxle.formats.staging.upload import Upload, opens
 from transaxle.live.save.memory_to_files import Moved, move
 from transaxle.live.tensors.clock import Clock
 from transaxle.live.transport.world import World
 from transaxle.move.hashing import digest
+
+if TYPE_CHECKING:
+    from transaxle.formats.staging.location import Stage
 
 
 def upload(

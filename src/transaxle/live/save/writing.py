@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from transaxle.engine.copying.duplicate_checks import PlannedCheck
 from transaxle.engine.execute.commit import write_known, write_rest
 from transaxle.engine.plan.conversion import PlannedTensor, Prepared
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.staging.belongings import Overwrite
-from transaxle.formats.staging.location import Stage, staging_at
+from transaxle.formats.staging.location import staging_at
 from transaxle.formats.staging.upload import Upload
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.live.save.memory_to_files import Moved, move
@@ -32,6 +33,9 @@ from transaxle.move.hashing import HashingFiles, digest_in
 from transaxle.move.mover import Movement
 from transaxle.move.runs import Item, is_long
 from transaxle.move.workers import limits
+
+if TYPE_CHECKING:
+    from transaxle.formats.staging.location import Stage
 
 _FOLDED = 16 << 20
 """A tensor shorter than this may be one rank's where that leaves another one with less to write."""
