@@ -11,8 +11,10 @@ from transaxle.engine.checkpoint.manifest import FileRecord, Manifest, TensorRec
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.formats.catalog.catalog import Fragment
 from transaxle.formats.catalog.sidecar_files import MANIFEST
-from transaxle.formats.staging.location import Stage
 from transaxle.move.hashing import digest
+
+if TYPE_CHECKING:
+    from transaxle.formats.staging.location import Stage
 
 
 def write_known(stage: Stage, fragments: Iterable[Fragment]) -> None:
