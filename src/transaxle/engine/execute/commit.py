@@ -6,6 +6,7 @@ Conversions and saves write them here; the manifest comes last, and then the sta
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from transaxle.engine.checkpoint.manifest import FileRecord, Manifest, TensorRecord, encode
 from transaxle.engine.plan.conversion import Prepared
