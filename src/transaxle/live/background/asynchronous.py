@@ -27,13 +27,13 @@ from transaxle.errors import refuse
 from transaxle.formats.staging.belongings import Overwrite
 from transaxle.live.background.ending import at_end, fail, say
 from transaxle.live.background.save_process import Answer, Layout, Order, SnapshotForm, TensorSlot, serve
-from transaxle.live.background.spawned import Parent, apart
+from transaxle.live.background.spawned import Parent, without_main_script
 from transaxle.live.model.report import SaveReport
 from transaxle.live.model.state_tensors import State
 from transaxle.live.save.collected_state import CollectedState, collect
 from transaxle.live.save.save_request import SaveRequest, SaveSettings, Saving
 from transaxle.live.training.optimizers import AnyOptimizer
-from transaxle.live.transport.rendezvous import Meeting
+from transaxle.live.transport.rendezvous import Rendezvous
 from transaxle.live.transport.shared_memory import Region
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.local_tensor import local_of
@@ -59,8 +59,8 @@ class Saver:
         context = mp.get_context("spawn")
         here, there = context.Pipe()
         self._rank = world.rank
-        self._meeting = Meeting(world, timeout) if world.size > 1 else None
-        place = None if self._meeting is None else self._meeting.place
+        self._rendezvous = Rendezvous(world, timeout) if world.size > 1 else None
+        address = None if self._rendezvous is None else self._rendezvous.address
         self._pipe = here
         self._region: Region | None = None
         self._new_region = False
@@ -70,7 +70,7 @@ class Saver:
         self._form: SnapshotForm | None = None
         self._process = context.Process(
             target=serve,
-            args=(Parent(), world.rank, world.ranks, place, there, timeout),
+            args=(Parent(), world.rank, world.ranks, address, there, timeout),
             daemon=True,
             name="transaxle-save",
         )
@@ -100,11 +100,12 @@ class Saver:
         """Begin to write the snapshot, in a process that is started here if it is the first; nothing is waited for."""
         if self._process.pid is None:
             try:
-                with apart():
+                with without_main_script():
                     self._process.start()
             except BaseException as error:
-                if self._meeting is not None:
-                    self._meeting.tell(f"the background process of rank {self._rank} did not start: {error!r}")
+                if self._rendezvous is not None:
+                    message = f"the background process of rank {self._rank} did not start: {error!r}"
+                    self._rendezvous.report_loss(message)
                 raise
             self._there.close()
         form = SnapshotForm(state.global_tensors, self._layout, self._size)
@@ -142,19 +143,19 @@ class Saver:
             self._process.kill()  # it waits for the lost one
             return refuse("IO", self._lost)
         try:
-            found: Answer = self._pipe.recv()
+            answer: Answer = self._pipe.recv()
         except (EOFError, OSError):
             self._process.join(_JOIN)
             message = f"the background process of rank {self._rank} ended (exit code {self._process.exitcode})"
-            if self._meeting is not None:
-                self._meeting.tell(message)
-            found = refuse("IO", message)
-        return found
+            if self._rendezvous is not None:
+                self._rendezvous.report_loss(message)
+            answer = refuse("IO", message)
+        return answer
 
     @property
     def _lost(self) -> str | None:
         """What another rank said of its process, if that is lost."""
-        return None if self._meeting is None else self._meeting.lost
+        return None if self._rendezvous is None else self._rendezvous.lost
 
     @property
     def alive(self) -> bool:
@@ -184,7 +185,7 @@ class SaveJob:
         self._first = first
         self._answer: Answer | None = None
         self._lock = threading.Lock()
-        self._told = False
+        self._was_told = False
         self.stall = stall
         """Seconds for which training stood still."""
 
@@ -205,13 +206,13 @@ class SaveJob:
         if not self._wait(timeout):
             raise TimeoutError(f"not saved after {timeout} s")
         if not isinstance(self._answer, SaveReport):
-            self._told = True
+            self._was_told = True
             raise self._answer if self._answer is not None else TimeoutError
         return self._answer
 
     def over(self) -> None:
         """Wait for it, and raise its error if nobody has been told."""
-        if not self._told:
+        if not self._was_told:
             self.result()
 
     def end(self) -> None:
@@ -223,7 +224,7 @@ class SaveJob:
         except KeyboardInterrupt:
             self._answer = refuse("IO", "it was given up", hint="the target is as it was")
             self._saver.close(0.0)
-        if not isinstance(self._answer, SaveReport) and not self._told:
+        if not isinstance(self._answer, SaveReport) and not self._was_told:
             say(f"the save of {self._dst} has failed, and nobody has asked for its result:\n{self._answer}")
             fail()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from multiprocessing import util
 from typing import Any
 
-_SAID = "transaxle: "
+_PREFIX = "transaxle: "
 
 
 def at_end(work: Callable[[], None]) -> None:
@@ -23,7 +23,7 @@ def at_end(work: Callable[[], None]) -> None:
 def say(message: str) -> None:
     """Tell the user something on stderr."""
     if sys.stderr is not None:
-        sys.stderr.write(f"{_SAID}{message}\n")
+        sys.stderr.write(f"{_PREFIX}{message}\n")
         sys.stderr.flush()
 
 

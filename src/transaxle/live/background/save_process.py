@@ -23,10 +23,9 @@ from transaxle.live.save.collected_state import CollectedState
 from transaxle.live.save.save import write_checkpoint
 from transaxle.live.save.save_request import SaveSettings
 from transaxle.live.sharding.global_tensors import Census
-from transaxle.live.tensors.clock import Clock
-from transaxle.live.transport.rendezvous import Place
+from transaxle.live.transport.rendezvous import StoreAddress
 from transaxle.live.transport.shared_memory import Region
-from transaxle.live.transport.world import World
+from transaxle.live.transport.world import Clock, World
 
 Answer = SaveReport | TransaxleError
 """What comes back from the process."""
@@ -87,7 +86,12 @@ class Order:
 
 
 def serve(
-    parent: Parent, rank: int, ranks: tuple[int, ...], meeting: Place | None, pipe: Connection, timeout: timedelta
+    parent: Parent,
+    rank: int,
+    ranks: tuple[int, ...],
+    rendezvous: StoreAddress | None,
+    pipe: Connection,
+    timeout: timedelta,
 ) -> None:
     """Write what comes through a pipe, until it closes.
 
@@ -95,15 +99,15 @@ def serve(
         parent: the rank's own process.
         rank: the rank that this process serves.
         ranks: all that save together.
-        meeting: where their processes find each other; None for one alone.
+        rendezvous: where their processes find each other; None for one alone.
         pipe: brings orders and takes answers.
         timeout: how long the processes wait for each other.
     """
     parent.follow()
     torch.set_num_threads(1)
     world = _ServedWorld(rank, ranks)
-    if meeting is not None:
-        meeting.join(ranks.index(rank), len(ranks), timeout)
+    if rendezvous is not None:
+        rendezvous.join(ranks.index(rank), len(ranks), timeout)
         world.live, world.size = True, len(ranks)
     inbox = _Inbox(pipe)
     while True:

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from multiprocessing import parent_process, resource_tracker
 from multiprocessing.connection import wait
 
-_TOLD = ("__spec__", "__file__")
+_SCRIPT = ("__spec__", "__file__")
 """What multiprocessing looks at to tell a new process where the main script is."""
-_OTHERS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_PROGRAM_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 """Signals that are meant for the program."""
 _SET_PDEATHSIG = 1
 _LOOK = 1.0
@@ -30,13 +30,13 @@ _LOOK = 1.0
 
 
 @contextmanager
-def apart() -> Iterator[None]:
-    """Start processes that do not run the main script, and that call `Parent.follow`.
+def without_main_script() -> Iterator[None]:
+    """Start processes in this block that do not run the main script, and that call `Parent.follow`.
 
-    For the time of the start, the script has no place, and signals wait.
+    Meanwhile the main script cannot be found, and signals wait.
     """
     main = vars(sys.modules["__main__"])
-    kept = {name: main[name] for name in _TOLD if name in main}
+    kept = {name: main[name] for name in _SCRIPT if name in main}
     with _undisturbed():
         try:
             for name in kept:
@@ -53,7 +53,7 @@ def _undisturbed() -> Iterator[None]:
         yield
         return
     resource_tracker.ensure_running()  # or it would be started with the first process, and let signals in
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OTHERS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _PROGRAM_SIGNALS)
     try:
         yield
     finally:
@@ -71,10 +71,10 @@ class Parent:
 
     def follow(self) -> None:
         """Let this process end when the parent does, and no signal for the parent end it."""
-        for one in _OTHERS:
-            signal.signal(one, signal.SIG_IGN)
+        for number in _PROGRAM_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
         if hasattr(signal, "pthread_sigmask"):
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _OTHERS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _PROGRAM_SIGNALS)
         if self.by_main and sys.platform == "linux":
             CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)  # at once, whatever this process does
         threading.Thread(target=self._watch, daemon=True).start()
@@ -82,11 +82,11 @@ class Parent:
     def _watch(self) -> None:
         """End this process after the parent; a pipe tells, unless a process that was forked meanwhile has it too."""
         above = parent_process()
-        while above is not None and self._there():
+        while above is not None and self._is_alive():
             if wait([above.sentinel], _LOOK):
                 break
         os._exit(1)
 
-    def _there(self) -> bool:
+    def _is_alive(self) -> bool:
         """Tell whether the parent was still there when this was asked, as far as the system tells."""
         return sys.platform == "win32" or os.getppid() == self.pid

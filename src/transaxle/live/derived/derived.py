@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -47,8 +48,8 @@ class Island:
     def state(self) -> dict[str, Any]:
         """Return the module's state dict, with its parameters themselves where they are in it."""
         with fsdp1.whole(self.module):
-            found: dict[str, Any] = self.module.state_dict(keep_vars=True)
-        return found
+            state: dict[str, Any] = self.module.state_dict(keep_vars=True)
+        return state
 
     def load(self, state: Mapping[str, Any]) -> None:
         """Let the module load a state dict.
@@ -87,24 +88,24 @@ def islands(model: nn.Module, state: Mapping[str, Any]) -> list[Island]:
     if fsdp1.is_flat(model):
         tensors = tuple(name for name, value in state.items() if _is_entry(name, value))
         return [Island("", model, tensors, dict(persistent(model)))]
-    found = _differences(model, state)
-    return list(_within(model, "", *found)) if any(found) else []
+    derived, apart = _differences(model, state)
+    return list(_within(model, "", derived, apart)) if derived or apart else []
 
 
 def _within(
     module: nn.Module, path: str, derived: tuple[str, ...], apart: Mapping[str, torch.Tensor]
 ) -> Iterator[Island]:
     """Yield the smallest modules in a module that explain what is derived in it."""
-    inner = []
+    children = []
     for name, child in module.named_children():
-        found = _differences(child, child.state_dict(keep_vars=True))
-        if any(found):
-            inner.append((name, child, *found))
-    names = {f"{name}{_SEPARATOR}{key}" for name, _, keys, _ in inner for key in keys}
-    tensors = {id(tensor) for _, _, _, held in inner for tensor in held.values()}
+        of_child = _differences(child, child.state_dict(keep_vars=True))
+        if any(of_child):
+            children.append((name, child, *of_child))
+    names = {f"{name}{_SEPARATOR}{key}" for name, _, keys, _ in children for key in keys}
+    tensors = {id(tensor) for _, _, _, child_apart in children for tensor in child_apart.values()}
     if names == set(derived) and tensors >= {id(tensor) for tensor in apart.values()}:
-        for name, child, keys, held in inner:
-            yield from _within(child, joined(path, name), keys, held)
+        for name, child, keys, child_apart in children:
+            yield from _within(child, joined(path, name), keys, child_apart)
     else:
         yield Island(path, module, derived, apart)
 
@@ -112,22 +113,25 @@ def _within(
 def _differences(module: nn.Module, state: Mapping[str, Any]) -> tuple[tuple[str, ...], Mapping[str, torch.Tensor]]:
     """Return the entries of a state dict that are copies, and the tensors of the module that no entry is."""
     own = dict(persistent(module))
-    every = {id(tensor): tensor for tensor in (*own.values(), *module.buffers())}
-    same = {id(value) for value in state.values() if id(value) in every}
-    where = {key: _extents(tensor) for key, tensor in every.items() if key not in same}
-    left = {name: _extents(value) for name, value in state.items() if _is_entry(name, value) and id(value) not in every}
-    held = {one for key in same for one in _extents(every[key])} if left else set[Extent]()
-    known = held | {one for found in where.values() for one in found}
-    shown = {one for found in left.values() for one in found} & known
-    parts = {one for found in left.values() for one in found}
-    for wholes in where.values():
-        for whole in wholes:
-            if whole not in shown and whole.size:
-                views = filled_by(whole, parts)
-                if views is not None:
-                    shown.update((whole, *views))
-    derived = tuple(name for name, found in left.items() if not all(one in shown for one in found))
-    hidden = {key for key, found in where.items() if not all(one in shown for one in found)}
+    tensors = {id(tensor): tensor for tensor in (*own.values(), *module.buffers())}
+    entries = {id(value) for value in state.values() if id(value) in tensors}
+    of_tensors = {key: _extents(tensor) for key, tensor in tensors.items() if key not in entries}
+    of_entries = {
+        name: _extents(value) for name, value in state.items() if _is_entry(name, value) and id(value) not in tensors
+    }
+    # Another object may still be the same memory (`detach()`), and several the parts of one tensor.
+    parts = set(chain.from_iterable(of_entries.values()))
+    memory = set(chain.from_iterable(of_tensors.values()))
+    if of_entries:
+        memory.update(*(_extents(tensors[key]) for key in entries))
+    shown = parts & memory
+    for whole in chain.from_iterable(of_tensors.values()):
+        if whole not in shown and whole.size:
+            views = filled_by(whole, parts)
+            if views is not None:
+                shown.update((whole, *views))
+    derived = tuple(name for name, extents in of_entries.items() if not shown.issuperset(extents))
+    hidden = {key for key, extents in of_tensors.items() if not shown.issuperset(extents)}
     return derived, {name: tensor for name, tensor in own.items() if id(tensor) in hidden}
 
 

@@ -35,15 +35,15 @@ def pieces(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors that this rank's part of a tensor is made of."""
     if is_quantized(tensor):
         return [_local(entry) for entry in entries(tensor).values()]
-    found, flat = [], [_local(tensor)]
-    while flat:
-        one = flat.pop()
-        inner = getattr(one, "__tensor_flatten__", None)
-        if inner is None or type(one) in (torch.Tensor, torch.nn.Parameter):
-            found.append(one)
+    plain, open_ = [], [_local(tensor)]
+    while open_:
+        outer = open_.pop()
+        flatten = getattr(outer, "__tensor_flatten__", None)
+        if flatten is None or type(outer) in (torch.Tensor, torch.nn.Parameter):
+            plain.append(outer)
         else:
-            flat += [part for name in inner()[0] if isinstance(part := getattr(one, name), torch.Tensor)]
-    return found
+            open_ += [inner for name in flatten()[0] if isinstance(inner := getattr(outer, name), torch.Tensor)]
+    return plain
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,22 +20,22 @@ _FLAT = "shard the model by fully_shard (FSDP2), or leave out optimizer= and use
 
 
 def untaken(islands: Iterable[Island]) -> tuple[list[Refusal], tuple[str, ...]]:
-    """Find out what the modules' own `load_state_dict` cannot load; modules on meta wait until they have memory.
+    """Find out what the modules' own `load_state_dict` cannot load; modules on meta are tried when they have memory.
 
     Args:
         islands: of a model, see `Leaves`.
 
     Returns:
-        Why some cannot; and the names of parameters and buffers that state dicts leave out, and loads too.
+        why some cannot; and the names of parameters and buffers that neither state dicts show nor loads fill.
     """
-    problems, left = [], list[str]()
+    problems, omitted = [], list[str]()
     for island in islands:
         if island.is_flat or (island.derived and island.is_meta):
             continue
-        found, names = tried(island) if island.derived else ([], tuple(island.apart))
-        problems += found
-        left += (own_name(island.full(name)) for name in names)
-    return problems, tuple(dict.fromkeys(left))
+        refusals, names = tried(island) if island.derived else ([], tuple(island.apart))
+        problems += refusals
+        omitted += (own_name(island.full(name)) for name in names)
+    return problems, tuple(dict.fromkeys(omitted))
 
 
 def left_out(names: Iterable[str]) -> list[Refusal]:
@@ -73,12 +73,12 @@ def settle(islands: Iterable[Island], tensors: Mapping[str, torch.Tensor]) -> No
     for island in islands:
         if not island.derived:
             continue
-        given = {key: tensors[own_name(island.full(key))] for key in island.derived}
+        loaded = {key: tensors[own_name(island.full(key))] for key in island.derived}
         with torch.no_grad():
-            island.load({**island.state(), **given})
-            now = island.state()
-        for key, values in given.items():
-            if key not in now or not same(now[key].detach(), values):
+            island.load({**island.state(), **loaded})
+            shown = island.state()
+        for key, values in loaded.items():
+            if key not in shown or not same(shown[key].detach(), values):
                 message = f"{type(island.module).__name__}.load_state_dict took other values than it was given"
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, own_name(island.full(key)))))
     if problems:

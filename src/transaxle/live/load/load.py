@@ -21,12 +21,11 @@ from transaxle.live.load.shared_source import check_sums, counted, opened
 from transaxle.live.model.report import LoadReport
 from transaxle.live.model.source_view import View
 from transaxle.live.model.state_tensors import State
-from transaxle.live.tensors.clock import Clock
 from transaxle.live.tensors.destination import Landing, Rooms
 from transaxle.live.tensors.type_change import Conversion
 from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.tensor_exchange import RankExchange
-from transaxle.live.transport.world import World
+from transaxle.live.transport.world import Clock, World
 from transaxle.move.mover import Movement
 from transaxle.move.workers import limits
 from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device

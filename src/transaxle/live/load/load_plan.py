@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.peft_adapter import adapter_config
@@ -161,7 +162,8 @@ def leaves_for(state: State, checkpoint: Checkpoint) -> Leaves:
     Raises:
         Refused: see `leaves`.
     """
-    own, peft_model = leaves(state), adapted(state)
+    own = leaves(state)
+    peft_model = adapted(state) if isinstance(state, nn.Module) else None
     if peft_model is None:
         return own
     is_adapter = adapter_config(checkpoint.container) is not None

@@ -81,7 +81,8 @@ def collect(request: SaveRequest, world: World) -> tuple[SaveSettings, Collected
         own, global_tensors = dict(of_hub.tensors), of_hub.everything
         settings = replace(settings, config=of_hub.config, left=of_hub.left)
     files = {} if extra_file is None else {FILE: extra_file}
-    return settings, CollectedState(own, global_tensors, all_groups(training.groups, world), files)
+    groups = all_groups(training.groups, world) if settings.optimizer else []
+    return settings, CollectedState(own, global_tensors, groups, files)
 
 
 def _training(optimizer: AnyOptimizer | None, own: Leaves) -> _Training:

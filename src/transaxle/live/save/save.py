@@ -22,9 +22,8 @@ from transaxle.live.save.save_request import SaveRequest, SaveSettings, Saving
 from transaxle.live.save.writing import write
 from transaxle.live.sharding.memory import container
 from transaxle.live.sharding.replica_check import compare_copies
-from transaxle.live.tensors.clock import Clock
 from transaxle.live.training.optimizers import AnyOptimizer
-from transaxle.live.transport.world import World
+from transaxle.live.transport.world import Clock, World
 from transaxle.torch_tensors.torch_arguments import Ranks
 
 
@@ -87,7 +86,7 @@ def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World
     with clock.stage("plan"), world.together():
         prepared = _planned(settings, state, world.rank)
         plan = ready(prepared)
-    if settings.check_copies:
+    if settings.check_copies and world.size > 1:
         with clock.stage("check"):
             compare_copies(state.global_tensors, state.own, world)
     received, own = write(prepared, settings.dst, world, clock, overwrite=settings.overwrite, sync=settings.sync)

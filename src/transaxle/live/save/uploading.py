@@ -15,8 +15,7 @@ from transaxle.engine.plan.conversion import Prepared
 from transaxle.formats.staging.belongings import EVERYTHING
 from transaxle.formats.staging.upload import Upload, opens
 from transaxle.live.save.memory_to_files import Moved, move
-from transaxle.live.tensors.clock import Clock
-from transaxle.live.transport.world import World
+from transaxle.live.transport.world import Clock, World
 from transaxle.move.hashing import digest
 
 if TYPE_CHECKING:

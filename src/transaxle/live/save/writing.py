@@ -26,9 +26,8 @@ from transaxle.live.save.memory_to_files import Moved, move
 from transaxle.live.save.uploading import carry, upload
 from transaxle.live.save.writer import Writer
 from transaxle.live.sharding.memory import Memory, memory_of, rank_of
-from transaxle.live.tensors.clock import Clock
 from transaxle.live.transport.tensor_exchange import RankExchange
-from transaxle.live.transport.world import World
+from transaxle.live.transport.world import Clock, World
 from transaxle.move.hashing import HashingFiles, digest_in
 from transaxle.move.mover import Movement
 from transaxle.move.runs import Item, is_long

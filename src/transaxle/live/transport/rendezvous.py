@@ -1,7 +1,7 @@
-"""Where the background processes of all ranks find each other, and where the loss of one is told.
+"""Rendezvous: where the background processes of all ranks find each other, and where the loss of one is reported.
 
-The first rank's own process serves a store. It is there before the background processes are, on whatever machines they
-run; and a rank whose process waits for a lost one hears of it there.
+The first rank's own process serves a store. The store exists before the background processes do, on whatever machines
+these run; and a rank whose process waits for a lost one learns of it there.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _HERE = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where the store is found."""
+class StoreAddress:
+    """Where the store is."""
 
     host: str
     """Machine."""
     port: int
     """TCP port."""
 
-    def join(self, place: int, size: int, timeout: timedelta) -> None:
-        """Form the processes' own group, as number `place` of `size`."""
-        found = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout)
-        store = PrefixStore(_GROUP, found)
-        dist.init_process_group("gloo", store=store, timeout=timeout, rank=place, world_size=size)
+    def join(self, number: int, size: int, timeout: timedelta) -> None:
+        """Form the processes' own group, as number `number` of `size`."""
+        shared = TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        store = PrefixStore(_GROUP, shared)
+        dist.init_process_group("gloo", store=store, timeout=timeout, rank=number, world_size=size)
 
 
-class Meeting:
+class Rendezvous:
     """The store, as the ranks see it; several ranks make it together.
 
     Args:
@@ -49,22 +49,22 @@ class Meeting:
         with world.together():
             if world.rank == world.ranks[0]:
                 served = TCPStore(_HERE, 0, is_master=True, wait_for_workers=False, timeout=timeout)
-        told = world.gather((socket.gethostname(), 0 if served is None else served.port))
-        alone = len({host for host, _ in told}) == 1
-        self.place = Place(_HERE if alone else told[0][0], told[0][1])
+        hosts = world.gather((socket.gethostname(), 0 if served is None else served.port))
+        one_machine = len({host for host, _ in hosts}) == 1
+        self.address = StoreAddress(_HERE if one_machine else hosts[0][0], hosts[0][1])
         with world.together():
             self._store = served or TCPStore(
-                self.place.host, self.place.port, is_master=False, wait_for_workers=False, timeout=timeout
+                self.address.host, self.address.port, is_master=False, wait_for_workers=False, timeout=timeout
             )
 
-    def tell(self, message: str) -> None:
-        """Say that a process is lost."""
+    def report_loss(self, message: str) -> None:
+        """Tell all ranks that a process is lost."""
         with suppress(RuntimeError):  # the first rank is gone: nobody is left to hear it
             self._store.set(_LOST, message)
 
     @property
     def lost(self) -> str | None:
-        """What was said of a lost process."""
+        """What was reported of a lost process; None where none was."""
         with suppress(RuntimeError):
             if self._store.check([_LOST]):
                 return str(self._store.get(_LOST).decode())

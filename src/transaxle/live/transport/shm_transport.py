@@ -13,8 +13,8 @@ from transaxle.torch_tensors.tensor_bytes import Bytes
 _GRAIN = 1 << 20
 
 
-class Near:
-    """The regions of all ranks, as far as this one sees them.
+class ShmTransport:
+    """The regions of shared memory of all ranks, as far as this one sees them.
 
     Args:
         world: the ranks.
@@ -38,14 +38,16 @@ class Near:
             self._own = Region(2 * self._half)
         except (OSError, ValueError):
             self._own = None
-        told: Address | None = None if self._own is None else self._own.address
-        addresses = dict(zip(self._world.ranks, self._world.gather(told), strict=True))
+        own_address: Address | None = None if self._own is None else self._own.address
+        addresses = dict(zip(self._world.ranks, self._world.gather(own_address), strict=True))
         others = {rank: address for rank, address in addresses.items() if rank != self._world.rank}
-        found = {rank: None if address is None else seen(address) for rank, address in others.items()}
-        self._seen = {rank: held for rank, held in found.items() if held is not None}
-        everyone = self._world.gather(frozenset(self._seen))
+        mapped = {rank: None if address is None else seen(address) for rank, address in others.items()}
+        self._seen = {rank: region for rank, region in mapped.items() if region is not None}
+        seen_by_rank = self._world.gather(frozenset(self._seen))
         self._readers = {
-            sender: frozenset(rank for rank, sees in zip(self._world.ranks, everyone, strict=True) if sender in sees)
+            sender: frozenset(
+                rank for rank, sees in zip(self._world.ranks, seen_by_rank, strict=True) if sender in sees
+            )
             for sender in self._world.ranks
         }
 
@@ -60,7 +62,7 @@ class Near:
         begin = self._turn * self._half + start
         return self._own.bytes[begin : begin + size]
 
-    def held(self, sender: int, start: int, size: int) -> Bytes:
+    def received(self, sender: int, start: int, size: int) -> Bytes:
         """Return what another rank has written, until the end of the next round."""
         begin = self._turn * self._half + start
         return self._seen[sender][begin : begin + size]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from transaxle.live.transport.shm_transport import Near
+from transaxle.live.transport.shm_transport import ShmTransport
 from transaxle.live.transport.world import World, collective
 from transaxle.move.transport import Fill, Parcel, Take
 
@@ -29,7 +29,7 @@ class RankExchange:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._near = Near(world)
+        self._opened: ShmTransport | None = None
         self._device = world.device
         self.rank = world.rank
         self.ranks = world.ranks
@@ -50,17 +50,17 @@ class RankExchange:
         far = [
             number
             for number, parcel in enumerate(parcels)
-            if any(r != parcel.sender and not self._near.reaches(parcel.sender, r) for r in parcel.receivers)
+            if any(r != parcel.sender and not self._shm.reaches(parcel.sender, r) for r in parcel.receivers)
         ]
         packed: dict[int, np.ndarray] = {}
         for number, parcel in enumerate(parcels):
             if parcel.sender == rank:
-                near = any(self._near.reaches(rank, other) for other in parcel.receivers)
-                held = self._near.room(places[number], parcel.size) if near else np.empty(parcel.size, np.uint8)
-                fill(number, held)
-                packed[number] = held
+                reached = any(self._shm.reaches(rank, other) for other in parcel.receivers)
+                buffer = self._shm.room(places[number], parcel.size) if reached else np.empty(parcel.size, np.uint8)
+                fill(number, buffer)
+                packed[number] = buffer
                 if rank in parcel.receivers:
-                    take(number, held)
+                    take(number, buffer)
         received = self._take_near(parcels, places, take)
         if far:
             received += self._take_far(parcels, far, packed, take)
@@ -68,7 +68,15 @@ class RankExchange:
 
     def close(self) -> None:
         """Let go what the rounds needed."""
-        self._near.close()
+        if self._opened is not None:
+            self._opened.close()
+
+    @property
+    def _shm(self) -> ShmTransport:
+        """Shared memory; it is opened for the first round."""
+        if self._opened is None:
+            self._opened = ShmTransport(self._world)
+        return self._opened
 
     def _placed(self, parcels: Sequence[Parcel]) -> list[int]:
         """Return where each parcel lies in its sender's region, and make room for them."""
@@ -79,21 +87,21 @@ class RankExchange:
             if any(rank != parcel.sender for rank in parcel.receivers):
                 ends[parcel.sender] = places[-1] + -(-parcel.size // _ALIGNED) * _ALIGNED
         if ends:
-            self._near.prepare(max(ends.values()))
+            self._shm.prepare(max(ends.values()))
         return places
 
     def _take_near(self, parcels: Sequence[Parcel], places: Sequence[int], take: Take) -> int:
         """Wait until everybody has written, and read what is for this rank."""
-        near = self._near
-        if not any(near.reaches(parcel.sender, rank) for parcel in parcels for rank in parcel.receivers):
+        shm = self._shm
+        if not any(shm.reaches(parcel.sender, rank) for parcel in parcels for rank in parcel.receivers):
             return 0
         self._world.wait()
         received = 0
         for number, (parcel, place) in enumerate(zip(parcels, places, strict=True)):
-            if self._world.rank in parcel.receivers and near.reaches(parcel.sender, self._world.rank):
-                take(number, near.held(parcel.sender, place, parcel.size))
+            if self._world.rank in parcel.receivers and shm.reaches(parcel.sender, self._world.rank):
+                take(number, shm.received(parcel.sender, place, parcel.size))
                 received += parcel.size
-        near.flip()
+        shm.flip()
         return received
 
     def _take_far(
@@ -106,7 +114,7 @@ class RankExchange:
         incoming: list[list[int]] = [[] for _ in range(world.size)]
         for number in numbers:
             sender = parcels[number].sender
-            distant = [r for r in parcels[number].receivers if r != sender and not self._near.reaches(sender, r)]
+            distant = [r for r in parcels[number].receivers if r != sender and not self._shm.reaches(sender, r)]
             if sender == world.rank:
                 for rank in distant:
                     outgoing[places[rank]].append(packed[number])

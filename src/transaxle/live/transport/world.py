@@ -7,6 +7,7 @@ same error. Without an initialised process group the world is this process alone
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TypeVar
@@ -145,6 +146,22 @@ class World:
                 self.agree(refuse("IO", f"rank {self.rank} failed: {error!r}"))
             raise
         self.agree(found)
+
+
+class Clock:
+    """Wall time of the phases that ranks go through, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Add the time that a block takes to a stage."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
 
 
 def _raise(errors: Iterable[TransaxleError | None]) -> None:
