@@ -1,9 +1,9 @@
-"""Training state: what a checkpoint holds beside model and optimizer: schedulers, counters, the place in the data.
+"""Training state beside model and optimizer: schedulers, counters, the position in the data.
 
-Trainers save it in the same dict as the model (torchtitan: `train_state`, `lr_scheduler`, `dataloader`). It is told by
-the names of its containers, and by its kind where it is a Python number of its own (`epoch`): no parameter is one.
-Its tensors and numbers are tensors of the catalog like any others; what they belong to is noted here, and the rest of
-it is kept here too, as far as it is plain data.
+Trainers save it in the same dict as the model (torchtitan: `train_state`, `lr_scheduler`, `dataloader`). It is
+recognised by the names of its containers, or as a Python number at the top (`epoch`), which no parameter is. Its
+tensors and numbers are ordinary tensors of the catalog; this module records which items they are, and keeps the other
+values as far as they are plain data.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _NAMES = frozenset(
         "rng_state", "rng", "grad_scaler", "scaler", "args", "epoch", "step", "global_step", "iteration",
     }
 )  # fmt: skip
-"""Containers and numbers at the top of a state that trainers write."""
+"""Containers and numbers that trainers write at the top of a state."""
 _DEEPEST = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class TrainingItem:
     """One item of the training state."""
 
     path: tuple[str | int, ...]
     """Keys and list indices from the top of the state."""
     name: str | None
-    """Name of the tensor in the catalog that it is; None: it is none."""
+    """Name of its tensor in the catalog; None if it is not a tensor."""
     value: Any = None
-    """What it is, where it was saved as no tensor: as the pickle describes it."""
+    """Its value if it was not saved as a tensor, as the pickle describes it."""
     what: str = ""
-    """That in words."""
+    """A description of the value."""
 
 
 def is_training(path: tuple[str | int, ...], kind: str) -> bool:
@@ -55,13 +55,13 @@ def is_training(path: tuple[str | int, ...], kind: str) -> bool:
     return top.partition(".")[0] in _NAMES or (kind == "number" and len(path) == 1 and "." not in top)
 
 
-def tops(items: Sequence[Item]) -> list[str]:
-    """Return the names that training state has at the top of a state."""
+def tops(items: Sequence[TrainingItem]) -> list[str]:
+    """Return the top-level names of the training state."""
     return list(dict.fromkeys(str(item.path[0]) for item in items))
 
 
-def nested(items: Sequence[Item], top: str, read: Callable[[str], object]) -> tuple[object, list[str]]:
-    """Return the state of one name as it was saved, and what of it is no plain data.
+def nested(items: Sequence[TrainingItem], top: str, read: Callable[[str], object]) -> tuple[object, list[str]]:
+    """Return the state under one name as it was saved, and descriptions of the values that are not plain data.
 
     Args:
         items: of a container.
@@ -69,7 +69,7 @@ def nested(items: Sequence[Item], top: str, read: Callable[[str], object]) -> tu
         read: returns the value of a tensor of the catalog.
     """
     odd: list[str] = []
-    found: dict[str | int, Any] = {}
+    tree: dict[str | int, Any] = {}
     for item in items:
         if str(item.path[0]) != top:
             continue
@@ -77,16 +77,16 @@ def nested(items: Sequence[Item], top: str, read: Callable[[str], object]) -> tu
         value = read(str(item.name)) if is_tensor else _plain(item.value, _DEEPEST)
         if value is NOTHING:
             odd.append(f"{'.'.join(map(str, item.path))} is {item.what}")
-        at = found
-        for part in item.path[:-1]:
-            at = at.setdefault(part, {})
+        at = tree
+        for key in item.path[:-1]:
+            at = at.setdefault(key, {})
         at[item.path[-1]] = value
-    return _listed(found).get(top), odd
+    return _listed(tree).get(top), odd
 
 
-def _listed(held: dict[str | int, Any]) -> Any:
-    """Turn dicts whose keys are the numbers from 0 on into lists: that is how a path tells these."""
-    inner = {key: _listed(value) if type(value) is dict else value for key, value in held.items()}
+def _listed(tree: dict[str | int, Any]) -> Any:
+    """Turn dicts whose keys are 0, 1, … into lists: a path does not tell the two apart."""
+    inner = {key: _listed(value) if type(value) is dict else value for key, value in tree.items()}
     numbers = [key for key in inner if isinstance(key, int)]
     return [inner[key] for key in sorted(numbers)] if inner and sorted(numbers) == list(range(len(inner))) else inner
 

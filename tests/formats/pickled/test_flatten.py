@@ -10,14 +10,14 @@ from tests.formats.pickled.assemble import FILE
 from tests.formats.pickled.test_interpreter import plain
 from transaxle.formats.pickled.descriptors import Global, Key, Object, OrderedMap, Scalar, TensorRef
 from transaxle.formats.training_state.flatten import Odd, described, flatten, is_tensor
-from transaxle.formats.training_state.state import Leaf, Path
+from transaxle.formats.training_state.state import KeyPath, Leaf
 
 
 def tensor() -> TensorRef:
     return TensorRef(None, None, 0, (1,), (1,))
 
 
-def paths(leaves: list[Leaf], kind: str) -> list[Path]:
+def paths(leaves: list[Leaf], kind: str) -> list[KeyPath]:
     return [leaf.path for leaf in leaves if leaf.kind == kind]
 
 

@@ -150,15 +150,15 @@ def test_what_came_while_it_was_written_stays(tmp_path: Path, monkeypatch: pytes
     source, out = checkpoints.tiny(tmp_path / "ck"), tmp_path / "out"
     tx.convert(source, out, to="hf")
     for exchange in (syscalls.exchange, lambda *_: False):
-        check = place.Place.check
+        check = place.TargetPlace.check
 
-        def late(self: place.Place, hint: str = "", check: Any = check) -> None:
+        def late(self: place.TargetPlace, hint: str = "", check: Any = check) -> None:
             check(self, hint)
             (out / "late.md").write_text("mine")
 
         with monkeypatch.context() as patch:
             patch.setattr(place, "exchange", exchange)
-            patch.setattr(place.Place, "check", late)
+            patch.setattr(place.TargetPlace, "check", late)
             with pytest.raises(UsageError, match=r"late\.md belongs"):
                 tx.convert(source, out, to="dcp:hf", overwrite=True)
         assert (out / "late.md").read_text() == "mine"

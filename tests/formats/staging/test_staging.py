@@ -212,14 +212,14 @@ def test_a_target_that_appears_in_the_meantime(target: Path, make: Callable[[Pat
 
 
 def test_a_target_that_appears_in_the_last_moment(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = place_module.Place.check
+    check = place_module.TargetPlace.check
 
-    def late(place: place_module.Place) -> None:
+    def late(place: place_module.TargetPlace) -> None:
         check(place)
         target.mkdir()
 
     with pytest.raises(UsageError) as caught:
-        committed(target, lambda _: monkeypatch.setattr(place_module.Place, "check", late))
+        committed(target, lambda _: monkeypatch.setattr(place_module.TargetPlace, "check", late))
     assert caught.value.code == "EXISTS"
     assert names_in(target) == []
 

@@ -19,7 +19,7 @@ from transaxle.errors import TransaxleError
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.registry import writable
 from transaxle.formats.remote.service import Service
-from transaxle.formats.staging.upload import PART, Upload, _File, part_size
+from transaxle.formats.staging.upload import PART, Upload, _RemoteFile, part_size
 
 LEAST_PART = 5 << 20
 """What S3 takes."""
@@ -223,7 +223,7 @@ def watch(look: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(cls, name, step)
 
-    watched(_File, "commit")
+    watched(_RemoteFile, "commit")
     watched(Service, "delete")
 
 
@@ -328,13 +328,13 @@ def test_only_a_checkpoint_is_replaced(store: Store, tmp_path: Path) -> None:
 
 def test_an_index_appears_after_its_shards(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
-    commit = _File.commit
+    commit = _RemoteFile.commit
 
-    def noted(self: _File) -> None:
+    def noted(self: _RemoteFile) -> None:
         names.append(self._name)
         commit(self)
 
-    monkeypatch.setattr(_File, "commit", noted)
+    monkeypatch.setattr(_RemoteFile, "commit", noted)
     held = {"optim/a/m": np.ones((2, 9), np.float32), "a": np.ones((2, 9), np.float32), "b": np.ones(9, np.float32)}
     tx.convert(write(tmp_path / "local", held, config={}), f"{store.url}/out", to="safetensors", shard_size=72)
     config, state, *model, index, manifest = names

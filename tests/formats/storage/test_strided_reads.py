@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refused, StorageError
-from transaxle.formats.catalog.inline import NUMBERS, Inline
+from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory
 from transaxle.formats.storage import strided_reads as strided
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.formats.storage.storage import Beside
+from transaxle.formats.storage.storage import VirtualFiles
 from transaxle.formats.storage.strided_reads import read_strided
 
 FILE, MADE = "a.bin", "made"
@@ -184,7 +184,7 @@ class Made:
 
 def test_what_stands_beside_files_is_asked_for_each_run(storage: LocalStorage) -> None:
     made = Made()
-    both = Inline(Beside(storage, {MADE: made}))
+    both = NumbersInMemory(VirtualFiles(storage, {MADE: made}))
     numbers = both.add(b"0123456789")
     assert numbers.offset == 0
     out = bytearray(12)
@@ -201,7 +201,7 @@ def test_files_beside_made_ones_are_read_in_one_call(storage: LocalStorage, monk
     monkeypatch.delattr(os, "preadv")
     loops = [(3, 2000, 700), (7, 200, 100)]
     out = bytearray(2100)
-    read_strided(Inline(Beside(storage, {MADE: Made()})), FILE, 1, memoryview(out), 100, loops)
+    read_strided(NumbersInMemory(VirtualFiles(storage, {MADE: Made()})), FILE, 1, memoryview(out), 100, loops)
     assert bytes(out) == expected(DATA, 1, prod(count for count, _, _ in loops) * 100, 100, loops)
 
 

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from transaxle.errors import TransaxleError
 from transaxle.formats.catalog.inline import NUMBERS, number
-from transaxle.formats.training_state.state import Kind, Leaf, Path, State, arrange
+from transaxle.formats.training_state.state import KeyPath, Leaf, LeafKind, State, arrange
 
 FILE = "checkpoint"
 
 
-def leaves(nested: Any, path: Path = ()) -> list[Leaf]:
+def leaves(nested: Any, path: KeyPath = ()) -> list[Leaf]:
     """Leaves of nested dicts: `T` is a tensor; lists and texts are neither tensors nor numbers."""
     if isinstance(nested, dict):
         return [leaf for key, inner in nested.items() for leaf in leaves(inner, (*path, key))]
     if isinstance(nested, tuple):
         return [leaf for key, inner in enumerate(nested) for leaf in leaves(inner, (*path, key))]
-    kind: Kind = "tensor" if nested == "T" else "number" if isinstance(nested, int | float) else "other"
+    kind: LeafKind = "tensor" if nested == "T" else "number" if isinstance(nested, int | float) else "other"
     return [Leaf(path, kind, nested, type(nested).__name__)]
 
 

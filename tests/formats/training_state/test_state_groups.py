@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.formats.pickled.descriptors import NOTHING, Global, Object, Scalar
-from transaxle.formats.training_state.state_groups import Group, decode, encode, gathered, plain, renamed
+from transaxle.formats.training_state.state_groups import (
+    ParamGroup,
+    decode,
+    encode,
+    groups_of_equal_settings,
+    plain,
+    renamed,
+)
 
 NUMBERS = [np.float32(0.1), np.int64(-7), np.float64("nan"), np.bool_(True), ml_dtypes.bfloat16(1.5)]
 settings = st.recursive(
@@ -38,7 +45,7 @@ def typed(value: Any) -> Any:
 
 
 @given(groups)
-def test_text_and_back(given: list[Group]) -> None:
+def test_text_and_back(given: list[ParamGroup]) -> None:
     assert typed(decode(encode(given))) == typed(given)
 
 
@@ -70,7 +77,9 @@ def test_a_list_that_is_shared_again_and_again_is_no_setting() -> None:
 
 def test_parameters_with_equal_settings_are_a_group() -> None:
     wide, other = {"lr": 0.1, "fused": None}, {"lr": 1, "fused": None}
-    found = gathered({"a": wide, "b": other, "c": dict(reversed(wide.items())), "d": {"lr": 1.0, "fused": None}})
+    found = groups_of_equal_settings(
+        {"a": wide, "b": other, "c": dict(reversed(wide.items())), "d": {"lr": 1.0, "fused": None}}
+    )
     assert found == [
         {**wide, "params": ["a", "c"]},
         {**other, "params": ["b"]},

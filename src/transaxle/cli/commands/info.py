@@ -26,7 +26,7 @@ from transaxle.errors import Refusal, TransaxleError
 from transaxle.families import builtin
 from transaxle.formats.registry import every_format, writable
 from transaxle.formats.torch_file.quantized_tensors import NOTE
-from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, Group
+from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
 
 _FACTS = (
     "model_type", "architectures", "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads",
@@ -224,7 +224,7 @@ def _checkpoint_lines(screen: Screen, facts: Facts) -> list[tuple[str, str]]:
     return lines
 
 
-def _group(group: Group) -> str:
+def _group(group: ParamGroup) -> str:
     """Return a parameter group in words, without what is not set."""
     said = [f"{key}={value}" for key, value in group.items() if key != PARAMS and value is not None]
     return f"{plural(len(group[PARAMS]), 'parameter')}: {' '.join(said)}"

@@ -17,7 +17,7 @@ from transaxle.engine.copying.source import Source
 from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Container, Entry, Extent, Twin
 from transaxle.formats.dtype import numpy_dtype
-from transaxle.formats.storage.storage import Beside, Octets, Storage, layer
+from transaxle.formats.storage.storage import InMemoryFile, Storage, VirtualFiles, layer
 
 _LARGEST = 256 << 20
 """Bytes of a replica at most: all copies of one are in memory at once."""
@@ -26,7 +26,7 @@ _FILE = "\0mean of "
 """What the name of a file that does not exist begins with."""
 
 
-class AveragedStorage(Beside):
+class AveragedStorage(VirtualFiles):
     """The files of a checkpoint, and beside them one for each tensor that is a mean.
 
     Args:
@@ -35,7 +35,7 @@ class AveragedStorage(Beside):
         errors: by tensor: how far the copies are from the mean, all of them together.
     """
 
-    def __init__(self, below: Storage, means: Mapping[str, Octets], errors: Mapping[str, Error]) -> None:
+    def __init__(self, below: Storage, means: Mapping[str, InMemoryFile], errors: Mapping[str, Error]) -> None:
         super().__init__(below, means)
         self.errors = errors
         """By tensor."""
@@ -54,7 +54,7 @@ def averaged(container: Container) -> Container:
         Refused: UNSUPPORTED for replicas of more than 256 MiB, or of numbers that have no mean.
     """
     entries, twins = dict(container.entries), list(container.twins)
-    means: dict[str, Octets] = {}
+    means: dict[str, InMemoryFile] = {}
     errors: dict[str, Error] = {}
     for name, pairs in _replicas(container).items():
         copies = {copy.extents: copy for pair in pairs for copy in (pair.first, pair.second)}
@@ -67,7 +67,7 @@ def averaged(container: Container) -> Container:
             raise refuse("UNSUPPORTED", message, tensor=name)
         mean = np.mean([one.astype(np.float64) for one in held], axis=0).astype(held[0].dtype)
         file = _FILE + name
-        means[file] = Octets(mean.tobytes())
+        means[file] = InMemoryFile(mean.tobytes())
         errors[name] = sum((_error(one, mean) for one in held), Error())
         extent = Extent((0,) * len(entry.shape), entry.shape, file, 0)
         entries[name] = Entry(name, entry.dtype, entry.shape, (extent,))

@@ -22,7 +22,7 @@ from transaxle.errors import gathered
 from transaxle.formats.catalog.checksums import witness_of
 from transaxle.formats.remote.url import shown
 from transaxle.formats.staging.belongings import Overwrite
-from transaxle.formats.staging.leftovers import swept
+from transaxle.formats.staging.leftovers import sweep_beside
 from transaxle.formats.staging.location import staging_at
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage
@@ -118,7 +118,7 @@ def execute(
     errors = dict(cleared.errors)
     if cleared.finished:
         resumed, single = len(plan.tensors), not Path(target).is_dir()
-        found = swept(target)
+        found = sweep_beside(target)
         recoded = _measured(prepared, limit, errors, casts)
     else:
         with staging_at(target, overwrite=overwrite, resume=resume, sync=sync) as staging:

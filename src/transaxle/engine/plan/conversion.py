@@ -39,7 +39,7 @@ from transaxle.formats.dtype import nbytes
 from transaxle.formats.format import Format
 from transaxle.formats.registry import find, get, writable
 from transaxle.formats.training_state.state import LEFT_BEHIND, ROOT, RUN
-from transaxle.formats.training_state.state_groups import GROUPS, Group
+from transaxle.formats.training_state.state_groups import GROUPS, ParamGroup
 from transaxle.move.transfer import Transfer
 from transaxle.move.workers import Affine
 
@@ -395,7 +395,7 @@ def _unholdable(kind: Format, specs: Sequence[Spec]) -> Iterator[Refusal]:
             yield Refusal("UNSUPPORTED", f"{kind.name} has no dtype for {spec.dtype}", Where(None, spec.name), hint)
 
 
-def _draft_options(checkpoint: Checkpoint, view: View, source: Source, groups: Sequence[Group]) -> dict[str, Any]:
+def _draft_options(checkpoint: Checkpoint, view: View, source: Source, groups: Sequence[ParamGroup]) -> dict[str, Any]:
     """Return what drafts may take of the run: settings, with counters, and a way to read small tensors."""
 
     def read(name: str) -> bytes:

@@ -27,7 +27,7 @@ from transaxle.engine.copying.source import Source
 from transaxle.errors import Refusal
 from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
-from transaxle.formats.storage.storage import Beside, Octets
+from transaxle.formats.storage.storage import InMemoryFile, VirtualFiles
 
 _FILE = "\0restated "
 """Prefix of the names of virtual files."""
@@ -57,7 +57,7 @@ def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
     if not trained or all(tensor.convention == to.name for tensor in trained):
         return checkpoint, []
     container = checkpoint.container
-    files: dict[str, Octets] = {}
+    files: dict[str, InMemoryFile] = {}
     entries: dict[str, Entry] = {}
     problems = [refusal for tensor in trained if (refusal := unsaid(tensor)) is not None]
     for tensor in trained:
@@ -68,7 +68,7 @@ def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
             stored = entries[tensor.parts[Role.GLOBAL]]
             scales, refusal = hub_global_scales(tensor, _amaxes(container, tensor), to, _VALUES)
             problems += [refusal] if refusal is not None else []
-            files[_FILE + stored.name] = Octets(scales.astype("<f4").tobytes())
+            files[_FILE + stored.name] = InMemoryFile(scales.astype("<f4").tobytes())
             extent = Extent((0,) * len(stored.shape), stored.shape, _FILE + stored.name, 0)
             entries[tensor.parts[Role.GLOBAL]] = replace(stored, extents=(extent,))
     renamed = {
@@ -76,7 +76,7 @@ def published(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
         for old, entry in container.entries.items()
     }
     metadata = {key: value for key, value in container.metadata.items() if key != te.NOTE}
-    storage = Beside(container.storage, files)
+    storage = VirtualFiles(container.storage, files)
     return _of(checkpoint, replace(container, storage=storage, entries=renamed, metadata=metadata)), problems
 
 

@@ -26,7 +26,7 @@ from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes, numpy_dtype
-from transaxle.formats.storage.storage import Beside, Storage, layer
+from transaxle.formats.storage.storage import Storage, VirtualFiles, layer
 from transaxle.move.endpoint import Readable
 from transaxle.move.workers import Limits, share
 
@@ -90,7 +90,7 @@ class Caster:
         return RowMajorBytes(self._reader, self._source.transfers(unchanged(self.entry.name, self.entry)))
 
 
-class CastStorage(Beside):
+class CastStorage(VirtualFiles):
     """The files of a checkpoint, and a virtual file for each tensor that is cast when it is read.
 
     Args:

@@ -28,7 +28,7 @@ from transaxle.engine.views.header_metadata import without_notes
 from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes, numpy_dtype
-from transaxle.formats.storage.storage import Beside, Storage, layer
+from transaxle.formats.storage.storage import Storage, VirtualFiles, layer
 from transaxle.move.endpoint import Bytes, Readable
 from transaxle.move.strided_fill import Scratch, fill
 from transaxle.move.transfer import Transfer, clip
@@ -266,7 +266,7 @@ class Decoder:
         return factors * (count // len(factors))
 
 
-class DecodedStorage(Beside):
+class DecodedStorage(VirtualFiles):
     """The files of a checkpoint, and a virtual file for each tensor that is decoded when it is read."""
 
     def __init__(self, below: Storage, decoders: Mapping[str, Decoder]) -> None:

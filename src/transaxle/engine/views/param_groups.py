@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target
 from transaxle.errors import Refusal, Where
-from transaxle.formats.training_state.state_groups import PARAMS, Group, renamed
+from transaxle.formats.training_state.state_groups import PARAMS, ParamGroup, renamed
 
 _HINT = "--no-optimizer leaves the optimizer state and its settings out."
 
 
-def regrouped(groups: Iterable[Group], targets: Mapping[str, Target], problems: list[Refusal]) -> list[Group]:
+def regrouped(groups: Iterable[ParamGroup], targets: Mapping[str, Target], problems: list[Refusal]) -> list[ParamGroup]:
     """Return parameter groups under the target's names.
 
     Args:

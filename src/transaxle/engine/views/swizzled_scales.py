@@ -19,7 +19,7 @@ from transaxle.encodings.conventions.torchao_convention import Swizzled, swizzle
 from transaxle.engine.copying.source import Source
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import ITEM_BITS
-from transaxle.formats.storage.storage import Beside, layer
+from transaxle.formats.storage.storage import VirtualFiles, layer
 from transaxle.move.endpoint import Bytes
 
 _ROWS, _COLUMNS, _LANES = 128, 4, 32
@@ -51,7 +51,7 @@ class _CompactScales:
         view.cast("B")[:] = self.compact(self.source.name)[offset : offset + view.nbytes].data
 
 
-class CompactedStorage(Beside):
+class CompactedStorage(VirtualFiles):
     """The files of a checkpoint, and a virtual file for each buffer that is reordered when it is read."""
 
     def __init__(self, container: Container, described: Mapping[str, Swizzled]) -> None:

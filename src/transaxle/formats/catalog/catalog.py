@@ -1,7 +1,7 @@
-"""What a container holds and where, before any data is read: the one description that readers, sinks and plans share.
+"""The catalog: what a container holds and where, before any data is read; readers, drafts and plans share it.
 
-A container that exists (`Container`) and one that is about to be written (`Draft`) say the same things: entries,
-each with the extents that hold its bytes. That is why a plan is only a list of copies between two catalogs.
+A container that exists (`Container`) and one that is about to be written (`Draft`) have the same form: entries, each
+with the extents that hold its bytes. That is why a plan is only a list of copies between two catalogs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import Storage
 
 if TYPE_CHECKING:
-    from transaxle.formats.training_items import Item
+    from transaxle.formats.training_items import TrainingItem
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One stored tensor: what it is and which extents hold it."""
+    """A stored tensor: its dtype, its shape, and the extents that hold it."""
 
     name: str
     dtype: str
@@ -54,7 +54,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """What a container's own format says of the bytes of a range, to be held against them when all is read anyway."""
+    """A checksum that a container's format keeps for a range of bytes; it is compared when the range has been read."""
 
     file: str
     """Name of the file inside the container."""
@@ -65,7 +65,7 @@ class Checksum:
     crc32: int
     """Their CRC-32."""
     what: str
-    """What the range holds, in words."""
+    """Description of the range, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +73,13 @@ class Twin:
     """Two places that must hold the same bytes: a replica on another rank, a step that several files record."""
 
     first: Entry
-    """What is read."""
+    """The tensor that is read."""
     second: Entry
     """Its copy, of the same type and shape."""
     why: str
     """Why they must be equal."""
     replica: bool = False
-    """Whether each rank updates its copy by itself, so that they may drift apart."""
+    """Whether each rank updates its copy by itself, so that the copies may drift apart."""
 
 
 @dataclass(frozen=True)
@@ -97,30 +97,32 @@ class Container:
     files: Mapping[str, int]
     """Size in bytes of every file that holds tensors or describes them."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
-    """What the container says beside its tensors."""
+    """Everything the container records beside its tensors."""
     carried: tuple[str, ...] = ()
     """Other files of the folder that travel with the model (config, tokenizer)."""
     ignored: tuple[str, ...] = ()
-    """What is left alone: other tensor files, hidden files, sub-folders, links and special files; see `company`."""
+    """Names that are left alone: other tensor files, hidden files, sub-folders, links and special files; see
+    `sidecar_files`.
+    """
     checksums: tuple[Checksum, ...] = ()
     """Checksums that the format itself keeps; `verify` checks them."""
     twins: tuple[Twin, ...] = ()
     """Copies whose equality every conversion checks before it writes."""
     left: Mapping[str, Entry] = field(default_factory=dict)
-    """Tensors that are there and are not wanted."""
-    training: tuple[Item, ...] = ()
-    """What is beside model and optimizer; see `formats.training`."""
+    """Tensors that exist but are not wanted."""
+    training: tuple[TrainingItem, ...] = ()
+    """State beside model and optimizer; see `formats.training_items`."""
     seals: tuple[Seal, ...] = ()
-    """Where files keep digests of all their bytes; `verify` checks them."""
+    """Places where files keep digests of all their bytes; `verify` checks them."""
 
     def without(self, names: Collection[str]) -> Container:
-        """Return the container without some tensors: they are left, and their copies are not compared."""
-        left = {name: entry for name, entry in self.entries.items() if name in names}
-        places = {(extent.file, extent.offset) for entry in left.values() for extent in entry.extents}
+        """Return the container without some tensors: they move to `left`, and their copies are not compared."""
+        unwanted = {name: entry for name, entry in self.entries.items() if name in names}
+        places = {(extent.file, extent.offset) for entry in unwanted.values() for extent in entry.extents}
         return replace(
             self,
-            entries={name: entry for name, entry in self.entries.items() if name not in left},
-            left={**self.left, **left},
+            entries={name: entry for name, entry in self.entries.items() if name not in unwanted},
+            left={**self.left, **unwanted},
             twins=tuple(
                 twin
                 for twin in self.twins
@@ -131,7 +133,7 @@ class Container:
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A tensor to be written: what a sink needs to know to give it a place."""
+    """A tensor to be written, as a draft needs it."""
 
     name: str
     dtype: str
@@ -140,7 +142,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Bytes of a draft that are known from the start: a header, an index."""
+    """Bytes of a draft that are known before any tensor: a header, an index."""
 
     file: str
     offset: int
@@ -159,11 +161,11 @@ class Draft:
     fragments: tuple[Fragment, ...]
     """Bytes that are known before any tensor is copied."""
     seal: Seal | None = None
-    """Room for digests, in a file that is the whole checkpoint; the fragment that holds it is known last."""
+    """Space for digests in a file that is the whole checkpoint; the fragment around it is written last."""
 
     def early(self) -> tuple[Fragment, ...]:
         """Return the fragments that are known before any tensor is copied: all but the one with room for digests."""
-        return tuple(each for each in self.fragments if not self._is_sealed(each))
+        return tuple(fragment for fragment in self.fragments if not self._is_sealed(fragment))
 
     def late(self, hashes: Mapping[str, str]) -> Iterator[Fragment]:
         """Yield the fragment that holds the digests, filled in.
@@ -174,16 +176,18 @@ class Draft:
         if self.seal is None:
             return
         firsts = {entry.extents[0].offset: hashes[name] for name, entry in self.entries.items() if entry.nbytes}
-        ordered = sorted(self.fragments, key=lambda each: each.offset)
-        parts = [(each.offset, each.data) for each in ordered]
-        for fragment, (_, data) in zip(ordered, filled(parts, self.seal, firsts), strict=True):
-            if self._is_sealed(fragment):
-                yield replace(fragment, data=data)
+        ordered = sorted(self.fragments, key=lambda fragment: fragment.offset)
+        parts = [(fragment.offset, fragment.data) for fragment in ordered]
+        for sealed, (_, data) in zip(ordered, filled(parts, self.seal, firsts), strict=True):
+            if self._is_sealed(sealed):
+                yield replace(sealed, data=data)
 
     @property
     def sealed_first(self) -> bool:
-        """Whether the digests stand before the tensors: a stream needs them before it begins."""
-        return self.seal is not None and any(not each.offset and self._is_sealed(each) for each in self.fragments)
+        """Whether the digests precede the tensors: a stream then needs them before it begins."""
+        return self.seal is not None and any(
+            not fragment.offset and self._is_sealed(fragment) for fragment in self.fragments
+        )
 
     def _is_sealed(self, fragment: Fragment) -> bool:
         return self.seal is not None and fragment.offset <= self.seal.head < fragment.offset + len(fragment.data)

@@ -1,7 +1,7 @@
-"""A witness of what is read: the checksums that files keep, held against the bytes on their way to a reader.
+"""A witness of reads: compares the checksums that files keep with the bytes on their way to a reader.
 
-A zip archive gives the CRC-32 of each record. Whoever copies a record has its bytes in hand, so they are summed up as
-they pass, part by part and in any order, and only what was never read is read for it alone.
+A zip archive keeps the CRC-32 of each record. Whoever copies a record has its bytes in hand, so they are summed as they
+pass, piece by piece and in any order; only what nobody read is read for the checksum alone.
 """
 
 from __future__ import annotations
@@ -22,68 +22,68 @@ from transaxle.formats.storage.strided_reads import read_strided
 
 _BLOCK = 1 << 20
 _MOST_PARTS = 4096
-"""Parts of one range that are kept; a read that would be one more is not counted, and made again in the end."""
+"""Cap on the summed pieces of one range; a piece beyond it is not counted, and is read again at the end."""
 _POLYNOMIAL = 0xEDB88320
 _HINT = "Copy or download the file again; `transaxle verify` finds everything that is damaged."
 
-Part = tuple[int, int, int]
-"""First byte in the file, one past the last, and the CRC-32 of what lies between."""
+SummedRange = tuple[int, int, int]
+"""First byte in the file, one past the last, and the CRC-32 of the bytes between."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """What is known of one range."""
+    """The progress of one range."""
 
-    parts: list[Part] = field(default_factory=list)
-    """What was summed up, in order, without overlaps; neighbours are one."""
+    parts: list[SummedRange] = field(default_factory=list)
+    """Summed pieces, in order, without overlaps; adjacent ones are joined."""
     read: int = 0
-    """Bytes that were read of it, those read twice counted twice."""
+    """Bytes read of the range; bytes read twice count twice."""
 
-    def add(self, part: Part) -> None:
-        """Sum up one more part; one that overlaps another, or is one too many, is left out."""
-        at = bisect_left(self.parts, part)
-        before = self.parts[at - 1] if at else None
-        after = self.parts[at] if at < len(self.parts) else None
-        if (before and before[1] > part[0]) or (after and after[0] < part[1]):
+    def add(self, summed: SummedRange) -> None:
+        """Add one summed piece; one that overlaps another, or exceeds the cap, is dropped."""
+        at = bisect_left(self.parts, summed)
+        previous = self.parts[at - 1] if at else None
+        following = self.parts[at] if at < len(self.parts) else None
+        if (previous and previous[1] > summed[0]) or (following and following[0] < summed[1]):
             return
         first, last = at, at
-        if before and before[1] == part[0]:
-            part, first = joined(before, part), at - 1
-        if after and after[0] == part[1]:
-            part, last = joined(part, after), at + 1
+        if previous and previous[1] == summed[0]:
+            summed, first = joined(previous, summed), at - 1
+        if following and following[0] == summed[1]:
+            summed, last = joined(summed, following), at + 1
         if first < last or len(self.parts) < _MOST_PARTS:
-            self.parts[first:last] = [part]
+            self.parts[first:last] = [summed]
 
     def gaps(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Return what is not summed up between two bytes."""
-        found = []
+        """Return the ranges between two bytes that are not summed yet."""
+        gaps = []
         at = max(bisect_right(self.parts, (start, start, 0)) - 1, 0)
         for first, last, _ in self.parts[at:]:
             if first >= stop:
                 break
             if first > start:
-                found.append((start, first))
+                gaps.append((start, first))
             start = max(start, last)
-        return [*found, (start, stop)] if start < stop else found
+        return [*gaps, (start, stop)] if start < stop else gaps
 
 
 class Witness(Overlay):
-    """A storage that sums up what is read of the ranges that its files give checksums of. Safe to share.
+    """A storage that sums what is read of the ranges with checksums. Safe to share between threads.
 
     Args:
         below: the files.
-        checksums: what they say of their bytes; no two ranges overlap.
-        entries: the tensors, to name those that lie in a range.
+        checksums: their checksums; no two ranges overlap.
+        entries: the tensors, to name the one in a damaged range.
     """
 
     def __init__(self, below: Storage, checksums: Sequence[Checksum], entries: Mapping[str, Entry]) -> None:
         super().__init__(below)
         self._entries = entries
         self._ranges: dict[str, list[Checksum]] = {}
-        for checksum in sorted(checksums, key=lambda each: (each.file, each.offset)):
+        for checksum in sorted(checksums, key=lambda checksum: (checksum.file, checksum.offset)):
             if checksum.size:
                 self._ranges.setdefault(checksum.file, []).append(checksum)
-        self._starts = {file: [each.offset for each in ranges] for file, ranges in self._ranges.items()}
+        self._starts = {file: [checksum.offset for checksum in ranges] for file, ranges in self._ranges.items()}
         self._tallies: dict[Checksum, Tally] = {}
         self._settled: dict[Checksum, bool] = {}
         self._lock = Lock()
@@ -101,8 +101,8 @@ class Witness(Overlay):
                     tally.read += stop - start
             for first, last in gaps:
                 with view.cast("B") as octets:
-                    found = zlib.crc32(octets[first - offset : last - offset])
-                self.count(checksum, [(first, last, found)])
+                    crc = zlib.crc32(octets[first - offset : last - offset])
+                self.count(checksum, [(first, last, crc)])
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """See `formats.strided.read_strided`; such runs are too short to be summed up one by one."""
@@ -116,10 +116,10 @@ class Witness(Overlay):
                     tally.read += total
 
     def recheck(self) -> None:
-        """Check that no file has changed, and every range of which something was read: the rest of it is read now.
+        """Check that no file has changed, and the checksum of every range that was read in part: its rest is read now.
 
         Raises:
-            Refused: CORRUPT, for each range whose bytes do not have their checksum.
+            Refused: CORRUPT, for each range whose bytes do not match its checksum.
             StorageError: IO.
         """
         super().recheck()
@@ -127,35 +127,35 @@ class Witness(Overlay):
         self.judge()
 
     def expect(self, file: str, offset: int, size: int) -> None:
-        """Take note of bytes that somebody else has read: `recheck` checks the ranges that they lie in."""
+        """Note bytes that somebody else has read: `recheck` checks the ranges around them."""
         for checksum in self._touched(file, offset, offset + size):
             with self._lock:
                 self._tally(checksum)
 
     def open(self) -> list[Checksum]:
-        """Return the ranges of which something was read and that have not been checked."""
+        """Return the ranges that were read in part and are not checked yet."""
         with self._lock:
             return list(self._tallies)
 
     def tally(self, checksum: Checksum) -> Tally:
-        """Return what is known of a range that has not been checked."""
+        """Return the progress of a range that is not checked yet."""
         return self._tallies.get(checksum, Tally())
 
-    def count(self, checksum: Checksum, parts: Sequence[Part]) -> None:
-        """Sum up parts of a range; once they are all of it, it is checked."""
+    def count(self, checksum: Checksum, parts: Sequence[SummedRange]) -> None:
+        """Add summed pieces of a range; once they cover it, it is checked."""
         with self._lock:
             tally = self._tally(checksum)
             if tally is None:
                 return
-            for part in parts:
-                tally.add(part)
+            for summed in parts:
+                tally.add(summed)
             start, stop = checksum.offset, checksum.offset + checksum.size
             if len(tally.parts) == 1 and tally.parts[0][:2] == (start, stop):
                 self._settled[checksum] = tally.parts[0][2] == checksum.crc32
                 del self._tallies[checksum]
 
     def settle(self, checksums: Collection[Checksum]) -> None:
-        """Read what was not read of ranges, so that they are checked.
+        """Read the unread parts of ranges, so that they are checked.
 
         Raises:
             TransaxleError: what reading raises.
@@ -168,14 +168,14 @@ class Witness(Overlay):
                 self._sum_up(checksum, first, last, buffer)
 
     def is_right(self, checksum: Checksum) -> bool | None:
-        """Tell whether a range has the checksum that the file gives; None where that is not known."""
+        """Tell whether a range matches its checksum; None if it is not checked yet."""
         return self._settled.get(checksum) if checksum.size else checksum.crc32 == 0
 
     def judge(self, places: Iterable[tuple[str, int, int]] | None = None) -> None:
-        """Refuse the ranges that were checked and found wrong.
+        """Refuse the ranges that were checked and do not match.
 
         Args:
-            places: only those that lie there: file, first byte, number of bytes; None: all.
+            places: judge only the ranges there: file, first byte, number of bytes; None: all.
 
         Raises:
             Refused: CORRUPT, for each of them.
@@ -183,8 +183,8 @@ class Witness(Overlay):
         with self._lock:
             wrong = {checksum: None for checksum, right in self._settled.items() if not right}
         if wrong and places is not None:
-            there = (each for file, at, size in places for each in self._touched(file, at, at + size))
-            wrong = {checksum: None for checksum in there if checksum in wrong}
+            touched = (checksum for file, at, size in places for checksum in self._touched(file, at, at + size))
+            wrong = {checksum: None for checksum in touched if checksum in wrong}
         if wrong:
             raise gathered([self.problem(checksum) for checksum in wrong])
 
@@ -194,13 +194,13 @@ class Witness(Overlay):
         return Refusal("CORRUPT", message, Where(checksum.file, self._tensor_in(checksum)), _HINT)
 
     def _sum_up(self, checksum: Checksum, first: int, last: int, buffer: bytearray) -> None:
-        found, at = 0, first
+        crc, at = 0, first
         while at < last:
             with memoryview(buffer)[: min(len(buffer), last - at)] as view:
                 self.below.read_into(checksum.file, at, view)
-                found = zlib.crc32(view, found)
+                crc = zlib.crc32(view, crc)
                 at += len(view)
-        self.count(checksum, [(first, last, found)])
+        self.count(checksum, [(first, last, crc)])
 
     def _touched(self, file: str, start: int, stop: int) -> Iterator[Checksum]:
         """Yield the ranges of a file that have bytes between two places."""
@@ -214,7 +214,7 @@ class Witness(Overlay):
             at += 1
 
     def _tally(self, checksum: Checksum) -> Tally | None:
-        """Return what is known of a range; None if it has been checked."""
+        """Return the progress of a range; None if it has been checked."""
         return None if checksum in self._settled else self._tallies.setdefault(checksum, Tally())
 
     def _tensor_in(self, checksum: Checksum) -> str | None:
@@ -227,26 +227,26 @@ class Witness(Overlay):
     @cached_property
     def _places(self) -> dict[str, list[tuple[int, str]]]:
         """Where tensors begin, by file."""
-        found: dict[str, list[tuple[int, str]]] = {}
+        places_by_file: dict[str, list[tuple[int, str]]] = {}
         for name, entry in self._entries.items():
             for extent in entry.extents:
-                found.setdefault(extent.file, []).append((extent.offset, name))
-        return {file: sorted(places) for file, places in found.items()}
+                places_by_file.setdefault(extent.file, []).append((extent.offset, name))
+        return {file: sorted(places) for file, places in places_by_file.items()}
 
 
 def witnessed(container: Container) -> Container:
-    """Return a container whose storage sums up what is read, if its files give checksums."""
+    """Return a container whose storage checks checksums while it is read, if its files have any."""
     if not container.checksums:
         return container
     return replace(container, storage=Witness(container.storage, container.checksums, container.entries))
 
 
 def witness_of(storage: Storage) -> Witness | None:
-    """Return what sums up what is read from a storage; None where files give no checksums."""
+    """Return the witness of a storage; None where files have no checksums."""
     return layer(storage, Witness)
 
 
-def joined(first: Part, second: Part) -> Part:
+def joined(first: SummedRange, second: SummedRange) -> SummedRange:
     """Return two neighbouring parts as one.
 
     The CRC-32 of A and B together is that of A, moved on by the length of B, xor that of B: CRCs are polynomials
@@ -267,11 +267,12 @@ def _moved(size: int) -> int:
     return power
 
 
-def _times(one: int, other: int) -> int:
+def _times(first: int, second: int) -> int:
     """Return the product of two polynomials modulo the polynomial."""
+    # Carry-less multiplication: bits are coefficients, the lowest power in the highest bit.
     product = 0
     for bit in range(31, -1, -1):
-        if one >> bit & 1:
-            product ^= other
-        other = other >> 1 ^ (_POLYNOMIAL if other & 1 else 0)
+        if first >> bit & 1:
+            product ^= second
+        second = second >> 1 ^ (_POLYNOMIAL if second & 1 else 0)
     return product

@@ -1,7 +1,7 @@
-"""Numbers that a container keeps in its description, not among its bytes: they get bytes of their own, in memory.
+"""Numbers that a container keeps in its description: they get bytes of their own, in memory.
 
-A Python number in a pickle is a tensor of no dims like any other; only its bytes do not lie in a file as such. They are
-put into a pseudo-file that is read like the real ones, under a name that no file can have.
+A Python number in a pickle is a tensor without dims like any other, but its bytes are not in a file. They are put into
+a pseudo-file that is read like real ones, under a name that no file can have.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ def number(value: Number) -> tuple[str, bytes] | None:
     return ("U64", struct.pack("<Q", value)) if value in _U64 else None
 
 
-class Inline(Overlay):
-    """A storage, and beside its files one that exists in memory only.
+class NumbersInMemory(Overlay):
+    """A storage with one further file, which exists in memory only.
 
     Args:
-        below: reads everything else.
+        below: the real files.
     """
 
     def __init__(self, below: Storage) -> None:

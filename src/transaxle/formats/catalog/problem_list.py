@@ -1,15 +1,15 @@
-"""Gathering what is wrong with an input, so that it is refused once with everything on the list."""
+"""The list of problems of an input, so that it is refused once with everything on the list."""
 
 from __future__ import annotations
 
 from transaxle.errors import Code, Refusal, TransaxleError, Where, gathered
 
 _MOST = 100
-"""Beyond this many, one more tells nothing."""
+"""Cap on the number of reported problems."""
 
 
 class Faults:
-    """The refusals found so far, at most a hundred."""
+    """The refusals collected so far, up to the cap."""
 
     def __init__(self) -> None:
         self._refusals: list[Refusal] = []
@@ -19,20 +19,20 @@ class Faults:
 
     @property
     def full(self) -> bool:
-        """No more are kept; looking for them can stop."""
+        """Whether the cap is reached, so that the search can stop."""
         return len(self._refusals) >= _MOST
 
     def add(self, code: Code, message: str, file: str | None, tensor: str | None = None, hint: str = "") -> None:
-        """Note one refusal."""
+        """Add one refusal."""
         self.extend(Refusal(code, message, Where(file, tensor), hint))
 
     def extend(self, *refusals: Refusal) -> None:
-        """Note refusals that exist already, those of an error that was caught for example."""
+        """Add refusals that exist already, such as those of an error that was caught."""
         self._refusals.extend(refusals[: _MOST - len(self._refusals)])
 
     def error(self) -> TransaxleError:
-        """Build the error for what was noted; there must be something."""
+        """Build the error for the collected refusals; there must be at least one."""
         if self.full:
-            more = Refusal("CORRUPT", f"there is more: these are the first {_MOST} problems")
-            return gathered([*self._refusals, more])
+            overflow = Refusal("CORRUPT", f"there is more: these are the first {_MOST} problems")
+            return gathered([*self._refusals, overflow])
         return gathered(self._refusals)

@@ -1,8 +1,8 @@
-"""Digests in a file that is a checkpoint by itself: no manifest lies beside it, so it carries what proves its bytes.
+"""Seals: digests in a file that is a checkpoint by itself and has no manifest beside it.
 
-One digest for each tensor, and one for everything else in the file, the other digests included. They are known only
-when the bytes are written; so room of a fixed width is laid out for them, and filled in last. The text that holds them
-is an ordinary note for every other reader.
+There is one digest for each tensor, and one for all other bytes, the other digests included. They are known only when
+the bytes are written, so space of a fixed width is reserved, and filled in last. Other readers see the text as an
+ordinary note.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ _BLOCK = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """Where the digests of a file lie."""
+    """Where the digests of a file are."""
 
     file: str
     """Name of the file inside the container."""
     head: int
-    """First byte of the digest of everything that is no tensor's, itself taken as zeros."""
+    """First byte of the digest of all bytes outside the tensors, computed with zeros in its own place."""
     places: Mapping[int, int]
     """First byte of a tensor -> first byte of its digest; tensors without bytes have none."""
 
 
 def seal_of(file: str, head: int, begin: int, offsets: Iterable[int]) -> Seal:
-    """Return the seal whose tensors' digests stand one after the other.
+    """Return the seal of a file whose tensor digests follow one another.
 
     Args:
         file: name of the file.
-        head: first byte of the digest of the rest.
+        head: first byte of the digest of the other bytes.
         begin: first byte of the first tensor's digest.
         offsets: first bytes of the tensors that have bytes, in the order of their digests.
     """
@@ -45,22 +45,22 @@ def seal_of(file: str, head: int, begin: int, offsets: Iterable[int]) -> Seal:
 
 
 def read_digest(storage: Storage, seal: Seal, place: int) -> str:
-    """Return a digest as the file gives it."""
+    """Return a digest as the file states it."""
     return storage.read(seal.file, place, DIGITS).decode("latin-1")
 
 
 def rest_of(storage: Storage, seal: Seal, tensors: Iterable[tuple[int, int]]) -> str:
-    """Return the digest of everything that is no tensor's.
+    """Return the digest of all bytes outside the tensors.
 
     Args:
-        storage: where the file is.
+        storage: the files.
         seal: of the file.
         tensors: first byte of each tensor and the one after its last.
     """
-    return _digest(_rest(storage, seal.file, tensors), seal.head)
+    return _digest(_bytes_outside(storage, seal.file, tensors), seal.head)
 
 
-def _rest(storage: Storage, file: str, tensors: Iterable[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
+def _bytes_outside(storage: Storage, file: str, tensors: Iterable[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
     size = storage.size(file)
     reached = 0
     for begin, end in [*sorted(tensors), (size, size)]:
@@ -70,7 +70,7 @@ def _rest(storage: Storage, file: str, tensors: Iterable[tuple[int, int]]) -> It
 
 
 def _digest(parts: Iterable[tuple[int, bytes]], head: int) -> str:
-    """Return the digest of parts of a file, with zeros where it stands itself."""
+    """Return the digest of pieces of a file, with zeros in the place of the digest itself."""
     state = xxhash.xxh3_128()
     for offset, data in parts:
         first, last = max(head, offset), min(head + DIGITS, offset + len(data))
@@ -81,7 +81,7 @@ def _digest(parts: Iterable[tuple[int, bytes]], head: int) -> str:
 
 
 def filled(parts: Iterable[tuple[int, bytes]], seal: Seal, hashes: Mapping[int, str]) -> list[tuple[int, bytes]]:
-    """Return all bytes outside of tensors with the digests filled in.
+    """Return all bytes outside the tensors with the digests filled in.
 
     Args:
         parts: those bytes, in the order of the file, each with its offset.
@@ -95,8 +95,8 @@ def filled(parts: Iterable[tuple[int, bytes]], seal: Seal, hashes: Mapping[int, 
             if offset <= place < offset + len(text):
                 text[place - offset : place - offset + DIGITS] = hashes[begin].encode()
         pieces.append((offset, text))
-    whole = _digest(((offset, bytes(text)) for offset, text in pieces), seal.head).encode()
+    digest_of_rest = _digest(((offset, bytes(text)) for offset, text in pieces), seal.head).encode()
     for offset, text in pieces:
         if offset <= seal.head < offset + len(text):
-            text[seal.head - offset : seal.head - offset + DIGITS] = whole
+            text[seal.head - offset : seal.head - offset + DIGITS] = digest_of_rest
     return [(offset, bytes(text)) for offset, text in pieces]

@@ -1,7 +1,7 @@
-"""JSON that comes from a stranger: no key may be given twice, whatever the decoder makes of it.
+"""Strict JSON: text from strangers, in which no key may occur twice.
 
-Decoders keep the last of two equal keys and say nothing, so that two readers of one file may see different tensors.
-Each decoded key stands for one colon in the text; more colons than keys mean that a key was dropped.
+Decoders silently keep the last of two equal keys, so that two readers of one file may see different tensors. Each
+decoded key accounts for one colon in the text; more colons than keys mean that a key was dropped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 _QUOTE, _COLON = ord('"'), ord(":")
 MAX_PAIRS = 4_000_000
-"""Key-value pairs in one text: a million tensors. More would take memory out of all proportion to the file."""
+"""Cap on the key-value pairs of one text: a million tensors. More would take memory out of proportion to the file."""
 _CHUNK = 1 << 20
 _TOO_DEEP = "it is nested too deeply"
 
@@ -55,13 +55,13 @@ def pairs_in(text: bytes) -> int:
     return pairs
 
 
-def dropped(text: bytes, kept: Mapping[str, msgspec.Raw]) -> bool:
-    """Tell whether `members(text)`, which gave `kept`, had to drop a key that the object gives twice."""
-    return pairs_in(text) != len(kept) + sum(pairs_in(bytes(raw)) for raw in kept.values())
+def dropped(text: bytes, top: Mapping[str, msgspec.Raw]) -> bool:
+    """Tell whether `members(text)`, which returned `top`, dropped a repeated key."""
+    return pairs_in(text) != len(top) + sum(pairs_in(bytes(raw)) for raw in top.values())
 
 
 def repeated(text: bytes) -> list[tuple[str, ...]]:
-    """Return the path of every key that valid JSON text gives twice; items of arrays count as keys `0`, `1`, ….
+    """Return the path of every repeated key in valid JSON text; items of arrays count as keys `0`, `1`, ….
 
     Raises:
         NotJsonError: for nesting that is too deep.
@@ -75,7 +75,7 @@ def repeated(text: bytes) -> list[tuple[str, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _Repeats:
-    """Stands for a JSON object in which, or below which, keys are given twice."""
+    """A JSON object with repeated keys in or below it."""
 
     paths: tuple[tuple[str, ...], ...]
     """Keys from this object to each repeated key."""
@@ -83,9 +83,9 @@ class _Repeats:
 
 def _repeats(pairs: list[tuple[str, object]]) -> _Repeats | None:
     times = Counter(key for key, _ in pairs) if len(dict(pairs)) < len(pairs) else {}
-    own = [(key,) for key, count in times.items() if count > 1]
+    repeated_here = [(key,) for key, count in times.items() if count > 1]
     below = [(key, *path) for key, value in pairs for path in _paths(value)]
-    return _Repeats((*own, *below)) if own or below else None
+    return _Repeats((*repeated_here, *below)) if repeated_here or below else None
 
 
 def _paths(value: object) -> Iterator[tuple[str, ...]]:

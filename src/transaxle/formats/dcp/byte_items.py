@@ -1,6 +1,6 @@
-"""The small archive around each chunk: what `torch.save` makes of one tensor, with its place known before its bytes.
+"""Archives of single chunks: what `torch.save` makes of one tensor, laid out before the tensor's bytes are known.
 
-Everything around the tensor depends on its type and shape alone, so thousands of chunks share a few such frames.
+Everything around the tensor depends on its dtype and shape alone, so thousands of chunks share a few such frames.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE,
 from transaxle.formats.torch_file.zip.layout import ALIGNMENT, Item, lay_out
 
 LARGEST = 1 << 30
-"""Bytes of a tensor in one archive. torch reads an archive whole, whatever part of it is asked for."""
+"""Cap on the bytes of a tensor in one archive: torch reads an archive whole, whatever part of it is wanted."""
 
 _FOLDER = "archive"
 """Name of the archive's folder where torch writes to a stream, as DCP does."""
@@ -26,17 +26,17 @@ _TYPED = frozenset(STORAGES.values())
 """Types that have a storage class; torch writes the newer ones as untyped bytes."""
 
 
-class Frame(NamedTuple):
-    """An archive without the tensor in it."""
+class ArchiveFrame(NamedTuple):
+    """An archive without its tensor."""
 
     head: bytes
-    """What comes before the tensor."""
+    """Bytes before the tensor."""
     tail: bytes
-    """What comes after it."""
+    """Bytes after it."""
 
 
 @lru_cache(256)
-def frame(dtype: DType, shape: tuple[int, ...], size: int) -> Frame:
+def frame(dtype: DType, shape: tuple[int, ...], size: int) -> ArchiveFrame:
     """Return the archive around one row-major tensor.
 
     Args:
@@ -48,16 +48,16 @@ def frame(dtype: DType, shape: tuple[int, ...], size: int) -> Frame:
     """
     typed = dtype.name in _TYPED
     storage = StorageType(dtype if typed else None)
-    held = Persistent(("storage", storage, _KEY, "cpu", math.prod(shape) if typed else size))
-    pickle = write_pickle(TensorRef(held, None if typed else dtype, 0, shape, row_major(shape)))
+    storage_id = Persistent(("storage", storage, _KEY, "cpu", math.prod(shape) if typed else size))
+    pickle = write_pickle(TensorRef(storage_id, None if typed else dtype, 0, shape, row_major(shape)))
     items = [
         Item(PICKLE, len(pickle), pickle),
         *(Item(name, len(data), data) for name, data in _NOTES.items()),
         Item(f"{DATA}{_KEY}", size, None if size else b""),
         Item(VERSION, len(_VERSION), _VERSION),
     ]
-    known = [data for _, data in lay_out(_FOLDER, items).known]
-    return Frame(known[0], known[1]) if size else Frame(b"", known[0])
+    known_pieces = [data for _, data in lay_out(_FOLDER, items).known]
+    return ArchiveFrame(known_pieces[0], known_pieces[1]) if size else ArchiveFrame(b"", known_pieces[0])
 
 
 _NOTES = {".format_version": b"1", ".storage_alignment": str(ALIGNMENT).encode(), BYTE_ORDER: LITTLE}

@@ -1,8 +1,8 @@
-"""Laying out a DCP folder that does not exist yet: every chunk gets its file and its place before a byte moves.
+"""Drafting a DCP folder: every chunk gets its file and its place before a byte moves.
 
-What comes out is what one rank of torch would save: `.metadata`, and data files `__0_0.distcp`, `__0_1.distcp`, ….
-Any number of ranks can load it. A tensor is one chunk unless it is larger than a file or an archive may be; then it is
-cut into runs of whole rows, so that its bytes still follow each other in order.
+The result is what one rank of torch would save: `.metadata`, and data files `__0_0.distcp`, `__0_1.distcp`, …. Any
+number of ranks can load it. A tensor is one chunk unless it exceeds the size of a file or an archive; then it is cut
+into runs of whole rows, so that its bytes still follow one another.
 """
 
 from __future__ import annotations
@@ -25,31 +25,31 @@ from transaxle.formats.pickled.descriptors import CODES, DType, Global, Object
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.torch_file.draft import saved, surround
 from transaxle.formats.torch_file.zip.layout import ALIGNMENT
-from transaxle.formats.training_state.state import Path, joined
-from transaxle.formats.training_state.state_groups import PARAMS, Group
+from transaxle.formats.training_state.state import KeyPath, joined
+from transaxle.formats.training_state.state_groups import PARAMS, ParamGroup
 
 VERSION = "1.0.0"
-"""What torch calls this form of the metadata."""
+"""torch's version number for this form of the metadata."""
 
 _MOST_FLAT = 200_000
-"""Settings of single parameters that are written; where there are more, only those of groups."""
+"""Cap on the flattened settings of single parameters; beyond it, only those of groups are written."""
 _DTYPES = {code: DType(name) for name, code in CODES.items()}
 _METADATA_MODULE = f"{MODULES[0]}.metadata"
 _STORED_MODULE = f"{MODULES[0]}.filesystem"
 
 
-class _Tensor(NamedTuple):
-    """A tensor to be written, as torch sees it."""
+class _TorchTensor(NamedTuple):
+    """A tensor to be written, as torch counts it."""
 
     spec: Spec
-    path: Path
+    path: KeyPath
     dtype: DType
     shape: Shape
     size: int
     """Bytes."""
 
 
-class _Chunk(NamedTuple):
+class _PlacedChunk(NamedTuple):
     start: Shape
     shape: Shape
     payload: Payload
@@ -60,7 +60,7 @@ def draft(
     *,
     metadata: Mapping[str, str] | None = None,
     shard_size: int | None = None,
-    groups: Sequence[Group] = (),
+    groups: Sequence[ParamGroup] = (),
 ) -> Draft:
     """Lay out a DCP folder.
 
@@ -76,39 +76,43 @@ def draft(
     """
     del metadata
     faults = Faults()
-    seen: dict[str, str] = {}
-    described = [_described(spec, seen, faults) for spec in tensors]
+    names_by_key: dict[str, str] = {}
+    torch_tensors = [_as_torch_tensor(spec, names_by_key, faults) for spec in tensors]
     if faults:
         raise faults.error()
-    files = _Files(shard_size)
+    files = _DataFiles(shard_size)
     entries: dict[str, Entry] = {}
-    chunks: list[tuple[_Tensor, list[_Chunk]]] = []
-    for tensor in described:
+    chunks: list[tuple[_TorchTensor, list[_PlacedChunk]]] = []
+    for tensor in torch_tensors:
         assert tensor is not None
         placed, extents = [], []
         for start, shape in _cut(tensor, files.limit):
             payload, offset = files.place(tensor.dtype, shape)
-            placed.append(_Chunk(start, shape, payload))
+            placed.append(_PlacedChunk(start, shape, payload))
             code = tensor.spec.dtype
             extents.append(Extent(logical(start, code), logical(shape, code), payload.file, offset))
         chunks.append((tensor, placed))
         entries[tensor.spec.name] = Entry(tensor.spec.name, tensor.spec.dtype, tensor.spec.shape, tuple(extents))
-    objects = _settings(groups, files, seen, chunks)
+    objects = _settings(groups, files, names_by_key, chunks)
     fragments, sizes = files.finished()
     described_by = write_pickle(_metadata(chunks, objects))
     fragments.append(Fragment(METADATA, 0, described_by))
     return Draft(DCP.name, entries, {**sizes, METADATA: len(described_by)}, tuple(fragments))
 
 
-def _described(spec: Spec, seen: dict[str, str], faults: Faults) -> _Tensor | None:
-    """Return a tensor as torch sees it; whatever forbids writing it is a fault."""
+def _as_torch_tensor(spec: Spec, names_by_key: dict[str, str], faults: Faults) -> _TorchTensor | None:
+    """Return a tensor as torch counts it; every obstacle to writing it becomes a fault."""
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     path = path_of(spec.name)
     key = joined(path)
-    if key in seen:
-        taken = "two tensors have this name" if seen[key] == spec.name else f"{seen[key]!r} has the same key, {key!r}"
-        faults.add("NAME_COLLISION", taken, None, shown)
-    seen[key] = spec.name
+    if key in names_by_key:
+        complaint = (
+            "two tensors have this name"
+            if names_by_key[key] == spec.name
+            else f"{names_by_key[key]!r} has the same key, {key!r}"
+        )
+        faults.add("NAME_COLLISION", complaint, None, shown)
+    names_by_key[key] = spec.name
     if spec.name != shown:
         faults.add("UNSUPPORTED", "the name is not Unicode text", None, shown)
     dtype = _DTYPES.get(spec.dtype)
@@ -130,10 +134,10 @@ def _described(spec: Spec, seen: dict[str, str], faults: Faults) -> _Tensor | No
             faults.add("SHAPE_MISMATCH", message, None, shown)
             return None
         shape = (*shape[:-1], shape[-1] // packed)
-    return _Tensor(spec, path, dtype, shape, size)
+    return _TorchTensor(spec, path, dtype, shape, size)
 
 
-def _cut(tensor: _Tensor, limit: int) -> Iterator[tuple[Shape, Shape]]:
+def _cut(tensor: _TorchTensor, limit: int) -> Iterator[tuple[Shape, Shape]]:
     """Cut a tensor into boxes of at most `limit` bytes, each a run of its row-major bytes, in order."""
     start = (0,) * len(tensor.shape)
     if tensor.size <= limit:
@@ -149,16 +153,16 @@ def _runs(shape: Shape, item: int, limit: int) -> Iterator[tuple[Shape, Shape]]:
     row = item * math.prod(shape[1:])
     rows = limit // row
     if rows:
-        rest = (0,) * (len(shape) - 1)
-        for first in range(0, shape[0], rows):
-            yield (first, *rest), (min(rows, shape[0] - first), *shape[1:])
+        inner_start = (0,) * (len(shape) - 1)
+        for first_row in range(0, shape[0], rows):
+            yield (first_row, *inner_start), (min(rows, shape[0] - first_row), *shape[1:])
         return
     for at in range(shape[0]):
         for start, sizes in _runs(shape[1:], item, limit):
             yield (at, *start), (1, *sizes)
 
 
-class _Files:
+class _DataFiles:
     """The data files, filled one after the other: archives at multiples of their alignment, zeros between."""
 
     def __init__(self, shard_size: int | None) -> None:
@@ -171,14 +175,14 @@ class _Files:
         self._file = ""
         self._end = 0
         """Bytes of the current file so far."""
-        self._held = 0
+        self._tensor_bytes = 0
         """Bytes of tensors in it."""
         self._begin()
 
     def place(self, dtype: DType, shape: Shape) -> tuple[Payload, int]:
-        """Give a chunk its place: that of its archive, and where in the file the chunk itself begins."""
+        """Place a chunk; return the place of its archive, and where in the file the chunk itself begins."""
         size = _bytes_of(dtype, shape)
-        if self._shard_size is not None and self._held and self._held + size > self._shard_size:
+        if self._shard_size is not None and self._tensor_bytes and self._tensor_bytes + size > self._shard_size:
             self._close()
             self._begin()
         head, tail = frame(dtype, shape, size)
@@ -190,7 +194,7 @@ class _Files:
         self._pending += tail
         self._pending += bytes(-(self._end + len(self._pending)) % ALIGNMENT)
         self._end += len(self._pending)
-        self._held += size
+        self._tensor_bytes += size
         return payload, data
 
     def put(self, dtype: DType, value: bytes) -> Payload:
@@ -208,20 +212,20 @@ class _Files:
         return payload
 
     def finished(self) -> tuple[list[Fragment], dict[str, int]]:
-        """Return what is known of the files: their bytes outside of the tensors, and their sizes."""
+        """Return the bytes outside the tensors, and the sizes of the files."""
         self._close()
         return self._fragments, self._sizes
 
     def _begin(self) -> None:
         self._file = f"__0_{len(self._sizes)}{DATA_FILE}"
         self._sizes[self._file] = 0
-        self._end = self._held = 0
+        self._end = self._tensor_bytes = 0
 
     def _flush(self, head: bytes) -> None:
-        """Add what lies between two tensors as one fragment."""
-        known = bytes(self._pending) + head
-        if known:
-            self._fragments.append(Fragment(self._file, self._end - len(self._pending), known))
+        """Add the bytes between two tensors as one fragment."""
+        bytes_between = bytes(self._pending) + head
+        if bytes_between:
+            self._fragments.append(Fragment(self._file, self._end - len(self._pending), bytes_between))
         self._pending.clear()
 
     def _close(self) -> None:
@@ -234,47 +238,49 @@ def _bytes_of(dtype: DType, shape: Shape) -> int:
     return nbytes(dtype.code, logical(shape, dtype.code))
 
 
-_Chunks = list[tuple[_Tensor, list[_Chunk]]]
-_Objects = list[tuple[Path, Payload]]
+_ChunksByTensor = list[tuple[_TorchTensor, list[_PlacedChunk]]]
+_PlacedObjects = list[tuple[KeyPath, Payload]]
 
 
-def _settings(groups: Sequence[Group], files: _Files, taken: Collection[str], chunks: _Chunks) -> _Objects:
+def _settings(
+    groups: Sequence[ParamGroup], files: _DataFiles, tensor_keys: Collection[str], chunks: _ChunksByTensor
+) -> _PlacedObjects:
     """Place the settings of an optimizer; those that are equal share one archive.
 
     Args:
         groups: the settings.
         files: where they go.
-        taken: keys of tensors.
+        tensor_keys: keys of tensors.
         chunks: receives those that are tensors.
 
     Returns:
         the others, each with its path.
     """
-    known: dict[str, Payload] = {}
-    objects: _Objects = []
-    seen = set(taken)
+    shared_archives: dict[str, Payload] = {}
+    objects: _PlacedObjects = []
+    keys_so_far = set(tensor_keys)
     for path, value in _by_path(groups):
-        if joined(path) in seen:
+        if joined(path) in keys_so_far:
             continue  # a parameter whose name is a number: what is nested counts
-        seen.add(joined(path))
+        keys_so_far.add(joined(path))
         if isinstance(value, np.generic):
             code = code_of(value.dtype)
-            tensor = _Tensor(Spec(joined(path), code, ()), path, _DTYPES[code], (), value.nbytes)
-            chunks.append((tensor, [_Chunk((), (), files.put(_DTYPES[code], value.tobytes()))]))
+            tensor = _TorchTensor(Spec(joined(path), code, ()), path, _DTYPES[code], (), value.nbytes)
+            chunks.append((tensor, [_PlacedChunk((), (), files.put(_DTYPES[code], value.tobytes()))]))
             continue
-        if repr(value) not in known:
+        if repr(value) not in shared_archives:
             storages: list[int | bytes] = []
             layout = surround(METADATA, saved(value, storages), storages)
-            known[repr(value)] = files.keep(b"".join(data for _, data in layout.known))
-        objects.append((path, known[repr(value)]))
+            shared_archives[repr(value)] = files.keep(b"".join(data for _, data in layout.known))
+        objects.append((path, shared_archives[repr(value)]))
     return objects
 
 
-def _by_path(groups: Sequence[Group]) -> Iterator[tuple[Path, Any]]:
+def _by_path(groups: Sequence[ParamGroup]) -> Iterator[tuple[KeyPath, Any]]:
     """Yield every setting in the two forms that torch saves: by group, and by parameter."""
     for number, group in enumerate(groups):
         for setting, value in group.items():
-            listed = [as_numbered(each) for each in value] if setting == PARAMS else value
+            listed = [as_numbered(parameter) for parameter in value] if setting == PARAMS else value
             yield group_path(number, setting), listed
     settings = sum(len(group[PARAMS]) * (len(group) - 1) for group in groups)
     for group in groups if settings <= _MOST_FLAT else ():
@@ -284,7 +290,7 @@ def _by_path(groups: Sequence[Group]) -> Iterator[tuple[Path, Any]]:
                     yield flat_path(parameter, setting), value
 
 
-def _metadata(tensors: _Chunks, objects: _Objects) -> Object:
+def _metadata(tensors: _ChunksByTensor, objects: _PlacedObjects) -> Object:
     """Return the description of everything, as torch's classes hold it."""
     properties = {tensor.dtype: _properties(tensor.dtype) for tensor, _ in tensors}
     described, paths, stored = {}, {}, {}

@@ -1,8 +1,8 @@
-"""Names of tensors, and keys of the state dict that torch saves and loads.
+"""Keys of DCP items: tensor names, and the keys of the state dict that torch saves and loads.
 
-What is written: model tensors keep their names, as keys of the state dict itself. The optimizer's state goes under the
-keys that torchtitan saves it by: `optimizer.state.<parameter>.<state>`, which is also what torch flattens
-`{"optimizer": get_optimizer_state_dict(...)}` to.
+Model tensors are written under their names, as keys of the state dict itself. The optimizer's state is written under
+torchtitan's keys, `optimizer.state.<parameter>.<state>`, which is also what torch flattens `{"optimizer":
+get_optimizer_state_dict(...)}` to.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from transaxle.formats.training_state.state import OPTIMIZER, Path
+from transaxle.formats.training_state.state import OPTIMIZER, KeyPath
 from transaxle.formats.training_state.state_groups import GROUPS
 
 _OPTIMIZER = "optimizer"
@@ -20,7 +20,7 @@ _FLATTENED = re.compile(r"(?:(.+?)\.)?(optim|optimizer)\.((?:state|param_groups)
 _WRAPPER = "app"
 
 
-def path_of(name: str) -> Path:
+def path_of(name: str) -> KeyPath:
     """Return the path in the saved state dict under which a tensor is written.
 
     `optim/<parameter>/<state>` becomes `optimizer`, `state`, parameter, state; a parameter that is only a number,
@@ -33,37 +33,37 @@ def path_of(name: str) -> Path:
     return (*_WRITTEN, number[1] if number else parameter, state)
 
 
-def group_path(number: int, setting: str) -> Path:
-    """Return the path of a setting of a group, where the optimizer's state is nested."""
+def group_path(number: int, setting: str) -> KeyPath:
+    """Return the path of a group's setting where the optimizer's state is nested."""
     return (_OPTIMIZER, GROUPS, number, setting)
 
 
-def flat_path(parameter: str, setting: str) -> Path:
-    """Return the path of a setting of a parameter, where the optimizer's state is flattened."""
+def flat_path(parameter: str, setting: str) -> KeyPath:
+    """Return the path of a parameter's setting where the optimizer's state is flattened."""
     return (_OPTIMIZER, f"{GROUPS}.{parameter}.{setting}")
 
 
 def as_numbered(parameter: str) -> str | int:
-    """Return what torch lists a parameter as: its name, or its number where it has no name."""
+    """Return a parameter as torch lists it: by its name, or by its number if it has none."""
     number = _NUMBER.fullmatch(parameter)
     return int(number[1]) if number else parameter
 
 
-def paths_within(paths: Sequence[Path]) -> tuple[list[Path], str | None]:
-    """Return the paths by which items are named, and the wrapper that was taken off all of them.
+def paths_within(paths: Sequence[KeyPath]) -> tuple[list[KeyPath], str | None]:
+    """Return the paths that name the items, and the wrapper that was removed from all of them.
 
-    The wrapper is torch's own `{"app": AppState(...)}`. A flat key of which no path is known is one part; only an
-    optimizer's state is told from such keys.
+    The wrapper is torch's own `{"app": AppState(...)}`. A flat key without a known path is a single part; only an
+    optimizer's state is recognised in such keys.
     """
-    known = [_split(path[0]) if len(path) == 1 else path for path in paths]
-    if known and all(len(path) > 1 and path[0] == _WRAPPER for path in known):
-        return [path[1:] for path in known], _WRAPPER
-    return known, None
+    split_paths = [_split(path[0]) if len(path) == 1 else path for path in paths]
+    if split_paths and all(len(path) > 1 and path[0] == _WRAPPER for path in split_paths):
+        return [path[1:] for path in split_paths], _WRAPPER
+    return split_paths, None
 
 
-def _split(key: str | int) -> Path:
-    found = _FLATTENED.fullmatch(key) if isinstance(key, str) else None
-    if not found:
+def _split(key: str | int) -> KeyPath:
+    match = _FLATTENED.fullmatch(key) if isinstance(key, str) else None
+    if not match:
         return (key,)
-    outer, container, inner = found.groups()
+    outer, container, inner = match.groups()
     return (*([outer] if outer else []), container, inner)

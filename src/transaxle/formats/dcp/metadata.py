@@ -1,8 +1,8 @@
-"""What a `.metadata` file says, as plain values: which items there are, how they are cut, and where the parts lie.
+"""The `.metadata` file as plain values: the items, their chunks, and where the parts are.
 
-torch unpickles this file with no restriction at all. Here it goes through the restricted interpreter, and then every
-field is taken for what a stranger wrote: types, counts and names are checked, and whatever is wrong is named with the
-item it is wrong for. The file's older forms are read too; a field that an old torch did not write is simply not there.
+torch unpickles this file without any restriction. Here it goes through the restricted interpreter, and every field is
+treated as a stranger's: dtypes, counts and names are checked, and every problem is reported with its item. Older forms
+of the file are read too; fields that an old torch did not write are simply absent.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, Na
 from transaxle.formats.pickled.descriptors import DType, Global, Key, Object
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.storage.storage import Storage
-from transaxle.formats.training_state.state import Path, joined
+from transaxle.formats.training_state.state import KeyPath, joined
 
 METADATA = DCP_METADATA
-"""Name of the file, and the end of its name where each rank wrote its own."""
+"""Name of the file, and the suffix of its name where each rank wrote its own."""
 DATA_FILE = DCP_DATA
 
 MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
-"""Package of torch's classes, and what torch called it before 2.0."""
+"""Package of torch's classes, and its name before 2.0."""
 _PROPERTIES = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.sharded_tensor.metadata")
-"""Module of a tensor's properties, and what it was before 2.3."""
+"""Module of a tensor's properties, and its name before 2.3."""
 _CLASSES = {
     "Metadata": "metadata", "TensorStorageMetadata": "metadata", "BytesStorageMetadata": "metadata",
     "ChunkStorageMetadata": "metadata", "MetadataIndex": "metadata", "StorageMeta": "metadata",
@@ -44,19 +44,21 @@ _MAX_COUNT = 2**63 - 1
 _MAX_DIMS = 64
 _DEEPEST = 100
 _MEMORY_PER_BYTE, _MOST_MEMORY = 64, 8 << 30
-"""What a large file may cost when it is read, by its size: a chunk is some 140 bytes of it, and takes 6 kB at most."""
+"""Memory that reading a large file may take, per byte and in total: a chunk is some 140 bytes of it, and takes at most
+6 kB.
+"""
 _SPARSE = "a {} layout has no place in a catalog of dense tensors"
 
 _GLOBALS = {
     name: tuple(Global(f"{package}.{module}", name) for package in MODULES) for name, module in _CLASSES.items()
 }
-"""Class -> the names it may have."""
+"""Class -> its possible names."""
 
 
 def _names() -> Iterator[tuple[str, str]]:
-    for known in _GLOBALS.values():
-        for each in known:
-            yield each.module, each.name
+    for names_of_class in _GLOBALS.values():
+        for global_name in names_of_class:
+            yield global_name.module, global_name.name
     for module in _PROPERTIES:
         yield module, "TensorProperties"
         for formats in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"):
@@ -66,11 +68,11 @@ def _names() -> Iterator[tuple[str, str]]:
 
 
 NAMES: Names = {**ALLOWED, **dict.fromkeys(_names(), INERT)}
-"""Globals that this file may name; they are of no use in the files that hold tensors."""
+"""Globals that this file may name; the files that hold tensors may not."""
 
 
 class Payload(NamedTuple):
-    """Where one part of one item lies."""
+    """Where one part of one item is."""
 
     file: str
     """Name of the file inside the folder."""
@@ -80,7 +82,7 @@ class Payload(NamedTuple):
     """Bytes."""
 
 
-class Chunk(NamedTuple):
+class SavedChunk(NamedTuple):
     """A rectangular part of a tensor. Counts are in elements, as torch gives them."""
 
     start: Shape
@@ -88,34 +90,34 @@ class Chunk(NamedTuple):
     shape: Shape
     """Elements along each dim."""
     payload: Payload | None
-    """Where it lies; None if nothing says so, as may be for a chunk without elements."""
+    """Its place; None if none is recorded, as may be for a chunk without elements."""
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class SavedItem:
     """One entry of the saved state dict."""
 
     key: str
     """Its flat key."""
-    path: Path
-    """Keys that led to it in the nested state dict."""
+    path: KeyPath
+    """Its path in the nested state dict."""
     dtype: DType | None
     """Type of a tensor; None for an object."""
     shape: Shape
     """Shape of a tensor, as torch gives it."""
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[SavedChunk, ...]
     """Parts of a tensor."""
     payload: Payload | None = None
-    """Where an object lies."""
+    """Place of an object."""
 
 
-def read_metadata(storage: Storage, file: str, faults: Faults) -> list[Item]:
+def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem]:
     """Read one `.metadata` file.
 
     Args:
-        storage: where it is.
+        storage: the files.
         file: its name.
-        faults: receives what is wrong with single items; these are left out.
+        faults: receives the problems of single items, which are left out.
 
     Returns:
         Items in the order of the file.
@@ -140,12 +142,12 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[Item]:
     if not isinstance(described, dict) or not isinstance(stored, dict):
         raise refuse("CORRUPT", "it does not list the checkpoint's items and where they lie", file=file)
     paths = fields.get("planner_data")
-    return _Reading(file, faults, _placed(stored, file, faults)).items(described, paths)
+    return _ItemReader(file, faults, _placed(stored, file, faults)).items(described, paths)
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Put the search for garbage off: of the millions of objects that are about to be made, none is any."""
+    """Pause garbage collection: none of the millions of objects that are about to be created is garbage."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -155,34 +157,34 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-Places = Mapping[str, dict[Shape | None, Payload]]
-"""Key -> first index of a chunk, or None for an object -> where it lies."""
+PayloadPlaces = Mapping[str, dict[Shape | None, Payload]]
+"""Key -> first index of a chunk, or None for an object -> its place."""
 
 
-class _Reading:
-    """The parts of one metadata file, and what is wrong with them."""
+class _ItemReader:
+    """Reads the items of one metadata file."""
 
-    def __init__(self, file: str, faults: Faults, places: Places) -> None:
+    def __init__(self, file: str, faults: Faults, places: PayloadPlaces) -> None:
         self._file = file
         self._faults = faults
         self._places = places
 
-    def items(self, described: Mapping[Any, Any], paths: object) -> list[Item]:
-        found = []
+    def items(self, described: Mapping[Any, Any], paths: object) -> list[SavedItem]:
+        items = []
         for key, value in described.items():
             if not isinstance(key, str):
                 self._faults.add("CORRUPT", f"an item's key is {_kind(key)}", self._file)
                 continue
             item = self._item(key, value, paths)
             if item is not None:
-                found.append(item)
+                items.append(item)
             if self._faults.full:
-                return found
+                return items
         for key in self._places.keys() - described.keys():
             self._faults.add("CORRUPT", "it has a place in a file, and is not among the items", self._file, key)
-        return found
+        return items
 
-    def _item(self, key: str, value: object, paths: object) -> Item | None:
+    def _item(self, key: str, value: object, paths: object) -> SavedItem | None:
         path = self._path(key, paths)
         if path is None:
             return None
@@ -194,7 +196,7 @@ class _Reading:
             return None
         return self._tensor(key, path, fields)
 
-    def _object(self, key: str, path: Path) -> Item | None:
+    def _object(self, key: str, path: KeyPath) -> SavedItem | None:
         places = self._places.get(key, {})
         if None not in places:
             self._faults.add("INCOMPLETE", "no file is said to hold it", self._file, key)
@@ -202,9 +204,9 @@ class _Reading:
         if len(places) > 1:
             self._fault(key, "it is no tensor, and yet has places for chunks")
             return None
-        return Item(key, path, None, (), (), places[None])
+        return SavedItem(key, path, None, (), (), places[None])
 
-    def _tensor(self, key: str, path: Path, fields: Mapping[str, Any]) -> Item | None:
+    def _tensor(self, key: str, path: KeyPath, fields: Mapping[str, Any]) -> SavedItem | None:
         dtype, layout = _properties(fields.get("properties"))
         shape = _counts(fields.get("size"))
         listed = fields.get("chunks")
@@ -222,51 +224,55 @@ class _Reading:
             return None
         places = self._places.get(key, {})
         chunks = []
-        for part in listed:
-            box = _fields(part, "ChunkStorageMetadata") or {}
+        for chunk_value in listed:
+            box = _fields(chunk_value, "ChunkStorageMetadata") or {}
             start, sizes = _counts(box.get("offsets")), _counts(box.get("sizes"))
             if start is None or sizes is None:
                 self._fault(key, "a chunk's offsets or sizes are malformed")
                 return None
-            chunks.append(Chunk(start, sizes, places.get(start)))
+            chunks.append(SavedChunk(start, sizes, places.get(start)))
         extra = places.keys() - {chunk.start for chunk in chunks}
         if extra:
             shown = " and ".join("an object" if start is None else f"a chunk at {list(start)}" for start in extra)
             self._fault(key, f"files are said to hold {shown[:200]} of it; it has no such chunk")
             return None
-        return Item(key, path, dtype, shape, tuple(chunks))
+        return SavedItem(key, path, dtype, shape, tuple(chunks))
 
-    def _path(self, key: str, paths: object) -> Path | None:
-        """Return the path of a key; what is no mapping of paths is another planner's own business."""
-        said = paths.get(key) if isinstance(paths, dict) else None
-        if not isinstance(said, tuple) or not said or not all(type(part) in (str, int) for part in said):
+    def _path(self, key: str, paths: object) -> KeyPath | None:
+        """Return the path of a key; what is no mapping of paths is private to another planner."""
+        saved_path = paths.get(key) if isinstance(paths, dict) else None
+        if (
+            not isinstance(saved_path, tuple)
+            or not saved_path
+            or not all(type(key_part) in (str, int) for key_part in saved_path)
+        ):
             return (key,)
-        if len(said) > _DEEPEST:
+        if len(saved_path) > _DEEPEST:
             self._fault(key, f"it is nested more than {_DEEPEST} deep")
             return None
-        if joined(said) != key:
-            self._fault(key, f"its path is {list(said)}, which is another name")
+        if joined(saved_path) != key:
+            self._fault(key, f"its path is {list(saved_path)}, which is another name")
             return None
-        return said
+        return saved_path
 
     def _fault(self, key: str, message: str) -> None:
         self._faults.add("CORRUPT", message, self._file, key)
 
 
-def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> Places:
-    """Return where everything lies, by key and first index."""
+def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> PayloadPlaces:
+    """Return the places of all parts, by key and first index."""
     places: defaultdict[str, dict[Shape | None, Payload]] = defaultdict(dict)
     for index, info in stored.items():
         if faults.full:
             break
-        named = _fields(index, "MetadataIndex")
-        key = named.get("fqn") if named else None
-        if named is None or not isinstance(key, str):
+        index_fields = _fields(index, "MetadataIndex")
+        key = index_fields.get("fqn") if index_fields else None
+        if index_fields is None or not isinstance(key, str):
             faults.add("CORRUPT", f"a place is given to {_kind(index)}", file)
             continue
         start = None
-        if named.get("offset") is not None:
-            start = _counts(named["offset"])
+        if index_fields.get("offset") is not None:
+            start = _counts(index_fields["offset"])
             if start is None:
                 faults.add("CORRUPT", "the offset of one of its chunks is malformed", file, key)
                 continue
@@ -274,14 +280,14 @@ def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> Places:
         if payload is None:
             continue
         if start in places[key]:
-            what = "it has two places" if start is None else f"its chunk at {list(start)} has two places"
-            faults.add("CORRUPT", what, file, key)
+            complaint = "it has two places" if start is None else f"its chunk at {list(start)} has two places"
+            faults.add("CORRUPT", complaint, file, key)
         places[key][start] = payload
     return places
 
 
 def _payload(info: Mapping[str, Any] | None, file: str, key: str, faults: Faults) -> Payload | None:
-    """Return one place; a byte range that no file can have is a fault."""
+    """Return one place; an impossible byte range is a fault."""
     if info is None or not isinstance(info.get("relative_path"), str):
         faults.add("CORRUPT", "its place is not a byte range of a file", file, key)
         return None
@@ -299,10 +305,10 @@ def _payload(info: Mapping[str, Any] | None, file: str, key: str, faults: Faults
 
 
 def _fields(value: object, name: str, *, bare: bool = False) -> Mapping[str, Any] | None:
-    """Return the fields of a dataclass by name; None if the value is no such dataclass.
+    """Return the fields of a dataclass by name; None if the value is not of that class.
 
     Args:
-        value: what the pickle holds.
+        value: the value in the pickle.
         name: the class.
         bare: it may have no fields.
     """
@@ -314,9 +320,9 @@ def _fields(value: object, name: str, *, bare: bool = False) -> Mapping[str, Any
 
 
 def _properties(value: object) -> tuple[DType | None, str | None]:
-    """Return a tensor's dtype, and its layout where that is not the dense one.
+    """Return a tensor's dtype, and its layout if it is not dense.
 
-    The class moved twice and wrote its fields as a tuple; only its first two say anything about the bytes.
+    The class moved twice and wrote its fields as a tuple; only its first two concern the bytes.
     """
     if not isinstance(value, Object) or (value.cls.module, value.cls.name) not in _TENSOR_PROPERTIES:
         return None, None
@@ -332,7 +338,7 @@ def _properties(value: object) -> tuple[DType | None, str | None]:
 
 
 def _layout(value: object) -> str:
-    """Return the name of a layout; one that is not given is the dense one."""
+    """Return the name of a layout; a missing one is dense."""
     if value is None:
         return "torch.strided"
     if isinstance(value, Object) and len(value.args) == 1 and isinstance(value.args[0], str):
@@ -341,16 +347,16 @@ def _layout(value: object) -> str:
 
 
 def _counts(value: object) -> Shape | None:
-    """Return a tuple of counts; lists, which old versions wrote, are taken too."""
+    """Return a tuple of counts; lists, which old versions wrote, are accepted too."""
     if isinstance(value, list):
         value = tuple(value)
     if not isinstance(value, tuple) or len(value) > _MAX_DIMS + 1:
         return None
-    return value if all(type(part) is int and 0 <= part <= _MAX_COUNT for part in value) else None
+    return value if all(type(count) is int and 0 <= count <= _MAX_COUNT for count in value) else None
 
 
 def _kind(value: object) -> str:
-    """Return what a value is, for a message: never what it says."""
+    """Return the type of a value, for a message; never its contents."""
     if isinstance(value, Object):
         return f"a {value.cls.module[:100]}.{value.cls.name[:100]}"
     return "a compound key" if isinstance(value, Key) else f"a {type(value).__name__}"

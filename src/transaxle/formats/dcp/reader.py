@@ -1,7 +1,7 @@
-"""Opening what torch.distributed.checkpoint saved: one catalog of whole tensors, each in its chunks.
+"""Opening what torch.distributed.checkpoint saved: one catalog of whole tensors, each with its chunks.
 
-torch takes the metadata at its word, and what the chunks do not cover keeps the values it had. Here the chunks of every
-tensor must cover it exactly once, every chunk's own description must agree, and every byte must be there.
+torch trusts the metadata, and elements that no chunk covers keep the values they had. Here the chunks of every tensor
+must cover it exactly once, every chunk's own description must agree, and every byte must exist.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from transaxle.errors import TransaxleError
 from transaxle.formats.builtin_formats import DCP, DCP_RANK
 from transaxle.formats.catalog.catalog import Container, Entry, Extent, Twin
-from transaxle.formats.catalog.inline import Inline, Number, number
+from transaxle.formats.catalog.inline import Number, NumbersInMemory, number
 from transaxle.formats.catalog.problem_list import Faults
-from transaxle.formats.catalog.sidecar_files import company
+from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.dcp.chunks.chunk_tiling import outside, tiled
 from transaxle.formats.dcp.chunks.payload import Payloads, QuantizedChunk
-from transaxle.formats.dcp.chunks.quantized_chunks import Whole, buffers, copies, whole
+from transaxle.formats.dcp.chunks.quantized_chunks import AssembledTensor, assembled, buffers, copies
 from transaxle.formats.dcp.key_names import paths_within
-from transaxle.formats.dcp.metadata import METADATA, Chunk, Item, read_metadata
+from transaxle.formats.dcp.metadata import METADATA, SavedChunk, SavedItem, read_metadata
 from transaxle.formats.dtype import ITEM_BITS, logical
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
 from transaxle.formats.storage.names import checked_parts
@@ -35,22 +35,22 @@ _DIFFERS = "different from rank to rank"
 
 
 def metadata_files(names: Collection[str]) -> tuple[str, ...]:
-    """Return the metadata files among names: the one that counts, or that of each rank, in order of ranks."""
+    """Return the metadata files among names: the common one, or that of each rank, in order of ranks."""
     if METADATA in names:
         return (METADATA,)
-    ranks = sorted((int(found[1]), name) for name in names if (found := _RANK.fullmatch(name)))
+    ranks = sorted((int(match[1]), name) for name in names if (match := _RANK.fullmatch(name)))
     return tuple(name for _, name in ranks)
 
 
 def open_dcp(storage: Storage, path: str, member: str) -> Container:
     """Open the folder that a metadata file describes.
 
-    Where ranks saved without coordination, each wrote a metadata file; they are read together. What several of them
-    hold must be equal, which is left to the container's `twins`.
+    Where ranks saved without coordination, each wrote a metadata file; they are read together. Parts that several of
+    them hold must be equal, which the container's `twins` require.
 
     Args:
-        storage: where the files are.
-        path: what the user typed.
+        storage: the files.
+        path: the path as typed.
         member: `.metadata`, or the `__<rank>.metadata` of any rank.
 
     Raises:
@@ -59,12 +59,12 @@ def open_dcp(storage: Storage, path: str, member: str) -> Container:
         StorageError: IO.
     """
     faults = Faults()
-    described = (member,) if member == METADATA else metadata_files(set(storage.names()) - {METADATA})
-    items = _items(storage, described, faults)
+    metadata_names = (member,) if member == METADATA else metadata_files(set(storage.names()) - {METADATA})
+    items = _items(storage, metadata_names, faults)
     sizes = _sizes(storage, items, member, faults)
     if faults:
         raise faults.error()
-    inline = Inline(storage)
+    inline = NumbersInMemory(storage)
     payloads = Payloads(inline, sizes, faults)
     leaves = [leaf for item in items if (leaf := _leaf(item, payloads, faults))]
     payloads.check_overlaps()
@@ -74,11 +74,11 @@ def open_dcp(storage: Storage, path: str, member: str) -> Container:
     state = arrange(
         [replace(leaf, path=path) for leaf, path in zip(leaves, paths, strict=True)],
         file=member,
-        read=lambda tensor: single(inline, tensor.entry) if isinstance(tensor, _Tensor) else NOTHING,
+        read=lambda tensor: single(inline, tensor.entry) if isinstance(tensor, _WholeTensor) else NOTHING,
     )
     entries: dict[str, Entry] = {}
     twins: list[Twin] = []
-    quantized = {name: leaf.value for name, leaf in state.leaves.items() if isinstance(leaf.value, Whole)}
+    quantized = {name: leaf.value for name, leaf in state.leaves.items() if isinstance(leaf.value, AssembledTensor)}
     for name, leaf in state.leaves.items():
         if leaf.kind == "number":
             entries[name] = _number(name, leaf.value, inline)
@@ -88,11 +88,11 @@ def open_dcp(storage: Storage, path: str, member: str) -> Container:
     metadata = state.metadata()
     if quantized:
         entries |= buffers(quantized, entries, member, metadata)
-        twins.extend(twin for each in quantized.values() for twin in each.twins)
+        twins.extend(twin for tensor in quantized.values() for twin in tensor.twins)
     if wrapper and state.root:
         metadata[ROOT] = f"{wrapper}.{state.root}"
-    files = {name: storage.size(name) for name in described} | sizes
-    around = company(storage, files)
+    files = {name: storage.size(name) for name in metadata_names} | sizes
+    sidecars = sort_sidecars(storage, files)
     checksums = tuple(payloads.checksums)
     return Container(
         DCP.name,
@@ -101,8 +101,8 @@ def open_dcp(storage: Storage, path: str, member: str) -> Container:
         entries,
         files,
         metadata,
-        around.carried,
-        around.ignored,
+        sidecars.carried,
+        sidecars.ignored,
         checksums,
         tuple(twins),
         training=tuple(state.training),
@@ -110,27 +110,27 @@ def open_dcp(storage: Storage, path: str, member: str) -> Container:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """One key of the saved state, in all metadata files that have it."""
+class _ItemOfRanks:
+    """One key of the saved state, as all metadata files describe it."""
 
-    item: Item
+    item: SavedItem
     file: str
-    """The first of the files."""
-    others: tuple[Item, ...] = ()
-    """What the others say."""
+    """The first file that has it."""
+    others: tuple[SavedItem, ...] = ()
+    """Its descriptions in the other files."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
-    """A tensor that was found whole."""
+class _WholeTensor:
+    """A tensor whose chunks cover it."""
 
     entry: Entry
     twins: tuple[Twin, ...]
 
 
-def _items(storage: Storage, files: Sequence[str], faults: Faults) -> list[_Held]:
-    """Return what the metadata files say, by key."""
-    found: dict[str, list[tuple[Item, str]]] = {}
+def _items(storage: Storage, files: Sequence[str], faults: Faults) -> list[_ItemOfRanks]:
+    """Return the items of the metadata files, merged by key."""
+    items_by_key: dict[str, list[tuple[SavedItem, str]]] = {}
     for rank, file in enumerate(files):
         if file not in (METADATA, f"__{rank}{METADATA}"):
             message = f"the metadata of rank {rank} is not there, and {file} is"
@@ -138,36 +138,40 @@ def _items(storage: Storage, files: Sequence[str], faults: Faults) -> list[_Held
             break
         try:
             for item in read_metadata(storage, file, faults):
-                found.setdefault(item.key, []).append((item, file))
+                items_by_key.setdefault(item.key, []).append((item, file))
         except TransaxleError as error:
             if error.exit_code != TransaxleError.exit_code:
                 raise
             faults.extend(*error.refusals)
-    held = []
-    for (first, file), *others in found.values():
-        for other, elsewhere in others:
-            if first.dtype != other.dtype:
-                one, two = (item.dtype.name if item.dtype else "no tensor" for item in (first, other))
-                faults.add("DTYPE_MISMATCH", f"{file} says {one}, {elsewhere} {two}", elsewhere, first.key)
-            elif first.shape != other.shape:
-                message = f"{file} says {list(first.shape)}, {elsewhere} {list(other.shape)}"
+    merged = []
+    for (first, file), *other_items in items_by_key.values():
+        for other_item, elsewhere in other_items:
+            if first.dtype != other_item.dtype:
+                first_name, second_name = (
+                    item.dtype.name if item.dtype else "no tensor" for item in (first, other_item)
+                )
+                faults.add(
+                    "DTYPE_MISMATCH", f"{file} says {first_name}, {elsewhere} {second_name}", elsewhere, first.key
+                )
+            elif first.shape != other_item.shape:
+                message = f"{file} says {list(first.shape)}, {elsewhere} {list(other_item.shape)}"
                 faults.add("SHAPE_MISMATCH", message, elsewhere, first.key)
-        held.append(_Held(first, file, tuple(other for other, _ in others)))
-    return held
+        merged.append(_ItemOfRanks(first, file, tuple(other_item for other_item, _ in other_items)))
+    return merged
 
 
-def _sizes(storage: Storage, items: Sequence[_Held], member: str, faults: Faults) -> dict[str, int]:
-    """Return the size of every data file; one that is not there, or must not be read, is a fault."""
+def _sizes(storage: Storage, items: Sequence[_ItemOfRanks], member: str, faults: Faults) -> dict[str, int]:
+    """Return the size of every data file; a missing or unreadable one is a fault."""
     parts: Counter[str] = Counter()
-    for held in items:
-        for item in (held.item, *held.others):
+    for item_of_ranks in items:
+        for item in (item_of_ranks.item, *item_of_ranks.others):
             parts.update(place.file for place in (item.payload, *(chunk.payload for chunk in item.chunks)) if place)
     listing = storage.listing()
-    there = {*listing.everything(), *listing.folders}
+    present = {*listing.everything(), *listing.folders}
     sizes: dict[str, int] = {}
     for file, count in parts.items():
         try:
-            if len(checked_parts(file)) == 1 and file not in there:
+            if len(checked_parts(file)) == 1 and file not in present:
                 message = f"the file is not there; {member} places {count} parts of tensors in it"
                 faults.add("INCOMPLETE", message, file, hint="Copy the missing file.")
             else:
@@ -179,95 +183,116 @@ def _sizes(storage: Storage, items: Sequence[_Held], member: str, faults: Faults
     return sizes
 
 
-def _leaf(held: _Held, payloads: Payloads, faults: Faults) -> Leaf | None:
-    """Read one item; None if something is wrong with it."""
+def _leaf(item_of_ranks: _ItemOfRanks, payloads: Payloads, faults: Faults) -> Leaf | None:
+    """Read one item; None if it has a problem."""
     if faults.full:
         return None
-    if held.item.dtype is not None:
-        tensor = _tensor(held, held.item.dtype.code, payloads, faults)
-        return Leaf(held.item.path, "tensor", tensor) if tensor else None
-    first, *others = (payloads.leaf(item) for item in (held.item, *held.others))
-    if first and any(other is None or _differ(first, other) for other in others):
+    if item_of_ranks.item.dtype is not None:
+        tensor = _tensor(item_of_ranks, item_of_ranks.item.dtype.code, payloads, faults)
+        return Leaf(item_of_ranks.item.path, "tensor", tensor) if tensor else None
+    first, *other_leaves = (payloads.leaf(item) for item in (item_of_ranks.item, *item_of_ranks.others))
+    if first and any(other_leaf is None or _differ(first, other_leaf) for other_leaf in other_leaves):
         return Leaf(first.path, "other", None, _DIFFERS)
     if first and isinstance(first.value, QuantizedChunk):
-        one = first.value
-        twins = (twin for other in others if other for twin in copies(held.item.key, one, other.value, _WHY, faults))
-        return replace(first, value=Whole(one.layout.kind, one.parts, tuple(twins), one.layout.left))
+        first_chunk = first.value
+        twins = (
+            twin
+            for other_leaf in other_leaves
+            if other_leaf
+            for twin in copies(item_of_ranks.item.key, first_chunk, other_leaf.value, _WHY, faults)
+        )
+        return replace(
+            first,
+            value=AssembledTensor(first_chunk.layout.kind, first_chunk.parts, tuple(twins), first_chunk.layout.left),
+        )
     return first
 
 
-def _differ(one: Leaf, two: Leaf) -> bool:
-    if one.kind != two.kind or one.what != two.what:
+def _differ(first: Leaf, second: Leaf) -> bool:
+    if first.kind != second.kind or first.what != second.what:
         return True
-    return one.kind == "number" and _bytes(one.value) != _bytes(two.value)
+    return first.kind == "number" and _bytes(first.value) != _bytes(second.value)
 
 
-def _tensor(held: _Held, code: str, payloads: Payloads, faults: Faults) -> _Tensor | Whole | None:
-    """Find every chunk of a tensor; None if they are not all of it, once."""
-    item = held.item
+def _tensor(
+    item_of_ranks: _ItemOfRanks, code: str, payloads: Payloads, faults: Faults
+) -> _WholeTensor | AssembledTensor | None:
+    """Collect the chunks of a tensor; None if they do not cover it exactly once."""
+    item = item_of_ranks.item
     if code not in ITEM_BITS:
-        faults.add("UNSUPPORTED", f"its elements are {code}, which are not read", held.file, item.key)
+        faults.add("UNSUPPORTED", f"its elements are {code}, which are not read", item_of_ranks.file, item.key)
         return None
     listed = [chunk for chunk in item.chunks if not _is_empty(item, chunk)]
     chunks = list(listed)
-    copies: list[Chunk] = []
-    if held.others:
-        seen = {chunk[:2] for chunk in listed}
-        for chunk in (chunk for other in held.others for chunk in other.chunks if not _is_empty(item, chunk)):
-            (copies if chunk[:2] in seen else chunks).append(chunk)
-            seen.add(chunk[:2])
-    if not tiled(item.key, item.shape, [chunk[:2] for chunk in chunks], held.file, faults):
+    copies: list[SavedChunk] = []
+    if item_of_ranks.others:
+        boxes_seen = {chunk[:2] for chunk in listed}
+        for chunk in (
+            chunk for other_item in item_of_ranks.others for chunk in other_item.chunks if not _is_empty(item, chunk)
+        ):
+            (copies if chunk[:2] in boxes_seen else chunks).append(chunk)
+            boxes_seen.add(chunk[:2])
+    if not tiled(item.key, item.shape, [chunk[:2] for chunk in chunks], item_of_ranks.file, faults):
         return None
-    lost = sum(chunk.payload is None for chunk in chunks)
-    if lost:
-        faults.add("INCOMPLETE", f"no file is said to hold {lost} of its {len(chunks)} chunks", held.file, item.key)
+    missing = sum(chunk.payload is None for chunk in chunks)
+    if missing:
+        faults.add(
+            "INCOMPLETE", f"no file is said to hold {missing} of its {len(chunks)} chunks", item_of_ranks.file, item.key
+        )
         return None
     places = {chunk[:2]: payloads.chunk(item, chunk) for chunk in chunks}
     pairs = [(places.get(copy[:2]), payloads.chunk(item, copy)) for copy in copies]
-    found = [place for place in places.values() if isinstance(place, Extent)]
+    extents = [place for place in places.values() if isinstance(place, Extent)]
     quantized = [(chunk, place) for chunk in chunks if isinstance(place := places[chunk[:2]], QuantizedChunk)]
-    twins = tuple(twin for pair in pairs for twin in _twins(held, code, *pair, faults))
-    if len(found) + len(quantized) < len(chunks):
+    twins = tuple(twin for pair in pairs for twin in _twins(item_of_ranks, code, *pair, faults))
+    if len(extents) + len(quantized) < len(chunks):
         return None
-    if quantized and found:
+    if quantized and extents:
         message = f"{len(quantized)} of its {len(chunks)} chunks are quantized, and the others are not"
-        faults.add("DTYPE_MIXED", message, held.file, item.key)
+        faults.add("DTYPE_MIXED", message, item_of_ranks.file, item.key)
         return None
     if quantized:
-        one = whole(item.key, item.shape, quantized, held.file, faults)
-        return replace(one, twins=one.twins + twins) if one else None
-    found.sort(key=lambda extent: extent.start)
-    return _Tensor(Entry(item.key, code, logical(item.shape, code), tuple(found)), twins)
+        quantized_whole = assembled(item.key, item.shape, quantized, item_of_ranks.file, faults)
+        return replace(quantized_whole, twins=quantized_whole.twins + twins) if quantized_whole else None
+    extents.sort(key=lambda extent: extent.start)
+    return _WholeTensor(Entry(item.key, code, logical(item.shape, code), tuple(extents)), twins)
 
 
-def _is_empty(item: Item, chunk: Chunk) -> bool:
-    """Tell whether a chunk holds nothing, and is where a chunk may be: ranks that have no rows save such."""
+def _is_empty(item: SavedItem, chunk: SavedChunk) -> bool:
+    """Tell whether a chunk has no elements and a valid place: ranks without rows save such chunks."""
     return 0 in chunk.shape and not outside(item.shape, chunk[:2])
 
 
 def _twins(
-    held: _Held, code: str, one: Extent | QuantizedChunk | None, two: Extent | QuantizedChunk | None, faults: Faults
+    item_of_ranks: _ItemOfRanks,
+    code: str,
+    first_place: Extent | QuantizedChunk | None,
+    second_place: Extent | QuantizedChunk | None,
+    faults: Faults,
 ) -> Iterator[Twin]:
     """Yield two copies of one chunk, each as a tensor of its own; a quantized one as its buffers."""
-    key = held.item.key
-    if isinstance(one, Extent) and isinstance(two, Extent):
+    key = item_of_ranks.item.key
+    if isinstance(first_place, Extent) and isinstance(second_place, Extent):
         first, second = (
-            Entry(key, code, extent.shape, (replace(extent, start=(0,) * len(extent.start)),)) for extent in (one, two)
+            Entry(key, code, extent.shape, (replace(extent, start=(0,) * len(extent.start)),))
+            for extent in (first_place, second_place)
         )
-        yield Twin(first, second, _WHY.format(one.file, two.file, key))
-    elif isinstance(one, QuantizedChunk) and isinstance(two, QuantizedChunk):
-        yield from copies(key, one, two, _WHY, faults)
-    elif one is not None and two is not None:
-        faults.add("DTYPE_MIXED", "a rank's chunk is quantized, and its copy on another rank is not", held.file, key)
+        yield Twin(first, second, _WHY.format(first_place.file, second_place.file, key))
+    elif isinstance(first_place, QuantizedChunk) and isinstance(second_place, QuantizedChunk):
+        yield from copies(key, first_place, second_place, _WHY, faults)
+    elif first_place is not None and second_place is not None:
+        faults.add(
+            "DTYPE_MIXED", "a rank's chunk is quantized, and its copy on another rank is not", item_of_ranks.file, key
+        )
 
 
-def _number(name: str, value: Number | Scalar, inline: Inline) -> Entry:
+def _number(name: str, value: Number | Scalar, inline: NumbersInMemory) -> Entry:
     code, data = _bytes(value)
     return Entry(name, code, (), (inline.add(data),))
 
 
 def _bytes(value: Number | Scalar) -> tuple[str, bytes]:
-    """Return the code and the bytes of a number that has been found to have them."""
-    found = (value.code, value.data) if isinstance(value, Scalar) else number(value)
-    assert found is not None
-    return found
+    """Return the code and bytes of a number that is known to have them."""
+    code_and_bytes = (value.code, value.data) if isinstance(value, Scalar) else number(value)
+    assert code_and_bytes is not None
+    return code_and_bytes

@@ -1,7 +1,7 @@
-"""The safetensors shards that torch's `HuggingFaceStorageWriter` leaves unconsolidated: each rank's parts of tensors.
+"""Unconsolidated safetensors shards of torch's `HuggingFaceStorageWriter`: each rank's parts of tensors.
 
-They look like a safetensors checkpoint and are none: every file gives the parts that one rank held as if they were the
-tensors. Which parts they are stands in a note in each header.
+They look like a safetensors checkpoint but are none: every file lists the parts of one rank as if they were the
+tensors. A note in each header says which parts they are.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from transaxle.errors import TransaxleError
 from transaxle.formats.builtin_formats import DCP, DCP_SHARD
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
 from transaxle.formats.catalog.problem_list import Faults
-from transaxle.formats.catalog.sidecar_files import company
-from transaxle.formats.dcp.chunks.chunk_tiling import Box, tiled
+from transaxle.formats.catalog.sidecar_files import sort_sidecars
+from transaxle.formats.dcp.chunks.chunk_tiling import ChunkBox, tiled
 from transaxle.formats.dtype import Shape
 from transaxle.formats.safetensors.header import Header, read_header
 from transaxle.formats.safetensors.torch_parts import NOTES, starts
@@ -24,7 +24,7 @@ _SHARD = re.compile(DCP_SHARD)
 
 
 def shard_files(names: Collection[str]) -> tuple[str, ...]:
-    """Return the names of such shards among names, sorted."""
+    """Return the names of such shards, sorted."""
     return tuple(sorted(name for name in names if _SHARD.fullmatch(name)))
 
 
@@ -53,44 +53,46 @@ def open_shards(storage: Storage, path: str, member: str) -> Container:
             continue
         for name, start in (starts(header.entries, header.metadata, file, faults) or {}).items():
             entry = header.entries[name]
-            (there,) = entry.extents
-            parts.setdefault(name, []).append((entry, Extent(start, entry.shape, file, there.offset)))
-    joined = {name: _joined(name, held, faults) for name, held in parts.items()}
+            (placed,) = entry.extents
+            parts.setdefault(name, []).append((entry, Extent(start, entry.shape, file, placed.offset)))
+    joined = {name: _joined(name, pieces, faults) for name, pieces in parts.items()}
     entries = {name: entry for name, entry in joined.items() if entry}
     if faults:
         raise faults.error()
     files = {file: storage.size(file) for file in headers}
-    around = company(storage, files)
-    return Container(DCP.name, path, storage, entries, files, _notes(headers), around.carried, around.ignored)
+    sidecars = sort_sidecars(storage, files)
+    return Container(DCP.name, path, storage, entries, files, _notes(headers), sidecars.carried, sidecars.ignored)
 
 
 def _joined(name: str, parts: list[tuple[Entry, Extent]], faults: Faults) -> Entry | None:
-    """Return the tensor that parts make up; None if something is wrong with it."""
-    (first, _), (_, place) = parts[0], parts[0]
-    for entry, there in parts[1:]:
-        if entry.dtype != first.dtype:
-            message = f"it is {first.dtype} in {place.file}, and {entry.dtype} here"
-            faults.add("DTYPE_MISMATCH", message, there.file, name)
+    """Return the tensor that parts make up; None if it has a problem."""
+    (model, _), (_, first_extent) = parts[0], parts[0]
+    for entry, extent_here in parts[1:]:
+        if entry.dtype != model.dtype:
+            message = f"it is {model.dtype} in {first_extent.file}, and {entry.dtype} here"
+            faults.add("DTYPE_MISMATCH", message, extent_here.file, name)
             return None
-        if len(entry.shape) != len(first.shape):
-            message = f"it has {len(first.shape)} dims in {place.file}, and {len(entry.shape)} here"
-            faults.add("SHAPE_MISMATCH", message, there.file, name)
+        if len(entry.shape) != len(model.shape):
+            message = f"it has {len(model.shape)} dims in {first_extent.file}, and {len(entry.shape)} here"
+            faults.add("SHAPE_MISMATCH", message, extent_here.file, name)
             return None
-    extents = sorted((there for _, there in parts), key=lambda extent: extent.start)
+    extents = sorted((extent_here for _, extent_here in parts), key=lambda extent: extent.start)
     shape: Shape = tuple(
-        max(extent.start[dim] + extent.shape[dim] for extent in extents) for dim in range(len(first.shape))
+        max(extent.start[dim] + extent.shape[dim] for extent in extents) for dim in range(len(model.shape))
     )
-    held = [extent for extent in extents if 0 not in extent.shape]
-    boxes: list[Box] = [(extent.start, extent.shape) for extent in held]
-    if not tiled(name, shape, boxes, place.file, faults):
+    non_empty = [extent for extent in extents if 0 not in extent.shape]
+    boxes: list[ChunkBox] = [(extent.start, extent.shape) for extent in non_empty]
+    if not tiled(name, shape, boxes, first_extent.file, faults):
         return None
-    return Entry(name, first.dtype, shape, tuple(held))
+    return Entry(name, model.dtype, shape, tuple(non_empty))
 
 
 def _notes(headers: Mapping[str, Header]) -> dict[str, str]:
-    """Return the free text that all headers agree on; what describes the parts is not that of the whole."""
+    """Return the free text on which all headers agree, without the notes on parts."""
     texts = [header.metadata for header in headers.values()]
-    first = texts[0] if texts else {}
+    first_text = texts[0] if texts else {}
     return {
-        key: text for key, text in first.items() if key not in NOTES and all(each.get(key) == text for each in texts)
+        key: text
+        for key, text in first_text.items()
+        if key not in NOTES and all(other_text.get(key) == text for other_text in texts)
     }

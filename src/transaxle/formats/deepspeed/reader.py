@@ -15,9 +15,9 @@ from typing import Any
 from transaxle.arguments import Weights
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Checksum, Container, Entry, Twin
-from transaxle.formats.catalog.inline import Inline
+from transaxle.formats.catalog.inline import NumbersInMemory
 from transaxle.formats.catalog.problem_list import Faults
-from transaxle.formats.catalog.sidecar_files import company
+from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.files import ModelRank as Rank
 from transaxle.formats.deepspeed.files import RankFiles, sort_files
@@ -35,7 +35,7 @@ from transaxle.formats.deepspeed.zero.training_run import DEGREES, run_of, state
 from transaxle.formats.format import HERE
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER, RUN
-from transaxle.formats.training_state.state_groups import Group
+from transaxle.formats.training_state.state_groups import ParamGroup
 
 TIES = "ties"
 """Key of the metadata: name -> name of the tensor that it shares."""
@@ -57,7 +57,7 @@ class _Catalog:
     states: dict[str, dict[str, Entry]] = field(default_factory=dict)
     twins: list[Twin] = field(default_factory=list)
     numbered: dict[str, Entry] = field(default_factory=dict)
-    groups: list[Group] = field(default_factory=list)
+    groups: list[ParamGroup] = field(default_factory=list)
     scaled: dict[str, float] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
 
@@ -97,7 +97,7 @@ def open_deepspeed(
     prefix = "" if member == HERE else f"{member}/"
     listing = storage.listing(prefix.rstrip("/"))
     files = sort_files(listing.everything(), path)
-    inline = Inline(storage)
+    inline = NumbersInMemory(storage)
     faults = Faults()
     models, states, layers, checksums = _read(inline, files, prefix, faults)
     models = _with_experts(inline, models, files, prefix, checksums, faults)
@@ -121,7 +121,7 @@ def open_deepspeed(
     left_behind = _add_numbered(catalog, models, states, inline, files)
     entries = _entries(catalog, inline, weights, files)
     size = {f"{prefix}{name}": storage.size(f"{prefix}{name}") for name in files.all}
-    around = company(storage, size)
+    around = sort_sidecars(storage, size)
     carried = tuple(name for name in around.carried if name not in SCRIPTS and name not in size)
     left = tuple(sorted({*around.ignored, *(set(around.carried) & SCRIPTS)} - {prefix}))
     metadata = _metadata(catalog, models, states, (pp, tp), left_behind)
@@ -136,7 +136,7 @@ _Layers = Mapping[int, Sequence[Mapping[str, Entry]]]
 
 
 def _read(
-    inline: Inline, files: RankFiles, prefix: str, faults: Faults
+    inline: NumbersInMemory, files: RankFiles, prefix: str, faults: Faults
 ) -> tuple[_Models, _States, _Layers, list[Checksum]]:
     """Read what all files describe; every one that cannot be read is a fault."""
     models: dict[Rank, list[RankModel]] = {}
@@ -174,7 +174,7 @@ def _read(
 
 
 def _with_experts(
-    inline: Inline, models: _Models, files: RankFiles, prefix: str, checksums: list[Checksum], faults: Faults
+    inline: NumbersInMemory, models: _Models, files: RankFiles, prefix: str, checksums: list[Checksum], faults: Faults
 ) -> _Models:
     """Return the model files, each with the tensors of its experts."""
     found = dict(models)
@@ -339,7 +339,7 @@ def _share(catalog: _Catalog, models: _Models) -> None:
                             held[alias] = held[name]
 
 
-def _entries(catalog: _Catalog, inline: Inline, weights: Weights, files: RankFiles) -> dict[str, Entry]:
+def _entries(catalog: _Catalog, inline: NumbersInMemory, weights: Weights, files: RankFiles) -> dict[str, Entry]:
     if weights == "lp" and files.zero3:
         raise refuse("UNSUPPORTED", _NO_LOW, file=inline.path, hint="Leave out --weights lp.")
     chosen = catalog.low if weights == "lp" else catalog.weights
@@ -362,7 +362,7 @@ def _entries(catalog: _Catalog, inline: Inline, weights: Weights, files: RankFil
 
 
 def _add_numbered(
-    catalog: _Catalog, models: _Models, states: _States, inline: Inline, files: RankFiles
+    catalog: _Catalog, models: _Models, states: _States, inline: NumbersInMemory, files: RankFiles
 ) -> dict[str, str]:
     """Add the state of an optimizer without ZeRO; return what of it is left behind.
 

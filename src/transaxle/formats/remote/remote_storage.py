@@ -1,8 +1,8 @@
-"""A storage under a URL: range requests to a service, with what a folder of this machine guarantees as far as it can.
+"""Remote storage: range requests to a service, with the guarantees of a local folder as far as possible.
 
-A service has no open files: the object under a name may be another one at the next request. So each is known by its
-tag (its ETag, or whatever the service has) from the first look at it, and every range that was read is followed by
-another look: bytes of any other object are refused, never mixed in. Names from a listing are checked like any others.
+A service has no open files: the object under a name may be another one at the next request. So each is known by its tag
+(its ETag, or whatever the service has) from the first look at it, and after every range that was read the tag is
+compared again: bytes of any other object are refused, never mixed in. Names from a listing are checked like any others.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from transaxle.formats.storage.names import checked_parts, is_plain
 from transaxle.formats.storage.storage import Listing, Storage
 
 _TAGS = ("ETag", "etag", "generation", "blob_id", "oid", "sha256", "Content-MD5", "Digest")
-"""What services call the tag of an object's content; the first that is there counts."""
+"""Names under which services state the tag of an object's content; the first that exists counts."""
 _TIMES = ("LastModified", "Last-Modified", "last_modified", "mtime", "updated", "created")
-"""What they call its time of change."""
+"""Names under which they state its time of change."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stamp:
-    """What tells one object from another under the same name."""
+class ObjectStamp:
+    """Identifies one version of an object."""
 
     size: int
     """Bytes."""
     tag: str
-    """Tag of the content, or time of change; empty where the service tells neither."""
+    """Tag of the content, or time of change; empty if the service states neither."""
 
 
 class RemoteStorage(Storage):
     """The files under one URL, or one file and the folder around it (see `formats.storage.Storage`).
 
-    Listings are kept: a checkpoint is what it was when it was opened.
+    Listings are cached: a checkpoint is what it was when it was opened.
 
     Args:
-        url: a folder or a file; a `/` at its end says that it is a folder.
-        memory: bytes kept of what was read ahead.
+        url: a folder or a file; a trailing `/` says that it is a folder.
+        memory: cap on the cached bytes that were read ahead.
 
     Raises:
-        Refused: UNSUPPORTED where nothing installed here knows the scheme.
+        Refused: UNSUPPORTED if no installed package knows the scheme.
         StorageError: IO if it is missing or unreadable; the hint names the most similar place beside it.
     """
 
@@ -55,14 +55,14 @@ class RemoteStorage(Storage):
         self._web = self._service.scheme in WEB
         self._root, self._query = self._service.path, ""
         self._single: str | None = None
-        self._stamps: dict[str, Stamp] = {}
+        self._stamps: dict[str, ObjectStamp] = {}
         self._listings: dict[str, Listing] = {}
         self._ahead = ReadAhead(self._fetch, memory)
         self._closed = False
-        found = None if url.endswith("/") else self._service.info(self._root, self._path)
-        if found is not None and found.get("type") == FILE:
-            self._become_single(found)
-        elif found is None and not self._service.members(self._root, self._path):
+        info = None if url.endswith("/") else self._service.info(self._root, self._path)
+        if info is not None and info.get("type") == FILE:
+            self._become_single(info)
+        elif info is None and not self._service.members(self._root, self._path):
             raise refuse("IO", "there is no such file or folder", file=self._path, hint=self._similar())
 
     @property
@@ -123,14 +123,14 @@ class RemoteStorage(Storage):
         self._closed = True
         self._ahead.clear()
 
-    def _become_single(self, found: Info) -> None:
+    def _become_single(self, info: Info) -> None:
         path, _, self._query = self._root.partition("?") if self._web else (self._root, "", "")
-        self._root, _, last = path.rpartition("/")
-        self._single = unquote(last) if self._web else last
-        self._stamps[self._single] = _stamp(found)
+        self._root, _, last_segment = path.rpartition("/")
+        self._single = unquote(last_segment) if self._web else last_segment
+        self._stamps[self._single] = _stamp(info)
 
     def _place(self, name: str) -> str:
-        """Return what the client calls a file or folder of the checkpoint."""
+        """Return the client's name for a file or folder of the checkpoint."""
         parts = checked_parts(name)
         path = "/".join((self._root, *(map(quote, parts) if self._web else parts)))
         return f"{path}?{self._query}" if self._query and name == self._single else path
@@ -138,13 +138,13 @@ class RemoteStorage(Storage):
     def _list(self, folder: str) -> Listing:
         place = self._place(folder) if folder else self._root
         start = f"{place}/"
-        names, folders = dict[str, Stamp](), list[str]()
+        names, folders = dict[str, ObjectStamp](), list[str]()
         special: dict[str, Refusal] = {}
-        for found in self._service.members(place, folder or self._path):
-            path = str(found["name"]).partition("?")[0] if self._web else str(found["name"])
+        for member in self._service.members(place, folder or self._path):
+            path = str(member["name"]).partition("?")[0] if self._web else str(member["name"])
             if path.rstrip("/") == place:
                 continue  # an object that stands for the folder itself
-            is_file = found.get("type") == FILE and not (self._web and path.endswith("/"))
+            is_file = member.get("type") == FILE and not (self._web and path.endswith("/"))
             name = path.removeprefix(start).removesuffix("" if is_file else "/")
             name = unquote(name) if self._web else name
             if not path.startswith(start) or not is_plain(name) or not _is_text(name):
@@ -152,37 +152,37 @@ class RemoteStorage(Storage):
                 special[name] = refuse("PATH_ESCAPE", f"{name!r} is not the name of a file", file=name).refusals[0]
             elif not is_file:
                 folders.append(name)
-            elif found.get("size") is None:
+            elif member.get("size") is None:
                 names[name] = self._look(f"{folder}/{name}" if folder else name)
             else:
-                names[name] = _stamp(found)
+                names[name] = _stamp(member)
         for name, stamp in names.items():
             self._stamps.setdefault(f"{folder}/{name}" if folder else name, stamp)
         return Listing(tuple(sorted(names)), tuple(sorted(set(folders) - names.keys())), special)
 
-    def _stamp(self, name: str) -> Stamp:
+    def _stamp(self, name: str) -> ObjectStamp:
         if self._closed:
             raise ValueError(f"{name}: this storage is closed")
         if name not in self._stamps:
             self._stamps.setdefault(name, self._look(name))
         return self._stamps[name]
 
-    def _look(self, name: str) -> Stamp:
-        """Ask the service what the object under a name is now."""
-        found = self._service.info(self._place(name), name)
-        if found is None:
+    def _look(self, name: str) -> ObjectStamp:
+        """Ask the service for the current version of the object under a name."""
+        info = self._service.info(self._place(name), name)
+        if info is None:
             raise refuse("IO", "there is no such file", file=name)
-        if found.get("type") != FILE:
+        if info.get("type") != FILE:
             raise refuse("UNSUPPORTED", "this is a folder, not a file; it is not read", file=name)
-        return _stamp(found)
+        return _stamp(info)
 
     def _check(self, name: str) -> None:
-        """Refuse an object that is not the one that was first seen under its name."""
+        """Refuse an object that is no longer the version first seen under its name."""
         if self._look(name) != self._stamp(name):
             raise refuse("CORRUPT", "the file was changed while the checkpoint was open", file=name)
 
     def _fetch(self, name: str, start: int, stop: int) -> bytes:
-        """Make one request; its bytes count only if the object is still the same one afterwards."""
+        """Make one request; its bytes count only if the object has the same version afterwards."""
         try:
             data = self._service.fetch(self._place(name), start, stop, name)
         except TransaxleError:
@@ -198,20 +198,20 @@ class RemoteStorage(Storage):
         """Suggest the place beside a missing one whose name is closest; empty if none is close."""
         above, _, missing = self._root.rpartition("/")
         try:
-            beside = [str(found["name"]).rstrip("/").rpartition("/")[2] for found in self._service.members(above, "")]
+            beside = [str(member["name"]).rstrip("/").rpartition("/")[2] for member in self._service.members(above, "")]
         except TransaxleError:
             return ""
         close = difflib.get_close_matches(missing, beside, n=1)
         return f"Did you mean {self._path.rstrip('/').removesuffix(missing)}{close[0]}?" if close else ""
 
 
-def _stamp(found: Info) -> Stamp:
-    size = found.get("size")
+def _stamp(info: Info) -> ObjectStamp:
+    size = info.get("size")
     if not isinstance(size, int):
         message = "the service does not tell how long it is"
-        raise refuse("UNSUPPORTED", message, file=str(found.get("name", "")).partition("?")[0])
-    tag = next((found[key] for key in (*_TAGS, *_TIMES) if found.get(key)), "")
-    return Stamp(size, str(tag.timestamp() if isinstance(tag, datetime) else tag))
+        raise refuse("UNSUPPORTED", message, file=str(info.get("name", "")).partition("?")[0])
+    tag = next((info[key] for key in (*_TAGS, *_TIMES) if info.get(key)), "")
+    return ObjectStamp(size, str(tag.timestamp() if isinstance(tag, datetime) else tag))
 
 
 def _is_text(name: str) -> bool:

@@ -1,7 +1,7 @@
-"""A service that keeps files under URLs, through its fsspec client: the few calls we make, and their errors as ours.
+"""A service that stores files under URLs: the few calls we make to its fsspec client, with its errors as ours.
 
-Clients raise whatever their libraries raise, with addresses and keys in the text. Everything that leaves this module is
-one of our errors, one line long. fsspec, and the client, are imported when the first URL is opened.
+Clients raise whatever their libraries raise, with addresses and keys in the text. Every error that leaves this module
+is one of ours, one line long. fsspec, and the client, are imported when the first URL is opened.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CLIENTS = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp",
     "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "sftp": "paramiko", "oci": "ocifs",
 }  # fmt: skip
-"""Scheme -> package that lets fsspec speak it."""
+"""Scheme -> package that fsspec needs for it."""
 _NO_CREDENTIALS = frozenset({
     "NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "TokenRetrievalError",
     "UnauthorizedSSOTokenError", "ProfileNotFound", "DefaultCredentialsError", "RefreshError",
@@ -27,14 +27,15 @@ _NO_CREDENTIALS = frozenset({
 _HOW_TO_LOG_IN = "Give the credentials as the client of the service expects them: environment, profile or login."
 
 Info = dict[str, Any]
-"""What a service says of one file or folder: `name`, `size`, `type`, and tags of its own."""
+"""A service's information on a file or folder: `name`, `size`, `type`, and tags of its own."""
 RANGES = "It must answer requests for ranges of bytes."
+"""Hint for a server that ignores ranges."""
 FILE = "file"
 """The `type` of a file."""
 
 
 class Stream(Protocol):
-    """A file in the making, which nobody sees before it is committed."""
+    """A file that is being written and stays invisible until it is committed."""
 
     closed: bool
 
@@ -42,24 +43,24 @@ class Stream(Protocol):
         """Append bytes."""
 
     def close(self) -> None:
-        """Send what is left; the file is complete then, and still not to be seen."""
+        """Send the rest; the file is then complete, but still invisible."""
 
     def commit(self) -> None:
-        """Let the file appear."""
+        """Make the file appear."""
 
     def discard(self) -> None:
-        """Forget the file."""
+        """Abandon the file."""
 
 
 class Service:
-    """The service of one URL.
+    """The service behind one URL.
 
     Args:
         url: any URL that fsspec knows.
-        writing: files made here stay unseen until they are committed.
+        writing: files created here stay invisible until they are committed.
 
     Raises:
-        Refused: UNSUPPORTED where the scheme is unknown, or the package that speaks it is missing.
+        Refused: UNSUPPORTED where the scheme is unknown, or its package is missing.
         StorageError: IO.
     """
 
@@ -74,7 +75,7 @@ class Service:
             try:
                 # The transaction below is this run's own: an instance that others share must not have it.
                 options = {"get_client": session} if self.scheme in WEB else {}
-                found = url_to_fs(url, **({"skip_instance_cache": True} if writing else {}), **options)
+                client_and_path = url_to_fs(url, **({"skip_instance_cache": True} if writing else {}), **options)
             except ImportError as error:
                 package = _CLIENTS.get(self.scheme)
                 hint = f"pip install '{package}'" if package else harmless(str(error))
@@ -82,8 +83,8 @@ class Service:
                 raise refuse("UNSUPPORTED", message, file=self.shown, hint=hint) from None
             except ValueError as error:
                 raise refuse("UNSUPPORTED", harmless(str(error)), file=self.shown) from None
-            self._client: Any = found[0]
-            self.path = str(found[1]).rstrip("/")
+            self._client: Any = client_and_path[0]
+            self.path = str(client_and_path[1]).rstrip("/")
             """What the client calls the place that the URL denotes."""
             if writing:
                 self._client.start_transaction()
@@ -91,10 +92,10 @@ class Service:
                 self._client.invalidate_cache()
 
     def info(self, path: str, file: str) -> Info | None:
-        """Return what there is to know of a file or folder now; None where there is none.
+        """Return the current information on a file or folder; None if it does not exist.
 
         Args:
-            path: what the client calls it.
+            path: the client's name for it.
             file: its name for errors.
 
         Raises:
@@ -108,7 +109,7 @@ class Service:
                 return None
 
     def members(self, path: str, file: str) -> list[Info]:
-        """Return what lies directly in a folder; nothing where there is no folder.
+        """Return the direct contents of a folder; empty if it does not exist.
 
         Raises:
             StorageError: IO.
@@ -116,12 +117,12 @@ class Service:
         with self._named("listing the folder", file):
             self._client.invalidate_cache()
             try:
-                return [dict(found) for found in self._client.ls(path, detail=True)]
+                return [dict(member) for member in self._client.ls(path, detail=True)]
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
     def below(self, path: str, file: str) -> list[str]:
-        """Return what the client calls each file in a folder and in all folders in it.
+        """Return the client's names for all files in a folder and below it.
 
         Raises:
             StorageError: IO.
@@ -131,7 +132,7 @@ class Service:
             return sorted(self._client.find(path))
 
     def fetch(self, path: str, start: int, stop: int, file: str) -> bytes:
-        """Return a range of a file's bytes: as many of them as the service gives.
+        """Return a range of a file's bytes, as many of them as the service gives.
 
         Raises:
             StorageError: IO.
@@ -140,10 +141,10 @@ class Service:
             return bytes(self._client.cat_file(path, start=start, end=stop))
 
     def create(self, path: str, part: int, file: str) -> Stream:
-        """Begin a file that is sent in parts of `part` bytes.
+        """Start a file that is sent in parts of `part` bytes.
 
         Raises:
-            Refused: UNSUPPORTED where files cannot be written, or would be seen before they are complete.
+            Refused: UNSUPPORTED where files cannot be written, or would be visible before they are complete.
             StorageError: IO.
         """
         from fsspec.spec import AbstractBufferedFile
@@ -159,11 +160,11 @@ class Service:
                 message = f"the client for {self.scheme}:// shows files before they are complete; it is not written to"
                 hint = "Convert to a local folder, and upload that with the service's own tool."
                 raise refuse("UNSUPPORTED", message, file=self.shown, hint=hint)
-            found: Stream = stream
-            return found
+            created: Stream = stream
+            return created
 
     def delete(self, path: str, file: str) -> None:
-        """Delete a file; one that is not there is no error.
+        """Delete a file; a missing one is no error.
 
         Raises:
             StorageError: IO.
@@ -195,16 +196,16 @@ class Service:
 def _failed(error: Exception, doing: str, file: str) -> TransaxleError:
     """Build the StorageError for what a client raised."""
     kind = type(error).__name__
-    said = harmless(str(error))
+    reason = harmless(str(error))
     hint = ""
     if isinstance(error, FileNotFoundError):
-        said = "it is not there"
+        reason = "it is not there"
     elif isinstance(error, PermissionError):
-        said, hint = f"access denied ({said})" if said else "access denied", _HOW_TO_LOG_IN
+        reason, hint = f"access denied ({reason})" if reason else "access denied", _HOW_TO_LOG_IN
     elif kind in _NO_CREDENTIALS:
         hint = _HOW_TO_LOG_IN
     elif isinstance(error, TooMuchError):
         hint = RANGES
-    elif not isinstance(error, OSError) or not said:
-        said = f"{kind}: {said}" if said else kind
-    return refuse("IO", f"{doing}: {said}", file=file, hint=hint)
+    elif not isinstance(error, OSError) or not reason:
+        reason = f"{kind}: {reason}" if reason else kind
+    return refuse("IO", f"{doing}: {reason}", file=file, hint=hint)

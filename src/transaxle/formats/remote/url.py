@@ -1,4 +1,4 @@
-"""URLs as users type them: which paths are URLs, and how one is shown without what must stay secret.
+"""URLs as users type them: which paths are URLs, and how to show one without its secrets.
 
 A URL may hold a password, or in its query string a signature that opens the file to whoever reads it. Errors, reports
 and logs are read by others, so every URL and every message of a service passes through here before it is shown.
@@ -19,7 +19,7 @@ _KEY_ID = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{8,}\b")
 _LONGEST = 300
 _HIDDEN = "…"
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "az": "abfs"}
-"""Scheme -> another one that names the same service."""
+"""Scheme -> another scheme for the same service."""
 
 
 def is_url(path: str) -> bool:
@@ -28,7 +28,7 @@ def is_url(path: str) -> bool:
 
 
 def scheme(url: str) -> str:
-    """Return what stands before the `://`."""
+    """Return the part before the `://`."""
     return url.partition("://")[0]
 
 
@@ -37,14 +37,14 @@ def local_path(url: str) -> str | None:
     if scheme(url).lower() != _LOCAL:
         return None
     parts = urlsplit(url)
-    rest = url.partition("://")[2]
-    return unquote(rest.removeprefix(parts.netloc)) if parts.netloc in _LOCAL_HOSTS else None
+    after_scheme = url.partition("://")[2]
+    return unquote(after_scheme.removeprefix(parts.netloc)) if parts.netloc in _LOCAL_HOSTS else None
 
 
 def address(url: str) -> str:
-    """Return a URL in one spelling, to be compared with others: schemes that name one service, slashes, no query."""
-    kind, _, rest = url.partition("?")[0].partition("://")
-    parts = [part for part in rest.split("/") if part not in ("", ".")]
+    """Return a URL in one canonical spelling, for comparison: one scheme per service, no repeated slashes, no query."""
+    kind, _, after_scheme = url.partition("?")[0].partition("://")
+    parts = [segment for segment in after_scheme.split("/") if segment not in ("", ".")]
     return "/".join((f"{_ALIASES.get(kind.lower(), kind.lower())}:/", *parts))
 
 

@@ -1,6 +1,7 @@
-"""A web server may send anything: more than was asked for, all of a file where a part of it was, bytes without an end.
+"""Bounded answers of web servers, which may send more than was asked for, a whole file instead of a part, or bytes
+without end.
 
-fsspec's client reads every answer to its end. This session stops it one byte after what was asked for.
+fsspec's client reads every answer to its end. This session stops it one byte after the requested ones.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from typing import Any
 WEB = frozenset({"http", "https"})
 """Schemes of URLs that a web server answers."""
 _LONGEST_PAGE = 16 << 20
-"""Bytes of an answer to a request that asks for no range: a page that lists a folder."""
+"""Cap on the bytes of an answer to a request without a range: a page that lists a folder."""
 _RANGE = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 
 
 class TooMuchError(OSError):
-    """The server sends more than it was asked for."""
+    """The server sends more than was requested."""
 
 
 def _asked(headers: Any) -> int:
-    found = _RANGE.fullmatch(headers.get("Range", ""))
-    return int(found[2]) - int(found[1]) + 1 if found else _LONGEST_PAGE
+    match = _RANGE.fullmatch(headers.get("Range", ""))
+    return int(match[2]) - int(match[1]) + 1 if match else _LONGEST_PAGE
 
 
 async def session(**options: Any) -> Any:
-    """Return a session for fsspec's client, whose answers are bounded; `options` are the client's own."""
+    """Return an aiohttp session for fsspec's client that bounds every answer; `options` are the client's own."""
     from aiohttp import ClientResponse, ClientSession
 
     class Response(ClientResponse):

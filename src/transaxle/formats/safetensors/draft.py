@@ -17,7 +17,7 @@ from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.dtype import BITS, nbytes
 from transaxle.formats.safetensors.header import MAX_DIMS, METADATA, blank_seal, encode_header, room_for_seal
 from transaxle.formats.sharded.shards import Sized, lay_out_shards
-from transaxle.formats.training_state.state_groups import KEPT, Group, encode
+from transaxle.formats.training_state.state_groups import KEPT, ParamGroup, encode
 
 _STEM = "model"
 _RANK = {code: rank for rank, code in enumerate(BITS)}
@@ -28,7 +28,7 @@ def draft(
     *,
     metadata: Mapping[str, str] | None = None,
     shard_size: int | None = None,
-    groups: Sequence[Group] = (),
+    groups: Sequence[ParamGroup] = (),
     sealed: bool = False,
 ) -> Draft:
     """Lay out safetensors files.
@@ -46,34 +46,34 @@ def draft(
             NAME_COLLISION, SHAPE_MISMATCH (packed elements that do not fill whole bytes).
     """
     faults = Faults()
-    seen: set[str] = set()
+    names_so_far: set[str] = set()
     sized: list[tuple[Spec, int]] = []
     for spec in tensors:
-        size = _size(spec, seen, faults)
-        seen.add(spec.name)
+        size = _size(spec, names_so_far, faults)
+        names_so_far.add(spec.name)
         sized.append((spec, size))
     if faults:
         raise faults.error()
-    first = iter([{KEPT: encode(groups)}] if groups else [])
+    first_file_metadata = iter([{KEPT: encode(groups)}] if groups else [])
     room = blank_seal(sum(size > 0 for _, size in sized)) if sealed else {}
 
     def lay_out(file: str, shard: Iterable[Sized]) -> tuple[list[Entry], list[Fragment], int]:
-        return _lay_out(file, shard, {**(metadata or {}), **next(first, {}), **room})
+        return _lay_out(file, shard, {**(metadata or {}), **next(first_file_metadata, {}), **room})
 
-    made = lay_out_shards(SAFETENSORS.name, _STEM, SAFETENSORS.one_file[0], sized, shard_size, lay_out)
+    files = lay_out_shards(SAFETENSORS.name, _STEM, SAFETENSORS.one_file[0], sized, shard_size, lay_out)
     if not sealed:
-        return made
-    (header,) = made.fragments
-    offsets = [entry.extents[0].offset for entry in made.entries.values() if entry.nbytes]
-    return replace(made, seal=room_for_seal(header.data, header.file, offsets))
+        return files
+    (header,) = files.fragments
+    offsets = [entry.extents[0].offset for entry in files.entries.values() if entry.nbytes]
+    return replace(files, seal=room_for_seal(header.data, header.file, offsets))
 
 
-def _size(spec: Spec, seen: set[str], faults: Faults) -> int:
+def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
     """Return the bytes of a tensor; whatever forbids writing it is a fault."""
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if spec.name == METADATA:
         faults.add("NAME_COLLISION", "safetensors keeps its free text under this name", None, shown)
-    if spec.name in seen:
+    if spec.name in names_so_far:
         faults.add("NAME_COLLISION", "two tensors have this name", None, shown)
     if spec.name != shown:
         faults.add("UNSUPPORTED", "the name is not Unicode text", None, shown)

@@ -1,8 +1,8 @@
-"""The header of a safetensors file: eight bytes of length, then JSON that says where each tensor lies.
+"""The header of a safetensors file: eight bytes of length, then JSON that says where each tensor is.
 
-Ours, not the library's: the library maps the file, keeps the last of two equal names, and stops at the first fault
-with a message that names no file. This one trusts nothing, names everything that is wrong at once, and reads a header
-of 70,000 tensors in a fraction of a second. What it accepts, the library accepts.
+We parse it ourselves: the library maps the file, keeps the last of two equal names, and stops at the first fault with a
+message that names no file. This parser trusts nothing, reports every fault at once, and reads a header of 70,000
+tensors in a fraction of a second. What it accepts, the library accepts.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from transaxle.formats.storage.names import too_long
 from transaxle.formats.storage.storage import Storage
 
 METADATA = "__metadata__"
-"""The one key of a header that is no tensor."""
+"""The one key of a header that is not a tensor."""
 SEALED = ("transaxle.digest", "transaxle.digests")
-"""Keys of the metadata: the digest of everything that is no tensor's, and the tensors' digests in file order. They are
-two, so that damage to the name of one does not make a sealed file look like any other."""
+"""Keys of the metadata: the digest of all bytes outside the tensors, and the tensors' digests in file order. They are
+two, so that damage to one name does not make a sealed file look like an ordinary one.
+"""
 LENGTH_BYTES = 8
 MAX_HEADER = 100_000_000
-"""Bytes; the limit of the library."""
+"""Cap on the header's bytes, the library's own."""
 MAX_NOTES = 100_000
-"""Keys of `__metadata__`; its texts may be as long as the header is."""
+"""Cap on the keys of `__metadata__`."""
 MAX_DIMS = 64
-"""What numpy can hold."""
+"""Most dims that numpy supports."""
 ALIGNMENT = 8
 """The data begins at a multiple of this."""
 
@@ -50,22 +51,22 @@ _AGAIN = "Copy or download the file again."
 Count = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
 
 
-class _Info(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False):
-    """What a header says of one tensor."""
+class _TensorInfo(msgspec.Struct, forbid_unknown_fields=True, frozen=True, gc=False):
+    """A header's entry for one tensor."""
 
     dtype: str
     shape: list[Count]
     data_offsets: tuple[Count, Count]
 
 
-_info = msgspec.json.Decoder(_Info)
+_info = msgspec.json.Decoder(_TensorInfo)
 _metadata: msgspec.json.Decoder[dict[str, str] | None] = msgspec.json.Decoder(dict[str, str] | None)
-_INFO_FIELDS = len(_Info.__struct_fields__)
+_INFO_FIELDS = len(_TensorInfo.__struct_fields__)
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What one safetensors file holds."""
+    """The contents of one safetensors file."""
 
     entries: Mapping[str, Entry]
     """Tensors by name, in the order of their bytes; each has one extent, with its offset from the file's beginning."""
@@ -120,50 +121,56 @@ def parse_header(text: bytes, file: str, data_size: int, begin: int = 0) -> Head
     Raises:
         Refused: CORRUPT, NAME_COLLISION, OVERLAP, UNSUPPORTED: every problem found, each with file and tensor.
     """
-    said = pairs_in(text)
-    if said > MAX_PAIRS:
-        raise refuse("UNSUPPORTED", f"the header has {said} keys, more than {MAX_PAIRS}", file=file)
+    pair_count = pairs_in(text)
+    if pair_count > MAX_PAIRS:
+        raise refuse("UNSUPPORTED", f"the header has {pair_count} keys, more than {MAX_PAIRS}", file=file)
     try:
         top = members(text)
     except NotJsonError as error:
         raise refuse("CORRUPT", f"the header is not a JSON object: {error}", file=file) from error
     faults = Faults()
-    kept = len(top)
-    metadata = _metadata_of(top, said, file, faults)
-    rows = _Rows(file, faults)
+    top_level_count = len(top)
+    metadata = _metadata_of(top, pair_count, file, faults)
+    rows = _HeaderRows(file, faults)
     for name, raw in top.items():
         rows.add(name, raw)
         if faults.full:
             break
-    if not faults and said != kept + len(metadata) + _INFO_FIELDS * len(rows.names):
+    # Every decoded key accounts for one colon: more colons mean that a key occurs twice.
+    if not faults and pair_count != top_level_count + len(metadata) + _INFO_FIELDS * len(rows.names):
         _add_repeated(text, file, faults)
-    judged = not faults
+    entries_are_valid = not faults
     top.clear()
     layout = rows.layout()
     size = LENGTH_BYTES + len(text)
     entries = rows.entries(layout.order.tolist(), begin + size)
-    if judged:
+    if entries_are_valid:
         _add_layout(rows, layout, data_size, faults)
     if faults:
         raise faults.error()
     seal = _seal(text, metadata, entries, file, begin)
-    kept_text = {key: value for key, value in metadata.items() if key not in SEALED}
-    return Header(entries, kept_text, size, seal)
+    free_text = {key: value for key, value in metadata.items() if key not in SEALED}
+    return Header(entries, free_text, size, seal)
 
 
 def _seal(text: bytes, metadata: Mapping[str, str], entries: Mapping[str, Entry], file: str, begin: int) -> Seal | None:
-    """Return where a header keeps digests; None where it keeps none.
+    """Return where a header keeps digests; None if it keeps none.
 
     Raises:
-        Refused: CORRUPT where there is only a part of them.
+        Refused: CORRUPT where some of them are missing.
     """
-    there = [metadata.get(key) for key in SEALED]
-    if there == [None, None]:
+    digest_texts = [metadata.get(key) for key in SEALED]
+    if digest_texts == [None, None]:
         return None
     offsets = [entry.extents[0].offset for entry in entries.values() if entry.nbytes]
     places = [_value_at(text, key) for key in SEALED]
-    for said, at, count in zip(there, places, (1, len(offsets)), strict=True):
-        if said is None or at is None or len(said) != count * DIGITS or text[at : at + len(said)] != said.encode():
+    for digest_text, at, count in zip(digest_texts, places, (1, len(offsets)), strict=True):
+        if (
+            digest_text is None
+            or at is None
+            or len(digest_text) != count * DIGITS
+            or text[at : at + len(digest_text)] != digest_text.encode()
+        ):
             raise refuse("CORRUPT", "the digests in its header are not whole", file=file, hint=_AGAIN)
     head, first = (begin + LENGTH_BYTES + at for at in places if at is not None)
     return seal_of(file, head, first, offsets)
@@ -171,11 +178,11 @@ def _seal(text: bytes, metadata: Mapping[str, str], entries: Mapping[str, Entry]
 
 def _value_at(text: bytes, key: str) -> int | None:
     """Return where the value of a key of the metadata begins in a header as this module writes it."""
-    said = f'"{key}":"'.encode()
-    at = text.find(said)
+    key_text = f'"{key}":"'.encode()
+    at = text.find(key_text)
     while at > 0 and text[at - 1 : at] == b"\\":
-        at = text.find(said, at + 1)
-    return at + len(said) if at >= 0 else None
+        at = text.find(key_text, at + 1)
+    return at + len(key_text) if at >= 0 else None
 
 
 def room_for_seal(header: bytes, file: str, offsets: Sequence[int]) -> Seal:
@@ -210,7 +217,7 @@ def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[st
     """
     document: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     for spec, begin, end in tensors:
-        document[spec.name] = _Info(spec.dtype, list(spec.shape), (begin, end))
+        document[spec.name] = _TensorInfo(spec.dtype, list(spec.shape), (begin, end))
     try:
         text = msgspec.json.encode(document)
     except UnicodeEncodeError as error:
@@ -223,12 +230,12 @@ def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[st
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
 
-def _metadata_of(top: dict[str, msgspec.Raw], said: int, file: str, faults: Faults) -> dict[str, str]:
+def _metadata_of(top: dict[str, msgspec.Raw], pair_count: int, file: str, faults: Faults) -> dict[str, str]:
     """Take `__metadata__` out of the header's members; `said` are the keys of the whole header, at every level."""
     raw = top.pop(METADATA, None)
     if raw is None:
         return {}
-    if said > MAX_NOTES and pairs_in(bytes(raw)) > MAX_NOTES:
+    if pair_count > MAX_NOTES and pairs_in(bytes(raw)) > MAX_NOTES:
         faults.add("UNSUPPORTED", f"{METADATA} has more than {MAX_NOTES:,} keys", file)
         return {}
     try:
@@ -246,8 +253,8 @@ def _add_repeated(text: bytes, file: str, faults: Faults) -> None:
             faults.add("CORRUPT", f"the header gives the key {keys[-1]!r} twice", file, name)
 
 
-class _Shape(NamedTuple):
-    """What is worked out once for all tensors of one shape."""
+class _CheckedShape(NamedTuple):
+    """What is computed once for all tensors of one shape."""
 
     dims: tuple[int, ...]
     start: tuple[int, ...]
@@ -256,16 +263,18 @@ class _Shape(NamedTuple):
     fault: tuple[Code, str] | None
 
 
-def _shape(dims: tuple[int, ...]) -> _Shape:
+def _checked_shape(dims: tuple[int, ...]) -> _CheckedShape:
     if len(dims) > MAX_DIMS:
-        return _Shape((), (), 0, ("UNSUPPORTED", f"it has more than the {MAX_DIMS} dims that numpy holds"))
+        return _CheckedShape((), (), 0, ("UNSUPPORTED", f"it has more than the {MAX_DIMS} dims that numpy holds"))
     if math.prod(size or 1 for size in dims) * _MAX_ITEM_BYTES > _MAX_COUNT:
-        return _Shape(dims, (), 0, ("CORRUPT", f"the shape {list(dims)} overflows: no file has so many elements"))
-    return _Shape(dims, _ORIGINS[len(dims)], math.prod(dims), None)
+        return _CheckedShape(
+            dims, (), 0, ("CORRUPT", f"the shape {list(dims)} overflows: no file has so many elements")
+        )
+    return _CheckedShape(dims, _ORIGINS[len(dims)], math.prod(dims), None)
 
 
-class _Layout(NamedTuple):
-    """Where the tensors of one file lie in its data."""
+class _DataLayout(NamedTuple):
+    """Byte ranges of the tensors of one file, counted from its data."""
 
     begins: npt.NDArray[np.int64]
     ends: npt.NDArray[np.int64]
@@ -273,21 +282,21 @@ class _Layout(NamedTuple):
     """The tensors sorted by `begins`, then `ends`."""
 
 
-class _Rows:
-    """The entries of a header while they are read, in columns: a header may have a million of them."""
+class _HeaderRows:
+    """The entries of a header while it is parsed, in columns: a header may have a million of them."""
 
     def __init__(self, file: str, faults: Faults) -> None:
         self.file = file
         self.names: list[str] = []
         self._faults = faults
         self._dtypes: list[str] = []
-        self._shapes: list[_Shape] = []
+        self._shapes: list[_CheckedShape] = []
         self._offsets = array("q")
         # A hundred thousand tensors have a few dozen shapes: each is checked and kept once.
-        self._known: dict[tuple[int, ...], _Shape] = {}
+        self._known: dict[tuple[int, ...], _CheckedShape] = {}
 
     def add(self, name: str, raw: msgspec.Raw) -> None:
-        """Decode one entry; one that is malformed becomes a fault and no row."""
+        """Decode one entry; a malformed one becomes a fault, not a row."""
         if len(name) > LONGEST_NAME:
             self._faults.add(*too_long(name), self.file, name)
             return
@@ -299,19 +308,19 @@ class _Rows:
         key = tuple(info.shape[: MAX_DIMS + 1])
         shape = self._known.get(key)
         if shape is None:
-            shape = self._known[key] = _shape(key)
+            shape = self._known[key] = _checked_shape(key)
         self.names.append(name)
         self._dtypes.append(info.dtype)
         self._shapes.append(shape)
         self._offsets.extend(info.data_offsets)
 
-    def layout(self) -> _Layout:
+    def layout(self) -> _DataLayout:
         pairs = np.array(self._offsets, np.int64).reshape(-1, 2)
         begins, ends = pairs[:, 0], pairs[:, 1]
-        return _Layout(begins, ends, np.lexsort((ends, begins)))
+        return _DataLayout(begins, ends, np.lexsort((ends, begins)))
 
     def entries(self, order: Sequence[int], base: int) -> dict[str, Entry]:
-        """Build the catalog, and check that each type and shape fills exactly its bytes."""
+        """Build the catalog, and check that each dtype and shape fills exactly its bytes."""
         entries: dict[str, Entry] = {}
         codes = {code: code for code in BITS}
         file, faults = self.file, self._faults
@@ -332,13 +341,13 @@ class _Rows:
         return entries
 
 
-def _misfit(code: str, shape: _Shape, begin: int, end: int) -> str:
-    whole, rest = divmod(shape.elements * BITS[code], 8)
-    takes = f"{whole} bytes and {rest} bits" if rest else f"{whole} bytes"
+def _misfit(code: str, shape: _CheckedShape, begin: int, end: int) -> str:
+    whole_bytes, rest_bits = divmod(shape.elements * BITS[code], 8)
+    takes = f"{whole_bytes} bytes and {rest_bits} bits" if rest_bits else f"{whole_bytes} bytes"
     return f"{code} {list(shape.dims)} takes {takes}, data_offsets [{begin}, {end}] give it {end - begin}"
 
 
-def _add_layout(rows: _Rows, layout: _Layout, data_size: int, faults: Faults) -> None:
+def _add_layout(rows: _HeaderRows, layout: _DataLayout, data_size: int, faults: Faults) -> None:
     """Check that the tensors tile the data: from its first byte to its last, no gaps, no overlaps."""
     begins, ends, order = layout
     file, names = rows.file, rows.names

@@ -14,7 +14,7 @@ from typing import Any
 from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.catalog.problem_list import Faults
-from transaxle.formats.catalog.sidecar_files import company
+from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.safetensors.header import Header, read_header
 from transaxle.formats.safetensors.torch_parts import NOTE, NOTES, starts
 from transaxle.formats.sharded.shard_index import read_files
@@ -39,30 +39,30 @@ def open_safetensors(storage: Storage, path: str, member: str) -> Container:
             tensor that is not there, NAME_COLLISION, OVERLAP, PATH_ESCAPE, UNSUPPORTED.
         StorageError: IO.
     """
-    found = read_files(storage, member, lambda file: read_header(storage, file))
-    _check_whole(found.parts)
-    around = company(storage, found.sizes)
-    metadata: dict[str, Any] = {**found.said, **_merged(found.parts)}
+    read = read_files(storage, member, lambda file: read_header(storage, file))
+    _check_whole(read.parts)
+    sidecars = sort_sidecars(storage, read.sizes)
+    metadata: dict[str, Any] = {**read.index_texts, **_merged(read.parts)}
     groups = decode(metadata.get(KEPT, ""))
     if groups is not None:
         del metadata[KEPT]
         metadata[GROUPS] = groups
-    seals = tuple(header.seal for header in found.parts.values() if header.seal is not None)
+    seals = tuple(header.seal for header in read.parts.values() if header.seal is not None)
     return Container(
         SAFETENSORS.name,
         path,
         storage,
-        found.entries,
-        found.sizes,
+        read.entries,
+        read.sizes,
         metadata,
-        around.carried,
-        around.ignored,
+        sidecars.carried,
+        sidecars.ignored,
         seals=seals,
     )
 
 
 def _check_whole(headers: Mapping[str, Header]) -> None:
-    """Refuse files in which torch keeps parts of tensors, as if they were the tensors, under other names than it gives.
+    """Refuse files that hold parts of tensors, saved by torch, under the names of the tensors.
 
     Raises:
         Refused: INCOMPLETE; CORRUPT for a malformed note.
@@ -81,14 +81,14 @@ def _check_whole(headers: Mapping[str, Header]) -> None:
 def _merged(headers: Mapping[str, Header]) -> dict[str, str]:
     """Return the free text of all headers; see `open_safetensors` for keys on which they differ.
 
-    What torch notes of parts is left out: it would be wrong of the same tensors under other names.
+    Torch's notes on parts are left out: they would be wrong for the same tensors under other names.
     """
-    said: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    texts_by_file: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for file, header in headers.items():
         for key in [key for key in header.metadata if key not in NOTES]:
-            said[key][file] = header.metadata[key]
+            texts_by_file[key][file] = header.metadata[key]
     merged: dict[str, str] = {}
-    for key, texts in said.items():
+    for key, texts in texts_by_file.items():
         if len(set(texts.values())) == 1:
             merged[key] = next(iter(texts.values()))
         else:

@@ -1,8 +1,8 @@
-"""Safetensors data in which torch keeps parts of tensors: the note in the header that says which parts they are.
+"""Safetensors files in which torch keeps parts of tensors, with a note in the header on which parts they are.
 
-The header gives each part as if it were a tensor; where in the whole tensor it begins stands in the header's free text.
-The shape of the whole is written nowhere: it is as far as the parts reach. If the last parts of every tensor are
-missing, nothing can tell.
+The header lists each part as if it were a tensor; the header's free text says where it begins in the whole. The shape
+of the whole is not recorded: it extends as far as the parts do. If the last parts of every tensor are missing, nothing
+can tell.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from transaxle.formats.dtype import Shape, logical
 NOTE = "DCP_SHARDING_INFO"
 """Key of the header's free text."""
 NOTES = frozenset({NOTE, "DCP_VERSION"})
-"""Free text that describes parts; it is not that of the whole."""
+"""Keys of free text that describe parts, and so do not apply to the whole."""
 
 
-class _Part(msgspec.Struct, frozen=True):
-    """What the note says of one part."""
+class _PartNote(msgspec.Struct, frozen=True):
+    """The note on one part."""
 
     saved_offsets: list[int]
     """First index of the part in each dim of the whole."""
 
 
-_note: msgspec.json.Decoder[dict[str, _Part]] = msgspec.json.Decoder(dict[str, _Part])
+_note: msgspec.json.Decoder[dict[str, _PartNote]] = msgspec.json.Decoder(dict[str, _PartNote])
 
 
 def starts(
@@ -40,7 +40,7 @@ def starts(
         entries: the tensors that the file's header lists.
         metadata: its free text.
         file: its name, for errors.
-        faults: receives what is wrong.
+        faults: receives the problems.
 
     Returns:
         Name of the tensor -> first index of the part, in elements; None if the note is missing or malformed.
@@ -54,11 +54,15 @@ def starts(
     except (msgspec.MsgspecError, RecursionError) as error:
         faults.add("CORRUPT", f"its header's {NOTE} is malformed: {error}", file)
         return None
-    found: dict[str, Shape] = {}
+    first_indices: dict[str, Shape] = {}
     for name, entry in entries.items():
-        part = note.get(name)
-        if part is None or len(part.saved_offsets) != len(entry.shape) or any(at < 0 for at in part.saved_offsets):
+        part_note = note.get(name)
+        if (
+            part_note is None
+            or len(part_note.saved_offsets) != len(entry.shape)
+            or any(at < 0 for at in part_note.saved_offsets)
+        ):
             faults.add("CORRUPT", f"its header's {NOTE} does not say where this part begins", file, name)
             continue
-        found[name] = logical(tuple(part.saved_offsets), entry.dtype)
-    return found
+        first_indices[name] = logical(tuple(part_note.saved_offsets), entry.dtype)
+    return first_indices

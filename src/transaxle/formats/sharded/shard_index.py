@@ -1,7 +1,7 @@
-"""The index of a sharded checkpoint, `*.index.json`: which file holds which tensor, as Hugging Face writes it.
+"""The index of a sharded checkpoint, `*.index.json`, in which Hugging Face lists which file holds which tensor.
 
-transformers takes an index at its word. Here the shards say what there is, and an index that says anything else is
-refused, whatever the format of the shards.
+transformers trusts an index. Here the shards decide what exists, and an index that contradicts them is refused,
+whatever the format of the shards.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ INDEX_METADATA = "metadata"
 TOTAL_SIZE = "total_size"
 """Bytes of all tensors."""
 DERIVED = frozenset({TOTAL_SIZE, "total_parameters"})
-"""Members of the metadata that say nothing which the shards do not say."""
+"""Keys of the metadata that repeat what the shards say."""
 
 _NUMBERED = re.compile(r"(.*)-\d{1,9}(-of-\d{1,9}\.\w+)")
-"""Name of a shard, without its number: what it has in common with the others of its set."""
+"""Name of a shard; the groups, without its number, are common to all shards of its set."""
 _MAX_INDEX = 200_000_000
 _NULL = msgspec.Raw(b"null")
 _EMPTY = msgspec.Raw(b"{}")
@@ -43,29 +43,29 @@ _text: msgspec.json.Decoder[str] = msgspec.json.Decoder(str)
 _weight_map: msgspec.json.Decoder[dict[str, str]] = msgspec.json.Decoder(dict[str, str])
 
 
-class Held(Protocol):
-    """What one file holds."""
+class HoldsEntries(Protocol):
+    """The contents of one file."""
 
     @property
     def entries(self) -> Mapping[str, Entry]:
         """Its tensors by name."""
 
 
-Part = TypeVar("Part", bound=Held)
+FileContent = TypeVar("FileContent", bound=HoldsEntries)
 
 
 @dataclass(frozen=True)
-class Files(Generic[Part]):
+class ReadFiles(Generic[FileContent]):
     """The files of a checkpoint, all of which were read."""
 
-    parts: Mapping[str, Part]
-    """What each of them holds, by its name."""
+    parts: Mapping[str, FileContent]
+    """File name -> its contents."""
     entries: Mapping[str, Entry]
     """All tensors."""
-    said: Mapping[str, str]
+    index_texts: Mapping[str, str]
     """Texts of the index's metadata."""
     sizes: Mapping[str, int]
-    """Bytes of each, the indexes included."""
+    """Bytes of each file, indexes included."""
 
 
 def encode_index(weight_map: Mapping[str, str], total_size: int) -> bytes:
@@ -89,8 +89,8 @@ def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, 
         raise refuse("UNSUPPORTED", f"the index has more than {MAX_PAIRS} keys", file=index)
     try:
         top = members(text)
-        where = bytes(top.get(WEIGHT_MAP, _NULL))
-        weight_map = _weight_map.decode(where)
+        weight_map_text = bytes(top.get(WEIGHT_MAP, _NULL))
+        weight_map = _weight_map.decode(weight_map_text)
         metadata = bytes(top.get(INDEX_METADATA, _EMPTY))
         notes = members(metadata)
         if dropped(text, top) or dropped(metadata, notes):
@@ -98,41 +98,41 @@ def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, 
     except (NotJsonError, msgspec.MsgspecError) as error:
         message = f"the index must map tensors to files under {WEIGHT_MAP!r}: {error}"
         raise refuse("CORRUPT", message, file=index) from error
-    if pairs_in(where) != len(weight_map):
-        twice = [name for name, *_ in repeated(where)]
+    if pairs_in(weight_map_text) != len(weight_map):
+        twice = [name for name, *_ in repeated(weight_map_text)]
         raise gathered(Refusal("NAME_COLLISION", "the index lists it twice", Where(index, name)) for name in twice)
     texts = {key: raw for key, raw in notes.items() if key not in DERIVED and bytes(raw).startswith(b'"')}
     return weight_map, {key: _text.decode(raw) for key, raw in texts.items()}
 
 
-def read_files(storage: Storage, member: str, read: Callable[[str], Part]) -> Files[Part]:
-    """Read a file, or all shards of an index; and those of the optimizer's state, where they lie in their folder.
+def read_files(storage: Storage, member: str, read: Callable[[str], FileContent]) -> ReadFiles[FileContent]:
+    """Read a file, or all shards of an index, and the files of the optimizer's state in their folder.
 
     Args:
-        storage: where they are.
+        storage: the files.
         member: a file, or an index.
         read: reads one file.
 
     Raises:
-        Refused: everything that is wrong with the indexes and with all files.
+        Refused: every problem of the indexes and of all files.
         StorageError: IO.
     """
     faults = Faults()
-    parts, entries, said = _read_set(storage, member, read, faults)
+    parts, entries, index_texts = _read_set(storage, member, read, faults)
     names = [*parts, member]
     beside = _state_beside(storage, member)
     if beside is not None:
-        more, state, _ = _read_set(storage, beside, read, faults)
+        state_contents, state, _ = _read_set(storage, beside, read, faults)
         if all(name.startswith(OPTIMIZER) for name in state):  # else it is somebody else's folder
-            parts |= more
-            names += [*more, beside]
+            parts |= state_contents
+            names += [*state_contents, beside]
             for name in state.keys() & entries.keys():
                 holder = entries[name].extents[0].file
                 faults.add("NAME_COLLISION", f"the tensor is in {holder} as well", state[name].extents[0].file, name)
             entries |= state
     if faults:
         raise faults.error()
-    return Files(parts, entries, said, {name: storage.size(name) for name in dict.fromkeys(names)})
+    return ReadFiles(parts, entries, index_texts, {name: storage.size(name) for name in dict.fromkeys(names)})
 
 
 def _state_beside(storage: Storage, member: str) -> str | None:
@@ -140,51 +140,57 @@ def _state_beside(storage: Storage, member: str) -> str | None:
     if storage.single is not None or STATE_FOLDER not in storage.listing().folders:
         return None
     ending = member.removesuffix(INDEX).rpartition(".")[2]
-    whole = f"{STATE_FOLDER}.{ending}"
-    there = storage.listing(STATE_FOLDER).everything()
-    return next((f"{STATE_FOLDER}/{name}" for name in (f"{whole}{INDEX}", whole) if name in there), None)
+    single_file = f"{STATE_FOLDER}.{ending}"
+    files_in_folder = storage.listing(STATE_FOLDER).everything()
+    return next(
+        (f"{STATE_FOLDER}/{name}" for name in (f"{single_file}{INDEX}", single_file) if name in files_in_folder), None
+    )
 
 
 def _read_set(
-    storage: Storage, member: str, read: Callable[[str], Part], faults: Faults
-) -> tuple[dict[str, Part], dict[str, Entry], dict[str, str]]:
+    storage: Storage, member: str, read: Callable[[str], FileContent], faults: Faults
+) -> tuple[dict[str, FileContent], dict[str, Entry], dict[str, str]]:
     """Read a file, or all shards of an index; return also their tensors, and the texts of the index's metadata."""
     if not member.endswith(INDEX):
-        part = read(member)
-        return {member: part}, dict(part.entries), {}
-    weight_map, said = read_index(storage, member)
+        content = read(member)
+        return {member: content}, dict(content.entries), {}
+    weight_map, index_texts = read_index(storage, member)
     _check_alone(storage, member, weight_map, faults)
     parts = read_shards(storage, member, weight_map, read, faults)
-    return parts, agreed(member, weight_map, {name: part.entries for name, part in parts.items()}, faults), said
+    return (
+        parts,
+        agreed(member, weight_map, {name: content.entries for name, content in parts.items()}, faults),
+        index_texts,
+    )
 
 
 def _check_alone(storage: Storage, index: str, weight_map: Mapping[str, str], faults: Faults) -> None:
-    """Refuse an index of nothing, and one beside a whole file of its name: programs differ in which of both they read.
+    """Refuse an empty index, and one beside an unsharded file of its name: programs differ in which they read.
 
-    transformers reads the file and leaves the shards alone. Whoever names one of the two has chosen.
+    transformers reads the file and ignores the shards. A user who names one of the two has chosen.
     """
     if not weight_map:
         faults.add("CORRUPT", f"its {WEIGHT_MAP} is empty: it names no tensor", index)
     if storage.single is not None:
         return
     begin, named = _folder_of(index), set(weight_map.values())
-    whole = index.removeprefix(begin).removesuffix(INDEX)
-    there = storage.listing(begin.rstrip("/")).everything()
-    numbered = [found.groups() for shard in named if (found := _NUMBERED.fullmatch(shard))]
+    whole_file = index.removeprefix(begin).removesuffix(INDEX)
+    files_here = storage.listing(begin.rstrip("/")).everything()
+    numbered = [match.groups() for shard in named if (match := _NUMBERED.fullmatch(shard))]
     sets = set(numbered if len(numbered) == len(named) else ())  # a name of another kind is told of elsewhere
-    for shard in there:
-        found = _NUMBERED.fullmatch(shard)
-        if found and found.groups() in sets and shard not in named:
+    for shard in files_here:
+        match = _NUMBERED.fullmatch(shard)
+        if match and match.groups() in sets and shard not in named:
             message = f"by its name it is a shard of the same set, and the index {index} does not name it"
             faults.add("CORRUPT", message, f"{begin}{shard}", hint="Copy the index that belongs to it, or remove it.")
-    if whole not in named and whole in there:
-        message = f"{begin}{whole} and the shards of {index} are two checkpoints in one place"
-        faults.add("AMBIGUOUS", message, storage.path, hint=f"Name one of them: the file {whole}, or the index.")
+    if whole_file not in named and whole_file in files_here:
+        message = f"{begin}{whole_file} and the shards of {index} are two checkpoints in one place"
+        faults.add("AMBIGUOUS", message, storage.path, hint=f"Name one of them: the file {whole_file}, or the index.")
 
 
 def read_shards(
-    storage: Storage, index: str, weight_map: Mapping[str, str], read: Callable[[str], Part], faults: Faults
-) -> dict[str, Part]:
+    storage: Storage, index: str, weight_map: Mapping[str, str], read: Callable[[str], FileContent], faults: Faults
+) -> dict[str, FileContent]:
     """Read all shards that an index names, by name; they lie beside it.
 
     Args:
@@ -199,17 +205,17 @@ def read_shards(
     """
     begin = _folder_of(index)
     listing = storage.listing(begin.rstrip("/"))
-    parts: dict[str, Part] = {}
-    there, held = frozenset(listing.names), Counter(weight_map.values())
-    for shard in sorted(held):
+    parts: dict[str, FileContent] = {}
+    present, tensors_per_shard = frozenset(listing.names), Counter(weight_map.values())
+    for shard in sorted(tensors_per_shard):
         if faults.full:
             break
         if not is_plain(shard):
             faults.add("PATH_ESCAPE", f"the index names the shard {shard!r}, which is no plain file name", index)
         elif shard in listing.special:
             faults.extend(listing.special[shard])
-        elif shard not in there:
-            message = f"the shard is not there; the index {index} places {held[shard]} tensors in it"
+        elif shard not in present:
+            message = f"the shard is not there; the index {index} places {tensors_per_shard[shard]} tensors in it"
             faults.add("INCOMPLETE", message, f"{begin}{shard}", hint="Copy or download the missing file.")
         else:
             try:
@@ -222,12 +228,12 @@ def read_shards(
 def agreed(
     index: str, weight_map: Mapping[str, str], shards: Mapping[str, Mapping[str, Entry]], faults: Faults
 ) -> dict[str, Entry]:
-    """Return the tensors of all shards; wherever they and the index differ, that is a fault."""
+    """Return the tensors of all shards; every contradiction between them and the index is a fault."""
     begin = _folder_of(index)
     entries: dict[str, Entry] = {}
     holders: dict[str, str] = {}
-    for shard, held in shards.items():
-        for name, entry in held.items():
+    for shard, shard_entries in shards.items():
+        for name, entry in shard_entries.items():
             if name in holders:
                 faults.add("NAME_COLLISION", f"the tensor is in {holders[name]} as well", shard, name)
             elif name not in weight_map:
@@ -246,5 +252,5 @@ def agreed(
 
 
 def _folder_of(index: str) -> str:
-    """Return the folder that an index lies in, with a `/` at its end; empty for the checkpoint's own."""
+    """Return the folder of an index, with a trailing `/`; empty for the checkpoint's own folder."""
     return index[: index.rfind("/") + 1]

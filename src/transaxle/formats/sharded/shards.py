@@ -12,12 +12,12 @@ from transaxle.formats.training_state.state import OPTIMIZER
 
 Sized = tuple[Spec, int]
 """A tensor and its bytes."""
-Shard = Callable[[str, list[Sized]], tuple[list[Entry], list[Fragment], int]]
-"""Lays one file out: its name and tensors -> where each tensor lies, the bytes around them, and the file's size."""
+FileLayout = Callable[[str, list[Sized]], tuple[list[Entry], list[Fragment], int]]
+"""Lays out one file: its name and tensors -> entries, the bytes around them, and the file's size."""
 
 
 def lay_out_shards(
-    form: str, stem: str, ending: str, sized: Sequence[Sized], shard_size: int | None, one: Shard
+    form: str, stem: str, ending: str, sized: Sequence[Sized], shard_size: int | None, lay_out_file: FileLayout
 ) -> Draft:
     """Lay out one file, or several with their index; the optimizer's state in files of its own, in a folder of its own.
 
@@ -30,14 +30,14 @@ def lay_out_shards(
         sized: what to write; shards are filled in this order.
         shard_size: bytes of tensors in one file; a tensor that is larger gets a file of its own. None: one file with
             everything.
-        one: lays one file out; that of the optimizer's state, if there is any, before the model's.
+        lay_out_file: lays out one file; called for the optimizer's state, if there is any, before the model.
     """
-    state = [each for each in sized if each[0].name.startswith(OPTIMIZER)]
+    state = [item for item in sized if item[0].name.startswith(OPTIMIZER)]
     if shard_size is None or len(state) in (0, len(sized)):
-        return _lay_out(form, stem, ending, sized, shard_size, one)
-    beside = _lay_out(form, f"{STATE_FOLDER}/{STATE_FOLDER}", ending, state, shard_size, one)
-    weights = [each for each in sized if not each[0].name.startswith(OPTIMIZER)]
-    model = _lay_out(form, stem, ending, weights, shard_size, one)
+        return _lay_out(form, stem, ending, sized, shard_size, lay_out_file)
+    beside = _lay_out(form, f"{STATE_FOLDER}/{STATE_FOLDER}", ending, state, shard_size, lay_out_file)
+    weights = [item for item in sized if not item[0].name.startswith(OPTIMIZER)]
+    model = _lay_out(form, stem, ending, weights, shard_size, lay_out_file)
     return Draft(
         form,
         {**model.entries, **beside.entries},
@@ -46,15 +46,17 @@ def lay_out_shards(
     )
 
 
-def _lay_out(form: str, stem: str, ending: str, sized: Sequence[Sized], shard_size: int | None, one: Shard) -> Draft:
+def _lay_out(
+    form: str, stem: str, ending: str, sized: Sequence[Sized], shard_size: int | None, lay_out_file: FileLayout
+) -> Draft:
     shards = split(sized, shard_size)
     entries: dict[str, Entry] = {}
     files: dict[str, int] = {}
     fragments: list[Fragment] = []
     for number, shard in enumerate(shards, 1):
         file = shard_name(stem, ending, number, len(shards))
-        placed, known, files[file] = one(file, shard)
-        fragments.extend(known)
+        placed, known_fragments, files[file] = lay_out_file(file, shard)
+        fragments.extend(known_fragments)
         entries.update((entry.name, entry) for entry in placed)
     if len(shards) > 1:
         inside = len(stem.rpartition("/")[0]) + 1 if "/" in stem else 0
@@ -66,7 +68,7 @@ def _lay_out(form: str, stem: str, ending: str, sized: Sequence[Sized], shard_si
 
 
 def split(sized: Iterable[Sized], shard_size: int | None) -> list[list[Sized]]:
-    """Fill shards in order, as huggingface_hub does; there is at least one, be it empty."""
+    """Fill shards in order, as huggingface_hub does; there is at least one, even if it is empty."""
     shards: list[list[Sized]] = []
     current: list[Sized] = []
     room = shard_size
@@ -83,5 +85,5 @@ def split(sized: Iterable[Sized], shard_size: int | None) -> list[list[Sized]]:
 
 
 def shard_name(stem: str, ending: str, number: int, count: int) -> str:
-    """Return the name of a shard, counted from 1; that of the whole if there is only one."""
+    """Return the name of a shard, counted from 1; the plain name if there is only one."""
     return f"{stem}{ending}" if count == 1 else f"{stem}-{number:05d}-of-{count:05d}{ending}"

@@ -1,8 +1,8 @@
-"""What in a folder belongs to the checkpoint there, and what is somebody's own: replacing it takes only the former.
+"""Belongings: which files of a folder belong to the checkpoint there; replacing it deletes only those.
 
-A folder with weights also holds notes, adapters, a `.git`. What our manifest lists is the checkpoint's, as long as it
-is what was written; and so are the files that frameworks write, by their names. Sub-folders are entered only where a
-format has them. Everything else is a stranger, and whoever replaces the checkpoint is told before it is touched.
+A folder with weights also holds notes, adapters, a `.git`. The files that our manifest lists belong to the checkpoint,
+if they are unchanged; so do files with names that frameworks write. Sub-folders are entered only where a format has
+them. Everything else is a stranger, and the user is told before anything is deleted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from transaxle.formats.remote.service import FILE, Service
 from transaxle.formats.storage.names import is_plain
 
 Overwrite = bool | Literal["everything"]
-"""Whether a checkpoint may be replaced; `everything`: with whatever else lies in its folder."""
+"""Whether a checkpoint may be replaced; `everything`: with everything else in its folder."""
 EVERYTHING: Literal["everything"] = "everything"
-Kind = Literal["file", "folder", "special"]
+EntryKind = Literal["file", "folder", "special"]
 
 _BESIDE = frozenset({
     MANIFEST, "config.json", "params.json", "generation_config.json", "tokenizer.json", "tokenizer.model",
@@ -35,45 +35,45 @@ _BESIDE = frozenset({
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "hf_quant_config.json",
     "quantization_config.json",
 })  # fmt: skip
-"""Names of what frameworks write beside the tensors, whatever their format."""
+"""Names of files that frameworks write beside the tensors."""
 _LONGEST_TAG = 4096
 _LONGEST_MANIFEST = 1 << 30
 _COMPARED = 64 << 20
-"""Bytes of a listed file that are compared with what the manifest says of them."""
+"""Cap on the bytes of a listed file that are compared with the manifest."""
 _SHOWN = 8
 _WAY_OUT = f'--overwrite={EVERYTHING} (overwrite="{EVERYTHING}").'
 _HEAD = 16
 
 
-class Folder(Protocol):
-    """A folder that may be replaced, on this machine or a service."""
+class ReplaceableFolder(Protocol):
+    """A folder that may be replaced, local or remote."""
 
-    def top(self) -> Mapping[str, Kind]:
-        """Return what lies directly in it."""
+    def top(self) -> Mapping[str, EntryKind]:
+        """Return its direct contents."""
 
     def inside(self, name: str) -> Iterable[str]:
-        """Return the files in a sub-folder and below it, `a/b/c`; what is no regular file has a `/` at its end."""
+        """Return the files in a sub-folder and below it, `a/b/c`; anything but a regular file ends in `/`."""
 
     def read(self, name: str, most: int) -> bytes | None:
         """Return the bytes of a file; None if they are more than `most`."""
 
 
-class _Record(msgspec.Struct):
-    """What the manifest says of a file."""
+class _ListedFile(msgspec.Struct):
+    """The manifest's record of a file."""
 
     size: int
     head: int
     xxh3: str
 
 
-class _Manifest(msgspec.Struct):
-    """The part of the manifest that tells which files are the checkpoint's."""
+class _ManifestFiles(msgspec.Struct):
+    """The part of the manifest that lists the checkpoint's files."""
 
-    files: dict[str, _Record]
+    files: dict[str, _ListedFile]
 
 
-def known(overwrite: object) -> Overwrite:
-    """Return what was said of replacing, if it can be meant.
+def checked_overwrite(overwrite: object) -> Overwrite:
+    """Return the `overwrite` option if it is valid.
 
     Raises:
         UsageError: AMBIGUOUS for anything but True, False and `everything`.
@@ -91,8 +91,8 @@ def several_files(target: str) -> TransaxleError:
     return refuse("UNSUPPORTED", "it is one file, and several are to be written", file=target, hint="Give a folder.")
 
 
-def irreplaceable(folder: Folder, overwrite: Overwrite) -> tuple[str, str]:
-    """Say why a folder must stay, and what to do about it; two empty texts where it may be replaced.
+def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str, str]:
+    """Return why a folder must stay, and a hint; two empty texts if it may be replaced.
 
     Raises:
         StorageError: IO.
@@ -103,18 +103,18 @@ def irreplaceable(folder: Folder, overwrite: Overwrite) -> tuple[str, str]:
     files = (name for name, kind in top.items() if kind == "file")
     if not any(name.endswith(MANIFEST) or is_of_checkpoint(name) for name in files) and not any(map(is_step, top)):
         return "it is a folder that holds no checkpoint", "Choose another place."
-    found = [] if overwrite == EVERYTHING else strangers(folder)
-    if not found:
+    foreign = [] if overwrite == EVERYTHING else strangers(folder)
+    if not foreign:
         return "", ""
-    more = f" and {len(found) - _SHOWN:,} more" if len(found) > _SHOWN else ""
-    shown = ", ".join(found[:_SHOWN])
-    verb = "belongs" if len(found) == 1 else "belong"
-    reason = f"{shown}{more} {verb} to no checkpoint, and would be deleted with the one that is there"
+    rest = f" and {len(foreign) - _SHOWN:,} more" if len(foreign) > _SHOWN else ""
+    shown = ", ".join(foreign[:_SHOWN])
+    verb = "belongs" if len(foreign) == 1 else "belong"
+    reason = f"{shown}{rest} {verb} to no checkpoint, and would be deleted with the one that is there"
     return reason, f"Move that elsewhere, or replace all of it: {_WAY_OUT}"
 
 
-def strangers(folder: Folder) -> list[str]:
-    """Return what in a folder belongs to no checkpoint; sub-folders have a `/` at their end.
+def strangers(folder: ReplaceableFolder) -> list[str]:
+    """Return the files of a folder that belong to no checkpoint; sub-folders end in `/`.
 
     Raises:
         StorageError: IO.
@@ -122,53 +122,63 @@ def strangers(folder: Folder) -> list[str]:
     top = folder.top()
     listed = _listed(folder) if top.get(MANIFEST) == "file" else {}
     inner = {STATE_FOLDER} | {name.partition("/")[0] for name in listed if "/" in name}
-    newest = {_tag(folder, each.newest) for each in every_format() if each.newest in top}
+    newest = {_tag(folder, inner_name.newest) for inner_name in every_format() if inner_name.newest in top}
     steps = {name for name in top if is_step(name)} | newest
-    here = [each for each in every_format() if each.inner and any(map(each.file_pattern.fullmatch, top))]
+    here = [
+        inner_name
+        for inner_name in every_format()
+        if inner_name.inner and any(map(inner_name.file_pattern.fullmatch, top))
+    ]
 
-    def mine(name: str) -> bool:
-        first, _, rest = name.partition("/")
+    def belongs(name: str) -> bool:
+        folder_name, _, rest = name.partition("/")
         if not rest:
-            expected = name in _BESIDE or any(_is_of(each, name) or name in each.sidecars for each in every_format())
-        elif first in steps:
-            expected = any(_is_of(each, rest) for each in every_format() if each.steps)
-        elif first == STATE_FOLDER:
-            expected = any(_is_of(each, rest) for each in every_format() if not each.steps)
+            expected = name in _BESIDE or any(
+                _is_of(inner_name, name) or name in inner_name.sidecars for inner_name in every_format()
+            )
+        elif folder_name in steps:
+            expected = any(_is_of(inner_name, rest) for inner_name in every_format() if inner_name.steps)
+        elif folder_name == STATE_FOLDER:
+            expected = any(_is_of(inner_name, rest) for inner_name in every_format() if not inner_name.steps)
         else:
-            expected = any(_is_of(each, name) for each in here)
+            expected = any(_is_of(inner_name, name) for inner_name in here)
         return expected or (name in listed and _unchanged(folder, name, listed[name]))
 
-    found: list[str] = []
+    foreign: list[str] = []
     for name, kind in sorted(top.items()):
         if kind == "folder":
-            entered = name in inner or name in steps or any(name == each.inner for each in here)
-            found += [each for each in folder.inside(name) if not mine(each)] if entered else [f"{name}/"]
-        elif kind == "special" or not mine(name):
-            found.append(name)
-    return found
+            entered = name in inner or name in steps or any(name == inner_name.inner for inner_name in here)
+            foreign += (
+                [inner_name for inner_name in folder.inside(name) if not belongs(inner_name)]
+                if entered
+                else [f"{name}/"]
+            )
+        elif kind == "special" or not belongs(name):
+            foreign.append(name)
+    return foreign
 
 
 def _is_of(kind: Format, path: str) -> bool:
     return kind.file_pattern.fullmatch(path) is not None
 
 
-def _tag(folder: Folder, name: str) -> str:
-    """Return the sub-folder that a file names; empty where it names none."""
-    said = (folder.read(name, _LONGEST_TAG) or b"").decode("utf-8", "replace").strip()
-    return said if is_plain(said) else ""
+def _tag(folder: ReplaceableFolder, name: str) -> str:
+    """Return the sub-folder that a tag file names; empty if it names none."""
+    tag = (folder.read(name, _LONGEST_TAG) or b"").decode("utf-8", "replace").strip()
+    return tag if is_plain(tag) else ""
 
 
-def _listed(folder: Folder) -> Mapping[str, _Record]:
-    """Return the files that the manifest lists; none where it cannot be read."""
+def _listed(folder: ReplaceableFolder) -> Mapping[str, _ListedFile]:
+    """Return the files that the manifest lists; empty if it cannot be read."""
     text = folder.read(MANIFEST, _LONGEST_MANIFEST)
     try:
-        return {} if text is None else msgspec.json.decode(text, type=_Manifest).files
+        return {} if text is None else msgspec.json.decode(text, type=_ManifestFiles).files
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return {}
 
 
-def _unchanged(folder: Folder, name: str, record: _Record) -> bool:
-    """Tell whether a listed file is what was written: one that somebody has edited since is theirs."""
+def _unchanged(folder: ReplaceableFolder, name: str, record: _ListedFile) -> bool:
+    """Tell whether a listed file is still as it was written: an edited one belongs to whoever edited it."""
     if record.head != record.size or record.size > _COMPARED:
         return True
     data = folder.read(name, record.size)
@@ -185,25 +195,25 @@ class LocalFolder:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def top(self) -> Mapping[str, Kind]:
-        """See `Folder`; a link counts as a file: removing it takes nothing from what it leads to."""
+    def top(self) -> Mapping[str, EntryKind]:
+        """See `ReplaceableFolder`; a link counts as a file: removing it takes nothing from what it leads to."""
         with os.scandir(self._path) as entries:
             return {entry.name: _kind(entry) for entry in entries}
 
     def inside(self, name: str) -> Iterator[str]:
-        """See `Folder`."""
+        """See `ReplaceableFolder`."""
         with os.scandir(self._path / name) as entries:
-            found = sorted((entry.name, _kind(entry)) for entry in entries)
-        if not found:
+            contents = sorted((entry.name, _kind(entry)) for entry in entries)
+        if not contents:
             yield f"{name}/"
-        for inner, kind in found:
+        for child, kind in contents:
             if kind == "folder":
-                yield from self.inside(f"{name}/{inner}")
+                yield from self.inside(f"{name}/{child}")
             else:
-                yield f"{name}/{inner}" + "/" * (kind == "special")
+                yield f"{name}/{child}" + "/" * (kind == "special")
 
     def read(self, name: str, most: int) -> bytes | None:
-        """See `Folder`."""
+        """See `ReplaceableFolder`."""
         path = self._path / name
         if not path.is_file() or path.stat().st_size > most:
             return None
@@ -221,37 +231,37 @@ class RemoteFolder:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    def top(self) -> Mapping[str, Kind]:
-        """See `Folder`."""
-        found: dict[str, Kind] = {}
+    def top(self) -> Mapping[str, EntryKind]:
+        """See `ReplaceableFolder`."""
+        contents: dict[str, EntryKind] = {}
         for member in self._service.members(self._service.path, self._service.shown):
             name = str(member["name"]).rstrip("/").rpartition("/")[2]
             if str(member["name"]).rstrip("/") != self._service.path.rstrip("/"):
-                found[name] = "file" if member.get("type") == FILE else "folder"
-        return found
+                contents[name] = "file" if member.get("type") == FILE else "folder"
+        return contents
 
     def inside(self, name: str) -> list[str]:
-        """See `Folder`."""
+        """See `ReplaceableFolder`."""
         start = f"{self._service.path}/"
         return [path.removeprefix(start) for path in self._service.below(f"{start}{name}", name)]
 
     def read(self, name: str, most: int) -> bytes | None:
-        """See `Folder`."""
+        """See `ReplaceableFolder`."""
         path = f"{self._service.path}/{name}"
-        found = self._service.info(path, name)
-        size = None if found is None else found.get("size")
+        info = self._service.info(path, name)
+        size = None if info is None else info.get("size")
         if not isinstance(size, int) or size > most:
             return None
         return self._service.fetch(path, 0, size, name) if size else b""
 
 
 def replaced_file(name: str, head: bytes, overwrite: Overwrite) -> tuple[str, str]:
-    """Say why a file must stay, as `irreplaceable` does for a folder.
+    """Return why a file must stay, like `irreplaceable` for a folder.
 
     Args:
         name: its name.
-        head: its first bytes, as `head_of` and services give them.
-        overwrite: what was said.
+        head: its first bytes, from `head_of` or `remote_head_of`.
+        overwrite: the user's option.
     """
     if overwrite == EVERYTHING or begins_right(name, head):
         return "", ""
@@ -265,11 +275,11 @@ def head_of(path: Path) -> bytes:
 
 
 def remote_head_of(service: Service, size: int) -> bytes:
-    """Return the first bytes of the file that a service's path denotes; size: of all of it."""
+    """Return the first bytes of the remote file of `size` bytes at the service's path."""
     return service.fetch(service.path, 0, min(size, _HEAD), service.shown) if size else b""
 
 
-def _kind(entry: os.DirEntry[str]) -> Kind:
+def _kind(entry: os.DirEntry[str]) -> EntryKind:
     if entry.is_symlink():
         return "file"
     mode = entry.stat(follow_symlinks=False).st_mode

@@ -1,4 +1,4 @@
-"""The claim of one run on the hidden folder of a target: a lock on the folder itself, gone with the process."""
+"""Claims: the lock of one run on the hidden folder of a target, released when the process ends."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BUSY = "another run is writing there"
 
 
 class Claim:
-    """A folder that this process alone may change.
+    """The exclusive right of this process to change a folder.
 
     Args:
         path: the hidden folder.
@@ -29,15 +29,15 @@ class Claim:
         self._fd: int | None = None
 
     @property
-    def held(self) -> bool:
-        """Whether it is taken."""
+    def taken(self) -> bool:
+        """Whether this process has the lock."""
         return self._fd is not None
 
     def take(self, *, unlocked: bool = False) -> bool:
-        """Make the folder (True) or find it, and lock it; one that is taken away meanwhile is made again.
+        """Create the folder (True) or find it, and lock it; if it is removed meanwhile, it is created again.
 
         Args:
-            unlocked: take a folder that is there also where the file system has no locks.
+            unlocked: accept an existing folder even where the file system has no locks.
 
         Raises:
             UsageError: EXISTS if another run has it, or may have it.
@@ -45,15 +45,15 @@ class Claim:
         """
         try:
             while True:
-                made = _mkdir(self._path)
+                created = _mkdir(self._path)
                 try:
                     fd = os.open(self._path, _FOLDER)
                 except FileNotFoundError:
                     continue
                 try:
-                    if self._is_mine(fd, made, unlocked=unlocked):
+                    if self._is_mine(fd, created, unlocked=unlocked):
                         self._fd = fd
-                        return made
+                        return created
                 except BaseException:
                     os.close(fd)
                     raise
@@ -62,40 +62,40 @@ class Claim:
             raise failed(error, "making the folder for the work in progress", str(self._path)) from error
 
     def look(self, *, unlocked: bool = False) -> None:
-        """Refuse what `take` would refuse, and change nothing.
+        """Refuse what `take` would refuse, without changing anything.
 
         Raises as `take`, and OSError.
         """
         with suppress(FileNotFoundError), opened(self._path) as fd:
-            self._is_mine(fd, made=False, unlocked=unlocked)
+            self._is_mine(fd, created=False, unlocked=unlocked)
 
     def release(self) -> None:
-        """Let others have it."""
+        """Release the lock."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
-    def _is_mine(self, fd: int, made: bool, *, unlocked: bool) -> bool:
-        """Lock an open folder; False if it is not the one that has the name any more."""
+    def _is_mine(self, fd: int, created: bool, *, unlocked: bool) -> bool:
+        """Lock an open folder; False if its name now leads to another folder."""
         locked = lock(fd)
         if locked is False:
             raise refuse("EXISTS", _BUSY, file=self._typed, hint="Wait for it, or end it.")
-        if locked is None and not made and not unlocked:
+        if locked is None and not created and not unlocked:
             # No locks on this file system: only the one who made the folder, or says that it resumes, may have it.
             hint = f"If no run is writing there, remove {self._path} or use --resume."
             raise refuse("EXISTS", f"{_BUSY}, or died there", file=self._typed, hint=hint)
-        now = os.fstat(fd)
-        if not made and now.st_uid != os.geteuid():
+        opened_folder = os.fstat(fd)
+        if not created and opened_folder.st_uid != os.geteuid():
             raise refuse("IO", "the hidden folder belongs to another user", file=str(self._path))
         try:
-            named = os.lstat(self._path)
+            folder_by_name = os.lstat(self._path)
         except FileNotFoundError:
             return False
-        return (named.st_dev, named.st_ino) == (now.st_dev, now.st_ino)
+        return (folder_by_name.st_dev, folder_by_name.st_ino) == (opened_folder.st_dev, opened_folder.st_ino)
 
 
 def lock(fd: int) -> bool | None:
-    """Lock an open folder until it is closed: False if another process has it, None where there are no locks."""
+    """Lock an open folder until it is closed: False if another process has the lock, None if there are no locks."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

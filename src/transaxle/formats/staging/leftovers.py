@@ -1,9 +1,9 @@
-"""What a killed run leaves beside its target: found, named, and removed when nobody works with it any more.
+"""Leftovers of killed runs beside a target: found, named, and removed once nobody works with them.
 
-Two hidden neighbours of a target can be there, `.<name>.transaxle-partial` and `.<name>.transaxle-old`. The first is
-work in progress, or the checkpoint that was replaced; the second is the one that was moved aside, and the only one
-there is if the target is missing: then it is put back. Nothing is removed that a process holds the lock of, and nothing
-whose content is not a checkpoint's: whoever made that must remove it.
+A target can have two hidden neighbours, `.<name>.transaxle-partial` and `.<name>.transaxle-old`. The first is work in
+progress, or the checkpoint that was replaced. The second is the checkpoint that was moved aside; if the target is
+missing, it is the only one left, and is put back. A folder is never removed while a process holds its lock, nor if its
+contents are not a checkpoint's: whoever put them there must remove them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transaxle.formats.staging.place import JOURNAL, OLD, OURS, PARTIAL, SCRATCH
 from transaxle.formats.storage.os_errors import failed
 
 _HASHED = re.compile(r"[0-9a-f]{64}")
-"""What stands for a name that is too long for an ending of ours."""
+"""Replaces a name that is too long to take our suffix."""
 _IN_USE = "a process works with it. Wait for it, or end it."
 _SHOWN = 3
 
@@ -35,18 +35,18 @@ Outcome = Literal["found", "removed", "put back", "kept"]
 
 @dataclass(frozen=True)
 class Leftover:
-    """A hidden folder that a run has left."""
+    """A hidden folder that a killed run has left."""
 
     path: str
-    """Where it is."""
+    """Its path."""
     target: str
-    """The target beside which it lies."""
+    """The target beside it."""
     what: str
-    """What it is, and whether it can be continued."""
+    """A description, and whether the work can be continued."""
     nbytes: int
     """Bytes of the files in it."""
     outcome: Outcome = "found"
-    """What was done with it."""
+    """What became of it."""
     why: str = ""
     """Why it was kept."""
 
@@ -56,7 +56,7 @@ class Leftover:
 
 
 def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
-    """Return what killed runs have left beside a target, and directly inside of it where it is a folder.
+    """Return the leftovers of killed runs beside a target, and directly inside it if it is a folder.
 
     Args:
         path: a target, which need not exist, a folder of targets, or a leftover itself.
@@ -67,22 +67,25 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
     """
     typed = os.fspath(path)
     if is_url(typed):
-        here = local_path(typed)
-        if here is None:
+        local = local_path(typed)
+        if local is None:
             hint = "Parts of uploads that nobody finished are removed by the service, where its rules say so."
             raise refuse("UNSUPPORTED", "a killed run leaves no folders on a service", file=shown(typed), hint=hint)
-        typed = here
+        typed = local
     if not typed or "\0" in typed:
         raise refuse("IO", f"{typed!r} is not a path", file=typed)
     try:
-        found = [described(each, target) for each, target in _candidates(typed)]
-        return tuple(replace(each, outcome="kept", why=_IN_USE) if _locked(Path(each.path)) else each for each in found)
+        hidden_folders = [leftover_at(leftover, target) for leftover, target in _candidates(typed)]
+        return tuple(
+            replace(leftover, outcome="kept", why=_IN_USE) if _locked(Path(leftover.path)) else leftover
+            for leftover in hidden_folders
+        )
     except OSError as error:
         raise failed(error, "looking for leftovers", typed) from error
 
 
 def _candidates(typed: str) -> Iterator[tuple[Path, Path]]:
-    """Yield hidden folders with the targets that they belong to."""
+    """Yield hidden folders with their targets."""
     place = Path(os.path.realpath(typed))
     named = OURS.fullmatch(place.name)
     if named and _is_folder(place):
@@ -90,45 +93,49 @@ def _candidates(typed: str) -> Iterator[tuple[Path, Path]]:
         return
     if not place.parent.is_dir():
         raise refuse("IO", "there is no such file or folder", file=typed)
-    for what in (PARTIAL, OLD):
-        if place.name and _is_folder(hidden := neighbour(place, what)):
+    for ending in (PARTIAL, OLD):
+        if place.name and _is_folder(hidden := neighbour(place, ending)):
             yield hidden, place
     if place.is_dir():
         for entry in sorted(os.scandir(place), key=lambda entry: entry.name):
-            found = OURS.fullmatch(entry.name)
-            if found and entry.is_dir(follow_symlinks=False):
-                yield Path(entry.path), place / found[1]
+            match = OURS.fullmatch(entry.name)
+            if match and entry.is_dir(follow_symlinks=False):
+                yield Path(entry.path), place / match[1]
 
 
 def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def described(path: Path, target: Path) -> Leftover:
-    """Say what a hidden folder is.
+def leftover_at(path: Path, target: Path) -> Leftover:
+    """Describe a hidden folder.
 
     Args:
         path: the folder.
-        target: the target that it belongs to.
+        target: its target.
 
     Raises:
         OSError: it cannot be read.
     """
-    there = os.path.lexists(target)
+    target_exists = os.path.lexists(target)
     scratch = path / SCRATCH
-    done = _done(scratch / JOURNAL)
+    written = _count_written(scratch / JOURNAL)
     if path.name.endswith(OLD):
-        what = "the checkpoint that was replaced" if there else f"the checkpoint that was at {target}, moved aside"
+        description = (
+            "the checkpoint that was replaced" if target_exists else f"the checkpoint that was at {target}, moved aside"
+        )
     elif not scratch.is_dir():
-        what = "what was there before, or is finished and not yet in its place" if any(path.iterdir()) else "empty"
-    elif done:
-        what = f"work in progress: {done:,} tensors are written, --resume continues it"
+        description = (
+            "what was there before, or is finished and not yet in its place" if any(path.iterdir()) else "empty"
+        )
+    elif written:
+        description = f"work in progress: {written:,} tensors are written, --resume continues it"
     else:
-        what = "work in progress, hardly begun"
-    return Leftover(str(path), str(target), what, _size(path))
+        description = "work in progress, hardly begun"
+    return Leftover(str(path), str(target), description, _size(path))
 
 
-def _done(journal: Path) -> int:
+def _count_written(journal: Path) -> int:
     """Count the tensors that a journal lists."""
     if not journal.is_file():
         return 0
@@ -137,7 +144,7 @@ def _done(journal: Path) -> int:
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of all files in a folder, as far as they stay."""
+    """Return the bytes of all files in a folder, ignoring those that disappear meanwhile."""
     size = 0
     for folder, _, names in os.walk(path):
         for name in names:
@@ -146,66 +153,66 @@ def _size(path: Path) -> int:
     return size
 
 
-def swept(target: str) -> tuple[str, ...]:
-    """Clean up beside a target that is complete; return what was there, and what became of it.
+def sweep_beside(target: str) -> tuple[str, ...]:
+    """Clean up beside a complete target; return a note on each leftover and its outcome.
 
     Raises:
         StorageError: IO.
     """
-    said = []
-    for each in leftovers(target):
-        if os.path.realpath(target) == each.target:
-            done = clean(each) if each.outcome == "found" else each
-            why = f": {done.why}" if done.why else ""
-            said.append(f"{done.path}, left by a killed run ({done.what}), was {done.outcome}{why}")
-    return tuple(said)
+    notes = []
+    for leftover in leftovers(target):
+        if os.path.realpath(target) == leftover.target:
+            cleaned = clean(leftover) if leftover.outcome == "found" else leftover
+            why = f": {cleaned.why}" if cleaned.why else ""
+            notes.append(f"{cleaned.path}, left by a killed run ({cleaned.what}), was {cleaned.outcome}{why}")
+    return tuple(notes)
 
 
-def clean(found: Leftover) -> Leftover:
-    """Remove a leftover, or put it back where it is the only checkpoint there is.
+def clean(leftover: Leftover) -> Leftover:
+    """Remove a leftover, or put it back if it is the only checkpoint left.
 
     Returns:
-        It, with what was done.
+        The leftover with its outcome.
 
     Raises:
         StorageError: IO.
     """
-    path, target = Path(found.path), Path(found.target)
-    claim = Claim(neighbour(target, PARTIAL), found.target)
+    path, target = Path(leftover.path), Path(leftover.target)
+    claim = Claim(neighbour(target, PARTIAL), leftover.target)
     try:
-        made = claim.take()
+        created = claim.take()
     except TransaxleError as error:
-        return replace(found, outcome="kept", why=f"{error.refusals[0].message}. {error.hint}")
+        return replace(leftover, outcome="kept", why=f"{error.refusals[0].message}. {error.hint}")
     try:
-        return _cleaned(found, path, target)
+        return _cleaned(leftover, path, target)
     except OSError as error:
-        raise failed(error, "removing it", found.path) from error
+        raise failed(error, "removing it", leftover.path) from error
     finally:
-        if made:
+        if created:
             shutil.rmtree(neighbour(target, PARTIAL), ignore_errors=True)
         claim.release()
 
 
-def _cleaned(found: Leftover, path: Path, target: Path) -> Leftover:
-    """Remove or put back one leftover whose target nobody else writes now."""
+def _cleaned(leftover: Leftover, path: Path, target: Path) -> Leftover:
+    """Remove or put back one leftover, whose target is now locked."""
     if path.name.endswith(OLD):
         if _HASHED.fullmatch(target.name):
-            return replace(found, outcome="kept", why="its target cannot be told from its name. Name the target.")
+            return replace(leftover, outcome="kept", why="its target cannot be told from its name. Name the target.")
         if _locked(path):
-            return replace(found, outcome="kept", why=_IN_USE)
+            return replace(leftover, outcome="kept", why=_IN_USE)
         if not os.path.lexists(target):
             path.rename(target)
             make_durable(target.parent)
-            return replace(found, outcome="put back")
-    own = [] if (path / SCRATCH).is_dir() else strangers(LocalFolder(path))
+            return replace(leftover, outcome="put back")
+    foreign = [] if (path / SCRATCH).is_dir() else strangers(LocalFolder(path))
     if is_one_file(target.name):
-        own = [name for name in own if not is_one_file(name)]  # one file, which may have any name
-    if own:
-        more = f" and {len(own) - _SHOWN:,} more" if len(own) > _SHOWN else ""
-        why = f"{', '.join(own[:_SHOWN])}{more} belong to no checkpoint. Move that elsewhere, or remove it by hand."
-        return replace(found, outcome="kept", why=why)
+        foreign = [name for name in foreign if not is_one_file(name)]  # one file, which may have any name
+    if foreign:
+        rest = f" and {len(foreign) - _SHOWN:,} more" if len(foreign) > _SHOWN else ""
+        why = f"{', '.join(foreign[:_SHOWN])}{rest} belong to no checkpoint. Move that elsewhere, or remove it by hand."
+        return replace(leftover, outcome="kept", why=why)
     shutil.rmtree(path)
-    return replace(found, outcome="removed")
+    return replace(leftover, outcome="removed")
 
 
 def _locked(path: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Where a path leads: to this machine or, if it is a URL, to a service. The one place that decides it."""
+"""Locations: whether a path leads to this machine or, as a URL, to a service; decided only here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def storage_at(path: str | os.PathLike[str]) -> Storage:
-    """Open what a path or URL denotes for reading; raises as `LocalStorage` or `RemoteStorage`."""
+    """Open a path or URL for reading; raises as `LocalStorage` or `RemoteStorage`."""
     path = _on_this_machine(os.fspath(path))
     if not is_url(path):
         return LocalStorage(path)
@@ -32,9 +32,9 @@ def storage_at(path: str | os.PathLike[str]) -> Storage:
 def staging_at(
     target: str | os.PathLike[str], *, overwrite: Overwrite = False, resume: bool = False, sync: bool = True
 ) -> Stage:
-    """Begin a checkpoint at a path or URL; raises as `Staging` or `Upload`.
+    """Start a checkpoint at a path or URL; raises as `Staging` or `Upload`.
 
-    What a service has taken is durable: `sync` is about this machine.
+    `sync` concerns this machine only: what a service has accepted is durable.
     """
     target = _on_this_machine(os.fspath(target))
     if is_url(target):
@@ -47,10 +47,10 @@ def staging_at(
 
 
 def _on_this_machine(path: str) -> str:
-    """Return the local path that a `file://` URL denotes; anything else as it is."""
+    """Return the local path of a `file://` URL; any other path or URL unchanged."""
     if not is_url(path) or scheme(path).lower() != "file":
         return path
-    found = local_path(path)
-    if found is None:
+    local = local_path(path)
+    if local is None:
         raise refuse("UNSUPPORTED", "the URL names a file on another machine", file=path)
-    return found
+    return local

@@ -1,8 +1,8 @@
-"""The place a checkpoint is written to, and how a finished one gets there in one step.
+"""The target of a checkpoint, and the single step that puts a finished one there.
 
-A place is a folder or, if its name ends like that of a tensor file, one file. Beside it lie, while they are needed, two
-hidden neighbours: `.<name>.transaxle-partial`, the work in progress, and `.<name>.transaxle-old`, which holds the
-replaced checkpoint for an instant on file systems that cannot exchange two names.
+A target is a folder or, if its name ends like that of a tensor file, one file. While needed it has two hidden
+neighbours: `.<name>.transaxle-partial`, the work in progress, and `.<name>.transaxle-old`, which holds the replaced
+checkpoint for an instant on file systems that cannot exchange two names.
 """
 
 from __future__ import annotations
@@ -18,31 +18,39 @@ from pathlib import Path
 
 from transaxle.errors import refuse
 from transaxle.formats.registry import is_one_file
-from transaxle.formats.staging.belongings import LocalFolder, Overwrite, head_of, irreplaceable, known, replaced_file
+from transaxle.formats.staging.belongings import (
+    LocalFolder,
+    Overwrite,
+    checked_overwrite,
+    head_of,
+    irreplaceable,
+    replaced_file,
+)
 from transaxle.formats.staging.syscalls import exchange, rename_new
 from transaxle.formats.storage.os_errors import failed
 
 PARTIAL, OLD = "partial", "old"
-"""Ends of the names of the two hidden neighbours."""
+"""Suffixes of the two hidden neighbours."""
 SCRATCH, JOURNAL = ".transaxle", "journal"
-"""Folder inside the hidden one for what is not part of the checkpoint, and the file in it that lists what is done. Its
-presence means: not finished."""
+"""Folder inside the hidden one for files outside the checkpoint, and the file in it that lists finished tensors. The
+folder's presence means that the work is not finished.
+"""
 OURS = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
-"""Name of a hidden neighbour: that of its target, and what it is."""
+"""Name of a hidden neighbour: groups are the target's name and the suffix."""
 _LONGEST = 200
-"""Bytes of a name that still has room for our ending within the 255 that file systems allow."""
+"""Cap on the bytes of a name that our suffix still fits within the 255 of file systems."""
 _REPLACE = "Choose another place, or replace it with --overwrite (overwrite=True)."
 
 
-class Place:
-    """Where a checkpoint shall be.
+class TargetPlace:
+    """The place where a checkpoint will be.
 
     Args:
-        target: the path as the user typed it; a link is followed, so that what it leads to is replaced, not the link.
-        overwrite: an existing checkpoint there may be replaced; `everything`: with all that lies in its folder.
+        target: the path as the user typed it; a link is followed, so that its destination is replaced, not the link.
+        overwrite: an existing checkpoint there may be replaced; `everything`: with everything in its folder.
 
     Raises:
-        UsageError: EXISTS for the root of the file system; AMBIGUOUS for an `overwrite` that says nothing.
+        UsageError: EXISTS for the root of the file system; AMBIGUOUS for an invalid `overwrite`.
         Refused: NAME_COLLISION for a name that is one of our own.
         StorageError: IO if it is no path, or the folder around it is missing.
     """
@@ -63,14 +71,16 @@ class Place:
             raise failed(error, "looking at it", self.typed) from error
         if not self.target.name:
             raise refuse("EXISTS", "it is the root of the file system", file=self.typed)
-        reserved = next((part for part in self.target.parts if part == SCRATCH or OURS.fullmatch(part)), None)
+        reserved = next(
+            (segment for segment in self.target.parts if segment == SCRATCH or OURS.fullmatch(segment)), None
+        )
         if reserved is not None:
             message = f"the name {reserved} is one of our own: what bears it is removed by the next run beside it"
             raise refuse("NAME_COLLISION", message, file=self.typed, hint="Choose another name.")
         if not has_parent:
             message = f"there is no folder {self.target.parent}"
             raise refuse("IO", message, file=self.typed, hint="Make it first.")
-        self._overwrite = known(overwrite)
+        self._overwrite = checked_overwrite(overwrite)
         self.single = self.target.name if is_file else None
         """Name of the one file to write; None for a folder."""
         self.partial = neighbour(self.target, PARTIAL)
@@ -81,15 +91,15 @@ class Place:
     def check(self, beside: str = "") -> None:
         """Check that a checkpoint may be put here.
 
-        A folder is replaced only if it is empty or holds a checkpoint, and nothing else unless that was said: a slip in
-        the path must not cost a project.
+        A folder is replaced only if it is empty or holds a checkpoint, unless the user said otherwise: a slip in the
+        path must not cost a project.
 
         Args:
-            beside: what is to be said of leftovers beside it, where it is there.
+            beside: text about leftovers beside the target, for the error.
 
         Raises:
             UsageError: EXISTS.
-            StorageError: IO if it cannot be looked at.
+            StorageError: IO if it cannot be examined.
         """
         if not os.path.lexists(self.typed if not self._overwrite else self.target):
             return
@@ -98,7 +108,7 @@ class Place:
         self._refuse(*self._irreplaceable())
 
     def recover(self) -> None:
-        """Put back the checkpoint that a run which died in the middle of replacing it had moved aside."""
+        """Put back the checkpoint that a run moved aside before it died while replacing it."""
         try:
             if os.path.lexists(self.old):
                 if os.path.lexists(self.target):
@@ -115,13 +125,13 @@ class Place:
         return os.path.lexists(self.old) and not os.path.lexists(self.target)
 
     def foresee(self) -> None:
-        """Check as `check` does after `recover`, and change nothing.
+        """Check what `recover` and then `check` would refuse, without changing anything.
 
         Raises as `check`.
         """
         if not self.moved_aside:
-            left = os.path.lexists(self.partial)
-            self.check(f" {self.partial} is left of another run: transaxle clean removes it." if left else "")
+            partial_exists = os.path.lexists(self.partial)
+            self.check(f" {self.partial} is left of another run: transaxle clean removes it." if partial_exists else "")
         elif self._overwrite:
             self._refuse(*irreplaceable(LocalFolder(self.old), self._overwrite))
         else:
@@ -129,7 +139,7 @@ class Place:
             raise refuse("EXISTS", message, file=self.typed, hint=_REPLACE)
 
     def check_writable(self) -> None:
-        """Check that something can be made beside the target.
+        """Check that files can be created beside the target.
 
         Raises:
             OSError: EROFS, EACCES.
@@ -137,12 +147,12 @@ class Place:
         folder = self.target.parent
         by_effect = os.geteuid() != os.getuid()  # where both are the same, C libraries guess worse than the system
         if not os.access(folder, os.W_OK | os.X_OK, effective_ids=by_effect):
-            locked = os.statvfs(folder).f_flag & os.ST_RDONLY
-            number = errno.EROFS if locked else errno.EACCES
+            read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+            number = errno.EROFS if read_only else errno.EACCES
             raise OSError(number, os.strerror(number))
 
     def publish(self, work: Path) -> None:
-        """Move the finished work to the target. A folder that was there is in a hidden neighbour then; see `sweep`.
+        """Move the finished work to the target. A replaced folder is in a hidden neighbour afterwards; see `sweep`.
 
         Args:
             work: `partial`, or the one file in it.
@@ -163,7 +173,7 @@ class Place:
             raise failed(error, "moving the finished checkpoint there", self.typed) from error
 
     def sweep(self) -> None:
-        """Remove the hidden neighbours: work that is given up, or what was replaced. Failing to is no error."""
+        """Remove the hidden neighbours: abandoned work, or what was replaced. Failure is ignored."""
         shutil.rmtree(self.partial, ignore_errors=True)
         if os.path.lexists(self.target):
             shutil.rmtree(self.old, ignore_errors=True)
@@ -173,7 +183,7 @@ class Place:
             raise refuse("EXISTS", f"it is not replaced: {reason}", file=self.typed, hint=hint)
 
     def _irreplaceable(self) -> tuple[str, str]:
-        """Say why what exists there must stay, and what to do about it; two empty texts if it may be replaced."""
+        """Return why an existing target must stay, and a hint; two empty texts if it may be replaced."""
         elsewhere = "Choose another place."
         try:
             mode = os.lstat(self.target).st_mode
@@ -183,8 +193,8 @@ class Place:
                 return replaced_file(self.target.name, head_of(self.target), self._overwrite)
             if not stat.S_ISDIR(mode):
                 return "it is a file, and a folder is to be written", elsewhere
-            here = Path.cwd()
-            if self.target == here or self.target in here.parents:
+            current = Path.cwd()
+            if self.target == current or self.target in current.parents:
                 return "it is the current folder or one above it", elsewhere
             if self.target.is_mount():
                 return "a file system is mounted there; a folder inside it will do", elsewhere
@@ -218,21 +228,21 @@ class Place:
                 raise
 
 
-def neighbour(target: Path, what: str) -> Path:
+def neighbour(target: Path, ending: str) -> Path:
     """Return a hidden neighbour of a target.
 
     Args:
         target: where it is, without links.
-        what: `PARTIAL` or `OLD`.
+        ending: `PARTIAL` or `OLD`.
     """
     name = target.name
     if len(os.fsencode(name)) > _LONGEST:
         name = hashlib.sha256(os.fsencode(name)).hexdigest()
-    return target.with_name(f".{name}.transaxle-{what}")
+    return target.with_name(f".{name}.transaxle-{ending}")
 
 
 def make_durable(folder: Path) -> None:
-    """Write a folder's list of names to the disk; file systems that cannot do this for folders are left alone.
+    """Write a folder's directory entries to the disk, on file systems that can.
 
     Raises:
         StorageError: IO.

@@ -1,9 +1,9 @@
-"""Writing a checkpoint beside its place and moving it there whole: until then the place holds what it held before.
+"""Staging: a checkpoint is written beside its target and moved there whole; until then the target is untouched.
 
-Everything goes to a hidden folder next to the target. Committing makes it durable (files, folders, and the rename
-itself) and renames it in one step. A process that dies at any point leaves the target as it was; what it leaves of the
-hidden folder is continued by a run that resumes, and removed by one that does not. The hidden name is always the same,
-so nothing piles up, and a lock on it keeps two runs apart.
+Everything is written to a hidden folder next to the target. Committing makes it durable (files, folders, and the rename
+itself) and renames it in one step. A process that dies at any point leaves the target as it was; a run that resumes
+continues the hidden folder, any other run removes it. The hidden name is always the same, so nothing piles up, and its
+lock keeps two runs apart.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import Literal, Self
 from transaxle.errors import refuse
 from transaxle.formats.staging.belongings import Overwrite, several_files
 from transaxle.formats.staging.claim import Claim, lock, opened
-from transaxle.formats.staging.leftovers import described
-from transaxle.formats.staging.place import SCRATCH, Place, make_durable
+from transaxle.formats.staging.leftovers import leftover_at
+from transaxle.formats.staging.place import SCRATCH, TargetPlace, make_durable
 from transaxle.formats.staging.syscalls import reserve
 from transaxle.formats.storage.handles import Handles
 from transaxle.formats.storage.names import checked_parts
@@ -34,19 +34,19 @@ _REOPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Staging:
-    """A checkpoint in the making: a context that ends with `commit`, or leaves nothing behind.
+    """A checkpoint that is being written: a context that ends with `commit`, or leaves nothing behind.
 
-    Writing is safe from several threads. After `commit` the place holds the new checkpoint and nothing of the old one.
+    Several threads may write. After `commit` the target holds the new checkpoint and nothing of the old one.
 
     Args:
         target: a folder, or one file if it ends in `.safetensors`, `.bin`, `.pt` or `.pth`.
-        overwrite: replace a checkpoint that is there. It stays readable until the new one is complete. `everything`:
-            whatever else is in its folder goes too; else such a folder is refused.
-        resume: continue what an earlier run left, and leave what is there if this one fails too.
+        overwrite: replace an existing checkpoint, which stays readable until the new one is complete. `everything`:
+            also delete everything else in its folder; otherwise such a folder is refused.
+        resume: continue the work of an earlier run, and keep this run's work if it fails too.
         sync: make everything durable before the rename. Without it a power cut may leave damaged files.
 
     Raises:
-        UsageError: EXISTS if the target is there and may not be replaced, or another run is writing it.
+        UsageError: EXISTS if the target exists and may not be replaced, or another run is writing it.
         StorageError: IO if the folder around it is missing or cannot be written.
     """
 
@@ -56,7 +56,7 @@ class Staging:
     def __init__(
         self, target: str | os.PathLike[str], *, overwrite: Overwrite = False, resume: bool = False, sync: bool = True
     ) -> None:
-        self._place = Place(target, overwrite=overwrite)
+        self._place = TargetPlace(target, overwrite=overwrite)
         self._resume = resume
         self._sync = sync
         self._sizes: dict[str, int] = {}
@@ -75,25 +75,25 @@ class Staging:
 
     @property
     def scratch(self) -> Path:
-        """A folder for what must survive until a resumed run and is not part of the checkpoint: the journal."""
+        """A folder for files that a resumed run needs but the checkpoint does not hold: the journal."""
         return self.path / SCRATCH
 
     @property
     def single(self) -> str | None:
-        """Name of the target if it is a file: just one file can be written then, under any name."""
+        """Name of the target if it is a file: then exactly one file can be written, under any name."""
         return self._place.single
 
     @property
     def moved_aside(self) -> bool:
-        """Whether a run died while it replaced the target: beginning puts back what was there."""
+        """Whether a run died while it replaced the target; entering the context puts the old checkpoint back."""
         return self._place.moved_aside
 
     def look(self, folder: Mapping[str, int], file: Mapping[str, int]) -> None:
-        """Refuse what beginning and preparing would refuse, and change nothing: nothing is made, and nothing removed.
+        """Refuse what entering and preparing would refuse, without creating or removing anything.
 
         Args:
-            folder: names and sizes of the files, where the target is a folder.
-            file: those of the one, where the target is a file.
+            folder: names and sizes of the files, if the target is a folder.
+            file: the same of the one file, if the target is a file.
 
         Raises as entering the context and `prepare` do.
         """
@@ -101,47 +101,49 @@ class Staging:
         if self.single and len(files) > 1:
             raise several_files(self._place.typed)
         self._place.foresee()
-        with _named(_MAKING, str(self.path)):
+        with _as_storage_error(_MAKING, str(self.path)):
             self._claim.look(unlocked=self._resume)
             self._place.check_writable()
-        with _named("looking for free space", str(self.path)):
+        with _as_storage_error("looking for free space", str(self.path)):
             freed = sum(path.lstat().st_blocks * 512 for path in self.path.rglob("*"))
             self._check_space(sum(files.values()), shutil.disk_usage(self.path.parent).free + freed)
 
     def __enter__(self) -> Self:
-        made = False
+        created = False
         try:
-            with _named(_MAKING, str(self.path)):
-                made = self._claim.take(unlocked=self._resume)
-                self.found = self._left(made=made)
+            with _as_storage_error(_MAKING, str(self.path)):
+                created = self._claim.take(unlocked=self._resume)
+                self.found = self._left(created=created)
                 self._place.recover()
-                self._place.check("" if made else f" {self.path} is left of another run: transaxle clean removes it.")
+                self._place.check(
+                    "" if created else f" {self.path} is left of another run: transaxle clean removes it."
+                )
                 if not self._resume or not self.scratch.is_dir():
                     _empty(self.path)
                 self.scratch.mkdir(exist_ok=True)
         except BaseException:
-            if made:
+            if created:
                 self._place.sweep()
             self._claim.release()
             raise
         return self
 
-    def _left(self, *, made: bool) -> tuple[str, ...]:
-        """Say what is there of an earlier run, before it is put right, continued or removed."""
-        place, found = self._place, []
+    def _left(self, *, created: bool) -> tuple[str, ...]:
+        """Describe the leftovers of an earlier run, before they are put back, continued or removed."""
+        place, notes = self._place, []
         if os.path.lexists(place.old):
-            left = described(place.old, place.target)
+            leftover = leftover_at(place.old, place.target)
             fate = "removed" if os.path.lexists(place.target) else "put back"
-            found.append(f"{left.path}, left by a killed run ({left.what}), was {fate}")
-        if not made and not (self._resume and self.scratch.is_dir()):
-            left = described(place.partial, place.target)
-            found.append(f"{left.path}, left by a killed run ({left.what}), was removed")
-        return tuple(found)
+            notes.append(f"{leftover.path}, left by a killed run ({leftover.what}), was {fate}")
+        if not created and not (self._resume and self.scratch.is_dir()):
+            leftover = leftover_at(place.partial, place.target)
+            notes.append(f"{leftover.path}, left by a killed run ({leftover.what}), was removed")
+        return tuple(notes)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self._claim.held:
+        if not self._claim.taken:
             return
         self._given_up = True
         self._handles.close()
@@ -164,11 +166,11 @@ class Staging:
         """
         paths = {name: self._path(name) for name in files}
         self._remove_others(frozenset(paths.values()))
-        with _named("looking for free space", str(self.path)):
-            there = sum(path.stat().st_blocks * 512 for path in paths.values() if path.is_file())
-            self._check_space(sum(files.values()), shutil.disk_usage(self.path).free + there)
-        kept = {name for name, size in files.items() if self._create(name, paths[name], size)}
-        return frozenset(kept)
+        with _as_storage_error("looking for free space", str(self.path)):
+            allocated = sum(path.stat().st_blocks * 512 for path in paths.values() if path.is_file())
+            self._check_space(sum(files.values()), shutil.disk_usage(self.path).free + allocated)
+        reused = {name for name, size in files.items() if self._create(name, paths[name], size)}
+        return frozenset(reused)
 
     def _check_space(self, wanted: int, free: int) -> None:
         """Refuse what cannot fit before a byte is reserved: on some file systems reserving takes the memory itself."""
@@ -191,10 +193,10 @@ class Staging:
         if offset < 0 or offset + view.nbytes > self._sizes[file]:
             raise ValueError(f"{file}: bytes {offset} to {offset + view.nbytes} lie outside of its {self._sizes[file]}")
         with view.cast("B") as octets, self._handles.use(file) as fd:
-            done = 0
-            while done < octets.nbytes:
-                with _named(f"writing {octets.nbytes - done} bytes at offset {offset + done}", file):
-                    done += os.pwrite(fd, octets[done:], offset + done) or _nothing_written()
+            written = 0
+            while written < octets.nbytes:
+                with _as_storage_error(f"writing {octets.nbytes - written} bytes at offset {offset + written}", file):
+                    written += os.pwrite(fd, octets[written:], offset + written) or _nothing_written()
             with self._unsynced_lock:
                 self._unsynced.add(file)
 
@@ -218,7 +220,7 @@ class Staging:
             dirty = file in self._unsynced
             self._unsynced.discard(file)
         if dirty and self._sync:
-            with self._handles.use(file) as fd, _named("making it durable", file):
+            with self._handles.use(file) as fd, _as_storage_error("making it durable", file):
                 os.fsync(fd)
         self._handles.drop(file)
 
@@ -237,14 +239,15 @@ class Staging:
         for file, size in self._sizes.items():
             path = self._path(file)
             folders |= {folder for folder in path.parents if self.path in folder.parents}
-            with _named("looking at it before the end", file):
+            with _as_storage_error("looking at it before the end", file):
                 if path.lstat().st_size != size:
                     raise refuse("IO", f"it should have {size} bytes; something else has changed it", file=file)
-        with _named("removing the journal", str(self.scratch)):
+        with _as_storage_error("removing the journal", str(self.scratch)):
             shutil.rmtree(self.scratch)
         if self._sync:
             for folder in sorted(folders, reverse=True):
                 make_durable(folder)
+        # An exchange turns the old target into the hidden folder: the lock protects it until it is swept.
         with _locked_if_there(self._place.target):
             self._place.publish(self._path(next(iter(self._sizes))) if self.single else self.path)
             if self._sync:
@@ -259,13 +262,13 @@ class Staging:
         return self.path.joinpath(*parts)
 
     def _create(self, name: str, path: Path, size: int) -> bool:
-        """Create a file, or take over one of the same size (True)."""
+        """Create a file, or reuse an existing one of the same size (True)."""
         if self.single and self._sizes.keys() - {name}:
             raise several_files(self._place.typed)
-        with _named(f"creating it with {size} bytes", name):
+        with _as_storage_error(f"creating it with {size} bytes", name):
             path.parent.mkdir(parents=True, exist_ok=True)
-            kept = path.is_file() and path.lstat().st_size == size and name not in self._sizes
-            fd = os.open(path, _CREATE | (0 if kept else os.O_TRUNC), 0o666)
+            reused = path.is_file() and path.lstat().st_size == size and name not in self._sizes
+            fd = os.open(path, _CREATE | (0 if reused else os.O_TRUNC), 0o666)
             try:
                 if size:
                     reserve(fd, size)
@@ -275,26 +278,26 @@ class Staging:
         self._sizes[name] = size
         with self._unsynced_lock:
             self._unsynced.add(name)
-        return kept
+        return reused
 
     def _reopen(self, name: str) -> int:
-        with _named("opening it", name):
+        with _as_storage_error("opening it", name):
             return os.open(self._path(name), _REOPEN)
 
     def _close(self, name: str, fd: int) -> None:
-        """Close a descriptor; an error of writing that the system still holds back must be heard before."""
+        """Close a descriptor, after a sync that reports any write error the system still holds back."""
         try:
             with self._unsynced_lock:
                 dirty = name in self._unsynced and not self._given_up
             if dirty and self._sync:
-                with _named("making it durable", name):
+                with _as_storage_error("making it durable", name):
                     os.fsync(fd)
         finally:
             os.close(fd)
 
     def _remove_others(self, wanted: frozenset[Path]) -> None:
-        """Remove what an earlier run left and this one does not write."""
-        with _named("removing what an earlier run left", str(self.path)):
+        """Remove files of an earlier run that this one does not write."""
+        with _as_storage_error("removing what an earlier run left", str(self.path)):
             for path in sorted(self.path.rglob("*"), reverse=True):
                 if path == self.scratch or self.scratch in path.parents or path in wanted:
                     continue
@@ -306,8 +309,8 @@ class Staging:
 
 
 @contextmanager
-def _named(doing: str, file: str) -> Iterator[None]:
-    """Turn what the system says into our error, with the action and the file."""
+def _as_storage_error(doing: str, file: str) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names the action and the file."""
     try:
         yield
     except OSError as error:
@@ -316,7 +319,7 @@ def _named(doing: str, file: str) -> Iterator[None]:
 
 @contextmanager
 def _locked_if_there(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder that is about to become the hidden one, so that no other run takes it for its own."""
+    """Lock a folder that is about to become the hidden one, so that no other run claims it."""
     with ExitStack() as stack:
         with suppress(OSError):  # nothing is replaced, or a file
             lock(stack.enter_context(opened(folder)))

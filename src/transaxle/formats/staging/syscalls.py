@@ -1,7 +1,7 @@
-"""Three Linux calls that Python lacks, and what to do on systems or file systems without them.
+"""Three Linux calls that Python lacks, with fallbacks for systems and file systems without them.
 
-- reserving space for a file before it is written, so that a full disk is met before the work and not in its middle
-  (`os.posix_fallocate` will not do: where the file system cannot reserve, it writes to every block instead);
+- reserving space for a file before it is written, so that a full disk is noticed before the work and not during it
+  (`os.posix_fallocate` does not help: where the file system cannot reserve, it writes to every block instead);
 - renaming only if the target does not exist;
 - exchanging two names in one step, so that there is no moment without the old or the new.
 """
@@ -22,13 +22,13 @@ _NOT_HERE = frozenset({errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTT
 
 
 def reserve(fd: int, size: int) -> bool:
-    """Reserve disk space for the first `size` bytes of an open file; False where that cannot be done.
+    """Reserve disk space for the first `size` bytes of an open file; False where that is impossible.
 
     Raises:
         OSError: ENOSPC, EFBIG, EIO, ….
     """
     call = _linux("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
-    return call is not None and _done(lambda: call(fd, 0, 0, size))
+    return call is not None and _succeeded(lambda: call(fd, 0, 0, size))
 
 
 def rename_new(old: str, new: str) -> None:
@@ -48,13 +48,13 @@ def rename_new(old: str, new: str) -> None:
     os.rename(old, new)  # noqa: PTH104
 
 
-def exchange(one: str, other: str) -> bool:
-    """Let two existing names change places in one step; False where the file system cannot.
+def exchange(first: str, second: str) -> bool:
+    """Exchange two existing names in one step; False if the file system cannot.
 
     Raises:
-        OSError: anything else that stands against it.
+        OSError: any other failure.
     """
-    return _renameat2(one, other, _EXCHANGE)
+    return _renameat2(first, second, _EXCHANGE)
 
 
 def _renameat2(old: str, new: str, flags: int) -> bool:
@@ -62,7 +62,7 @@ def _renameat2(old: str, new: str, flags: int) -> bool:
     call = _linux("renameat2", ctypes.c_int, text, ctypes.c_int, text, ctypes.c_uint)
     if call is None:
         return False
-    return _done(lambda: call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags))
+    return _succeeded(lambda: call(_AT_FDCWD, os.fsencode(old), _AT_FDCWD, os.fsencode(new), flags))
 
 
 @cache
@@ -78,8 +78,8 @@ def _linux(name: str, *types: type) -> Callable[..., int] | None:
     return cast("Callable[..., int]", call)
 
 
-def _done(call: Callable[[], int]) -> bool:
-    """Tell whether a call did its work (True) or cannot (False); raise OSError for everything else."""
+def _succeeded(call: Callable[[], int]) -> bool:
+    """Tell whether a call worked (True) or is not supported (False); raise OSError for any other failure."""
     while call() != 0:
         number = ctypes.get_errno()
         if number in _NOT_HERE:

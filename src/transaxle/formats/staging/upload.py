@@ -1,11 +1,11 @@
-"""Writing a checkpoint to a service: every file is sent in parts, and none is to be seen before all are complete.
+"""Uploading a checkpoint to a service: every file is sent in parts, and none is visible before all are complete.
 
-Services have no rename. What they have is the multipart upload: parts are sent, and the file appears when the last call
-says so. So all files are sent first; committing lets them appear, the ones that make a folder a checkpoint after the
-ones they speak of, and the manifest last. A run that fails takes everything back; of one that is killed there remain
-parts that nobody sees, and that the service forgets by itself if it is told to.
+Services have no rename, but they have multipart uploads: parts are sent, and the file appears with the final call. So
+all files are sent first. Committing then makes them appear: files that turn a folder into a checkpoint come after the
+files they refer to, and the manifest comes last. A run that fails takes everything back; a killed one leaves parts that
+nobody sees, and that the service deletes if it is configured to.
 
-A stream is written from its beginning to its end, by one thread at a time: `ordered` tells the engine so.
+A stream is written from beginning to end, by one thread at a time: `ordered` tells the engine so.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from transaxle.formats.remote.service import FILE, Info, Service, Stream
 from transaxle.formats.staging.belongings import (
     Overwrite,
     RemoteFolder,
+    checked_overwrite,
     irreplaceable,
-    known,
     remote_head_of,
     replaced_file,
     several_files,
@@ -34,28 +34,28 @@ from transaxle.formats.staging.belongings import (
 from transaxle.formats.storage.names import checked_parts
 
 PART = 8 << 20
-"""Bytes of a part, unless a file would have too many."""
+"""Default bytes of a part; larger if the file would have too many."""
 _MOST_PARTS = 10_000
 _GRAIN = 1 << 20
 _MOST_EARLY = 64 << 20
-"""Bytes of a file that are kept until it is their turn."""
+"""Cap on the bytes of a file that are kept until their turn."""
 _OWN = "memory"
-"""Scheme of a store that is in the memory of one process."""
+"""Scheme of a store in the memory of one process."""
 
 
 class Upload:
-    """A checkpoint in the making under a URL; it is used as `formats.staging.Staging` is.
+    """A checkpoint that is being written under a URL; used like `formats.staging.Staging`.
 
     Args:
         target: URL of a folder, or of one file if it ends in `.safetensors`, `.bin`, `.pt` or `.pth`.
-        overwrite: replace a checkpoint that is there. It stays readable until everything is sent. `everything`:
-            whatever else is under the URL goes too; else it is refused.
-        resume: refused: parts that were sent cannot be continued by another run.
+        overwrite: replace an existing checkpoint, which stays readable until everything is sent. `everything`: also
+            delete everything else under the URL; otherwise that is refused.
+        resume: refused: another run cannot continue an upload.
         part: bytes of a part; more for files that would have more than 10,000. S3 wants at least 5 MiB.
 
     Raises:
-        UsageError: EXISTS if the target is there and may not be replaced.
-        Refused: UNSUPPORTED for `resume`, and for services that cannot be written to in this way.
+        UsageError: EXISTS if the target exists and may not be replaced.
+        Refused: UNSUPPORTED for `resume`, and for services without multipart uploads.
         StorageError: IO.
     """
 
@@ -72,16 +72,16 @@ class Upload:
             raise refuse("EXISTS", "it is the root of the store", file=self._shown, hint="Name a folder in it.")
         self.found: tuple[str, ...] = ()
         """Nothing: what a killed run has sent is not to be seen."""
-        self._overwrite = known(overwrite)
+        self._overwrite = checked_overwrite(overwrite)
         self._part = part
         self._single: str | None = None
-        self._streams: dict[str, _File] = {}
+        self._streams: dict[str, _RemoteFile] = {}
         self._appeared: list[str] = []
         self._scratch: Path | None = None
 
     @property
     def path(self) -> Path:
-        """A folder on this machine for what is not part of the checkpoint; nothing of the checkpoint is in it."""
+        """A local folder for files outside the checkpoint; it holds nothing of the checkpoint."""
         if self._scratch is None:
             raise ValueError("this upload is not begun, or at its end")
         return self._scratch
@@ -97,11 +97,11 @@ class Upload:
         return self._single
 
     def look(self, folder: Mapping[str, int], file: Mapping[str, int]) -> None:  # noqa: ARG002 - as in `Staging`
-        """Refuse what beginning and preparing would refuse, as far as it is known without sending anything.
+        """Refuse what entering and preparing would refuse, as far as that is known without sending anything.
 
         Args:
-            folder: names and sizes of the files, where the target is a folder.
-            file: those of the one, where the target is a file.
+            folder: names and sizes of the files, if the target is a folder.
+            file: the same of the one file, if the target is a file.
 
         Raises as entering the context and `prepare` do.
         """
@@ -111,11 +111,11 @@ class Upload:
 
     def _begin_at(self) -> None:
         """Find out whether the target is a file, and check it."""
-        found = self._service.info(self._service.path, self._shown)
-        is_file = found is not None and found.get("type") == FILE
-        if is_one_file(self._shown) and (found is None or is_file):
+        info = self._service.info(self._service.path, self._shown)
+        is_file = info is not None and info.get("type") == FILE
+        if is_one_file(self._shown) and (info is None or is_file):
             self._single = self._service.path.rpartition("/")[2]
-        self._check(found)
+        self._check(info)
 
     def __enter__(self) -> Self:
         self._begin_at()
@@ -133,16 +133,16 @@ class Upload:
         self._finish()
 
     def prepare(self, files: Mapping[str, int]) -> frozenset[str]:
-        """Begin all files of known size.
+        """Start all files of known size.
 
         Args:
             files: name (`a` or `folder/a`) to size in bytes.
 
         Returns:
-            Nothing: no file was begun by an earlier run.
+            An empty set: no file was started by an earlier run.
 
         Raises:
-            Refused: PATH_ESCAPE; UNSUPPORTED if the target is one file and these are not one, or cannot be written to.
+            Refused: PATH_ESCAPE; UNSUPPORTED if the target is one file and these are not one, or cannot be written.
             StorageError: IO.
         """
         for name, size in files.items():
@@ -152,8 +152,8 @@ class Upload:
     def pwrite(self, file: str, offset: int, view: memoryview) -> None:
         """Write a contiguous view into a prepared file.
 
-        What comes before its turn is kept until then: headers and indexes may, tensors should not. A view that cannot
-        be written to is not copied for that: its bytes must not change.
+        Bytes that come before their turn are kept until then; that is meant for headers and indexes, not for tensors. A
+        read-only view is kept without a copy, so its bytes must not change.
 
         Raises:
             StorageError: IO.
@@ -176,13 +176,14 @@ class Upload:
 
     @property
     def shared(self) -> bool:
-        """Whether other processes see what is written there."""
+        """Whether other processes see what is written."""
         return self._service.scheme != _OWN
 
     def commit(self) -> None:
-        """Let everything appear. All threads must be done writing.
+        """Make all files appear. All threads must be done writing.
 
-        A checkpoint that is replaced is deleted first, its manifest before all else: nobody may read files of both.
+        A checkpoint that is replaced is deleted first, starting with its manifest, so that nobody reads a mixture of
+        both.
 
         Raises:
             UsageError: EXISTS if the target appeared in the meantime.
@@ -194,7 +195,7 @@ class Upload:
         self.keep()
 
     def complete(self) -> None:
-        """Send what is left of all files: the first step of `commit`, for those who upload with others.
+        """Send the rest of all files: the first step of `commit`, for callers that upload with other ranks.
 
         Raises:
             StorageError: IO.
@@ -203,19 +204,19 @@ class Upload:
             file.close()
 
     def make_way(self) -> None:
-        """Check the target once more, and delete what is replaced: the second step, which one of many takes.
+        """Check the target once more, and delete what is replaced: the second step, for one rank only.
 
         Raises:
             UsageError: EXISTS if the target appeared in the meantime.
             StorageError: IO.
         """
-        found = self._service.info(self._service.path, self._shown)
-        self._check(found)
+        info = self._service.info(self._service.path, self._shown)
+        self._check(info)
         if self._overwrite and not self._single:
             self._delete_old()
 
     def appear(self) -> None:
-        """Let the files appear: the third step. Until the last one they are taken back if the context fails.
+        """Make the files appear: the third step. They are deleted again if the context fails before the last step.
 
         Raises:
             StorageError: IO, also if the service does not hold what was sent.
@@ -226,7 +227,7 @@ class Upload:
             self._compare(name)
 
     def keep(self) -> None:
-        """Let what has appeared stay: the last step."""
+        """Keep the files that have appeared: the last step."""
         self._streams.clear()
         self._appeared.clear()
         self._finish()
@@ -243,23 +244,23 @@ class Upload:
         if name in self._streams:
             self._streams.pop(name).discard()
         part = part_size(size, self._part)
-        self._streams[name] = _File(self._service, self._service.create(place, part, name), name, size, part)
+        self._streams[name] = _RemoteFile(self._service, self._service.create(place, part, name), name, size, part)
 
-    def _check(self, found: Info | None) -> None:
-        """Check that a checkpoint may be put here; only what is empty or a checkpoint is replaced.
+    def _check(self, info: Info | None) -> None:
+        """Check that a checkpoint may be put here; only an empty folder or a checkpoint is replaced.
 
         Args:
-            found: what the service says of the place.
+            info: the service's information on the target.
         """
-        if found is None:
+        if info is None:
             return
         if not self._overwrite:
             hint = "Choose another place, or replace it with --overwrite (overwrite=True)."
             raise refuse("EXISTS", "it exists already", file=self._shown, hint=hint)
-        if found.get("type") != FILE:
+        if info.get("type") != FILE:
             reason, hint = irreplaceable(RemoteFolder(self._service), self._overwrite)
         elif self._single:
-            head = remote_head_of(self._service, int(found.get("size") or 0))
+            head = remote_head_of(self._service, int(info.get("size") or 0))
             reason, hint = replaced_file(self._single, head, self._overwrite)
         else:
             reason, hint = "it is a file, and a folder is to be written", "Choose another place."
@@ -274,11 +275,11 @@ class Upload:
 
     def _compare(self, name: str) -> None:
         """Check that the service holds as many bytes as were sent."""
-        found = self._service.info(self._place(name), name)
+        info = self._service.info(self._place(name), name)
         size = self._streams[name].size
-        if found is None or found.get("size") != size:
-            there = "nothing" if found is None else f"{found.get('size')} bytes"
-            raise refuse("IO", f"{size} bytes were sent, the service holds {there}", file=name)
+        if info is None or info.get("size") != size:
+            actual = "nothing" if info is None else f"{info.get('size')} bytes"
+            raise refuse("IO", f"{size} bytes were sent, the service holds {actual}", file=name)
 
     def _finish(self) -> None:
         if self._scratch is not None:
@@ -286,14 +287,14 @@ class Upload:
             self._scratch = None
 
 
-class _File:
-    """One file on its way.
+class _RemoteFile:
+    """One file that is being sent.
 
     Args:
-        service: where it goes.
+        service: the service.
         stream: takes its bytes.
         name: for errors.
-        size: bytes, in the end.
+        size: total bytes.
         part: bytes of every part but the last.
     """
 
@@ -331,13 +332,13 @@ class _File:
         self._early[offset] = octets
 
     def _send(self, octets: memoryview) -> None:
-        done = 0
-        while done < octets.nbytes:
+        sent = 0
+        while sent < octets.nbytes:
             # Up to the end of a part and no further: some services want all parts but the last to be of one length.
-            count = min(octets.nbytes - done, self._part - self._sent % self._part)
+            count = min(octets.nbytes - sent, self._part - self._sent % self._part)
             with self._service.working(f"sending {count} bytes at offset {self._sent}", self._name):
-                self._open.write(octets[done : done + count])
-            done += count
+                self._open.write(octets[sent : sent + count])
+            sent += count
             self._sent += count
 
     @property
@@ -347,7 +348,7 @@ class _File:
         return self._stream
 
     def close(self) -> None:
-        """Send what is left; nothing happens if that is done."""
+        """Send the rest; does nothing if all was sent."""
         if self._sent != self.size:
             raise ValueError(f"{self._name}: {self._sent} of {self.size} bytes were written")
         with self._service.working("sending the last part", self._name):
@@ -360,7 +361,7 @@ class _File:
         self._stream = None
 
     def discard(self) -> None:
-        """Forget the file, unless it has appeared; what the service says to that no longer matters."""
+        """Abandon the file, unless it has appeared; errors of the service no longer matter."""
         if self._stream is None:
             return
         stream, self._stream = self._stream, None
@@ -373,23 +374,23 @@ class _File:
 
 
 def part_size(size: int, part: int = PART) -> int:
-    """Return the bytes of a part: no file has more than 10,000, which is what services take.
+    """Return the bytes of a part: no file may have more than 10,000, the limit of services.
 
     Args:
         size: bytes of the file.
-        part: bytes of a part if there are not too many.
+        part: bytes of a part if that does not make too many.
     """
     least = -(-size // _MOST_PARTS)
     return max(part, -(-least // _GRAIN) * _GRAIN)
 
 
 def opens(name: str) -> bool:
-    """Tell whether a file makes the files around it a checkpoint, so that it must appear after them."""
+    """Tell whether a file turns the files around it into a checkpoint, so that it must appear after them."""
     return _turn(name)[0] > 1
 
 
 def _turn(name: str) -> tuple[int, str]:
-    """Return when a file appears: what travels along, tensors, what makes them a checkpoint, the manifest.
+    """Return a sort key for the order of appearance: sidecars, tensors, files that open a checkpoint, the manifest.
 
     The optimizer's state comes before the model, which is a checkpoint without it.
     """

@@ -1,4 +1,4 @@
-"""Open file descriptors by name: shared by threads, and never more than a few at once.
+"""Open file descriptors by name: shared by threads, and closed when too many are idle.
 
 A checkpoint may have thousands of files, a process has about a thousand descriptors, and a descriptor must not be
 closed while another thread reads through it. So each one counts its users, and only idle ones are closed.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from threading import Lock
 
 LIMIT = 128
-"""Descriptors kept open while idle."""
+"""Cap on the descriptors that stay open while idle."""
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class _Handle:
     users: int = 0
     """Threads that are using it now."""
     dropped: bool = False
-    """Close it when the last user is done."""
+    """Whether to close it when the last user is done."""
 
 
 class Handles:

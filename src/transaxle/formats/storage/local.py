@@ -1,12 +1,12 @@
-"""A storage on this machine: `preadv` on regular files that lie inside one folder, and nothing else.
+"""Local storage: `preadv` on regular files inside one folder, and nothing else.
 
 The folder may come from anyone. A name in it can be a link to your keys, a FIFO that never answers or a device that
-never ends. So a name is resolved first and must stay inside the folder (a link of the Hugging Face cache to its
-`blobs` excepted), its kind is looked at before it is opened, and again on the open descriptor. Data is not mapped:
-a mapped file that is cut short while in use kills the process, a read of it is an error that can be named.
+never ends. So a name is resolved first and must stay inside the folder (a link of the Hugging Face cache to its `blobs`
+excepted), and its kind is checked before it is opened and again on the open descriptor. Data is not mapped: a mapped
+file that is truncated while in use kills the process, whereas a failing read is an error that can be named.
 
-The folder may be replaced by another one while it is read. It is held open, and every file that is opened must be the
-one of that folder: what is read is all of one checkpoint, or an error.
+The folder may be replaced while it is read. It is held open, and every file must belong to it: all that is read comes
+from one checkpoint, or is an error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from transaxle.formats.storage.storage import Listing, Storage
 from transaxle.formats.storage.strided_reads import read_runs
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-"""A FIFO or a device that took the file's place since it was looked at is opened without waiting, and then refused."""
+"""Without blocking, so that a FIFO or device that has replaced the file since its check opens at once, and is refused.
+"""
 _KINDS = {
     stat.S_IFIFO: "a FIFO",
     stat.S_IFSOCK: "a socket",
@@ -45,16 +46,17 @@ _REPLACED = "the checkpoint was replaced while it was open"
 _CHANGED = "the file was changed while the checkpoint was open"
 _AGAIN = "Open it again: what is there now is another one."
 
-Stamp = tuple[int, int, int, int, int]
-"""What changes when a file does: device, inode, size, and the times of change of its content and of its inode. The
-last one is the system's own, and cannot be set back."""
+FileStamp = tuple[int, int, int, int, int]
+"""Device, inode, size, and the times of change of content and inode: a changed file differs in one of them. The last
+one is the system's own and cannot be set back.
+"""
 
 
 class LocalStorage(Storage):
     """The files of one folder, or one file and the folder around it (see `formats.storage.Storage`).
 
-    A link that the user typed is followed: it is the user's own. A link found inside the folder is followed only
-    to a place inside the folder, or from a Hugging Face cache `snapshots/<revision>/` to `blobs/<hash>` beside it.
+    A link that the user typed is followed: it is the user's own. A link found inside the folder is followed only to a
+    place inside the folder, or from a Hugging Face cache `snapshots/<revision>/` to `blobs/<hash>` beside it.
 
     Raises:
         Refused: UNSUPPORTED if the path is a FIFO, a socket or a device.
@@ -77,7 +79,7 @@ class LocalStorage(Storage):
         except OSError as error:
             raise failed(error, "opening it", self._path) from error
         self._let_go = weakref.finalize(self, os.close, self._folder)
-        self._stamps: dict[str, Stamp] = {}
+        self._stamps: dict[str, FileStamp] = {}
         self._handles = Handles(self._open)
 
     @property
@@ -97,30 +99,30 @@ class LocalStorage(Storage):
         special: dict[str, Refusal] = {}
         try:
             with os.scandir(self._resolve(folder) if folder else self._root) as entries:
-                found = sorted((entry.name, entry.is_file(follow_symlinks=False)) for entry in entries)
+                files_here = sorted((entry.name, entry.is_file(follow_symlinks=False)) for entry in entries)
         except OSError as error:
             raise self._gone(folder) or failed(error, "listing the folder", folder or self._path) from error
         if gone := self._gone(folder):
             raise gone
-        for name, regular in found:
+        for name, regular in files_here:
             shown = name.encode("utf-8", "backslashreplace").decode()
             if shown != name:
                 special[shown] = _unreadable_name(shown)
                 continue
-            inside = f"{folder}/{name}" if folder else name
+            full_name = f"{folder}/{name}" if folder else name
             try:
-                kind = stat.S_IFREG if regular else stat.S_IFMT(os.lstat(self._resolve(inside)).st_mode)
+                kind = stat.S_IFREG if regular else stat.S_IFMT(os.lstat(self._resolve(full_name)).st_mode)
             except TransaxleError as error:
                 special[name] = error.refusals[0]
             except OSError as error:
-                special[name] = failed(error, "looking at it", inside).refusals[0]
+                special[name] = failed(error, "looking at it", full_name).refusals[0]
             else:
                 if kind == stat.S_IFREG:
                     names.append(name)
                 elif kind == stat.S_IFDIR:
                     folders.append(name)
                 else:
-                    special[name] = _not_regular(inside, kind).refusals[0]
+                    special[name] = _not_regular(full_name, kind).refusals[0]
         return Listing(tuple(names), tuple(folders), special)
 
     def size(self, name: str) -> int:
@@ -156,13 +158,13 @@ class LocalStorage(Storage):
         self._let_go()
 
     def _gone(self, name: str) -> TransaxleError | None:
-        """Return the error for a folder that is no longer the one that was opened; None where it is."""
+        """Return the error for a folder that was replaced since it was opened; None if it was not."""
         if not self._let_go.alive:
             return None
-        held = os.fstat(self._folder)
+        opened = os.fstat(self._folder)
         with suppress(OSError):
-            now = os.stat(self._root)  # noqa: PTH116
-            if (now.st_dev, now.st_ino) == (held.st_dev, held.st_ino):
+            current = os.stat(self._root)  # noqa: PTH116
+            if (current.st_dev, current.st_ino) == (opened.st_dev, opened.st_ino):
                 return None
         return refuse("CORRUPT", _REPLACED, file=name or self._path, hint=_AGAIN)
 
@@ -185,25 +187,25 @@ class LocalStorage(Storage):
 
     def _open(self, name: str) -> int:
         try:
-            fd, now = _opened(self._resolve(name), name)
+            fd, status = _opened(self._resolve(name), name)
         except StorageError as error:
             raise self._gone(name) or error from error
         try:
-            self._check(name, now)
+            self._check(name, status)
         except BaseException:
             os.close(fd)
             raise
         return fd
 
-    def _check(self, name: str, now: os.stat_result) -> None:
-        """Refuse a file of another folder than the one that is held, or another one than was opened under this name."""
+    def _check(self, name: str, current: os.stat_result) -> None:
+        """Refuse a file that is not in the opened folder, or differs from the one first opened under this name."""
         try:
-            held = os.stat(name, dir_fd=self._folder)
+            expected = os.stat(name, dir_fd=self._folder)
         except OSError:
-            held = None
-        if held is None or (held.st_dev, held.st_ino) != (now.st_dev, now.st_ino):
+            expected = None
+        if expected is None or (expected.st_dev, expected.st_ino) != (current.st_dev, current.st_ino):
             raise self._gone(name) or refuse("CORRUPT", _CHANGED, file=name)
-        stamp = (now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
+        stamp = (current.st_dev, current.st_ino, current.st_size, current.st_mtime_ns, current.st_ctime_ns)
         if self._stamps.setdefault(name, stamp) != stamp:
             raise refuse("CORRUPT", _CHANGED, file=name)
 
@@ -238,14 +240,14 @@ def read_file(path: str | os.PathLike[str], most: int) -> bytes:
 
 
 def _opened(real: str, name: str) -> tuple[int, os.stat_result]:
-    """Open what must be a regular file, before and after it is opened, and whoever changes it meanwhile.
+    """Open a regular file; its kind is checked before and after opening, in case somebody replaces it meanwhile.
 
     Args:
         real: its path, without links.
-        name: what errors call it.
+        name: its name in errors.
 
     Returns:
-        The descriptor, which the caller closes, and what the system says of it.
+        The descriptor, which the caller closes, and its status.
     """
     try:
         kind = stat.S_IFMT(os.lstat(real).st_mode)
@@ -254,11 +256,11 @@ def _opened(real: str, name: str) -> tuple[int, os.stat_result]:
         fd = os.open(real, _FLAGS)
     except OSError as error:
         raise failed(error, "opening it", name) from error
-    now = os.fstat(fd)
-    if not stat.S_ISREG(now.st_mode):
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        raise _not_regular(name, stat.S_IFMT(now.st_mode))
-    return fd, now
+        raise _not_regular(name, stat.S_IFMT(status.st_mode))
+    return fd, status
 
 
 def _read(fd: int, name: str, offset: int, octets: memoryview) -> None:
@@ -313,8 +315,8 @@ def _blobs_beside(root: str) -> str | None:
 
 
 def _not_regular(name: str, kind: int, hint: str = "") -> TransaxleError:
-    what = _KINDS.get(kind, "something special")
-    return refuse("UNSUPPORTED", f"this is {what}, not a regular file; it is not read", file=name, hint=hint)
+    kind_name = _KINDS.get(kind, "something special")
+    return refuse("UNSUPPORTED", f"this is {kind_name}, not a regular file; it is not read", file=name, hint=hint)
 
 
 def _unreadable_name(shown: str) -> Refusal:

@@ -15,16 +15,16 @@ def checked_parts(name: str) -> tuple[str, ...]:
             which other systems read as separators), and for names that hold a NUL.
     """
     parts = tuple(name.split("/"))
-    if "\0" in name or any(part in ("", ".", "..") for part in parts) or ".." in name.split("\\"):
+    if "\0" in name or any(segment in ("", ".", "..") for segment in parts) or ".." in name.split("\\"):
         raise refuse("PATH_ESCAPE", f"{name!r} is not the name of a file inside the folder", file=name, hint=_HINT)
     return parts
 
 
 def is_plain(name: str) -> bool:
-    """Tell whether a name is that of a file directly in the folder: one part, no separators of any system."""
+    """Tell whether a name is a single path segment, with no separator of any operating system."""
     return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
 
 
 def too_long(name: str) -> tuple[Code, str]:
-    """Return the code and the words for a tensor's name that is longer than any is read."""
+    """Return the code and message for a tensor name beyond the cap on its length."""
     return "UNSUPPORTED", f"its name has {len(name):,} characters; names have at most {LONGEST_NAME:,}"

@@ -1,4 +1,4 @@
-"""What the operating system said, as one of our errors: every `OSError` of this room passes through here."""
+"""Operating-system errors as ours: every `OSError` of this room passes through here."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def failed(error: OSError, doing: str, file: str) -> TransaxleError:
     """Build the StorageError for a failed system call: NO_SPACE for a full disk or quota, else IO.
 
     Args:
-        error: what was caught.
+        error: the exception.
         doing: the action in words, e.g. `writing 4096 bytes at offset 0`.
-        file: the file it was done to.
+        file: the file that it concerned.
     """
     number = error.errno or 0
-    said = os.strerror(number) if number else str(error)
+    reason = os.strerror(number) if number else str(error)
     if number in _NO_SPACE:
-        return refuse("NO_SPACE", f"{doing}: {said}", file=file, hint="Free space there, or choose another place.")
-    return refuse("IO", f"{doing}: {said}", file=file, hint=_HINTS.get(number, ""))
+        return refuse("NO_SPACE", f"{doing}: {reason}", file=file, hint="Free space there, or choose another place.")
+    return refuse("IO", f"{doing}: {reason}", file=file, hint=_HINTS.get(number, ""))

@@ -1,4 +1,4 @@
-"""Where the bytes of one checkpoint are read from: the small interface that a local folder and a URL both offer.
+"""Storage: the interface through which readers get the bytes of one checkpoint, from a local folder or a URL.
 
 Readers know names, sizes and byte ranges, nothing else. So what holds for one storage (a name never leaves the
 checkpoint, a short read is an error, nothing is memory-mapped) holds for every format read through it.
@@ -17,17 +17,17 @@ from transaxle.formats.storage.strided_reads import read_each, read_strided
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """What lies directly in one folder of a checkpoint, sorted by name."""
+    """The direct contents of one folder of a checkpoint, sorted by name."""
 
     names: tuple[str, ...]
-    """Regular files, links to them included where they may be followed."""
+    """Regular files, including links to them that may be followed."""
     folders: tuple[str, ...]
     """Sub-folders."""
     special: Mapping[str, Refusal]
     """Everything else, with the reason why it is not read: FIFOs, devices, sockets, links that lead elsewhere."""
 
     def everything(self) -> tuple[str, ...]:
-        """Return the names of all files, those that will be refused when they are read included."""
+        """Return the names of all files, including those that will be refused when they are read."""
         return tuple(sorted((*self.names, *self.special)))
 
 
@@ -84,7 +84,7 @@ class Storage(Protocol):
         return bytes(buffer)
 
     def recheck(self) -> None:
-        """Check that no file that was read has changed since; worth doing before what was made of them is published.
+        """Check that no file that was read has changed since; call it before publishing what was made of them.
 
         Raises:
             Refused: CORRUPT.
@@ -96,10 +96,10 @@ class Storage(Protocol):
 
 
 class Overlay(Storage):
-    """A storage over another one: what a subclass does not say for itself, the one below says.
+    """A storage on top of another one, to which it passes every call that a subclass does not override.
 
     Args:
-        below: the storage that it stands over.
+        below: the storage underneath.
     """
 
     def __init__(self, below: Storage) -> None:
@@ -140,61 +140,61 @@ class Overlay(Storage):
         self.below.close()
 
 
-class Virtual(Protocol):
-    """A file that does not exist: its bytes are made when they are read."""
+class VirtualFile(Protocol):
+    """A file that does not exist on disk: its bytes are computed when they are read."""
 
     @property
     def nbytes(self) -> int:
-        """How many there are."""
+        """Its size in bytes."""
 
     def read_into(self, offset: int, view: memoryview) -> None:
         """Fill a writable contiguous view with the bytes that start at `offset`; safe from several threads."""
 
 
 @dataclass(frozen=True, slots=True)
-class Octets:
-    """Bytes at hand, as a file."""
+class InMemoryFile:
+    """A virtual file of given bytes."""
 
     data: bytes
 
     @property
     def nbytes(self) -> int:
-        """See `Virtual`."""
+        """See `VirtualFile`."""
         return len(self.data)
 
     def read_into(self, offset: int, view: memoryview) -> None:
-        """See `Virtual`."""
+        """See `VirtualFile`."""
         view.cast("B")[:] = self.data[offset : offset + view.nbytes]
 
 
-class Beside(Overlay):
-    """A storage, and beside its files some that do not exist.
+class VirtualFiles(Overlay):
+    """A storage with further, virtual files.
 
     Args:
-        below: the files that do.
-        files: the others, by names that no file has.
+        below: the real files.
+        files: the virtual ones, by names that no real file has.
     """
 
-    def __init__(self, below: Storage, files: Mapping[str, Virtual]) -> None:
+    def __init__(self, below: Storage, files: Mapping[str, VirtualFile]) -> None:
         super().__init__(below)
         self._files = files
 
     def size(self, name: str) -> int:
         """See `Storage`."""
-        found = self._files.get(name)
-        return super().size(name) if found is None else found.nbytes
+        virtual = self._files.get(name)
+        return super().size(name) if virtual is None else virtual.nbytes
 
     def version(self, name: str) -> str:
-        """See `Storage`; what is made changes with the files that it is made of."""
+        """See `Storage`; virtual files change with the files that they are computed from."""
         return "" if name in self._files else super().version(name)
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """See `Storage`."""
-        found = self._files.get(name)
-        if found is None:
+        virtual = self._files.get(name)
+        if virtual is None:
             super().read_into(name, offset, view)
         else:
-            found.read_into(offset, view)
+            virtual.read_into(offset, view)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """See `formats.strided.read_strided`."""
@@ -208,7 +208,7 @@ Layer = TypeVar("Layer", bound=Overlay)
 
 
 def layer(storage: Storage, kind: type[Layer]) -> Layer | None:
-    """Return the uppermost overlay of a kind in a storage; None where there is none."""
+    """Return the uppermost overlay of a class in a storage; None if there is none."""
     while isinstance(storage, Overlay):
         if isinstance(storage, kind):
             return storage

@@ -1,9 +1,9 @@
-"""Strided reads: runs of one file, equally long, read in one call where that can be done.
+"""Strided reads: equally long runs of one file, read in one call where possible.
 
 A column cut of a matrix is a run of a few kB in each of its rows. Read one by one from Python, each costs several times
-its copy. `runs.c`, built like the kernel of the encodings when the package is installed, reads them in a loop, and
-threads beside it go on. A storage that offers this is `Strided`; any other is asked for each run, and so is every one
-where the loop was not built.
+its copy. `runs.c`, built like the kernel of the encodings when the package is installed, reads them in a loop without
+the interpreter lock. A storage that offers this is `Strided`; any other reads run by run, as does every storage if the
+loop was not built.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ARGUMENTS = (
 
 
 class _Plain(Protocol):
-    """What reads one run."""
+    """A storage that reads one run at a time."""
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """See `Storage`."""
@@ -36,7 +36,7 @@ class _Plain(Protocol):
 
 @runtime_checkable
 class Strided(Protocol):
-    """A storage that reads many runs at once."""
+    """A storage that reads many runs in one call."""
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
         """Read runs of a file; see `read_strided`."""
@@ -70,7 +70,12 @@ def read_each(reader: _Plain, name: str, offset: int, view: memoryview, width: i
 
 
 def read_runs(
-    fd: int, offset: int, view: memoryview, width: int, loops: Sequence[Loop], one: Callable[[int, memoryview], None]
+    fd: int,
+    offset: int,
+    view: memoryview,
+    width: int,
+    loops: Sequence[Loop],
+    read_one: Callable[[int, memoryview], None],
 ) -> None:
     """Read runs of an open file, as `read_strided`.
 
@@ -80,7 +85,7 @@ def read_runs(
         view: of bytes.
         width: see there.
         loops: see there.
-        one: reads one run from a byte of the file; asked for each that could not be read whole at once.
+        read_one: reads one run from a byte of the file; called for each run that the compiled loop could not read.
 
     Raises:
         ValueError: where a run's place leaves the view.
@@ -89,24 +94,25 @@ def read_runs(
     total = prod(counts)
     if not total * width:
         return
-    last = sum((count - 1) * max(step, 0) for count, _, step in loops) + width
-    if last > view.nbytes or any(step < 0 for _, _, step in loops):
-        raise ValueError(f"runs of {width} bytes that end at {last} do not fit into {view.nbytes}")
-    call = load()
+    view_end = sum((count - 1) * max(step, 0) for count, _, step in loops) + width
+    if view_end > view.nbytes or any(step < 0 for _, _, step in loops):
+        raise ValueError(f"runs of {width} bytes that end at {view_end} do not fit into {view.nbytes}")
+    compiled = load()
     out = np.frombuffer(view, np.uint8)
     numbers = np.array(loops, np.int64)
-    done = 0
-    while done < total:
-        if call is not None:
-            done = call(fd, offset, out.ctypes.data, width, len(counts), numbers.ctypes.data, done)
-        if done < total:
-            source, target = _place(loops, done)
-            one(offset + source, view[target : target + width])
-            done += 1
+    finished = 0
+    while finished < total:
+        if compiled is not None:
+            finished = compiled(fd, offset, out.ctypes.data, width, len(counts), numbers.ctypes.data, finished)
+        # The loop stopped at a run that needs attention (an error, a short read): Python reads that one.
+        if finished < total:
+            source, target = _place(loops, finished)
+            read_one(offset + source, view[target : target + width])
+            finished += 1
 
 
 def _place(loops: Sequence[Loop], number: int) -> tuple[int, int]:
-    """Return where one run begins on both sides, from where the first one does."""
+    """Return the offsets of one run from the first one, in the file and in the view."""
     source = target = 0
     for count, step, into in reversed(loops):
         number, index = divmod(number, count)
@@ -117,7 +123,7 @@ def _place(loops: Sequence[Loop], number: int) -> tuple[int, int]:
 
 @cache
 def load() -> Callable[..., int] | None:
-    """Return the compiled loop, or None where it was not built, cannot be loaded here, or is not of this source."""
+    """Return the compiled loop; None if it was not built, cannot be loaded here, or was built from another source."""
     try:
         library = ctypes.CDLL(str(LIBRARY))
         stamp = library.transaxle_stamp

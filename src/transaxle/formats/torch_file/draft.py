@@ -29,7 +29,7 @@ from transaxle.formats.sharded.shards import Sized, lay_out_shards
 from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, SEALED, VERSION
 from transaxle.formats.torch_file.stored_storage import STORAGE, item_bytes
 from transaxle.formats.torch_file.zip.layout import ALIGNMENT, Item, Layout, lay_out
-from transaxle.formats.training_state.state_groups import KEPT, Group
+from transaxle.formats.training_state.state_groups import KEPT, ParamGroup
 
 _STEM, _ENDING = "pytorch_model", ".bin"
 _FOLDER = "archive"
@@ -50,7 +50,7 @@ def draft(
     *,
     metadata: Mapping[str, str] | None = None,
     shard_size: int | None = None,
-    groups: Sequence[Group] = (),
+    groups: Sequence[ParamGroup] = (),
     sealed: bool = False,
 ) -> Draft:
     """Lay out torch files.
@@ -111,7 +111,7 @@ def _size(spec: Spec, seen: set[str], faults: Faults) -> int:
 
 
 def _lay_out(
-    file: str, shard: Sequence[Sized], groups: Sequence[Group], room: list[int] | None = None
+    file: str, shard: Sequence[Sized], groups: Sequence[ParamGroup], room: list[int] | None = None
 ) -> tuple[list[Entry], list[Fragment], int]:
     """Give each tensor of one file its offset; also return all bytes around them, and the file's size.
 

@@ -10,17 +10,17 @@ from typing import Any
 from transaxle.errors import refuse
 from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog.catalog import Checksum, Container, Entry
-from transaxle.formats.catalog.inline import Inline, number
+from transaxle.formats.catalog.inline import NumbersInMemory, number
 from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.catalog.seal import Seal
-from transaxle.formats.catalog.sidecar_files import company
+from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Quantized, Scalar, TensorRef
 from transaxle.formats.sharded.shard_index import read_files
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.quantized_tensors import NOTE, TAKEN, Layout, layout
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.torch_file.views import REPEATED, ViewFault, identity, place
-from transaxle.formats.training_items import Item, tops
+from transaxle.formats.training_items import TrainingItem, tops
 from transaxle.formats.training_state.flatten import Odd, flatten
 from transaxle.formats.training_state.state import LEFT_BEHIND, TRAINING, Leaf, arrange
 from transaxle.formats.training_state.state_groups import GROUPS, single
@@ -39,7 +39,7 @@ class Part:
     """Its root, its ties, its quantized tensors, and what is left behind."""
     checksums: tuple[Checksum, ...] = ()
     """What the archive says of its records' bytes."""
-    training: tuple[Item, ...] = ()
+    training: tuple[TrainingItem, ...] = ()
     """What is beside model and optimizer."""
     seal: Seal | None = None
     """Where the file keeps digests of its bytes."""
@@ -58,12 +58,12 @@ def open_torch(storage: Storage, path: str, member: str) -> Container:
             the catalogs of all files.
         StorageError: IO.
     """
-    inline = Inline(storage)
+    inline = NumbersInMemory(storage)
     found = read_files(storage, member, lambda file: read_part(inline, file))
-    around = company(storage, found.sizes)
+    around = sort_sidecars(storage, found.sizes)
     checksums = tuple(checksum for part in found.parts.values() for checksum in part.checksums)
     training = tuple(item for part in found.parts.values() for item in part.training)
-    metadata = {**found.said, **_merged(found.parts), **({TRAINING: tops(training)} if training else {})}
+    metadata = {**found.index_texts, **_merged(found.parts), **({TRAINING: tops(training)} if training else {})}
     seals = tuple(part.seal for part in found.parts.values() if part.seal is not None)
     return Container(
         TORCH.name,
@@ -80,7 +80,7 @@ def open_torch(storage: Storage, path: str, member: str) -> Container:
     )
 
 
-def read_part(inline: Inline, file: str) -> Part:
+def read_part(inline: NumbersInMemory, file: str) -> Part:
     """Read the catalog of one torch file.
 
     Raises:
@@ -186,7 +186,7 @@ class _Placed:
         self.faults.add(fault.code, fault.message, self._file, name, fault.hint)
 
 
-def _single(inline: Inline, file: str, value: TensorRef | Object) -> object:
+def _single(inline: NumbersInMemory, file: str, value: TensorRef | Object) -> object:
     """Return the number that a tensor without dims holds; see `formats.state`."""
     try:
         entry, _ = place("", value, file)
@@ -195,7 +195,7 @@ def _single(inline: Inline, file: str, value: TensorRef | Object) -> object:
     return single(inline, entry)
 
 
-def _number(name: str, value: Scalar | float | bool, inline: Inline) -> Entry:
+def _number(name: str, value: Scalar | float | bool, inline: NumbersInMemory) -> Entry:
     found = (value.code, value.data) if isinstance(value, Scalar) else number(value)
     assert found is not None
     code, data = found

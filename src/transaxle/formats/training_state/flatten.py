@@ -1,7 +1,7 @@
-"""Walking what a pickle holds down to its leaves, however it is nested, shared or wound around itself.
+"""Flattening: the leaves of a pickled value, however it is nested, shared or self-referential.
 
-The walk has no recursion, knows what it is inside of, and counts: a few bytes of pickle can describe a billion leaves
-by sharing one list again and again.
+The walk does not recurse, knows which containers it is inside of, and counts: a few bytes of pickle can describe a
+billion leaves by sharing one list again and again.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from transaxle.errors import refuse
 from transaxle.formats.catalog.inline import number
 from transaxle.formats.pickled.allowed_globals.allowed import TENSORS
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap, Quantized, Scalar, TensorRef
-from transaxle.formats.training_state.state import Leaf, Path
+from transaxle.formats.training_state.state import KeyPath, Leaf
 
 _MOST = 2_000_000
-"""Leaves and containers."""
+"""Cap on leaves and containers."""
 _MOST_PARTS = 12_000_000
-"""Parts of the paths of all of them."""
+"""Cap on the summed lengths of all their paths."""
 _DEEPEST = 100
 _LONGEST = 4096
 _ALONE = "tensor"
-"""Name of a tensor that is not in a dict."""
+"""Name of a tensor that is saved without a dict."""
 _CONTAINERS = (dict, OrderedMap, list, tuple)
 
 
 class Odd(str):
-    """Stands in a path for a key that is no text and no integer."""
+    """Replaces a key that is neither text nor integer in a path."""
 
     __slots__ = ()
 
@@ -59,7 +59,7 @@ def flatten(value: object, file: str) -> list[Leaf]:
 
 
 class _Walk:
-    """One walk: what it has counted, and which lists it has looked through."""
+    """One walk, with its counts and the lists it has already examined."""
 
     def __init__(self, file: str) -> None:
         self._file = file
@@ -69,7 +69,7 @@ class _Walk:
 
     def leaves(self, top: Any) -> Iterator[Leaf]:
         inside = {id(top)}
-        walks: list[tuple[Path, Any, Iterator[tuple[str | int, Any]]]] = [((), top, self._items(top))]
+        walks: list[tuple[KeyPath, Any, Iterator[tuple[str | int, Any]]]] = [((), top, self._items(top))]
         while walks:
             path, container, items = walks[-1]
             item = next(items, None)
@@ -82,16 +82,16 @@ class _Walk:
             if self._left < 0 or self._parts < 0:
                 raise refuse("CORRUPT", f"it describes more than {_MOST} items", file=self._file)
             key, value = item
-            here = (*path, key)
+            item_path = (*path, key)
             if type(value) not in _CONTAINERS or self._is_leaf(value):
-                yield _leaf(here, value)
+                yield _leaf(item_path, value)
                 continue
             if id(value) in inside:
-                raise refuse("CORRUPT", f"{_shown(here)} holds itself", file=self._file)
-            if len(here) > _DEEPEST:
+                raise refuse("CORRUPT", f"{_shown(item_path)} holds itself", file=self._file)
+            if len(item_path) > _DEEPEST:
                 raise refuse("CORRUPT", f"it is nested more than {_DEEPEST} deep", file=self._file)
             inside.add(id(value))
-            walks.append((here, value, self._items(value)))
+            walks.append((item_path, value, self._items(value)))
 
     def _items(self, container: Any) -> Iterator[tuple[str | int, Any]]:
         if isinstance(container, dict):
@@ -108,17 +108,17 @@ class _Walk:
         return key
 
     def _is_leaf(self, value: Any) -> bool:
-        """Tell whether a container is one leaf; each list is looked through once, however often it is shared."""
+        """Tell whether a container is one leaf; a list is examined once, however often it is shared."""
         if isinstance(value, dict):
             return False
-        known = self._plain.get(id(value))
-        if known is None:
-            known = not any(type(item) in _CONTAINERS or is_tensor(item) for item in value)
-            self._plain[id(value)] = known
-        return known
+        is_plain = self._plain.get(id(value))
+        if is_plain is None:
+            is_plain = not any(type(item) in _CONTAINERS or is_tensor(item) for item in value)
+            self._plain[id(value)] = is_plain
+        return is_plain
 
 
-def _leaf(path: Path, value: Any) -> Leaf:
+def _leaf(path: KeyPath, value: Any) -> Leaf:
     if is_tensor(value):
         return Leaf(path, "tensor", value)
     if type(value) is Scalar or (type(value) in (int, float, bool) and number(value) is not None):
@@ -127,7 +127,7 @@ def _leaf(path: Path, value: Any) -> Leaf:
 
 
 def described(value: object) -> str:
-    """Return in words what a value is that is neither tensor nor number."""
+    """Describe a value that is neither tensor nor number."""
     if type(value) is Object:
         return str(value.cls)
     if type(value) is Quantized:
@@ -139,5 +139,5 @@ def described(value: object) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def _shown(path: Path) -> str:
+def _shown(path: KeyPath) -> str:
     return repr(list(path))[:_LONGEST]

@@ -1,9 +1,8 @@
-"""Names of what a training state holds: the same for every format that nests dicts, in files or in keys.
+"""Names of the items in a training state, the same for every format that nests dicts.
 
-A model's tensors are called what the model calls them; an optimizer's state is called after the parameter it belongs
-to; everything else after its path. Nothing is paired by shape or order, and two paths that would get one name are
-refused. Numbers are kept as tensors without dims; an optimizer's settings are kept as its `groups`. What is none of
-these is left behind, and listed.
+A model's tensors keep the model's names; an optimizer's state is named after its parameter; everything else after its
+path. Nothing is paired by shape or order, and two paths that would get one name are refused. Numbers become tensors
+without dims; an optimizer's settings become its `groups`. Everything else is left behind, and listed.
 """
 
 from __future__ import annotations
@@ -16,43 +15,51 @@ from typing import Any, Literal
 from transaxle.errors import refuse
 from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.pickled.descriptors import NOTHING
-from transaxle.formats.training_items import Item, is_training, tops
-from transaxle.formats.training_state.state_groups import GROUPS, KEPT, NAMES, PARAMS, Group, gathered, plain
+from transaxle.formats.training_items import TrainingItem, is_training, tops
+from transaxle.formats.training_state.state_groups import (
+    GROUPS,
+    KEPT,
+    NAMES,
+    PARAMS,
+    ParamGroup,
+    groups_of_equal_settings,
+    plain,
+)
 
-Path = tuple[str | int, ...]
+KeyPath = tuple[str | int, ...]
 """Keys and list indices from the top of a state to a leaf."""
-Kind = Literal["tensor", "number", "other"]
+LeafKind = Literal["tensor", "number", "other"]
 
 ROOT = "root"
-"""Key of a container's metadata: the top-level container that was taken off all names."""
+"""Metadata key: the top-level container whose name was removed from all names."""
 RUN = "deepspeed"
 """Key of a container's metadata: what a training run says of itself, counters and settings."""
 TRAINING = "training_state"
-"""Key of a container's metadata: names at the top of a state that are training state, see `formats.training`."""
+"""Metadata key: top-level names that are training state, see `formats.training_items`."""
 LEFT_BEHIND = "left_behind"
-"""Key of a container's metadata: path -> kind of everything that is neither tensor nor number."""
+"""Metadata key: path -> kind of every item that is neither tensor nor number."""
 OPTIMIZER = "optim/"
-"""How the names of optimizer state begin: `optim/<parameter>/<state>`."""
+"""Prefix of the names of optimizer state: `optim/<parameter>/<state>`."""
 
 _ROOTS = ("model", "module", "state_dict")
 _OPTIMIZERS = frozenset({"optim", "optimizer", "optimizer_state_dict", "optimizer_state"})
 _STATE = "state"
 _LONGEST = 1 << 28
-"""Characters of all names together."""
+"""Cap on the characters of all names together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Leaf:
     """One item of a state."""
 
-    path: Path
-    """Where it is."""
-    kind: Kind
+    path: KeyPath
+    """Its path."""
+    kind: LeafKind
     """Whether it is a tensor, a number, or neither."""
     value: Any = None
-    """What the format needs to know of it; for the lists `params` and `param_names` of an optimizer, their items."""
+    """Its value, as the format describes it; for an optimizer's lists `params` and `param_names`, their items."""
     what: str = ""
-    """What it is in words; for what is left behind."""
+    """A description, for items that are left behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +69,16 @@ class State:
     leaves: Mapping[str, Leaf]
     """Tensors and numbers, in their order."""
     root: str | None
-    """Top-level container that was taken off the names."""
+    """Top-level container whose name was removed from the names."""
     left_behind: Mapping[str, str]
-    """Path of everything else -> what it is; a container that holds no tensor is one item."""
-    groups: Sequence[Group] = ()
-    """The settings of all optimizers, see `formats.groups`."""
-    training: Sequence[Item] = ()
-    """What is beside model and optimizer, such as schedulers and counters."""
+    """Path -> description of every other item; a container without tensors is one item."""
+    groups: Sequence[ParamGroup] = ()
+    """Settings of all optimizers, see `state_groups`."""
+    training: Sequence[TrainingItem] = ()
+    """State beside model and optimizer, such as schedulers and counters."""
 
     def metadata(self) -> dict[str, Any]:
-        """Return what a container's metadata says of it."""
+        """Return its entries in a container's metadata."""
         root = {} if self.root is None else {ROOT: self.root}
         groups = {GROUPS: list(self.groups)} if self.groups else {}
         beside = {TRAINING: tops(self.training)} if self.training else {}
@@ -84,75 +91,75 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
     Args:
         leaves: every item; order is kept.
         file: for errors.
-        read: returns the number that a tensor without dims among an optimizer's settings is, by its leaf's value, or
+        read: returns the value of a tensor without dims among an optimizer's settings, given its leaf's value, or
             `NOTHING`.
 
     Raises:
-        Refused: NAME_COLLISION for two leaves of one name; CORRUPT for names beyond all measure.
+        Refused: NAME_COLLISION for two leaves of one name; CORRUPT if the names exceed the cap.
     """
-    optimizers = _Optimizers(leaves)
+    optimizers = _OptimizerNames(leaves)
     model = [leaf for leaf in leaves if optimizers.root_of(leaf.path) is None]
     root = _root(model)
     settings = _settings(model)
     named: dict[str, Leaf] = {}
-    left: dict[str, str] = {}
-    groups = _Groups(read)
-    training: list[Item] = []
+    left_behind: dict[str, str] = {}
+    groups = _GroupSettings(read)
+    training: list[TrainingItem] = []
     faults = Faults()
     length = 0
     for leaf in leaves:
-        inside = optimizers.root_of(leaf.path)
-        if leaf.path[0] == KEPT or (inside is not None and _in_groups(leaf.path[len(inside)])):
-            if not groups.add(inside or (), leaf):
-                left[joined(leaf.path)] = leaf.what or leaf.kind
+        optimizer_root = optimizers.root_of(leaf.path)
+        if leaf.path[0] == KEPT or (optimizer_root is not None and _in_groups(leaf.path[len(optimizer_root)])):
+            if not groups.add(optimizer_root or (), leaf):
+                left_behind[joined(leaf.path)] = leaf.what or leaf.kind
             continue
-        held = _shortest(leaf.path, settings) if inside is None else None
-        beside = inside is None and leaf.path[0] != root and is_training(leaf.path, leaf.kind)
-        if beside and (held is not None or leaf.kind == "other"):
-            training.append(Item(leaf.path, None, leaf.value, leaf.what or leaf.kind))
-        if held is not None:
-            left[joined(held)] = "settings"
+        settings_container = _shortest(leaf.path, settings) if optimizer_root is None else None
+        is_beside = optimizer_root is None and leaf.path[0] != root and is_training(leaf.path, leaf.kind)
+        if is_beside and (settings_container is not None or leaf.kind == "other"):
+            training.append(TrainingItem(leaf.path, None, leaf.value, leaf.what or leaf.kind))
+        if settings_container is not None:
+            left_behind[joined(settings_container)] = "settings"
             continue
-        if inside is None:
+        if optimizer_root is None:
             name = joined(leaf.path[1:] if root is not None and leaf.path[0] == root else leaf.path)
         else:
-            name = optimizers.name(inside, leaf.path)
+            name = optimizers.name(optimizer_root, leaf.path)
         length += len(name)
         if length > _LONGEST:
             raise refuse("CORRUPT", f"the names of its items take more than {_LONGEST} characters", file=file)
         if leaf.kind == "other":
-            left[name] = leaf.what
+            left_behind[name] = leaf.what
             continue
         if name in named:
-            one, other = (repr(list(each.path)) for each in (named[name], leaf))
-            faults.add("NAME_COLLISION", f"two items get this name: {one} and {other}", file, name)
+            first_path, second_path = (repr(list(same_name.path)) for same_name in (named[name], leaf))
+            faults.add("NAME_COLLISION", f"two items get this name: {first_path} and {second_path}", file, name)
         named[name] = leaf
-        if beside:
-            training.append(Item(leaf.path, name, leaf.value if leaf.kind == "number" else None))
+        if is_beside:
+            training.append(TrainingItem(leaf.path, name, leaf.value if leaf.kind == "number" else None))
     if faults:
         raise faults.error()
-    return State(named, root, left, groups.found(optimizers.called), training)
+    return State(named, root, left_behind, groups.groups(optimizers.parameter_name), training)
 
 
-def joined(path: Path) -> str:
+def joined(path: KeyPath) -> str:
     """Return a path as one name."""
     return ".".join(str(part) for part in path)
 
 
-def _prefixes(paths: Iterable[Path]) -> set[Path]:
-    """Return all proper prefixes of paths, the empty one excepted."""
-    found: set[Path] = set()
+def _prefixes(paths: Iterable[KeyPath]) -> set[KeyPath]:
+    """Return all proper prefixes of paths except the empty one."""
+    prefixes: set[KeyPath] = set()
     for path in paths:
         for length in range(len(path) - 1, 0, -1):
             prefix = path[:length]
-            if prefix in found:
+            if prefix in prefixes:
                 break
-            found.add(prefix)
-    return found
+            prefixes.add(prefix)
+    return prefixes
 
 
-def _shortest(path: Path, among: set[Path]) -> Path | None:
-    """Return the shortest prefix of a path that is in a set, the path itself excepted."""
+def _shortest(path: KeyPath, among: set[KeyPath]) -> KeyPath | None:
+    """Return the shortest proper prefix of a path that is in a set."""
     if among:
         for length in range(1, len(path)):
             if path[:length] in among:
@@ -164,25 +171,25 @@ def _root(leaves: Sequence[Leaf]) -> str | None:
     """Return the one top-level container whose children are tensors; None if there is none, or more."""
     flat = {leaf.path[0] for leaf in leaves if leaf.kind == "tensor" and len(leaf.path) == 2}
     nested = {leaf.path[0] for leaf in leaves if leaf.kind == "tensor" and len(leaf.path) > 2}
-    found = [root for root in _ROOTS if root in flat and root not in nested]
-    return found[0] if len(found) == 1 else None
+    candidates = [root for root in _ROOTS if root in flat and root not in nested]
+    return candidates[0] if len(candidates) == 1 else None
 
 
-def _settings(leaves: Sequence[Leaf]) -> set[Path]:
-    """Return the containers that hold no tensor, and something that is no number either: settings, not state."""
+def _settings(leaves: Sequence[Leaf]) -> set[KeyPath]:
+    """Return the containers that hold no tensor but something that is not a number: settings, not state."""
     holding = _prefixes(leaf.path for leaf in leaves if leaf.kind == "tensor")
-    found: set[Path] = set()
+    containers: set[KeyPath] = set()
     for leaf in leaves:
         if leaf.kind == "other":
             for length in range(1, len(leaf.path)):
                 if leaf.path[:length] not in holding:
-                    found.add(leaf.path[:length])
+                    containers.add(leaf.path[:length])
                     break
-    return found
+    return containers
 
 
-class _Optimizers:
-    """The optimizers of a state: where they are, and what their parameters are called."""
+class _OptimizerNames:
+    """The optimizers of a state: their paths, and the names of their parameters."""
 
     def __init__(self, leaves: Sequence[Leaf]) -> None:
         self._roots = {root for leaf in leaves for root in _optimizers(leaf)}
@@ -192,43 +199,43 @@ class _Optimizers:
         unnamed = [root for root, names in self._names.items() if not names]
         self._marks = {root: f"#{at}." for at, root in enumerate(unnamed)} if len(unnamed) > 1 else {}
 
-    def root_of(self, path: Path) -> Path | None:
-        """Return the path of the optimizer that a path leads into."""
+    def root_of(self, path: KeyPath) -> KeyPath | None:
+        """Return the path of the optimizer that contains a path."""
         if self._roots:
             for length in range(len(path)):
                 if path[:length] in self._roots and _inside(path[length]):
                     return path[:length]
         return None
 
-    def _numbered(self, leaf: Leaf) -> Path | None:
-        """Return the path of the optimizer that a leaf is in and whose parameters it calls by number."""
+    def _numbered(self, leaf: Leaf) -> KeyPath | None:
+        """Return the path of the optimizer that contains a leaf, if it numbers its parameters."""
         root = self.root_of(leaf.path)
         if root is None:
             return None
         parts = _parts(leaf.path[len(root) :])
         if parts is None:
             listed = leaf.value if leaf.path[-1] == PARAMS and isinstance(leaf.value, list | tuple) else ()
-            return root if any(isinstance(each, int) for each in listed) else None
+            return root if any(isinstance(parameter, int) for parameter in listed) else None
         return root if _is_number(parts[0]) else None
 
-    def name(self, root: Path, path: Path) -> str:
+    def name(self, root: KeyPath, path: KeyPath) -> str:
         """Return the name of a leaf of an optimizer."""
         parts = _parts(path[len(root) :])
         if parts is None:
             return joined(path)
         parameter, state = parts
-        return f"{OPTIMIZER}{self.called(root, parameter)}/{state}"
+        return f"{OPTIMIZER}{self.parameter_name(root, parameter)}/{state}"
 
-    def called(self, root: Path, parameter: str | int) -> str:
-        """Return the name of a parameter, which the optimizer may only have numbered."""
+    def parameter_name(self, root: KeyPath, parameter: str | int) -> str:
+        """Return the name of a parameter, which the optimizer may know by its number only."""
         if not _is_number(parameter):
             return str(parameter)
-        known = self._names.get(root, {}).get(str(parameter))
-        return known or f"{self._marks.get(root, '#')}{parameter}"
+        saved_name = self._names.get(root, {}).get(str(parameter))
+        return saved_name or f"{self._marks.get(root, '#')}{parameter}"
 
 
-class _Groups:
-    """Settings of optimizers, leaf by leaf.
+class _GroupSettings:
+    """Settings of optimizers, collected leaf by leaf.
 
     torch keeps them in a list of groups, `param_groups, 0, lr`, or flattened by parameter,
     `param_groups.<parameter>.lr`. Where an optimizer has both, the list counts.
@@ -239,11 +246,11 @@ class _Groups:
 
     def __init__(self, read: Callable[[Any], object] | None) -> None:
         self._read = read
-        self._listed: dict[Path, dict[int, dict[str, Any]]] = {}
-        self._flat: dict[Path, dict[str, dict[str, Any]]] = {}
+        self._listed: dict[KeyPath, dict[int, dict[str, Any]]] = {}
+        self._flat: dict[KeyPath, dict[str, dict[str, Any]]] = {}
 
-    def add(self, root: Path, leaf: Leaf) -> bool:
-        """Take a setting; tell whether it could be taken."""
+    def add(self, root: KeyPath, leaf: Leaf) -> bool:
+        """Add a setting; False if it cannot be represented."""
         inner = leaf.path[len(root) :]
         if leaf.kind == "tensor":
             value = NOTHING if self._read is None else self._read(leaf.value)
@@ -262,57 +269,61 @@ class _Groups:
         self._flat.setdefault(root, {}).setdefault(parameter, {})[setting] = value
         return True
 
-    def found(self, called: Callable[[Path, str | int], str]) -> list[Group]:
+    def groups(self, parameter_name: Callable[[KeyPath, str | int], str]) -> list[ParamGroup]:
         """Return the groups of all optimizers, with the names of their parameters."""
-        groups: list[Group] = []
+        groups: list[ParamGroup] = []
         for root in dict.fromkeys([*self._listed, *self._flat]):
             if root not in self._listed:
-                groups += gathered(self._flat[root])
+                groups += groups_of_equal_settings(self._flat[root])
             for _, group in sorted(self._listed.get(root, {}).items()):
                 listed = group.get(PARAMS)
-                held = listed if isinstance(listed, list | tuple) else ()
-                names = [called(root, each) for each in held if isinstance(each, str | int)]
+                listed_parameters = listed if isinstance(listed, list | tuple) else ()
+                names = [
+                    parameter_name(root, parameter)
+                    for parameter in listed_parameters
+                    if isinstance(parameter, str | int)
+                ]
                 groups.append({**{k: v for k, v in group.items() if k not in (PARAMS, NAMES)}, PARAMS: names})
         return groups
 
 
-def _begins(part: str | int, word: str) -> bool:
+def _begins(key: str | int, word: str) -> bool:
     """Tell whether a key is a word, or a flattened key that begins with it."""
-    return isinstance(part, str) and part.partition(".")[0] == word
+    return isinstance(key, str) and key.partition(".")[0] == word
 
 
-def _in_groups(part: str | int) -> bool:
-    return _begins(part, GROUPS)
+def _in_groups(key: str | int) -> bool:
+    return _begins(key, GROUPS)
 
 
-def _inside(part: str | int) -> bool:
-    return _begins(part, _STATE) or _in_groups(part)
+def _inside(key: str | int) -> bool:
+    return _begins(key, _STATE) or _in_groups(key)
 
 
-def _optimizers(leaf: Leaf) -> Iterator[Path]:
-    """Yield the paths that must be an optimizer's for the path of a leaf to make sense."""
+def _optimizers(leaf: Leaf) -> Iterator[KeyPath]:
+    """Yield the paths that must be an optimizer for a leaf's path to make sense."""
     path = leaf.path
-    for at, part in enumerate(path):
+    for at, key in enumerate(path):
         after = path[at + 1 :]
-        flattened = isinstance(part, str) and "." in part and not after
-        if _in_groups(part):
-            whole = leaf.kind == "other" if not after else isinstance(after[0], int)
-            found = flattened or (part == GROUPS and whole)
-        elif _begins(part, _STATE) and at and path[at - 1] in _OPTIMIZERS:
-            found = flattened or (part == _STATE and len(after) > 1)
+        flattened = isinstance(key, str) and "." in key and not after
+        if _in_groups(key):
+            has_list = leaf.kind == "other" if not after else isinstance(after[0], int)
+            is_optimizer = flattened or (key == GROUPS and has_list)
+        elif _begins(key, _STATE) and at and path[at - 1] in _OPTIMIZERS:
+            is_optimizer = flattened or (key == _STATE and len(after) > 1)
         else:
-            found = False
-        if found:
+            is_optimizer = False
+        if is_optimizer:
             yield path[:at]
 
 
-def _parts(inner: Path) -> tuple[str | int, str] | None:
-    """Return parameter and state of a path inside an optimizer: `state, p, s, …`, or the flattened key `state.p.s`."""
-    first = inner[0]
-    if first == _STATE:
+def _parts(inner: KeyPath) -> tuple[str | int, str] | None:
+    """Return parameter and state of a path in an optimizer: `state, p, s, …`, or the flattened key `state.p.s`."""
+    head = inner[0]
+    if head == _STATE:
         return (inner[1], joined(inner[2:])) if len(inner) > 2 else None
-    if isinstance(first, str) and len(inner) == 1 and _begins(first, _STATE):
-        parameter, _, state = first.removeprefix(f"{_STATE}.").rpartition(".")
+    if isinstance(head, str) and len(inner) == 1 and _begins(head, _STATE):
+        parameter, _, state = head.removeprefix(f"{_STATE}.").rpartition(".")
         return (parameter, state) if parameter else None
     return None
 
@@ -321,17 +332,19 @@ def _is_number(parameter: str | int) -> bool:
     return isinstance(parameter, int) or parameter.isdecimal()
 
 
-def _parameter_names(root: Path, lists: Mapping[Path, Any]) -> dict[str, str]:
-    """Return number -> name of an optimizer's parameters; empty unless all its groups give both."""
-    found: dict[str, str] = {}
+def _parameter_names(root: KeyPath, lists: Mapping[KeyPath, Any]) -> dict[str, str]:
+    """Return number -> name of an optimizer's parameters; empty unless all its groups list both."""
+    names_by_number: dict[str, str] = {}
     for group in itertools.count():
         numbers = lists.get((*root, GROUPS, group, PARAMS))
         if numbers is None:
-            return found
+            return names_by_number
         names = lists.get((*root, GROUPS, group, NAMES))
         if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
             return {}
         if not isinstance(numbers, list | tuple) or len(numbers) != len(names):
             return {}
-        found |= {str(number): name for number, name in zip(numbers, names, strict=True) if isinstance(number, int)}
-    return found
+        names_by_number |= {
+            str(number): name for number, name in zip(numbers, names, strict=True) if isinstance(number, int)
+        }
+    return names_by_number

@@ -1,12 +1,11 @@
-"""Parameter groups: an optimizer's settings, and the names of the parameters that they hold for.
+"""Parameter groups: an optimizer's settings, with the names of the parameters that they apply to.
 
 Every format keeps them in its own way; here they are plain data, under one key of a container's metadata:
 
-    ck.metadata["param_groups"] == [{"lr": 0.001, "betas": (0.9, 0.95), "params": ["model.norm.weight", ...]}, ...]
-
-A setting keeps its type: numbers, texts, None, tuples, lists and dicts of them are themselves, and a number with a type
-of its own (a tensor without dims, a numpy number) is a numpy scalar. Parameters are called what their state is called
-in `optim/<parameter>/<state>`.
+      ck.metadata["param_groups"] == [{"lr": 0.001, "betas": (0.9, 0.95), "params": ["model.norm.weight", ...]}, ...]
+  |A setting keeps its type: numbers, texts, None, and tuples, lists and dicts of them stay as they are; a number with a
+      dtype of its own (a tensor without dims, a numpy number) is a numpy scalar. Parameters have the names of their
+      state, `optim/<parameter>/<state>`.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ from transaxle.formats.dtype import BITS, code_of, numpy_dtype
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
 from transaxle.formats.storage.storage import Storage
 
-Group = Mapping[str, Any]
+ParamGroup = Mapping[str, Any]
 """Settings of one group, and its parameters' names under `PARAMS`."""
 
 GROUPS = "param_groups"
-"""Key of a container's metadata, and of a group's list in torch's own states."""
+"""Key of a container's metadata, and of the list of groups in torch's own states."""
 PARAMS, NAMES = "params", "param_names"
 KEPT = "optim/param_groups"
-"""Where formats keep them that have no place of their own: a key beside the tensors, a note in a header."""
+"""Key for groups in formats that have no place for them: beside the tensors, or in a header."""
 _DEEPEST, _MOST = 8, 1_000_000
-"""Levels of a setting, and values in it."""
+"""Caps on the depth of a setting, and on its values."""
 _TUPLE, _DICT, _FLOAT, _TYPED = "tuple", "dict", "float", "dtype"
 _VALUE = "hex"
 
 
 def plain(value: object) -> object:
-    """Return a setting as plain data; `NOTHING` for what a group cannot hold, or what is larger than any setting."""
+    """Return a setting as plain data; `NOTHING` if a group cannot hold it, or it exceeds the caps."""
     return _plain(value, _DEEPEST, [_MOST])
 
 
-def _plain(value: object, depth: int, left: list[int]) -> object:
-    left[0] -= 1
-    if depth < 0 or left[0] < 0:
+def _plain(value: object, depth: int, budget: list[int]) -> object:
+    budget[0] -= 1
+    if depth < 0 or budget[0] < 0:
         return NOTHING
     if value is None or type(value) in (bool, int, float, str) or isinstance(value, np.generic):
         return value
@@ -53,63 +52,63 @@ def _plain(value: object, depth: int, left: list[int]) -> object:
     if type(value) in (list, tuple):
         items = []
         for item in value:  # type: ignore[attr-defined]
-            items.append(_plain(item, depth - 1, left))
+            items.append(_plain(item, depth - 1, budget))
             if items[-1] is NOTHING:
                 break  # a list that is shared again and again has no end
         return NOTHING if any(item is NOTHING for item in items) else type(value)(items)  # type: ignore[call-arg]
     if isinstance(value, dict):
-        pairs = {key: _plain(item, depth - 1, left) for key, item in value.items() if left[0] >= 0}
+        pairs = {key: _plain(item, depth - 1, budget) for key, item in value.items() if budget[0] >= 0}
         odd = any(type(key) is not str or item is NOTHING for key, item in pairs.items())
         return NOTHING if odd or len(pairs) < len(value) else pairs
     return NOTHING
 
 
 def single(storage: Storage, entry: Entry) -> object:
-    """Return the number that a stored tensor without dims is, as a numpy scalar; `NOTHING` for any other tensor."""
+    """Return a stored tensor without dims as a numpy scalar; `NOTHING` for any other tensor."""
     if entry.shape or entry.dtype not in BITS or len(entry.extents) != 1:
         return NOTHING
     (extent,) = entry.extents
     return np.frombuffer(storage.read(extent.file, extent.offset, entry.nbytes), numpy_dtype(entry.dtype))[0]
 
 
-def gathered(settings: Mapping[str, Mapping[str, Any]]) -> list[Group]:
-    """Return the groups of parameters whose settings are given one by one: those that agree are a group.
+def groups_of_equal_settings(settings: Mapping[str, Mapping[str, Any]]) -> list[ParamGroup]:
+    """Return groups from settings given by parameter: parameters with equal settings form a group.
 
     Args:
         settings: parameter -> its settings.
 
     Post-condition: groups and parameters are in the order in which they first appear.
     """
-    found: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
-    for parameter, each in settings.items():
-        found.setdefault(repr(sorted(each.items())), (each, []))[1].append(parameter)
-    return [{**each, PARAMS: parameters} for each, parameters in found.values()]
+    by_settings: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
+    for parameter, parameter_settings in settings.items():
+        by_settings.setdefault(repr(sorted(parameter_settings.items())), (parameter_settings, []))[1].append(parameter)
+    return [{**parameter_settings, PARAMS: parameters} for parameter_settings, parameters in by_settings.values()]
 
 
-def renamed(groups: Iterable[Group], names: Mapping[str, Sequence[str]]) -> list[Group]:
-    """Return groups with other names of their parameters; each name is kept once, and one without others stays."""
+def renamed(groups: Iterable[ParamGroup], names: Mapping[str, Sequence[str]]) -> list[ParamGroup]:
+    """Return groups with renamed parameters; duplicates are dropped, and a name without a new one stays."""
     return [
         {**group, PARAMS: list(dict.fromkeys(new for old in group[PARAMS] for new in names.get(old, (old,))))}
         for group in groups
     ]
 
 
-def encode(groups: Iterable[Group]) -> str:
-    """Return groups as JSON; what JSON has no word for is tagged.  Inverse: `decode`."""
+def encode(groups: Iterable[ParamGroup]) -> str:
+    """Return groups as JSON; values that JSON cannot express are tagged.  Inverse: `decode`."""
     return json.dumps([{key: _tagged(value) for key, value in group.items()} for group in groups], allow_nan=False)
 
 
-def decode(text: str) -> list[Group] | None:
+def decode(text: str) -> list[ParamGroup] | None:
     """Read what `encode` returned; None for any other text."""
     try:
         listed = json.loads(text)
         groups = [{key: _untagged(value) for key, value in group.items()} for group in listed]
     except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError):
         return None
-    return list[Group](groups) if all(_is_group(group) for group in groups) else None
+    return list[ParamGroup](groups) if all(_is_group(group) for group in groups) else None
 
 
-def _is_group(group: Group) -> bool:
+def _is_group(group: ParamGroup) -> bool:
     names = group.get(PARAMS)
     return isinstance(names, list) and all(isinstance(name, str) for name in names)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.training_state.state_groups import Group
+from transaxle.formats.training_state.state_groups import ParamGroup
 from transaxle.live.background.spawned import Parent
 from transaxle.live.model.report import SaveReport
 from transaxle.live.save.collected_state import CollectedState
@@ -75,7 +75,7 @@ class Order:
 
     settings: SaveSettings
     """What and how."""
-    groups: Sequence[Group]
+    groups: Sequence[ParamGroup]
     """The optimizers' groups."""
     files: Mapping[str, bytes]
     """Files that travel along."""

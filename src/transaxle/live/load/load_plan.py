@@ -17,7 +17,7 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.peft_adapter import adapter_config
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.errors import Refusal, gathered
-from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, Group
+from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
 from transaxle.live.derived.settle import left_out, reached, untaken
 from transaxle.live.model.live_config import sizes_that_differ
 from transaxle.live.model.matching import compared, unmatched
@@ -308,7 +308,7 @@ def _settings(optimizer: _Optimizer, view: View, problems: list[Refusal]) -> lis
     return settings
 
 
-def _groups(view: View, problems: list[Refusal]) -> list[Group]:
+def _groups(view: View, problems: list[Refusal]) -> list[ParamGroup]:
     """Return the source's parameter groups by the model's names."""
     stored_groups = view.checkpoint.container.metadata.get(GROUPS, ())
     groups = regrouped(stored_groups, view.checkpoint.targets, problems)

@@ -12,7 +12,7 @@ from torch import nn
 from transaxle.engine.checkpoint.settings import model_config
 from transaxle.engine.plan.conversion import for_hub
 from transaxle.errors import gathered
-from transaxle.formats.training_state.state_groups import Group
+from transaxle.formats.training_state.state_groups import ParamGroup
 from transaxle.live.model.live_config import shared_config
 from transaxle.live.model.published_codes import published
 from transaxle.live.model.state_tensors import Leaves, State, leaves, unsavable
@@ -33,7 +33,7 @@ class CollectedState:
     """This rank's tensors; their local parts will do."""
     global_tensors: Census
     """The tensors of all ranks."""
-    groups: Sequence[Group]
+    groups: Sequence[ParamGroup]
     """The optimizers' groups, by the names of the parameters."""
     files: Mapping[str, bytes]
     """Files that travel along."""
@@ -45,7 +45,7 @@ class _Training:
 
     states: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Their state by name."""
-    groups: Sequence[Group] = ()
+    groups: Sequence[ParamGroup] = ()
     """Their groups, by the names of the parameters."""
     untrained: tuple[str, ...] = ()
     """Parameters that have gradients and belong to none of them."""

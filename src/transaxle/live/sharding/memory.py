@@ -19,7 +19,7 @@ from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import Listing, Storage
-from transaxle.formats.training_state.state_groups import GROUPS, Group
+from transaxle.formats.training_state.state_groups import GROUPS, ParamGroup
 from transaxle.live.sharding.global_tensors import Census, Global
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import Held, local_shape
@@ -146,7 +146,7 @@ def container(
     rank: int,
     config: Mapping[str, Any] | None,
     *,
-    groups: Sequence[Group] = (),
+    groups: Sequence[ParamGroup] = (),
     files: Mapping[str, bytes] | None = None,
 ) -> Container:
     """Return the live tensors of all ranks as one container.

@@ -15,7 +15,7 @@ from typing import Any
 
 from transaxle.axes.translation.grouped import stack_name
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, Group, renamed
+from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup, renamed
 
 _LISTED = re.compile(rf"(?:.*\.)?{GROUPS}")
 """Flat name of all groups."""
@@ -99,7 +99,7 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _renamed(own: Iterable[Group], stored: Sequence[Group], problems: list[Refusal]) -> list[Group]:
+def _renamed(own: Iterable[ParamGroup], stored: Sequence[ParamGroup], problems: list[Refusal]) -> list[ParamGroup]:
     """Return the stored groups, with experts under the names that the optimizer has for them.
 
     Args:

@@ -14,7 +14,7 @@ import torch
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.dtype import numpy_dtype
 from transaxle.formats.pickled.descriptors import NOTHING
-from transaxle.formats.training_state.state_groups import NAMES, PARAMS, Group, plain
+from transaxle.formats.training_state.state_groups import NAMES, PARAMS, ParamGroup, plain
 from transaxle.live.training.optimizers import Optimizers
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.torch_dtype import code_of
@@ -23,7 +23,7 @@ _OWN = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _HINT = "build the optimizer with the groups that the source has"
 
 
-def groups_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> list[Group]:
+def groups_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> list[ParamGroup]:
     """Return this rank's groups, as containers keep them; those of several optimizers one after the other.
 
     Args:
@@ -34,7 +34,7 @@ def groups_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> list
         Refused: UNSUPPORTED for settings that are no plain data, and where a wrapper has others than what it wraps.
     """
     names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
-    found: list[Group] = []
+    found: list[ParamGroup] = []
     problems = []
     for number, group in enumerate(optimizers.groups()):
         said = {}
@@ -51,13 +51,13 @@ def groups_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> list
     return found
 
 
-def all_groups(mine: Sequence[Group], world: World) -> list[Group]:
+def all_groups(mine: Sequence[ParamGroup], world: World) -> list[ParamGroup]:
     """Return the groups of all ranks together: of pipeline stages, each has some of the parameters; collective.
 
     Raises:
         Refused: UNEQUAL_COPIES where ranks train one parameter with different settings.
     """
-    found: dict[tuple[int, str], Group] = {}
+    found: dict[tuple[int, str], ParamGroup] = {}
     held: dict[str, str] = {}
     problems = []
     for rank, groups in zip(world.ranks, world.gather(mine), strict=True):
@@ -77,7 +77,7 @@ def all_groups(mine: Sequence[Group], world: World) -> list[Group]:
 
 
 def settings_for(
-    optimizers: Optimizers, named: Mapping[str, torch.Tensor], stored: Iterable[Group]
+    optimizers: Optimizers, named: Mapping[str, torch.Tensor], stored: Iterable[ParamGroup]
 ) -> tuple[list[Mapping[str, Any]], list[Refusal]]:
     """Find the settings of the optimizers' groups in those of a source.
 
@@ -123,11 +123,11 @@ def restore(optimizers: Optimizers, found: Sequence[Mapping[str, Any]]) -> None:
                 group[key] = value.item() if isinstance(value, np.generic) else value
 
 
-def _settings(group: Group) -> dict[str, Any]:
+def _settings(group: ParamGroup) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in (PARAMS, NAMES)}
 
 
-def _both(settings: Group, shown: Group) -> dict[str, Any]:
+def _both(settings: ParamGroup, shown: ParamGroup) -> dict[str, Any]:
     """Return the settings that a wrapper shows too: a container of many kinds has few in common, or none."""
     return {key: value for key, value in settings.items() if key in shown}
 

@@ -20,8 +20,8 @@ from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation.name import own_name
 from transaxle.axes.translation.grouped import MEMBERS, Stem, regrouped, stack_name
 from transaxle.errors import Refusal, Where, gathered, refuse
-from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, Group
-from transaxle.formats.training_state.state_groups import gathered as groups_of
+from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
+from transaxle.formats.training_state.state_groups import groups_of_equal_settings as groups_of
 from transaxle.formats.training_state.state_groups import renamed as renamed_groups
 from transaxle.nn.checkpoints.packed_layer import Layer
 from transaxle.nn.checkpoints.remap import stems
@@ -124,7 +124,7 @@ def _of_states(check: Check) -> bool:
     return all(split_slot(part.origins[0].name)[1] != WEIGHT for part in check.second.parts)
 
 
-def _groups(groups: Iterable[Group], renamed: Mapping[str, list[str]]) -> list[Group]:
+def _groups(groups: Iterable[ParamGroup], renamed: Mapping[str, list[str]]) -> list[ParamGroup]:
     """Return parameter groups with other names; what becomes one parameter has to be of one group."""
     new_groups = renamed_groups(groups, renamed)
     group_of: dict[str, int] = {}

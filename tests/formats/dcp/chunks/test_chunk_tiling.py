@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.dcp.chunks.chunk_tiling import (
     MAX_CORNERS,
-    Box,
+    ChunkBox,
     Shape,
     TooManyCornersError,
     flaw,
@@ -23,7 +23,7 @@ from transaxle.formats.dcp.chunks.chunk_tiling import (
 
 
 @st.composite
-def boxes_in_a_shape(draw: st.DrawFn) -> tuple[Shape, list[Box]]:
+def boxes_in_a_shape(draw: st.DrawFn) -> tuple[Shape, list[ChunkBox]]:
     shape = tuple(draw(st.lists(st.integers(0, 4), max_size=3)))
     boxes = []
     for _ in range(draw(st.integers(0, 4))):
@@ -33,10 +33,10 @@ def boxes_in_a_shape(draw: st.DrawFn) -> tuple[Shape, list[Box]]:
 
 
 @st.composite
-def a_tiling(draw: st.DrawFn) -> tuple[Shape, list[Box]]:
+def a_tiling(draw: st.DrawFn) -> tuple[Shape, list[ChunkBox]]:
     """Boxes split in two again and again, at any place along any dim: not a grid."""
     shape = tuple(draw(st.lists(st.integers(1, 9), min_size=1, max_size=4)))
-    boxes: list[Box] = [((0,) * len(shape), shape)]
+    boxes: list[ChunkBox] = [((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 8))):
         starts, sizes = boxes.pop(draw(st.integers(0, len(boxes) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))
@@ -48,7 +48,7 @@ def a_tiling(draw: st.DrawFn) -> tuple[Shape, list[Box]]:
     return shape, draw(st.permutations(boxes))
 
 
-def counted(shape: Shape, boxes: list[Box]) -> tuple[Shape, int] | None:
+def counted(shape: Shape, boxes: list[ChunkBox]) -> tuple[Shape, int] | None:
     """The first index that is not in one box, found by counting."""
     held = np.zeros(shape, int)
     for starts, sizes in boxes:
@@ -58,7 +58,7 @@ def counted(shape: Shape, boxes: list[Box]) -> tuple[Shape, int] | None:
 
 
 @given(boxes_in_a_shape())
-def test_any_boxes(case: tuple[Shape, list[Box]]) -> None:
+def test_any_boxes(case: tuple[Shape, list[ChunkBox]]) -> None:
     shape, boxes = case
     found = flaw(shape, boxes)
     assert found == counted(shape, boxes)
@@ -68,7 +68,7 @@ def test_any_boxes(case: tuple[Shape, list[Box]]) -> None:
 
 @given(a_tiling(), st.data())
 def test_a_tiling_is_found_to_be_one_and_nothing_close_to_it(
-    case: tuple[Shape, list[Box]], data: st.DataObject
+    case: tuple[Shape, list[ChunkBox]], data: st.DataObject
 ) -> None:
     shape, boxes = case
     assert flaw(shape, boxes) is None
@@ -92,20 +92,20 @@ def test_a_tiling_is_found_to_be_one_and_nothing_close_to_it(
         (((0, 0), (1,)), True),
     ],
 )
-def test_outside(box: Box, is_outside: bool) -> None:
+def test_outside(box: ChunkBox, is_outside: bool) -> None:
     assert outside((2, 3), box) == is_outside
 
 
 def test_a_pinwheel() -> None:
     """No line cuts these five boxes apart."""
-    boxes: list[Box] = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
+    boxes: list[ChunkBox] = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)), ((1, 1), (1, 1))]
     assert flaw((3, 3), boxes) is None
     assert flaw((3, 3), boxes[:-1]) == ((1, 1), 0)
 
 
 def test_many_chunks_take_no_longer_than_they_must() -> None:
     side = 200
-    boxes: list[Box] = [((row, 7 * column), (1, 7)) for row in range(side) for column in range(side)]
+    boxes: list[ChunkBox] = [((row, 7 * column), (1, 7)) for row in range(side) for column in range(side)]
     begin = time.perf_counter()
     assert flaw((side, 7 * side), boxes) is None
     assert time.perf_counter() - begin < 5
@@ -114,7 +114,7 @@ def test_many_chunks_take_no_longer_than_they_must() -> None:
 def test_more_than_can_be_checked() -> None:
     dims = MAX_CORNERS.bit_length()
     shape = (2,) * dims
-    boxes: list[Box] = [((0,) * dims, (1,) * dims)]
+    boxes: list[ChunkBox] = [((0,) * dims, (1,) * dims)]
     with pytest.raises(TooManyCornersError, match="more than can be checked"):
         flaw(shape, boxes)
     faults = Faults()

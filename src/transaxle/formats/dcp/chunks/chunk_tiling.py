@@ -1,9 +1,9 @@
-"""Whether the chunks of a tensor tile it: every element in exactly one chunk, found without comparing chunks.
+"""Tiling: whether chunks cover every element of a tensor exactly once, decided without comparing chunks.
 
 A box is the running sum, along every dim, of plus and minus ones at its corners. Running sums are invertible. So the
-boxes cover every index of the tensor once if and only if their corners, added up, are the corners of the tensor: one
-pass over the chunks, exact for any arrangement, however the boxes interlock. Where they do not, the first corner that
-is left over (in row-major order) is the first index that is wrong, and its sign says how.
+boxes cover every index once if and only if their corners, added up, are the corners of the tensor: one pass over the
+chunks, exact for any arrangement, however the boxes interlock. Otherwise the first corner that remains (in row-major
+order) is the first wrong index, and its sign says how.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import NamedTuple
 from transaxle.formats.catalog.problem_list import Faults
 
 MAX_CORNERS = 1 << 22
-"""Corners of the chunks of one tensor, two along each dim that is cut: a million chunks, if it is cut along two."""
+"""Cap on the corners of one tensor's chunks, two along each dim that is cut: a million chunks, if two dims are cut."""
 
 Shape = tuple[int, ...]
-Box = tuple[Shape, Shape]
+ChunkBox = tuple[Shape, Shape]
 """First index along each dim, and elements along each dim."""
 
 
@@ -29,24 +29,25 @@ class Flaw(NamedTuple):
     at: Shape
     """The index."""
     copies: int
-    """How many boxes hold it: 0 for a hole, 2 or more for an overlap."""
+    """Number of boxes that hold it: 0 for a hole, 2 or more for an overlap."""
 
 
 class TooManyCornersError(ValueError):
     """The boxes are too many, or cut too many dims at once."""
 
 
-def outside(shape: Shape, box: Box) -> bool:
-    """Tell whether a box does not lie inside a tensor of this shape."""
+def outside(shape: Shape, box: ChunkBox) -> bool:
+    """Tell whether a box reaches outside a tensor of this shape."""
     starts, sizes = box
     if not len(starts) == len(sizes) == len(shape):
         return True
     return any(
-        start < 0 or size < 0 or start + size > whole for start, size, whole in zip(starts, sizes, shape, strict=True)
+        start < 0 or size < 0 or start + size > dim_size
+        for start, size, dim_size in zip(starts, sizes, shape, strict=True)
     )
 
 
-def flaw(shape: Shape, boxes: Sequence[Box]) -> Flaw | None:
+def flaw(shape: Shape, boxes: Sequence[ChunkBox]) -> Flaw | None:
     """Return the first index of a tensor that its boxes do not cover exactly once; None if they tile it.
 
     Args:
@@ -58,24 +59,24 @@ def flaw(shape: Shape, boxes: Sequence[Box]) -> Flaw | None:
     """
     if 0 in shape:
         return None
-    held = [box for box in boxes if 0 not in box[1]]
-    cut = [dim for dim, size in enumerate(shape) if any(sizes[dim] != size for _, sizes in held)]
-    if len(held) << len(cut) > MAX_CORNERS:
-        raise TooManyCornersError(f"{len(held)} chunks that cut {len(cut)} dims are more than can be checked")
-    left: defaultdict[Shape, int] = defaultdict(int)
-    _add(left, [(0, shape[dim]) for dim in cut], -1)
-    for starts, sizes in held:
-        _add(left, [(starts[dim], starts[dim] + sizes[dim]) for dim in cut], 1)
-    wrong = min((corner for corner, count in left.items() if count), default=None)
-    if wrong is None:
+    non_empty = [box for box in boxes if 0 not in box[1]]
+    cut = [dim for dim, size in enumerate(shape) if any(sizes[dim] != size for _, sizes in non_empty)]
+    if len(non_empty) << len(cut) > MAX_CORNERS:
+        raise TooManyCornersError(f"{len(non_empty)} chunks that cut {len(cut)} dims are more than can be checked")
+    corner_sums: defaultdict[Shape, int] = defaultdict(int)
+    _add(corner_sums, [(0, shape[dim]) for dim in cut], -1)
+    for starts, sizes in non_empty:
+        _add(corner_sums, [(starts[dim], starts[dim] + sizes[dim]) for dim in cut], 1)
+    first_wrong = min((corner for corner, count in corner_sums.items() if count), default=None)
+    if first_wrong is None:
         return None
     index = [0] * len(shape)
-    for dim, position in zip(cut, wrong, strict=True):
+    for dim, position in zip(cut, first_wrong, strict=True):
         index[dim] = position
-    return Flaw(tuple(index), 1 + left[wrong])
+    return Flaw(tuple(index), 1 + corner_sums[first_wrong])
 
 
-def tiled(name: str, shape: Shape, boxes: Sequence[Box], file: str, faults: Faults) -> bool:
+def tiled(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, faults: Faults) -> bool:
     """Check that the chunks of a tensor cover it exactly once; what is wrong becomes a fault.
 
     Args:
@@ -91,13 +92,13 @@ def tiled(name: str, shape: Shape, boxes: Sequence[Box], file: str, faults: Faul
             faults.add("CORRUPT", message, file, name)
             return False
     try:
-        wrong = flaw(shape, boxes)
+        first_flaw = flaw(shape, boxes)
     except TooManyCornersError as error:
         faults.add("UNSUPPORTED", str(error), file, name)
         return False
-    if wrong is None:
+    if first_flaw is None:
         return True
-    at, copies = wrong
+    at, copies = first_flaw
     if copies:
         first, second, *_ = (list(boxes[number][0]) for number in holding(at, boxes))
         faults.add("OVERLAP", f"its chunks at {first} and at {second} both hold the index {list(at)}", file, name)
@@ -106,7 +107,7 @@ def tiled(name: str, shape: Shape, boxes: Sequence[Box], file: str, faults: Faul
     return False
 
 
-def holding(index: Shape, boxes: Iterable[Box]) -> list[int]:
+def holding(index: Shape, boxes: Iterable[ChunkBox]) -> list[int]:
     """Return the numbers of the boxes that hold an index."""
     return [
         number

@@ -17,7 +17,7 @@ from transaxle.formats.catalog.catalog import Checksum, Entry, Extent
 from transaxle.formats.catalog.inline import number
 from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.dcp.chunks.stencil import Stencils
-from transaxle.formats.dcp.metadata import Chunk, Item, Payload
+from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
 from transaxle.formats.dtype import Shape, logical, nbytes
 from transaxle.formats.pickled.descriptors import Quantized, Scalar, TensorRef
 from transaxle.formats.safetensors.header import read_header
@@ -34,34 +34,34 @@ from transaxle.formats.training_state.state import Leaf
 _AGAIN = "Copy the file again, or save the checkpoint again."
 
 
-class _Tensor(NamedTuple):
-    """A tensor in an archive: what it is, and where it lies in it."""
+class _TensorArchive(NamedTuple):
+    """A tensor in an archive."""
 
     dtype: str
     """torch's name of its type."""
     shape: Shape
     """As torch gives it."""
     place: Extent
-    """In logical elements; its offset counts from the archive's first byte."""
+    """Its extent in logical elements; the offset counts from the archive's first byte."""
     repeated: int
-    """Bytes that it repeats by strides of zero."""
+    """Bytes that strides of zero repeat."""
     stored: tuple[int, int]
-    """First byte of its storage, from the archive's first byte, and bytes of it."""
+    """First byte of its storage, counted from the archive's first byte, and its size in bytes."""
 
 
 class QuantizedChunk(NamedTuple):
     """A part of a tensor whose archive holds codes and scales (see `formats.torch_file.quantized`)."""
 
     layout: Layout
-    """How they make values."""
+    """How the buffers make values."""
     parts: Mapping[str, Entry]
-    """What follows the tensor's name -> this chunk's own buffer."""
+    """Suffix of the tensor's name -> this chunk's own buffer."""
     dtype: str
-    """torch's name of the type that the tensor shows."""
+    """torch's name for the dtype that the tensor shows."""
 
 
-class _Object(NamedTuple):
-    """Anything else in an archive."""
+class _ObjectArchive(NamedTuple):
+    """An archive that holds no tensor."""
 
     value: Any
 
@@ -74,19 +74,19 @@ class _Blob(NamedTuple):
 
 
 class Payloads:
-    """Reads what items consist of.
+    """Reads the archives of items.
 
     Args:
-        storage: where the files are.
+        storage: the files.
         sizes: bytes of each data file.
-        faults: receives what is wrong.
+        faults: receives the problems.
     """
 
     def __init__(self, storage: Storage, sizes: Mapping[str, int], faults: Faults) -> None:
         self._storage = storage
         self._sizes = sizes
         self._faults = faults
-        self._stencils: Stencils[_Tensor | _Object] = Stencils(storage)
+        self._stencils: Stencils[_TensorArchive | _ObjectArchive] = Stencils(storage)
         self._objects: dict[Payload, Leaf] = {}
         self._blobs: dict[tuple[str, int], _Blob | None] = {}
         self._taken: dict[str, list[tuple[int, int, str]]] = {}
@@ -94,7 +94,7 @@ class Payloads:
         self.checksums: list[Checksum] = []
         """What the archives say of the tensors in them."""
 
-    def chunk(self, item: Item, chunk: Chunk) -> Extent | QuantizedChunk | None:
+    def chunk(self, item: SavedItem, chunk: SavedChunk) -> Extent | QuantizedChunk | None:
         """Return where the bytes of a chunk lie; None if something is wrong with it."""
         payload = chunk.payload
         if payload is None or not self._inside(item.key, payload):
@@ -102,21 +102,21 @@ class Payloads:
         match = self._stencils.match(payload)
         if match is None and not self._is_archive(payload):
             return self._in_blob(item, chunk, payload)
-        found = match.result if match else self._read(item.key, payload)
+        archive = match.result if match else self._read(item.key, payload)
         self._take(item.key, payload.file, payload.offset, payload.offset + payload.length)
-        if found is None:
+        if archive is None:
             return None
-        if isinstance(found, _Object):
-            self._fault(item.key, payload.file, f"its archive holds no tensor: {described(found.value)}")
+        if isinstance(archive, _ObjectArchive):
+            self._fault(item.key, payload.file, f"its archive holds no tensor: {described(archive.value)}")
             return None
-        if isinstance(found, QuantizedChunk):
-            return found if self._alike(item, chunk, payload, found.dtype, found.layout.shape) else None
+        if isinstance(archive, QuantizedChunk):
+            return archive if self._alike(item, chunk, payload, archive.dtype, archive.layout.shape) else None
         if match and match.crc32:
-            offset, size = found.stored
+            offset, size = archive.stored
             self._note(payload, offset, size, match.crc32)
-        return self._checked(item, chunk, payload, found)
+        return self._checked(item, chunk, payload, archive)
 
-    def leaf(self, item: Item) -> Leaf | None:
+    def leaf(self, item: SavedItem) -> Leaf | None:
         """Return what an object's archive holds; None if something is wrong with it.
 
         Items of equal value may share an archive, unlike tensors.
@@ -124,19 +124,19 @@ class Payloads:
         payload = item.payload
         if payload is None or not self._inside(item.key, payload):
             return None
-        known = self._objects.get(payload)
-        if known is not None:
-            return replace(known, path=item.path)
+        shared_leaf = self._objects.get(payload)
+        if shared_leaf is not None:
+            return replace(shared_leaf, path=item.path)
         match = self._stencils.match(payload)
-        found = match.result if match else self._read(item.key, payload)
+        archive = match.result if match else self._read(item.key, payload)
         self._take(item.key, payload.file, payload.offset, payload.offset + payload.length)
-        if found is None:
+        if archive is None:
             return None
-        if isinstance(found, QuantizedChunk):
-            return Leaf(item.path, "tensor", found)
-        if isinstance(found, _Tensor):
+        if isinstance(archive, QuantizedChunk):
+            return Leaf(item.path, "tensor", archive)
+        if isinstance(archive, _TensorArchive):
             return Leaf(item.path, "other", None, "a tensor that was saved as an object")
-        value = found.value
+        value = archive.value
         if type(value) is Scalar or (type(value) in (int, float, bool) and number(value) is not None):
             leaf = Leaf(item.path, "number", value)
         else:
@@ -169,7 +169,7 @@ class Payloads:
     def _is_archive(self, payload: Payload) -> bool:
         return self._storage.read(payload.file, payload.offset, min(len(LOCAL), payload.length)) == LOCAL
 
-    def _read(self, key: str, payload: Payload) -> _Tensor | QuantizedChunk | _Object | None:
+    def _read(self, key: str, payload: Payload) -> _TensorArchive | QuantizedChunk | _ObjectArchive | None:
         """Read an archive strictly."""
         try:
             saved = read_saved(self._storage, *payload)
@@ -179,47 +179,49 @@ class Payloads:
                 self._faults.extend(*(Refusal(each.code, each.message, at, each.hint) for each in error.refusals))
                 return None
             raise
-        found = self._described(key, payload, saved)
-        if isinstance(found, _Tensor | _Object) and self._is_archive(payload):
-            self._stencils.learn(payload, found)
+        archive = self._described(key, payload, saved)
+        if isinstance(archive, _TensorArchive | _ObjectArchive) and self._is_archive(payload):
+            self._stencils.learn(payload, archive)
         for checksum in saved.checksums:
             if checksum.what.startswith(_RECORD):
                 self._note(payload, checksum.offset - payload.offset, checksum.size, checksum.crc32)
-        return found
+        return archive
 
-    def _described(self, key: str, payload: Payload, saved: Saved) -> _Tensor | QuantizedChunk | _Object | None:
+    def _described(
+        self, key: str, payload: Payload, saved: Saved
+    ) -> _TensorArchive | QuantizedChunk | _ObjectArchive | None:
         value = saved.value
         if isinstance(value, Quantized):
             return self._quantized(key, payload, value)
         if not isinstance(value, TensorRef) or not isinstance(value.storage, Stored):
-            return _Object(value)
+            return _ObjectArchive(value)
         try:
             entry, repeated = place(key, value, payload.file)
         except ViewFault as fault:
             self._faults.add(fault.code, fault.message, payload.file, key, fault.hint)
             return None
-        (there,) = entry.extents
+        (extent,) = entry.extents
         base, stored = payload.offset, value.storage
-        relative = Extent(there.start, there.shape, there.file, there.offset - base, there.strides)
+        relative = Extent(extent.start, extent.shape, extent.file, extent.offset - base, extent.strides)
         dtype = value.dtype or stored.dtype
-        return _Tensor(dtype.name, value.shape, relative, repeated, (stored.offset - base, stored.nbytes))
+        return _TensorArchive(dtype.name, value.shape, relative, repeated, (stored.offset - base, stored.nbytes))
 
     def _quantized(self, key: str, payload: Payload, value: Quantized) -> QuantizedChunk | None:
         """Return the buffers of a quantized tensor; None if something is wrong with them."""
         parts: dict[str, Entry] = {}
         repeated = 0
         try:
-            found = layout(value)
-            for end, part in found.parts.items():
-                entry, more = place(key + end, part.view, payload.file)
-                parts[end] = entry if part.dtype is None else replace(entry, dtype=part.dtype)
-                repeated += more
+            plain_layout = layout(value)
+            for end, buffer in plain_layout.parts.items():
+                entry, repeated_here = place(key + end, buffer.view, payload.file)
+                parts[end] = entry if buffer.dtype is None else replace(entry, dtype=buffer.dtype)
+                repeated += repeated_here
         except ViewFault as fault:
             self._faults.add(fault.code, fault.message, payload.file, key, fault.hint)
             return None
-        return QuantizedChunk(found, parts, value.dtype.name) if self._is_held(key, payload, repeated) else None
+        return QuantizedChunk(plain_layout, parts, value.dtype.name) if self._is_held(key, payload, repeated) else None
 
-    def _alike(self, item: Item, chunk: Chunk, payload: Payload, dtype: str, shape: Shape) -> bool:
+    def _alike(self, item: SavedItem, chunk: SavedChunk, payload: Payload, dtype: str, shape: Shape) -> bool:
         """Compare an archive's tensor with what the metadata says of the chunk."""
         assert item.dtype is not None
         if dtype != item.dtype.name:
@@ -241,7 +243,7 @@ class Payloads:
             return False
         return True
 
-    def _checked(self, item: Item, chunk: Chunk, payload: Payload, found: _Tensor) -> Extent | None:
+    def _checked(self, item: SavedItem, chunk: SavedChunk, payload: Payload, found: _TensorArchive) -> Extent | None:
         """Return where an archive's tensor lies, if it is what the metadata says."""
         assert item.dtype is not None
         if not self._alike(item, chunk, payload, found.dtype, found.shape):
@@ -252,7 +254,7 @@ class Payloads:
         start = logical(chunk.start, item.dtype.code)
         return Extent(start, there.shape, payload.file, payload.offset + there.offset, there.strides)
 
-    def _in_blob(self, item: Item, chunk: Chunk, payload: Payload) -> Extent | None:
+    def _in_blob(self, item: SavedItem, chunk: SavedChunk, payload: Payload) -> Extent | None:
         """Return where a chunk lies in the safetensors data that begins at its offset."""
         assert item.dtype is not None
         code = item.dtype.code
@@ -281,14 +283,14 @@ class Payloads:
             message = f"the metadata says that its chunk is {list(chunk.shape)}, the file holds {list(entry.shape)}"
             self._faults.add("SHAPE_MISMATCH", message, payload.file, item.key)
             return None
-        (there,) = entry.extents
-        return Extent(start, there.shape, there.file, there.offset)
+        (in_file,) = entry.extents
+        return Extent(start, in_file.shape, in_file.file, in_file.offset)
 
     def _blob(self, file: str, begin: int) -> _Blob | None:
         """Read safetensors data that reaches from its first byte to the end of a file."""
-        known = self._blobs.get((file, begin))
-        if known is not None or (file, begin) in self._blobs:
-            return known
+        read_before = self._blobs.get((file, begin))
+        if read_before is not None or (file, begin) in self._blobs:
+            return read_before
         blob = None
         try:
             header = read_header(self._storage, file, begin)

@@ -1,8 +1,8 @@
-"""Quantized tensors in chunks: a rank saved its part with the scales of that part, and all parts make one tensor.
+"""Quantized tensors in chunks: each rank saved its part with the scales of that part; together they are one tensor.
 
-The metadata knows the tensor by the type and the shape that it shows to torch. Codes lie in it as they do in any
-tensor; the scales of a chunk lie at its place divided by the tile. One number for the whole tensor is in every chunk,
-and must be the same in all of them, which is left to the container's `twins`.
+The metadata describes the tensor by the dtype and shape that it shows to torch. Codes are cut like any tensor; the
+scales of a chunk begin at its first index divided by the tile. A number for the whole tensor is in every chunk and must
+be equal in all of them, which the container's `twins` require.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from transaxle.formats.catalog.catalog import Entry, Extent, Twin
 from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.dcp.chunks.payload import QuantizedChunk
-from transaxle.formats.dcp.metadata import Chunk
+from transaxle.formats.dcp.metadata import SavedChunk
 from transaxle.formats.dtype import Shape
 from transaxle.formats.torch_file.quantized_tensors import CODES, NOTE, TAKEN, Kind
 from transaxle.formats.torch_file.views import ViewFault
@@ -26,85 +26,89 @@ _HINT = "Save it unsharded, or dequantized."
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """A quantized tensor that was found whole."""
+class AssembledTensor:
+    """A quantized tensor whose chunks cover it."""
 
     kind: Kind
     """How its buffers make values."""
     parts: Mapping[str, Entry]
-    """What follows its name -> the buffer; the codes are still of the type that the file gives them."""
+    """Suffix of its name -> the buffer; codes still have the dtype that the file states."""
     twins: tuple[Twin, ...]
     """Numbers that must be equal."""
     left: Mapping[str, str]
-    """What follows its name -> what it is, for buffers that are not read."""
+    """Suffix of its name -> description, for buffers that are not read."""
 
 
-def whole(
-    key: str, shape: Shape, found: Sequence[tuple[Chunk, QuantizedChunk]], file: str, faults: Faults
-) -> Whole | None:
-    """Put the chunks of a quantized tensor together.
+def assembled(
+    key: str, shape: Shape, chunks: Sequence[tuple[SavedChunk, QuantizedChunk]], file: str, faults: Faults
+) -> AssembledTensor | None:
+    """Assemble the chunks of a quantized tensor.
 
     Args:
         key: its name.
         shape: its elements along each dim.
-        found: its chunks, which cover it exactly once; at least one.
-        file: what describes it, for refusals.
-        faults: gets DTYPE_MIXED for chunks that are stored in several ways, BLOCK_MISALIGNED for a cut inside a tile,
+        chunks: its chunks, which cover it exactly once; at least one.
+        file: the file that describes it, for refusals.
+        faults: receives DTYPE_MIXED for chunks that are stored differently, BLOCK_MISALIGNED for a cut inside a tile,
             UNSUPPORTED for a stack of matrices that is cut and has a number for each.
 
     Returns:
-        None if something is wrong with them.
+        None if they have a problem.
     """
-    kinds = {each.layout.kind for _, each in found}
+    kinds = {archive.layout.kind for _, archive in chunks}
     if len(kinds) > 1:
-        told = " and ".join(sorted(f"{kind.encoding} in tiles of {kind.tile}, type {kind.number}" for kind in kinds))
-        faults.add("DTYPE_MIXED", f"its chunks are stored as {told}", file, key, _HINT)
+        variants = " and ".join(
+            sorted(f"{kind.encoding} in tiles of {kind.tile}, type {kind.number}" for kind in kinds)
+        )
+        faults.add("DTYPE_MIXED", f"its chunks are stored as {variants}", file, key, _HINT)
         return None
     (kind,) = kinds
     parts: dict[str, Entry] = {}
     twins: list[Twin] = []
-    for end, first in found[0][1].parts.items():
-        tile = _tile(kind, end, first, shape)
+    for end, first_buffer in chunks[0][1].parts.items():
+        tile = _tile(kind, end, first_buffer, shape)
         if tile is None:
-            if len(found) > 1 and prod(first.shape) != 1:
-                message = f"it is a stack of matrices in {len(found)} chunks, which have one number for each matrix"
+            if len(chunks) > 1 and prod(first_buffer.shape) != 1:
+                message = f"it is a stack of matrices in {len(chunks)} chunks, which have one number for each matrix"
                 faults.add("UNSUPPORTED", message, file, key, _HINT)
                 return None
-            parts[end] = replace(first, name=key + end)
-            twins += (Twin(first, other.parts[end], _ONE_FOR_ALL.format(key)) for _, other in found[1:])
+            parts[end] = replace(first_buffer, name=key + end)
+            twins += (
+                Twin(first_buffer, other_chunk.parts[end], _ONE_FOR_ALL.format(key)) for _, other_chunk in chunks[1:]
+            )
             continue
-        for chunk, _ in found:
+        for chunk, _ in chunks:
             if any(start % step for start, step in zip(chunk.start, tile, strict=True)):
                 message = f"a chunk begins at {list(chunk.start)}, inside of a tile of {list(tile)}"
                 faults.add("BLOCK_MISALIGNED", message, file, key, _HINT)
                 return None
         grid = tuple(-(-size // step) for size, step in zip(shape, tile, strict=True))
-        extents = sorted(_placed(found, end, tile), key=lambda extent: extent.start)
-        parts[end] = Entry(key + end, first.dtype, grid, tuple(extents))
-    left = {end: what for _, each in found for end, what in each.layout.left.items()}
-    return Whole(kind, parts, tuple(twins), left)
+        extents = sorted(_placed(chunks, end, tile), key=lambda extent: extent.start)
+        parts[end] = Entry(key + end, first_buffer.dtype, grid, tuple(extents))
+    unread = {end: reason for _, archive in chunks for end, reason in archive.layout.left.items()}
+    return AssembledTensor(kind, parts, tuple(twins), unread)
 
 
-def copies(key: str, one: QuantizedChunk, two: QuantizedChunk, why: str, faults: Faults) -> Iterator[Twin]:
+def copies(key: str, first: QuantizedChunk, second: QuantizedChunk, why: str, faults: Faults) -> Iterator[Twin]:
     """Yield the buffers of two copies of one chunk, which must be equal.
 
     Args:
         key: name of the tensor.
-        one: the chunk that is read.
-        two: its copy.
+        first: the chunk that is read.
+        second: its copy.
         why: why they must be equal; gets the names of both files.
         faults: gets DTYPE_MIXED if they are stored in two ways.
     """
-    files = [each.parts[CODES].extents[0].file for each in (one, two)]
-    if one.layout.kind != two.layout.kind:
+    files = [chunk.parts[CODES].extents[0].file for chunk in (first, second)]
+    if first.layout.kind != second.layout.kind:
         faults.add("DTYPE_MIXED", f"{files[0]} and {files[1]} hold it in two encodings", files[1], key)
         return
-    for end, entry in one.parts.items():
-        yield Twin(entry, two.parts[end], why.format(*files, key))
+    for end, entry in first.parts.items():
+        yield Twin(entry, second.parts[end], why.format(*files, key))
 
 
 def buffers(
-    quantized: Mapping[str, Whole], plain: Collection[str], file: str, metadata: dict[str, Any]
+    quantized: Mapping[str, AssembledTensor], plain: Collection[str], file: str, metadata: dict[str, Any]
 ) -> dict[str, Entry]:
     """Return the buffers of quantized tensors by name, and let the metadata say what they are.
 
@@ -118,29 +122,29 @@ def buffers(
         Refused: NAME_COLLISION with another tensor, UNSUPPORTED for types that are none of codes.
     """
     faults = Faults()
-    old = any(each.kind.is_old for each in quantized.values())
-    found: dict[str, Entry] = {}
-    for name, each in quantized.items():
+    old = any(tensor.kind.is_old for tensor in quantized.values())
+    entries: dict[str, Entry] = {}
+    for name, tensor in quantized.items():
         try:
-            metadata.setdefault(NOTE, {})[name] = each.kind.said(old=old)
+            metadata.setdefault(NOTE, {})[name] = tensor.kind.said(old=old)
         except ViewFault as fault:
             faults.add(fault.code, fault.message, file, name, fault.hint)
             continue
-        for end, entry in each.parts.items():
-            if name + end in plain or name + end in found:
+        for end, entry in tensor.parts.items():
+            if name + end in plain or name + end in entries:
                 faults.add("NAME_COLLISION", TAKEN, file, name + end)
-            dtype = each.kind.stored(old=old) if end == CODES else entry.dtype
-            found[name + end] = replace(entry, name=name + end, dtype=dtype)
-        if each.left:
-            left = {name + end: what for end, what in each.left.items()}
-            metadata[LEFT_BEHIND] = {**metadata.get(LEFT_BEHIND, {}), **left}
+            dtype = tensor.kind.stored(old=old) if end == CODES else entry.dtype
+            entries[name + end] = replace(entry, name=name + end, dtype=dtype)
+        if tensor.left:
+            unread = {name + end: reason for end, reason in tensor.left.items()}
+            metadata[LEFT_BEHIND] = {**metadata.get(LEFT_BEHIND, {}), **unread}
     if faults:
         raise faults.error()
-    return found
+    return entries
 
 
 def _tile(kind: Kind, end: str, first: Entry, shape: Shape) -> Shape | None:
-    """Return the elements that one number of a buffer is for, along each dim; None for all of them."""
+    """Return the elements along each dim that share one number of a buffer; None for all of them."""
     if end == CODES:
         return (*(1 for _ in shape[:-1]), 2 if kind.packed else 1) if shape else ()
     if len(first.shape) != len(shape) or not all(kind.tile):
@@ -148,7 +152,7 @@ def _tile(kind: Kind, end: str, first: Entry, shape: Shape) -> Shape | None:
     return (1,) * (len(shape) - 2) + kind.tile[-len(shape) :]
 
 
-def _placed(found: Sequence[tuple[Chunk, QuantizedChunk]], end: str, tile: Shape) -> Iterator[Extent]:
-    for chunk, each in found:
-        (extent,) = each.parts[end].extents
+def _placed(chunks: Sequence[tuple[SavedChunk, QuantizedChunk]], end: str, tile: Shape) -> Iterator[Extent]:
+    for chunk, archive in chunks:
+        (extent,) = archive.parts[end].extents
         yield replace(extent, start=tuple(start // step for start, step in zip(chunk.start, tile, strict=True)))

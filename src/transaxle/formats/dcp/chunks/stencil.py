@@ -1,7 +1,7 @@
-"""Recognising an archive by its skeleton: everything in it but the tensor, the checksums and torch's serial number.
+"""Stencils: an archive is recognised by its skeleton, everything in it but the tensor, checksums and serial number.
 
-An archive that equals one read before, byte for byte outside of these, says the same. Only what was blanked out may
-differ: numbers that describe no place, and both copies of the tensor's checksum must still agree.
+An archive that equals one read before, byte for byte outside of these, describes the same tensor. The blanked bytes
+describe no place, and both copies of the tensor's checksum must still agree.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from transaxle.formats.torch_file.zip.window import Window
 
 _SERIAL = ".data/serialization_id"
 _MOST = 10_000
-"""Skeletons that are remembered; a checkpoint has a few hundred."""
+"""Cap on the skeletons that are remembered; a checkpoint has a few hundred."""
 _MOST_ALIKE = 8
-"""Arrangements of one length that are tried."""
+"""Cap on the arrangements of one length that are tried."""
 _WHOLE = 1 << 14
-"""Archives up to this size are read at once."""
+"""Archives up to this size are read in one piece."""
 _CRC = struct.Struct("<I")
 _CRC_IN_CENTRAL, _CRC_IN_LOCAL, _CRC_IN_DESCRIPTOR = 16, 14, 4
 
@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 
 
 class _Arrangement(NamedTuple):
-    """Where the parts of an archive lie. Positions inside the skeleton, which is head and tail joined."""
+    """Positions of the parts of an archive, in the skeleton (head and tail joined)."""
 
     head: int
     """Bytes before the tensor."""
@@ -47,20 +47,20 @@ class _Arrangement(NamedTuple):
     blanks: tuple[tuple[int, int], ...]
     """Spans that may differ."""
     checksums: tuple[tuple[int, int], ...]
-    """Positions of checksums that are given twice; that of the tensor comes first."""
+    """Positions of checksums that occur twice; the tensor's comes first."""
 
 
 class Match(NamedTuple, Generic[Result]):
     """An archive that was recognised."""
 
     result: Result
-    """What the one that it equals was found to hold."""
+    """The contents of the archive that it equals."""
     crc32: int
-    """Checksum of its own tensor; 0 if there is no tensor or no checksum."""
+    """Checksum of its own tensor; 0 if it has no tensor or no checksum."""
 
 
 class Stencils(Generic[Result]):
-    """The skeletons of archives that were read, and what they were found to hold."""
+    """The skeletons of archives that were read, with their contents."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -71,16 +71,16 @@ class Stencils(Generic[Result]):
         """Recognise an archive; None if it must be read."""
         for arrangement in self._arrangements.get(payload.length, ()):
             skeleton = self._skeleton(payload, arrangement)
-            given = [tuple(_CRC.unpack_from(skeleton, at)[0] for at in pair) for pair in arrangement.checksums]
+            checksum_pairs = [tuple(_CRC.unpack_from(skeleton, at)[0] for at in pair) for pair in arrangement.checksums]
             blank = _blanked(skeleton, arrangement)
-            found = self._known.get((arrangement, blank))
-            if found is not None and all(one == other for one, other in given):
+            result = self._known.get((arrangement, blank))
+            if result is not None and all(first == second for first, second in checksum_pairs):
                 has_tensor = arrangement.tail > arrangement.head
-                return Match(found, given[0][0] if has_tensor and given else 0)
+                return Match(result, checksum_pairs[0][0] if has_tensor and checksum_pairs else 0)
         return None
 
     def learn(self, payload: Payload, result: Result) -> None:
-        """Remember an archive that was read, strictly and without complaint."""
+        """Remember an archive that was read without any problem."""
         archive = read_archive(Window(self._storage, payload.file, payload.offset, payload.length))
         arrangement = _arranged(archive)
         if arrangement is None:
@@ -111,7 +111,7 @@ def _blanked(skeleton: bytes, arrangement: _Arrangement) -> bytes:
 
 
 def _arranged(archive: Archive) -> _Arrangement | None:
-    """Return the arrangement of an archive; None for one with several storages, or of zip64's size."""
+    """Return the arrangement of an archive; None if it has several storages, or needs zip64."""
     tensors = [record for name, record in archive.records.items() if name.startswith(DATA)]
     if len(tensors) > 1:
         return None
@@ -130,8 +130,11 @@ def _arranged(archive: Archive) -> _Arrangement | None:
     for record in (*tensors, *([serial] if serial else [])):
         for name, central, header, flags in entries:
             if name == record.name:
-                other = record.offset + record.size + _CRC_IN_DESCRIPTOR
-                pair = inside(central), inside(other if flags & HAS_DESCRIPTOR else header + _CRC_IN_LOCAL)
+                descriptor_checksum = record.offset + record.size + _CRC_IN_DESCRIPTOR
+                pair = (
+                    inside(central),
+                    inside(descriptor_checksum if flags & HAS_DESCRIPTOR else header + _CRC_IN_LOCAL),
+                )
                 blanks.extend((at, at + _CRC.size) for at in pair)
                 checksums.append(pair)
     if serial:

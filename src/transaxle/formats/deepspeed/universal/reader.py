@@ -15,9 +15,9 @@ from typing import Any
 from transaxle.arguments import Weights
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Checksum, Container, Entry, Extent
-from transaxle.formats.catalog.inline import Inline
+from transaxle.formats.catalog.inline import NumbersInMemory
 from transaxle.formats.catalog.problem_list import Faults
-from transaxle.formats.catalog.sidecar_files import company
+from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.checked_value import Node
 from transaxle.formats.deepspeed.files import sort_files
@@ -66,7 +66,7 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
         StorageError: IO.
     """
     prefix = "" if member == HERE else f"{member}/"
-    inline = Inline(storage)
+    inline = NumbersInMemory(storage)
     faults = Faults()
     checksums: list[Checksum] = []
     models = _models(inline, storage, prefix, checksums, faults)
@@ -101,7 +101,7 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
         entries.setdefault(alias, Entry(alias, entries[name].dtype, entries[name].shape, entries[name].extents))
     files += [model.file for model in models]
     sizes = {name: storage.size(name) for name in files}
-    around = company(storage, sizes)
+    around = sort_sidecars(storage, sizes)
     carried = tuple(name for name in around.carried if name not in SCRIPTS and name not in sizes)
     left = tuple(sorted({*around.ignored, *(set(around.carried) & SCRIPTS)} - {prefix}))
     metadata: dict[str, Any] = {RUN: {**run_of(models[0], settings), **told_by(hints)}}
@@ -117,7 +117,7 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
 
 
 def _models(
-    inline: Inline, storage: Storage, prefix: str, checksums: list[Checksum], faults: Faults
+    inline: NumbersInMemory, storage: Storage, prefix: str, checksums: list[Checksum], faults: Faults
 ) -> list[RankModel]:
     """Read the model files that lie beside; one of each rank is enough."""
     names = [name for name in storage.listing(prefix.rstrip("/")).everything() if name.endswith(keys.MODEL_END)]
@@ -175,7 +175,7 @@ def _by_rank(models: Sequence[RankModel]) -> dict[int, list[RankModel]]:
     return {rank: [by_name[name] for _, name in sorted(parts.items())] for rank, parts in sorted(grid.items())}
 
 
-def _settings(inline: Inline, prefix: str, checksums: list[Checksum]) -> tuple[Node, list[str]]:
+def _settings(inline: NumbersInMemory, prefix: str, checksums: list[Checksum]) -> tuple[Node, list[str]]:
     file = f"{prefix}{keys.ZERO_FOLDER}/{keys.OPTIMIZER_FILE}"
     if keys.OPTIMIZER_FILE not in inline.listing(f"{prefix}{keys.ZERO_FOLDER}").everything():
         raise refuse("INCOMPLETE", "the file with its settings is missing", file=file, hint="Copy the missing file.")
@@ -185,7 +185,7 @@ def _settings(inline: Inline, prefix: str, checksums: list[Checksum]) -> tuple[N
 
 
 def _parameter(
-    inline: Inline, zero: str, parameter: str, shapes: _Shapes, files: list[str], checksums: list[Checksum],
+    inline: NumbersInMemory, zero: str, parameter: str, shapes: _Shapes, files: list[str], checksums: list[Checksum],
     hints: dict[str, Hint], faults: Faults,
 ) -> Iterator[tuple[str, Entry]]:  # fmt: skip
     """Yield the tensors of one parameter's folder."""
@@ -293,7 +293,7 @@ def _viewed(entry: Entry, shape: Shape) -> Entry:
     return Entry(entry.name, entry.dtype, shape, (Extent((0,) * len(shape), shape, extent.file, extent.offset),))
 
 
-def _add_step(entries: dict[str, Entry], settings: Node, inline: Inline) -> None:
+def _add_step(entries: dict[str, Entry], settings: Node, inline: NumbersInMemory) -> None:
     """Give every trained parameter its step where only the settings have it, as those of ZeRO-3 do."""
     inner = settings.get(keys.STATE)
     states = None if inner is None else inner.get(keys.STATES)

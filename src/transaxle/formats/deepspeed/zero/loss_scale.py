@@ -11,13 +11,13 @@ import numpy as np
 from transaxle.axes.geometry.strided import row_major
 from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Entry, Extent
-from transaxle.formats.catalog.inline import Inline
+from transaxle.formats.catalog.inline import NumbersInMemory
 from transaxle.formats.dtype import numpy_dtype
 
 _LARGEST = 64 << 20
 
 
-def unscaled(entry: Entry, factor: float, inline: Inline) -> Entry:
+def unscaled(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
     """Return a tensor divided by a number.
 
     Raises:
@@ -41,7 +41,7 @@ def unscaled(entry: Entry, factor: float, inline: Inline) -> Entry:
     return Entry(entry.name, entry.dtype, entry.shape, (extent,))
 
 
-def _values(entry: Entry, kind: np.dtype, inline: Inline) -> np.ndarray:
+def _values(entry: Entry, kind: np.dtype, inline: NumbersInMemory) -> np.ndarray:
     """Read a small tensor whole."""
     out = np.zeros(entry.shape, kind)
     for extent in entry.extents:
@@ -51,7 +51,7 @@ def _values(entry: Entry, kind: np.dtype, inline: Inline) -> np.ndarray:
     return out
 
 
-def _strided(extent: Extent, strides: tuple[int, ...], kind: np.dtype, inline: Inline) -> np.ndarray:
+def _strided(extent: Extent, strides: tuple[int, ...], kind: np.dtype, inline: NumbersInMemory) -> np.ndarray:
     span = 1 + sum((size - 1) * step for size, step in zip(extent.shape, strides, strict=True))
     data = inline.read(extent.file, extent.offset, span * kind.itemsize)
     steps = [step * kind.itemsize for step in strides]

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from transaxle.formats.catalog.catalog import Entry
-from transaxle.formats.catalog.inline import Inline
+from transaxle.formats.catalog.inline import NumbersInMemory
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.checked_value import Node
 from transaxle.formats.deepspeed.zero.ranks import RankModel, Tensors
 from transaxle.formats.training_state.flatten import flatten
 from transaxle.formats.training_state.state import OPTIMIZER, Leaf, arrange, joined
-from transaxle.formats.training_state.state_groups import Group
+from transaxle.formats.training_state.state_groups import ParamGroup
 
 
-def read_numbered(model: RankModel, inline: Inline) -> tuple[Mapping[str, Entry], Mapping[str, str], Sequence[Group]]:
+def read_numbered(
+    model: RankModel, inline: NumbersInMemory
+) -> tuple[Mapping[str, Entry], Mapping[str, str], Sequence[ParamGroup]]:
     """Read the optimizer's state out of a model file.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Checksum, Entry, Extent
-from transaxle.formats.catalog.inline import Inline, number
+from transaxle.formats.catalog.inline import NumbersInMemory, number
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.checked_value import Node
 from transaxle.formats.deepspeed.zero.flat import Shape, Vector
@@ -78,7 +78,7 @@ class Tensors:
         file: the file.
     """
 
-    inline: Inline
+    inline: NumbersInMemory
     file: str
     left: dict[str, str] = field(default_factory=dict)
 
@@ -130,7 +130,7 @@ class Tensors:
         return None if found is None else Entry(name, found[0], (), (self.inline.add(found[1]),))
 
 
-def read_state(inline: Inline, file: str) -> RankState:
+def read_state(inline: NumbersInMemory, file: str) -> RankState:
     """Read an optimizer file.
 
     Raises:
@@ -211,7 +211,7 @@ def _group(reader: Tensors, master: Node, state: Node | None, step: Node | None)
     return Group(vectors, numbers)
 
 
-def read_model(inline: Inline, file: str) -> RankModel:
+def read_model(inline: NumbersInMemory, file: str) -> RankModel:
     """Read a model file.
 
     Raises:
@@ -241,7 +241,7 @@ def read_model(inline: Inline, file: str) -> RankModel:
     )
 
 
-def read_layer(inline: Inline, file: str) -> tuple[Mapping[str, Entry], tuple[Checksum, ...]]:
+def read_layer(inline: NumbersInMemory, file: str) -> tuple[Mapping[str, Entry], tuple[Checksum, ...]]:
     """Read the file of one layer of a pipeline: its tensors, and what it says of their bytes.
 
     Raises:
