@@ -77,14 +77,14 @@ def tensor_parallel(
         if any(is_cut(module) for module in model.modules()):
             raise refuse("UNSUPPORTED", f"this {type(model).__name__} is cut already")
         _check_experts(model, mesh, dtensor=dtensor)
-        made = make_plan(model, read(model), mesh.size(), None if plan == "auto" else plan)
-        _check_ties(model, made)
-        _check_tiles(model, made)
-        if problems := list(random_refusals(model, made)):
+        tp_plan = make_plan(model, read(model), mesh.size(), None if plan == "auto" else plan)
+        _check_ties(model, tp_plan)
+        _check_tiles(model, tp_plan)
+        if problems := list(random_refusals(model, tp_plan)):
             raise gathered(problems)
-    _share_values(model, _check_ranks(model, made, world), world)
-    _apply(model, mesh, made, dtensor=dtensor)
-    drop_alike(model, mesh, made)
+    _share_values(model, _check_ranks(model, tp_plan, world), world)
+    _apply(model, mesh, tp_plan, dtensor=dtensor)
+    drop_alike(model, mesh, tp_plan)
     refuse_methods(model)
     universal_checkpoint_info(model)
     return model
@@ -110,7 +110,7 @@ def _check_experts(model: nn.Module, mesh: DeviceMesh, *, dtensor: bool) -> None
 
 
 def _check_ties(model: nn.Module, plan: Plan) -> None:
-    """Refuse parameters that are one and would be cut in two ways."""
+    """Refuse tied parameters that would be cut in two ways."""
     first: dict[int, Any] = {}
     problems = []
     for cut in plan.cuts:
@@ -131,20 +131,20 @@ def _check_tiles(model: nn.Module, plan: Plan) -> None:
         parameter: torch.Tensor | None = model.get_submodule(cut.weight.module)._parameters[cut.weight.own]
         if cut.option is not None and isinstance(parameter, QuantizedTensor):
             both = parameter.frame.columnwise
-            found = misplaced(parameter.quantizer, cut.weight.shape, cut.dim, cut.held, columnwise=both)
-            problems += [] if found is None else [replace(found, where=Where(None, cut.weight.name))]
+            refusal = misplaced(parameter.quantizer, cut.weight.shape, cut.dim, cut.held, columnwise=both)
+            problems += [] if refusal is None else [replace(refusal, where=Where(None, cut.weight.name))]
     if problems:
         raise gathered(problems)
 
 
 def _check_ranks(model: nn.Module, plan: Plan, world: World) -> list[str]:
-    """Refuse ranks that cut in another way than the first one does; return parameters that begin with other values."""
-    mine = {}
+    """Refuse ranks that cut otherwise than the first; return the parameters that begin with other values there."""
+    crcs: dict[str, tuple[int, int | None]] = {}
     for cut in plan.cuts:
         parameter = model.get_submodule(cut.weight.module)._parameters[cut.weight.own]
         assert parameter is not None
-        mine[cut.weight.name] = (cut.weight.shape, cut.dim, cut.held, parameter.requires_grad), _first_values(parameter)
-    crcs = {name: (zlib.crc32(repr(how).encode()), values) for name, (how, values) in mine.items()}
+        how = cut.weight.shape, cut.dim, cut.held, parameter.requires_grad
+        crcs[cut.weight.name] = zlib.crc32(repr(how).encode()), _first_values(parameter)
     first, *rest = world.gather(crcs)
     problems, unlike = [], set[str]()
     for rank, other in enumerate(rest, 1):
@@ -154,7 +154,7 @@ def _check_ranks(model: nn.Module, plan: Plan, world: World) -> list[str]:
             message = f"{len(ways)} parameters are cut, or trained, otherwise on rank {rank} than on rank 0"
             hint = "Give every rank the same model and plan."
             problems.append(Refusal("UNSUPPORTED", message, Where(None, min(ways)), hint))
-    lacking = [name for name in sorted(unlike) if any(None in (one[name][1] for one in (first, each)) for each in rest)]
+    lacking = [name for name in sorted(unlike) if any(None in (first[name][1], each[name][1]) for each in rest)]
     if lacking:
         message = f"{len(lacking)} parameters have values on some ranks, and none on others"
         hint = "Build the model with storage on every rank, or on the meta device on every rank."
@@ -174,7 +174,7 @@ def _share_values(model: nn.Module, names: Iterable[str], world: World) -> None:
 
 
 def _first_values(parameter: torch.Tensor) -> int | None:
-    """Return a number by which values differ; None for what has none yet. Codes are not looked at."""
+    """Return a checksum of a parameter's first values; None where it has none yet, 0 for codes, which are not read."""
     row = local_of(parameter).detach()
     if row.is_meta:
         return None
@@ -186,7 +186,7 @@ def _first_values(parameter: torch.Tensor) -> int | None:
 
 
 def _apply(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, dtensor: bool) -> None:
-    made: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     for cut in plan.cuts:
         module = model.get_submodule(cut.weight.module)
         parameter = module._parameters[cut.weight.own]
@@ -194,10 +194,10 @@ def _apply(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, dtensor: bool) -> 
         record = record_of(cut, cut.shares, plan.ranks)
         kept = Kept(mesh, cut.weight.shape, cut.dim, cut.held, cut.replicas, record)
         keep(module, cut.weight.own, kept)
-        if id(parameter) not in made:
-            made[id(parameter)] = replaced(parameter, kept, dtensor=dtensor)
-            made[id(made[id(parameter)])] = made[id(parameter)]
-        module._parameters[cut.weight.own] = made[id(parameter)]
+        if id(parameter) not in replacements:
+            replacements[id(parameter)] = replaced(parameter, kept, dtensor=dtensor)
+            replacements[id(replacements[id(parameter)])] = replacements[id(parameter)]
+        module._parameters[cut.weight.own] = replacements[id(parameter)]
     for path, role in plan.roles.items():
         module = model.get_submodule(path)
         cut_module(module, role)
@@ -214,7 +214,7 @@ def _apply(model: nn.Module, mesh: DeviceMesh, plan: Plan, *, dtensor: bool) -> 
 
 
 def _as_runs(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Let a state dict say of each part which part it is, so that `torch.distributed.checkpoint` saves it right."""
+    """Let a state dict say which part of the whole each tensor is, so that `torch.distributed.checkpoint` saves it."""
     mark_all(module)
     for name, _part in parts_in(module):
         value, parameter = state.get(prefix + name), module._parameters[name]
@@ -225,25 +225,25 @@ def _as_runs(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> N
 
 
 def _as_alone(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Let `torch.distributed.checkpoint` refuse what it would take for the whole."""
+    """Let `torch.distributed.checkpoint` be refused where it would take a part for the whole."""
     mark_all(module)
     for name, _part in parts_in(module):
         value, parameter = state.get(prefix + name), module._parameters[name]
         if is_quantized(parameter):
-            found = _entries(parameter, state, prefix + name)
-            state |= {key: mark(entry.as_subclass(Alone), part_of(entry)) for key, entry in found}
+            entries = _entries(parameter, state, prefix + name)
+            state |= {key: mark(entry.as_subclass(Alone), part_of(entry)) for key, entry in entries}
         elif isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             state[prefix + name] = value.as_subclass(Alone)
 
 
 def _entries(parameter: torch.Tensor, state: dict[str, Any], name: str) -> list[tuple[str, torch.Tensor]]:
-    """Return (name, entry) of what a state dict has of a quantized part; the entries know which part they are."""
-    found = ((name + suffix, Part(*part)) for suffix, part in parts_of(parameter).items())
-    return [(key, mark(state[key].detach(), part)) for key, part in found]
+    """Return (name, entry) of a quantized part in a state dict; each entry is marked with the part that it is."""
+    parts = ((name + suffix, Part(*part)) for suffix, part in parts_of(parameter).items())
+    return [(key, mark(state[key].detach(), part)) for key, part in parts]
 
 
 def _from_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take what this rank has out of a state dict that says which parts it holds, or holds whole tensors.
+    """Take this rank's part out of a state dict that holds whole tensors, or says which parts it holds.
 
     Without it torch would put whole tensors in the place of this rank's parts (`assign=True`). Of quantized parameters
     the module itself does so.
@@ -259,6 +259,6 @@ def _from_whole(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 
 def _laid(value: torch.Tensor, kept: Kept, parameter: torch.Tensor) -> torch.Tensor:
-    """Return of a whole tensor what this rank has, as its parameter has it."""
+    """Return this rank's part of a whole tensor, placed as its parameter is."""
     of_whole = isinstance(parameter, DTensor) and parameter.shape == kept.shape  # and not of this rank's part
     return placed_like(parameter, take(value if of_whole else kept.take(value), held_by(parameter)))

@@ -49,9 +49,9 @@ def record_of(cut: Cut, shares: Shares | None, ranks: int) -> Record:
         view = None
         if len(parts) > 1 or dim > 1:
             view = tuple(parts if at == dim else count for at, count in enumerate(shape))
-        found = Record.cut(kind, shape, dim, widths, view=view, bias=bias)
-        if found.spread is not None and same(found.spread, spread):
-            return found
+        record = Record.cut(kind, shape, dim, widths, view=view, bias=bias)
+        if record.spread is not None and same(record.spread, spread):
+            return record
     return Record.placed(kind, shape, dim, spread, bias=bias)
 
 
@@ -66,12 +66,12 @@ def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
     Raises:
         Refused: UNSUPPORTED for a model that is not cut.
     """
-    found = list(everything(model))
-    if not found:
+    parameters = list(everything(model))
+    if not parameters:
         raise refuse("UNSUPPORTED", f"no parameter of this {type(model).__name__} is cut")
-    ranks = len(found[0][2].held)
-    info = collected({name: kept.record for name, _, kept in found}, ranks)
-    for _, parameter, kept in found:
+    ranks = len(parameters[0][2].held)
+    info = collected({name: kept.record for name, _, kept in parameters}, ranks)
+    for _, parameter, kept in parameters:
         setattr(parameter, keys.RECORD, kept.record.as_dict())
         setattr(parameter, keys.INFO, info)
         if not kept.record.replicated:

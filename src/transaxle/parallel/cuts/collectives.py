@@ -1,4 +1,4 @@
-"""The collectives between what every rank computes alike and what each computes of its own, each with its transpose.
+"""Collectives between what all ranks compute alike and what each computes for itself; each has its transpose.
 
 enter     identity             gradients are summed      before a column-parallel layer
 leave     values are summed    identity                  after a row-parallel layer
@@ -65,84 +65,86 @@ class _Leave(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.said = widths, group
+        ctx.settings = widths, group
         return _join(part, widths, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _own(grads[0], *ctx.said), None, None
+        return _own(grads[0], *ctx.settings), None, None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.said = widths, group
+        ctx.settings = widths, group
         return _own(whole, widths, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _join(grads[0], *ctx.said), None, None
+        return _join(grads[0], *ctx.settings), None, None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, dim: int, held: Intervals, length: int, group: dist.ProcessGroup) -> Tensor:
-        ctx.said = dim, held, length, group
+    def forward(
+        ctx: Any, tensor: Tensor, dim: int, positions: Intervals, length: int, group: dist.ProcessGroup
+    ) -> Tensor:
+        ctx.settings = dim, positions, length, group
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        dim, held, length, group = ctx.said
+        dim, positions, length, group = ctx.settings
         grad = grads[0]
         shape = [*grad.shape]
         shape[dim] = length
         total, at = grad.new_zeros(shape), 0
-        for start, stop in held:
+        for start, stop in positions:
             total.narrow(dim, start, stop - start).copy_(grad.narrow(dim, at, stop - start))
             at += stop - start
         dist.all_reduce(total, group=group)
-        return along(total, dim, held), None, None, None, None
+        return along(total, dim, positions), None, None, None, None
 
 
 def enter(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return a tensor that all ranks have alike, and that each uses for something else."""
-    found: Tensor = _Enter.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return found
+    """Return a tensor that is equal on all ranks; from here on each rank computes something of its own with it."""
+    entered: Tensor = _Enter.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return entered
 
 
 def leave(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over all ranks, which is then used alike."""
-    found: Tensor = _Leave.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return found
+    """Return the sum over all ranks; from here on all compute the same with it."""
+    total: Tensor = _Leave.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return total
 
 
 def gather(part: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Return all ranks' parts joined along the last dim, which is then used alike.
+    """Return all ranks' parts joined along the last dim; from here on all compute the same with them.
 
     Args:
         part: this rank's.
         widths: length of the last dim on every rank.
         group: the ranks.
     """
-    found: Tensor = _Gather.apply(part, widths, group)  # type: ignore[no-untyped-call]
-    return found
+    joined: Tensor = _Gather.apply(part, widths, group)  # type: ignore[no-untyped-call]
+    return joined
 
 
 def scatter(whole: Tensor, widths: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's part of the last dim of a tensor that all ranks have alike; see `gather`."""
-    found: Tensor = _Scatter.apply(whole, widths, group)  # type: ignore[no-untyped-call]
-    return found
+    """Return this rank's part of the last dim of a tensor that is equal on all ranks; see `gather`."""
+    own_part: Tensor = _Scatter.apply(whole, widths, group)  # type: ignore[no-untyped-call]
+    return own_part
 
 
-def summed(tensor: Tensor, dim: int, held: Intervals, length: int, group: dist.ProcessGroup) -> Tensor:
-    """Return a parameter of which other ranks hold and use some elements too: their gradients are summed.
+def summed(tensor: Tensor, dim: int, positions: Intervals, length: int, group: dist.ProcessGroup) -> Tensor:
+    """Return a parameter some of whose elements other ranks hold and use too: the gradients of these are summed.
 
     Args:
         tensor: this rank's part.
         dim: the dim in which ranks hold different positions.
-        held: the positions that this rank holds.
+        positions: the positions that this rank holds.
         length: of that dim in the whole parameter.
         group: the ranks.
     """
-    found: Tensor = _Summed.apply(tensor, dim, held, length, group)  # type: ignore[no-untyped-call]
-    return found
+    with_summed_gradient: Tensor = _Summed.apply(tensor, dim, positions, length, group)  # type: ignore[no-untyped-call]
+    return with_summed_gradient

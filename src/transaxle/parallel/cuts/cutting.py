@@ -1,4 +1,4 @@
-"""What a cut module keeps: how each of its parameters is cut over the mesh."""
+"""How the parameters of a cut module are cut over the mesh; the module keeps a record for each."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Kept:
     dim: int
     """The dim in which ranks may hold different positions."""
     held: tuple[Intervals, ...]
-    """Those of each rank."""
+    """The positions of each rank."""
     shared: bool
     """Several ranks hold an element and use it for different heads: their gradients are summed."""
     record: Record
-    """The same for DeepSpeed."""
+    """How it is cut, as DeepSpeed's metadata says it."""
 
     def __deepcopy__(self, _: Any) -> Kept:
         """A copy of the model is on the same mesh."""
@@ -66,31 +66,31 @@ class Kept:
         """Whether this rank is the first that holds its share."""
         return self.held.index(self.held[self.rank]) == self.rank
 
-    def owned(self, held: Intervals) -> list[tuple[int, int]]:
-        """Return, of the positions that this rank holds, those that no rank before it holds.
+    def owned(self, positions: Intervals) -> list[tuple[int, int]]:
+        """Return those positions of this rank that no rank before it holds.
 
         Args:
-            held: of the dim, the positions in local order.
+            positions: of the dim, in local order.
 
         Returns:
             Spans of local positions.
         """
         before = sorted(span for each in self.held[: self.rank] for span in each)
-        found, at = [], 0
-        for start, stop in held:
+        spans, at = [], 0
+        for start, stop in positions:
             base, new = at - start, start  # spans may touch: one of q's and of k's rows may be half another rank's
             for first, last in before:
                 if new < min(first, stop):
-                    found.append((base + new, base + min(first, stop)))
+                    spans.append((base + new, base + min(first, stop)))
                 new = max(new, last)
             if new < stop:
-                found.append((base + new, base + stop))
+                spans.append((base + new, base + stop))
             at += stop - start
-        return found
+        return spans
 
     @property
     def placement(self) -> Shard | Replicate | None:
-        """The placement of a DTensor that has the same on every rank; None where there is none."""
+        """The DTensor placement that means this cut; None where none does."""
         count = self.shape[self.dim] if self.shape else 0
         if all(each == whole(count) for each in self.held):
             return Replicate()
@@ -99,17 +99,17 @@ class Kept:
 
     @property
     def share(self) -> Share | None:
-        """What this rank has, for a quantized parameter; None where it has all."""
+        """This rank's share, as quantized tensors know it; None where the rank has everything."""
         if isinstance(self.placement, Replicate):
             return None
         return Share(self.group, self.shape, self.dim, self.held[self.rank])
 
     def misplaced(self, quantizer: Quantizer) -> Refusal | None:
-        """Return what stands against a quantizer's tiles: a cut that goes through one."""
+        """Return the refusal of a cut that goes through a tile of a quantizer; None where the cut is between tiles."""
         return None if self.share is None else misplaced(quantizer, self.shape, self.dim, self.held)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return this rank's share of a whole tensor, in storage of its own; of a quantized one, raw."""
+        """Return this rank's share of a whole tensor, in storage of its own; of a quantized one, the codes."""
         if isinstance(tensor, QuantizedTensor):
             share = self.share
             return tensor.clone() if share is None else part_of(tensor, share)
@@ -124,9 +124,9 @@ def keep(module: nn.Module, name: str, kept: Kept) -> None:
 
 
 def kept_by(module: nn.Module) -> Mapping[str, Kept]:
-    """Return how a module's own parameters are cut; empty for a module that is none of ours."""
-    found: Mapping[str, Kept] = module.__dict__.get(CUTS, {})
-    return found
+    """Return how a module's own parameters are cut; empty for a module that is not cut."""
+    by_name: Mapping[str, Kept] = module.__dict__.get(CUTS, {})
+    return by_name
 
 
 def everything(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Kept]]:
@@ -141,15 +141,15 @@ def everything(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Kept]]:
 
 
 def local(module: nn.Module, name: str) -> Tensor | None:
-    """Return what this rank computes with in the place of a parameter."""
+    """Return the tensor that this rank computes with: its part of a parameter."""
     parameter = module._parameters[name]
     if parameter is None:
         return None
-    found = local_with_grad(parameter)
+    own_values = local_with_grad(parameter)
     kept = kept_by(module).get(name)
     if kept is None or not kept.shared:
-        return found
-    return summed(found, kept.dim, kept.held[kept.rank], kept.shape[kept.dim], kept.group)
+        return own_values
+    return summed(own_values, kept.dim, kept.held[kept.rank], kept.shape[kept.dim], kept.group)
 
 
 def replaced(parameter: nn.Parameter, kept: Kept, *, dtensor: bool) -> nn.Parameter:
@@ -158,31 +158,31 @@ def replaced(parameter: nn.Parameter, kept: Kept, *, dtensor: bool) -> nn.Parame
     Args:
         parameter: the whole one.
         kept: how it is cut.
-        dtensor: make a DTensor, where one can say how the parameter is cut.
+        dtensor: make a DTensor where its placements can say how the parameter is cut.
     """
     if isinstance(parameter, DTensor):
         return _within(parameter, kept)
     own = kept.take(parameter.detach())
     placement = kept.placement
     if dtensor and placement is not None:
-        made: Tensor = as_dtensor(own, kept.mesh, [placement], parameter.shape, parameter.stride())
-        return nn.Parameter(made, requires_grad=parameter.requires_grad)
+        cut_tensor: Tensor = as_dtensor(own, kept.mesh, [placement], parameter.shape, parameter.stride())
+        return nn.Parameter(cut_tensor, requires_grad=parameter.requires_grad)
     return nn.Parameter(own, requires_grad=parameter.requires_grad)
 
 
 def _within(parameter: nn.Parameter, kept: Kept) -> nn.Parameter:
-    """Return what takes the place of a parameter whose experts other ranks share out: each expert is cut, in itself."""
+    """Return the parameter for experts that other ranks share out: each expert is cut by itself."""
     assert isinstance(parameter, DTensor)
     if isinstance(kept.placement, Replicate):
         return parameter
     own = kept.take(local_of(parameter))
     shape = (parameter.shape[0], *own.shape[1:])
-    made = as_dtensor(own, parameter.device_mesh, parameter.placements, shape, own.stride())
-    return nn.Parameter(made, requires_grad=parameter.requires_grad)
+    cut_tensor = as_dtensor(own, parameter.device_mesh, parameter.placements, shape, own.stride())
+    return nn.Parameter(cut_tensor, requires_grad=parameter.requires_grad)
 
 
 def tell_parts(module: nn.Module) -> None:
-    """Say of a module's parameters that are no DTensors on the mesh which part of the whole they are."""
+    """Mark a module's parameters with the part of the whole that they are, unless a DTensor on the mesh says so."""
     for name, kept in kept_by(module).items():
         parameter = module._parameters[name]
         if parameter is None or isinstance(kept.placement, Replicate):

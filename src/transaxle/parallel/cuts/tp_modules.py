@@ -23,8 +23,8 @@ _WEIGHT, _BIAS = "weight", "bias"
 _CONFIG = "config"
 _EXPERTS, _EAGER = "_experts_implementation", "eager"
 _ALIGNED, _NARROWEST = 16, 2
-"""Bytes of which rows and columns of what `torch.nn.functional.grouped_mm` multiplies must be multiples, and those of
-an element of bf16, in which a model that is cut in fp32 may compute."""
+"""`torch.nn.functional.grouped_mm` needs rows and columns of a multiple of so many bytes; and bytes of an element of
+bf16, in which a model of fp32 may compute under autocast."""
 _NOW = "_transaxle_computing"
 
 
@@ -38,8 +38,8 @@ def _group(module: nn.Module) -> dist.ProcessGroup:
 
 class _Column(nn.Module):
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as torch names it
-        found: Tensor = super().forward(enter(input, _group(self)))
-        return found
+        own_columns: Tensor = super().forward(enter(input, _group(self)))
+        return own_columns
 
 
 class _Gathered(nn.Module):
@@ -68,8 +68,8 @@ class _Vocabulary(nn.Module):
         kept = _kept(self)
         ((start, stop),) = kept.held[kept.rank]
         elsewhere = (input < start) | (input >= stop)
-        found: Tensor = super().forward((input - start).masked_fill(elsewhere, 0))
-        return leave(found.masked_fill(elsewhere.unsqueeze(-1), 0), kept.group)
+        looked_up: Tensor = super().forward((input - start).masked_fill(elsewhere, 0))
+        return leave(looked_up.masked_fill(elsewhere.unsqueeze(-1), 0), kept.group)
 
 
 class _Hidden(nn.Module):
@@ -81,13 +81,13 @@ class _Hidden(nn.Module):
 class _Region(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         group = _group(self)
-        given = [_entered(arg, group) for arg in args]
-        return leave(super().forward(*given, **{key: _entered(arg, group) for key, arg in kwargs.items()}), group)
+        entered = [_entered(arg, group) for arg in args]
+        return leave(super().forward(*entered, **{key: _entered(arg, group) for key, arg in kwargs.items()}), group)
 
 
 class _Grouped(nn.Module):
     def held(self, name: str) -> Held:
-        """Return what this rank has of a parameter, in whatever ways it is cut; see `GroupedLinear`."""
+        """Return the positions of a parameter that this rank has, however it is cut; see `GroupedLinear`."""
         mark_all(self)
         parameter, rank = self._parameters[name], dist.get_rank()
         assert parameter is not None
@@ -172,7 +172,7 @@ def cut_module(module: nn.Module, role: Role) -> None:
 
 
 def _align(module: nn.Module) -> None:
-    """Let stacked experts compute one by one where their rows are none that torch's grouped products take."""
+    """Let stacked experts compute one by one where torch's grouped products do not take rows of their length."""
     config = module.__dict__.get(_CONFIG)
     parts = [part for name in kept_by(module) if (part := local(module, name)) is not None]
     widths = ((size, min(part.element_size(), _NARROWEST)) for part in parts for size in part.shape[1:])

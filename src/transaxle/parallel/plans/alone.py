@@ -1,9 +1,9 @@
-"""What would take a part for the whole, and what it is given instead: something that refuses.
+"""Tensors and hooks that refuse to have a rank's part taken for the whole parameter.
 
-DeepSpeed wants ordinary tensors in a state dict, and pickles them as such. `torch.distributed.checkpoint` would take
-each for the whole, and one rank's part would be all that it saves. What an optimizer keeps for a part is an ordinary
-tensor in any case, of which nothing can be told; but torch's `get_optimizer_state_dict` asks the modules about their
-names before it returns it.
+DeepSpeed wants ordinary tensors in a state dict, and pickles them. `torch.distributed.checkpoint` would save such a
+tensor as if it were the whole parameter: one rank's part would be all that is saved. The moments that an optimizer
+keeps for a part are ordinary tensors too, and nothing on them says so. But torch's `get_optimizer_state_dict` asks the
+modules for their names before it returns, and there it is refused.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from transaxle.errors import TransaxleError, refuse
 
 
 class Alone(torch.Tensor):
-    """A part, and what is computed of it, that `torch.distributed.checkpoint` refuses."""
+    """A rank's part, or what is computed from it: `torch.distributed.checkpoint` is refused."""
 
     def new_empty(self, *args: Any, **kwargs: Any) -> Alone:
-        """See torch: `deepcopy` begins with this, and wants the same class."""
-        made: Alone = super().new_empty(*args, **kwargs).as_subclass(Alone)
-        return made
+        """See torch; `deepcopy` calls this, and wants the same class."""
+        empty: Alone = super().new_empty(*args, **kwargs).as_subclass(Alone)
+        return empty
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an ordinary tensor."""
@@ -50,24 +50,24 @@ class Alone(torch.Tensor):
 
 
 ASKED = "_fqn_modifiers"
-"""Attribute of a module that `torch.distributed.checkpoint.state_dict`, and nothing else, looks for and calls."""
+"""Attribute of a module that only `torch.distributed.checkpoint.state_dict` looks for and calls."""
 _OPTIMIZER = "_get_optim_state_dict"
-"""Function of it that asks when it has the state of an optimizer."""
+"""Its function for the state of an optimizer."""
 _MODEL, _FULL = "_get_model_state_dict", "full_state_dict"
-"""Function of it that asks when it has that of a model, and whether it is to make whole tensors, which it cannot."""
+"""Its function for the state of a model, and the option by which it would make whole tensors; it cannot here."""
 _METHODS = {
     "save_pretrained": 'tx.save(model, path, to="hf")',
     "resize_token_embeddings": "resize them before the cut",
 }
-"""Methods of a transformers model that take what a rank has for the whole -> what to do instead."""
+"""Methods of a transformers model that would take a rank's part for the whole -> what to do instead."""
 
 
 def no_names(name: str, *, always: bool) -> Mapping[str, str]:
-    """Stand for the `ASKED` of a module with parts.
+    """Take the place of a module's `ASKED`, where the module has parts.
 
     Args:
         name: of a part in it.
-        always: refuse weights as well; otherwise the module's state dict says which parts they are.
+        always: refuse weights too; otherwise the module's state dict says which parts they are.
 
     Raises:
         Refused: UNSUPPORTED.
@@ -82,7 +82,7 @@ def no_names(name: str, *, always: bool) -> Mapping[str, str]:
 
 
 def refuse_methods(model: nn.Module) -> None:
-    """Let a cut model refuse what its class would do with this rank's part."""
+    """Let a cut model refuse the methods of its class that do not know of parts."""
     for name, hint in _METHODS.items():
         if hasattr(model, name):
             model.__dict__[name] = partial(_no_method, name, hint)

@@ -1,4 +1,4 @@
-"""Shares: which indices of a cut axis each tensor-parallel rank has.
+"""Shares out a cut axis: which of its indices each tensor-parallel rank has.
 
 An index is never split: one of `g` is a group of query heads with the key and value head that they share. Where there
 are more ranks than groups, several ranks share a group: each has some of its query heads, and all of them its key and
@@ -22,7 +22,7 @@ class Shares:
     axis: str
     """The axis."""
     ranges: tuple[Ranges, ...]
-    """For each rank its indices of the axis, and of the one within it where ranks share an index."""
+    """For each rank, its indices of the axis, and those of the axis within it where ranks share an index."""
 
 
 def share_out(
@@ -35,7 +35,7 @@ def share_out(
         sizes: axis -> size.
         ranks: tensor-parallel degree.
         inner: the axis within it that several ranks may share out; None: there is none.
-        widths: indices of the axis for each rank, where the user says so.
+        widths: how many indices each rank gets, where the user says so.
 
     Returns:
         What `torch.chunk` gives; where that leaves a rank nothing, shares that differ by one at most.
@@ -52,13 +52,13 @@ def share_out(
         most = count if inner is None else count * sizes[inner]
         what = f"{axis}={count}" if inner is None else f"({axis} {inner})={count}x{sizes[inner]}={most}"
         raise refuse("SHAPE_MISMATCH", f"{what} over {ranks} ranks: a cut would go through one of them")
-    found: list[Ranges] = []
+    ranges: list[Ranges] = []
     for index, (first, last) in enumerate(_spans(ranks, count)):
         if sizes[inner] < last - first:
             message = f"{last - first} ranks share one of {axis}={count}, which has {inner}={sizes[inner]} only"
             raise refuse("SHAPE_MISMATCH", f"{message}: a cut would go through one of them")
-        found += [{axis: (index, index + 1), inner: span} for span in _spans(sizes[inner], last - first)]
-    return Shares(axis, tuple(found))
+        ranges += [{axis: (index, index + 1), inner: span} for span in _spans(sizes[inner], last - first)]
+    return Shares(axis, tuple(ranges))
 
 
 def _spans(count: int, parts: int) -> list[tuple[int, int]]:

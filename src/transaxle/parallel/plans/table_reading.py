@@ -1,4 +1,4 @@
-"""Reading a model: which logical tensors its parameters hold, by its table, and which of their axes may be cut."""
+"""Reads a model through its family's table: which logical tensors its parameters hold, and which axes may be cut."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Weight:
     sizes: Mapping[str, int]
     """Axis -> size, of that layer."""
     options: tuple[Option, ...]
-    """How it may be cut; what comes first is what `auto` takes."""
+    """How it may be cut; `auto` takes the first."""
 
     @property
     def name(self) -> str:
@@ -77,18 +77,18 @@ def read(model: nn.Module) -> Reading:
     """
     config = _config(model)
     owners = {f"{path}.{name}" if path else name: (path, name) for path, name in _parameters(model)}
-    found = recognise(list(owners), config, builtin())
-    if not found.family.cuts:
-        raise refuse("UNSUPPORTED", f"the table of {found.family.name} has no `cut` statement")
-    sizes = Sizes(found.family, config)
-    bound = bind(list(owners), found.family, found.dialect, sizes, found.prefix)
+    recognised = recognise(list(owners), config, builtin())
+    if not recognised.family.cuts:
+        raise refuse("UNSUPPORTED", f"the table of {recognised.family.name} has no `cut` statement")
+    sizes = Sizes(recognised.family, config)
+    bound = bind(list(owners), recognised.family, recognised.dialect, sizes, recognised.prefix)
     problems = [
-        Refusal("UNEXPECTED_TENSOR", f"the table of {found.family.name} has no line for it", Where(None, name))
+        Refusal("UNEXPECTED_TENSOR", f"the table of {recognised.family.name} has no line for it", Where(None, name))
         for name in (*bound.unknown, *bound.ignored)
     ]
     weights = []
-    for (line, _), held in bound.names.items():
-        for position, name in held.items():
+    for (line, _), names_by_position in bound.names.items():
+        for position, name in names_by_position.items():
             index = dict(zip(line.name.axes, position, strict=True))
             known = sizes.at(index)
             module, own = owners[name]
@@ -100,20 +100,20 @@ def read(model: nn.Module) -> Reading:
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, name), "Cut it first."))
                 continue
             problems += _check(name, parameter, line.expression, known)
-            options = tuple(_options(line.expression, found.family.cuts))
+            options = tuple(_options(line.expression, recognised.family.cuts))
             weights.append(Weight(module, own, shape, line.expression, tuple(index.items()), known, options))
     if problems:
         raise gathered(problems)
     order = {name: number for number, name in enumerate(owners)}
-    return Reading(found.family, tuple(sorted(weights, key=lambda weight: order[weight.name])))
+    return Reading(recognised.family, tuple(sorted(weights, key=lambda weight: order[weight.name])))
 
 
 def _config(model: nn.Module) -> Mapping[str, Any]:
     config = getattr(model, "config", None)
     if config is None:
         return {}
-    told: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
-    return told
+    mapping: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()
+    return mapping
 
 
 def _parameters(model: nn.Module) -> Iterator[tuple[str, str]]:
@@ -129,7 +129,7 @@ def _is_shared_out(owner: nn.Module, parameter: DTensor) -> bool:
 
 
 def _check(name: str, parameter: nn.Parameter, expression: Expression, sizes: Mapping[str, int]) -> Iterator[Refusal]:
-    """Yield what stands against cutting a parameter at all."""
+    """Yield the reasons why a parameter cannot be cut at all."""
     where, shape = Where(None, name), list(parameter.shape)
     lacking = sorted(axis for axis in expression.axes if axis not in sizes)
     if lacking:
@@ -141,7 +141,7 @@ def _check(name: str, parameter: nn.Parameter, expression: Expression, sizes: Ma
 
 
 def _options(expression: Expression, cuts: tuple[Cuttable, ...]) -> Iterator[Option]:
-    """Yield the ways in which a table lets a tensor be cut; one that holds for a part of it only is none."""
+    """Yield the ways in which a table lets a tensor be cut; a way that fits only a part of it does not count."""
     for cut in cuts:
         if len(cut.axes) > 1 or (cut.tensors is not None and not cut.tensors.issuperset(expression.components)):
             continue

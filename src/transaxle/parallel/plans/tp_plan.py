@@ -1,8 +1,8 @@
 """The plan: which parameter is cut along which axis, what each rank gets of it, and what each module does with it.
 
-Everything follows from the table: which axes may be cut, which tensors have them, and in which dim. A plan of the
-user's only chooses among that. Modules between which a cut axis flows (q, k, v and o of one layer) are one group, and
-are cut alike or not at all.
+The table decides which axes may be cut, which tensors have them, and in which dim; the user's rules only choose among
+these cuts. Modules between which activations of a cut axis flow (q, k, v and o of one layer) are one group: they are
+cut alike or not at all.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from transaxle.parallel.plans.table_reading import Option, Reading, Weight
 
 Kind = Literal["column", "row", "vocabulary", "hidden", "replicate"]
 Rules = Mapping[str, "Kind | tuple[Kind, Sequence[int]]"]
-"""Path of a module, `*` for any one part of it -> how it is cut, with the rows of each rank if they are to differ."""
+"""Path of a module (`*` matches one segment) -> how it is cut, with the rows of each rank where they are to differ."""
 _DIMS: Mapping[Kind, int | None] = {"column": 0, "vocabulary": 0, "row": 1, "hidden": 1, "replicate": None}
 Group = tuple[str, tuple[tuple[str, int], ...]]
 """A cut axis, and the layer: an activation of one axis flows between the modules of a group."""
 
 
 class Role(Enum):
-    """What a module does beside what it always did."""
+    """What a cut module does in addition to its own forward."""
 
     LOCAL = auto()
-    """Nothing: it computes on what it has."""
+    """Nothing: it computes with what it has."""
     COLUMN = auto()
-    """It takes what all ranks have, and gives its part."""
+    """Its input is whole on every rank, its output is this rank's part."""
     GATHERED = auto()
-    """It does so, and the parts are joined."""
+    """As `COLUMN`, and then the parts are joined."""
     ROW = auto()
-    """It takes its part, and the results are summed."""
+    """Its input is this rank's part, and the ranks' results are summed."""
     SLICED = auto()
-    """It does so, and takes its part of what all ranks have."""
+    """As `ROW`, of an input that is whole: each rank takes its part of it."""
     VOCABULARY = auto()
-    """It looks up the words it has, and the results are summed."""
+    """It looks up the words that it has, and the results are summed."""
     HIDDEN = auto()
-    """It looks up its columns, and they are joined."""
+    """It looks up its columns of every word, and these are joined."""
     REGION = auto()
-    """It begins and ends a cut axis: it takes what all ranks have, and the results are summed."""
+    """The cut axis begins and ends in it: its input is whole, and the ranks' results are summed."""
     GROUPED_COLUMN = auto()
-    """As `COLUMN`, a layer for every expert."""
+    """As `COLUMN`, for every expert's layer."""
     GROUPED_ROW = auto()
-    """As `ROW`, likewise."""
+    """As `ROW`, for every expert's layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Cut:
     shares: Shares | None
     """How its axis is shared out."""
     inside: bool
-    """Every rank holds it and uses it for its own heads, so that gradients are terms of a sum."""
+    """Every rank holds all of it and uses it for its own heads, so the ranks' gradients are summed."""
 
     @property
     def dim(self) -> int:
@@ -81,7 +81,7 @@ class Cut:
 
     @property
     def replicas(self) -> bool:
-        """Whether several ranks hold some element that each uses for something else."""
+        """Whether several ranks hold one element and use it for different heads."""
         cut = self.option is not None
         return self.inside or (cut and sum(map(count_positions, self.held)) > self.weight.shape[self.dim])
 
@@ -119,7 +119,7 @@ def make_plan(model: nn.Module, reading: Reading, ranks: int, rules: Rules | Non
         model: the model.
         reading: its parameters as the table has them.
         ranks: tensor-parallel degree.
-        rules: what the user says; None: what comes first in the table.
+        rules: how the user wants modules cut; None: as the table's first option says.
 
     Raises:
         Refused: with every problem: MISSING_TENSOR for rules of modules that are not there, UNSUPPORTED for cuts that
@@ -137,7 +137,7 @@ class _Planner:
         for weight in reading.weights:
             self._modules[weight.module].append(weight)
         self._problems: list[Refusal] = []
-        self._said = self._matched(rules)
+        self._rule_of = self._matched(rules)
         self._chosen: dict[str, Option | None] = {weight.name: self._choose(weight) for weight in reading.weights}
 
     def plan(self) -> Plan:
@@ -158,15 +158,15 @@ class _Planner:
     def _refuse(self, where: str, message: str, code: Literal["UNSUPPORTED", "MISSING_TENSOR"] = "UNSUPPORTED") -> None:
         self._problems.append(Refusal(code, message, Where(None, where)))
 
-    # What the user says.
+    # The user's rules.
 
     def _matched(self, rules: Rules) -> dict[str, tuple[str, Kind, tuple[int, ...] | None]]:
         """Return module -> (rule, kind, rows); of several rules for a module the last holds."""
         named = self._model.named_modules()
         without = [path for path, module in named if isinstance(module, GroupedLinear) and not module.experts]
-        found: dict[str, tuple[str, Kind, tuple[int, ...] | None]] = {}
-        for pattern, said in rules.items():
-            kind, rows = (said, None) if isinstance(said, str) else (said[0], tuple(said[1]))
+        by_module: dict[str, tuple[str, Kind, tuple[int, ...] | None]] = {}
+        for pattern, rule in rules.items():
+            kind, rows = (rule, None) if isinstance(rule, str) else (rule[0], tuple(rule[1]))
             regex = re.compile(r"\.".join("[^.]+" if part == "*" else re.escape(part) for part in pattern.split(".")))
             matched = [path for path in (*self._modules, *without) if regex.fullmatch(path)]
             if not matched:
@@ -176,14 +176,14 @@ class _Planner:
             if kind not in _DIMS:
                 self._refuse(pattern, f"{kind!r} is no kind of cut; these are: {', '.join(_DIMS)}")
                 continue
-            found |= dict.fromkeys(matched, (pattern, kind, rows))
-        return found
+            by_module |= dict.fromkeys(matched, (pattern, kind, rows))
+        return by_module
 
     def _choose(self, weight: Weight) -> Option | None:
         """Return how a parameter is cut; a bias follows the weight beside it."""
-        if weight.module not in self._said:
+        if weight.module not in self._rule_of:
             return weight.options[0] if weight.options else None
-        rule, kind, _ = self._said[weight.module]
+        rule, kind, _ = self._rule_of[weight.module]
         dim = _DIMS[kind]
         if dim is None or (len(weight.shape) == 1 and dim == 1):
             return None
@@ -250,20 +250,20 @@ class _Planner:
         """Return how a group's axis is shared out; None where that is refused."""
         axis, _ = group
         sizes = members[0].sizes
-        said = {each.module: rows for each in members for rows in [self._indices(each, axis)] if rows is not None}
-        if len(set(said.values())) > 1:
-            texts = ", ".join(f"{module} {list(rows)}" for module, rows in said.items())
+        widths = {each.module: rows for each in members for rows in [self._indices(each, axis)] if rows is not None}
+        if len(set(widths.values())) > 1:
+            texts = ", ".join(f"{module} {list(rows)}" for module, rows in widths.items())
             self._refuse(members[0].module, f"the rules share out {axis}={sizes[axis]} in several ways: {texts}")
             return None
         try:
-            return share_out(axis, sizes, self._ranks, self._family.within.get(axis), next(iter(said.values()), None))
+            return share_out(axis, sizes, self._ranks, self._family.within.get(axis), next(iter(widths.values()), None))
         except TransaxleError as error:
             self._refuse(members[0].module, error.refusals[0].message)
             return None
 
     def _indices(self, weight: Weight, axis: str) -> tuple[int, ...] | None:
         """Return how many indices of the axis each rank gets by the rows that a rule gives for a module."""
-        rows = self._said[weight.module][2] if weight.module in self._said else None
+        rows = self._rule_of[weight.module][2] if weight.module in self._rule_of else None
         option = self._chosen[weight.name]
         if rows is None or option is None or len(weight.shape) < 2:
             return None
@@ -277,14 +277,14 @@ class _Planner:
 
     def _inner(self, groups: Mapping[Group, Sequence[Weight]]) -> frozenset[str]:
         """Return the axes of which there is one set for each index of a cut axis: those of a head."""
-        found: set[str] = set()
+        inner_axes: set[str] = set()
         for (axis, _), members in groups.items():
             for member in members:
                 node = member.expression.dims[self._dim(member) or 0]
-                found |= axes_in(node) - {axis, self._family.within.get(axis)}
-        return frozenset(found)
+                inner_axes |= axes_in(node) - {axis, self._family.within.get(axis)}
+        return frozenset(inner_axes)
 
-    # What follows.
+    # The cuts, the roles and the heads that follow.
 
     def _cut(self, weight: Weight, shares: Mapping[Group, Shares | None], inner: frozenset[str]) -> Cut:
         option = self._chosen[weight.name]
@@ -296,8 +296,8 @@ class _Planner:
         share = shares[option.axis, weight.index]
         assert share is not None
         ranges = [{a: span for a, span in each.items() if a in axes_in(node)} for each in share.ranges]
-        held = tuple(positions(node, weight.sizes, each) for each in ranges)
-        return Cut(weight, option, held, Shares(share.axis, tuple(ranges)), inside=False)
+        held_positions = tuple(positions(node, weight.sizes, each) for each in ranges)
+        return Cut(weight, option, held_positions, Shares(share.axis, tuple(ranges)), inside=False)
 
     def _role(self, path: str, weights: Sequence[Weight], groups: Mapping[Group, Sequence[Weight]]) -> Role:
         module = self._model.get_submodule(path)
