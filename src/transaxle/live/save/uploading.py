@@ -92,27 +92,29 @@ def senders(prepared: Prepared, ranks: tuple[int, ...]) -> dict[str, int]:
     Files that share a tensor go together, and so do the ones that make the others a checkpoint: with the first rank.
     """
     files = prepared.draft.files
-    root = {file: file for file in files}
+    parent = {file: file for file in files}
 
-    def found(file: str) -> str:
-        while root[file] != file:
-            file = root[file]
+    def root(file: str) -> str:
+        """Return the file that stands for all that go together with this one."""
+        while parent[file] != file:
+            file = parent[file]
         return file
 
     for tensor in prepared.plan.tensors:
         for place in tensor.places[1:]:
-            root[found(place.file)] = found(tensor.places[0].file)
-    full = {place.file for tensor in prepared.plan.tensors for place in tensor.places}
-    first = {found(file) for file in files if opens(file) or file not in full}
+            parent[root(place.file)] = root(tensor.places[0].file)
+    with_tensors = {place.file for tensor in prepared.plan.tensors for place in tensor.places}
+    of_first_rank = {root(file) for file in files if opens(file) or file not in with_tensors}
     sizes: dict[str, int] = {}
     for file, size in files.items():
-        sizes[found(file)] = sizes.get(found(file), 0) + size
+        sizes[root(file)] = sizes.get(root(file), 0) + size
     load = dict.fromkeys(ranks, 0)
-    of: dict[str, int] = {}
-    for file in sorted(sizes, key=lambda each: (each not in first, -sizes[each], each)):
-        of[file] = ranks[0] if file in first else min(ranks, key=lambda rank: (load[rank], rank))
-        load[of[file]] += sizes[file]
-    return {file: of[found(file)] for file in files}
+    senders_of_roots: dict[str, int] = {}
+    for file in sorted(sizes, key=lambda each: (each not in of_first_rank, -sizes[each], each)):
+        sender = ranks[0] if file in of_first_rank else min(ranks, key=lambda rank: (load[rank], rank))
+        senders_of_roots[file] = sender
+        load[sender] += sizes[file]
+    return {file: senders_of_roots[root(file)] for file in files}
 
 
 def carry(prepared: Prepared, stage: Stage) -> dict[str, str]:

@@ -121,46 +121,46 @@ def owners(tensors: Sequence[PlannedTensor], world: World) -> list[tuple[int, ..
         For each tensor its rank; nobody where several ranks hold long runs, which each writes for itself.
     """
     load = dict.fromkeys(world.ranks, 0)
-    found: dict[int, tuple[int, ...]] = {}
-    open_: list[int] = []
+    writers: dict[int, tuple[int, ...]] = {}
+    from_several: list[int] = []
     for number, tensor in enumerate(tensors):
         ranks = {rank_of(transfer.file) for transfer in tensor.transfers}
         if len(ranks) == 1:
-            found[number] = tuple(ranks)
-            load[found[number][0]] += tensor.nbytes
+            writers[number] = tuple(ranks)
+            load[writers[number][0]] += tensor.nbytes
         elif any(is_long(transfer) for transfer in tensor.transfers):
-            found[number] = ()
+            writers[number] = ()
             for transfer in tensor.transfers:
                 load[rank_of(transfer.file)] += transfer.size
         else:
-            open_.append(number)
+            from_several.append(number)
     fair = sum(tensor.nbytes for tensor in tensors) // world.size
-    for number in open_:
+    for number in from_several:
         size = tensors[number].nbytes
         rank = min(load, key=lambda each: (load[each], each))
         if size > _FOLDED and load[rank] + size > fair + _FOLDED:
-            found[number] = ()  # one rank would be busy with it while the others wait
+            writers[number] = ()  # one rank would be busy with it while the others wait
             for each in world.ranks:
                 load[each] += size // world.size
         else:
-            found[number] = (rank,)
+            writers[number] = (rank,)
             load[rank] += size
-    return [found[number] for number in range(len(tensors))]
+    return [writers[number] for number in range(len(tensors))]
 
 
 def _hashed(tensors: Sequence[PlannedTensor], folder: str, world: World) -> dict[str, str]:
     """Hash this rank's share of what was written, as it lies in the files."""
     load = dict.fromkeys(world.ranks, 0)
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     storage = LocalStorage(folder)
     for tensor in tensors:
         rank = min(load, key=lambda each: (load[each], each))
         load[rank] += tensor.nbytes
         if rank != world.rank:
             continue
-        found[tensor.name] = digest_in(storage, tensor.places)
+        digests[tensor.name] = digest_in(storage, tensor.places)
     storage.close()
-    return found
+    return digests
 
 
 def _check_copies(checks: Sequence[PlannedCheck], memory: Memory, world: World) -> None:

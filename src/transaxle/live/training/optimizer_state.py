@@ -230,7 +230,7 @@ def follow(optimizers: Optimizers, named: Mapping[str, torch.Tensor], tensors: M
 def install(optimizers: Optimizers, named: Mapping[str, torch.Tensor], states: Mapping[str, torch.Tensor]) -> None:
     """Put loaded state into the optimizers; where one keeps a Python number, a number.
 
-    A value without dims is what the optimizer has there, or what it would make there itself (`live.twin`). Where it
+    A value without dims is what the optimizer has there, or what it would make there itself (`Twins`). Where it
     cannot be tried, values of types that only Python's numbers are stored with are numbers, but not fractions of
     parameters without dims. The optimizer is asked in the end to make of them what it needs. Settings are to be
     restored before.

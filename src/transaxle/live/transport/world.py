@@ -66,6 +66,7 @@ class World:
         if self.size == 1:
             return [item]
         octets = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8).to(self.device)
+        # Sizes are not known yet: a first page of fixed size carries each item's length and its beginning.
         page = torch.zeros(_PAGE, dtype=torch.uint8, device=self.device)
         page[:_SIZE].view(torch.int64)[0] = len(octets)
         page[_SIZE : _SIZE + len(octets)] = octets[: _PAGE - _SIZE]
@@ -82,10 +83,10 @@ class World:
         return [pickle.loads(whole[:size].numpy().data) for whole, size in items]  # noqa: S301 - of our own ranks
 
     def _all_gather(self, mine: torch.Tensor) -> list[torch.Tensor]:
-        found = [torch.empty_like(mine) for _ in range(self.size)]
+        of_all_ranks = [torch.empty_like(mine) for _ in range(self.size)]
         with collective():
-            dist.all_gather(found, mine, group=self.group)
-        return found
+            dist.all_gather(of_all_ranks, mine, group=self.group)
+        return of_all_ranks
 
     def wait(self) -> None:
         """Wait until every rank is here."""
@@ -94,30 +95,30 @@ class World:
                 dist.barrier(self.group)
 
     def pool(self, make: Callable[[], Item]) -> list[Item]:
-        """Run something on all ranks, and return what each of them made; where one refuses, all do.
+        """Call a function on all ranks and return every result, in the order of `ranks`; where one refuses, all do.
 
         Raises:
             TransaxleError: as `together`.
         """
-        made: list[Item] = []
-        error: TransaxleError | None = None
+        items: list[Item] = []
+        refusal: TransaxleError | None = None
         try:
-            made.append(make())
-        except TransaxleError as found:
-            error = found
-        except BaseException as found:
-            with suppress(Exception):  # what this rank has to say is raised below
-                self._pooled((made, refuse("IO", f"rank {self.rank} failed: {found!r}")))
+            items.append(make())
+        except TransaxleError as error:
+            refusal = error
+        except BaseException as error:
+            with suppress(Exception):  # the error of this rank is raised below
+                self._pooled((items, refuse("IO", f"rank {self.rank} failed: {error!r}")))
             raise
-        return self._pooled((made, error))
+        return self._pooled((items, refusal))
 
-    def _pooled(self, mine: tuple[list[Item], TransaxleError | None]) -> list[Item]:
-        everyone = self.gather(mine)
-        _raise(error for _, error in everyone)
-        return [item for made, _ in everyone for item in made]
+    def _pooled(self, own: tuple[list[Item], TransaxleError | None]) -> list[Item]:
+        of_all_ranks = self.gather(own)
+        _raise(refusal for _, refusal in of_all_ranks)
+        return [item for items, _ in of_all_ranks for item in items]
 
     def agree(self, error: TransaxleError | None) -> None:
-        """Raise on every rank what any rank found.
+        """Raise on every rank the refusals of any rank.
 
         Raises:
             TransaxleError: the refusals of all ranks, each once.
@@ -136,16 +137,16 @@ class World:
         Raises:
             TransaxleError: as `agree`. An error of another kind stays this rank's own: the others learn that it failed.
         """
-        found: TransaxleError | None = None
+        refusal: TransaxleError | None = None
         try:
             yield
         except TransaxleError as error:
-            found = error
+            refusal = error
         except BaseException as error:
-            with suppress(Exception):  # what this rank has to say is raised below
+            with suppress(Exception):  # the error of this rank is raised below
                 self.agree(refuse("IO", f"rank {self.rank} failed: {error!r}"))
             raise
-        self.agree(found)
+        self.agree(refusal)
 
 
 class Clock:
@@ -165,7 +166,7 @@ class Clock:
 
 
 def _raise(errors: Iterable[TransaxleError | None]) -> None:
-    """Raise what any rank found, each refusal once."""
+    """Raise the refusals of all ranks, each once."""
     refusals: dict[tuple[str, str, Where], Refusal] = {}
     for error in errors:
         for refusal in () if error is None else error.refusals:
