@@ -5,12 +5,14 @@ Numpy at most, no torch, no files. One noun a module, from the small to the larg
     strided      nested loops: the place of a box in one dim, and how an interval cuts it
     expression   the right-hand side of a dialect's line: which axes lie in which dim
     name         the left-hand side: which axes live in the stored name
+    linear_regex regular expressions of a stranger's file, in linear time
     formula      the arithmetic over config keys in which a table gives sizes and conditions
     family       families, dialects and sizes as values; `tables` reads them from text
     unify        axes that a conversion never separates are one
     solve        sizes that shapes imply
     piece        a layout, whole or cut, as boxes with their places; two of them meet in a copy
     chunk        which positions of a dim a rank of a mesh holds
+    ranges       which positions of a stored dim belong to some indices of its axes
     divide       how a stored tensor was cut, told by the table and the shards' shapes
     bind         the names of a checkpoint read through a dialect
     relayout     target tensors as box copies from stored tensors

@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
 from math import prod
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,28 +16,20 @@ from torch.distributed.tensor import Shard as TorchShard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.axes import walking
 from tests.axes.apply import arange, law, take
 from transaxle.axes.geometry.chunk import (
-    ChunkRule,
-    Even,
     Intervals,
-    InUnits,
     MeshCut,
+    PerComponent,
     Replicated,
     Shard,
     StridedShard,
     Widths,
-    bucket,
     count_positions,
-    flatten,
-    per_component,
     place,
     whole,
 )
 from transaxle.axes.geometry.chunk import take as taken
-from transaxle.axes.geometry.piece import pieces
-from transaxle.axes.notation.expression import Expression, Layout, parse
 from transaxle.errors import Refused
 
 
@@ -167,13 +158,6 @@ def test_place_refuses_a_dim_that_is_not_there() -> None:
         assert caught.value.code == "SHAPE_MISMATCH"
 
 
-def test_even_divides_or_refuses() -> None:
-    assert [rows(Even()(((2, 5), (9, 12)), 3, rank)) for rank in range(3)] == [[2, 3], [4, 9], [10, 11]]
-    with pytest.raises(Refused, match="10 rows do not divide evenly over 4 ranks") as caught:
-        Even()(whole(10), 4, 0)
-    assert caught.value.code == "SHAPE_MISMATCH"
-
-
 def test_widths_are_taken_as_given() -> None:
     rule = Widths((126, 0, 125))
     assert [rule(whole(251), 3, rank) for rank in range(3)] == [((0, 126),), (), ((126, 251),)]
@@ -184,32 +168,9 @@ def test_widths_are_taken_as_given() -> None:
         assert caught.value.code == "SHAPE_MISMATCH"
 
 
-def test_heads_are_cut_not_rows() -> None:
-    """6 query heads and 2 key heads over 4 ranks: 2, 2, 1, 1 and 1, 1, 0, 0 heads of 5 rows."""
-    queries = InUnits(Widths((2, 2, 1, 1)), 5)
-    keys = InUnits(Shard(), 5)
-    assert [count_positions(queries(whole(30), 4, rank)) for rank in range(4)] == [10, 10, 5, 5]
-    assert [rows(queries(whole(30), 4, rank)) for rank in range(4)] == [
-        list(range(*span)) for span in ((0, 10), (10, 20), (20, 25), (25, 30))
-    ]
-    assert [keys(whole(10), 4, rank) for rank in range(4)] == [((0, 5),), ((5, 10),), (), ()]
-    assert InUnits(StridedShard(2), 2)(whole(12), 2, 1) == ((4, 6), (10, 12))
-    with pytest.raises(Refused, match="31 rows are not whole units of 5") as caught:
-        queries(whole(31), 4, 0)
-    assert caught.value.code == "SHAPE_MISMATCH"
-
-
 def test_replicated_rows_are_everywhere() -> None:
     some = ((2, 5), (9, 12))
     assert all(Replicated()(some, 3, rank) == some for rank in range(3))
-
-
-SIZES = {"g": 2, "r": 3, "c": 5, "d": 4, "f": 6}
-HEADS: Mapping[str, ChunkRule] = {
-    "q": InUnits(Widths((2, 2, 1, 1)), 5),
-    "k": InUnits(Shard(), 5),
-    "v": InUnits(Shard(), 5),
-}
 
 
 def shards(tensor: torch.Tensor, parts: int, widths: Sequence[int] | None = None) -> list[torch.Tensor]:
@@ -222,7 +183,7 @@ def test_each_component_of_gate_and_up_is_cut_by_itself() -> None:
     """A fused matrix cut in two holds half of each, not all of the gate."""
     gate, up = arange(6, 4), arange(6, 4, start=100)
     fused = torch.cat([gate, up])
-    rule = per_component(parse("[[gate:f | up:f] d]").dims[0], SIZES, {"gate": Shard(), "up": Shard()})
+    rule = PerComponent((6, 6), (Shard(), Shard()))
     for rank in range(4):
         wanted = torch.cat([shards(gate, 4)[rank], shards(up, 4)[rank]])
         assert take(fused, place((12, 4), [MeshCut(0, 4, rank, rule)])).tolist() == wanted.tolist()
@@ -231,90 +192,22 @@ def test_each_component_of_gate_and_up_is_cut_by_itself() -> None:
 def test_each_component_of_qkv_is_cut_by_its_own_rule() -> None:
     q, k, v = arange(30, 4), arange(10, 4, start=1000), arange(10, 4, start=2000)
     fused = torch.cat([q, k, v])
-    dim = parse("[[q:(g r c) | k:(g c) | v:(g c)] d]").dims[0]
-    rule = per_component(dim, SIZES, HEADS)
-    kept = per_component(dim, SIZES, {"q": HEADS["q"]})
+    rule = PerComponent((30, 10, 10), (Widths((10, 10, 5, 5)), Widths((5, 5, 0, 0)), Replicated()))
     for rank in range(4):
-        heads = shards(q, 4, (10, 10, 5, 5))[rank]
-        wanted = torch.cat(
-            [heads, shards(k, 2)[rank] if rank < 2 else k[:0], shards(v, 2)[rank] if rank < 2 else v[:0]]
-        )
+        wanted = torch.cat([shards(q, 4, (10, 10, 5, 5))[rank], shards(k, 4, (5, 5, 0, 0))[rank], v])
         assert take(fused, place((50, 4), [MeshCut(0, 4, rank, rule)])).tolist() == wanted.tolist()
-        assert take(fused, place((50, 4), [MeshCut(0, 4, rank, kept)])).tolist() == torch.cat([heads, k, v]).tolist()
 
 
 def test_components_are_cut_again_by_the_next_mesh_dim() -> None:
     gate, up = arange(6), arange(6, start=100)
-    rule = per_component(parse("[[gate:f | up:f]]").dims[0], SIZES, {"gate": Shard(), "up": Shard()})
+    rule = PerComponent((6, 6), (Shard(), Shard()))
     for first, second in product(range(2), range(3)):
         local = torch.cat([gate.chunk(2)[first], up.chunk(2)[first]]).chunk(3)[second]
         held = place((12,), [MeshCut(0, 2, first, rule), MeshCut(0, 3, second)])
         assert rows(held[0]) == [i % 100 + (6 if i >= 100 else 0) for i in local.tolist()]
 
 
-def test_only_a_sum_is_cut_per_component() -> None:
-    with pytest.raises(Refused, match="direct sum") as caught:
-        per_component(parse("[(g [q:(r c) | k:c]) d]").dims[0], SIZES, HEADS)
-    assert caught.value.code == "UNSUPPORTED"
-    rule = per_component(parse("[[gate:f | up:f] d]").dims[0], SIZES, {})
+def test_components_must_fill_the_dim() -> None:
     with pytest.raises(Refused, match=r"components \[6, 6\] do not sum to 11 rows") as caught:
-        rule(whole(11), 2, 0)
+        PerComponent((6, 6), (Shard(), Shard()))(whole(11), 2, 0)
     assert caught.value.code == "SHAPE_MISMATCH"
-
-
-def read(layout: Layout, component: str, held: Sequence[Intervals], chunk: np.ndarray) -> dict[walking.Index, int]:
-    """Every element of a component in a chunk, with the number found there."""
-    found = {}
-    for piece in pieces(layout, component, held):
-        axes = sorted(piece.box)
-        for index in product(*(range(*piece.box[axis]) for axis in axes)):
-            steps = ((i - piece.box[a][0]) * piece.strides[a] for a, i in zip(axes, index, strict=True))
-            found[tuple(zip(axes, index, strict=True))] = int(chunk[piece.offset + sum(steps)])
-    return found
-
-
-@law
-@given(walking.expressions(["x", "y"]), walking.sizes(least=0), st.integers(1, 5))
-def test_flat_cuts_of_a_tensor(expression: Expression, sizes: dict[str, int], parts: int) -> None:
-    """As ZeRO and FSDP1 cut: by position in the flattened tensor, wherever that falls in the axes."""
-    layout = flatten(expression.layout(sizes))
-    (total,) = layout.shape
-    wanted = {name: walking.places(expression, sizes, name) for name in expression.components}
-    found: dict[str, dict[walking.Index, int]] = {name: {} for name in wanted}
-    for rank, chunk in enumerate(shards(torch.arange(total), parts)):
-        held = place((total,), [MeshCut(0, parts, rank)])
-        for name in wanted:
-            some = read(layout, name, held, chunk.numpy())
-            assert found[name].keys().isdisjoint(some)
-            found[name] |= some
-    assert found == wanted
-
-
-def test_flat_cuts_of_a_bucket_with_padding() -> None:
-    """Parameters one after the other, each padded to a multiple of 4, cut over 3 ranks without regard to them."""
-    sizes = {"f": 3, "d": 5, "n": 7}
-    expressions = {"w": parse("[[x:f | y:f] d]"), "b": parse("b[n]"), "t": parse("x[d f]")}
-    layouts: dict[str, Layout] = {}
-    buffer: list[torch.Tensor] = []
-    wanted: dict[str, dict[walking.Index, int]] = {}
-    start = 0
-    for name, expression in expressions.items():
-        layouts[name] = expression.layout(sizes)
-        count = prod(layouts[name].shape)
-        for component in expression.components:
-            at = walking.places(expression, sizes, component)
-            wanted[f"{name}/{component}"] = {index: start + place for index, place in at.items()}
-        padding = -count % 4
-        layouts[f"{name} padding"] = Layout((padding,), {})
-        buffer += [torch.arange(start, start + count), torch.full((padding,), -1)]
-        start += count + padding
-    whole_bucket = bucket(layouts)
-    flat = torch.cat(buffer)
-    assert whole_bucket.shape == (len(flat),) == (32 + 8 + 16,)
-    assert set(whole_bucket.shares) == set(wanted)
-    found: dict[str, dict[walking.Index, int]] = {name: {} for name in wanted}
-    for rank, chunk in enumerate(flat.chunk(3)):
-        held = place(whole_bucket.shape, [MeshCut(0, 3, rank)])
-        for name in wanted:
-            found[name] |= read(whole_bucket, name, held, chunk.numpy())
-    assert found == wanted

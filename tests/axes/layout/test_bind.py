@@ -188,15 +188,6 @@ def test_states_follow_the_line_of_their_parameter() -> None:
     assert bound(names, "module.", config=SIZES).unknown == (names[2],)
 
 
-def test_a_stored_name_is_found_by_line_and_index() -> None:
-    found = bound(["layers.1.w1", "optim/layers.1.w1/step"], config=SIZES)
-    (line,) = {line for line, _ in found.names}
-    assert found.stored_name(line, WEIGHT, (1,)) == "layers.1.w1"
-    assert found.stored_name(line, "step", (1,)) == "optim/layers.1.w1/step"
-    assert found.stored_name(line, WEIGHT, (2,)) is None
-    assert found.stored_name(line, "exp_avg", (1,)) is None
-
-
 def test_step3p5_layers_after_the_last() -> None:
     """Its several-token layers are numbered on, with names that also match ordinary layers."""
     family = builtin()["step3p5"]

@@ -12,16 +12,20 @@ from hypothesis import strategies as st
 
 from tests.axes import walking
 from tests.axes.apply import HOLE, Array, Entry, Extent, Store, arange, fill, law, numbers, only, translated
-from transaxle.axes.geometry.chunk import Intervals, MeshCut, Shard, place, whole
 from transaxle.axes.layout.relayout import Copier, Target
 from transaxle.axes.layout.solve import Shape
-from transaxle.axes.layout.tile import ScaleRelayout, Tile, grid, scales, shard_tiles, whole_tile
+from transaxle.axes.layout.tile import ScaleRelayout, Tile, grid, scales
 from transaxle.axes.notation.expression import parse
 from transaxle.errors import Refused
 
 Tiling = Callable[[Shape], Tile]
 
 SCALE = "F32"
+
+
+def whole_tile(shape: Shape) -> Tile:
+    """The tile of an encoding with one scale per tensor."""
+    return tuple(max(size, 1) for size in shape)
 
 
 def named(codes: str) -> str:
@@ -384,44 +388,3 @@ def test_many_experts_are_few_parts() -> None:
     found = relaid(view.targets["gate_up"], (1, 128, 128), store, BLOCK).target
     assert found.shape == (384, 32, 56)
     assert [len(part.origins) for part in found.parts] == [384, 384]
-
-
-@law
-@given(st.lists(st.integers(0, 60), max_size=6, unique=True), st.integers(1, 17))
-def test_a_shard_carries_the_scales_of_all_tiles_it_touches(points: list[int], tile: int) -> None:
-    points.sort()
-    held: Intervals = tuple(zip(points[::2], points[1::2], strict=False))
-    touched = shard_tiles(held, tile)
-    assert len(touched.tiles) == len(touched.phases) == len(held)
-    for (start, stop), (first, last), phase in zip(held, touched.tiles, touched.phases, strict=True):
-        assert [first + (phase + i) // tile for i in range(stop - start)] == [row // tile for row in range(start, stop)]
-        assert set(range(first, last)) == {row // tile for row in range(start, stop)}
-
-
-@pytest.mark.parametrize(("rows", "ranks"), [(7168, 64), (576, 8)])
-def test_cuts_inside_tiles_are_ordinary(rows: int, ranks: int) -> None:
-    """112 rows a rank, and 72: many ranks begin inside a tile of 128, and all find their scales."""
-    codes = np.arange(rows) // 128
-    inside = 0
-    for rank in range(ranks):
-        held = Shard()(whole(rows), ranks, rank)
-        ((first, last),), (phase,) = (touched := shard_tiles(held, 128)).tiles, touched.phases
-        carried = np.arange(first, last)
-        local = carried[(phase + np.arange(held[0][1] - held[0][0])) // 128]
-        assert local.tolist() == codes[slice(*held[0])].tolist()
-        inside += phase > 0
-    assert inside > ranks / 2
-
-
-def test_a_shard_of_a_relaid_grid() -> None:
-    """What a rank carries of the scales is a chunk of the target grid like any other."""
-    tensors = {f"{name}.{e}": arange(256, WIDTH) for name in ("gate", "up") for e in range(4)}
-    store, one = moved("blocked", "grouped", tensors, e=4)
-    _, grids = numbered(store, BLOCK)
-    found = relaid(one, (1, 128, 128), store, BLOCK).target
-    full = fill(grids, found)
-    for rank in range(3):
-        held = place(one.shape, [MeshCut(1, 3, rank)])
-        tiles = [shard_tiles(some, step).tiles for some, step in zip(held, (1, 128, 128), strict=True)]
-        ((start, stop),) = tiles[1]
-        np.testing.assert_array_equal(fill(grids, found, tiles), full[:, start:stop])

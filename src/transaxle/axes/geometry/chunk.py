@@ -6,14 +6,11 @@ data; the oracle is what torch does with `arange`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol
 
 from transaxle.axes.geometry.piece import Interval
-from transaxle.axes.geometry.strided import row_major
-from transaxle.axes.notation.expression import AxisSizes, Layout, Node, Share, Sum, size
 from transaxle.errors import refuse
 
 Intervals = tuple[Interval, ...]
@@ -87,23 +84,6 @@ class StridedShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Even:
-    """Equal shares or a refusal (Megatron)."""
-
-    def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
-        """See `ChunkRule`.
-
-        Raises:
-            Refused: SHAPE_MISMATCH where the length does not divide.
-        """
-        total = count_positions(intervals)
-        if total % parts:
-            raise refuse("SHAPE_MISMATCH", f"{total} rows do not divide evenly over {parts} ranks")
-        step = total // parts
-        return take(intervals, rank * step, (rank + 1) * step)
-
-
-@dataclass(frozen=True, slots=True)
 class Widths:
     """Explicit widths per rank (DeepSpeed's uneven cuts); zero widths are fine."""
 
@@ -121,28 +101,6 @@ class Widths:
             raise refuse("SHAPE_MISMATCH", f"widths {list(self.widths)} over {parts} ranks do not sum to {total} rows")
         start = sum(self.widths[:rank])
         return take(intervals, start, start + self.widths[rank])
-
-
-@dataclass(frozen=True, slots=True)
-class InUnits:
-    """Another rule applied to whole units of rows: heads, not rows."""
-
-    rule: ChunkRule
-    """The rule that divides the units."""
-    rows: int
-    """Rows per unit."""
-
-    def __call__(self, intervals: Intervals, parts: int, rank: int) -> Intervals:
-        """See `ChunkRule`.
-
-        Raises:
-            Refused: SHAPE_MISMATCH where the rows are not whole units.
-        """
-        total = count_positions(intervals)
-        if total % self.rows:
-            raise refuse("SHAPE_MISMATCH", f"{total} rows are not a multiple of the unit of {self.rows}")
-        units = self.rule(whole(total // self.rows), parts, rank)
-        return tuple(interval for a, b in units for interval in take(intervals, a * self.rows, b * self.rows))
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,25 +139,6 @@ class PerComponent:
         return tuple(taken)
 
 
-def per_component(dim: Node, sizes: AxisSizes, rules: Mapping[str, ChunkRule]) -> PerComponent:
-    """Build the rule that cuts each component of a blocked sum by its own rule.
-
-    Args:
-        dim: the stored dim's node; it must be a sum (its components lie one after the other).
-        sizes: axis -> size.
-        rules: component -> rule; a component without one is held by every rank.
-
-    Raises:
-        Refused: UNSUPPORTED where the dim is no sum.
-    """
-    if not isinstance(dim, Sum):
-        raise refuse("UNSUPPORTED", "only a dim that is a direct sum [a:… | b:…] can be split per component")
-    return PerComponent(
-        tuple(size(part, sizes) for _, part in dim.segments),
-        tuple(rules.get(name, Replicated()) for name, _ in dim.segments),
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class MeshCut:
     """One mesh dim's effect on a stored tensor."""
@@ -235,31 +174,3 @@ def place(
             raise refuse("SHAPE_MISMATCH", f"dim {cut.dim} is split, but the shape is {list(shape)}")
         per_dim[cut.dim] = cut.rule(per_dim[cut.dim], cut.parts, cut.rank)
     return tuple(per_dim)
-
-
-def flatten(layout: Layout) -> Layout:
-    """Return the layout of the same tensor seen as one flat dim, so that flat cuts are ordinary cuts."""
-    return bucket({"": layout}, "{component}")
-
-
-def bucket(layouts: Mapping[str, Layout], key: str = "{tensor}/{component}") -> Layout:
-    """Return the layout of several tensors flattened one after the other (a ZeRO or FSDP1 flat buffer).
-
-    Args:
-        layouts: tensor -> its layout, in stored order; a layout without components is alignment.
-        key: how a component of the bucket is named.
-    """
-    shares: dict[str, tuple[Share, ...]] = {}
-    start = 0
-    for tensor, layout in layouts.items():
-        strides = row_major(layout.shape)
-        for name, dims in layout.shares.items():
-            axes = tuple(
-                (axis, count, step * stride)
-                for share, stride in zip(dims, strides, strict=True)
-                for axis, count, step in share.axes
-            )
-            offset = sum(share.offset * stride for share, stride in zip(dims, strides, strict=True))
-            shares[key.format(tensor=tensor, component=name)] = (Share(start + offset, axes),)
-        start += prod(layout.shape)
-    return Layout((start,), shares)

@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from transaxle.axes.geometry.chunk import Intervals
 from transaxle.axes.notation.expression import Axis, Expression, Layout, Node, Sum, size, walk
 
+Indices = NDArray[np.int64]
 Ranges = Mapping[str, tuple[int, int]]
 """Axis -> first index and the one after the last; an axis that is absent is whole."""
 
@@ -37,17 +39,41 @@ def positions(node: Node, sizes: Mapping[str, int], ranges: Ranges) -> Intervals
     Returns:
         Intervals in the order of the dim; the dim of these indices alone is their concatenation.
     """
-    local_layout, full_layout = (_layout(node, axis_sizes) for axis_sizes in (local_sizes(sizes, ranges), sizes))
+
+    def moved(index: Mapping[str, Indices]) -> Mapping[str, Indices]:
+        return {axis: at + ranges.get(axis, (0, 0))[0] for axis, at in index.items()}
+
+    return positions_of(node, local_sizes(sizes, ranges), sizes, moved)
+
+
+def positions_of(
+    node: Node,
+    local: Mapping[str, int],
+    sizes: Mapping[str, int],
+    moved: Callable[[Mapping[str, Indices]], Mapping[str, Indices]],
+) -> Intervals:
+    """Return the positions of a dim that a smaller dim of the same axes consists of.
+
+    Args:
+        node: the dim.
+        local: axis -> size in the smaller one.
+        sizes: axis -> size in the whole tensor.
+        moved: gives the index of each axis in the whole tensor from that of each axis in the smaller one.
+
+    Returns:
+        Intervals in the order of the smaller dim.
+    """
+    local_layout, full_layout = (_layout(node, axis_sizes) for axis_sizes in (local, sizes))
     full_positions = np.empty(local_layout.shape[0], np.int64)
     for component, (share,) in local_layout.shares.items():
         (full_share,) = full_layout.shares[component]
-        steps = {axis: step for axis, _, step in full_share.axes}
-        local_positions, full_position = np.array(share.offset), np.array(full_share.offset)
-        for axis, count, step in share.axes:
-            index = np.arange(count)
-            local_positions = local_positions[..., None] + index * step
-            full_position = full_position[..., None] + (index + ranges.get(axis, (0, 0))[0]) * steps[axis]
-        full_positions[local_positions] = full_position
+        grid = np.indices([count for _, count, _ in share.axes])
+        index: Mapping[str, Indices] = dict(zip((axis for axis, _, _ in share.axes), grid, strict=True))
+        local_positions = share.offset + sum(index[axis] * step for axis, _, step in share.axes)
+        index = moved(index)
+        full_positions[local_positions] = full_share.offset + sum(
+            index[axis] * step for axis, _, step in full_share.axes
+        )
     ends = np.flatnonzero(np.diff(full_positions, append=-1) != 1)
     starts = [0, *(ends + 1).tolist()]
     return tuple(

@@ -58,10 +58,6 @@ class Bound:
     encodings: Mapping[str, str] = field(default_factory=dict)
     """Stored name -> its encoding, one of `number_format.WORDS`; names that are not in it are plain."""
 
-    def stored_name(self, line: Line, slot: str, index: Index) -> str | None:
-        """Return the name under which a line's tensor is stored, or None."""
-        return self.names.get((line, slot), {}).get(index)
-
 
 def _prefixes(names: Mapping[str, list[str]], dialect: Dialect) -> dict[str, int]:
     """Count, for every possible prefix, the names that it would let the dialect read."""

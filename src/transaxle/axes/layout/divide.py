@@ -15,8 +15,9 @@ from math import prod
 import numpy as np
 
 from transaxle.axes.geometry.chunk import ChunkRule, Intervals, Replicated, take
+from transaxle.axes.geometry.ranges import Indices, axes_in, positions_of
 from transaxle.axes.layout.solve import mismatch, root, unknown, unknown_axis
-from transaxle.axes.notation.expression import PADDING, Axis, Expression, Layout, Merge, Node, Sum, size, walk
+from transaxle.axes.notation.expression import PADDING, Axis, Expression, Merge, Node, Sum, size, walk
 from transaxle.axes.notation.family import Cuttable
 from transaxle.errors import refuse
 
@@ -99,7 +100,7 @@ def _readings(
         return
     for cut in cuts:
         for dim, node in enumerate(expression.dims):
-            if not all(axis in _axes(node) for axis in cut.axes) or not _alike(shape, shards, dim):
+            if not all(axis in axes_in(node) for axis in cut.axes) or not _alike(shape, shards, dim):
                 continue
             if any(name == PADDING for inner in walk(node) if isinstance(inner, Sum) for name, _ in inner.segments):
                 raise refuse("UNSUPPORTED", f"{expression.text}\nits padding is split over the ranks too")
@@ -125,15 +126,11 @@ def _whole(
         unsized = unknown(node, sizes)
         if not unsized:
             shape.append(size(node, sizes))
-        elif movable.isdisjoint(_axes(node)) and len({shard[dim] for shard in shards}) == 1:
+        elif movable.isdisjoint(axes_in(node)) and len({shard[dim] for shard in shards}) == 1:
             shape.append(shards[0][dim])
         else:
             raise unknown_axis(unsized[0], expression.text, shards[0])
     return tuple(shape)
-
-
-def _axes(node: Node) -> frozenset[str]:
-    return frozenset(inner.name for inner in walk(node) if isinstance(inner, Axis))
 
 
 def _alike(shape: Shape, shards: Sequence[Shape], dim: int) -> bool:
@@ -168,7 +165,7 @@ def _renamed(node: Node, axes: Sequence[str]) -> Node:
 
 def _marked(node: Node, sizes: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes of the renamed axes: those of the axes they stand for."""
-    return {axis: sizes[axis.removesuffix(_APART)] for axis in _axes(node) if axis.endswith(_APART)}
+    return {axis: sizes[axis.removesuffix(_APART)] for axis in axes_in(node) if axis.endswith(_APART)}
 
 
 def _along(
@@ -207,33 +204,14 @@ def _leads(node: Node, axes: Sequence[str]) -> bool:
 def _positions(node: Node, axes: Sequence[str], sizes: Mapping[str, int], start: int, count: int) -> Intervals:
     """Return the positions of a dim that a rank holds, in the rank's order.
 
-    The rank's dim is the same expression with a smaller last axis. Each of its rows is an element of one component; the
-    same element, its shared axes counted from the rank's first, has its place in the whole dim.
+    The rank's dim is the same expression with a smaller last axis; its shared axes count from the rank's first.
     """
-    local_layout, full_layout = (_layout(node, axis_sizes) for axis_sizes in ({**sizes, axes[-1]: count}, sizes))
-    full_positions = np.empty(local_layout.shape[0], np.int64)
-    for component, (share,) in local_layout.shares.items():
-        grid = np.indices([length for _, length, _ in share.axes])
-        index = dict(zip((axis for axis, _, _ in share.axes), grid, strict=True))
-        local_positions = share.offset + sum(index[axis] * step for axis, _, step in share.axes)
-        if all(axis in index for axis in axes):
-            shape = tuple(sizes[axis] for axis in axes)
-            flat = start + np.ravel_multi_index([index[axis] for axis in axes], (*shape[:-1], count))
-            index |= dict(zip(axes, np.unravel_index(flat, shape), strict=True))
-        (full_share,) = full_layout.shares[component]
-        full_positions[local_positions] = full_share.offset + sum(
-            index[axis] * step for axis, _, step in full_share.axes
-        )
-    ends = np.flatnonzero(np.diff(full_positions, append=-1) != 1)
-    first = 0
-    intervals = []
-    for end in ends.tolist():
-        intervals.append((int(full_positions[first]), int(full_positions[end]) + 1))
-        first = end + 1
-    return tuple(intervals)
+    shape = tuple(sizes[axis] for axis in axes)
 
+    def moved(index: Mapping[str, Indices]) -> Mapping[str, Indices]:
+        if not all(axis in index for axis in axes):
+            return index
+        flat = start + np.ravel_multi_index([index[axis] for axis in axes], (*shape[:-1], count))
+        return {**index, **dict(zip(axes, np.unravel_index(flat, shape), strict=True))}
 
-def _layout(node: Node, sizes: Mapping[str, int]) -> Layout:
-    """Return the layout of one dim by itself."""
-    fused = any(isinstance(inner, Sum) for inner in walk(node))
-    return Expression("", None if fused else "", (node,)).layout(sizes)
+    return positions_of(node, {**sizes, axes[-1]: count}, sizes, moved)

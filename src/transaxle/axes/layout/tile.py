@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from transaxle.axes.geometry.chunk import Intervals
 from transaxle.axes.geometry.piece import cut
 from transaxle.axes.geometry.retile import Coordinate, Misaligned, TileBox, retile
 from transaxle.axes.layout.relayout import Check, Origin, Target, TargetPart
@@ -34,31 +33,6 @@ _LISTED = 4
 def grid(shape: Shape, tile: Tile) -> Shape:
     """Return the shape of the grid of scales: tiles along each dim, the last ones perhaps not full."""
     return tuple(-(-size // step) for size, step in zip(shape, tile, strict=True))
-
-
-def whole_tile(shape: Shape) -> Tile:
-    """Return the tile of an encoding with one scale per tensor."""
-    return tuple(max(size, 1) for size in shape)
-
-
-@dataclass(frozen=True, slots=True)
-class Touched:
-    """The scales that a shard carries along one dim."""
-
-    tiles: Intervals
-    """For each interval of positions, the interval of tiles it touches, in the same order."""
-    phases: tuple[int, ...]
-    """For each interval, positions of its first tile that lie before it."""
-
-
-def shard_tiles(intervals: Intervals, tile: int) -> Touched:
-    """Return the tiles that a shard touches along one dim: a cut may fall inside a tile, which both sides then carry.
-
-    Post-condition: position `i` of an interval, counted from its start, has the scale of tile
-    `first + (phase + i) // tile`, with `first` the interval's first tile and `phase` its phase.
-    """
-    tiles = tuple((start // tile, max(start // tile, -(-stop // tile))) for start, stop in intervals)
-    return Touched(tiles, tuple(start % tile for start, _ in intervals))
 
 
 @dataclass(frozen=True)

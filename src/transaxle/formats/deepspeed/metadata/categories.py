@@ -128,10 +128,6 @@ class Categories:
         """Tell whether a list says how a parameter is cut."""
         return bool(self._kinds(name))
 
-    def pipeline_copy(self, name: str) -> bool:
-        """Tell whether several pipeline stages hold a parameter."""
-        return self._match(keys.PIPELINE_PATTERNS, name)
-
     def pads(self, name: str) -> bool:
         """Tell whether a parameter is a padded vocabulary."""
         meant = self._of_framework or self._info.get(keys.PADDED_VOCABULARY) is not None

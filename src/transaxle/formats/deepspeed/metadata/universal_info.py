@@ -34,10 +34,6 @@ class Info:
         self._patterns = Patterns(self._maps)
         self._categories = Categories(node)
 
-    def pipeline_copy(self, name: str) -> bool:
-        """Tell whether several pipeline stages hold a parameter."""
-        return self._categories.pipeline_copy(name)
-
     def spread(self, name: str, shards: Sequence[Shape]) -> Spread:
         """Return how a parameter is spread over the tensor-parallel ranks.
 
