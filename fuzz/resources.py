@@ -196,13 +196,17 @@ def absent_shards(folder: Path, scale: float) -> None:
 # Pickles.
 
 
-def one_storage(folder: Path, scale: float) -> None:
-    """Views of one storage."""
+def views(folder: Path, count: int) -> None:
+    """Write a torch file of tensors on one storage."""
     import torch
 
-    count = many(scale, 300_000)
     base = torch.zeros(count)
     torch.save({f"t{at}": base[at : at + 1] for at in range(count)}, folder / "model.pt")
+
+
+def one_storage(folder: Path, scale: float) -> None:
+    """Views of one storage."""
+    views(folder, many(scale, 300_000))
 
 
 def long_text(folder: Path, scale: float) -> None:
@@ -212,8 +216,8 @@ def long_text(folder: Path, scale: float) -> None:
     torch.save({"x" * many(scale, 150_000_000): torch.zeros(1)}, folder / "model.pt")
 
 
-def chunks(folder: Path, scale: float) -> None:
-    """A tensor in chunks of one element."""
+def chunked(folder: Path, count: int) -> None:
+    """Write a DCP folder of one tensor, in chunks of one element."""
     import torch
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
@@ -224,7 +228,6 @@ def chunks(folder: Path, scale: float) -> None:
         TensorStorageMetadata,
     )
 
-    count = many(scale, 200_000)
     data = folder / "__0_0.distcp"
     one = io.BytesIO()
     torch.save(torch.zeros(1), one)
@@ -239,6 +242,11 @@ def chunks(folder: Path, scale: float) -> None:
     tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([count]), held)
     with (folder / ".metadata").open("wb") as file:
         pickle.dump(Metadata({"t": tensor}, storage_data=places), file)
+
+
+def chunks(folder: Path, scale: float) -> None:
+    """A tensor in chunks of one element."""
+    chunked(folder, many(scale, 200_000))
 
 
 LOOK = (("info", "@"), ("ls", "@"))

@@ -5,24 +5,15 @@
 
 from __future__ import annotations
 
-import io
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 import transaxle as tx
+from fuzz.resources import chunked, views
 from tests.formats.files import FILE, info, made
 from tests.work import assert_linear, calls, peak
 from transaxle.cli import main
@@ -35,29 +26,9 @@ def _tensors(folder: Path, count: int) -> None:
     folder.joinpath(FILE).write_bytes(made(held, bytes(count)))
 
 
-def _one_storage(folder: Path, count: int) -> None:
-    base = torch.zeros(count)
-    torch.save({f"t{at}": base[at : at + 1] for at in range(count)}, folder / "model.pt")
-
-
 def _the_same_view(folder: Path, count: int) -> None:
     base = torch.zeros(2)
     torch.save({f"t{at}": base[at % 2 : at % 2 + 1] for at in range(count)}, folder / "model.pt")
-
-
-def _chunks(folder: Path, count: int) -> None:
-    file = io.BytesIO()
-    torch.save(torch.zeros(1), file)
-    length = len(file.getvalue())
-    folder.joinpath("__0_0.distcp").write_bytes(file.getvalue() * count)
-    row = torch.Size([1])
-    held = [ChunkStorageMetadata(torch.Size([at]), row) for at in range(count)]
-    places = {
-        MetadataIndex("t", torch.Size([at]), at): _StorageInfo("__0_0.distcp", at * length, length)
-        for at in range(count)
-    }
-    tensor = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([count]), held)
-    folder.joinpath(".metadata").write_bytes(pickle.dumps(Metadata({"t": tensor}, storage_data=places)))
 
 
 def _shards(folder: Path, count: int) -> None:
@@ -69,7 +40,7 @@ def _shards(folder: Path, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("make", "each"),
-    [(_tensors, 1_300), (_one_storage, 1_800), (_the_same_view, 1_800), (_chunks, 4_000), (_shards, 1_700)],
+    [(_tensors, 1_300), (views, 1_800), (_the_same_view, 1_800), (chunked, 4_000), (_shards, 1_700)],
 )
 def test_opening_is_linear_in_the_parts_of_a_checkpoint(make: Make, each: int, tmp_path: Path) -> None:
     """`each`: bytes of memory for one more part, while it is opened and looked at."""
