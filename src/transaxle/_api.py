@@ -14,19 +14,18 @@ from transaxle.arguments import (
     read_path,
     read_patterns,
     read_size,
-    read_source,
     read_text,
 )
 from transaxle.engine.checkpoint.checkpoint import (
     Checkpoint,
     CheckpointLike,
     StoredTensor,
-    check_decoded,
     open_checkpoint,
 )
 from transaxle.engine.checkpoint.settings import Reading
 from transaxle.engine.compare.compare import Comparison
 from transaxle.engine.compare.compare import compare as _compare
+from transaxle.engine.compare.pair import opened, opened_pair
 from transaxle.engine.compare.verification import Verification, verify_against
 from transaxle.engine.compare.verification import verify as _verify
 from transaxle.engine.execute.execute import Report, execute
@@ -88,32 +87,6 @@ def open(path: PathLike, **reading: Unpack[Opening]) -> Checkpoint:  # noqa: A00
 
 
 @contextmanager
-def _opened(argument: str, source: CheckpointLike, reading: Mapping[str, Any]) -> Iterator[Checkpoint]:
-    """Give a checkpoint; one that is opened here is closed again, the caller's own is not."""
-    if isinstance(source, Checkpoint):
-        if reading:
-            raise TypeError(f"{', '.join(reading)}: pass this to open() instead; the checkpoint is already open")
-        yield source
-        return
-    with open_checkpoint(read_source(argument, source), **reading) as checkpoint:
-        yield checkpoint
-
-
-@contextmanager
-def _both(a: CheckpointLike, b: CheckpointLike, reading: Mapping[str, Any]) -> Iterator[tuple[Checkpoint, Checkpoint]]:
-    """Give two checkpoints; dialect and format are said of the first one only."""
-    of_first = {"dialect", "format", "only", "skip", "dtype"}
-    second = {name: value for name, value in reading.items() if name not in of_first}
-    first: Mapping[str, Any] = {} if isinstance(a, Checkpoint) and not isinstance(b, Checkpoint) else reading
-    if reading.get("decode") is not None:
-        first = {**first, "lenient": True} if first else first
-        second["lenient"] = True
-    with _opened("a", a, first) as one, _opened("b", b, {} if isinstance(b, Checkpoint) else second) as two:
-        check_decoded(one, two, reading.get("decode"))
-        yield one, two
-
-
-@contextmanager
 def _planned(
     src: CheckpointLike, dst: PathLike, to: str, options: Mapping[str, Any]
 ) -> Iterator[tuple[Prepared, str, Limits]]:
@@ -122,7 +95,7 @@ def _planned(
     target, limit = read_path("dst", dst), limits(options.get("jobs"), options.get("memory"))
     shard_size = read_size("shard_size", options.get("shard_size", SHARD_SIZE))
     encode = _encode(options, reading)
-    with _opened("src", src, reading) as checkpoint:
+    with opened("src", src, reading) as checkpoint:
         prepared = make_plan(
             checkpoint,
             read_text("to", to, "safetensors:hf"),
@@ -238,9 +211,9 @@ def verify(
     """
     check_keywords("verify", reading, Opening.__annotations__)
     if b is None:
-        with _opened("a", a, reading) as checkpoint:
+        with opened("a", a, reading) as checkpoint:
             return _verify(checkpoint, limits(jobs), progress)
-    with _both(a, b, reading) as (first, second):
+    with opened_pair(a, b, reading) as (first, second):
         return verify_against(first, second, limits(jobs), progress)
 
 
@@ -267,7 +240,7 @@ def diff(
         What differs. It is true where nothing does; `.equal` is the same.
     """
     check_keywords("diff", reading, Opening.__annotations__)
-    with _both(a, b, reading) as (first, second):
+    with opened_pair(a, b, reading) as (first, second):
         return _compare(first, second, numeric=numeric, limit=limits(jobs), progress=progress)
 
 

@@ -252,11 +252,11 @@ def _with(
     return body
 
 
-def of_second(said: dict[str, Any]) -> dict[str, Any]:
-    """Return what also holds for the second checkpoint of a comparison: all that is not said of names and files."""
-    return {name: value for name, value in said.items() if name not in {"dialect", "format", "only", "skip", "dtype"}}
-
-
-def of_target(said: dict[str, Any]) -> dict[str, Any]:
-    """Return what also holds for what a conversion wrote: not how the source's numbers were read."""
-    return {name: value for name, value in of_second(said).items() if name not in {"decode", "dtype"}}
+def converting(body: Callable[..., int]) -> Callable[..., int]:
+    """Add all that a conversion takes: its places, and what is read, changed, written and printed."""
+    parts = (
+        click.argument("src", type=click.Path()),
+        click.argument("dst", type=click.Path()),
+        *(planning, reading, recoding, writing, working, printing),
+    )
+    return _with(parts, body)

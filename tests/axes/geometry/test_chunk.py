@@ -153,7 +153,7 @@ def test_the_numbers_that_peers_get_wrong() -> None:
 
 def test_place_refuses_a_dim_that_is_not_there() -> None:
     for dim in (2, -3):
-        with pytest.raises(Refused, match=rf"dim {dim} is cut, but the shape is \[4, 5\]") as caught:
+        with pytest.raises(Refused, match=rf"dim {dim} is split, but the shape is \[4, 5\]") as caught:
             place((4, 5), [MeshCut(dim, 2, 0)])
         assert caught.value.code == "SHAPE_MISMATCH"
 

@@ -15,6 +15,7 @@ from transaxle.cli.screen.recoded import print_measured, print_stayed
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.compare.compare import Comparison, compare
+from transaxle.engine.compare.pair import of_second
 from transaxle.engine.compare.verification import Verification, verify
 from transaxle.engine.execute.execute import Report, execute
 from transaxle.engine.execute.preflight import preflight
@@ -54,14 +55,7 @@ from transaxle.move.workers import Limits
     continue it starts from the beginning. Unfinished work with other options or from another source is refused, and
     left as it is.""",
 )
-@click.argument("src", type=click.Path())
-@click.argument("dst", type=click.Path())
-@options.planning
-@options.reading
-@options.recoding
-@options.writing
-@options.working
-@options.printing
+@options.converting
 def command(
     screen: Screen,
     src: str,
@@ -111,13 +105,12 @@ def _verified(
     screen: Screen, prepared: Prepared, dst: str, said: dict[str, Any], limit: Limits
 ) -> list[Verification | Comparison]:
     """Hold what was written against its manifest, and against the source: encoded once more, where it was encoded."""
-    with open_checkpoint(dst, **options.of_target(said)) as written:
-        total = sum(entry.nbytes for entry in written.container.entries.values())
-        with screen.progress(2 * total) as progress:
-            alone = verify(written, limit, progress)
-            if prepared.plan.band:
-                return [alone, reproduced(prepared, written, limit, progress)]
-            return [alone, compare(prepared.checkpoint, written, limit=limit, progress=progress)]
+    reading = {name: value for name, value in of_second(said).items() if name != "decode"}
+    with open_checkpoint(dst, **reading) as written, screen.progress(2 * written.container.nbytes) as progress:
+        alone = verify(written, limit, progress)
+        if prepared.plan.band:
+            return [alone, reproduced(prepared, written, limit, progress)]
+        return [alone, compare(prepared.checkpoint, written, limit=limit, progress=progress)]
 
 
 def _print(screen: Screen, report: Report) -> None:

@@ -15,8 +15,9 @@ from transaxle.cli.commands.verify import print_across, print_comparison
 from transaxle.cli.screen.fold import fold
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.checkpoint.checkpoint import Checkpoint, check_decoded, open_checkpoint
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.compare.compare import Comparison, Difference, compare
+from transaxle.engine.compare.pair import opened_pair
 from transaxle.move.workers import Limits
 
 _ROWS = 20
@@ -55,13 +56,8 @@ _UNCOMPARED = _ALONE | {"encoding"}
 @options.printing
 def command(screen: Screen, a: str, b: str, stat: bool, numeric: bool, said: dict[str, Any], limit: Limits) -> int:
     """Compare two checkpoints."""
-    with (
-        open_checkpoint(a, **said, lenient=True) as first,
-        open_checkpoint(b, **options.of_second(said), lenient=True) as second,
-    ):
-        check_decoded(first, second, said.get("decode"))
-        total = sum(entry.nbytes for entry in first.container.entries.values())
-        with screen.progress(total) as progress:
+    with opened_pair(a, b, said) as (first, second):
+        with screen.progress(first.container.nbytes) as progress:
             found = compare(first, second, numeric=numeric or stat, limit=limit, progress=progress)
         components = _components(second) if stat else {}
     if screen.as_json:

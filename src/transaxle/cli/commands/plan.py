@@ -40,14 +40,7 @@ _GAP = "  "
     reason against the conversion: in the tensors, in the files of SRC, and at DST. Takes the options of convert. Exits
     with 0 if the conversion can run, and otherwise with the exit code that convert would return.""",
 )
-@click.argument("src", type=click.Path())
-@click.argument("dst", type=click.Path())
-@options.planning
-@options.reading
-@options.recoding
-@options.writing
-@options.working
-@options.printing
+@options.converting
 def command(
     screen: Screen,
     src: str,

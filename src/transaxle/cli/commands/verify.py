@@ -11,8 +11,9 @@ from transaxle.cli.command import Command
 from transaxle.cli.screen.quantities import parameters, plural, size
 from transaxle.cli.screen.refusals import print_refusals
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.checkpoint.checkpoint import check_decoded, open_checkpoint
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.compare.compare import Comparison
+from transaxle.engine.compare.pair import opened_pair
 from transaxle.engine.compare.verification import Verification, verify, verify_against
 from transaxle.move.workers import Limits
 
@@ -38,18 +39,12 @@ from transaxle.move.workers import Limits
 @options.printing
 def command(screen: Screen, a: str, b: str | None, said: dict[str, Any], limit: Limits) -> int:
     """Verify a checkpoint, or compare two."""
-    with open_checkpoint(a, **said, lenient=b is not None) as first:
-        total = sum(entry.nbytes for entry in first.container.entries.values())
-        if b is None:
-            with screen.progress(total) as progress:
-                found = verify(first, limit, progress)
-        else:
-            with (
-                open_checkpoint(b, **options.of_second(said), lenient=True) as second,
-                screen.progress(total) as progress,
-            ):
-                check_decoded(first, second, said.get("decode"))
-                found = verify_against(first, second, limit, progress)
+    if b is None:
+        with open_checkpoint(a, **said) as alone, screen.progress(alone.container.nbytes) as progress:
+            found = verify(alone, limit, progress)
+    else:
+        with opened_pair(a, b, said) as (first, second), screen.progress(first.container.nbytes) as progress:
+            found = verify_against(first, second, limit, progress)
     if screen.as_json:
         screen.document(found.as_json())
     elif found.comparison is None:

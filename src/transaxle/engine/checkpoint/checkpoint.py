@@ -45,7 +45,7 @@ LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
 _UNRECOGNISED = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
 _OF_THE_FILES = frozenset({"manifest", "config", "catalog", "decoded", "_recognition", "sizes", "bound"})
 """Cached properties that every view of the same files shares."""
-__all__ = ["LACKING", "Checkpoint", "CheckpointLike", "StoredTensor", "check_decoded", "open_checkpoint"]
+__all__ = ["LACKING", "Checkpoint", "CheckpointLike", "StoredTensor", "open_checkpoint"]
 
 
 class Checkpoint(Mapping[str, StoredTensor]):
@@ -397,16 +397,6 @@ def nothing_encoded(to: str) -> TransaxleError:
     """Build the refusal to decode what is plain."""
     hint = f'to cast plain tensors, use --dtype {to} (dtype="{to}")'
     return refuse("AMBIGUOUS", "nothing to decode: the checkpoint has no encoded tensors", hint=hint)
-
-
-def check_decoded(first: Checkpoint, second: Checkpoint, decode: str | None) -> None:
-    """Refuse to decode two checkpoints of which neither has anything encoded.
-
-    Raises:
-        UsageError: AMBIGUOUS.
-    """
-    if decode is not None and not (first.decoded or second.decoded):
-        raise nothing_encoded(decode)
 
 
 def _cutter(user_settings: Settings) -> Cutter:

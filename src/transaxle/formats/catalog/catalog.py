@@ -115,6 +115,11 @@ class Container:
     seals: tuple[Seal, ...] = ()
     """Places where files keep digests of all their bytes; `verify` checks them."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its tensors."""
+        return sum(entry.nbytes for entry in self.entries.values())
+
     def without(self, names: Collection[str]) -> Container:
         """Return the container without some tensors: they move to `left`, and their copies are not compared."""
         unwanted = {name: entry for name, entry in self.entries.items() if name in names}

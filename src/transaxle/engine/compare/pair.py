@@ -1,0 +1,67 @@
+"""Two checkpoints to be compared, opened together: what is said of both, and what of the first one only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from transaxle.arguments import read_source
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, nothing_encoded, open_checkpoint
+
+_OF_FIRST = frozenset({"dialect", "format", "only", "skip", "dtype"})
+"""Options of names, files and casts: they hold for the first checkpoint only."""
+
+
+def of_second(reading: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that also hold for the second checkpoint of a comparison."""
+    return {name: value for name, value in reading.items() if name not in _OF_FIRST}
+
+
+@contextmanager
+def opened(argument: str, source: CheckpointLike, reading: Mapping[str, Any]) -> Iterator[Checkpoint]:
+    """Give a checkpoint; one that is opened here is closed again, the caller's own is not.
+
+    Args:
+        argument: what the caller's function calls it, for errors.
+        source: a path, or an opened checkpoint.
+        reading: options of `open_checkpoint`.
+
+    Raises:
+        TypeError: there are options for a checkpoint that is open already.
+        TransaxleError: what `open_checkpoint` raises.
+    """
+    if isinstance(source, Checkpoint):
+        if reading:
+            raise TypeError(f"{', '.join(reading)}: pass this to open() instead; the checkpoint is already open")
+        yield source
+        return
+    with open_checkpoint(read_source(argument, source), **reading) as checkpoint:
+        yield checkpoint
+
+
+@contextmanager
+def opened_pair(
+    a: CheckpointLike, b: CheckpointLike, reading: Mapping[str, Any]
+) -> Iterator[tuple[Checkpoint, Checkpoint]]:
+    """Give two checkpoints; one of them may be plain where encoded tensors are to be decoded.
+
+    Args:
+        a: a path, or an opened checkpoint.
+        b: likewise.
+        reading: options of `open_checkpoint`; where only `b` is a path, they are said of that.
+
+    Raises:
+        TypeError: there are options, and `a` and `b` are both open already.
+        UsageError: AMBIGUOUS where tensors are to be decoded, and neither has anything encoded.
+        TransaxleError: what `open_checkpoint` raises.
+    """
+    decode = reading.get("decode")
+    first: Mapping[str, Any] = {} if isinstance(a, Checkpoint) and not isinstance(b, Checkpoint) else reading
+    second: Mapping[str, Any] = {} if isinstance(b, Checkpoint) else of_second(reading)
+    if decode is not None:
+        first, second = ({**options, "lenient": True} if options else options for options in (first, second))
+    with opened("a", a, first) as one, opened("b", b, second) as two:
+        if decode is not None and not (one.decoded or two.decoded):
+            raise nothing_encoded(decode)
+        yield one, two
