@@ -234,7 +234,7 @@ def test_both_forms_are_accepted_where_they_are_equal(door: str, form: str, kind
         told = [(one.code, one.message.partition("\n")[0]) for one in error.refusals]
         names = [(name.replace("2", ""), name) for name in of_one]
         assert sorted(told) == sorted(
-            ("UNEQUAL_COPIES", f"{single} and {name} are both there: expert 2") for single, name in names
+            ("UNEQUAL_COPIES", f"{single} and {name} both hold expert 2") for single, name in names
         )
 
 
@@ -433,7 +433,7 @@ def _shared_out(rank: int, world: int, path: str) -> None:
         with pytest.raises(TransaxleError, match=f"has {EXPERTS + 1} experts, the layer {EXPERTS}"):
             _by_planner(made, {}, at["more"], True)
         if form == "packed":
-            with pytest.raises(TransaxleError, match="weight3 are both there: expert 3"):
+            with pytest.raises(TransaxleError, match="weight3 both hold expert 3"):
                 _by_planner(made, {}, at["conflict"], True)
         _same(_local(made.state_dict()), _local(before))
         _by_planner(made, {}, at["both" if form == "packed" else "one"], True)

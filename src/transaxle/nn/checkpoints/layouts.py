@@ -31,15 +31,15 @@ SEPARATE = "separate"
 @cache
 def family() -> Family:
     """Return the table of expert layouts."""
-    (found,) = read(files("transaxle.nn").joinpath(_TABLE).read_text("utf-8"), file=_TABLE)
-    return found
+    (table,) = read(files("transaxle.nn").joinpath(_TABLE).read_text("utf-8"), file=_TABLE)
+    return table
 
 
 def _dialect(label: str) -> Dialect:
-    found = family().dialect(label)
-    if found is None:
+    dialect = family().dialect(label)
+    if dialect is None:
         raise refuse("AMBIGUOUS", f"no expert layout {label!r}; known: {', '.join(family().labels)}")
-    return found
+    return dialect
 
 
 def recognised(names: list[str]) -> Dialect | None:
@@ -47,7 +47,7 @@ def recognised(names: list[str]) -> Dialect | None:
     grouped = group(split_slot(name)[0] for name in names)
     scored = [(score(grouped, dialect), dialect) for dialect in family().dialects]
     fitting = [(matched, dialect) for (matched, prefix), dialect in scored if matched and not prefix]
-    return max(fitting, key=lambda one: one[0])[1] if fitting else None
+    return max(fitting, key=lambda pair: pair[0])[1] if fitting else None
 
 
 def experts_as(state: Mapping[str, Any], layout: str, *, prefix: str = "", source: str | None = None) -> dict[str, Any]:
@@ -73,8 +73,8 @@ def experts_as(state: Mapping[str, Any], layout: str, *, prefix: str = "", sourc
     sizes = Sizes(family(), {})
     bound = bind(tuple(own), family(), origin, sizes)
     _refuse_codes({name: value for name, value in own.items() if name not in bound.unknown})
-    made = move(translate(bound, described(own), target, sizes), own)
-    return {**rest, **under(prefix, made)}
+    moved = move(translate(bound, described(own), target, sizes), own)
+    return {**rest, **under(prefix, moved)}
 
 
 def _divided(state: Mapping[str, Any], prefix: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -103,13 +103,13 @@ def _refuse_codes(own: Mapping[str, torch.Tensor]) -> None:
 def _translated(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:  # noqa: ARG001
     """Bring experts into the layout `stacked`. A hook of torch, with a name, so that its module can be pickled."""
     own = [name.removeprefix(prefix) for name in state if name.startswith(prefix)]
-    found = recognised(own)
-    if found is None or found.label in (STACKED, SEPARATE):
+    layout = recognised(own)
+    if layout is None or layout.label in (STACKED, SEPARATE):
         return
-    made = experts_as(state, STACKED, prefix=prefix)
-    for name in [name for name in state if name not in made]:
+    stacked = experts_as(state, STACKED, prefix=prefix)
+    for name in [name for name in state if name not in stacked]:
         del state[name]  # torch hands the hooks a copy that is theirs
-    state.update(made)
+    state.update(stacked)
 
 
 def accept_layouts(module: nn.Module) -> nn.Module:

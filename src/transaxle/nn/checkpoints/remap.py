@@ -41,17 +41,17 @@ def remapped(state: Mapping[str, Any], prefix: str, layer: Layer) -> dict[str, A
         Refused: see `transaxle.axes.translation.arrange.Arranged`; UNEQUAL_COPIES for two forms of one parameter
             that differ.
     """
-    found = {name: value for name, value in state.items() if name != f"{prefix}{EXTRA_STATE}"}
-    _unwrap(found, prefix, layer)
+    entries = {name: value for name, value in state.items() if name != f"{prefix}{EXTRA_STATE}"}
+    _unwrap(entries, prefix, layer)
     shapes = {
         name: tuple(value.shape)
-        for name, value in found.items()
+        for name, value in entries.items()
         if name.startswith(prefix) and isinstance(value, torch.Tensor)
     }
-    given = stems(shapes, prefix, layer)
-    taken = {name: found.pop(name) for stem in given for name in stem.sources}
-    found |= move(regrouped(given, described(taken)), taken)
-    return {name: value for name, value in found.items() if not _elsewhere(name, prefix, layer)}
+    changing = stems(shapes, prefix, layer)
+    sources = {name: entries.pop(name) for stem in changing for name in stem.sources}
+    entries |= move(regrouped(changing, described(sources)), sources)
+    return {name: value for name, value in entries.items() if not _elsewhere(name, prefix, layer)}
 
 
 def stems(shapes: Mapping[str, Shape], prefix: str, layer: Layer) -> tuple[Stem, ...]:
@@ -76,11 +76,11 @@ def _groups(prefix: str, layer: Layer) -> list[ExpertSet]:
     ]
 
 
-def _unwrap(found: dict[str, Any], prefix: str, layer: Layer) -> None:
+def _unwrap(state: dict[str, Any], prefix: str, layer: Layer) -> None:
     """Put codes and scales in the place of quantized tensors."""
-    for name in [name for name, value in found.items() if is_quantized(value) and _is_own(name, prefix, layer)]:
-        parameter = found.pop(name)
-        found |= {f"{name}{rest}": entry for rest, entry in entries(parameter).items()}
+    for name in [name for name, value in state.items() if is_quantized(value) and _is_own(name, prefix, layer)]:
+        parameter = state.pop(name)
+        state |= {f"{name}{rest}": entry for rest, entry in entries(parameter).items()}
 
 
 def _is_own(name: str, prefix: str, layer: Layer) -> bool:
@@ -98,11 +98,11 @@ def _elsewhere(name: str, prefix: str, layer: Layer) -> bool:
     return stem in layer.shapes and not layer.single[stem] and split.number not in layer.own
 
 
-def refuse_codes(found: Mapping[str, Any], prefix: str, parameters: Mapping[str, torch.Tensor | None]) -> None:
+def refuse_codes(state: Mapping[str, Any], prefix: str, parameters: Mapping[str, torch.Tensor | None]) -> None:
     """Refuse codes for parameters that hold values: torch would copy them as if they were numbers.
 
     Args:
-        found: a state dict.
+        state: a state dict.
         prefix: what stands before the parameters' names in it.
         parameters: of a module, by name.
 
@@ -111,7 +111,7 @@ def refuse_codes(found: Mapping[str, Any], prefix: str, parameters: Mapping[str,
     """
     problems = []
     for name, parameter in parameters.items():
-        entry = found.get(f"{prefix}{name}")
+        entry = state.get(f"{prefix}{name}")
         if parameter is None or is_quantized(parameter) or not isinstance(entry, torch.Tensor):
             continue
         if entry.dtype.itemsize == 1 and parameter.dtype.itemsize > 1:
@@ -122,14 +122,14 @@ def refuse_codes(found: Mapping[str, Any], prefix: str, parameters: Mapping[str,
         raise gathered(problems)
 
 
-def apart(found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def apart(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Return copies of those tensors that share memory with another one, or with themselves (`expand`).
 
     Taken as they are (`assign=True`), experts would change together.
     """
     spans: list[tuple[int, int, str]] = []
     copied: list[str] = []
-    for name, value in found.items():
+    for name, value in state.items():
         if not isinstance(value, torch.Tensor) or value.is_meta or not value.numel():
             continue
         local = stored_local(value)
@@ -141,4 +141,4 @@ def apart(found: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     for start, stop, name in sorted(spans):
         copied += [name] if start < end else []
         end = max(end, stop)
-    return {name: found[name].detach().clone(memory_format=torch.contiguous_format) for name in copied}
+    return {name: state[name].detach().clone(memory_format=torch.contiguous_format) for name in copied}

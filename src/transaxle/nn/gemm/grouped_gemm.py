@@ -33,12 +33,12 @@ _WRITES_EMPTY = 9
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What is multiplied, beside the input."""
+    """How an input is multiplied."""
 
     splits: Splits
     """Rows of each expert."""
     way: Way
-    """How."""
+    """One grouped product of values or of codes, or one product per expert."""
     features: tuple[int, int]
     """Output and input features."""
     dtype: torch.dtype
@@ -52,8 +52,8 @@ def weights_of(parameters: Sequence[torch.Tensor], operands: Operands) -> torch.
     """
     if operands.way == SCALED and operands.splits.offsets.shape[0]:
         return together(parameters)
-    made = stacked(parameters, 3, operands.dtype)
-    return made if operands.way == PER_EXPERT else _aligned(_padded(made, 1))
+    weights = stacked(parameters, 3, operands.dtype)
+    return weights if operands.way == PER_EXPERT else _aligned(_padded(weights, 1))
 
 
 def _padded(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -88,8 +88,8 @@ def _(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor) -> torch
 def _grouped_mm(first: torch.Tensor, second: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return torch's grouped product; traced, or of fake tensors, torch knows of no type but bfloat16."""
     if first.dtype != torch.bfloat16 and (torch.compiler.is_compiling() or type(first) is not torch.Tensor):
-        made: torch.Tensor = _opaque(first, second, offsets)
-        return made
+        result: torch.Tensor = _opaque(first, second, offsets)
+        return result
     return functional.grouped_mm(first, second, offs=offsets)
 
 
@@ -100,7 +100,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, 
         x: [rows, in].
         weight: see `weights_of`.
         biases: [experts, out], or None.
-        operands: what there is beside.
+        operands: how they are multiplied.
     """
     splits, (out, _) = operands.splits, operands.features
     if not x.shape[0] or not out or not len(splits.offsets):
@@ -108,42 +108,42 @@ def forward(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, 
     if operands.way == PER_EXPERT:
         return _each(x, weight, biases, operands)
     if isinstance(weight, QuantizedTensor):
-        made = product(x, weight, splits.offsets)
+        result = product(x, weight, splits.offsets)
     else:
-        made = _grouped_mm(_aligned(x), weight.transpose(1, 2), splits.offsets)
-    if out != made.shape[1]:
-        made = made[:, :out].contiguous()
+        result = _grouped_mm(_aligned(x), weight.transpose(1, 2), splits.offsets)
+    if out != result.shape[1]:
+        result = result[:, :out].contiguous()
     if biases is None:
-        return _ended(made, splits)
+        return _ended(result, splits)
     experts = splits.experts()
     if splits.complete:
-        return made.add_(biases.index_select(0, experts))
-    made.add_(biases.index_select(0, experts.clamp(max=len(biases) - 1)))  # rows past the end lose it again
-    return made.masked_fill_((experts == len(biases)).unsqueeze(1), 0)
+        return result.add_(biases.index_select(0, experts))
+    result.add_(biases.index_select(0, experts.clamp(max=len(biases) - 1)))  # rows past the end lose it again
+    return result.masked_fill_((experts == len(biases)).unsqueeze(1), 0)
 
 
-def _ended(made: torch.Tensor, splits: Splits) -> torch.Tensor:
+def _ended(result: torch.Tensor, splits: Splits) -> torch.Tensor:
     """Put zeros into rows past the last expert's, and return them all."""
-    return made if splits.complete else made.masked_fill_(splits.past(), 0)
+    return result if splits.complete else result.masked_fill_(splits.past(), 0)
 
 
 def _each(x: torch.Tensor, weight: torch.Tensor, biases: torch.Tensor | None, operands: Operands) -> torch.Tensor:
-    made = x.new_zeros((x.shape[0], operands.features[0]))
+    result = x.new_zeros((x.shape[0], operands.features[0]))
     for expert, start, stop in spans(operands.splits):
         bias = None if biases is None else biases[expert].to(x.dtype)
-        made[start:stop] = functional.linear(x[start:stop], weight[expert], bias)
-    return made
+        result[start:stop] = functional.linear(x[start:stop], weight[expert], bias)
+    return result
 
 
 def spans(splits: Splits) -> list[tuple[int, int, int]]:
     """Return (expert, first row, row after the last) of each expert that has rows."""
     assert splits.counts is not None
-    found, start = [], 0
+    expert_spans, start = [], 0
     for expert, count in enumerate(splits.counts):
         if count:
-            found.append((expert, start, start + count))
+            expert_spans.append((expert, start, start + count))
         start += count
-    return found
+    return expert_spans
 
 
 def of_input(grad: torch.Tensor, weight: torch.Tensor, operands: Operands) -> torch.Tensor:
@@ -152,17 +152,17 @@ def of_input(grad: torch.Tensor, weight: torch.Tensor, operands: Operands) -> to
     if not grad.shape[0] or not out or not len(splits.offsets):
         return grad.new_zeros((grad.shape[0], features))
     if operands.way == PER_EXPERT:
-        made = grad.new_zeros((grad.shape[0], features))
+        gradient = grad.new_zeros((grad.shape[0], features))
         for expert, start, stop in spans(splits):
-            made[start:stop] = grad[start:stop] @ weight[expert]
-        return made
+            gradient[start:stop] = grad[start:stop] @ weight[expert]
+        return gradient
     if isinstance(weight, QuantizedTensor) and backwards(weight):
-        made = back(grad, weight, splits.offsets)
+        gradient = back(grad, weight, splits.offsets)
     else:
         if isinstance(weight, QuantizedTensor):
             weight = _aligned(values(weight, operands.dtype))
-        made = _grouped_mm(_aligned(grad), weight, splits.offsets)
-    return _ended(made if made.shape[1] == features else made[:, :features].contiguous(), splits)
+        gradient = _grouped_mm(_aligned(grad), weight, splits.offsets)
+    return _ended(gradient if gradient.shape[1] == features else gradient[:, :features].contiguous(), splits)
 
 
 def of_weight(grad: torch.Tensor, x: torch.Tensor, operands: Operands) -> torch.Tensor:
@@ -172,14 +172,14 @@ def of_weight(grad: torch.Tensor, x: torch.Tensor, operands: Operands) -> torch.
     if not x.shape[0] or not out or not features or not experts:
         return x.new_zeros((experts, out, features))
     if operands.way == PER_EXPERT:
-        made = x.new_zeros((experts, out, features))
+        gradient = x.new_zeros((experts, out, features))
         for expert, start, stop in spans(splits):
-            made[expert] = grad[start:stop].t() @ x[start:stop]
-        return made
-    made = _grouped_mm(_aligned(grad).t(), _aligned(x), splits.offsets)
+            gradient[expert] = grad[start:stop].t() @ x[start:stop]
+        return gradient
+    gradient = _grouped_mm(_aligned(grad).t(), _aligned(x), splits.offsets)
     if x.device.type == "cuda" and capability_of(x.device.index)[0] > _WRITES_EMPTY:
-        made.masked_fill_(splits.empty(), 0)
-    return made[:, :out, :features].contiguous()
+        gradient.masked_fill_(splits.empty(), 0)
+    return gradient[:, :out, :features].contiguous()
 
 
 def of_bias(grad: torch.Tensor, operands: Operands) -> torch.Tensor:
@@ -192,12 +192,12 @@ def of_bias(grad: torch.Tensor, operands: Operands) -> torch.Tensor:
     if not grad.shape[0] or not out or not experts:
         return grad.new_zeros((experts, out))
     if operands.way == PER_EXPERT:
-        made = grad.new_zeros((experts, out))
+        gradient = grad.new_zeros((experts, out))
         for expert, start, stop in spans(splits):
-            made[expert] = grad[start:stop].sum(0)
-        return made
+            gradient[expert] = grad[start:stop].sum(0)
+        return gradient
     ones = torch.ones((grad.shape[0], _ROWS), dtype=grad.dtype, device=grad.device)
-    made = _grouped_mm(ones.t(), _aligned(grad), splits.offsets)[:, 0, :out]
+    gradient = _grouped_mm(ones.t(), _aligned(grad), splits.offsets)[:, 0, :out]
     if grad.device.type == "cuda" and capability_of(grad.device.index)[0] > _WRITES_EMPTY:
-        return made.masked_fill(splits.empty().view(-1, 1), 0)
-    return made.contiguous()
+        return gradient.masked_fill(splits.empty().view(-1, 1), 0)
+    return gradient.contiguous()

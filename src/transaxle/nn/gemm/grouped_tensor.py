@@ -89,11 +89,11 @@ def stacked(parameters: Sequence[torch.Tensor], dims: int, dtype: torch.dtype) -
     if first.dim() == dims:
         return values(first.detach(), dtype)
     if isinstance(first, QuantizedTensor):
-        codes = torch.stack([one.detach() for one in parameters])  # raw, to be dequantized in one go
+        codes = torch.stack([parameter.detach() for parameter in parameters])  # raw, to be dequantized in one go
         if isinstance(codes, QuantizedTensor):
             return codes.dequantize(dtype)
     if isinstance(first, QuantizedTensor) or not adjacent(parameters):
-        return torch.stack([values(one.detach(), dtype) for one in parameters])
+        return torch.stack([values(parameter.detach(), dtype) for parameter in parameters])
     return stacked_view(first.detach(), len(parameters)).to(dtype)
 
 
@@ -111,5 +111,7 @@ def adjacent(parameters: Sequence[torch.Tensor]) -> bool:
     size = step * len(parameters)
     if not step or start + size > storage.data_ptr() + storage.nbytes():
         return False  # others may lie next to it in buffers of their own
-    places = [one.data_ptr() for one in parameters]
-    return places == list(range(start, start + size, step)) and all(one.is_contiguous() for one in parameters)
+    places = [parameter.data_ptr() for parameter in parameters]
+    return places == list(range(start, start + size, step)) and all(
+        parameter.is_contiguous() for parameter in parameters
+    )

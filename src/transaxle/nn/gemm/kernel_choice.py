@@ -1,5 +1,6 @@
-"""Which way a grouped linear layer goes: one grouped product, of values or of float8 codes, or one product per expert.
-This is the only place that decides, and it can be printed.
+"""Chooses how a grouped linear layer multiplies: one grouped product, of values or of float8 codes, or one per expert.
+
+Nothing else decides that, and the choice can be printed with its reasons.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ _ASKED = "codes are multiplied, and inputs rounded for it, after force_path('sca
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A way, and why not the other."""
+    """How a layer multiplies, and why not otherwise."""
 
     way: Way
     """`grouped`, `per_expert` or `scaled`."""
     against: tuple[str, ...] = ()
-    """What stands against one grouped product."""
+    """Reasons against one grouped product."""
     forced: bool = False
     """Whether the user said so."""
     values: tuple[str, ...] = ()
-    """Why products, or one of them, are of values, where weights are codes."""
+    """Why values are multiplied although weights are codes, in all products or in one of them."""
 
     def __str__(self) -> str:
-        said = "forced" if self.forced else "chosen"
+        chosen_by = "forced" if self.forced else "chosen"
         nothing = "nothing stands against it" if self.way == SCALED else "nothing stands against a grouped product"
-        return f"{self.way} ({said}): {'; '.join((*(self.against or (nothing,)), *self.values))}"
+        return f"{self.way} ({chosen_by}): {'; '.join((*(self.against or (nothing,)), *self.values))}"
 
 
 def path(
@@ -129,10 +130,10 @@ def _against_codes(
     kind: Kind | None,
     quantizer: Quantizer | None,
 ) -> Iterator[str]:
-    """Yield what stands against a product of codes, beside what stands against any grouped product."""
+    """Yield the reasons against a product of codes, without those against any grouped product."""
     if kind is None:
-        found = "plain" if quantizer is None else str(quantizer)
-        yield f"weights are {found}, no codes that are multiplied in groups"
+        kind_of_weights = "plain" if quantizer is None else str(quantizer)
+        yield f"weights are {kind_of_weights}, no codes that are multiplied in groups"
     if device.type not in SCALES:
         yield f"no product of float8 codes on {device.type}"
     if dtype != torch.bfloat16:

@@ -50,9 +50,9 @@ def kind_of(quantizer: Quantizer | None) -> Kind | None:
     """Return what kind of codes a quantizer makes; None for those that nothing multiplies in groups."""
     if quantizer is None:
         return None
-    made = quantizer.encoding
-    kinds = {(one.name, one.code, one.tile): kind for one, kind in ((FLOAT8, ROWS), (MXFP8, BLOCKS))}
-    return kinds.get((made.name, made.code, made.tile))
+    encoding = quantizer.encoding
+    kinds = {(each.name, each.code, each.tile): kind for each, kind in ((FLOAT8, ROWS), (MXFP8, BLOCKS))}
+    return kinds.get((encoding.name, encoding.code, encoding.tile))
 
 
 def together(parameters: Sequence[torch.Tensor]) -> QuantizedTensor:
@@ -62,17 +62,17 @@ def together(parameters: Sequence[torch.Tensor]) -> QuantizedTensor:
         Refused: UNSUPPORTED for experts that are quantized in different ways, or some of them not.
     """
     first = parameters[0].detach()
-    made = first if first.dim() == 3 else torch.stack([one.detach() for one in parameters])
-    if not isinstance(made, QuantizedTensor):
+    stack = first if first.dim() == 3 else torch.stack([parameter.detach() for parameter in parameters])
+    if not isinstance(stack, QuantizedTensor):
         hint = "force_path(None) multiplies values"
         raise refuse("UNSUPPORTED", "no scaled product: experts are not all quantized in one way", hint=hint)
-    return made
+    return stack
 
 
 def product(x: torch.Tensor, weight: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return rows [rows, in] times their experts' weights, [rows, out]; rows past the last offset are not written."""
-    held = weight.components
-    return _multiplied(x, held[DATA], held[SCALE], kind_of(weight.quantizer), offsets)
+    buffers = weight.components
+    return _multiplied(x, buffers[DATA], buffers[SCALE], kind_of(weight.quantizer), offsets)
 
 
 def backwards(weight: QuantizedTensor) -> bool:
@@ -82,10 +82,10 @@ def backwards(weight: QuantizedTensor) -> bool:
 
 def back(grad: torch.Tensor, weight: QuantizedTensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return rows [rows, out] times the transposes, [rows, in]; rows past the last offset are not written."""
-    held, kind = weight.components, kind_of(weight.quantizer)
+    buffers, kind = weight.components, kind_of(weight.quantizer)
     if kind is ROWS:
-        return _multiplied(grad, held[DATA].transpose(1, 2), held[SCALE], kind, offsets)
-    return _multiplied(grad, held[COLUMN_DATA].transpose(1, 2), held[COLUMN_SCALE].transpose(1, 2), kind, offsets)
+        return _multiplied(grad, buffers[DATA].transpose(1, 2), buffers[SCALE], kind, offsets)
+    return _multiplied(grad, buffers[COLUMN_DATA].transpose(1, 2), buffers[COLUMN_SCALE].transpose(1, 2), kind, offsets)
 
 
 def _multiplied(
@@ -100,10 +100,10 @@ def _multiplied(
         rows, of_rows = kernels.quantize_rows(x, offsets, FLOAT8)
         of_codes = scales.view(-1, 1).expand(codes.shape[:2]).contiguous()
     else:
-        made = kernels.quantize_groups(x, offsets, MXFP8, swizzled=True)
-        rows, of_rows, of_codes = made.data, made.scale_inv, swizzled(scales)
+        quantized = kernels.quantize_groups(x, offsets, MXFP8, swizzled=True)
+        rows, of_rows, of_codes = quantized.data, quantized.scale_inv, swizzled(scales)
         recipe, order = functional.ScalingType.BlockWise1x32, functional.SwizzleType.SWIZZLE_32_4_4
-    found: torch.Tensor = functional.scaled_grouped_mm(  # type: ignore[attr-defined]
+    products: torch.Tensor = functional.scaled_grouped_mm(  # type: ignore[attr-defined]
         rows,
         codes.transpose(1, 2),
         of_rows,
@@ -115,4 +115,4 @@ def _multiplied(
         offs=offsets,
         output_dtype=torch.bfloat16,
     )
-    return found
+    return products

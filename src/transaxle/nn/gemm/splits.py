@@ -103,7 +103,7 @@ def _sent(ends: list[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(ends, dtype=torch.int32, pin_memory=True).to(device, non_blocking=True)
 
 
-def _numbers(given: Sequence[Any]) -> tuple[int, ...]:
+def _numbers(m_splits: Sequence[Any]) -> tuple[int, ...]:
     """Return whole numbers as such; nothing is rounded to one, and truth is none.
 
     Raises:
@@ -111,14 +111,15 @@ def _numbers(given: Sequence[Any]) -> tuple[int, ...]:
     """
     numbers: tuple[int, ...] = ()
     try:
-        numbers = tuple(index(one) for one in given)
+        numbers = tuple(index(number) for number in m_splits)
         whole = not any(
-            isinstance(one, bool) or (isinstance(one, torch.Tensor) and one.dtype == torch.bool) for one in given
+            isinstance(number, bool) or (isinstance(number, torch.Tensor) and number.dtype == torch.bool)
+            for number in m_splits
         )
     except TypeError:
         whole = False
     if not whole:
-        raise refuse("DTYPE_MISMATCH", f"m_splits is {given!r}, expected whole numbers, one per expert")
+        raise refuse("DTYPE_MISMATCH", f"m_splits is {m_splits!r}, expected whole numbers, one per expert")
     return numbers
 
 

@@ -28,7 +28,7 @@ def refuse_data_parallel(parameters: Iterable[torch.Tensor]) -> None:
     """
     if DistributedDataParallel._get_active_ddp_module() is None:
         return
-    if any(one.requires_grad and not getattr(one, _IGNORED, False) for one in parameters):
+    if any(each.requires_grad and not getattr(each, _IGNORED, False) for each in parameters):
         message = (
             "delay_wgrad_compute in DistributedDataParallel, which reduces gradients before backward_dw() makes them"
         )

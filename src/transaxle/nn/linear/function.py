@@ -17,7 +17,7 @@ from transaxle.quant import QuantizedTensor
 
 
 class Sink(Protocol):
-    """What takes gradients of weights elsewhere than to `.grad`."""
+    """Takes gradients of weights elsewhere than to `.grad`."""
 
     def take(self, pending: Pending) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Take gradients, now or later; return those of weights and of biases that autograd is to have."""
@@ -25,20 +25,20 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """All that gradients of weights and biases are made of."""
+    """Everything from which gradients of weights and biases are computed."""
 
     grad: torch.Tensor
     """Of the output, [rows, out]."""
     x: torch.Tensor
     """The input, [rows, in]."""
     operands: Operands
-    """What there was beside."""
+    """The rest of what was multiplied."""
     wanted: tuple[bool, bool]
     """Whether weights, and whether biases, are trained."""
 
     def versions(self) -> tuple[int, ...]:
         """Return numbers that differ once one of the tensors has been changed in place."""
-        return tuple(0 if one.is_inference() else one._version for one in (self.grad, self.x))
+        return tuple(0 if tensor.is_inference() else tensor._version for tensor in (self.grad, self.x))
 
     def weight(self) -> torch.Tensor | None:
         """Return the gradient of the weights [experts, out, in]."""
@@ -51,7 +51,7 @@ class Pending:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a call is about, beside its tensors."""
+    """The settings of one call."""
 
     way: Way
     """How it multiplies."""
@@ -90,15 +90,15 @@ class Product(torch.autograd.Function):
             offsets: see `Splits.offsets`.
             cached: the weights as `weights_of` gave them before; None: made here.
             dgrad_out: where the gradient of the input goes, if it is given.
-            setting: the rest.
+            setting: the settings of the call.
             *parameters: weights, then biases.
         """
-        made, x = _multiplied(inp, offsets, cached, setting, parameters)
-        ctx.setting, ctx.dgrad_out, ctx.held = setting, dgrad_out, cached is not None
+        result, x = _multiplied(inp, offsets, cached, setting, parameters)
+        ctx.setting, ctx.dgrad_out, ctx.has_cached = setting, dgrad_out, cached is not None
         ctx.save_for_backward(
             inp if setting.original else x, offsets, *(() if cached is None else (cached,)), *parameters
         )
-        return made
+        return result
 
     @staticmethod
     @once_differentiable
@@ -106,7 +106,7 @@ class Product(torch.autograd.Function):
         """Return the gradients of the input and of all parameters."""
         setting: Setting = ctx.setting
         inp, offsets, *rest = ctx.saved_tensors
-        cached = rest.pop(0) if ctx.held else None
+        cached = rest.pop(0) if ctx.has_cached else None
         weights = rest[: setting.weights]
         x = values(inp, setting.dtype)
         operands = _operands(setting, offsets, x.shape[0])
@@ -125,8 +125,8 @@ class Product(torch.autograd.Function):
         )
         if first is not None and ctx.dgrad_out is not None:
             first = ctx.dgrad_out.copy_(first)  # last: it may lie where the input or the gradient of the output does
-        found = (*_shared(of_weights, weights), *_shared(of_biases, rest[setting.weights :]))
-        kept = (one if need else None for one, need in zip(found, needed[start:], strict=True))
+        gradients = (*_shared(of_weights, weights), *_shared(of_biases, rest[setting.weights :]))
+        kept = (gradient if need else None for gradient, need in zip(gradients, needed[start:], strict=True))
         return (first, *(None,) * (start - 1), *kept)
 
 
@@ -139,7 +139,7 @@ def grouped_product(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    """Return [rows, out]; see `Product.forward`. Where no gradients are wanted, autograd is not told of anything.
+    """Return [rows, out]; see `Product.forward`. Where no gradients are wanted, autograd records nothing.
 
     Args:
         inp: see there, as what follows.
@@ -150,11 +150,11 @@ def grouped_product(
         weights: one parameter for all experts, or one for each.
         biases: likewise, or none. They are small: a copy of them costs less than telling autograd of each.
     """
-    one = torch.stack(list(biases)) if len(biases) > 1 else None
-    parameters = (*weights, *(biases if one is None else (one,)))
+    stacked_biases = torch.stack(list(biases)) if len(biases) > 1 else None
+    parameters = (*weights, *(biases if stacked_biases is None else (stacked_biases,)))
     if torch.is_grad_enabled():
-        made: torch.Tensor = Product.apply(inp, offsets, cached, dgrad_out, setting, *parameters)  # type: ignore[no-untyped-call]
-        return made
+        result: torch.Tensor = Product.apply(inp, offsets, cached, dgrad_out, setting, *parameters)  # type: ignore[no-untyped-call]
+        return result
     return _multiplied(inp, offsets, cached, setting, parameters)[0]
 
 
@@ -179,7 +179,7 @@ def _operands(setting: Setting, offsets: torch.Tensor, rows: int) -> Operands:
 
 
 def _shared(grad: torch.Tensor | None, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """Return what each parameter gets: all of it, or its expert's part."""
+    """Return the gradient of each parameter: all of it, or its expert's part."""
     if grad is None or not parameters:
         return [None] * len(parameters)
     if parameters[0].dim() == grad.dim():

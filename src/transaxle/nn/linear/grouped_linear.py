@@ -159,10 +159,10 @@ class GroupedLinear(GroupedParameters):
         return self._path(self._dtype(inp), inp.device, self._weights(inp)[0])
 
     def _path(self, dtype: torch.dtype, device: torch.device, weight: torch.Tensor) -> Path:
-        said: dict[str, Any] = {"forced": self._forced, "experts": len(self.experts)}
+        settings: dict[str, Any] = {"forced": self._forced, "experts": len(self.experts)}
         if isinstance(weight, QuantizedTensor):
-            said |= {"quantizer": weight.quantizer, "columnwise": weight.frame.columnwise}
-        return path(dtype, device, (self.out_features, self.in_features), **said)
+            settings |= {"quantizer": weight.quantizer, "columnwise": weight.frame.columnwise}
+        return path(dtype, device, (self.out_features, self.in_features), **settings)
 
     def _dtype(self, inp: torch.Tensor) -> torch.dtype:
         """Return the type that is multiplied: autocast's, or the input's."""
@@ -200,17 +200,38 @@ class GroupedLinear(GroupedParameters):
             raise refuse("SHAPE_MISMATCH", f"the input is {list(inp.shape)}, expected [..., {self.in_features}]")
         weights = self._weights(inp)
         if torch.compiler.is_compiling() and (
-            self.delay_wgrad_compute or any(isinstance(one, QuantizedTensor) for one in (inp, *weights))
+            self.delay_wgrad_compute or any(isinstance(tensor, QuantizedTensor) for tensor in (inp, *weights))
         ):
             return _untraced(self, inp, m_splits, is_first_microbatch, out, dgrad_out)  # type: ignore[no-any-return]
         if self.delay_wgrad_compute and torch.is_grad_enabled():
             refuse_data_parallel(self.parameters(recurse=False))
         biases = [] if self.return_bias else self._own(BIAS)
-        dtype = self._dtype(inp)
-        if not _is_autocast(inp) and dtype != weights[0].dtype:
-            raise refuse("DTYPE_MISMATCH", f"an input of {dtype} and weights of {weights[0].dtype}", hint="autocast")
         rows = inp if inp.dim() == 2 else inp.reshape(-1, self.in_features)
-        chosen = self._path(dtype, inp.device, weights[0])
+        setting, split = self._setting(rows, weights, m_splits)
+        if out is not None and out.grad_fn is not None and not out._is_view():
+            out.detach_()  # of an earlier call, all of which is written over
+        out, dgrad_out = _as_rows(out, inp), _as_rows(dgrad_out, inp)
+        _fitting(out, (rows.shape[0], self.out_features), setting.dtype, rows.device, "out")
+        _fitting(dgrad_out, (rows.shape[0], self.in_features), inp.dtype, rows.device, "dgrad_out")
+        cached = self._kept(weights, split, setting, is_first_microbatch)
+        result = grouped_product(rows, split.offsets, cached, dgrad_out, setting, weights, biases)
+        if out is not None:
+            result = out.copy_(result)  # here, not in `Product`: torch loses gradients there where `out` is a view
+        result = result if inp.dim() == 2 else result.view(*inp.shape[:-1], self.out_features)
+        return (result, self._members(BIAS)) if self.return_bias else result
+
+    def _setting(
+        self, rows: torch.Tensor, weights: Sequence[torch.Tensor], m_splits: Sequence[int] | torch.Tensor
+    ) -> tuple[Setting, Splits]:
+        """Choose how rows are multiplied, and find each expert's rows.
+
+        Raises:
+            Refused: DTYPE_MISMATCH for rows and weights of different types outside of autocast; SHAPE_MISMATCH.
+        """
+        dtype = self._dtype(rows)
+        if not _is_autocast(rows) and dtype != weights[0].dtype:
+            raise refuse("DTYPE_MISMATCH", f"an input of {dtype} and weights of {weights[0].dtype}", hint="autocast")
+        chosen = self._path(dtype, rows.device, weights[0])
         experts = weights[0].shape[0] if weights[0].dim() > 2 else len(weights)
         split = self._splits(m_splits, experts, rows, chosen)
         setting = Setting(
@@ -222,17 +243,7 @@ class GroupedLinear(GroupedParameters):
             self.save_original_input,
             self if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else None,
         )
-        if out is not None and out.grad_fn is not None and not out._is_view():
-            out.detach_()  # of an earlier call, all of which is written over
-        out, dgrad_out = _as_rows(out, inp), _as_rows(dgrad_out, inp)
-        _fitting(out, (rows.shape[0], self.out_features), dtype, rows.device, "out")
-        _fitting(dgrad_out, (rows.shape[0], self.in_features), inp.dtype, rows.device, "dgrad_out")
-        cached = self._kept(weights, split, setting, is_first_microbatch)
-        made = grouped_product(rows, split.offsets, cached, dgrad_out, setting, weights, biases)
-        if out is not None:
-            made = out.copy_(made)  # here, not in `Product`: torch loses gradients there where `out` is a view
-        made = made if inp.dim() == 2 else made.view(*inp.shape[:-1], self.out_features)
-        return (made, self._members(BIAS)) if self.return_bias else made
+        return setting, split
 
     def _splits(self, m_splits: Sequence[int] | torch.Tensor, experts: int, rows: torch.Tensor, chosen: Path) -> Splits:
         split = splits(m_splits, experts, rows.shape[0], rows.device)
@@ -287,7 +298,7 @@ class GroupedLinear(GroupedParameters):
     def take(self, pending: Pending) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Take gradients of weights, for `backward_dw` or for `main_grad`; see `Sink`."""
         if self.delay_wgrad_compute:
-            meshes = {name: mesh_of(one) for stem in self._names for name, one in self._named(stem)}
+            meshes = {name: mesh_of(parameter) for stem in self._names for name, parameter in self._named(stem)}
             self._pending.append((pending, pending.versions(), meshes))
             return None, None
         weight = pending.weight()
@@ -300,7 +311,7 @@ class GroupedLinear(GroupedParameters):
         every = zip(self._named(WEIGHT), parts, strict=True)
         trained = [(name, parameter, part) for (name, parameter), part in every if parameter.requires_grad]
         _check_main(trained)
-        told = False
+        flagged = False
         for _, parameter, part in trained:
             main: torch.Tensor = getattr(parameter, MAIN_GRAD)
             if getattr(parameter, OVERWRITE, False):
@@ -309,8 +320,8 @@ class GroupedLinear(GroupedParameters):
                 main.add_(part)
             if hasattr(parameter, ADDED):
                 setattr(parameter, ADDED, True)
-                told = True
-        return grad.new_zeros(()).expand(grad.shape) if told else None
+                flagged = True
+        return grad.new_zeros(()).expand(grad.shape) if flagged else None
 
     def _to_grad(self, stem: str, grad: torch.Tensor | None, meshes: Mapping[str, DeviceMesh | None]) -> None:
         """Add gradients to `.grad` of the parameters, as autograd and FSDP2 do."""
@@ -320,16 +331,16 @@ class GroupedLinear(GroupedParameters):
                 continue
             assert grad is not None
             part = (grad if single else grad[place]).to(parameter.dtype)
-            made = placed(part, parameter, meshes[name])
-            local, own = (stored_local(one) for one in (made, parameter))
+            gradient = placed(part, parameter, meshes[name])
+            local, own = (stored_local(tensor) for tensor in (gradient, parameter))
             if local.shape != own.shape:
                 message = f"the gradient is {list(local.shape)}, the parameter has become {list(own.shape)}"
                 hint = "backward_dw() before the parameter is replaced or divided"
                 raise refuse("UNSUPPORTED", message, tensor=name, hint=hint)
             if parameter.grad is None:
-                parameter.grad = made
+                parameter.grad = gradient
             else:
-                parameter.grad.add_(made)  # where it is: it may be a part of a larger buffer
+                parameter.grad.add_(gradient)  # where it is: it may be a part of a larger buffer
 
     def pack(self, *, fresh: bool = False) -> None:
         """See `GroupedParameters`; what was kept of the parameters for other microbatches goes."""
@@ -356,16 +367,16 @@ def _check_main(trained: Sequence[tuple[str, nn.Parameter, torch.Tensor]]) -> No
     for name, parameter, part in trained:
         main = getattr(parameter, MAIN_GRAD, None)
         if main is None or main.shape != part.shape:
-            found = "there is none" if main is None else f"it is {list(main.shape)}"
-            message = f"main_grad of {list(part.shape)} is needed, {found}"
+            actual = "there is none" if main is None else f"it is {list(main.shape)}"
+            message = f"main_grad of {list(part.shape)} is needed, {actual}"
             problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))
     if problems:
         raise gathered(problems)
 
 
 @torch.compiler.disable(reason="quantized tensors, and gradients left to backward_dw(), are not traced")  # type: ignore[untyped-decorator]
-def _untraced(layer: GroupedLinear, *given: Any) -> Made:
-    return layer.forward(*given)
+def _untraced(layer: GroupedLinear, *arguments: Any) -> Made:
+    return layer.forward(*arguments)
 
 
 def _usable(kept: torch.Tensor | None, dtype: torch.dtype) -> bool:
@@ -382,17 +393,17 @@ def _is_autocast(inp: torch.Tensor) -> bool:
     return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)  # the latter raises for meta
 
 
-def _as_rows(given: torch.Tensor | None, inp: torch.Tensor) -> torch.Tensor | None:
+def _as_rows(buffer: torch.Tensor | None, inp: torch.Tensor) -> torch.Tensor | None:
     """Return a buffer for a result, of the input's dims, as rows; any other as it is."""
-    if given is None or given.dim() == 2 or given.shape[:-1] != inp.shape[:-1] or not given.is_contiguous():
-        return given
-    return given.view(inp.shape[:-1].numel(), given.shape[-1])
+    if buffer is None or buffer.dim() == 2 or buffer.shape[:-1] != inp.shape[:-1] or not buffer.is_contiguous():
+        return buffer
+    return buffer.view(inp.shape[:-1].numel(), buffer.shape[-1])
 
 
 def _fitting(
-    given: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, name: str
+    buffer: torch.Tensor | None, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, name: str
 ) -> None:
     """Refuse a buffer for a result that the result does not fit."""
-    if given is not None and (tuple(given.shape), given.dtype, given.device) != (shape, dtype, device):
-        found = f"{given.dtype} {list(given.shape)} on {given.device}"
-        raise refuse("SHAPE_MISMATCH", f"{name} is {found}, expected {dtype} {list(shape)} on {device}")
+    if buffer is not None and (tuple(buffer.shape), buffer.dtype, buffer.device) != (shape, dtype, device):
+        actual = f"{buffer.dtype} {list(buffer.shape)} on {buffer.device}"
+        raise refuse("SHAPE_MISMATCH", f"{name} is {actual}, expected {dtype} {list(shape)} on {device}")

@@ -52,7 +52,7 @@ def optimizer_state_as(state: Mapping[str, Any], model: nn.Module) -> dict[str, 
     """
     if STATE not in state and any(name.startswith((_FLAT_STATE, _FLAT_GROUPS)) for name in state):
         return _flattened(optimizer_state_as(_nested(state), model))
-    states = {name: dict(held) for name, held in state[STATE].items()}
+    states = {name: dict(slots) for name, slots in state[STATE].items()}
     renamed: dict[str, list[str]] = {}
     trained = {name for group in state.get(GROUPS, []) for name in group[PARAMS]} | states.keys()
     if not all(isinstance(name, str) for name in trained):
@@ -158,10 +158,10 @@ def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 def _flattened(nested: Mapping[str, Any]) -> dict[str, Any]:
     """Inverse of `_nested`."""
-    made = {name: value for name, value in nested.items() if name not in (STATE, GROUPS)}
-    for name, held in nested[STATE].items():
-        made |= {f"{_FLAT_STATE}{name}.{slot}": value for slot, value in held.items()}
+    flat = {name: value for name, value in nested.items() if name not in (STATE, GROUPS)}
+    for name, slots in nested[STATE].items():
+        flat |= {f"{_FLAT_STATE}{name}.{slot}": value for slot, value in slots.items()}
     for group in nested[GROUPS]:
         for name in group[PARAMS]:
-            made |= {f"{_FLAT_GROUPS}{name}.{key}": value for key, value in group.items() if key != PARAMS}
-    return made
+            flat |= {f"{_FLAT_GROUPS}{name}.{key}": value for key, value in group.items() if key != PARAMS}
+    return flat

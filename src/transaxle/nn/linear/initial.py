@@ -1,4 +1,4 @@
-"""Initial values of experts of which this rank has a part: those that the whole layer would get from the same seed.
+"""Initial values of a part of the experts: the ones that the whole layer would get from the same seed.
 
 A generator gives its numbers one after the other, so whoever starts with those of expert 3 has to have drawn those of
 the three before. Every rank draws every expert and keeps what it has: afterwards all generators are where that of a
@@ -18,19 +18,19 @@ from transaxle.torch_tensors.placement import take
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where this rank has values of some experts."""
+    """Memory for this rank's values of some experts."""
 
     values: torch.Tensor
     """[experts, rows, columns] of this rank."""
     held: tuple[Intervals, ...]
-    """For each dim which of all positions these are."""
+    """For each dim, their positions in the stack of all experts."""
 
 
 def fill(rooms: Sequence[Room], count: int, draw: Callable[[], torch.Tensor]) -> None:
     """Give experts their initial values.
 
     Args:
-        rooms: what this rank has.
+        rooms: the memory of this rank.
         count: all experts, here and elsewhere.
         draw: makes the values [rows, columns] of the next expert.
     """
@@ -42,5 +42,5 @@ def fill(rooms: Sequence[Room], count: int, draw: Callable[[], torch.Tensor]) ->
             places.setdefault(number, []).append((values, tuple(rest)))
     for number in range(count):
         drawn = draw()
-        for values, held in places.get(number, ()):
-            values.copy_(take(drawn, held))
+        for values, positions in places.get(number, ()):
+            values.copy_(take(drawn, positions))

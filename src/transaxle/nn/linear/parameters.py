@@ -1,6 +1,6 @@
-"""Parameters of a grouped layer: one for all experts or one for each, of all experts or of those of this rank.
+"""Parameters of a grouped layer: one for all experts or one for each, of all experts or of this rank's.
 
-What the layer computes is elsewhere; here is what it is made of, how that begins, is shared out, and loads.
+How they are initialized, shared out over ranks and loaded; `grouped_linear` computes with them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class GroupedParameters(QuantizedEntries):
     in_features: int
     """Size of a row, of this rank's part where tensor parallelism cuts it."""
     out_features: int
-    """Size of a row of the output, likewise."""
+    """Size of a row of the output; of this rank's part, where tensor parallelism cuts it."""
     use_bias: bool
     """Whether there are biases."""
     init_method: Init | None
@@ -57,13 +57,13 @@ class GroupedParameters(QuantizedEntries):
             single_weight: one for all weights.
             single_bias: one for all biases.
             dtype: of the parameters.
-            device: likewise.
+            device: of the parameters.
         """
         self.single_grouped_weight, self.single_grouped_bias = single_weight, single_bias
         self.experts, self.ep = range(self.num_gemms), None
         self._single = {WEIGHT: single_weight, BIAS: single_bias}
         self._names = {stem: self._names_of(stem) for stem in self._single}
-        self._whole, self._given = (self.out_features, self.in_features), dtype  # of a weight that nobody has cut yet
+        self._whole, self._whole_dtype = (self.out_features, self.in_features), dtype  # of a weight before any cut
         for stem, shape in self._shapes().items():
             buffer = torch.empty((self.num_gemms, *shape), dtype=dtype, device=device)
             parts = (buffer,) if self._single[stem] else buffer
@@ -75,7 +75,7 @@ class GroupedParameters(QuantizedEntries):
         return (stem,) if self._single[stem] else tuple(f"{stem}{expert}" for expert in self.experts)
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of one expert's part of each stem that there is."""
+        """Return the shape of one expert's weight, and of its bias if there is one."""
         weight = {WEIGHT: (self.out_features, self.in_features)}
         return {**weight, BIAS: (self.out_features,)} if self.use_bias else {**weight}
 
@@ -83,10 +83,10 @@ class GroupedParameters(QuantizedEntries):
         """Return what a state dict has to hold for this layer."""
         shapes, beside = self._shapes(), dict[str, dict[str, tuple[int, ...]]]()
         for stem in shapes:
-            quantized = next((one for _, one in self._named(stem) if is_quantized(one)), None)
-            held = {} if quantized is None else layout_of(quantized)
+            quantized = next((weight for _, weight in self._named(stem) if is_quantized(weight)), None)
+            layout = {} if quantized is None else layout_of(quantized)
             first = 1 if self._single[stem] else 0
-            beside[stem] = {suffix: shape[first:] for suffix, (_, shape) in held.items() if suffix}
+            beside[stem] = {suffix: shape[first:] for suffix, (_, shape) in layout.items() if suffix}
         return Layer(self.num_gemms, shapes, {stem: self._single[stem] for stem in shapes}, beside, self.experts)
 
     def quantizable(self) -> Sequence[str]:
@@ -108,8 +108,8 @@ class GroupedParameters(QuantizedEntries):
         """
         if mesh.ndim != 1:
             raise refuse("UNSUPPORTED", f"a mesh of {mesh.ndim} dims for ep", hint='one of them: mesh["ep"]')
-        held: list[torch.Tensor] = [one for one in self._parameters.values() if one is not None]
-        if self.ep is not None or any(isinstance(one, DTensor) or is_quantized(one) for one in held):
+        parameters: list[torch.Tensor] = [each for each in self._parameters.values() if each is not None]
+        if self.ep is not None or any(isinstance(each, DTensor) or is_quantized(each) for each in parameters):
             message = "its parameters are quantized, sharded or shared out already"
             raise refuse("UNSUPPORTED", message, hint="divide the layer first")
         start, stop = torch_chunk(self.num_gemms, mesh.size(), mesh.get_local_rank())
@@ -151,16 +151,16 @@ class GroupedParameters(QuantizedEntries):
             if is_quantized(weight):
                 values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
                 codes.append((parameter, values))
-            held = self.held(name)
+            positions = self.held(name)
             if not self.single_grouped_weight:
                 expert = self.experts[place]
-                values, held = values.unsqueeze(0), (((expert, expert + 1),), *held)
-            rooms.append(Room(values, held))
+                values, positions = values.unsqueeze(0), (((expert, expert + 1),), *positions)
+            rooms.append(Room(values, positions))
         if weights:
             dtype, device = weights[0].dtype, weights[0].device
         else:
             assert self.ep is not None
-            dtype, device = self._given, torch.device(self.ep.device_type)
+            dtype, device = self._whole_dtype, torch.device(self.ep.device_type)
 
         def draw() -> torch.Tensor:
             initial = torch.empty(self._whole, dtype=dtype, device=device)
@@ -185,23 +185,26 @@ class GroupedParameters(QuantizedEntries):
 
     def _named(self, stem: str) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters of a stem by name, in the order of the experts; none where there is no bias."""
-        held = self._parameters
-        return [(name, one) for name in self._names[stem] if (one := held.get(name)) is not None]
+        by_name = self._parameters
+        return [(name, parameter) for name in self._names[stem] if (parameter := by_name.get(name)) is not None]
 
     def _own(self, stem: str) -> list[torch.Tensor]:
-        """Return the parameters of a stem, of sharded ones what this rank has."""
-        held = self._parameters
-        found = [one for name in self._names[stem] if (one := held.get(name)) is not None]
-        if len(found) != (len(self._names[stem]) if stem == WEIGHT or self.use_bias else 0):
+        """Return the parameters of a stem; of sharded ones, this rank's part."""
+        by_name = self._parameters
+        parameters = [parameter for name in self._names[stem] if (parameter := by_name.get(name)) is not None]
+        if len(parameters) != (len(self._names[stem]) if stem == WEIGHT or self.use_bias else 0):
             lacking = ", ".join(name for name in self._names[stem] if self._parameters.get(name) is None)
             hint = "torch.nn.utils.parametrize.remove_parametrizations makes it one again"
             raise refuse("UNSUPPORTED", f"no parameter of the layer any more: {lacking}", hint=hint)
-        return [local_with_grad(one) for one in found]
+        return [local_with_grad(parameter) for parameter in parameters]
 
     def _members(self, stem: str) -> list[torch.Tensor]:
-        """Return one tensor per expert: the parameters, or views of the one there is."""
-        found = self._own(stem)
-        return [found[0][place] for place in range(found[0].shape[0])] if self._single[stem] and found else found
+        """Return one tensor per expert: the parameters, or views of the stacked one."""
+        parameters = self._own(stem)
+        if not (self._single[stem] and parameters):
+            return parameters
+        (stack,) = parameters
+        return [stack[place] for place in range(stack.shape[0])]
 
     @property
     def grouped_weight(self) -> GroupedTensor:
@@ -216,19 +219,20 @@ class GroupedParameters(QuantizedEntries):
 
     @torch.no_grad()
     def pack(self, *, fresh: bool = False) -> None:
-        """Move parameters of the experts into one buffer, where they are plain and not in one: no copies in forward.
+        """Move plain parameters of the experts into one buffer, unless they are in one: then forward copies nothing.
 
         Parameters that somebody has put into a larger buffer stay there: optimizers and collectives work on it.
 
         Args:
-            fresh: whether nobody else can have their memory yet.
+            fresh: whether nobody else can refer to their memory yet.
         """
         for stem in (WEIGHT, BIAS):
-            held = [parameter for _, parameter in self._named(stem)]
-            plain = len(held) > 1 and all(type(one.data) is torch.Tensor for one in held)
-            alike = plain and len({(one.dtype, one.device, one.shape) for one in held}) == 1
-            if alike and held[0].device.type != "meta" and not adjacent(held) and _apart(held, fresh):
-                for parameter, part in zip(held, torch.stack([one.data for one in held]).unbind(0), strict=True):
+            parameters = [parameter for _, parameter in self._named(stem)]
+            plain = len(parameters) > 1 and all(type(each.data) is torch.Tensor for each in parameters)
+            alike = plain and len({(each.dtype, each.device, each.shape) for each in parameters}) == 1
+            if alike and parameters[0].device.type != "meta" and not adjacent(parameters) and _apart(parameters, fresh):
+                buffer = torch.stack([each.data for each in parameters])
+                for parameter, part in zip(parameters, buffer.unbind(0), strict=True):
                     parameter.data = part
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
@@ -250,22 +254,22 @@ class GroupedParameters(QuantizedEntries):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        taken = remapped(state_dict, prefix, self.layer())
-        refuse_codes(taken, prefix, self._parameters)
+        state = remapped(state_dict, prefix, self.layer())
+        refuse_codes(state, prefix, self._parameters)
         if local_metadata.get(ASSIGN, False):
-            taken |= apart({name: value for name, value in taken.items() if name.startswith(prefix)})
-        super()._load_from_state_dict(taken, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+            state |= apart({name: value for name, value in state.items() if name.startswith(prefix)})
+        super()._load_from_state_dict(state, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         self.pack()
 
 
-def _apart(held: Sequence[torch.Tensor], fresh: bool) -> bool:
-    """Tell whether each tensor has memory of its own, and no more of it than it needs; fresh ones may have more."""
-    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held}
-    most = {one.numel() * one.element_size() for one in held}
-    return len(storages) == len(held) and (fresh or set(storages.values()) == most)
+def _apart(tensors: Sequence[torch.Tensor], fresh: bool) -> bool:
+    """Tell whether each tensor has a storage of its own, of its own size; fresh ones may have a larger one."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    most = {tensor.numel() * tensor.element_size() for tensor in tensors}
+    return len(storages) == len(tensors) and (fresh or set(storages.values()) == most)
 
 
 def _divided(whole: torch.Tensor, mesh: DeviceMesh, experts: range) -> DTensor:
-    """Return a tensor of all experts as a DTensor of which this rank has some."""
+    """Return a stack of all experts as a DTensor; this rank keeps its own."""
     own = whole.detach()[experts.start : experts.stop].clone()
     return as_dtensor(own, mesh, [Shard(0)], whole.shape, whole.stride())

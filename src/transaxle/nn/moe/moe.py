@@ -70,8 +70,8 @@ class Experts(nn.Module):
             m_splits: rows of each, int64 [experts].
         """
         gate, up = self.linear_fc1(rows, m_splits).chunk(2, -1)
-        made: torch.Tensor = self.linear_fc2(functional.silu(gate) * up, m_splits)
-        return made
+        outputs: torch.Tensor = self.linear_fc2(functional.silu(gate) * up, m_splits)
+        return outputs
 
 
 class Gated(nn.Module):
@@ -98,8 +98,8 @@ class Gated(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Return [rows, hidden]."""
-        made: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(rows)) * self.up_proj(rows))
-        return made
+        outputs: torch.Tensor = self.down_proj(functional.silu(self.gate_proj(rows)) * self.up_proj(rows))
+        return outputs
 
 
 class MoE(nn.Module):
@@ -188,7 +188,7 @@ class MoE(nn.Module):
             own = len(self.experts.linear_fc1.experts)
             answers = across(self.experts, rows, sorted_rows.counts, own, self.ep.get_group())
         answers = answers[sorted_rows.back].view(-1, self.top_k, self.hidden_size)
-        made: torch.Tensor = (answers * weights.unsqueeze(-1)).sum(1)
+        outputs: torch.Tensor = (answers * weights.unsqueeze(-1)).sum(1)
         if self.shared_experts is not None:
-            made = made + self.shared_experts(tokens)
-        return made.view(hidden.shape)
+            outputs = outputs + self.shared_experts(tokens)
+        return outputs.view(hidden.shape)

@@ -45,9 +45,9 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _swapped(rows: torch.Tensor, received: list[int], sent: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    made = rows.new_empty((sum(received), *rows.shape[1:]))
-    dist.all_to_all_single(made, rows.contiguous(), received, sent, group=group)
-    return made
+    arrived = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived
 
 
 def across(
@@ -75,7 +75,7 @@ def across(
     trained = rows.new_empty(0).requires_grad_()
     arrived: torch.Tensor = _AllToAll.apply(rows, trained, received, sent, group)  # type: ignore[no-untyped-call]
     every = torch.arange(most, device=rows.device).repeat(ranks)
-    held = order(every.repeat_interleave(theirs.flatten(), output_size=sum(received)), most)
-    made = experts(arrived[held.places], held.counts[:own])[held.back]
-    returned: torch.Tensor = _AllToAll.apply(made, trained, sent, received, group)  # type: ignore[no-untyped-call]
+    sorted_rows = order(every.repeat_interleave(theirs.flatten(), output_size=sum(received)), most)
+    outputs = experts(arrived[sorted_rows.places], sorted_rows.counts[:own])[sorted_rows.back]
+    returned: torch.Tensor = _AllToAll.apply(outputs, trained, sent, received, group)  # type: ignore[no-untyped-call]
     return returned
