@@ -54,6 +54,9 @@ class Movement:
         Raises:
             Exception: what source or sink raised, on this rank alone, when all exchanges are over.
         """
+        if not self._others:
+            self.move_own()
+            return 0
         later = Deferred()
         later(self.move_own)()
         return self._move_others(later)
@@ -78,7 +81,7 @@ class Movement:
 
     def _do(self, worker: Worker, work: list[_Work]) -> None:
         for item, start, stop in work:
-            room = self._sink.room(item.key, start, stop)
+            room = None if self._sink.ordered else self._sink.room(item.key, start, stop)
             if room is not None:
                 worker.fill(item.parts(start, stop), start, room)
                 self._sink.filled(item.key, start, stop)

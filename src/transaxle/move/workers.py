@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -138,8 +139,13 @@ class Worker:
         self._reader = reader
         self._stop = stop
         self._block: Bytes = np.empty(limit.block, np.uint8)
-        self.scratch = Scratch(limit.scratch, limit.waste, limit.gap)
+        self._limit = limit
         self._lend: Callable[[str, int, int], Bytes] | None = getattr(reader, "lend", None)
+
+    @cached_property
+    def scratch(self) -> Scratch:
+        """Room for strided reads; what memory lends needs none."""
+        return Scratch(self._limit.scratch, self._limit.waste, self._limit.gap)
 
     @property
     def room(self) -> int:

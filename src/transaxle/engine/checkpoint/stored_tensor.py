@@ -16,7 +16,7 @@ from transaxle.errors import refuse
 from transaxle.formats.catalog.checksums import witness_of
 from transaxle.formats.dtype import ITEM_BITS, nbytes, numpy_dtype, packed_width
 from transaxle.move.endpoint import Bytes
-from transaxle.move.strided_fill import Scratch, fill
+from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer
 
 _SCRATCH, _LEAST_SCRATCH = 8 << 20, 1 << 16
@@ -110,10 +110,7 @@ class StoredTensor:
         scratch = Scratch(min(_SCRATCH, max(2 * size, _LEAST_SCRATCH)), waste=_WASTE, gap=_GAP)
         storage = self._source.container.storage
         transfers = self.transfers(None if shape == self.shape else [[span] for span in spans])
-        if sum(transfer.size for transfer in transfers) != size:
-            out[:] = 0  # padding: bytes that no transfer fills
-        for transfer in transfers:
-            fill(storage, transfer, out, 0, scratch)
+        produce(storage, transfers, 0, out, scratch)
         witness = witness_of(storage)
         if witness is not None:
             witness.judge((transfer.file, transfer.source, transfer.source_span) for transfer in transfers)

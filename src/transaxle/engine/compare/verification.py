@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import xxhash
-
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.manifest import Manifest, TensorRecord, load, stale
 from transaxle.engine.compare.compare import Comparison, Difference, compare
@@ -17,6 +15,10 @@ from transaxle.formats.catalog.catalog import Checksum, Container
 from transaxle.formats.catalog.checksums import witness_of
 from transaxle.formats.catalog.seal import Seal, read_digest, rest_of
 from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.move.hashing import HashingFiles
+from transaxle.move.mover import Movement
+from transaxle.move.runs import Item
+from transaxle.move.transport import Alone
 from transaxle.move.workers import Limits, Progress, Worker, limits, share, unwatched
 
 _CHANGED = "the bytes were changed after they were written"
@@ -121,16 +123,14 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         sealed.update(_sealed(seal, container))
     damaged: dict[str, Refusal] = {}
 
-    def check(worker: Worker, name: str) -> None:
-        tensor = stored[name]
-        hashed = xxhash.xxh3_128()
-        for block in worker.blocks(tensor.transfers(), tensor.nbytes):
-            hashed.update(block)
-            progress(len(block))
-        problem = _check_record(name, tensor, hashed.hexdigest(), recorded.get(name))
+    names = list(stored)
+
+    def check(key: int, digest: str) -> None:
+        name, tensor = names[key], stored[names[key]]
+        problem = _check_record(name, tensor, digest, recorded.get(name))
         if problem is None and name in sealed and tensor.nbytes:
             seal, place = sealed[name]
-            if read_digest(container.storage, seal, place) != hashed.hexdigest():
+            if read_digest(container.storage, seal, place) != digest:
                 problem = Refusal("CORRUPT", _CHANGED, Where(seal.file, name))
         if problem is not None:
             damaged[name] = problem
@@ -142,8 +142,12 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         witness.settle([checksum])
 
     limit = limit or limits()
-    workers = partial(Worker, container.storage, limit)
-    share(stored, limit.jobs, workers, check)
+    items = [
+        Item(key, tensor.nbytes, (), Alone.ranks, Alone.ranks, blocks=partial(_blocks, tensor))
+        for key, tensor in enumerate(stored.values())
+    ]
+    hashing = HashingFiles(None, (), range(len(items)), progress, check)
+    Movement(items, container.storage, hashing, limit).move_own()
     if witness is not None:
         share(container.checksums, limit.jobs, lambda _: None, settle)
         problems.extend(witness.problem(checksum) for checksum in container.checksums if not witness.is_right(checksum))
@@ -155,6 +159,11 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         (*problems, *(damaged[name] for name in stored if name in damaged)),
         extra,
     )
+
+
+def _blocks(tensor: StoredTensor, worker: Worker) -> Iterator[memoryview]:
+    """Read a tensor in order; of many tensors, what they are made of is found out one by one."""
+    return worker.blocks(tensor.transfers(), tensor.nbytes)
 
 
 def _against(manifest: Manifest | None, container: Container) -> str:

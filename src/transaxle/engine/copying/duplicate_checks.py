@@ -78,6 +78,8 @@ def _plan_twins(container: Container, problems: list[Refusal]) -> list[PlannedCh
 
 def unequal(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> list[Refusal]:
     """Compare stored copies, and return a refusal for each pair that differs."""
+    if not checks:
+        return []
     found: dict[int, Refusal] = {}
 
     def compare(pair: Pair, item: tuple[int, PlannedCheck]) -> None:

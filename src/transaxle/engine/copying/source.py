@@ -13,7 +13,7 @@ from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Container, Entry
 from transaxle.formats.dtype import ITEM_BITS
 from transaxle.move.endpoint import Bytes
-from transaxle.move.strided_fill import Scratch, fill
+from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, lower
 
 _SCRATCH = 1 << 20
@@ -68,9 +68,7 @@ class Source:
         """Return the row-major bytes of an entry as it lies; worth it for small ones."""
         entry = self.entries[name]
         out = np.empty(entry.nbytes, np.uint8)
-        scratch = Scratch(_SCRATCH)
-        for transfer in self.transfers(unchanged(name, entry)):
-            fill(self.container.storage, transfer, out, 0, scratch)
+        produce(self.container.storage, self.transfers(unchanged(name, entry)), 0, out, Scratch(_SCRATCH))
         return out
 
 

@@ -24,6 +24,17 @@ def write_known(stage: Stage, fragments: Iterable[Fragment]) -> None:
         stage.pwrite(fragment.file, fragment.offset, memoryview(fragment.data))
 
 
+def carry(prepared: Prepared, stage: Stage) -> dict[str, str]:
+    """Write the carried files, small ones, each at once; return their hashes."""
+    storage = prepared.checkpoint.container.storage
+    found = {}
+    for name in prepared.plan.carried:
+        data = storage.read(name, 0, storage.size(name))
+        stage.pwrite(name, 0, memoryview(data))
+        found[name] = digest(data)
+    return found
+
+
 def write_rest(
     stage: Stage, prepared: Prepared, tensors: Mapping[str, str], carried: Mapping[str, str], *, sealed: bool = False
 ) -> None:

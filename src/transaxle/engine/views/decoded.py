@@ -30,7 +30,7 @@ from transaxle.formats.catalog.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes, numpy_dtype
 from transaxle.formats.storage.storage import Storage, VirtualFiles, layer
 from transaxle.move.endpoint import Bytes, Readable
-from transaxle.move.strided_fill import Scratch, fill
+from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, clip
 
 DTYPES: Mapping[str, Wide] = {"bf16": "BF16", "fp32": "F32"}
@@ -66,10 +66,8 @@ class RowMajorBytes:
         scratch: Scratch | None = getattr(self._local, "scratch", None)
         if scratch is None:
             scratch = self._local.scratch = Scratch(_CHUNK)
-        for transfer in self._transfers:
-            if transfer.target < stop and start < transfer.target_end:
-                for piece in clip(transfer, start, stop):
-                    fill(self._reader, piece, out, start, scratch)
+        near = (t for t in self._transfers if t.target < stop and start < t.target_end)
+        produce(self._reader, [part for transfer in near for part in clip(transfer, start, stop)], start, out, scratch)
         return out
 
 

@@ -10,16 +10,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from transaxle.engine.execute.commit import write_known, write_rest
+from transaxle.engine.execute.commit import carry, write_known, write_rest
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.formats.staging.belongings import EVERYTHING
 from transaxle.formats.staging.upload import Upload, opens
 from transaxle.live.save.memory_to_files import Moved, move
 from transaxle.live.transport.world import Clock, World
-from transaxle.move.hashing import digest
 
 if TYPE_CHECKING:
-    from transaxle.formats.staging.location import Stage
+    pass
 
 
 def upload(
@@ -115,17 +114,6 @@ def senders(prepared: Prepared, ranks: tuple[int, ...]) -> dict[str, int]:
         senders_of_roots[file] = sender
         load[sender] += sizes[file]
     return {file: senders_of_roots[root(file)] for file in files}
-
-
-def carry(prepared: Prepared, stage: Stage) -> dict[str, str]:
-    """Write the carried files; return their hashes."""
-    storage = prepared.checkpoint.container.storage
-    found = {}
-    for name in prepared.plan.carried:
-        data = storage.read(name, 0, storage.size(name))
-        stage.pwrite(name, 0, memoryview(data))
-        found[name] = digest(data)
-    return found
 
 
 def _ready(prepared: Prepared, lead: Upload | None, hashes: Mapping[str, str]) -> None:

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from transaxle.engine.copying.duplicate_checks import PlannedCheck
-from transaxle.engine.execute.commit import write_known, write_rest
+from transaxle.engine.execute.commit import carry, write_known, write_rest
 from transaxle.engine.plan.conversion import PlannedTensor, Prepared
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.staging.belongings import Overwrite
@@ -23,7 +23,7 @@ from transaxle.formats.staging.location import staging_at
 from transaxle.formats.staging.upload import Upload
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.live.save.memory_to_files import Moved, move
-from transaxle.live.save.uploading import carry, upload
+from transaxle.live.save.uploading import upload
 from transaxle.live.save.writer import Writer
 from transaxle.live.sharding.memory import Memory, memory_of, rank_of
 from transaxle.live.transport.tensor_exchange import RankExchange
