@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -153,16 +154,7 @@ def compare(
         *(ties for ties, _ in without_copies)
     )
     explained |= beside(view, second) | beside(second, view)
-    differences += [
-        Difference(n, view[n].component, "only_first", f"only in {first.path}")
-        for n in view
-        if n not in second and n not in explained
-    ]
-    differences += [
-        Difference(n, "", "only_second", f"only in {second.path}")
-        for n in second
-        if n not in view and n not in explained
-    ]
+    differences += _only_in_one(view, second, explained)
     common = [name for name in view if name in second and name not in explained]
     across: dict[str, int] = {}
 
@@ -181,28 +173,35 @@ def compare(
 
     share(common, limit.jobs, partial(Pair, first.container.storage, second.container.storage, limit), look)
     for _, deduplicated in without_copies:
-        for problem in _unequal_copies(deduplicated, limit):
-            name = problem.where.tensor or ""
-            differences.append(
-                Difference(
-                    name, "", "copies", f"{deduplicated.path} holds two copies of it that differ: {problem.message}"
-                )
-            )
-    compared: dict[str, int] = {}
-    for name in common:
-        component = view[name].component
-        compared[component] = compared.get(component, 0) + 1
+        differences += _differing_copies(deduplicated, limit)
     return Comparison(
         first.path,
         second.path,
         view.dialect,
         counts,
-        compared,
+        dict(Counter(view[name].component for name in common)),
         sum(view[name].parameters for name in common),
         sum(view[name].nbytes + second[name].nbytes for name in common),
         tuple(sorted(differences, key=lambda difference: difference.name)),
         dict(sorted(across.items())),
     )
+
+
+def _only_in_one(first: Checkpoint, second: Checkpoint, explained: Collection[str]) -> Iterator[Difference]:
+    """Yield the tensors that only one side has, unless that is explained."""
+    for name, tensor in first.items():
+        if name not in second and name not in explained:
+            yield Difference(name, tensor.component, "only_first", f"only in {first.path}")
+    for name in second:
+        if name not in first and name not in explained:
+            yield Difference(name, "", "only_second", f"only in {second.path}")
+
+
+def _differing_copies(checkpoint: Checkpoint, limit: Limits) -> Iterator[Difference]:
+    """Yield the tensors of which one side holds two copies that differ."""
+    for problem in _unequal_copies(checkpoint, limit):
+        what = f"{checkpoint.path} holds two copies of it that differ: {problem.message}"
+        yield Difference(problem.where.tensor or "", "", "copies", what)
 
 
 def _without_ties(checkpoint: Checkpoint, counterpart: Checkpoint) -> tuple[Collection[str], Checkpoint]:

@@ -5,7 +5,7 @@ Making a plan reads catalogs only. All refusals are gathered before anything is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -260,22 +260,13 @@ def make_plan(
         raise ValueError(f"shard_size must be positive, not {shard_size}")
     form, label = parse_to(to)
     wanted = label or IDENTITY
-    hub_refusals: list[Refusal] = []
-    if for_hub(to):
-        checkpoint, hub_refusals = published(without_training(checkpoint))
-        if checkpoint.settings.optimizer is None:
-            checkpoint = checkpoint.without_optimizer()
+    checkpoint, hub_refusals = _for_hub(checkpoint) if for_hub(to) else (checkpoint, [])
     view, names, problems = _viewed(checkpoint, wanted, encode)
     problems.extend(hub_refusals)
     unknown = checkpoint.foreign(wanted)
     problems.extend(unknown)
     if strict and not unknown:
-        problems.extend(
-            Refusal(
-                "UNEXPECTED_TENSOR", f"dialect {wanted} has no line for this tensor", Where(None, name), "omit --strict"
-            )
-            for name in view.kept
-        )
+        problems.extend(_without_line(name, wanted) for name in view.kept)
     single = is_one_file(target)
     problems.extend(misnamed(target, form))
     source = checkpoint.source_of(wanted)
@@ -286,22 +277,19 @@ def make_plan(
     draft, lost = _drafted(checkpoint, form, outputs, notes, draft_options, None if single else shard_size, problems)
     tensors = _planned(source, outputs, draft, allow_lossy, problems)
     checks = plan_checks(source, view.checks, problems)
-    carried = _carried(checkpoint, draft, problems)
     configs = {} if single else rewritten(checkpoint, wanted, view, outputs.values(), problems)
-    carried = {name: size for name, size in carried.items() if name not in configs}
     lost.extend(name for name, text in configs.items() if text is None)
-    problems.extend(clashing((*draft.files, *(() if single else carried))))
-    draft = with_files(draft, {name: text for name, text in configs.items() if text is not None})
+    carried = {name: size for name, size in _carried(checkpoint, draft, problems).items() if name not in configs}
+    draft = _with_configs(draft, configs, () if single else carried, problems)
     reading = checkpoint.recognised if wanted != IDENTITY else None
     family = reading.family.name if reading else checkpoint.family
-    source_dialect = checkpoint.dialect
     plan = Plan(
         source=checkpoint.path,
         source_format=checkpoint.format,
         format=form,
         family=family,
-        from_dialect=source_dialect,
-        dialect=pick_dialect(reading.family, wanted).label if reading else (source_dialect or IDENTITY),
+        from_dialect=checkpoint.dialect,
+        dialect=pick_dialect(reading.family, wanted).label if reading else (checkpoint.dialect or IDENTITY),
         tensors=tuple(tensors),
         checks=tuple(checks),
         routes=_routes(checkpoint, view) if reading else (),
@@ -318,6 +306,25 @@ def make_plan(
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
     )
     return Prepared(plan, checkpoint, draft)
+
+
+def _for_hub(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
+    """Return what a hub gets of a checkpoint: its weights alone, as they are published."""
+    weights, refusals = published(without_training(checkpoint))
+    return (weights.without_optimizer() if weights.settings.optimizer is None else weights), refusals
+
+
+def _with_configs(
+    draft: Draft, configs: Mapping[str, bytes | None], carried: Iterable[str], problems: list[Refusal]
+) -> Draft:
+    """Return a draft that also writes the configs that change; names that clash with carried files are refused."""
+    problems.extend(clashing((*draft.files, *carried)))
+    return with_files(draft, {name: text for name, text in configs.items() if text is not None})
+
+
+def _without_line(name: str, dialect: str) -> Refusal:
+    message = f"dialect {dialect} has no line for this tensor"
+    return Refusal("UNEXPECTED_TENSOR", message, Where(None, name), "omit --strict")
 
 
 def _viewed(checkpoint: Checkpoint, wanted: str, encode: Encode | None) -> tuple[View, Sequence[str], list[Refusal]]:
