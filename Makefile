@@ -1,4 +1,4 @@
-# Two commands matter: `make demo` and `make test`. Both need only Python 3.11 or newer with venv, and pip.
+# Three commands matter: `make demo`, `make check` and `make test`. Both need only Python 3.11 or newer with venv, and pip.
 #
 # Everything is installed into .venv in stages, each behind a stamp file, so a second run installs nothing:
 #   .torch -> torch alone, first, so that pip takes the build this machine offers
@@ -17,12 +17,17 @@ TITAN  := torchtitan nemo-automodel
 KERNEL := src/transaxle/encodings/arithmetic/kernel.c src/transaxle/formats/storage/runs.c
 
 export PYTHONUTF8 = 1
+# Without bytecode every worker rewrites the asserts of 400 files anew, and every program that a test starts compiles us.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test oracle fuzz bench docs lint format clean
+QUICK := -m 'not oracle and not peers and not slow and not gpu' --quick --examples 10
+
+.PHONY: help demo check test oracle fuzz bench docs lint format clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo 'make demo    make, convert, verify and run a tiny mixture-of-experts checkpoint'
+	@echo 'make check   lint, types and the quick tests: a minute, for every change'
 	@echo 'make test    lint, types, tests and docs: what CI runs'
 	@echo 'make oracle  the whole sweeps over what the peers ship (make test runs a sample)'
 	@echo 'make fuzz    hostile inputs, each with a cap on time and memory'
@@ -33,6 +38,14 @@ help:
 
 demo: $(VENV)/.demo
 	$(BIN)/transaxle demo
+
+# mypy and the tests run side by side; both are heard to their end.
+check: $(VENV)/.all
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@$(BIN)/mypy & types=$$!; \
+	$(BIN)/python -m pytest -q $(QUICK) --numprocesses $(JOBS) --dist worksteal; tests=$$?; \
+	wait $$types && exit $$tests
 
 test: lint
 	$(BIN)/python -m pytest -q --numprocesses $(JOBS) --dist worksteal

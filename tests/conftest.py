@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import random
 import signal
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,73 @@ for _name, _value in {
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+EXAMPLES, QUICK = "--examples", "--quick"
+QUICK_ROOMS = frozenset({"axes", "encodings", "engine", "formats", "cli", "test_errors.py"})
+"""Folders and files of `tests` that `make check` looks at."""
+QUICK_HOUSE = "test_house.py"
+"""Runs with them although it starts two programs: it says what is where."""
+QUICK_IMPORTS = (sys.stdlib_module_names - {"subprocess", "multiprocessing"}) | frozenset(
+    {"pytest", "hypothesis", "numpy", "ml_dtypes", "msgspec", "safetensors", "fsspec", "xxhash", "click", "rich"}
+)
+"""What a quick test may import beside the package and what is beside it here: no torch, no peers, no processes."""
+_TESTS = Path(__file__).parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add what `make check` asks for."""
+    parser.addoption(EXAMPLES, type=int, metavar="N", help="try each property on at most N examples")
+    parser.addoption(QUICK, action="store_true", help="only test files that start nothing and import no frameworks")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files that `--quick` does not want, before they are imported: by what they import themselves."""
+    if not config.getoption(QUICK) or not collection_path.is_relative_to(_TESTS) or collection_path == _TESTS:
+        return None
+    room = collection_path.relative_to(_TESTS).parts[0]
+    is_test = collection_path.suffix == ".py" and room != QUICK_HOUSE
+    return room not in {*QUICK_ROOMS, QUICK_HOUSE} or (is_test and not _is_quick(collection_path)) or None
+
+
+@cache
+def _is_quick(file: Path) -> bool:
+    """Tell whether a file, and each one of `tests` that it imports, imports only what a quick test may."""
+    names = {
+        name
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        for name in (
+            [alias.name for alias in node.names] if isinstance(node, ast.Import)
+            else [node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }  # fmt: skip
+    ours = {name for name in names if name.partition(".")[0] == _TESTS.name}
+    tops = {name.partition(".")[0] for name in names - ours} - {"transaxle"}
+    if not tops <= QUICK_IMPORTS or any(name.startswith("safetensors.torch") for name in names):
+        return False
+    beside = (_TESTS.parent.joinpath(*name.split(".")).with_suffix(".py") for name in ours)
+    return all(_is_quick(each) for each in beside if each.exists() and each != file)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let properties have few examples where that is asked for, and skip what needs a GPU where there is none."""
+    most: int | None = config.getoption(EXAMPLES)
+    for item in items if most is not None else ():
+        _shorten(item, most)
+    _skip_without_gpu(items)
+
+
+def _shorten(item: pytest.Item, most: int | None) -> None:
+    """Let a property have at most so many examples; any other test stays as it is."""
+    from hypothesis import settings
+
+    test = getattr(item, "obj", None)
+    own = getattr(test, "_hypothesis_internal_use_settings", None)  # hypothesis has no public way to ask or to tell
+    if test is not None and own is not None and most is not None and own.max_examples > most:
+        test._hypothesis_internal_use_settings = settings(own, max_examples=most)
+
+
+def _skip_without_gpu(items: list[pytest.Item]) -> None:
     """Skip what is marked `gpu` where there is none; torch is imported only if such a test is here."""
     marked = [item for item in items if "gpu" in item.keywords]
     if not marked:
