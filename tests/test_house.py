@@ -55,9 +55,10 @@ HOUSE = {
     # The core.
     "engine": _room("move", "formats", "encodings", "families", "axes"),
     "move": _room("formats", "encodings", "axes"),
-    "formats": _room("axes"),
+    "formats": _room("axes", "plugins"),
     "encodings": _room("axes"),
-    "families": _room("axes"),
+    "families": _room("axes", "plugins"),
+    "plugins": _room("errors", needs=frozenset()),
     "axes": _room("arguments", "errors", needs=frozenset({"numpy"})),
     "arguments": _room(needs=frozenset()),
     "errors": _room(needs=frozenset()),

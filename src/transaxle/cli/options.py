@@ -57,12 +57,12 @@ def completing(names: Callable[[], Sequence[str]]) -> Callable[..., list[Complet
 
 
 def dialects() -> list[str]:
-    """Return the dialects that ship, each once."""
+    """Return the dialects that there are, each once."""
     from transaxle.families import builtin
 
     labels = [
         name
-        for entry in builtin().entries.values()
+        for entry in builtin().everything.entries.values()
         for label in entry.dialects
         for name in (label.partition("@")[0], label)
     ]

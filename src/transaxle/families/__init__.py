@@ -9,14 +9,18 @@ dialects, its axes, and the skeletons of the names that each dialect reads. It f
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, cached_property
 from pkgutil import get_data
+from types import ModuleType
 
 import msgspec
 
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Family
+from transaxle.plugins import plugins
 
+GROUP = "transaxle.families"
+"""Entry points of packages that add families: each names a Python package that has `.rules` files in it."""
 INDEX = "index.json"
 _SUFFIX = ".rules"
 
@@ -37,38 +41,63 @@ class Entry(msgspec.Struct, frozen=True):
 class Families(Mapping[str, Family]):
     """Families by name; the table of each is read when it is asked for.
 
+    Families of installed packages take part where those at hand do not answer: under a name, a `model_type` or names of
+    tensors that these do not know. As a mapping, it has them all.
+
     Args:
         entries: what the index says of those that ship.
         own: families of a user's table, which replace those of the same name.
+        closed: no others take part.
     """
 
-    def __init__(self, entries: Mapping[str, Entry], own: Mapping[str, Family] | None = None) -> None:
+    def __init__(
+        self, entries: Mapping[str, Entry], own: Mapping[str, Family] | None = None, *, closed: bool = False
+    ) -> None:
         own = own or {}
         self.entries = {**entries, **{name: entry_of(family) for name, family in own.items()}}
+        """Those at hand: that ship, and of a user's table."""
+        self._own = own
         self._read = dict(own)
+        self._closed = closed
+
+    @cached_property
+    def everything(self) -> Families:
+        """These, and those of installed packages.
+
+        Raises:
+            Refused: where a package cannot be used.
+        """
+        if self._closed:
+            return self
+        added = {name: family for name, family in installed().items() if name not in self.entries}
+        shipped = {name: entry for name, entry in self.entries.items() if name not in self._own}
+        return Families(shipped, {**self._own, **added}, closed=True)
 
     def __getitem__(self, name: str) -> Family:
+        if name and name not in self.entries and self.everything is not self:
+            return self.everything[name]
         if name not in self._read and name in self.entries:
             self._read = {**_in_file(self.entries[name].file), **self._read}
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
+        return iter(self.everything.entries)
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self.everything.entries)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.entries
+        return name in self.entries or (bool(name) and name in self.everything.entries)
 
     def only(self, name: str) -> Families:
         """Return a choice of one family."""
-        return Families({}, {name: self[name]})
+        return Families({}, {name: self[name]}, closed=True)
 
     def of_types(self, model_types: Iterable[str]) -> list[Family]:
         """Return the families that a config means by its `model_type`s."""
         wanted = frozenset(model_types)
-        return [self[name] for name, entry in self.entries.items() if wanted & frozenset(entry.model_types)]
+        found = [self[name] for name, entry in self.entries.items() if wanted & frozenset(entry.model_types)]
+        return found if found or not wanted or self.everything is self else self.everything.of_types(wanted)
 
     def that_may_read(self, skeletons: Mapping[str, int]) -> Iterator[tuple[int, Family]]:
         """Yield each family with the most names that a dialect of it may read, the largest number first.
@@ -132,6 +161,38 @@ def _shipped(file: str) -> bytes:
     content = get_data(__name__, file)
     assert content is not None  # the loaders of packages with files in them can read these
     return content
+
+
+@cache
+def installed() -> Mapping[str, Family]:
+    """Return the families of installed packages, by name.
+
+    Raises:
+        Refused: UNSUPPORTED where a package cannot be imported or has no tables, CORRUPT where a table is not sound,
+            NAME_COLLISION where a family has a name that is taken.
+    """
+    from importlib.resources import files
+
+    families: dict[str, Family] = {}
+    for plugin in plugins(GROUP):
+        package = plugin.load()
+        if not isinstance(package, ModuleType) or not hasattr(package, "__path__"):
+            raise plugin.refusal("UNSUPPORTED", f"it is {package!r}, and no package with tables in it")
+        found = sorted((item for item in files(package).iterdir() if item.name.endswith(_SUFFIX)), key=lambda i: i.name)
+        if not found:
+            raise plugin.refusal("UNSUPPORTED", f"there is no *{_SUFFIX} in the package {package.__name__}")
+        for item in found:
+            for family in tables.read(item.read_text("utf-8"), file=f"{plugin.package}, {item.name}"):
+                if family.name in families or family.name in builtin().entries:
+                    raise plugin.refusal("NAME_COLLISION", f"{item.name}: there is a family {family.name} already")
+                families[family.name] = family
+    return families
+
+
+def is_dialect(label: str) -> bool:
+    """Tell whether a family that ships has a dialect of this label, or name."""
+    labels = {known for entry in builtin().entries.values() for known in entry.dialects}
+    return label in labels or any(known.partition("@")[0] == label for known in labels)
 
 
 def with_rules(text: str, file: str) -> Families:

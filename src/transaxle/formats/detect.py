@@ -20,7 +20,7 @@ from transaxle.formats.catalog.checksums import witnessed
 from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
 from transaxle.formats.format import INDEX, Clue, Folder, Format
 from transaxle.formats.newest_step import check_newest, listed
-from transaxle.formats.registry import every_format, find, one_file_ends
+from transaxle.formats.registry import builtin, every_format, find, installed, one_file_ends
 from transaxle.formats.staging.location import storage_at
 from transaxle.formats.storage.names import too_long
 from transaxle.formats.storage.storage import Storage
@@ -110,7 +110,13 @@ def _folder(storage: Storage, inside: str = "") -> Folder:
 
 def _first_matches(folder: Folder, wanted: Format | None) -> list[_Match]:
     """Return what the first clues find that find anything; clues of one place are asked together."""
-    for clues in _in_order(every_format() if wanted is None else [wanted]):
+    if wanted is None:
+        return _found_by(builtin().values(), folder) or _found_by(installed(), folder)
+    return _found_by([wanted], folder)
+
+
+def _found_by(formats: Iterable[Format], folder: Folder) -> list[_Match]:
+    for clues in _in_order(formats):
         matches = [_Match(kind, clue, member) for kind, clue in clues for member in clue.found(folder)]
         if matches:
             return matches

@@ -1,16 +1,27 @@
 """All container formats by name, and what they say together of the names of files.
 
-Whoever needs to know something of a format asks here; nothing else lists them.
+Whoever needs to know something of a format asks here; nothing else lists them. Formats of installed packages are looked
+for where no format that ships answers: a name that none of them has, a folder that none of them reads, a file whose
+kind none of them knows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import cache
 
 from transaxle.formats.builtin_formats import FORMATS
 from transaxle.formats.format import Format
+from transaxle.plugins import Plugin, plugins
 
+GROUP = "transaxle.formats"
+"""Entry points of packages that add a format: the format's name, and where its `Format` is."""
+_ORDINARY = frozenset({
+    "", "csv", "gitattributes", "gitignore", "html", "ini", "jinja", "jpg", "json", "jsonl", "log", "md", "model",
+    "png", "py", "rst", "sh", "tiktoken", "toml", "tsv", "txt", "xml", "yaml", "yml",
+})  # fmt: skip
+"""Endings of names that no installed format can claim, so that such a file is no reason to look for one."""
 _FOREIGN = (
     ".ckpt", ".gguf", ".ggml", ".h5", ".keras", ".msgpack", ".npy", ".npz", ".onnx", ".onnx_data", ".ot", ".pkl",
     ".pickle", ".tflite",
@@ -26,8 +37,46 @@ def builtin() -> Mapping[str, Format]:
 
 
 def find(name: str) -> Format | None:
-    """Return a format by name; None where there is none."""
-    return builtin().get(name)
+    """Return a format by name; None where there is none.
+
+    Raises:
+        Refused: where an installed package has a format of this name that cannot be used.
+    """
+    if name in builtin():
+        return builtin()[name]
+    return next((_installed(plugin) for plugin in plugins(GROUP) if plugin.name == name), None)
+
+
+@cache
+def installed() -> tuple[Format, ...]:
+    """Return the formats of installed packages.
+
+    Raises:
+        Refused: UNSUPPORTED where one cannot be used, NAME_COLLISION where it claims what another one has.
+    """
+    kinds = tuple(map(_installed, plugins(GROUP)))
+    claimed = {end: "Transaxle" for kind in builtin().values() for end in (*kind.one_file, *kind.parts)}
+    for kind, plugin in zip(kinds, plugins(GROUP), strict=True):
+        for end in (*kind.one_file, *kind.parts):
+            if claimed.setdefault(end, plugin.package) != plugin.package:
+                raise plugin.refusal("NAME_COLLISION", f"it claims files that end in {end}, as {claimed[end]} does")
+    return kinds
+
+
+@cache
+def _installed(plugin: Plugin) -> Format:
+    """Return the format of an installed package, and check what it claims."""
+    kind = plugin.load()
+    if not isinstance(kind, Format):
+        raise plugin.refusal("UNSUPPORTED", f"it is {kind!r}, and no transaxle.formats.format.Format")
+    if kind.name != plugin.name:
+        raise plugin.refusal("UNSUPPORTED", f"the format is called {kind.name!r}; both names must be the same")
+    if kind.name in builtin():
+        raise plugin.refusal("NAME_COLLISION", "Transaxle has a format of this name itself")
+    ordinary = [end for end in (*kind.one_file, *kind.parts) if _suffix(end) in _ORDINARY]
+    if ordinary:
+        raise plugin.refusal("NAME_COLLISION", f"it claims files that end in {ordinary[0]}, which may be anything")
+    return replace(kind, package=plugin.package)
 
 
 def get(name: str) -> Format:
@@ -40,21 +89,22 @@ def get(name: str) -> Format:
 
 def every_format() -> tuple[Format, ...]:
     """Return all formats, in the order in which a folder is looked at for them."""
-    return tuple(sorted(builtin().values(), key=lambda kind: min(clue.place for clue in kind.clues)))
+    shipped = sorted(builtin().values(), key=lambda kind: min(clue.place for clue in kind.clues))
+    return (*shipped, *installed())
 
 
 def writable() -> tuple[str, ...]:
     """Return the names of the formats that can be written."""
-    return tuple(kind.name for kind in builtin().values() if kind.draft)
+    return tuple(kind.name for kind in (*builtin().values(), *installed()) if kind.draft)
 
 
 def is_one_file(name: str) -> bool:
     """Tell whether a file of this name can be a checkpoint by itself; also of a path."""
-    return _any(lambda kind: name.endswith(kind.one_file))
+    return _any(name, lambda kind: name.endswith(kind.one_file))
 
 
 def one_file_ends() -> tuple[str, ...]:
-    """Return the ends of the names of such files."""
+    """Return the ends of the names of such files, as far as formats ship with Transaxle."""
     return tuple(end for kind in builtin().values() for end in kind.one_file)
 
 
@@ -66,22 +116,22 @@ def foreign_ends() -> tuple[str, ...]:
 def holds_tensors(name: str) -> bool:
     """Tell whether a file of this name holds tensors, in whatever format."""
     lower = name.lower()
-    return lower.endswith(_FOREIGN) or _any(lambda kind: lower.endswith((*kind.one_file, *kind.parts)))
+    return lower.endswith(_FOREIGN) or _any(name, lambda kind: lower.endswith((*kind.one_file, *kind.parts)))
 
 
 def opens_checkpoint(name: str) -> bool:
     """Tell whether a file of this name makes the files around it a checkpoint."""
-    return _any(lambda kind: name.endswith(kind.openers))
+    return _any(name, lambda kind: name.endswith(kind.openers))
 
 
 def is_of_checkpoint(name: str) -> bool:
     """Tell whether a file of this name is found in folders that hold a checkpoint, and in no others."""
-    return _any(lambda kind: name.endswith((*kind.one_file, *kind.parts, *kind.openers)))
+    return _any(name, lambda kind: name.endswith((*kind.one_file, *kind.parts, *kind.openers)))
 
 
 def is_step(folder: str) -> bool:
     """Tell whether a folder of this name holds a checkpoint of one training step."""
-    return _any(lambda kind: kind.step_pattern.fullmatch(folder) is not None)
+    return any(kind.step_pattern.fullmatch(folder) for kind in builtin().values())
 
 
 def begins_right(name: str, head: bytes) -> bool:
@@ -91,12 +141,18 @@ def begins_right(name: str, head: bytes) -> bool:
         name: ends like a file that can be a checkpoint.
         head: its first bytes.
     """
-    return not head or _any(lambda kind: name.endswith(kind.one_file) and _begins(kind, head))
+    return not head or _any(name, lambda kind: name.endswith(kind.one_file) and _begins(kind, head))
 
 
 def _begins(kind: Format, head: bytes) -> bool:
     return not kind.heads or any(head.startswith(part, at) for at, part in kind.heads)
 
 
-def _any(test: Callable[[Format], bool]) -> bool:
-    return any(map(test, builtin().values()))
+def _any(name: str, test: Callable[[Format], bool]) -> bool:
+    """Tell whether a format says something of a file; those that are installed are asked of unknown kinds of files."""
+    return any(map(test, builtin().values())) or (_suffix(name) not in _ORDINARY and any(map(test, installed())))
+
+
+def _suffix(name: str) -> str:
+    """Return the last ending of a name, without the dot; empty where there is none."""
+    return name.rpartition("/")[2].rpartition(".")[2].lower() if "." in name.rpartition("/")[2] else ""

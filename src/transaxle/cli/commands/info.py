@@ -164,7 +164,7 @@ def _installation(*, whole: bool) -> Facts:
             "machine": f"{platform.system()} {platform.machine()}, {plural(os.cpu_count() or 1, 'core')}",
             "packages": {name: _installed(name) for name in needed},
             "formats": {"reads": [each.name for each in every_format()], "writes": list(writable())},
-            "families": {name: list(entry.dialects) for name, entry in builtin().entries.items()},
+            "families": {name: list(entry.dialects) for name, entry in builtin().everything.entries.items()},
             "commands": list(COMMANDS),
         }
     return facts

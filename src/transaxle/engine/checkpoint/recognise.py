@@ -100,7 +100,7 @@ def _readings(family: Family, grouped: Mapping[str, list[str]], dialect: str | N
 
 def _best_readings(families: Families, grouped: Mapping[str, list[str]], dialect: str | None) -> list[Recognised]:
     """Return the readings with the most matched names. Families are tried by an upper bound of their matches, so that
-    tables which cannot win are never parsed.
+    tables which cannot win are never parsed. Families of installed packages are tried where no other reads all names.
     """
     readings: list[Recognised] = []
     most = 0
@@ -109,7 +109,9 @@ def _best_readings(families: Families, grouped: Mapping[str, list[str]], dialect
             break
         readings.extend(_readings(family, grouped, dialect))
         most = max((reading.matched for reading in readings), default=0)
-    order = {name: place for place, name in enumerate(families)}
+    if most < sum(map(len, grouped.values())) and families.everything is not families:
+        return _best_readings(families.everything, grouped, dialect)
+    order = {name: place for place, name in enumerate(families.entries)}
     return sorted(readings, key=lambda reading: order[reading.family.name])
 
 

@@ -122,6 +122,8 @@ def settings(
     families = builtin() if table is None else with_rules(_text(table, LONGEST_TABLE), table)
     given = read_axes(axes)
     known = {axis for entry in families.entries.values() for axis in entry.axes}
+    if not known.issuperset(given):
+        known = {axis for entry in families.everything.entries.values() for axis in entry.axes}
     for axis in given:
         if axis not in known:
             raise refuse("UNKNOWN_AXIS", f"no family has an axis {axis!r}", hint=f"axes: {', '.join(sorted(known))}")

@@ -66,7 +66,7 @@ def seen(checkpoint: Checkpoint, stems: Sequence[Stem]) -> Checkpoint:
         checkpoint.settings,
         family=FAMILY,
         dialect=STORED,
-        families=Families({}, {FAMILY: family}),
+        families=Families({}, {FAMILY: family}, closed=True),
         axes=sizes(stems),
         config={},
     )

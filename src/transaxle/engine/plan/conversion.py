@@ -33,6 +33,7 @@ from transaxle.engine.views.encoded import View
 from transaxle.engine.views.header_metadata import joined, without_notes
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.families import is_dialect
 from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Draft, Entry, Spec
 from transaxle.formats.dtype import nbytes
@@ -212,6 +213,8 @@ def parse_to(to: str) -> tuple[str, str | None]:
         Refused: UNSUPPORTED for a format that cannot be written.
     """
     first, colon, second = to.partition(":")
+    if not colon and (first == IDENTITY or is_dialect(first)):
+        return SAFETENSORS.name, first  # asked first: a dialect that ships is no reason to look for installed formats
     kind = find(first)
     if kind is not None and kind.draft:
         return first, second or None

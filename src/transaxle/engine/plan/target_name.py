@@ -40,7 +40,7 @@ def misnamed(target: str | None, form: str) -> Iterator[Refusal]:
             message = f"the ending of the name belongs to another format, and {form} is to be written"
             yield Refusal("UNSUPPORTED", message, Where(target), "Choose another name, or another --to.")
         return
-    lower, whole = target.lower(), registry.one_file_ends()
+    lower, whole = target.lower(), (*registry.one_file_ends(), *endings)
     ending = next((end for end in (*whole, *registry.foreign_ends(), *_PACKED, *_OTHERS) if lower.endswith(end)), None)
     if ending is None or lower.rpartition("/")[2] == ending:  # a hidden folder is one
         return

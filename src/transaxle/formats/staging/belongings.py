@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -19,7 +19,7 @@ import xxhash
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
 from transaxle.formats.format import Format
-from transaxle.formats.registry import begins_right, every_format, is_of_checkpoint, is_step
+from transaxle.formats.registry import begins_right, builtin, every_format, installed, is_of_checkpoint, is_step
 from transaxle.formats.remote.service import FILE, Service
 from transaxle.formats.storage.names import is_plain
 
@@ -119,40 +119,36 @@ def strangers(folder: ReplaceableFolder) -> list[str]:
     Raises:
         StorageError: IO.
     """
+    unknown = _unknown_to(builtin().values(), folder)
+    # What no format that ships knows may be of one that is installed: these are asked before anybody is refused.
+    return _unknown_to(every_format(), folder) if unknown and installed() else unknown
+
+
+def _unknown_to(formats: Collection[Format], folder: ReplaceableFolder) -> list[str]:
     top = folder.top()
     listed = _listed(folder) if top.get(MANIFEST) == "file" else {}
     inner = {STATE_FOLDER} | {name.partition("/")[0] for name in listed if "/" in name}
-    newest = {_tag(folder, inner_name.newest) for inner_name in every_format() if inner_name.newest in top}
+    newest = {_tag(folder, record.newest) for record in formats if record.newest in top}
     steps = {name for name in top if is_step(name)} | newest
-    here = [
-        inner_name
-        for inner_name in every_format()
-        if inner_name.inner and any(map(inner_name.file_pattern.fullmatch, top))
-    ]
+    here = [record for record in formats if record.inner and any(map(record.file_pattern.fullmatch, top))]
 
     def belongs(name: str) -> bool:
         folder_name, _, rest = name.partition("/")
         if not rest:
-            expected = name in _BESIDE or any(
-                _is_of(inner_name, name) or name in inner_name.sidecars for inner_name in every_format()
-            )
+            expected = name in _BESIDE or any(_is_of(record, name) or name in record.sidecars for record in formats)
         elif folder_name in steps:
-            expected = any(_is_of(inner_name, rest) for inner_name in every_format() if inner_name.steps)
+            expected = any(_is_of(record, rest) for record in formats if record.steps)
         elif folder_name == STATE_FOLDER:
-            expected = any(_is_of(inner_name, rest) for inner_name in every_format() if not inner_name.steps)
+            expected = any(_is_of(record, rest) for record in formats if not record.steps)
         else:
-            expected = any(_is_of(inner_name, name) for inner_name in here)
+            expected = any(_is_of(record, name) for record in here)
         return expected or (name in listed and _unchanged(folder, name, listed[name]))
 
     foreign: list[str] = []
     for name, kind in sorted(top.items()):
         if kind == "folder":
-            entered = name in inner or name in steps or any(name == inner_name.inner for inner_name in here)
-            foreign += (
-                [inner_name for inner_name in folder.inside(name) if not belongs(inner_name)]
-                if entered
-                else [f"{name}/"]
-            )
+            entered = name in inner or name in steps or any(name == record.inner for record in here)
+            foreign += [path for path in folder.inside(name) if not belongs(path)] if entered else [f"{name}/"]
         elif kind == "special" or not belongs(name):
             foreign.append(name)
     return foreign

@@ -1,0 +1,82 @@
+"""What a command imports and parses: no more than it needs, whatever else there is. Times are in `benchmarks/startup.py`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import tiny
+from transaxle.axes.notation.tables import read
+from transaxle.families import Families, builtin, entry_of
+
+NEVER = (
+    "torch", "rich", "fsspec", "asyncio", "sqlite3", "importlib.metadata", "xml", "unittest",
+    "transaxle.formats.dcp", "transaxle.formats.torch_file", "transaxle.formats.deepspeed", "transaxle.live",
+    "transaxle.formats.remote.remote_storage", "transaxle.plugins.plugins",
+)  # fmt: skip
+"""Modules that neither help nor a look at a folder of safetensors files needs."""
+_READING = (
+    "transaxle.engine.plan", "transaxle.engine.execute", "transaxle.engine.compare", "transaxle.formats.staging.staging",
+    "transaxle.formats.staging.upload", "transaxle.formats.pickled.interpreter", "transaxle.formats.pickled.steps",
+    "transaxle.encodings.arithmetic", "transaxle.axes.layout.divide", "transaxle.move.workers", "ml_dtypes",
+    "concurrent.futures", "logging",
+)  # fmt: skip
+"""Modules that listing needs no more: of writing, of arithmetic, of workers."""
+_LISTING = ("numpy", "msgspec", "xxhash", "transaxle.engine", "transaxle.formats", "transaxle.axes", "transaxle.families")
+"""Modules that help needs no more."""
+COMMANDS = {
+    "--help": (("--help",), (*NEVER, *_READING, *_LISTING)),
+    "ls": (("ls", "ck"), (*NEVER, *_READING)),
+    "plan": (("plan", "ck", "out", "--to", "torchtitan"), NEVER),
+}
+SCRIPT = """
+import json, sys
+from contextlib import redirect_stdout
+from io import StringIO
+from transaxle.cli import main
+with redirect_stdout(StringIO()):
+    code = main(sys.argv[1:])
+files = sys.modules.get("transaxle.families")
+tables = files and files._in_file.cache_info().currsize
+print(json.dumps({"code": code, "modules": sorted(sys.modules), "tables": tables}))
+"""
+
+
+@pytest.mark.parametrize(("words", "unneeded"), COMMANDS.values(), ids=COMMANDS)
+def test_a_command_imports_what_it_needs(words: tuple[str, ...], unneeded: tuple[str, ...], tmp_path: Path) -> None:
+    """And of the tables, it reads that of the model."""
+    tiny(tmp_path / "ck")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, *words], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    seen = json.loads(done.stdout)
+    assert seen["code"] == 0
+    found = [name for name in seen["modules"] if any(name == each or name.startswith(f"{each}.") for each in unneeded)]
+    assert found == []
+    assert seen["tables"] in (None, 1)
+
+
+def test_more_families_are_no_more_tables_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred more families are a hundred more entries of the index; of their files none is opened."""
+    table = "family more{}\n  model_type more{}\n  axes a=a\n  w : a\ndialect hf\n  other{}.weight = w[a]\n"
+    entries = dict(builtin().entries)
+    for number in range(100):
+        (family,) = read(table.replace("{}", str(number)))
+        entries[family.name] = entry_of(family, f"more{number}.rules")
+    opened: list[str] = []
+
+    def opening(file: str) -> dict[str, object]:
+        opened.append(file)
+        return dict(known.items()) if file == "qwen3_moe.rules" else {}
+
+    known = {name: builtin()[name] for name, entry in builtin().entries.items() if entry.file == "qwen3_moe.rules"}
+    monkeypatch.setattr("transaxle.families._in_file", opening)
+    families = Families(entries, closed=True)
+    assert [family.name for family in families.of_types(["qwen3_moe"])] == list(known)
+    skeletons = {skeleton: 1 for dialect in entries["qwen3_moe"].dialects.values() for skeleton in dialect}
+    next(families.that_may_read(skeletons))
+    assert not [file for file in opened if file.startswith("more")]
