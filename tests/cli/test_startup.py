@@ -26,7 +26,15 @@ _READING = (
     "concurrent.futures", "logging",
 )  # fmt: skip
 """Modules that listing needs no more: of writing, of arithmetic, of workers."""
-_LISTING = ("numpy", "msgspec", "xxhash", "transaxle.engine", "transaxle.formats", "transaxle.axes", "transaxle.families")
+_LISTING = (
+    "numpy",
+    "msgspec",
+    "xxhash",
+    "transaxle.engine",
+    "transaxle.formats",
+    "transaxle.axes",
+    "transaxle.families",
+)
 """Modules that help needs no more."""
 COMMANDS = {
     "--help": (("--help",), (*NEVER, *_READING, *_LISTING)),

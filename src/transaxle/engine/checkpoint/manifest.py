@@ -17,7 +17,6 @@ from transaxle.errors import Refusal, StorageError, TransaxleError, Where, refus
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.dtype import nbytes
-from transaxle.move.hashing import digest
 
 SCHEMA = 1
 _BLOCK = 1 << 20
@@ -72,6 +71,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 def encode(manifest: Manifest) -> bytes:
     """Return the manifest's text, with its checksum.  Inverse: `decode`."""
     bare = msgspec.structs.replace(manifest, checksum="")
+    from transaxle.move.hashing import digest  # only manifests need it, and a look at other folders none
+
     checksum = digest(msgspec.json.encode(bare))
     return msgspec.json.format(msgspec.json.encode(msgspec.structs.replace(bare, checksum=checksum)), indent=1)
 
