@@ -1,4 +1,4 @@
-"""What a command imports and parses: no more than it needs, whatever else there is. Times are in `benchmarks/startup.py`."""
+"""What a command imports and parses: no more than it needs. Times are in `benchmarks/startup.py`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NEVER = (
 )  # fmt: skip
 """Modules that neither help nor a look at a folder of safetensors files needs."""
 _READING = (
-    "transaxle.engine.plan", "transaxle.engine.execute", "transaxle.engine.compare", "transaxle.formats.staging.staging",
-    "transaxle.formats.staging.upload", "transaxle.formats.pickled.interpreter", "transaxle.formats.pickled.steps",
+    "transaxle.engine.plan", "transaxle.engine.execute", "transaxle.engine.compare",
+    "transaxle.formats.staging.staging", "transaxle.formats.staging.upload", "transaxle.formats.pickled.interpreter", "transaxle.formats.pickled.steps",
     "transaxle.encodings.arithmetic", "transaxle.axes.layout.divide", "transaxle.move.workers", "ml_dtypes",
     "concurrent.futures", "logging",
 )  # fmt: skip
