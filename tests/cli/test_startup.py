@@ -21,7 +21,8 @@ NEVER = (
 """Modules that neither help nor a look at a folder of safetensors files needs."""
 _READING = (
     "transaxle.engine.plan", "transaxle.engine.execute", "transaxle.engine.compare",
-    "transaxle.formats.staging.staging", "transaxle.formats.staging.upload", "transaxle.formats.pickled.interpreter", "transaxle.formats.pickled.steps",
+    "transaxle.formats.staging.staging", "transaxle.formats.staging.upload", "transaxle.formats.pickled.interpreter",
+    "transaxle.formats.pickled.steps",
     "transaxle.encodings.arithmetic", "transaxle.axes.layout.divide", "transaxle.move.workers", "ml_dtypes",
     "concurrent.futures", "logging",
 )  # fmt: skip
