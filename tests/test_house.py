@@ -401,10 +401,7 @@ PRIMITIVES = {
         "live/transport/tensor_exchange.py",  # bytes of checkpoints
         "nn/moe/token_exchange.py",  # activations, with their gradients
     },
-    "os.pwrite": {
-        "formats/staging/staging.py",  # files of this process
-        "live/save/writer.py",  # files that rank 0 has made
-    },
+    "os.pwrite": {"formats/staging/staging.py"},
 }
 """What only these modules may use: each is hard to get right, so it is got right in one place."""
 

@@ -77,6 +77,17 @@ WRITE = Writer.pwrite
 FAULTS = {"killed": _killed, "full": _full_disk, "hung": _hung}
 
 
+def test_a_system_that_takes_no_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems answer 0 and no error; trying again would go on for ever."""
+    (tmp_path / "file").write_bytes(bytes(8))
+    monkeypatch.setattr(os, "pwrite", lambda *_: 0)
+    writer = Writer(str(tmp_path), sync=False)
+    with pytest.raises(TransaxleError) as caught:
+        writer.pwrite("file", 0, memoryview(bytes(8)))
+    writer.finish()
+    assert (caught.value.code, caught.value.where.file) == ("IO", "file")
+
+
 def _again(rank: int, world: int, target: str, who: int, fault: str) -> float:
     state = _state(NEW)
     if rank == who:

@@ -193,10 +193,7 @@ class Staging:
         if offset < 0 or offset + view.nbytes > self._sizes[file]:
             raise ValueError(f"{file}: bytes {offset} to {offset + view.nbytes} lie outside of its {self._sizes[file]}")
         with view.cast("B") as octets, self._handles.use(file) as fd:
-            written = 0
-            while written < octets.nbytes:
-                with _as_storage_error(f"writing {octets.nbytes - written} bytes at offset {offset + written}", file):
-                    written += os.pwrite(fd, octets[written:], offset + written) or _nothing_written()
+            write_at(fd, octets, offset, file)
             with self._unsynced_lock:
                 self._unsynced.add(file)
 
@@ -324,6 +321,24 @@ def _locked_if_there(folder: Path) -> Iterator[None]:
         with suppress(OSError):  # nothing is replaced, or a file
             lock(stack.enter_context(opened(folder)))
         yield
+
+
+def write_at(fd: int, octets: memoryview, offset: int, file: str) -> None:
+    """Write all bytes of a view to an open file; the system may take several calls.
+
+    Args:
+        fd: the file.
+        octets: what is written.
+        offset: byte of the file at which it begins.
+        file: its name, for errors.
+
+    Raises:
+        StorageError: NO_SPACE, IO; also where the system takes no bytes and gives no reason.
+    """
+    written = 0
+    while written < octets.nbytes:
+        with _as_storage_error(f"writing {octets.nbytes - written} bytes at offset {offset + written}", file):
+            written += os.pwrite(fd, octets[written:], offset + written) or _nothing_written()
 
 
 def _nothing_written() -> int:

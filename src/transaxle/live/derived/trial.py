@@ -30,14 +30,14 @@ def tried(island: Island) -> tuple[list[Refusal], tuple[str, ...]]:
         island: the module; none of its tensors is on the meta device.
 
     Returns:
-        Why it cannot be loaded; and the names, in the module, of the tensors that its `load_state_dict` leaves alone.
+        why it cannot be loaded; and the names, in the module, of the tensors that its `load_state_dict` leaves alone.
     """
     own = {id(tensor): (name, tensor) for name, tensor in persistent(island.module)}
-    parts = [piece for _, tensor in own.values() for piece in pieces(tensor)]
+    memory = [piece for _, tensor in own.values() for piece in pieces(tensor)]
     before = entries_of(island)
-    with torch.no_grad(), _restored(island, parts):
+    with torch.no_grad(), _restored(island, memory):
         try:
-            return _outcome(island, own.values(), parts, before)
+            return _outcome(island, own.values(), memory, before)
         except Exception as error:  # noqa: BLE001 - whatever hooks of others raise: it cannot be loaded
             message = f"{type(island.module).__name__} does not load what its state_dict gives: {error!r}"
             return [Refusal("UNSUPPORTED", message, Where(None, island.path or None), _HINT)], ()
@@ -46,65 +46,75 @@ def tried(island: Island) -> tuple[list[Refusal], tuple[str, ...]]:
 def _outcome(
     island: Island,
     own: Iterable[tuple[str, torch.Tensor]],
-    parts: list[torch.Tensor],
+    memory: list[torch.Tensor],
     before: Mapping[str, torch.Tensor],
 ) -> tuple[list[Refusal], tuple[str, ...]]:
-    for number, piece in enumerate(parts):
+    """Put values in, show, put others in, load; then compare tensors and entries with what was shown.
+
+    Args:
+        island: the module.
+        own: its tensors by name.
+        memory: the plain tensors that these are made of, in the same order.
+        before: copies of its entries as they were.
+    """
+    for number, piece in enumerate(memory):
         piece.copy_(_values(piece, number))
     shown = _copied(island.state())
-    for number, piece in enumerate(parts):
+    for number, piece in enumerate(memory):
         piece.copy_(_others(_values(piece, number)))
     island.load(shown)
-    numbers = iter(range(len(parts)))
-    left, lost = list[str](), list[str]()
+    numbers = iter(range(len(memory)))  # they run on from tensor to tensor
+    untouched, lost = list[str](), list[str]()
     for name, tensor in own:
-        back = [(piece, _values(piece, number)) for piece, number in zip(pieces(tensor), numbers, strict=False)]
-        if all(same(piece, one) for piece, one in back):
+        pairs = [(piece, _values(piece, number)) for piece, number in zip(pieces(tensor), numbers, strict=False)]
+        if all(same(piece, values) for piece, values in pairs):
             continue
-        untouched = all(same(piece, _others(one)) for piece, one in back)
-        (left if untouched and name in island.apart else lost).append(name)
-    again = entries_of(island)
-    unlike = [name for name, one in again.items() if name not in shown or not same(one, shown[name])]
-    unlike += [name for name in before if name not in again]
-    fixed = [name for name, one in again.items() if name in before and same(one, before[name]) and one.numel()]
-    unlike += [] if unlike or lost else _kept_elsewhere(island, fixed, shown)
+        is_untouched = all(same(piece, _others(values)) for piece, values in pairs)
+        (untouched if is_untouched and name in island.apart else lost).append(name)
+    after = entries_of(island)
+    unlike = [name for name, entry in after.items() if name not in shown or not same(entry, shown[name])]
+    unlike += [name for name in before if name not in after]
+    if not unlike and not lost:
+        # An entry that no value in the parameters has changed may be kept somewhere else.
+        fixed = [name for name in after if name in before and same(after[name], before[name]) and after[name].numel()]
+        unlike = _not_taken(island, fixed, shown)
     if unlike:
-        lost, left = [*lost, *left], []
+        lost, untouched = [*lost, *untouched], []
     what = type(island.module).__name__
     message = f"{what} shows it in its state_dict as something else, and its load_state_dict gives back other values"
     names = [*lost, *(name for name in unlike if name not in lost)]
-    return [Refusal("UNSUPPORTED", message, Where(None, island.full(name)), _HINT) for name in names], tuple(left)
+    return [Refusal("UNSUPPORTED", message, Where(None, island.full(name)), _HINT) for name in names], tuple(untouched)
 
 
-def _kept_elsewhere(island: Island, names: list[str], shown: dict[str, Any]) -> list[str]:
-    """Return those entries that are of no parameter or buffer, and do not take what is loaded."""
+def _not_taken(island: Island, names: list[str], shown: dict[str, Any]) -> list[str]:
+    """Return those of some entries, which belong to no parameter or buffer, that do not take what is loaded."""
     if not names:
         return []
-    there = {name: shown[name].clone() for name in names}
+    original = {name: shown[name].clone() for name in names}
     for name in names:
         for piece in pieces(shown[name]):
             piece.copy_(_others(piece))
-    wanted = {name: shown[name].clone() for name in names}
+    loaded = {name: shown[name].clone() for name in names}
     island.load(shown)
-    found = entries_of(island)
-    unlike = [name for name in names if not same(found[name], wanted[name])]
-    island.load({**shown, **there})
+    after = entries_of(island)
+    unlike = [name for name in names if not same(after[name], loaded[name])]
+    island.load({**shown, **original})
     return unlike
 
 
 @contextmanager
-def _restored(island: Island, parts: list[torch.Tensor]) -> Iterator[None]:
+def _restored(island: Island, memory: list[torch.Tensor]) -> Iterator[None]:
     """Put the values of a module back, and the tensors themselves where something replaced them."""
-    held = [(m, dict(m._parameters), dict(m._buffers)) for m in island.module.modules()]
-    values = [piece.clone() for piece in parts]
+    owners = [(m, dict(m._parameters), dict(m._buffers)) for m in island.module.modules()]
+    values = [piece.clone() for piece in memory]
     try:
         yield
     finally:
-        for owner, parameters, buffers in held:
+        for owner, parameters, buffers in owners:
             owner._parameters.update(parameters)
             owner._buffers.update(buffers)
         with torch.no_grad():
-            for piece, value in zip(parts, values, strict=True):
+            for piece, value in zip(memory, values, strict=True):
                 piece.copy_(value)
 
 
@@ -119,10 +129,10 @@ def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.detach().clone() if isinstance(v, torch.Tensor) else v for k, v in state.items()}
 
 
-def same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of the same kind hold the same bits on this rank."""
-    mine, theirs = pieces(one), pieces(other)
-    return len(mine) == len(theirs) and all(map(same_bytes, mine, theirs))
+def same(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Tell whether two tensors of the same kind hold the same bits on this rank."""
+    first_pieces, second_pieces = pieces(first), pieces(second)
+    return len(first_pieces) == len(second_pieces) and all(map(same_bytes, first_pieces, second_pieces))
 
 
 def _values(piece: torch.Tensor, number: int) -> torch.Tensor:

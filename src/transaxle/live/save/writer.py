@@ -1,10 +1,11 @@
-"""A rank's hand in a checkpoint in the making: it writes ranges into files that rank 0 has made."""
+"""Writes one rank's byte ranges into the files of a checkpoint, which rank 0 has created."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
+from transaxle.formats.staging.staging import write_at
 from transaxle.formats.storage.handles import Handles
 from transaxle.formats.storage.os_errors import failed
 
@@ -31,12 +32,7 @@ class Writer:
         """
         with view.cast("B") as octets, self._handles.use(file) as fd:
             self._dirty.add(file)
-            done = 0
-            while done < octets.nbytes:
-                try:
-                    done += os.pwrite(fd, octets[done:], offset + done)
-                except OSError as error:
-                    raise failed(error, f"writing at offset {offset + done}", file) from error
+            write_at(fd, octets, offset, file)
 
     def finish(self) -> None:
         """Make everything durable that was written here, and close the files.

@@ -130,7 +130,7 @@ class Extras:
             own = found[_RANKS][place] if found[_RANKS] and self._saved_by == self._size else {}
             self.states: dict[str, Any] = {name: _untagged(value) for name, value in {**found[_SHARED], **own}.items()}
         except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError) as error:
-            raise refuse("CORRUPT", f"it is none of ours: {error!r}", file=FILE) from error
+            raise refuse("CORRUPT", f"not a valid {FILE}: {error!r}", file=FILE) from error
 
     def lacking(self, name: str) -> Refusal | None:
         """Return why this rank has no state of a name; None where it has."""
