@@ -1,4 +1,4 @@
-"""What commands are made of: help that begins with examples, options whose value may be left out."""
+"""The building blocks of commands: help that begins with examples, and options whose value may be left out."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ NAME = "transaxle"
 
 
 class Bare(click.Option):
-    """An option whose value may be left out, and otherwise follows a `=`: never the next word, which is an argument.
+    """An option whose value may be omitted; if given, it follows a `=`, never a space, as the next word is an
+    argument.
 
     Args:
-        bare: its value where it is left out.
+        bare: its value where it is omitted.
     """
 
     def __init__(self, *args: Any, bare: str, **kwargs: Any) -> None:
@@ -26,7 +27,7 @@ class Command(click.Command):
     """A command whose help begins with examples.
 
     Args:
-        examples: command lines with what they do.
+        examples: pairs of a command line and its effect.
     """
 
     def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
@@ -34,11 +35,11 @@ class Command(click.Command):
         self.examples = tuple(examples)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Read the arguments; options whose value is left out get it."""
-        bare = {name: each.bare for each in self.params if isinstance(each, Bare) for name in each.opts}
+        """Parse the arguments; options without a value get their bare one."""
+        bare = {name: option.bare for option in self.params if isinstance(option, Bare) for name in option.opts}
         end = args.index("--") if "--" in args else len(args)
-        said = [f"{word}={bare[word]}" if word in bare else word for word in args[:end]]
-        return super().parse_args(ctx, [*said, *args[end:]])
+        words = [f"{word}={bare[word]}" if word in bare else word for word in args[:end]]
+        return super().parse_args(ctx, [*words, *args[end:]])
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write summary, examples, usage, and options."""
@@ -54,10 +55,10 @@ class Command(click.Command):
 
 
 def write_examples(formatter: click.HelpFormatter, examples: Sequence[tuple[str, str]]) -> None:
-    """Write command lines and what they do, in two columns."""
+    """Write command lines with their effects, in two columns."""
     if not examples:
         return
     formatter.write_paragraph()
     widest = max(len(line) for line, _ in examples)
-    for line, what in examples:
-        formatter.write(f"  {line.ljust(widest)}   {what}\n".rstrip(" ") if what else f"  {line}\n")
+    for line, effect in examples:
+        formatter.write(f"  {line.ljust(widest)}   {effect}\n".rstrip(" ") if effect else f"  {line}\n")

@@ -53,9 +53,9 @@ _TOLD = {
     "automodel": "gate and up become one tensor, end to end in its last dim, and each expert's matrix is transposed.",
     "back": "The same two tables, read the other way.",
 }
-"""What each step does, for somebody who sees it for the first time."""
+"""Explanation of each step for newcomers."""
 
-Facts = dict[str, Any]
+JsonFacts = dict[str, Any]
 
 
 @click.command(
@@ -89,7 +89,7 @@ def command(screen: Screen, keep: str | None) -> int:
 
 
 def _needed() -> None:
-    """Refuse, with what to install, where torch or transformers is missing."""
+    """Refuse to run without torch and transformers, with a hint on how to install them."""
     try:
         import torch
         import transformers
@@ -101,7 +101,7 @@ def _needed() -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the progress bars and warnings of others off the screen."""
+    """Hide the progress bars and warnings of other packages."""
     wanted = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TOKENIZERS_PARALLELISM": "false"}
     before = {name: os.environ.get(name) for name in wanted}
     muted = logging.root.manager.disable
@@ -128,7 +128,7 @@ def _run(screen: Screen, folder: Path, shown: str) -> int:
         folder: where the checkpoints go.
         shown: what stands before their names in the commands that are printed.
     """
-    facts: Facts = {"folder": shown or None, "steps": []}
+    facts: JsonFacts = {"folder": shown or None, "steps": []}
     model, tokens, logits = _make(folder / _SOURCE)
     _say(screen, "A layout says where each axis of a weight is: {e} in the name of a tensor, [e] in its shape.")
     _say(screen, "Here l counts layers, e experts, f is the width of an expert and d the hidden size.")
@@ -170,10 +170,10 @@ def _make(folder: Path) -> tuple[Any, Any, Any]:
     """Make a model and save it; return it with some tokens and the logits it gives for them."""
     import torch
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig
-    from transformers.utils import logging as others
+    from transformers.utils import logging as transformers_logging
 
-    others.set_verbosity_error()
-    others.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     random = torch.Generator().manual_seed(0)
     model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**_SIZES), dtype=torch.bfloat16).eval()
@@ -186,37 +186,42 @@ def _make(folder: Path) -> tuple[Any, Any, Any]:
     return model, tokens, logits
 
 
-def _describe(screen: Screen, folder: Path, name: str) -> Facts:
-    """Print what a checkpoint holds: how much, and its attention query and experts."""
+def _describe(screen: Screen, folder: Path, name: str) -> JsonFacts:
+    """Print the size of a checkpoint, with its attention query and experts."""
     from transaxle.cli.screen.summary import cells, rows
 
     with tx.open(folder / name) as checkpoint:
         amount = sum(tensor.parameters for tensor in checkpoint.values())
-        found = [cells(row) for row in rows(checkpoint) if _is_shown(row.names[0])]
-        facts: Facts = {"folder": name, "dialect": checkpoint.dialect, "tensors": len(checkpoint), "parameters": amount}
+        shown_rows = [cells(row) for row in rows(checkpoint) if _is_shown(row.names[0])]
+        facts: JsonFacts = {
+            "folder": name,
+            "dialect": checkpoint.dialect,
+            "tensors": len(checkpoint),
+            "parameters": amount,
+        }
     _say(screen, f"{name}: {plural(facts['tensors'], 'tensor')}, {parameters(amount)}, among them")
     if not screen.as_json:
-        screen.table(found, indent="     ")
+        screen.table(shown_rows, indent="     ")
     return facts
 
 
 def _is_shown(name: str) -> bool:
-    return any(part in name for part in ("q_proj", ".wq.", "experts"))
+    return any(segment in name for segment in ("q_proj", ".wq.", "experts"))
 
 
-def _moved(source: Path, target: Path, to: str) -> list[Facts]:
-    """Return what a conversion moves, rule by rule; rules that at most rename are left out."""
+def _moved(source: Path, target: Path, to: str) -> list[JsonFacts]:
+    """Return what a conversion moves, rule by rule; rules that only rename are left out."""
     plan = tx.plan(source, target, to=to)
     moved = []
     for route in plan.routes:
-        what = words(route, plan.axes)
-        if what not in {RENAMED, UNCHANGED}:
+        movement = words(route, plan.axes)
+        if movement not in {RENAMED, UNCHANGED}:
             sources, goal = rules(route)
-            moved.append({"tensor": route.component, "moves": what, "from": list(sources), "to": goal})
+            moved.append({"tensor": route.component, "moves": movement, "from": list(sources), "to": goal})
     return moved
 
 
-def _print_moved(screen: Screen, moved: Sequence[Facts]) -> None:
+def _print_moved(screen: Screen, moved: Sequence[JsonFacts]) -> None:
     if screen.as_json:
         return
     for move in moved:
@@ -226,18 +231,21 @@ def _print_moved(screen: Screen, moved: Sequence[Facts]) -> None:
         screen.line((f"       -> {move['to']}", "dim"))
 
 
-def _follow(screen: Screen, folder: Path) -> list[Facts]:
+def _follow(screen: Screen, folder: Path) -> list[JsonFacts]:
     """Read one number in every dialect."""
-    found: list[Facts] = []
+    readings: list[JsonFacts] = []
     for name, tensor, place in _PLACES:
         with tx.open(folder / name) as checkpoint:
             box = tuple(slice(index, index + 1) for index in place)
             value = float(checkpoint[tensor].read(box).reshape(-1)[0])
-        found.append({"folder": name, "tensor": tensor, "index": list(place), "value": value})
+        readings.append({"folder": name, "tensor": tensor, "index": list(place), "value": value})
     if not screen.as_json:
-        cells = [[held["folder"], held["tensor"], str(held["index"]), f"= {held['value']}"] for held in found]
+        cells = [
+            [reading["folder"], reading["tensor"], str(reading["index"]), f"= {reading['value']}"]
+            for reading in readings
+        ]
         screen.table(cells, indent="   ")
-    return found
+    return readings
 
 
 def _same_tensors(screen: Screen, folder: Path) -> bool:
@@ -245,8 +253,8 @@ def _same_tensors(screen: Screen, folder: Path) -> bool:
     first, last = ({k: v for f in _files(folder / name) for k, v in _load(f).items()} for name in (_SOURCE, "back"))
     same = sum(name in last and first[name] == last[name] for name in first)
     equal = same == len(first) == len(last)
-    said = f"{same} of {plural(len(first), 'tensor')} equal bit for bit"
-    _say(screen, f"its weights: {'yes' if equal else 'NO'}, {said}, as the safetensors library reads them")
+    count_text = f"{same} of {plural(len(first), 'tensor')} equal bit for bit"
+    _say(screen, f"its weights: {'yes' if equal else 'NO'}, {count_text}, as the safetensors library reads them")
     return equal
 
 
@@ -258,8 +266,8 @@ def _load(file: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Read a file with the safetensors library: dtype, shape and bytes of every tensor."""
     from safetensors import safe_open
 
-    with safe_open(file, framework="numpy") as held:
-        arrays = {name: held.get_tensor(name) for name in held.keys()}  # noqa: SIM118 - it is no mapping
+    with safe_open(file, framework="numpy") as opened:
+        arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
     return {name: (str(array.dtype), array.shape, array.tobytes()) for name, array in arrays.items()}
 
 
@@ -271,6 +279,6 @@ def _same_logits(screen: Screen, folder: Path, tokens: Any, logits: Any, kind: A
     with torch.no_grad():
         again = model(tokens).logits
     equal = torch.equal(logits, again)
-    said = "yes, exactly the same logits" if equal else "NO, other logits"
-    _say(screen, f"its output:  {said} for {_TOKENS} tokens, loaded by transformers")
+    verdict = "yes, exactly the same logits" if equal else "NO, other logits"
+    _say(screen, f"its output:  {verdict} for {_TOKENS} tokens, loaded by transformers")
     return equal

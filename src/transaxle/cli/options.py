@@ -18,7 +18,7 @@ from transaxle.errors import TransaxleError, refuse
 
 
 def _size(_ctx: click.Context, _param: click.Parameter, typed: str | None) -> int | None:
-    """Read a number of bytes: `5GB`, `512MB`, `1.5GiB`."""
+    """Parse a number of bytes: `5GB`, `512MB`, `1.5GiB`."""
     count = None if typed is None else parse_size(typed)
     if typed is not None and not count:
         raise click.BadParameter(f"{typed!r} is not a size; write for example 5GB, 512MB or 1.5GiB")
@@ -26,7 +26,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, typed: str | None) -> in
 
 
 def _memory(ctx: click.Context, param: click.Parameter, typed: str | None) -> int | None:
-    """Read how much memory there is, and refuse what nothing can be done with."""
+    """Parse the memory limit, and refuse one that is too small for a single worker."""
     from transaxle.move.workers import LEAST_MEMORY
 
     count = _size(ctx, param, typed)
@@ -36,7 +36,7 @@ def _memory(ctx: click.Context, param: click.Parameter, typed: str | None) -> in
 
 
 def _axes(_ctx: click.Context, _param: click.Parameter, typed: tuple[str, ...]) -> dict[str, int]:
-    """Read sizes of axes: `g=8`."""
+    """Parse sizes of axes: `g=8`."""
     sizes: dict[str, int] = {}
     for text in typed:
         axis, equals, count = text.partition("=")
@@ -48,7 +48,7 @@ def _axes(_ctx: click.Context, _param: click.Parameter, typed: tuple[str, ...]) 
 
 
 def completing(names: Callable[[], Sequence[str]]) -> Callable[..., list[CompletionItem]]:
-    """Return what click calls to complete one of these names."""
+    """Return the click callback that completes these names."""
 
     def complete(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(name) for name in names() if name.startswith(incomplete)]
@@ -57,7 +57,7 @@ def completing(names: Callable[[], Sequence[str]]) -> Callable[..., list[Complet
 
 
 def dialects() -> list[str]:
-    """Return the dialects that there are, each once."""
+    """Return the built-in dialects, each once."""
     from transaxle.families import builtin
 
     labels = [
@@ -76,7 +76,7 @@ def _families() -> list[str]:
 
 
 def _targets() -> list[str]:
-    """Return what `--to` understands: dialects alone, and formats with dialects."""
+    """Return the values of `--to`: dialects alone, and formats with dialects."""
     from transaxle.formats.registry import writable
 
     names = [*dialects(), "identity"]
@@ -143,13 +143,13 @@ _EVERYWHERE = (
 
 
 def printing(body: Callable[..., int]) -> Callable[..., int]:
-    """Add `--all` and `--json`, give the command its screen, and print what it raises."""
+    """Add `--all` and `--json`, give the command its screen, and print the errors that it raises."""
 
     @functools.wraps(body)
-    def command(*args: Any, as_json: bool, everything: bool, **rest: Any) -> int:
+    def command(*args: Any, as_json: bool, everything: bool, **other_options: Any) -> int:
         screen = Screen(as_json=as_json, everything=everything)
         try:
-            return body(screen, *args, **rest)
+            return body(screen, *args, **other_options)
         except TransaxleError as error:
             return failed(screen, error)
         except MemoryError:
@@ -162,84 +162,92 @@ def printing(body: Callable[..., int]) -> Callable[..., int]:
 
 
 def reading(body: Callable[..., int]) -> Callable[..., int]:
-    """Add the options that say how a checkpoint is read; the command gets them as `said`, for `open_checkpoint`."""
+    """Add the options on how a checkpoint is read; the command gets them as `source_options`, for `open_checkpoint`."""
 
     @functools.wraps(body)
-    def command(*args: Any, axes: dict[str, int], **rest: Any) -> int:
+    def command(*args: Any, axes: dict[str, int], **other_options: Any) -> int:
         names = ("family", "config", "rules", "dialect", "format", "weights", "optimizer", "average")
-        said = {name: rest.pop(name) for name in names}
-        given = {name: value for name, value in said.items() if value is not None}
-        return body(*args, said={**given, **({"axes": axes} if axes else {})}, **rest)
+        source_options = {name: other_options.pop(name) for name in names}
+        options_given = {name: value for name, value in source_options.items() if value is not None}
+        return body(*args, source_options={**options_given, **({"axes": axes} if axes else {})}, **other_options)
 
     return _with(_READING, command)
 
 
 def planning(body: Callable[..., int]) -> Callable[..., int]:
-    """Add the options that say what is to be written."""
+    """Add the options on what is written."""
     return _with(_PLANNING, body)
 
 
 def writing(body: Callable[..., int]) -> Callable[..., int]:
-    """Add the options that say how the result gets to its place; the command gets what functions call `overwrite`."""
+    """Add the options on how the result reaches its place; the command gets `overwrite` as the Python functions take
+    it.
+    """
 
     @functools.wraps(body)
-    def command(*args: Any, overwrite: str | None, **rest: Any) -> int:
-        return body(*args, overwrite="everything" if overwrite == "everything" else bool(overwrite), **rest)
+    def command(*args: Any, overwrite: str | None, **other_options: Any) -> int:
+        return body(*args, overwrite="everything" if overwrite == "everything" else bool(overwrite), **other_options)
 
     return _with(_WRITING, command)
 
 
 def decoding(body: Callable[..., int]) -> Callable[..., int]:
-    """Add the option that shows encoded tensors as plain ones. Below `reading`: it goes into the command's `said`."""
+    """Add the option that shows encoded tensors as plain ones. Below `reading`: it joins the command's
+    `source_options`.
+    """
 
     @functools.wraps(body)
-    def command(*args: Any, said: dict[str, Any], decode: str | None, **rest: Any) -> int:
-        return body(*args, said={**said, "decode": decode} if decode else said, **rest)
+    def command(*args: Any, source_options: dict[str, Any], decode: str | None, **other_options: Any) -> int:
+        return body(
+            *args, source_options={**source_options, "decode": decode} if decode else source_options, **other_options
+        )
 
     return _with((_DECODE,), command)
 
 
 def recoding(body: Callable[..., int]) -> Callable[..., int]:
-    """Add the options by which numbers change. Below `reading`: what is decoded or cast goes into the command's `said`.
+    """Add the options that change numbers. Below `reading`: decoding and casting join the command's `source_options`.
 
-    The command gets `encode`: what is encoded, or None.
+    The command gets `encode`: what to encode, or None.
     """
 
     @functools.wraps(body)
     def command(
         *args: Any,
-        said: dict[str, Any],
+        source_options: dict[str, Any],
         decode: str | None,
         encode: str | None,
         dtype: str | None,
         only: tuple[str, ...],
         skip: tuple[str, ...],
-        **rest: Any,
+        **other_options: Any,
     ) -> int:
         from transaxle.engine.views.encode import Encode
 
-        given = [name for name, value in (("--decode", decode), ("--encode", encode), ("--dtype", dtype)) if value]
-        if len(given) > 1:
-            raise click.UsageError(f"{' and '.join(given)} exclude each other; give only one")
-        if (only or skip) and not given:
+        changes = [name for name, value in (("--decode", decode), ("--encode", encode), ("--dtype", dtype)) if value]
+        if len(changes) > 1:
+            raise click.UsageError(f"{' and '.join(changes)} exclude each other; give only one")
+        if (only or skip) and not changes:
             raise click.UsageError("--only and --skip need --decode, --encode or --dtype")
         if decode:
-            said = {**said, "decode": decode, "only": only, "skip": skip}
+            source_options = {**source_options, "decode": decode, "only": only, "skip": skip}
         if dtype:
-            said = {**said, "dtype": dtype, "only": only, "skip": skip}
-        return body(*args, said=said, encode=Encode(encode, only, skip) if encode else None, **rest)
+            source_options = {**source_options, "dtype": dtype, "only": only, "skip": skip}
+        return body(
+            *args, source_options=source_options, encode=Encode(encode, only, skip) if encode else None, **other_options
+        )
 
     return _with(_RECODING, command)
 
 
 def working(body: Callable[..., int]) -> Callable[..., int]:
-    """Add the options that limit what a command uses of the machine; the command gets them as `limit`."""
+    """Add the options that limit the use of the machine; the command gets them as `limit`."""
 
     @functools.wraps(body)
-    def command(*args: Any, jobs: int | None, memory: int | None, **rest: Any) -> int:
+    def command(*args: Any, jobs: int | None, memory: int | None, **other_options: Any) -> int:
         from transaxle.move.workers import limits
 
-        return body(*args, limit=limits(jobs, memory), **rest)
+        return body(*args, limit=limits(jobs, memory), **other_options)
 
     return _with(_WORKING, command)
 

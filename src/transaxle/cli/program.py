@@ -1,4 +1,4 @@
-"""The program and its commands as click sees them: examples first, and nothing imported before its use."""
+"""The program and its commands as click sees them: examples first, modules imported on use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from transaxle import __version__
 from transaxle.cli.command import NAME, write_examples
 
 COMPLETE = "_TRANSAXLE_COMPLETE"
-"""Environment variable by which a shell asks for completions."""
+"""Environment variable through which a shell requests completions."""
 
 _LOADERS: dict[str, tuple[str, str]] = {
     "ls": ("List the tensors, layers and experts folded.", "transaxle.cli.commands.ls"),
@@ -25,7 +25,7 @@ _LOADERS: dict[str, tuple[str, str]] = {
     "explain": ("Explain a refusal code.", "transaxle.cli.commands.explain"),
     "demo": ("Show a conversion there and back on a tiny model.", "transaxle.cli.demo"),
 }  # fmt: skip
-"""Command -> what it does, and the module that is imported when it is used."""
+"""Command -> its summary, and the module that is imported when it is used."""
 COMMANDS = tuple(_LOADERS)
 
 _EXAMPLES = (
@@ -56,8 +56,8 @@ class Program(click.Group):
         """Import a command."""
         if cmd_name not in _LOADERS:
             return None
-        found: click.Command = import_module(_LOADERS[cmd_name][1]).command
-        return found
+        loaded: click.Command = import_module(_LOADERS[cmd_name][1]).command
+        return loaded
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -67,11 +67,11 @@ class Program(click.Group):
         if name in _LOADERS or name.startswith("-") or ctx.resilient_parsing:
             return super().resolve_command(ctx, args)
         close = difflib.get_close_matches(name, COMMANDS, 1)
-        said = f" Did you mean {close[0]}?" if close else f" Commands: {', '.join(COMMANDS)}."
-        raise click.UsageError(f"No such command {name!r}.{said}", ctx)
+        suggestion = f" Did you mean {close[0]}?" if close else f" Commands: {', '.join(COMMANDS)}."
+        raise click.UsageError(f"No such command {name!r}.{suggestion}", ctx)
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write what it is, examples, commands, and what it exits with."""
+        """Write the summary, examples, commands, and exit codes."""
         formatter.write_text(f"{self.help}")
         write_examples(formatter, _EXAMPLES)
         with formatter.section("Commands"):
@@ -84,7 +84,7 @@ class Program(click.Group):
         formatter.write_text(f'Completion in bash (or zsh, fish):  eval "$({COMPLETE}=bash_source {NAME})"')
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the program's own options; click's own would add the commands once more."""
+        """Write the program's own options; click would add the commands once more."""
         records = [record for param in self.get_params(ctx) if (record := param.get_help_record(ctx)) is not None]
         with formatter.section("Options"):
             formatter.write_dl(records)

@@ -24,7 +24,7 @@ from transaxle.cli.stop import outcome, stoppable
 
 USAGE, MACHINE, BUG, BROKEN_PIPE = 2, 4, 70, 141
 DEBUG = "TRANSAXLE_DEBUG"
-"""Environment variable: set to 1, a bug shows its traceback."""
+"""Environment variable: if it is 1, a bug shows its traceback."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -34,14 +34,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
     if COMPLETE in os.environ:
         return shell_complete(program, {}, NAME, COMPLETE, os.environ[COMPLETE])
     with stoppable() as stops:
-        code = _heard(arguments)
+        code = _run_printing(arguments)
     return stops[0].exit_code if stops and code == MACHINE else code  # the terminal that hung up cannot be written to
 
 
-def _heard(arguments: Sequence[str]) -> int:
-    """Run the program; what cannot be printed any more is no reason for a traceback."""
+def _run_printing(arguments: Sequence[str]) -> int:
+    """Run the program; a result that can no longer be printed gives an exit code, not a traceback."""
     try:
-        code = _guarded(arguments)
+        code = _run_command(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
         # Whoever read has what they wanted. The interpreter would complain when it flushes once more at its end.
@@ -57,7 +57,8 @@ def _heard(arguments: Sequence[str]) -> int:
     return code
 
 
-def _guarded(arguments: Sequence[str]) -> int:
+def _run_command(arguments: Sequence[str]) -> int:
+    """Run the command that the arguments name, and turn every failure into an exit code and a message."""
     screen = Screen(as_json="--json" in arguments)
     try:
         with program.make_context(NAME, list(arguments)) as context:
@@ -73,12 +74,12 @@ def _guarded(arguments: Sequence[str]) -> int:
     except Exception as error:  # noqa: BLE001 - the one place where a bug becomes a message
         if os.environ.get(DEBUG) == "1":
             traceback.print_exc()
-        what = f"internal error: {type(error).__name__}: {error}"
+        message = f"internal error: {type(error).__name__}: {error}"
         hint = (
             f"This is a bug in {NAME} {__version__}: please report it with the command line. {DEBUG}=1 shows the "
             "traceback."
         )
-        return _failed(screen, BUG, what, hint)
+        return _failed(screen, BUG, message, hint)
 
 
 def _usage(screen: Screen, error: click.ClickException) -> int:
@@ -97,7 +98,7 @@ def _failed(screen: Screen, code: int, message: str, hint: str = "") -> int:
 
 
 def _repair_streams() -> None:
-    """Make streams that are closed, or cannot spell a name, no reason to fail."""
+    """Replace closed streams, and let the others escape names that they cannot encode."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))

@@ -1,8 +1,8 @@
-"""Being stopped from outside: SIGTERM and SIGHUP end a command as Ctrl-C does, with everything put in order.
+"""Stopping from outside: SIGTERM and SIGHUP end a command like Ctrl-C, after it has cleaned up.
 
-Left alone, both signals end the process at once: a half-written folder stays behind, and a terminal without its cursor.
-Here they are an exception in the main thread. What the user has told the system to ignore, as `nohup` does with SIGHUP,
-stays ignored.
+By default both signals end the process at once, leaving a half-written folder, and a terminal without its cursor. Here
+they raise an exception in the main thread. A signal that the user told the system to ignore, as `nohup` does with
+SIGHUP, stays ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal wants the process to end.
+    """A signal that asks the process to end.
 
     Args:
         number: of the signal.
@@ -34,16 +34,16 @@ class Stopped(KeyboardInterrupt):
 
     @property
     def exit_code(self) -> int:
-        """What a shell reports of a program that this signal ended: 143 for SIGTERM, 129 for SIGHUP."""
+        """Exit code that a shell reports for a program that this signal ended: 143 for SIGTERM, 129 for SIGHUP."""
         return 128 + self.number
 
 
 @contextmanager
 def stoppable() -> Iterator[list[Stopped]]:
-    """Raise `Stopped` for the first of the signals; more of them would only disturb the putting in order.
+    """Raise `Stopped` for the first of the signals; further ones are ignored, as they would interrupt the cleaning up.
 
     Yields:
-        What has stopped the process; empty until then.
+        A list that receives the exception that stopped the process; empty until then.
     """
     stops: list[Stopped] = []
 
@@ -67,5 +67,5 @@ def stoppable() -> Iterator[list[Stopped]]:
 
 
 def outcome(stop: BaseException) -> tuple[int, str]:
-    """Return the exit code and the words for what has stopped a command."""
+    """Return the exit code and the message for the exception that stopped a command."""
     return (stop.exit_code, str(stop)) if isinstance(stop, Stopped) else (INTERRUPTED, "interrupted")

@@ -15,7 +15,7 @@ from transaxle.axes.layout.divide import ListedPositions
 from transaxle.errors import refuse
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.metadata.info_draft import collected
-from transaxle.formats.deepspeed.metadata.record import Kind, Record
+from transaxle.formats.deepspeed.metadata.record import LayerKind, Record
 from transaxle.formats.deepspeed.metadata.spread import cut as spread_by
 from transaxle.formats.deepspeed.metadata.spread import same
 from transaxle.parallel.cuts.cutting import everything
@@ -40,7 +40,7 @@ def record_of(cut: Cut, shares: Shares | None, ranks: int) -> Record:
     if cut.option is None or shares is None:
         return Record.shared(keys.COLUMN, shape, ranks, bias=bias)
     dim = cut.option.dim
-    kind: Kind = keys.ROW if (len(shape), dim) == (2, 1) else keys.COLUMN
+    kind: LayerKind = keys.ROW if (len(shape), dim) == (2, 1) else keys.COLUMN
     node, spread = weight.expression.dims[dim], spread_by(shape, dim, ListedPositions(cut.held), ranks)
     each = [segment_sizes(node, local_sizes(weight.sizes, ranges)) for ranges in shares.ranges]
     widths = list(zip(*each, strict=True))

@@ -135,4 +135,4 @@ def test_overlapping_lines_are_refused_with_both_of_them(here: Path, transaxle: 
     assert outcome.code == REFUSED
     assert "blocks.{l}.gate_up = [d [gate:f | up:f]]" in outcome.err
     assert "blocks.2.gate_up = embed[v d]" in outcome.err
-    assert "both hold 'blocks.2.gate_up'" in outcome.err
+    assert "both lines match 'blocks.2.gate_up'" in outcome.err

@@ -10,7 +10,7 @@ import pytest
 import transaxle as tx
 from tests.oracles.deepspeed_peer.farm import Farm
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.zero.ranks import plain
 
 pytestmark = pytest.mark.peers
@@ -46,5 +46,5 @@ def test_a_list_that_is_shared_again_and_again_is_refused() -> None:
     for _ in range(6):
         wide = [wide] * 50
     with pytest.raises(tx.TransaxleError, match="more than 1000000 values") as caught:
-        plain(Node({"client": wide}, "file"))
+        plain(CheckedValue({"client": wide}, "file"))
     assert caught.value.code == "CORRUPT"

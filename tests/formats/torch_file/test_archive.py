@@ -247,9 +247,9 @@ LAYOUTS: dict[str, Sequence[int]] = {
 @pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_zip64(tmp_path: Path, sizes: Sequence[int]) -> None:
     """Records beyond 4 GiB, in files that are mostly holes; Python's zipfile sees them at the same places."""
-    from transaxle.formats.torch_file.zip.layout import Item, lay_out
+    from transaxle.formats.torch_file.zip.layout import ZipItem, lay_out
 
-    layout = lay_out(FOLDER, [Item(f"data/{at}", size) for at, size in enumerate(sizes)])
+    layout = lay_out(FOLDER, [ZipItem(f"data/{at}", size) for at, size in enumerate(sizes)])
     with (tmp_path / FILE).open("wb") as file:
         file.truncate(layout.size)
         for offset, data in layout.known:

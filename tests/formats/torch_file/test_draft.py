@@ -23,7 +23,7 @@ from transaxle.formats.dtype import nbytes
 from transaxle.formats.pickled.descriptors import DType
 from transaxle.formats.pickled.interpreter import Bounds
 from transaxle.formats.torch_file.draft import draft
-from transaxle.formats.torch_file.zip.layout import ALIGNMENT, Item, lay_out
+from transaxle.formats.torch_file.zip.layout import ALIGNMENT, ZipItem, lay_out
 
 WHOLE = "pytorch_model.bin"
 INDEX = f"{WHOLE}.index.json"
@@ -53,7 +53,7 @@ def laid_out(data: bytes) -> bytes:
     with zipfile.ZipFile(io.BytesIO(data)) as theirs:
         infos = theirs.infolist()
         folder = infos[0].filename.partition("/")[0]
-        items = [Item(info.filename.partition("/")[2], info.file_size, theirs.read(info)) for info in infos]
+        items = [ZipItem(info.filename.partition("/")[2], info.file_size, theirs.read(info)) for info in infos]
     layout = lay_out(folder, items)
     out = bytearray(layout.size)
     for offset, known in layout.known:

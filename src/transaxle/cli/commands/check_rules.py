@@ -1,4 +1,4 @@
-"""`transaxle check-rules`: whether a table is sound, and what of a checkpoint it reads."""
+"""`transaxle check-rules`: whether a table is sound, and which names of a checkpoint it reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from transaxle.engine.checkpoint.settings import settings
 from transaxle.errors import TransaxleError
 from transaxle.families import builtin
 
-Facts = dict[str, Any]
+JsonFacts = dict[str, Any]
 
 
 @click.command(
@@ -41,17 +41,17 @@ def command(screen: Screen, file: str, ckpt: str | None) -> int:
     """Check a table."""
     known = settings(rules=file).families
     declared = [known[name] for name, entry in known.entries.items() if not entry.file]
-    found: dict[str, Any] = {"file": file, "families": [_declared(family) for family in declared]}
+    report: dict[str, Any] = {"file": file, "families": [_declared(family) for family in declared]}
     if ckpt is not None:
-        found |= {"checkpoint": ckpt, "reads": [_read(ckpt, file, family) for family in declared]}
+        report |= {"checkpoint": ckpt, "reads": [_read(ckpt, file, family) for family in declared]}
     if screen.as_json:
-        screen.document(found)
+        screen.document(report)
     else:
-        _print(screen, found)
+        _print(screen, report)
     return 0
 
 
-def _declared(family: Family) -> Facts:
+def _declared(family: Family) -> JsonFacts:
     new = [dialect for dialect in family.dialects if not _ships(family, dialect)]
     return {
         "name": family.name,
@@ -64,46 +64,46 @@ def _declared(family: Family) -> Facts:
 
 
 def _unsized(family: Family) -> list[str]:
-    """Return the axes in names that have no formula: how many there are, only the names of a checkpoint tell."""
+    """Return the name axes without a formula: their size is known from a checkpoint's names only."""
     return [axis for axis, formula in family.axes.items() if formula is None and axis in family.name_axes]
 
 
 def _ships(family: Family, dialect: Dialect) -> bool:
-    known = builtin().get(family.name)
-    return known is not None and any(dialect is other for other in known.dialects)
+    shipped_family = builtin().get(family.name)
+    return shipped_family is not None and any(dialect is shipped for shipped in shipped_family.dialects)
 
 
-def _read(ckpt: str, file: str, family: Family) -> Facts:
-    """Return what each dialect of a family reads of a checkpoint, and what stands against writing the others."""
+def _read(ckpt: str, file: str, family: Family) -> JsonFacts:
+    """Return which names of a checkpoint each dialect of a family reads, and what prevents writing the others."""
     with open_checkpoint(ckpt, rules=file, family=family.name) as checkpoint:
         grouped = group(split_slot(name)[0] for name in checkpoint)
         counts = {dialect.label: score(grouped, dialect)[0] for dialect in family.dialects}
-        own = checkpoint.recognised.dialect
+        source_dialect = checkpoint.recognised.dialect
         return {
             "family": family.name,
             "tensors": len(checkpoint),
             "names_read": counts,
-            "dialect": own.label,
+            "dialect": source_dialect.label,
             "unknown": list(checkpoint.bound.unknown),
             "ignored": list(checkpoint.bound.ignored),
             "axes": dict(checkpoint.sizes.at({})),
-            "writes": {d.label: _written(checkpoint, d) for d in family.dialects if d.label != own.label},
+            "writes": {d.label: _written(checkpoint, d) for d in family.dialects if d.label != source_dialect.label},
         }
 
 
-def _written(checkpoint: Checkpoint, dialect: Dialect) -> Facts:
-    """Return what a checkpoint becomes in another dialect, or everything that stands against it."""
+def _written(checkpoint: Checkpoint, dialect: Dialect) -> JsonFacts:
+    """Return the result of writing a checkpoint in another dialect, or everything that prevents it."""
     try:
-        made = checkpoint.translation(dialect.label)
+        translation = checkpoint.translation(dialect.label)
     except TransaxleError as error:
         return {"tensors": 0, "refusals": [refusal.as_json() for refusal in error.refusals]}
-    against = (*checkpoint.foreign(dialect.label), *made.refusals)
-    return {"tensors": len(made.targets), "refusals": [refusal.as_json() for refusal in against]}
+    refusals = (*checkpoint.foreign(dialect.label), *translation.refusals)
+    return {"tensors": len(translation.targets), "refusals": [refusal.as_json() for refusal in refusals]}
 
 
-def _print(screen: Screen, found: Facts) -> None:
-    screen.line((found["file"], "bold"), ": sound")
-    for family in found["families"]:
+def _print(screen: Screen, report: JsonFacts) -> None:
+    screen.line((report["file"], "bold"), ": sound")
+    for family in report["families"]:
         amount = f"{plural(len(family['axes']), 'axis', 'axes')}, {plural(len(family['tensors']), 'logical tensor')}"
         screen.line(f"  family {family['name']}: {amount}")
         for axis in family["unsized"]:
@@ -113,22 +113,22 @@ def _print(screen: Screen, found: Facts) -> None:
             )
         for label, lines in family["dialects"].items():
             screen.line(f"    dialect {label}: {plural(lines, 'line')}")
-    for read in found.get("reads", []):
-        screen.line((found["checkpoint"], "bold"), f": read as {read['family']}, dialect {read['dialect']}")
+    for read in report.get("reads", []):
+        screen.line((report["checkpoint"], "bold"), f": read as {read['family']}, dialect {read['dialect']}")
         total = plural(read["tensors"], "name")
         best = [(label, count) for label, count in read["names_read"].items() if count]
         screen.table([[label, f"reads {count:,} of {total}"] for label, count in best])
         if read["unknown"]:
             screen.some("  names that no line reads", list(folded(tuple(read["unknown"]))))
         screen.line(f"  axes {' '.join(f'{axis}={count}' for axis, count in read['axes'].items()) or '(from shapes)'}")
-        for label, made in read["writes"].items():
-            refusals = made["refusals"]
+        for label, outcome in read["writes"].items():
+            refusals = outcome["refusals"]
             if not refusals:
-                screen.line(f"  to {label}: {plural(made['tensors'], 'tensor')}")
+                screen.line(f"  to {label}: {plural(outcome['tensors'], 'tensor')}")
                 continue
-            first = refusals[0]["message"].splitlines()
+            message = refusals[0]["message"].splitlines()
             screen.line(
-                f"  to {label}: {plural(len(refusals), 'refusal')}; the first is {refusals[0]['code']}: {first[0]}"
+                f"  to {label}: {plural(len(refusals), 'refusal')}; the first is {refusals[0]['code']}: {message[0]}"
             )
-            for line in first[1:]:
+            for line in message[1:]:
                 screen.line(f"      {line}")

@@ -1,4 +1,4 @@
-"""`transaxle clean`: what killed runs have left behind, and its removal."""
+"""`transaxle clean`: lists the leftovers of killed runs, and removes them."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from transaxle.formats.staging.leftovers import Leftover, clean, leftovers
 def command(screen: Screen, path: str, yes: bool) -> int:
     """Remove what killed runs have left."""
     screen.consequence = "nothing was removed"
-    found = leftovers(path)
-    todo = [each for each in found if each.outcome == "found"]
+    listed = leftovers(path)
+    todo = [leftover for leftover in listed if leftover.outcome == "found"]
     if not screen.as_json:
-        for each in found:
-            _print(screen, each)
-        if not found:
+        for leftover in listed:
+            _print(screen, leftover)
+        if not listed:
             screen.line("found nothing left by killed runs here")
     if todo and not yes:
         if screen.as_json or not sys.stdin.isatty():
@@ -54,24 +54,24 @@ def command(screen: Screen, path: str, yes: bool) -> int:
         screen.note(f"Remove {'it' if len(todo) == 1 else 'them'}? [y/N]")
         if sys.stdin.readline().strip().lower() not in {"y", "yes"}:
             return 1
-    done = [clean(each) if each.outcome == "found" else each for each in found]
+    cleaned = [clean(leftover) if leftover.outcome == "found" else leftover for leftover in listed]
     if screen.as_json:
-        screen.document({"leftovers": [each.as_json() for each in done]})
-        return _code(done)
-    for before, after in zip(found, done, strict=True):
+        screen.document({"leftovers": [leftover.as_json() for leftover in cleaned]})
+        return _code(cleaned)
+    for before, after in zip(listed, cleaned, strict=True):
         if before.outcome != "kept":
             screen.line(f"{after.outcome}  {after.path}")
             if after.why:
                 screen.line(f"      {after.why}")
-    return _code(done)
+    return _code(cleaned)
 
 
-def _code(done: Sequence[Leftover]) -> int:
-    return 0 if all(each.outcome in {"removed", "put back"} for each in done) else 1
+def _code(cleaned: Sequence[Leftover]) -> int:
+    return 0 if all(leftover.outcome in {"removed", "put back"} for leftover in cleaned) else 1
 
 
-def _print(screen: Screen, found: Leftover) -> None:
-    screen.line((found.path, "bold"), f"  {size(found.nbytes)}")
-    screen.line(f"      {found.what}")
-    if found.why:
-        screen.line(f"      kept: {found.why}")
+def _print(screen: Screen, leftover: Leftover) -> None:
+    screen.line((leftover.path, "bold"), f"  {size(leftover.nbytes)}")
+    screen.line(f"      {leftover.what}")
+    if leftover.why:
+        screen.line(f"      kept: {leftover.why}")

@@ -1,4 +1,4 @@
-"""`transaxle convert`: the conversion itself."""
+"""`transaxle convert`: converts a checkpoint."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def command(
     resume: bool,
     check: bool,
     no_sync: bool,
-    said: dict[str, Any],
+    source_options: dict[str, Any],
     limit: Limits,
     **shaping: Any,
 ) -> int:
     """Convert a checkpoint."""
     screen.consequence = "nothing was written"
-    with open_checkpoint(src, **said) as source:
+    with open_checkpoint(src, **source_options) as source:
         with screen.working("planning"):
             planned = make_plan(source, to, target=dst, **shaping)
             prepared = preflight(planned, dst, overwrite=overwrite, resume=resume, running=True, limit=limit)
@@ -82,19 +82,19 @@ def command(
             report = execute(
                 prepared, dst, overwrite=overwrite, resume=resume, sync=not no_sync, limit=limit, progress=progress
             )
-        for left in () if screen.as_json else report.leftovers:
-            screen.note(left)
+        for note in () if screen.as_json else report.leftovers:
+            screen.note(note)
         screen.consequence, screen.way_on = f"{dst} is written, but not verified", ""
-        checked = _verified(screen, prepared, dst, said, limit) if check else []
+        checked = _verified(screen, prepared, dst, source_options, limit) if check else []
     if screen.as_json:
-        screen.document({**report.as_json(), **{_KEYS[type(found)]: found.as_json() for found in checked}})
+        screen.document({**report.as_json(), **{_KEYS[type(result)]: result.as_json() for result in checked}})
     else:
         _print(screen, report)
-        for found in checked:
-            if isinstance(found, Comparison):
-                print_comparison(screen, found)
+        for result in checked:
+            if isinstance(result, Comparison):
+                print_comparison(screen, result)
             else:
-                print_verification(screen, found)
+                print_verification(screen, result)
     return 0 if all(checked) else 1
 
 
@@ -102,15 +102,15 @@ _KEYS = {Verification: "verification", Comparison: "comparison"}
 
 
 def _verified(
-    screen: Screen, prepared: Prepared, dst: str, said: dict[str, Any], limit: Limits
+    screen: Screen, prepared: Prepared, dst: str, source_options: dict[str, Any], limit: Limits
 ) -> list[Verification | Comparison]:
-    """Hold what was written against its manifest, and against the source: encoded once more, where it was encoded."""
-    reading = {name: value for name, value in of_second(said).items() if name != "decode"}
+    """Check the result against its manifest and the source; what was encoded is encoded again for comparison."""
+    reading = {name: value for name, value in of_second(source_options).items() if name != "decode"}
     with open_checkpoint(dst, **reading) as written, screen.progress(2 * written.container.nbytes) as progress:
-        alone = verify(written, limit, progress)
+        verification = verify(written, limit, progress)
         if prepared.plan.band:
-            return [alone, reproduced(prepared, written, limit, progress)]
-        return [alone, compare(prepared.checkpoint, written, limit=limit, progress=progress)]
+            return [verification, reproduced(prepared, written, limit, progress)]
+        return [verification, compare(prepared.checkpoint, written, limit=limit, progress=progress)]
 
 
 def _print(screen: Screen, report: Report) -> None:

@@ -24,7 +24,7 @@ _ROWS = 20
 _NO_TABLE = "(in no table)"
 _ALONE = frozenset({"only_first", "only_second"})
 _UNCOMPARED = _ALONE | {"encoding"}
-"""Differences between tensors that were not held against each other."""
+"""Kinds of difference for which the values were not compared."""
 
 
 @click.command(
@@ -54,46 +54,48 @@ _UNCOMPARED = _ALONE | {"encoding"}
 @options.decoding
 @options.working
 @options.printing
-def command(screen: Screen, a: str, b: str, stat: bool, numeric: bool, said: dict[str, Any], limit: Limits) -> int:
+def command(
+    screen: Screen, a: str, b: str, stat: bool, numeric: bool, source_options: dict[str, Any], limit: Limits
+) -> int:
     """Compare two checkpoints."""
-    with opened_pair(a, b, said) as (first, second):
+    with opened_pair(a, b, source_options) as (first, second):
         with screen.progress(first.container.nbytes) as progress:
-            found = compare(first, second, numeric=numeric or stat, limit=limit, progress=progress)
+            comparison = compare(first, second, numeric=numeric or stat, limit=limit, progress=progress)
         components = _components(second) if stat else {}
     if screen.as_json:
-        screen.document(found.as_json())
-    elif found.equal:
-        print_comparison(screen, found)
+        screen.document(comparison.as_json())
+    elif comparison.equal:
+        print_comparison(screen, comparison)
     elif stat:
-        _print_stat(screen, found, components)
+        _print_stat(screen, comparison, components)
     else:
-        _print_names(screen, found)
-    return 0 if found else 1
+        _print_names(screen, comparison)
+    return 0 if comparison else 1
 
 
-def _print_names(screen: Screen, found: Comparison) -> None:
+def _print_names(screen: Screen, comparison: Comparison) -> None:
     """Print the tensors that differ, folded."""
-    by_name = {difference.name: difference for difference in found.differences}
+    by_name = {difference.name: difference for difference in comparison.differences}
     names = sorted(by_name, key=natural)
-    folded = fold(names, [_what(by_name[name], found) for name in names])
+    folded = fold(names, [_what(by_name[name], comparison) for name in names])
     cells = [[row.name, row.times, str(row.key), _measured(by_name[name] for name in row.names)] for row in folded]
-    left = screen.table(cells, most=_ROWS)
-    if left:
-        screen.line(f"  … and {left:,} more rows (--all or --json shows them)")
-    equal = sum(found.compared.values()) - sum(d.kind not in _UNCOMPARED for d in found.differences)
+    hidden_rows = screen.table(cells, most=_ROWS)
+    if hidden_rows:
+        screen.line(f"  … and {hidden_rows:,} more rows (--all or --json shows them)")
+    equal = sum(comparison.compared.values()) - sum(d.kind not in _UNCOMPARED for d in comparison.differences)
     screen.line(f"  {plural(len(names), 'tensor')} {'differs' if len(names) == 1 else 'differ'}, {equal:,} equal")
-    if any(difference.kind == "encoding" for difference in found.differences):
+    if any(difference.kind == "encoding" for difference in comparison.differences):
         screen.line("  the encodings differ: --numeric compares the values")
-    print_across(screen, found)
+    print_across(screen, comparison)
 
 
-def _what(difference: Difference, found: Comparison) -> str:
-    """Say how a tensor differs, in words that are the same for all that differ alike."""
+def _what(difference: Difference, comparison: Comparison) -> str:
+    """Describe how a tensor differs, in the same words for all that differ alike."""
     match difference.kind:
         case "only_first":
-            return f"only in {found.first}"
+            return f"only in {comparison.first}"
         case "only_second":
-            return f"only in {found.second}"
+            return f"only in {comparison.second}"
         case "values":
             return "values differ"
         case "copies" | "encoding":
@@ -102,7 +104,7 @@ def _what(difference: Difference, found: Comparison) -> str:
 
 
 def _measured(group: Iterable[Difference]) -> str:
-    """Return how far the values of a group are apart, where it was measured."""
+    """Return the measured distances of a group, or an empty text."""
     measured = [
         (d.elements, d.max_abs, d.rms or 0.0, d.relative or 0.0)
         for d in group
@@ -116,38 +118,38 @@ def _measured(group: Iterable[Difference]) -> str:
 
 
 def _components(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the logical tensors that each stored tensor holds, as far as a table reads them."""
+    """Return the logical tensors in each stored tensor that a table reads."""
     if checkpoint.family is None:
         return {}
-    found = checkpoint.bound.names.items()
-    return {name: ", ".join(line.expression.components) for (line, _), names in found for name in names.values()}
+    bound_names = checkpoint.bound.names.items()
+    return {name: ", ".join(line.expression.components) for (line, _), names in bound_names for name in names.values()}
 
 
-def _print_stat(screen: Screen, found: Comparison, components: Mapping[str, str]) -> None:
+def _print_stat(screen: Screen, comparison: Comparison, components: Mapping[str, str]) -> None:
     """Print one row per logical tensor.
 
     Args:
-        screen: where to.
-        found: what differs.
+        screen: where to print.
+        comparison: the differences.
         components: name in the second checkpoint -> its logical tensors.
     """
     groups: dict[str, list[Difference]] = defaultdict(list)
-    alone: dict[str, int] = defaultdict(int)
-    for difference in found.differences:
+    uncompared: dict[str, int] = defaultdict(int)
+    for difference in comparison.differences:
         if difference.kind in _UNCOMPARED:
-            alone[_what(difference, found)] += 1
+            uncompared[_what(difference, comparison)] += 1
         else:
             groups[components.get(difference.name, _NO_TABLE)].append(difference)
-    of = Counter(components.values())
+    totals = Counter(components.values())
     cells = [
         [
             component,
-            f"{len(group):,} of {max(of[component], len(group)):,} tensors differ",
-            _measured(group) or "; ".join(dict.fromkeys(_what(difference, found) for difference in group)),
+            f"{len(group):,} of {max(totals[component], len(group)):,} tensors differ",
+            _measured(group) or "; ".join(dict.fromkeys(_what(difference, comparison) for difference in group)),
         ]
         for component, group in groups.items()
     ]
-    cells += [[where, plural(count, "tensor"), ""] for where, count in alone.items()]
-    equal = sum(found.compared.values()) - sum(len(group) for group in groups.values())
+    cells += [[description, plural(count, "tensor"), ""] for description, count in uncompared.items()]
+    equal = sum(comparison.compared.values()) - sum(len(group) for group in groups.values())
     cells.append(["everything else", f"{plural(equal, 'tensor')} equal", ""])
     screen.table(cells)

@@ -18,8 +18,8 @@ _WIDTH = 100
 
 
 def _known(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> tuple[Code, ...]:
-    """Return the codes that were typed, in any case; an unknown one gets a suggestion."""
-    found: list[Code] = []
+    """Return the typed codes, in any case; an unknown one gets a suggestion."""
+    codes: list[Code] = []
     for typed in values:
         wanted = typed.upper().replace("-", "_")
         close = difflib.get_close_matches(wanted, CODES, 1)
@@ -27,8 +27,8 @@ def _known(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
         if code is None:
             hint = f" Did you mean {close[0]}?" if close else " `transaxle explain` alone lists them."
             raise click.BadParameter(f"there is no code {typed!r}.{hint}")
-        found.append(code)
-    return tuple(found)
+        codes.append(code)
+    return tuple(codes)
 
 
 @click.command(

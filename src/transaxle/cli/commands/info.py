@@ -1,4 +1,4 @@
-"""`transaxle info`: what was recognised, and why."""
+"""`transaxle info`: how a checkpoint is recognised, and what it holds; or what this installation can do."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ _FACTS = (
     "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "tie_word_embeddings",
     "torch_dtype", "dtype", "quantization_config",
 )  # fmt: skip
-"""Config keys that a person asks for first, as far as a config has them."""
+"""Config keys that people look for first."""
 _TOLD = frozenset({GROUPS, NOTE})
-"""Keys of the metadata of which lines of their own tell: `groups`, `encodings`."""
+"""Metadata keys that have lines of their own: `groups`, `encodings`."""
 _SHOWN = 6
 _LABELS = 24
-"""Columns that labels and the space around them take at most."""
+"""Columns reserved for labels and their margins."""
 
-Facts = dict[str, Any]
+JsonFacts = dict[str, Any]
 
 
 @click.command(
@@ -59,13 +59,13 @@ Facts = dict[str, Any]
 @click.argument("path", type=click.Path(), required=False)
 @options.reading
 @options.printing
-def command(screen: Screen, path: str | None, said: dict[str, Any]) -> int:
+def command(screen: Screen, path: str | None, source_options: dict[str, Any]) -> int:
     """Describe a checkpoint, or the installation."""
-    facts: Facts = {}
+    facts: JsonFacts = {}
     if path is not None:
-        with open_checkpoint(path, **said) as checkpoint:
+        with open_checkpoint(path, **source_options) as checkpoint:
             facts = {"path": path, **_recognised(checkpoint), **_contents(checkpoint)}
-    facts |= _installation(whole=path is None)
+    facts |= _installation(complete=path is None)
     if screen.as_json:
         screen.document(facts)
     else:
@@ -73,9 +73,9 @@ def command(screen: Screen, path: str | None, said: dict[str, Any]) -> int:
     return 0
 
 
-def _recognised(checkpoint: Checkpoint) -> Facts:
-    """Return what family and dialect it is of, and what follows from them; or why that is not known."""
-    facts: Facts = {"format": checkpoint.format, "family": None, "dialect": None, "reason": None, "prefix": None}
+def _recognised(checkpoint: Checkpoint) -> JsonFacts:
+    """Return family and dialect with everything that follows from them, or why they are unknown."""
+    facts: JsonFacts = {"format": checkpoint.format, "family": None, "dialect": None, "reason": None, "prefix": None}
     facts |= {
         "read": None,
         "names": len(checkpoint.catalog.entries),
@@ -85,14 +85,14 @@ def _recognised(checkpoint: Checkpoint) -> Facts:
         "aliases": {},
     }
     try:
-        found = checkpoint.recognised
+        reading = checkpoint.recognised
         bound = checkpoint.bound
         sizes = checkpoint.sizes
-        ties = [tie for tie in found.family.ties if sizes.holds(tie.when, {})]
+        ties = [tie for tie in reading.family.ties if sizes.holds(tie.when, {})]
         facts |= {
-            "family": found.family.name,
-            "dialect": found.dialect.label,
-            "prefix": found.prefix,
+            "family": reading.family.name,
+            "dialect": reading.dialect.label,
+            "prefix": reading.prefix,
             "read": sum(len(names) for names in bound.names.values()),
             "unknown": list(bound.unknown),
             "axes": dict(sizes.at({})),
@@ -107,8 +107,8 @@ def _recognised(checkpoint: Checkpoint) -> Facts:
     return facts
 
 
-def _contents(checkpoint: Checkpoint) -> Facts:
-    """Return how much there is, in which types and files, and whether it is as it was written."""
+def _contents(checkpoint: Checkpoint) -> JsonFacts:
+    """Return the amount of data by dtype and file, and whether it is as it was written."""
     amount = totals(checkpoint)
     dtypes: Counter[str] = Counter()
     count: Counter[str] = Counter()
@@ -121,7 +121,7 @@ def _contents(checkpoint: Checkpoint) -> Facts:
         "parameters": amount.parameters,
         "bytes": amount.bytes,
         "config": {key: checkpoint.config[key] for key in _FACTS if key in checkpoint.config},
-        "dtypes": {code: {"tensors": count[code], "bytes": held} for code, held in dtypes.most_common()},
+        "dtypes": {code: {"tensors": count[code], "bytes": nbytes} for code, nbytes in dtypes.most_common()},
         "encodings": _encodings(checkpoint),
         "misfits": [refusal.as_json() for refusal in checkpoint.catalog.refusals],
         "files": dict(container.files),
@@ -132,17 +132,17 @@ def _contents(checkpoint: Checkpoint) -> Facts:
     }
 
 
-def _encodings(checkpoint: Checkpoint) -> list[Facts]:
-    """Return in which encodings tensors are stored, and how many."""
-    count = Counter((one.encoding.name, one.convention) for one in checkpoint.encoded.values())
+def _encodings(checkpoint: Checkpoint) -> list[JsonFacts]:
+    """Return the number of tensors in each encoding."""
+    count = Counter((tensor.encoding.name, tensor.convention) for tensor in checkpoint.encoded.values())
     return [
         {"encoding": encoding, "convention": convention, "tensors": tensors}
         for (encoding, convention), tensors in count.most_common()
     ]
 
 
-def _manifest(checkpoint: Checkpoint) -> Facts:
-    """Return whether there is a manifest, and whether its files are still those it was written with."""
+def _manifest(checkpoint: Checkpoint) -> JsonFacts:
+    """Return whether there is a manifest, and whether its files are unchanged."""
     problems: list[Refusal] = []
     try:
         manifest = load(checkpoint.container)
@@ -155,10 +155,10 @@ def _manifest(checkpoint: Checkpoint) -> Facts:
     return {"state": state, "problems": [problem.as_json() for problem in problems]}
 
 
-def _installation(*, whole: bool) -> Facts:
-    """Return what this installation is."""
-    facts: Facts = {"transaxle": __version__, "kernels": active(), "python": platform.python_version()}
-    if whole:
+def _installation(*, complete: bool) -> JsonFacts:
+    """Return the facts about this installation."""
+    facts: JsonFacts = {"transaxle": __version__, "kernels": active(), "python": platform.python_version()}
+    if complete:
         needed = ("numpy", "ml_dtypes", "safetensors", "torch", "transformers")
         facts |= {
             "machine": f"{platform.system()} {platform.machine()}, {plural(os.cpu_count() or 1, 'core')}",
@@ -177,7 +177,7 @@ def _installed(name: str) -> str | None:
         return None
 
 
-def _print(screen: Screen, facts: Facts) -> None:
+def _print(screen: Screen, facts: JsonFacts) -> None:
     lines = _installation_lines(facts)
     if "path" in facts:
         lines = [*_checkpoint_lines(screen, facts), *lines]
@@ -186,15 +186,15 @@ def _print(screen: Screen, facts: Facts) -> None:
 
 
 def _wrapped(screen: Screen, label: str, text: str) -> list[list[str]]:
-    """Break a long text where a terminal would, but under its own column."""
+    """Wrap a long text within its own column."""
     if screen.width is None:
         return [[label, text]]
     lines = textwrap.wrap(text, max(screen.width - _LABELS, _LABELS), break_on_hyphens=False)
     return [[label if not number else "", line] for number, line in enumerate(lines)]
 
 
-def _checkpoint_lines(screen: Screen, facts: Facts) -> list[tuple[str, str]]:
-    """Return what is known of a checkpoint, as label and text; what is empty is left out."""
+def _checkpoint_lines(screen: Screen, facts: JsonFacts) -> list[tuple[str, str]]:
+    """Return the facts about a checkpoint as pairs of label and text; empty texts are dropped."""
     reason = facts["reason"]
     lines = [("format", facts["format"])]
     if reason is None:
@@ -218,16 +218,16 @@ def _checkpoint_lines(screen: Screen, facts: Facts) -> list[tuple[str, str]]:
         ("carried", _some(screen, facts["carried"])),
         ("ignored", _some(screen, list(folded(tuple(facts["ignored"]))))),
         ("groups", _some(screen, [_group(group) for group in facts["metadata"].get(GROUPS, ())])),
-        ("metadata", _some(screen, [f"{key}={held}" for key, held in facts["metadata"].items() if key not in _TOLD])),
+        ("metadata", _some(screen, [f"{key}={value}" for key, value in facts["metadata"].items() if key not in _TOLD])),
         ("manifest", _manifest_line(facts["manifest"])),
     ]
     return lines
 
 
 def _group(group: ParamGroup) -> str:
-    """Return a parameter group in words, without what is not set."""
-    said = [f"{key}={value}" for key, value in group.items() if key != PARAMS and value is not None]
-    return f"{plural(len(group[PARAMS]), 'parameter')}: {' '.join(said)}"
+    """Describe a parameter group, without unset values."""
+    settings = [f"{key}={value}" for key, value in group.items() if key != PARAMS and value is not None]
+    return f"{plural(len(group[PARAMS]), 'parameter')}: {' '.join(settings)}"
 
 
 def _files(screen: Screen, files: dict[str, int]) -> str:
@@ -237,40 +237,42 @@ def _files(screen: Screen, files: dict[str, int]) -> str:
     return f"{plural(len(listed), 'file')}, {size(sum(files.values()))} together, {listed[0]} …"
 
 
-def _dtypes(facts: Facts) -> str:
-    held = facts["dtypes"].items()
+def _dtypes(facts: JsonFacts) -> str:
+    by_dtype = facts["dtypes"].items()
     return ", ".join(
-        f"{code} {percent(found['bytes'], facts['bytes'])} in {plural(found['tensors'], 'tensor')}"
-        for code, found in held
+        f"{code} {percent(amount['bytes'], facts['bytes'])} in {plural(amount['tensors'], 'tensor')}"
+        for code, amount in by_dtype
     )
 
 
-def _encoding_words(facts: Facts) -> str:
-    found = [f"{plural(e['tensors'], 'tensor')} in {e['encoding']} ({e['convention']})" for e in facts["encodings"]]
+def _encoding_words(facts: JsonFacts) -> str:
+    texts = [f"{plural(e['tensors'], 'tensor')} in {e['encoding']} ({e['convention']})" for e in facts["encodings"]]
     if facts["misfits"]:
-        first = facts["misfits"][0]
-        found.append(f"not understood: {first['tensor'] or first['file'] or ''} {first['message']}".replace("  ", " "))
-    return ", ".join(found)
+        misfit = facts["misfits"][0]
+        texts.append(
+            f"not understood: {misfit['tensor'] or misfit['file'] or ''} {misfit['message']}".replace("  ", " ")
+        )
+    return ", ".join(texts)
 
 
 def _value(value: Any) -> str:
-    """Write a config value on one line: what is nested is not for people who look for the hidden size."""
+    """Write a config value on one line, without the contents of nested ones."""
     if isinstance(value, dict):
         return str(value.get("quant_method", "{…}"))
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _manifest_line(manifest: Facts) -> str:
+def _manifest_line(manifest: JsonFacts) -> str:
     if manifest["state"] == "none":
         return "none: transaxle did not write this checkpoint"
     if manifest["state"] == "matches":
         return "matches: all files still have the recorded sizes and headers"
-    first = manifest["problems"][0]
-    more = f" and {len(manifest['problems']) - 1} more" if len(manifest["problems"]) > 1 else ""
-    return f"no longer matches, so it is ignored: {first['file'] or ''} {first['message']}{more}"
+    first_problem = manifest["problems"][0]
+    rest = f" and {len(manifest['problems']) - 1} more" if len(manifest["problems"]) > 1 else ""
+    return f"no longer matches, so it is ignored: {first_problem['file'] or ''} {first_problem['message']}{rest}"
 
 
-def _installation_lines(facts: Facts) -> list[tuple[str, str]]:
+def _installation_lines(facts: JsonFacts) -> list[tuple[str, str]]:
     lines = [("transaxle", f"{facts['transaxle']}, kernels: {facts['kernels']}, python {facts['python']}")]
     if "families" in facts:
         lines += [
@@ -279,7 +281,7 @@ def _installation_lines(facts: Facts) -> list[tuple[str, str]]:
                 "packages",
                 ", ".join(f"{name} {version or '(not installed)'}" for name, version in facts["packages"].items()),
             ),
-            *((what, ", ".join(names)) for what, names in facts["formats"].items()),
+            *((label, ", ".join(names)) for label, names in facts["formats"].items()),
             *((f"family {name}", ", ".join(labels)) for name, labels in facts["families"].items()),
         ]
     return lines

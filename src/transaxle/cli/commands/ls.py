@@ -1,4 +1,4 @@
-"""`transaxle ls`: what is in a checkpoint."""
+"""`transaxle ls`: lists the tensors of a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 @options.reading
 @options.decoding
 @options.printing
-def command(screen: Screen, path: str, seen_as: str | None, said: dict[str, Any]) -> int:
+def command(screen: Screen, path: str, seen_as: str | None, source_options: dict[str, Any]) -> int:
     """List a checkpoint."""
-    with open_checkpoint(path, **said) as checkpoint:
+    with open_checkpoint(path, **source_options) as checkpoint:
         view = checkpoint if seen_as is None else checkpoint.as_dialect(seen_as)
-        found = summary.rows(view, everything=screen.everything)
+        rows = summary.rows(view, everything=screen.everything)
         if screen.as_json:
             screen.document(
                 {
@@ -51,10 +51,10 @@ def command(screen: Screen, path: str, seen_as: str | None, said: dict[str, Any]
                     "family": checkpoint.family,
                     "dialect": view.dialect,
                     **asdict(summary.totals(view)),
-                    "rows": [summary.as_json(row) for row in found],
+                    "rows": [summary.as_json(row) for row in rows],
                 }
             )
             return 0
         screen.line((summary.headline(checkpoint, view), "bold"))
-        screen.table([summary.cells(row) for row in found])
+        screen.table([summary.cells(row) for row in rows])
     return 0

@@ -1,4 +1,4 @@
-"""`transaxle plan`: what a conversion would do."""
+"""`transaxle plan`: shows what a conversion would do."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def command(
     resume: bool,
     check: bool,  # noqa: ARG001 - changes nothing of the plan
     no_sync: bool,  # noqa: ARG001 - likewise
-    said: dict[str, Any],
+    source_options: dict[str, Any],
     limit: Limits,
     **shaping: Any,
 ) -> int:
     """Plan a conversion."""
-    with open_checkpoint(src, **said) as checkpoint, screen.working("planning"):
+    with open_checkpoint(src, **source_options) as checkpoint, screen.working("planning"):
         planned = make_plan(checkpoint, to, target=dst, **shaping)
         prepared = preflight(planned, dst, overwrite=overwrite, resume=resume, limit=limit)
     plan = prepared.plan
@@ -80,7 +80,7 @@ def command(
 def _print(screen: Screen, plan: Plan, limit: Limits) -> None:
     before = f"{plan.source_format}:{plan.from_dialect or 'own names'}"
     head = [plan.family or "", f"{before} -> {plan.format}:{plan.dialect}"]
-    screen.line((" · ".join(part for part in head if part), "bold"))
+    screen.line((" · ".join(text for text in head if text), "bold"))
     _print_routes(screen, plan)
     print_stayed(screen, plan.stayed)
     print_counted(screen, plan.counted)
@@ -100,34 +100,34 @@ def _print(screen: Screen, plan: Plan, limit: Limits) -> None:
 
 
 def _print_routes(screen: Screen, plan: Plan) -> None:
-    """Print one row per rule; what does not move is counted."""
+    """Print one row per rule; rules that move nothing are only counted."""
     moving = [(route, words(route, plan.axes)) for route in plan.routes]
-    still = [route.component for route, what in moving if what == UNCHANGED]
-    moving = [(route, what) for route, what in moving if what != UNCHANGED]
+    unchanged = [route.component for route, movement in moving if movement == UNCHANGED]
+    moving = [(route, movement) for route, movement in moving if movement != UNCHANGED]
     moving.sort(key=lambda item: " " not in item[1] and item[1] == "renamed")
     if moving:
         widths = [
             max(len(cell) for cell in column) for column in zip(*((r.component, w) for r, w in moving), strict=True)
         ]
-        for route, what in moving:
-            lead = f"  {route.component.ljust(widths[0])}  {what.ljust(widths[1])}  "
+        for route, movement in moving:
+            lead = f"  {route.component.ljust(widths[0])}  {movement.ljust(widths[1])}  "
             sources, target = rules(route)
-            whole = f"{lead}{' + '.join(sources) or '(tied)'} -> {target}"
-            if screen.width is None or len(whole) <= screen.width:
-                screen.line(whole)
+            one_line = f"{lead}{' + '.join(sources) or '(tied)'} -> {target}"
+            if screen.width is None or len(one_line) <= screen.width:
+                screen.line(one_line)
                 continue
             screen.line(lead.rstrip())
             for source in sources:
                 screen.line(f"      {source}")
             screen.line(f"   -> {target}")
-    if still:
-        screen.line(f"  {plural(len(still), 'rule')} unchanged: {', '.join(still)}")
+    if unchanged:
+        screen.line(f"  {plural(len(unchanged), 'rule')} unchanged: {', '.join(unchanged)}")
     if not plan.routes and plan.tensors:
         screen.line(f"  {plural(len(plan.tensors), 'tensor')} with names and shapes unchanged")
 
 
 def print_counted(screen: Screen, counted: Mapping[str, int]) -> None:
-    """Print what only names tell: how many layers there are, where no config says it."""
+    """Print the axis sizes that only the names show, because no config states them."""
     for axis, count in counted.items():
         screen.line(
             f"  size of {axis} unknown: counted {count} from the names (with --axis {axis}=N or --config FILE a "
@@ -136,7 +136,7 @@ def print_counted(screen: Screen, counted: Mapping[str, int]) -> None:
 
 
 def print_others(screen: Screen, kept: tuple[str, ...], ignored: tuple[str, ...], carried: tuple[str, ...]) -> None:
-    """Print what is not converted: tensors that keep their names, and files that come along or stay."""
+    """Print what is not converted: tensors that keep their names, and files that are copied or left behind."""
     if kept:
         count = plural(len(kept), "tensor")
         screen.some(
@@ -151,6 +151,6 @@ def print_others(screen: Screen, kept: tuple[str, ...], ignored: tuple[str, ...]
 
 
 def folded(names: tuple[str, ...]) -> Iterator[str]:
-    """Yield names as few rows."""
+    """Yield names, folded into few rows."""
     for row in fold(sorted(names, key=natural)):
         yield f"{row.name}  {row.times}".rstrip()

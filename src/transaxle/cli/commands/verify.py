@@ -1,4 +1,4 @@
-"""`transaxle verify`: a checkpoint against its own manifest, or two against each other."""
+"""`transaxle verify`: checks a checkpoint against its own manifest, or compares two."""
 
 from __future__ import annotations
 
@@ -37,32 +37,32 @@ from transaxle.move.workers import Limits
 @options.decoding
 @options.working
 @options.printing
-def command(screen: Screen, a: str, b: str | None, said: dict[str, Any], limit: Limits) -> int:
+def command(screen: Screen, a: str, b: str | None, source_options: dict[str, Any], limit: Limits) -> int:
     """Verify a checkpoint, or compare two."""
     if b is None:
-        with open_checkpoint(a, **said) as alone, screen.progress(alone.container.nbytes) as progress:
-            found = verify(alone, limit, progress)
+        with open_checkpoint(a, **source_options) as alone, screen.progress(alone.container.nbytes) as progress:
+            result = verify(alone, limit, progress)
     else:
-        with opened_pair(a, b, said) as (first, second), screen.progress(first.container.nbytes) as progress:
-            found = verify_against(first, second, limit, progress)
+        with opened_pair(a, b, source_options) as (first, second), screen.progress(first.container.nbytes) as progress:
+            result = verify_against(first, second, limit, progress)
     if screen.as_json:
-        screen.document(found.as_json())
-    elif found.comparison is None:
-        print_verification(screen, found)
+        screen.document(result.as_json())
+    elif result.comparison is None:
+        print_verification(screen, result)
     else:
-        print_comparison(screen, found.comparison)
-    return 0 if found else 1
+        print_comparison(screen, result.comparison)
+    return 0 if result else 1
 
 
-def print_verification(screen: Screen, found: Verification) -> None:
-    """Print how a checkpoint compares with its manifest."""
-    amount = f"{plural(found.tensors, 'tensor')}, {parameters(found.parameters)}, {size(found.bytes_read)} read"
-    if found.problems:
+def print_verification(screen: Screen, result: Verification) -> None:
+    """Print the outcome of checking a checkpoint against its manifest."""
+    amount = f"{plural(result.tensors, 'tensor')}, {parameters(result.parameters)}, {size(result.bytes_read)} read"
+    if result.problems:
         screen.line(("not intact", "red"), f": {amount}")
-        print_refusals(screen, "  problems", found.problems, screen.line)
-    elif found.against == "manifest":
+        print_refusals(screen, "  problems", result.problems, screen.line)
+    elif result.against == "manifest":
         screen.line(("intact", "green"), f": {amount}; every hash in the manifest matches (xxh3-128)")
-    elif found.against == "digests":
+    elif result.against == "digests":
         screen.line(("intact", "green"), f": {amount}; every digest in the file matches (xxh3-128)")
     else:
         screen.line(f"checked the structure only, there are no digests: {amount}")
@@ -72,24 +72,24 @@ def print_verification(screen: Screen, found: Verification) -> None:
         )
 
 
-def print_comparison(screen: Screen, found: Comparison) -> None:
+def print_comparison(screen: Screen, compared: Comparison) -> None:
     """Print whether two checkpoints are equal, and if not, where to look."""
-    first, second = (f"{count:,}" for count in found.tensors)
-    if found.equal:
-        counts = f"{first} = {second} tensors" if first != second else plural(found.tensors[0], "tensor")
-        screen.line(("equal", "green"), f": {counts}, {parameters(found.parameters)}")
-        print_across(screen, found)
+    first, second = (f"{count:,}" for count in compared.tensors)
+    if compared.equal:
+        counts = f"{first} = {second} tensors" if first != second else plural(compared.tensors[0], "tensor")
+        screen.line(("equal", "green"), f": {counts}, {parameters(compared.parameters)}")
+        print_across(screen, compared)
         return
     screen.line(
         ("different", "red"),
-        f": {plural(len(found.differences), 'tensor')}; {found.first} has {first}, {found.second} {second}",
+        f": {plural(len(compared.differences), 'tensor')}; {compared.first} has {first}, {compared.second} {second}",
     )
-    screen.line(f"  to see where: transaxle diff {found.first} {found.second}")
-    if found.optimizer_only:
+    screen.line(f"  to see where: transaxle diff {compared.first} {compared.second}")
+    if compared.optimizer_only:
         screen.line("  all of it is optimizer state that only one of them has: --no-optimizer compares the rest")
 
 
-def print_across(screen: Screen, found: Comparison) -> None:
-    """Print which tensors were compared by their values, because they are stored in two number formats."""
-    for formats, count in found.across.items():
+def print_across(screen: Screen, comparison: Comparison) -> None:
+    """Print which tensors were compared by value because they are stored in two number formats."""
+    for formats, count in comparison.across.items():
         screen.line(f"  {plural(count, 'tensor')} compared by value, stored as {formats}")

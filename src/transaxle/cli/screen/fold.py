@@ -1,8 +1,8 @@
-"""Folding names: eighteen thousand tensors on twenty lines, and not one of them invented.
+"""Folding names: eighteen thousand tensors on twenty lines, and no name invented.
 
-Names that differ only in their indices, and are alike in dtype and shape, become one row with the sets of those
-indices: `model.layers.[0-47].mlp.experts.[0-127].gate_proj.weight`. A row stands for every combination of its indices
-and nothing else, so where a combination is missing the names fall into several rows.
+Names that differ only in their indices, with equal dtype and shape, become one row with the sets of those indices:
+`model.layers.[0-47].mlp.experts.[0-127].gate_proj.weight`. A row stands for every combination of its indices and
+nothing else, so where a combination is missing the names need several rows.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ _INDEX = re.compile(r"(?:(?<![^./#])|(?<=\.weight)(?=[0-9]+$)|(?<=\.bias)(?=[0-9
 """An index is a whole segment (`layers.12.`), or counts the weights of one module (`linear_fc1.weight7`)."""
 
 _MOST = 8
-"""Indices in a name that are folded; what follows them is taken as it stands."""
+"""Cap on the indices of a name that are folded; later ones are treated as text."""
 
 Position = tuple[int, ...]
 Indices = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
-    """Names that differ in their indices only."""
+class FoldedRow:
+    """Names that differ only in their indices."""
 
     name: str
-    """The names as one: `layers.[0-2,5].weight`."""
+    """The names as one text: `layers.[0-2,5].weight`."""
     names: tuple[str, ...]
-    """All of them, by index."""
+    """All of the names, by index."""
     key: Hashable = None
-    """What else is alike in them, as given."""
+    """The key that all of the names share."""
 
     @property
     def count(self) -> int:
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def times(self) -> str:
-        """The count as it is printed: `x48`, nothing where the row is one name."""
+        """The count as it is printed: `x48`, empty for a single name."""
         return f"x{self.count}" if self.count > 1 else ""
 
 
@@ -71,15 +71,15 @@ def products(positions: Iterable[Position]) -> list[Indices]:
     alike: dict[frozenset[Position], list[int]] = {}
     for index in sorted(grouped):
         alike.setdefault(frozenset(grouped[index]), []).append(index)
-    return [(tuple(indices), *rest) for inner, indices in alike.items() for rest in products(inner)]
+    return [(tuple(indices), *following) for inner, indices in alike.items() for following in products(inner)]
 
 
-def fold(names: Iterable[str], keys: Iterable[Hashable] | None = None) -> list[Row]:
-    """Fold names that differ in their indices only.
+def fold(names: Iterable[str], keys: Iterable[Hashable] | None = None) -> list[FoldedRow]:
+    """Fold names that differ only in their indices.
 
     Args:
-        names: in the order in which the rows shall come.
-        keys: one per name; names fold only with names of the same key.
+        names: in the order in which the rows shall appear.
+        keys: one per name; only names with equal keys fold together.
 
     Returns:
         Rows in the order of their first names; together they stand for exactly the given names.
@@ -90,8 +90,8 @@ def fold(names: Iterable[str], keys: Iterable[Hashable] | None = None) -> list[R
         parts = _INDEX.split(name, maxsplit=_MOST)
         groups.setdefault((tuple(parts[::2]), key), {})[tuple(map(int, parts[1::2]))] = name
     rows = []
-    for (literals, key), held in groups.items():
-        for sets in products(held):
+    for (literals, key), names_by_position in groups.items():
+        for sets in products(names_by_position):
             text = "".join(a + ranges(b) for a, b in zip(literals, sets, strict=False)) + literals[-1]
-            rows.append(Row(text, tuple(held[position] for position in product(*sets)), key))
+            rows.append(FoldedRow(text, tuple(names_by_position[position] for position in product(*sets)), key))
     return rows

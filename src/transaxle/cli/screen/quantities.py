@@ -23,6 +23,6 @@ def speed(count: int, seconds: float) -> str:
 
 
 def percent(part: int, whole: int) -> str:
-    """Write a share in whole percent; nothing of nothing is all of it, and only all of it is 100 %."""
+    """Write a share in whole percent; a share of nothing is 100 %, and only the whole is 100 %."""
     share = 100 if part >= whole else min(99, round(100 * part / whole))
     return f"{share} %"

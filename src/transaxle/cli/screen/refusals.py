@@ -1,4 +1,4 @@
-"""How refusals look: all of them at once, the most important first, and no wall of text."""
+"""Printing refusals: all of them at once, the most important first, and no wall of text."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from transaxle.cli.screen.fold import fold
-from transaxle.cli.screen.screen import Part, Screen
+from transaxle.cli.screen.screen import Screen, Text
 from transaxle.errors import Refusal, StorageError, TransaxleError, UsageError
 
 MOST = 5
 """Refusals that are shown without `--all`."""
 _PLACES = 3
-"""Rows of tensors that are shown for one of them."""
+"""Cap on the rows of tensors that are shown for one refusal."""
 INTERRUPTED = 130
-"""What a shell reports of a program that Ctrl-C ended."""
+"""Exit code that a shell reports for a program that Ctrl-C ended."""
 
 
 def failed(screen: Screen, error: TransaxleError) -> int:
-    """Print what a command raised.
+    """Print the error of a command.
 
     Returns:
         The exit code.
@@ -26,23 +26,23 @@ def failed(screen: Screen, error: TransaxleError) -> int:
     if screen.as_json:
         screen.document(error_document(error))
     else:
-        outcome = ", ".join(part for part in (_outcome(error), screen.consequence) if part)
+        outcome = ", ".join(text for text in (_outcome(error), screen.consequence) if text)
         print_refusals(screen, outcome, error.refusals, screen.note)
     return error.exit_code
 
 
-def interrupted(screen: Screen, code: int, what: str) -> int:
-    """Say that the user or a signal stopped it, and what that left.
+def interrupted(screen: Screen, code: int, reason: str) -> int:
+    """Print that the user or a signal stopped the command, and what that leaves.
 
     Args:
-        screen: where to.
+        screen: where to print.
         code: the exit code.
-        what: `interrupted`, or which signal.
+        reason: `interrupted`, or the signal.
 
     Returns:
         The exit code.
     """
-    message = ", ".join(part for part in (what, screen.way_on or screen.consequence) if part)
+    message = ", ".join(text for text in (reason, screen.way_on or screen.consequence) if text)
     if screen.as_json:
         screen.document(error_of(code, message))
     else:
@@ -66,15 +66,15 @@ def print_refusals(screen: Screen, head: str, refusals: Sequence[Refusal], put: 
     for group in shown:
         for parts in _lines(group, everything=screen.everything):
             put(*parts)
-    left = count - sum(len(group) for group in shown)
-    if left:
-        put(f"  … and {left:,} more (--all or --json shows them)")
+    hidden = count - sum(len(group) for group in shown)
+    if hidden:
+        put(f"  … and {hidden:,} more (--all or --json shows them)")
     codes = dict.fromkeys(group[0].code for group in shown)
     put((f"  for details: transaxle explain {' '.join(codes)}", "dim"))
 
 
 def _alike(refusals: Sequence[Refusal]) -> list[list[Refusal]]:
-    """Group refusals that say the same of several tensors, in the order of the first of each."""
+    """Group refusals that say the same about several tensors, in the order of the first of each."""
     groups: dict[object, list[Refusal]] = {}
     for refusal in refusals:
         key = refusal.code, refusal.where.file, refusal.message, refusal.hint
@@ -82,26 +82,26 @@ def _alike(refusals: Sequence[Refusal]) -> list[list[Refusal]]:
     return list(groups.values())
 
 
-def _lines(group: Sequence[Refusal], *, everything: bool) -> list[tuple[Part, ...]]:
-    """Return the lines of refusals that say the same: code and place, the message, the way out."""
-    first = group[0]
+def _lines(group: Sequence[Refusal], *, everything: bool) -> list[tuple[Text, ...]]:
+    """Return the lines for refusals that say the same: code and place, the message, the hint."""
+    model = group[0]
     rows = [
         f"{row.name} {row.times}".rstrip()
         for row in fold(dict.fromkeys(r.where.tensor for r in group if r.where.tensor))
     ]
     if not everything and len(rows) > _PLACES:
         rows = [*rows[:_PLACES], f"… {len(group):,} tensors in all"]
-    places = [first.where.file or "", *rows[:1]]
-    place = " · ".join(part for part in places if part)
-    lines: list[tuple[Part, ...]] = []
-    message = first.message.splitlines()
+    places = [model.where.file or "", *rows[:1]]
+    place = " · ".join(text for text in places if text)
+    lines: list[tuple[Text, ...]] = []
+    message = model.message.splitlines()
     if place:
-        lines.append(("  ", (first.code, "red"), f"  {place}"))
-        lines += [(f"  {' ' * len(first.code)}  {row}",) for row in rows[1:]]
+        lines.append(("  ", (model.code, "red"), f"  {place}"))
+        lines += [(f"  {' ' * len(model.code)}  {row}",) for row in rows[1:]]
     else:
-        lines.append(("  ", (first.code, "red"), f"  {message.pop(0)}" if message else ""))
+        lines.append(("  ", (model.code, "red"), f"  {message.pop(0)}" if message else ""))
     lines += [(f"      {line}",) for line in message]
-    lines += [("      ", (line, "green")) for line in first.hint.splitlines()]
+    lines += [("      ", (line, "green")) for line in model.hint.splitlines()]
     return lines
 
 

@@ -1,6 +1,6 @@
-"""Where results go: text or one JSON document to standard output, everything else to standard error.
+"""Output: text or one JSON document to standard output, everything else to standard error.
 
-Text is plain where nobody watches: no colours, no progress. Names and messages come from files that anybody may have
+Without a terminal, text is plain: no colours, no progress. Names and messages come from files that anybody may have
 written, so control characters in them are shown, never sent to the terminal.
 """
 
@@ -20,26 +20,26 @@ from transaxle.errors import shortened
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 _LONGEST = 20_000
-"""Characters of one part of a line that are printed."""
+"""Cap on the printed characters of one piece of a line."""
 _ENOUGH = 20
 """Rows of a list that are shown without `--all`."""
 
-Part = str | tuple[str, str]
-"""A text, or a text and its style."""
+Text = str | tuple[str, str]
+"""A text, or a text with its style."""
 Progress = Callable[[int], None]
 
 
 def printable(text: str) -> str:
-    """Return the text with its control characters written out, such as ESC; the middle of an endless one is cut."""
+    """Return the text with its control characters escaped, such as ESC; the middle of a very long one is cut."""
     return _CONTROL.sub(lambda match: repr(match[0])[1:-1], shortened(text, _LONGEST))
 
 
 class Screen:
-    """What one run of the program prints.
+    """The output of one run of the program.
 
     Args:
-        as_json: results, and errors, are one JSON document.
-        everything: lists are printed to their end.
+        as_json: results and errors are one JSON document.
+        everything: lists are printed completely.
     """
 
     def __init__(self, *, as_json: bool = False, everything: bool = False) -> None:
@@ -52,14 +52,14 @@ class Screen:
 
     @property
     def width(self) -> int | None:
-        """Columns of the terminal; None where there is none, and lines may have any length."""
+        """Columns of the terminal; None without one, where lines may have any length."""
         return shutil.get_terminal_size().columns if _watched(sys.stdout) else None
 
-    def line(self, *parts: Part) -> None:
+    def line(self, *parts: Text) -> None:
         """Print one line of the result."""
         self._write(sys.stdout, parts)
 
-    def note(self, *parts: Part) -> None:
+    def note(self, *parts: Text) -> None:
         """Print one line beside the result."""
         self._write(sys.stderr, parts)
 
@@ -124,21 +124,21 @@ class Screen:
             yield lambda count: bar.advance(task, count)
 
     @contextmanager
-    def working(self, what: str) -> Iterator[None]:
+    def working(self, activity: str) -> Iterator[None]:
         """Say on standard error what is being done, until it is done."""
         if not _watched(sys.stderr):
             yield
             return
         from rich.console import Console
 
-        with Console(file=sys.stderr).status(what):
+        with Console(file=sys.stderr).status(activity):
             yield
 
-    def _write(self, stream: TextIO, parts: Sequence[Part]) -> None:
+    def _write(self, stream: TextIO, parts: Sequence[Text]) -> None:
         coloured = _watched(stream) and not os.environ.get("NO_COLOR")
         written = []
-        for part in parts:
-            text, style = (part, "") if isinstance(part, str) else part
+        for piece in parts:
+            text, style = (piece, "") if isinstance(piece, str) else piece
             text = printable(text)
             written.append(f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if style and coloured else text)
         stream.write("".join(written) + "\n")

@@ -14,7 +14,7 @@ from transaxle.formats.pickled.allowed_globals.allowed import STORAGES
 from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, VERSION
-from transaxle.formats.torch_file.zip.layout import ALIGNMENT, Item, lay_out
+from transaxle.formats.torch_file.zip.layout import ALIGNMENT, ZipItem, lay_out
 
 LARGEST = 1 << 30
 """Cap on the bytes of a tensor in one archive: torch reads an archive whole, whatever part of it is wanted."""
@@ -51,10 +51,10 @@ def frame(dtype: DType, shape: tuple[int, ...], size: int) -> ArchiveFrame:
     storage_id = Persistent(("storage", storage, _KEY, "cpu", math.prod(shape) if typed else size))
     pickle = write_pickle(TensorRef(storage_id, None if typed else dtype, 0, shape, row_major(shape)))
     items = [
-        Item(PICKLE, len(pickle), pickle),
-        *(Item(name, len(data), data) for name, data in _NOTES.items()),
-        Item(f"{DATA}{_KEY}", size, None if size else b""),
-        Item(VERSION, len(_VERSION), _VERSION),
+        ZipItem(PICKLE, len(pickle), pickle),
+        *(ZipItem(name, len(data), data) for name, data in _NOTES.items()),
+        ZipItem(f"{DATA}{_KEY}", size, None if size else b""),
+        ZipItem(VERSION, len(_VERSION), _VERSION),
     ]
     known_pieces = [data for _, data in lay_out(_FOLDER, items).known]
     return ArchiveFrame(known_pieces[0], known_pieces[1]) if size else ArchiveFrame(b"", known_pieces[0])

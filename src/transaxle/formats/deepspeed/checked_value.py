@@ -1,7 +1,7 @@
-"""Values of a stranger's file, with the way to each: what is asked of one must be there and of the right kind.
+"""Checked values: members of a stranger's dicts, each of which must exist and have the right type.
 
-A checkpoint's dicts are read in many places. Asking here, each place says in one line what it expects, and a file that
-holds something else is refused with its name and the path inside it.
+A checkpoint's dicts are read in many places. With this class each place states its expectation in one line, and a file
+that holds something else is refused with its name and the path inside it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _LARGEST = 1 << 62
 _SHOWN = 6
 
 
-class Node:
-    """A value and where it is.
+class CheckedValue:
+    """A value with its path.
 
     Args:
-        value: what a pickle described.
-        file: the file it is in.
+        value: as a pickle described it.
+        file: the file that holds it.
         path: keys and indices that lead to it.
     """
 
@@ -37,31 +37,31 @@ class Node:
         way = " > ".join(self.path) or "the file"
         return refuse("CORRUPT", f"{way}: {message}", file=self.file)
 
-    def get(self, key: str | int) -> Node | None:
+    def get(self, key: str | int) -> CheckedValue | None:
         """Return a member of a dict; None where it is missing or None.
 
         Raises:
             Refused: CORRUPT where this is no dict.
         """
         value = self._dict().get(key)
-        return None if value is None else Node(value, self.file, (*self.path, str(key)))
+        return None if value is None else CheckedValue(value, self.file, (*self.path, str(key)))
 
-    def __getitem__(self, key: str | int) -> Node:
-        found = self.get(key)
-        if found is None:
+    def __getitem__(self, key: str | int) -> CheckedValue:
+        member = self.get(key)
+        if member is None:
             raise self.fault(f"{key!r} is missing")
-        return found
+        return member
 
-    def items(self) -> Iterator[tuple[Any, Node]]:
+    def items(self) -> Iterator[tuple[Any, CheckedValue]]:
         """Yield the members of a dict.
 
         Raises:
             Refused: CORRUPT where this is no dict.
         """
         for key, value in self._dict().items():
-            yield key, Node(value, self.file, (*self.path, str(key)))
+            yield key, CheckedValue(value, self.file, (*self.path, str(key)))
 
-    def named(self) -> Iterator[tuple[str, Node]]:
+    def named(self) -> Iterator[tuple[str, CheckedValue]]:
         """Yield the members of a dict whose keys are texts.
 
         Raises:
@@ -72,7 +72,7 @@ class Node:
                 raise self.fault("its keys must be names")
             yield key, node
 
-    def list(self) -> list[Node]:
+    def list(self) -> list[CheckedValue]:
         """Return the items of a list or a tuple.
 
         Raises:
@@ -80,7 +80,7 @@ class Node:
         """
         if not isinstance(self.value, list | tuple):
             raise self.fault("a list was expected")
-        return [Node(value, self.file, (*self.path, str(index))) for index, value in enumerate(self.value)]
+        return [CheckedValue(value, self.file, (*self.path, str(index))) for index, value in enumerate(self.value)]
 
     @property
     def is_dict(self) -> bool:

@@ -1,4 +1,4 @@
-"""The files of a checkpoint's folder, by rank: every one that must be there is, and no two claim the same rank."""
+"""The files of a checkpoint's folder by rank: none is missing, and no two claim the same rank."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class RankFiles:
     experts: Mapping[ModelRank, Mapping[tuple[int, int], str]]
     """Tensor-parallel rank -> (mixture, expert) -> file; the mixture is -1 in files that hold all of them."""
     numbered: tuple[str, ...]
-    """Optimizer files of expert-parallel ranks without ZeRO: they name no parameter."""
+    """Optimizer files of expert-parallel ranks without ZeRO, which name no parameter."""
     zero3: bool
-    """The model files are cut over the data-parallel ranks."""
+    """Whether the model files are cut over the data-parallel ranks."""
 
     @property
     def all(self) -> tuple[str, ...]:
-        """All of them."""
+        """Names of all files."""
         grids = (*self.model.values(), *self.optimizer.values(), *self.layers.values())
         names = [name for ranks in grids for name in ranks.values()]
-        return (*names, *(name for mine in self.experts.values() for name in mine.values()), *self.numbered)
+        return (*names, *(name for of_rank in self.experts.values() for name in of_rank.values()), *self.numbered)
 
 
 def is_rank_file(name: str) -> bool:
@@ -69,19 +69,19 @@ def sort_files(names: Iterable[str], folder: str) -> RankFiles:
     zero3 = False
     faults = Faults()
     for name in sorted(names):
-        if found := _EXPERT.fullmatch(name):
-            held = experts.setdefault(int(found[3]), {})
-            _claim(held, (int(found[1] or -1), int(found[2])), name, faults)
+        if match := _EXPERT.fullmatch(name):
+            experts_of_rank = experts.setdefault(int(match[3]), {})
+            _claim(experts_of_rank, (int(match[1] or -1), int(match[2])), name, faults)
         elif _NUMBERED.fullmatch(name):
             numbered.append(name)
-        elif found := _ZERO.fullmatch(name):
-            grid = model if found[3] == _MODEL_STATES else optimizer
+        elif match := _ZERO.fullmatch(name):
+            grid = model if match[3] == _MODEL_STATES else optimizer
             zero3 |= grid is model
-            _claim(grid.setdefault(int(found[2]), {}), int(found[1]), name, faults)
-        elif found := _MODEL.fullmatch(name):
-            _claim(model.setdefault(int(found[1]), {}), 0, name, faults)
-        elif found := _LAYER.fullmatch(name):
-            _claim(layers.setdefault(int(found[1]), {}), int(found[2] or 0), name, faults)
+            _claim(grid.setdefault(int(match[2]), {}), int(match[1]), name, faults)
+        elif match := _MODEL.fullmatch(name):
+            _claim(model.setdefault(int(match[1]), {}), 0, name, faults)
+        elif match := _LAYER.fullmatch(name):
+            _claim(layers.setdefault(int(match[1]), {}), int(match[2] or 0), name, faults)
     if not model and not optimizer:
         raise refuse("INCOMPLETE", f"no file *{keys.MODEL_END} is there", file=folder, hint=_HINT)
     _complete(model, optimizer, zero3, faults)
@@ -90,29 +90,29 @@ def sort_files(names: Iterable[str], folder: str) -> RankFiles:
     return RankFiles(model, optimizer, layers, experts, tuple(numbered), zero3)
 
 
-def _claim(held: dict[_Rank, str], rank: _Rank, name: str, faults: Faults) -> None:
-    taken = held.setdefault(rank, name)
-    if taken != name:
+def _claim(files_by_rank: dict[_Rank, str], rank: _Rank, name: str, faults: Faults) -> None:
+    other_file = files_by_rank.setdefault(rank, name)
+    if other_file != name:
         faults.add(
-            "CORRUPT", f"{taken} is of the same rank", name, hint="Remove the one that is not of this checkpoint."
+            "CORRUPT", f"{other_file} is of the same rank", name, hint="Remove the one that is not of this checkpoint."
         )
 
 
 def _complete(
     model: Mapping[int, Mapping[int, str]], optimizer: Mapping[int, Mapping[int, str]], zero3: bool, faults: Faults
 ) -> None:
-    """Check that the ranks are without gaps, and the same in both grids."""
+    """Check that the ranks have no gaps, and are the same in both grids."""
     ranks = range(max(*model, *optimizer, 0) + 1)
-    parts = range(max((rank for grid in (*optimizer.values(), *model.values()) for rank in grid), default=0) + 1)
-    if len(ranks) * len(parts) > 1 << 20:
-        faults.add("INCOMPLETE", f"the names speak of {len(ranks)} x {len(parts)} ranks", None, hint=_HINT)
+    dp_ranks = range(max((rank for grid in (*optimizer.values(), *model.values()) for rank in grid), default=0) + 1)
+    if len(ranks) * len(dp_ranks) > 1 << 20:
+        faults.add("INCOMPLETE", f"the names speak of {len(ranks)} x {len(dp_ranks)} ranks", None, hint=_HINT)
         return
     for rank in ranks:
-        for part in parts if zero3 else (0,):
-            if part not in model.get(rank, {}):
-                name = f"zero_pp_rank_{part}_mp_rank_{rank:02d}" if zero3 else f"mp_rank_{rank:02d}"
+        for dp_rank in dp_ranks if zero3 else (0,):
+            if dp_rank not in model.get(rank, {}):
+                name = f"zero_pp_rank_{dp_rank}_mp_rank_{rank:02d}" if zero3 else f"mp_rank_{rank:02d}"
                 faults.add("INCOMPLETE", "the file of this rank is missing", f"{name}{keys.MODEL_END}", hint=_HINT)
-        for part in parts if optimizer else ():
-            if part not in optimizer.get(rank, {}):
-                name = f"*zero_pp_rank_{part}_mp_rank_{rank:02d}{keys.OPTIM_END}"
+        for dp_rank in dp_ranks if optimizer else ():
+            if dp_rank not in optimizer.get(rank, {}):
+                name = f"*zero_pp_rank_{dp_rank}_mp_rank_{rank:02d}{keys.OPTIM_END}"
                 faults.add("INCOMPLETE", "the file of this rank is missing", name, hint=_HINT)

@@ -1,8 +1,8 @@
-"""What the files of a universal checkpoint say beside the tensor: how a run without records cuts it again.
+"""Hints in the files of a universal checkpoint: how a run without records cuts the tensor again.
 
 AutoTP's live parameters carry records and need none of this. Training frameworks that cut their models themselves have
-no records: there DeepSpeed goes by these keys, and without them cuts every parameter along dim 0 in one part. Hints are
-plain data, so that they travel with what else is said about a run.
+no records: there DeepSpeed follows these keys, and without them cuts every parameter along dim 0 in one part. Hints are
+plain data, so that they travel with the other facts about a run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from transaxle.errors import refuse
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.metadata.categories import Categories, size_of
 from transaxle.formats.deepspeed.metadata.record import resolved
 from transaxle.formats.deepspeed.metadata.spread import Shape
@@ -20,7 +20,7 @@ from transaxle.formats.deepspeed.zero.ranks import RankModel
 from transaxle.formats.pickled.descriptors import Global, Object
 
 HINTS = "cuts"
-"""Key of the hints among what is said about a run: parameter -> hint."""
+"""Key of the hints among the facts about a run: parameter -> hint."""
 _CUT_AGAIN = "DeepSpeed could not cut it again: convert the checkpoint of the run itself once more."
 Hint = Mapping[str, Any]
 """Some of `cat_dim`, `param_n_sub_params`, `sub_param_shape` and `vocab_tensor`."""
@@ -36,21 +36,21 @@ def hints_of(models: Sequence[RankModel]) -> dict[str, Hint]:
     Raises:
         Refused: CORRUPT, UNSUPPORTED for metadata that is malformed.
     """
-    found: dict[str, Hint] = {}
+    hints: dict[str, Hint] = {}
     for model in models:
         node = model.root.get(keys.INFO)
         if node is None:
             continue
         categories = Categories(node)
-        for name in (name for group in model.shapes for name in group if name not in found):
+        for name in (name for group in model.shapes for name in group if name not in hints):
             hint = _hint(categories, name)
             if hint:
-                found[name] = hint
-    return found
+                hints[name] = hint
+    return hints
 
 
-def told_by(hints: Mapping[str, Hint]) -> dict[str, Any]:
-    """Return what is added to what is said about a run; nothing where there are no hints."""
+def hints_entry(hints: Mapping[str, Hint]) -> dict[str, Any]:
+    """Return the hints as an entry of the facts about a run; empty where there are none."""
     return {HINTS: dict(hints)} if hints else {}
 
 
@@ -69,8 +69,8 @@ def _hint(categories: Categories, name: str) -> dict[str, Any]:
     return hint
 
 
-def hint_in(file: Node) -> dict[str, Any]:
-    """Return the hint in a file of a universal checkpoint; that of every column-parallel parameter says nothing.
+def hint_in(file: CheckedValue) -> dict[str, Any]:
+    """Return the hint in a file of a universal checkpoint; empty for the default, a column-parallel parameter.
 
     Raises:
         Refused: CORRUPT where it is malformed.
@@ -85,7 +85,7 @@ def hint_in(file: Node) -> dict[str, Any]:
     shape = file.get(keys.SUB_SHAPE)
     if shape is not None:
         state = shape.value.state if isinstance(shape.value, Object) else shape.value
-        fields = Node(state, shape.file, shape.path)
+        fields = CheckedValue(state, shape.file, shape.path)
         sizes, dim = [size_of(item) for item in fields[keys.SHAPE].list()], fields[keys.PARTITION_DIM].natural()
         hint[keys.SUB_SHAPE] = {keys.SHAPE: sizes, keys.PARTITION_DIM: dim}
     vocabulary = file.get(keys.VOCABULARY)
@@ -95,24 +95,24 @@ def hint_in(file: Node) -> dict[str, Any]:
 
 
 def check_hint(hint: Hint, name: str, shape: Shape, file: str) -> None:
-    """Check that what a file says of how its parameter is cut is about a tensor of its shape.
+    """Check that a file's hint fits its parameter's shape.
 
     Args:
-        hint: what it says.
+        hint: the hint.
         name: of the parameter.
         shape: of the whole tensor.
-        file: that says it.
+        file: the file that holds it.
 
     Raises:
         Refused: SHAPE_MISMATCH.
     """
-    said = hint.get(keys.SUB_SHAPE)
+    sub_shape = hint.get(keys.SUB_SHAPE)
     dim, parts = hint.get(keys.CAT_DIM, 0), hint.get(keys.SUB_COUNT, 1)
     problem = ""
     if dim and dim >= len(shape):
         problem = f"{keys.CAT_DIM} is {dim}"
-    elif said is not None and said[keys.PARTITION_DIM] >= max(len(said[keys.SHAPE]), 1):
-        problem = f"{keys.PARTITION_DIM} of its {keys.SUB_SHAPE} is {said[keys.PARTITION_DIM]}"
+    elif sub_shape is not None and sub_shape[keys.PARTITION_DIM] >= max(len(sub_shape[keys.SHAPE]), 1):
+        problem = f"{keys.PARTITION_DIM} of its {keys.SUB_SHAPE} is {sub_shape[keys.PARTITION_DIM]}"
     elif parts != 1 and (not parts or not shape or shape[dim] % parts):
         problem = f"{keys.SUB_COUNT} is {parts} along dim {dim}"
     if problem:

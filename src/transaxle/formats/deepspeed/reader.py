@@ -1,6 +1,6 @@
-"""Opening DeepSpeed checkpoints: the files of all ranks as one catalog of whole tensors, read where they lie.
+"""Opening DeepSpeed checkpoints: the files of all ranks as one catalog of whole tensors, read in place.
 
-A plain name is a weight in full precision, `optim/<parameter>/<state>` its optimizer state. Nothing is joined by guess:
+A plain name is a weight in full precision, `optim/<parameter>/<state>` its optimizer state. Nothing is guessed:
 lengths, maps, shapes and metadata of all files must agree, and what several ranks hold must be equal.
 """
 
@@ -21,14 +21,14 @@ from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.files import ModelRank as Rank
 from transaxle.formats.deepspeed.files import RankFiles, sort_files
-from transaxle.formats.deepspeed.hints import hints_of, told_by
-from transaxle.formats.deepspeed.metadata.universal_info import Info
-from transaxle.formats.deepspeed.table_cuts import Cutter, Told, untold
-from transaxle.formats.deepspeed.zero.experts import Shares, with_experts
+from transaxle.formats.deepspeed.hints import hints_entry, hints_of
+from transaxle.formats.deepspeed.metadata.universal_info import UniversalInfo
+from transaxle.formats.deepspeed.table_cuts import Cutter, TableCuts, untold
+from transaxle.formats.deepspeed.zero.experts import ExpertShares, with_experts
 from transaxle.formats.deepspeed.zero.loss_scale import unscaled
 from transaxle.formats.deepspeed.zero.numbered import read_numbered
 from transaxle.formats.deepspeed.zero.ranks import RankModel, RankState, read_layer, read_model, read_state
-from transaxle.formats.deepspeed.zero.shard import Shard, merged, unspread
+from transaxle.formats.deepspeed.zero.shard import RankShard, merge_shards, unspread
 from transaxle.formats.deepspeed.zero.stage import ModelRank, Stage, assemble
 from transaxle.formats.deepspeed.zero.trained import trained
 from transaxle.formats.deepspeed.zero.training_run import DEGREES, run_of, state_groups
@@ -49,8 +49,8 @@ _NO_LOW = "ZeRO-3 saves no weights in low precision: its module holds empty plac
 
 
 @dataclass(slots=True)
-class _Catalog:
-    """What has been put together so far, stage by stage."""
+class _Assembly:
+    """The tensors assembled so far, stage by stage."""
 
     weights: dict[str, Entry] = field(default_factory=dict)
     low: dict[str, Entry] = field(default_factory=dict)
@@ -62,14 +62,14 @@ class _Catalog:
     ties: dict[str, str] = field(default_factory=dict)
 
     def add(self, stage: Stage, number: int) -> None:
-        """Add a pipeline stage; what an earlier one holds too must be equal."""
-        for mine, others in ((self.weights, stage.weights), (self.low, stage.low)):
-            for name, entry in others.items():
-                self._same(mine.setdefault(name, entry), entry, number)
+        """Add a pipeline stage; tensors that an earlier one holds too must be equal."""
+        for known, stage_entries in ((self.weights, stage.weights), (self.low, stage.low)):
+            for name, entry in stage_entries.items():
+                self._same(known.setdefault(name, entry), entry, number)
         for name, states in stage.states.items():
-            held = self.states.setdefault(name, {})
+            known_states = self.states.setdefault(name, {})
             for state, entry in states.items():
-                self._same(held.setdefault(state, entry), entry, number)
+                self._same(known_states.setdefault(state, entry), entry, number)
         self.twins.extend(stage.twins)
         self.scaled |= stage.scaled
 
@@ -107,12 +107,12 @@ def open_deepspeed(
     if faults:
         raise faults.error()
     pp, tp = degrees(models, files.layers.values(), len(files.optimizer.get(0, {})))
-    catalog = _Catalog()
-    told = _told(models, layers, storage, cutter) if tp > 1 else None
+    catalog = _Assembly()
+    table_cuts = _table_cuts(models, layers, storage, cutter) if tp > 1 else None
     for stage in range(pp):
         numbers = [stage * tp + rank for rank in range(tp)]
-        catalog.add(_stage([(models[n], states.get(n, ())) for n in numbers], told, faults), stage)
-    _add_layers(catalog, layers, _info(models[0], told, tp), tp, faults)
+        catalog.add(_stage([(models[n], states.get(n, ())) for n in numbers], table_cuts, faults), stage)
+    _add_layers(catalog, layers, _info(models[0], table_cuts, tp), tp, faults)
     if pp > 1 or layers:
         _check_layers(catalog, models, layers, faults)
     if faults:
@@ -121,12 +121,12 @@ def open_deepspeed(
     left_behind = _add_numbered(catalog, models, states, inline, files)
     entries = _entries(catalog, inline, weights, files)
     size = {f"{prefix}{name}": storage.size(f"{prefix}{name}") for name in files.all}
-    around = sort_sidecars(storage, size)
-    carried = tuple(name for name in around.carried if name not in SCRIPTS and name not in size)
-    left = tuple(sorted({*around.ignored, *(set(around.carried) & SCRIPTS)} - {prefix}))
+    sidecars = sort_sidecars(storage, size)
+    carried = tuple(name for name in sidecars.carried if name not in SCRIPTS and name not in size)
+    left_alone = tuple(sorted({*sidecars.ignored, *(set(sidecars.carried) & SCRIPTS)} - {prefix}))
     metadata = _metadata(catalog, models, states, (pp, tp), left_behind)
     return Container(
-        keys.FORMAT, path, inline, entries, size, metadata, carried, left, tuple(checksums), tuple(catalog.twins)
+        keys.FORMAT, path, inline, entries, size, metadata, carried, left_alone, tuple(checksums), tuple(catalog.twins)
     )
 
 
@@ -138,7 +138,7 @@ _Layers = Mapping[int, Sequence[Mapping[str, Entry]]]
 def _read(
     inline: NumbersInMemory, files: RankFiles, prefix: str, faults: Faults
 ) -> tuple[_Models, _States, _Layers, list[Checksum]]:
-    """Read what all files describe; every one that cannot be read is a fault."""
+    """Read the descriptions in all files; every unreadable file is a fault."""
     models: dict[Rank, list[RankModel]] = {}
     states: dict[Rank, list[RankState]] = {}
     layers: dict[int, list[Mapping[str, Entry]]] = {}
@@ -164,12 +164,12 @@ def _read(
     for number, parts in sorted(files.layers.items()):
         for _, name in sorted(parts.items()):
             try:
-                tensors, said = read_layer(inline, prefix + name)
+                tensors, layer_checksums = read_layer(inline, prefix + name)
             except TransaxleError as error:
                 faults.extend(*error.refusals)
                 continue
             layers.setdefault(number, []).append(tensors)
-            checksums.extend(said)
+            checksums.extend(layer_checksums)
     return models, states, layers, checksums
 
 
@@ -177,21 +177,23 @@ def _with_experts(
     inline: NumbersInMemory, models: _Models, files: RankFiles, prefix: str, checksums: list[Checksum], faults: Faults
 ) -> _Models:
     """Return the model files, each with the tensors of its experts."""
-    found = dict(models)
-    for rank, mine in files.experts.items():
+    models_with_experts = dict(models)
+    for rank, expert_files in files.experts.items():
         read: dict[str, Mapping[str, Entry]] = {}
-        for name in mine.values():
+        for name in expert_files.values():
             try:
-                read[name], said = read_layer(inline, prefix + name)
+                read[name], file_checksums = read_layer(inline, prefix + name)
             except TransaxleError as error:
                 faults.extend(*error.refusals)
                 continue
-            checksums.extend(said)
-        if rank in found:
-            found[rank] = [with_experts(model, mine, read, faults) for model in found[rank]]
+            checksums.extend(file_checksums)
+        if rank in models_with_experts:
+            models_with_experts[rank] = [
+                with_experts(model, expert_files, read, faults) for model in models_with_experts[rank]
+            ]
         else:
             faults.add("INCOMPLETE", f"there are experts of model rank {rank}, and no model file", inline.path)
-    return found
+    return models_with_experts
 
 
 def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int = 0) -> tuple[int, int]:
@@ -205,30 +207,30 @@ def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int =
     Raises:
         Refused: CORRUPT where the files contradict that; INCOMPLETE for missing ranks.
     """
-    first = models[0][0]
-    said = first.root.get(keys.DIMENSIONS)
+    first_model = models[0][0]
+    dimensions = first_model.root.get(keys.DIMENSIONS)
     ranks = len(models)
-    if said is not None:
-        pp, tp = (said[key].natural() for key in (keys.PP_DEGREE, keys.TP_DEGREE))
+    if dimensions is not None:
+        pp, tp = (dimensions[key].natural() for key in (keys.PP_DEGREE, keys.TP_DEGREE))
     else:  # files of earlier versions: the files of a layer are those of its tensor-parallel ranks
         tp = len(next(iter(layers))) if layers else ranks
         pp = ranks // max(tp, 1)
     if pp * tp != ranks:
         message = f"it is of a run with {pp} pipeline stages and {tp} tensor-parallel ranks; there are {ranks} in all"
         if pp * tp > ranks:
-            raise refuse("INCOMPLETE", f"{message}, and no mp_rank_{ranks:02d}", file=first.file)
-        raise refuse("CORRUPT", message, file=first.file)
-    world = first.root.get(keys.DP_WORLD)
+            raise refuse("INCOMPLETE", f"{message}, and no mp_rank_{ranks:02d}", file=first_model.file)
+        raise refuse("CORRUPT", message, file=first_model.file)
+    world = first_model.root.get(keys.DP_WORLD)
     if world is not None and parts and world.natural() != parts:
         message = f"it is of a run with {world.natural()} data-parallel ranks; there are optimizer files of {parts}"
         if world.natural() > parts:
-            raise refuse("INCOMPLETE", f"{message}, and no zero_pp_rank_{parts}", file=first.file)
-        raise refuse("CORRUPT", message, file=first.file)
+            raise refuse("INCOMPLETE", f"{message}, and no zero_pp_rank_{parts}", file=first_model.file)
+        raise refuse("CORRUPT", message, file=first_model.file)
     return pp, tp
 
 
-def _told(models: _Models, layers: _Layers, storage: Storage, cutter: Cutter) -> Told | None:
-    """Return what the tables say of the cuts; None where the files say it themselves."""
+def _table_cuts(models: _Models, layers: _Layers, storage: Storage, cutter: Cutter) -> TableCuts | None:
+    """Return the cuts that the tables state; None where the files state them."""
     firsts = [ranks[0] for _, ranks in sorted(models.items())]
     if all(model.root.get(keys.INFO) is not None for model in firsts):
         return None
@@ -240,27 +242,27 @@ def _told(models: _Models, layers: _Layers, storage: Storage, cutter: Cutter) ->
         if name not in model.buffers
     )
     names |= dict.fromkeys(f"{number}.{name}" for number, ranks in layers.items() for name in ranks[0])
-    return Told(cutter, storage, tuple(names))
+    return TableCuts(cutter, storage, tuple(names))
 
 
 def _stage(
-    ranks: Sequence[tuple[Sequence[RankModel], Sequence[RankState]]], told: Told | None, faults: Faults
+    ranks: Sequence[tuple[Sequence[RankModel], Sequence[RankState]]], table_cuts: TableCuts | None, faults: Faults
 ) -> Stage:
     """Put one pipeline stage together."""
-    held = []
+    model_ranks = []
     twins: list[Twin] = []
     for models, states in ranks:
         try:
-            found, more = trained(models[0], states) if states else ({}, [])
+            trained_parameters, number_twins = trained(models[0], states) if states else ({}, [])
         except TransaxleError as error:
             faults.extend(*error.refusals)
             continue
-        twins.extend(more)
-        held.append(ModelRank(models, found))
-    if len(held) < len(ranks):
+        twins.extend(number_twins)
+        model_ranks.append(ModelRank(models, trained_parameters))
+    if len(model_ranks) < len(ranks):
         return Stage()
     try:
-        stage = assemble(held, _info(held[0].models, told, len(held)), faults)
+        stage = assemble(model_ranks, _info(model_ranks[0].models, table_cuts, len(model_ranks)), faults)
     except TransaxleError as error:
         faults.extend(*error.refusals)
         return Stage()
@@ -268,13 +270,15 @@ def _stage(
     return stage
 
 
-def _info(models: Sequence[RankModel], told: Told | None, tp: int) -> Info | Told | None:
-    """Return what says how parameters are cut: the files' own metadata, or the tables."""
+def _info(models: Sequence[RankModel], table_cuts: TableCuts | None, tp: int) -> UniversalInfo | TableCuts | None:
+    """Return what states how parameters are cut: the files' own metadata, or the tables."""
     node = models[0].root.get(keys.INFO)
-    return told if node is None or tp == 1 else Info(node, tp)
+    return table_cuts if node is None or tp == 1 else UniversalInfo(node, tp)
 
 
-def _add_layers(catalog: _Catalog, layers: _Layers, info: Info | Told | None, tp: int, faults: Faults) -> None:
+def _add_layers(
+    catalog: _Assembly, layers: _Layers, info: UniversalInfo | TableCuts | None, tp: int, faults: Faults
+) -> None:
     """Add what only the layer files of a pipeline hold: the module's tensors, and parameters that are not trained."""
     for number, ranks in layers.items():
         if len(ranks) != tp:
@@ -283,63 +287,71 @@ def _add_layers(catalog: _Catalog, layers: _Layers, info: Info | Told | None, tp
             continue
         for name in dict.fromkeys(name for rank in ranks for name in rank):
             full = f"{number}.{name}"
-            known = catalog.weights.get(full)
-            shared = next((one for one in catalog.weights if one.startswith(_TIED) and one.endswith(f".{name}")), None)
-            tied = known is None and shared is not None and not _trains(catalog, number)
-            own = shared if tied and shared is not None else full
+            known_weight = catalog.weights.get(full)
+            shared = next(
+                (weight for weight in catalog.weights if weight.startswith(_TIED) and weight.endswith(f".{name}")), None
+            )
+            tied = known_weight is None and shared is not None and not _trains(catalog, number)
+            entry_name = shared if tied and shared is not None else full
             if tied:
-                catalog.ties.setdefault(full, own)
-            if tied and own in catalog.low:
+                catalog.ties.setdefault(full, entry_name)
+            if tied and entry_name in catalog.low:
                 continue
             try:
-                entry, twins = _beside(own, [rank.get(name) for rank in ranks], info)
+                entry, twins = _beside(entry_name, [rank.get(name) for rank in ranks], info)
             except TransaxleError as error:
                 faults.extend(*error.refusals)
                 continue
             catalog.twins.extend(twins)
-            catalog.low[own] = entry
-            catalog.weights.setdefault(own, entry)
+            catalog.low[entry_name] = entry
+            catalog.weights.setdefault(entry_name, entry)
 
 
-def _check_layers(catalog: _Catalog, models: _Models, layers: _Layers, faults: Faults) -> None:
-    """Miss the layers of a pipeline that have parameters and no file."""
+def _check_layers(catalog: _Assembly, models: _Models, layers: _Layers, faults: Faults) -> None:
+    """Report layers of a pipeline that have parameters but no file."""
     frozen = (name for ranks in models.values() for name in ranks[0].frozen)
-    numbers = {int(found[1]) for name in (*catalog.states, *frozen) if (found := _OF_A_LAYER.match(name))}
+    numbers = {int(match[1]) for name in (*catalog.states, *frozen) if (match := _OF_A_LAYER.match(name))}
     for number in sorted(numbers - layers.keys()):
         faults.add("INCOMPLETE", "it has parameters, and its file is missing", f"layer {number}")
 
 
-def _beside(name: str, held: Sequence[Entry | None], info: Info | Told | None) -> tuple[Entry, list[Twin]]:
+def _beside(
+    name: str, rank_entries: Sequence[Entry | None], info: UniversalInfo | TableCuts | None
+) -> tuple[Entry, list[Twin]]:
     """Put a tensor of a layer together from its tensor-parallel ranks' files."""
-    shards = [Shard(entry.dtype, entry.shape, entry.extents, "") for entry in held if entry is not None]
-    if len(shards) < len(held):
-        raise refuse("INCOMPLETE", f"{len(held) - len(shards)} of {len(held)} ranks' files do not hold it", tensor=name)
+    shards = [RankShard(entry.dtype, entry.shape, entry.extents, "") for entry in rank_entries if entry is not None]
+    if len(shards) < len(rank_entries):
+        raise refuse(
+            "INCOMPLETE",
+            f"{len(rank_entries) - len(shards)} of {len(rank_entries)} ranks' files do not hold it",
+            tensor=name,
+        )
     spread = unspread(shards) if info is None else info.spread(name, tuple(shard.shape for shard in shards))
-    return merged(name, shards, spread)
+    return merge_shards(name, shards, spread)
 
 
-def _trains(catalog: _Catalog, layer: int) -> bool:
+def _trains(catalog: _Assembly, layer: int) -> bool:
     """Tell whether any parameter of a layer is trained under the layer's own name."""
     return any(name.startswith(f"{layer}.") for name in catalog.states)
 
 
 def _all_experts(model: RankModel, states: Sequence[RankState]) -> RankModel:
-    return model if states[0].stage == 3 else Shares(model, states).named()
+    return model if states[0].stage == 3 else ExpertShares(model, states).named()
 
 
-def _share(catalog: _Catalog, models: _Models) -> None:
-    """Give shared parameters their second names."""
+def _share(catalog: _Assembly, models: _Models) -> None:
+    """Add the second names of shared parameters."""
     for ranks in models.values():
         for model in ranks:
             for alias, name in model.shared.items():
                 if name in catalog.weights and alias not in catalog.weights:
                     catalog.ties[alias] = name
-                    for held in (catalog.weights, catalog.low):
-                        if name in held:
-                            held[alias] = held[name]
+                    for entries in (catalog.weights, catalog.low):
+                        if name in entries:
+                            entries[alias] = entries[name]
 
 
-def _entries(catalog: _Catalog, inline: NumbersInMemory, weights: Weights, files: RankFiles) -> dict[str, Entry]:
+def _entries(catalog: _Assembly, inline: NumbersInMemory, weights: Weights, files: RankFiles) -> dict[str, Entry]:
     if weights == "lp" and files.zero3:
         raise refuse("UNSUPPORTED", _NO_LOW, file=inline.path, hint="Leave out --weights lp.")
     chosen = catalog.low if weights == "lp" else catalog.weights
@@ -362,44 +374,46 @@ def _entries(catalog: _Catalog, inline: NumbersInMemory, weights: Weights, files
 
 
 def _add_numbered(
-    catalog: _Catalog, models: _Models, states: _States, inline: NumbersInMemory, files: RankFiles
+    catalog: _Assembly, models: _Models, states: _States, inline: NumbersInMemory, files: RankFiles
 ) -> dict[str, str]:
-    """Add the state of an optimizer without ZeRO; return what of it is left behind.
+    """Add the state of an optimizer without ZeRO; return what is left behind of it.
 
-    Its numbers are those of one rank's parameters: where several ranks hold parts of the model, there is no telling
-    which parts belong together.
+    Its numbers are those of one rank's parameters: where several ranks hold parts of the model, nothing tells which
+    parts belong together.
     """
-    left = dict.fromkeys(files.numbered, f"{_WITHOUT_ZERO}, of one expert-parallel rank")
+    left_behind = dict.fromkeys(files.numbered, f"{_WITHOUT_ZERO}, of one expert-parallel rank")
     if states or models[0][0].root.get(keys.OPTIMIZER) is None:
-        return left
+        return left_behind
     if len(models) > 1 or files.numbered:
-        return left | {keys.OPTIMIZER: f"{_WITHOUT_ZERO}, of one of several ranks"}
-    found, more, groups = read_numbered(models[0][0], inline)
-    catalog.numbered |= found
+        return left_behind | {keys.OPTIMIZER: f"{_WITHOUT_ZERO}, of one of several ranks"}
+    entries, also_left, groups = read_numbered(models[0][0], inline)
+    catalog.numbered |= entries
     catalog.groups.extend(groups)
-    return {**left, **more}
+    return {**left_behind, **also_left}
 
 
 def _metadata(
-    catalog: _Catalog, models: _Models, states: _States, shape: tuple[int, int], left_behind: Mapping[str, str]
+    catalog: _Assembly, models: _Models, states: _States, shape: tuple[int, int], left_behind: Mapping[str, str]
 ) -> dict[str, Any]:
-    left = {path: what for ranks in states.values() for state in ranks for path, what in state.left.items()}
-    left |= left_behind
+    left_here = {
+        path: description for ranks in states.values() for state in ranks for path, description in state.left.items()
+    }
+    left_here |= left_behind
     firsts = [ranks[0] for _, ranks in sorted(models.items())]
-    held = [ranks for _, ranks in sorted(states.items())]
-    facts = run_of(firsts[0], held[0][0].root if held else None)
-    facts |= told_by(hints_of(firsts))
-    found: dict[str, Any] = {RUN: facts}
-    facts[DEGREES] = {"pp": shape[0], "tp": shape[1], "dp": max(map(len, held), default=1)}
-    if held:
-        facts[keys.ZERO_STAGE] = held[0][0].stage
-        found[keys.GROUPS] = state_groups(
-            held, [_all_experts(models[rank][0], states[rank]) for rank in sorted(states)]
+    states_by_rank = [ranks for _, ranks in sorted(states.items())]
+    facts = run_of(firsts[0], states_by_rank[0][0].root if states_by_rank else None)
+    facts |= hints_entry(hints_of(firsts))
+    metadata: dict[str, Any] = {RUN: facts}
+    facts[DEGREES] = {"pp": shape[0], "tp": shape[1], "dp": max(map(len, states_by_rank), default=1)}
+    if states_by_rank:
+        facts[keys.ZERO_STAGE] = states_by_rank[0][0].stage
+        metadata[keys.GROUPS] = state_groups(
+            states_by_rank, [_all_experts(models[rank][0], states[rank]) for rank in sorted(states)]
         )
     if catalog.groups:
-        found[keys.GROUPS] = catalog.groups
+        metadata[keys.GROUPS] = catalog.groups
     if catalog.ties:
-        found[TIES] = dict(catalog.ties)
-    if left:
-        found[LEFT_BEHIND] = left
-    return found
+        metadata[TIES] = dict(catalog.ties)
+    if left_here:
+        metadata[LEFT_BEHIND] = left_here
+    return metadata

@@ -34,11 +34,11 @@ def untold(_: Storage, names: Sequence[str]) -> Divider:
     raise refuse("UNSUPPORTED", UNTOLD, tensor=names[0] if names else None, hint=HINT)
 
 
-class Told:
-    """What a table says about tensor-parallel cuts; stands in for a checkpoint's own metadata.
+class TableCuts:
+    """The tensor-parallel cuts that a table states, in place of a checkpoint's own metadata.
 
     Args:
-        cutter: knows the tables.
+        cutter: asks the tables.
         storage: the checkpoint's files.
         names: of all its parameters.
 

@@ -1,4 +1,4 @@
-"""What is wrong with a pickle, before it is known in which file it lies."""
+"""Faults of a pickle, before the file that holds it is known."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from transaxle.errors import Code
 
 
 class PickleFault(Exception):
-    """A pickle is malformed, or says something that this package does not read."""
+    """A malformed pickle, or one that this package does not read."""
 
     def __init__(self, message: str, code: Code = "CORRUPT") -> None:
         super().__init__(message)

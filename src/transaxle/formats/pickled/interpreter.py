@@ -2,8 +2,8 @@
 
 Python's own machine imports what the program names and calls it. This one has a table of names (`allowed`): a name in
 it becomes a `Global`, calling that gives a description (`descriptors`), and nothing is imported or called. A name that
-is not in the table refuses the pickle. The program's steps, its memory and its numbers are bounded; it has no
-recursion. So a pickle can say what it wants: it costs at most the memory it was granted.
+is not in the table refuses the pickle. The program's steps, its memory and its numbers are bounded, and it cannot
+recurse. So whatever a pickle says, it costs at most the memory it was granted.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _HINT = "Only if you trust its author: load it with the program that wrote it, a
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """What a pickle holds."""
+    """The contents of a pickle."""
 
     value: Any
     """Plain values and descriptors; parts may be shared, and may hold themselves."""
     end: int
     """Position after its last byte."""
     protocol: int
-    """0 to 5; 0 where it does not say."""
+    """0 to 5; 0 if it states none."""
 
 
 def read_pickle(
@@ -64,24 +64,24 @@ def read_pickle(
         PickleEnds: see `complete`.
     """
     machine = Machine(data, start, bounds or Bounds(), allowed, persistent)
-    where = f"record {record}: " if record else ""
+    record_prefix = f"record {record}: " if record else ""
     try:
         value = run(machine)
     except PickleFault as fault:
         if not complete and isinstance(fault, PickleEnds):
             raise
         if not machine.unsafe:
-            message = f"{where}the pickle is no good at byte {machine.begin}: {fault.message}"
+            message = f"{record_prefix}the pickle is no good at byte {machine.begin}: {fault.message}"
             raise refuse(fault.code, message, file=file) from None
         value = None
     if machine.unsafe:
-        raise _unsafe(machine.unsafe, file, where)
+        raise _unsafe(machine.unsafe, file, record_prefix)
     return Pickled(value, machine.at, machine.protocol)
 
 
-def _unsafe(names: Mapping[str, int], file: str, where: str) -> TransaxleError:
+def _unsafe(names: Mapping[str, int], file: str, record_prefix: str) -> TransaxleError:
     return gathered(
-        Refusal("UNSAFE_PICKLE", f"{where}{_UNSAFE.format(name)} (byte {at})", Where(file), _HINT)
+        Refusal("UNSAFE_PICKLE", f"{record_prefix}{_UNSAFE.format(name)} (byte {at})", Where(file), _HINT)
         for name, at in names.items()
     )
 

@@ -1,4 +1,4 @@
-"""The machine that a pickle is a program for: a stack, marks, a memo, and a budget.
+"""The machine that runs a pickle: a stack, marks, a memo, and a budget.
 
 It offers the steps what they need and nothing else: bytes of the pickle, names by table, calls that only describe.
 """
@@ -24,12 +24,12 @@ _PYTHON2 = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 """Names that modules had in Python 2, which protocol 2 still writes."""
 
 PersistentId = Callable[[object], object]
-"""Resolves a persistent id to what stands in its place; raises PickleFault."""
+"""Resolves a persistent id to the value in its place; raises PickleFault."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a pickle may cost."""
+    """Caps on what a pickle may cost."""
 
     size: int = 256 * _MIB
     """Bytes of the pickle."""
@@ -64,7 +64,7 @@ class Machine:
         self._nested = 0
 
     def charge(self, amount: int) -> None:
-        """Take estimated bytes from the budget.
+        """Subtract estimated bytes from the budget.
 
         Raises:
             PickleFault: CORRUPT if it is used up.
@@ -80,10 +80,10 @@ class Machine:
         end = self.at + count
         if end > len(self.data):
             raise PickleEnds(f"it says that {count} bytes follow; {len(self.data) - self.at} do")
-        taken = self.data[self.at : end]
+        data = self.data[self.at : end]
         self.at = end
         self.charge(count)
-        return taken
+        return data
 
     def octet(self) -> int:
         """Return the next byte as a number."""
@@ -103,10 +103,10 @@ class Machine:
         if end < 0:
             self.at = len(self.data)
             raise PickleEnds("it ends in the middle of a line")
-        taken = self.data[self.at : end]
+        data = self.data[self.at : end]
         self.at = end + 1
-        self.charge(len(taken))
-        return taken
+        self.charge(len(data))
+        return data
 
     def text(self, octets: bytes) -> str:
         """Decode a text; one that is not ASCII may take four times its bytes."""
@@ -116,7 +116,7 @@ class Machine:
         return text
 
     def since_mark(self) -> list[Any]:
-        """Return what was put on the stack since the last mark."""
+        """Return the items pushed on the stack since the last mark."""
         if not self.outer:
             raise malformed("it goes back to a mark that is not there")
         items = self.stack
@@ -125,7 +125,7 @@ class Machine:
         return items
 
     def find(self, module: str, name: str) -> Any:
-        """Return what stands for a global; a name that is not allowed is noted, and stands for itself."""
+        """Return the representation of a global; a name that is not allowed is noted, and represented by itself."""
         module = _PYTHON2.get(module, module)
         rule = self._allowed.get((module, name))
         if rule is None:
@@ -136,10 +136,10 @@ class Machine:
         return Global(module, name) if rule.value is NOTHING else rule.value
 
     def call(self, function: object, args: object, *, new: bool = False) -> Any:
-        """Return what describes the result of calling a global.
+        """Return a description of the result of calling a global.
 
         Raises:
-            PickleFault: CORRUPT if it is no global, or these are no arguments for it.
+            PickleFault: CORRUPT if it is no global, or cannot take these arguments.
         """
         if type(args) is not tuple:
             raise malformed(f"the arguments of a call are a {type(args).__name__}")
@@ -159,7 +159,7 @@ class Machine:
             self._nested -= 1
 
     def _member(self, args: tuple[Any, ...]) -> Any:
-        """Do `getattr(Class, "method")`: the bound method must be in the table under its qualified name."""
+        """Evaluate `getattr(Class, "method")`: the bound method must be in the table under its qualified name."""
         if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
             raise malformed("it takes an attribute of something that is no class")
         self.charge(len(args[0].name) + len(args[1]))
@@ -170,7 +170,7 @@ class Machine:
         return self._persistent(pid)
 
     def remember(self, index: int) -> None:
-        """Store the top of the stack."""
+        """Store the top of the stack in the memo."""
         if not 0 <= index < _MEMO:
             raise malformed("a reference is out of range")
         self.memo[index] = self.stack[-1]

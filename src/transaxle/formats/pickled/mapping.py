@@ -1,7 +1,7 @@
-"""Putting pairs into dicts that a stranger chose the keys of.
+"""Dicts whose keys a stranger chose.
 
-A hash of nested tuples takes time that doubles with each level, and integers can be chosen so that all hashes are
-equal. So only plain scalars are hashed; any other key is kept as a `Key`, which is equal only to itself.
+Hashing nested tuples takes time that doubles with each level, and integers can be chosen so that all hashes are equal.
+So only plain scalars are hashed; any other key is kept as a `Key`, which is equal only to itself.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Laying out torch files that do not exist yet: `pytorch_model.bin`, or shards of it and their index.
+"""Drafting torch files: `pytorch_model.bin`, or shards of it with their index.
 
-Each file holds one flat dict from names to tensors, each tensor dense in a storage of its own: what
-`torch.load(weights_only=True)` gives back, mapped or not, and what `load_state_dict` takes. Names stay whole, those of
-optimizer state (`optim/<parameter>/<state>`) included: they come back as they are.
+Each file holds one flat dict from names to tensors, each tensor dense in a storage of its own:
+`torch.load(weights_only=True)` returns it, mapped or not, and `load_state_dict` accepts it. Names are kept whole, those
+of optimizer state (`optim/<parameter>/<state>`) included.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.sharded.shards import Sized, lay_out_shards
 from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, SEALED, VERSION
 from transaxle.formats.torch_file.stored_storage import STORAGE, item_bytes
-from transaxle.formats.torch_file.zip.layout import ALIGNMENT, Item, Layout, lay_out
+from transaxle.formats.torch_file.zip.layout import ALIGNMENT, ZipItem, ZipLayout, lay_out
 from transaxle.formats.training_state.state_groups import KEPT, ParamGroup
 
 _STEM, _ENDING = "pytorch_model", ".bin"
@@ -42,7 +42,7 @@ _MAX_DIMS = 64
 _TYPED = frozenset(STORAGES.values())
 """Types that have a storage class of their own; storages of any other are bytes."""
 _BY_CODE = {DType(name).code: DType(name) for name in DTYPES if not name.startswith(("qint", "quint"))}
-"""Types that a tensor may be written in; a quantized one would lack its scale."""
+"""Dtypes that can be written; a quantized one would lack its scale."""
 
 
 def draft(
@@ -69,32 +69,32 @@ def draft(
     """
     del metadata
     faults = Faults()
-    seen: set[str] = set()
+    names_so_far: set[str] = set()
     sized: list[Sized] = []
     for spec in tensors:
-        sized.append((spec, _size(spec, seen, faults)))
-        seen.add(spec.name)
+        sized.append((spec, _size(spec, names_so_far, faults)))
+        names_so_far.add(spec.name)
     if faults:
         raise faults.error()
-    first = iter([groups])
+    groups_of_first_file = iter([groups])
 
     room: list[int] = []
 
     def lay_out(file: str, shard: Sequence[Sized]) -> tuple[list[Entry], list[Fragment], int]:
-        return _lay_out(file, shard, next(first, ()), room if sealed else None)
+        return _lay_out(file, shard, next(groups_of_first_file, ()), room if sealed else None)
 
-    made = lay_out_shards(TORCH.name, _STEM, _ENDING, sized, shard_size, lay_out)
+    files = lay_out_shards(TORCH.name, _STEM, _ENDING, sized, shard_size, lay_out)
     if not sealed:
-        return made
-    (file,), (head,) = made.files, room
-    offsets = [entry.extents[0].offset for entry in made.entries.values() if entry.nbytes]
-    return replace(made, seal=seal_of(file, head, head + DIGITS, offsets))
+        return files
+    (file,), (head,) = files.files, room
+    offsets = [entry.extents[0].offset for entry in files.entries.values() if entry.nbytes]
+    return replace(files, seal=seal_of(file, head, head + DIGITS, offsets))
 
 
-def _size(spec: Spec, seen: set[str], faults: Faults) -> int:
+def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
     """Return the bytes of a tensor; whatever forbids writing it is a fault."""
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
-    if spec.name in seen:
+    if spec.name in names_so_far:
         faults.add("NAME_COLLISION", "two tensors have this name", None, shown)
     if len(spec.shape) > _MAX_DIMS:
         faults.add("UNSUPPORTED", f"it has {len(spec.shape)} dims, more than {_MAX_DIMS}", None, shown)
@@ -135,7 +135,9 @@ def _lay_out(
 
 
 def saved(setting: Any, storages: list[int | bytes]) -> object:
-    """Return a setting as torch saves it: a number with a type of its own is a tensor, whose bytes are added."""
+    """Return a setting as torch saves it: a number with a dtype becomes a tensor, whose bytes are appended to
+    `storages`.
+    """
     if isinstance(setting, np.generic):
         storages.append(setting.tobytes())
         return reference(code_of(setting.dtype), (), len(storages) - 1)
@@ -144,7 +146,7 @@ def saved(setting: Any, storages: list[int | bytes]) -> object:
     return type(setting)(saved(item, storages) for item in setting) if isinstance(setting, list | tuple) else setting
 
 
-def surround(file: str, value: object, storages: Sequence[int | bytes], digests: int | None = None) -> Layout:
+def surround(file: str, value: object, storages: Sequence[int | bytes], digests: int | None = None) -> ZipLayout:
     """Lay out the file of any value.
 
     Args:
@@ -162,22 +164,22 @@ def surround(file: str, value: object, storages: Sequence[int | bytes], digests:
     pickle = write_pickle(value)
     if len(pickle) > Bounds().size:
         raise _too_many(file, len(pickle))
-    items = [Item(PICKLE, len(pickle), pickle)]
-    items += [Item(name, len(data), data) for name, data in _NOTES]
-    first = len(items)
-    for key, held in enumerate(storages):
-        items.append(Item(f"{DATA}{key}", held if isinstance(held, int) else len(held), _known(held)))
+    items = [ZipItem(PICKLE, len(pickle), pickle)]
+    items += [ZipItem(name, len(data), data) for name, data in _NOTES]
+    first_storage = len(items)
+    for key, content in enumerate(storages):
+        items.append(ZipItem(f"{DATA}{key}", content if isinstance(content, int) else len(content), _known(content)))
     identity = f"{int(hashlib.sha256(pickle).hexdigest(), 16) % 10**_ID_DIGITS:0{_ID_DIGITS}}".encode()
-    items += [Item(VERSION, len(_VERSION), _VERSION), Item(_ID, len(identity), identity)]
+    items += [ZipItem(VERSION, len(_VERSION), _VERSION), ZipItem(_ID, len(identity), identity)]
     if digests is not None:
-        items.append(Item(SEALED, digests, b"0" * digests, room=True))
+        items.append(ZipItem(SEALED, digests, b"0" * digests, room=True))
     layout = lay_out(_FOLDER, items)
     room = None if digests is None else layout.offsets[-1]
-    return Layout(layout.offsets[first : first + len(storages)], layout.known, layout.size, room)
+    return ZipLayout(layout.offsets[first_storage : first_storage + len(storages)], layout.known, layout.size, room)
 
 
-def _known(held: int | bytes) -> bytes | None:
-    return None if isinstance(held, int) else held
+def _known(content: int | bytes) -> bytes | None:
+    return None if isinstance(content, int) else content
 
 
 def _too_many(file: str, size: int) -> TransaxleError:
@@ -186,10 +188,10 @@ def _too_many(file: str, size: int) -> TransaxleError:
 
 
 def reference(code: str, shape: Sequence[int], key: int) -> TensorRef:
-    """Return what a pickle says of a tensor: a dense view of the whole of its own storage.
+    """Return a tensor's description in a pickle: a dense view of the whole of its own storage.
 
     Args:
-        code: its type; one that torch has.
+        code: its dtype, one that torch has.
         shape: its logical elements.
         key: number of the storage.
     """

@@ -1,7 +1,7 @@
-"""The form of a torch file before 1.6: five pickles in a row, then the storages, each after its number of elements.
+"""Torch files before 1.6: five pickles in a row, then the storages, each after its number of elements.
 
-Nothing says how long the pickles are. So they are read from the beginning of the file, and from more of it as long as
-they go on after what was read.
+Nothing states the length of the pickles. So they are parsed from the beginning of the file, and if they extend beyond
+what was read, more of the file is read.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from transaxle.formats.pickled.descriptors import Persistent
 from transaxle.formats.pickled.interpreter import Bounds, PersistentId, PickleEnds, read_pickle
 from transaxle.formats.torch_file.stored_storage import Storages
-from transaxle.formats.torch_file.zip.window import Window
+from transaxle.formats.torch_file.zip.window import FileWindow
 
 MAGIC = 0x1950A86A20F9469CFC6C
 """What the first pickle holds."""
@@ -24,19 +24,19 @@ _GROWTH = 4
 
 
 class Head(NamedTuple):
-    """What the pickles of a legacy file hold."""
+    """The contents of a legacy file's pickles."""
 
     value: Any
     """The saved object."""
     storages: Storages
     """The storages that it refers to."""
     keys: Any
-    """The storages in the order of their bytes, as the file lists them."""
+    """The storages in the order of their bytes."""
     end: int
-    """Where their bytes begin."""
+    """First byte after the pickles."""
 
 
-def read_legacy(window: Window) -> tuple[Any, Storages]:
+def read_legacy(window: FileWindow) -> tuple[Any, Storages]:
     """Read a legacy file.
 
     Returns:
@@ -59,8 +59,8 @@ def read_legacy(window: Window) -> tuple[Any, Storages]:
             return head.value, head.storages
 
 
-def _head(window: Window, data: bytes, *, complete: bool) -> Head:
-    """Read the pickles; PickleEnds if they go on after the data."""
+def _head(window: FileWindow, data: bytes, *, complete: bool) -> Head:
+    """Parse the pickles; PickleEnds if they extend beyond the data."""
     at = 0
 
     def following(record: str, persistent: PersistentId = Persistent) -> Any:
@@ -83,24 +83,24 @@ def _head(window: Window, data: bytes, *, complete: bool) -> Head:
     return Head(value, storages, following("storage keys"), at)
 
 
-def _place(window: Window, head: Head) -> None:
-    """Find the bytes of every storage; the file must hold those that are referred to, and nothing else."""
-    found, keys = head.storages.found, head.keys
+def _place(window: FileWindow, head: Head) -> None:
+    """Locate the bytes of every storage; the file must hold those that are referred to, and nothing else."""
+    storages, keys = head.storages.by_key, head.keys
     if not isinstance(keys, list) or any(type(key) is not str for key in keys):
         raise window.corrupt("its list of storages is malformed")
     if len(set(keys)) != len(keys):
         raise window.corrupt("it lists a storage twice")
     for key in keys:
-        if key not in found:
+        if key not in storages:
             raise window.corrupt(f"it holds the storage {key[:80]!r}, which no tensor refers to")
     if head.storages.clash:
         raise window.corrupt(f"{head.storages.clash!r} is a storage and a view of one")
-    missing = found.keys() - set(keys)
+    missing = storages.keys() - set(keys)
     if missing:
         raise window.corrupt(f"tensors refer to the storage {min(missing)!r}, which it does not hold")
     at = head.end
     for key in keys:
-        stored = found[key]
+        stored = storages[key]
         (count,) = _COUNT.unpack(window.read(at, _COUNT.size))
         if count != stored.count:
             message = f"storage {key!r} has {count} elements; the pickle says {stored.count}"

@@ -1,9 +1,9 @@
-"""From TransformerEngine's tensors to plain ones: the views that its codes and scales are, without what is padding.
+"""TransformerEngine's tensors as plain ones: their codes and scales as views, without padding.
 
-In memory scales are padded for the kernels that read them, and codes may be there twice: by rows, and by columns for
-the backward pass, some of these transposed. A catalog has no padding: it has the codes as the tensor's own rows and
-columns, and one scale per tile. All of it is views of the same bytes, so nothing is copied or computed. What no view
-can express is refused: scales in the order of a kernel, packed codes that are transposed.
+In memory scales are padded for the kernels that read them, and codes may exist twice: by rows, and by columns for the
+backward pass, some of these transposed. A catalog has no padding: codes are in the tensor's own rows and columns, with
+one scale per tile. All of it is views of the same bytes, so nothing is copied or computed. What no view can express is
+refused: scales in the order of a kernel, packed codes that are transposed.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from transaxle.formats.pickled.descriptors import Quantized, TensorRef
 from transaxle.formats.torch_file.views import ViewFault
 
 NOTE = "transformer_engine"
-"""Key of a container's metadata: name of each quantized tensor -> how it is stored, see `Kind.said`."""
+"""Key of a container's metadata: name of each quantized tensor -> its description, see `StoringKind.said`."""
 CODES, SCALE, AMAX = "", "_scale_inv", "_amax"
-"""What follows a tensor's name in the names of its buffers."""
+"""Suffixes of a tensor's name in the names of its buffers."""
 TAKEN = "another item has this name, which a buffer of a quantized tensor gets"
 HALVED = "_256"
-"""What follows in the names of scales that were made to reach 256, not 448: they mean other values."""
+"""Suffix in the names of scales that were made to reach 256 instead of 448: they mean other values."""
 
 PACKED = "U8"
-"""Safetensors code under which codes of 4 bits are stored, two in each."""
+"""Safetensors code for codes of 4 bits, two in each byte."""
 
 _BYTE = "uint8"
 _SINGLE = "float32"
@@ -39,41 +39,41 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """How codes and scales make values: alike in all parts of one tensor."""
+class StoringKind:
+    """How codes and scales give values; the same in all parts of one tensor."""
 
     encoding: str
     """Name of the encoding: `float8`, `float8_block`, `mxfp8` or `nvfp4`."""
     tile: tuple[int, int]
-    """Rows and columns that share a scale; 0 for all of them."""
+    """Rows and columns that share a scale; 0 for the whole dim."""
     scale: str
     """Safetensors code of the scales."""
     number: int
-    """TransformerEngine's number for the type of the codes."""
+    """TransformerEngine's number for the dtype of the codes."""
     numbering: str
-    """The list that the number is from; see `codes`."""
+    """The list to which the number belongs; see `codes`."""
     scale_max: int = _FULL
     """Largest value that block scales of nvfp4 were made to reach."""
 
     def codes(self, *, old: bool) -> str:
         """Return the safetensors code of the codes.
 
-        Releases before 2.4 had other numbers, and 7 is in both lists. Where a pickle does not tell, 6 and 8 are in one
-        of them only, and 7 is that of the newer list unless the checkpoint has a 6 elsewhere. (Before 2.4 it would
-        be e5m2, in which no recipe ever kept weights.)
+        Releases before 2.4 used other numbers, and 7 is in both lists. Where a pickle does not tell, 6 and 8 belong to
+        one list only, and 7 belongs to the newer one unless the checkpoint has a 6 elsewhere. (Before 2.4 it would be
+        e5m2, in which no recipe ever kept weights.)
 
         Args:
             old: whether another tensor of the checkpoint shows that it is from before 2.4.
 
         Raises:
-            ViewFault: UNSUPPORTED for a type that is none of codes.
+            ViewFault: UNSUPPORTED for a dtype that is none of codes.
         """
         numbering = self.numbering or (te.OLD if old or self.is_old else te.NEW)
-        found = te.CODES[numbering].get(self.number)
-        if found is None or (found == _FOUR_BITS) != self.packed:
+        code = te.CODES[numbering].get(self.number)
+        if code is None or (code == _FOUR_BITS) != self.packed:
             message = f"its codes are of TransformerEngine's type {self.number}, which is none of {self.encoding}"
             raise ViewFault("UNSUPPORTED", message)
-        return found
+        return code
 
     def stored(self, *, old: bool) -> str:
         """Return the safetensors code under which the codes are stored; see `codes`."""
@@ -82,7 +82,7 @@ class Kind:
 
     @property
     def packed(self) -> bool:
-        """Whether two codes are in one byte."""
+        """Whether each byte holds two codes."""
         return self.encoding == _NVFP4
 
     @property
@@ -91,7 +91,7 @@ class Kind:
         return self.numbering == te.OLD or (self.numbering == te.UNTOLD and self.number == _ONLY_OLD)
 
     def said(self, *, old: bool) -> dict[str, Any]:
-        """Return what a container's metadata says of the tensor."""
+        """Return the description of the tensor for a container's metadata."""
         return {
             "encoding": self.encoding,
             "codes": self.codes(old=old),
@@ -106,41 +106,41 @@ _FLOAT8, _FLOAT8_BLOCK, _MXFP8, _NVFP4 = "float8", "float8_block", "mxfp8", "nvf
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One buffer of a tensor."""
+class QuantizedPart:
+    """One buffer of a quantized tensor."""
 
     view: TensorRef
-    """Where it lies."""
+    """Its place."""
     dtype: str | None
-    """Safetensors code of its numbers; None for the codes, see `Kind.stored`."""
+    """Safetensors code of its numbers; None for the codes, see `StoringKind.stored`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PlainLayout:
     """A quantized tensor as plain ones."""
 
-    kind: Kind
+    kind: StoringKind
     shape: Shape
     """Its elements along each dim."""
-    parts: Mapping[str, Part]
-    """What follows its name -> the buffer."""
+    parts: Mapping[str, QuantizedPart]
+    """Suffix of its name -> the buffer."""
     left: Mapping[str, str]
-    """What follows its name -> what it is, for buffers that are not read."""
+    """Suffix of its name -> description, for buffers that are not read."""
 
 
-def layout(tensor: Quantized) -> Layout:
-    """Return the plain tensors that a quantized one consists of.
+def layout(tensor: Quantized) -> PlainLayout:
+    """Return the plain tensors that make up a quantized one.
 
     Raises:
-        ViewFault: SHAPE_MISMATCH, DTYPE_MISMATCH or MISSING_TENSOR for buffers that do not go together; UNSUPPORTED
+        ViewFault: SHAPE_MISMATCH, DTYPE_MISMATCH or MISSING_TENSOR for buffers that do not fit together; UNSUPPORTED
             for those that no view can express.
     """
     _check_settings(tensor)
-    made = _LAYOUTS[tensor.kind](_Buffers(tensor))
-    if tensor.shape is not None and tensor.shape != made.shape:
-        message = f"it is said to be {list(tensor.shape)}, and its codes are those of {list(made.shape)}"
+    plain_layout = _LAYOUTS[tensor.kind](_Buffers(tensor))
+    if tensor.shape is not None and tensor.shape != plain_layout.shape:
+        message = f"it is said to be {list(tensor.shape)}, and its codes are those of {list(plain_layout.shape)}"
         raise ViewFault("SHAPE_MISMATCH", message)
-    return made
+    return plain_layout
 
 
 def _check_settings(tensor: Quantized) -> None:
@@ -172,21 +172,21 @@ class _Buffers:
         Raises:
             ViewFault: MISSING_TENSOR, DTYPE_MISMATCH.
         """
-        found = self.tensor.buffers.get(name)
-        if found is None:
+        buffer = self.tensor.buffers.get(name)
+        if buffer is None:
             raise ViewFault("MISSING_TENSOR", f"this {self.tensor.kind} has no {name}")
-        own = found.dtype or getattr(found.storage, "dtype", None)
-        if own is None or own.name != dtype:
-            told = "unknown" if own is None else own.name
-            raise ViewFault("DTYPE_MISMATCH", f"its {name} is {dtype} in every release; found {told}")
-        return found
+        dtype_found = buffer.dtype or getattr(buffer.storage, "dtype", None)
+        if dtype_found is None or dtype_found.name != dtype:
+            dtype_name = "unknown" if dtype_found is None else dtype_found.name
+            raise ViewFault("DTYPE_MISMATCH", f"its {name} is {dtype} in every release; found {dtype_name}")
+        return buffer
 
     def number(self, name: str) -> TensorRef:
         """Return a buffer that holds one number."""
-        found = self.take(name, _SINGLE)
-        if prod(found.shape) != 1:
-            raise ViewFault("SHAPE_MISMATCH", f"its {name} is one number; found {list(found.shape)}")
-        return found
+        buffer = self.take(name, _SINGLE)
+        if prod(buffer.shape) != 1:
+            raise ViewFault("SHAPE_MISMATCH", f"its {name} is one number; found {list(buffer.shape)}")
+        return buffer
 
     def scales(self, name: str, grid: Shape, pad: tuple[int, int], dtype: str = _BYTE) -> TensorRef:
         """Return a matrix of scales without its padding.
@@ -200,34 +200,34 @@ class _Buffers:
         Raises:
             ViewFault: SHAPE_MISMATCH, and as `take`.
         """
-        found = self.take(name, dtype)
+        buffer = self.take(name, dtype)
         padded = tuple(-(-size // step) * step for size, step in zip(grid, pad, strict=True))
-        fits = len(found.shape) == 2 and all(
-            own in (size, up) for own, size, up in zip(found.shape, grid, padded, strict=True)
+        fits = len(buffer.shape) == 2 and all(
+            stored_size in (size, up) for stored_size, size, up in zip(buffer.shape, grid, padded, strict=True)
         )
         if not fits:
-            message = f"its {name} is {list(grid)}, padded to {list(padded)}; found {list(found.shape)}"
+            message = f"its {name} is {list(grid)}, padded to {list(padded)}; found {list(buffer.shape)}"
             raise ViewFault("SHAPE_MISMATCH", message)
-        return replace(found, shape=grid)
+        return replace(buffer, shape=grid)
 
-    def kind(self, encoding: str, tile: tuple[int, int], scale: str, scale_max: int = _FULL) -> Kind:
+    def kind(self, encoding: str, tile: tuple[int, int], scale: str, scale_max: int = _FULL) -> StoringKind:
         """Return how the buffers make values."""
-        return Kind(encoding, tile, scale, self.tensor.number, self.tensor.numbering, scale_max)
+        return StoringKind(encoding, tile, scale, self.tensor.number, self.tensor.numbering, scale_max)
 
     def twice(self, what: str = te.COLUMNS) -> dict[str, str]:
-        """Return what is listed of codes that are there a second time."""
+        """Return the note on codes that are stored a second time."""
         return {f".{what}": "its codes by columns, for the backward pass"} if what in self else {}
 
 
-def _float8(buffers: _Buffers) -> Layout:
+def _float8(buffers: _Buffers) -> PlainLayout:
     scale = buffers.number(te.SCALE_INV)
-    codes = buffers.take(te.DATA) if te.DATA in buffers else _turned(buffers.take(te.TRANSPOSE))
+    codes = buffers.take(te.DATA) if te.DATA in buffers else _first_dim_last(buffers.take(te.TRANSPOSE))
     left = buffers.twice(te.TRANSPOSE) if te.DATA in buffers else {}
-    parts = {CODES: Part(codes, None), SCALE: Part(scale, _REAL)}
-    return Layout(buffers.kind(_FLOAT8, (_WHOLE, _WHOLE), _REAL), codes.shape, parts, left)
+    parts = {CODES: QuantizedPart(codes, None), SCALE: QuantizedPart(scale, _REAL)}
+    return PlainLayout(buffers.kind(_FLOAT8, (_WHOLE, _WHOLE), _REAL), codes.shape, parts, left)
 
 
-def _mxfp8(buffers: _Buffers) -> Layout:
+def _mxfp8(buffers: _Buffers) -> PlainLayout:
     by_rows = te.ROWS in buffers
     codes = buffers.take(te.ROWS if by_rows else te.COLUMNS)
     tile = (1, _MX) if by_rows else (_MX, 1)
@@ -236,68 +236,68 @@ def _mxfp8(buffers: _Buffers) -> Layout:
         scales = buffers.scales(te.ROW_SCALES, (rows, columns // _MX), (128, 4))
     else:
         scales = buffers.scales(te.COLUMN_SCALES, (rows // _MX, columns), (4, 128))
-    parts = {CODES: Part(codes, None), SCALE: Part(_stacked(scales, codes.shape, tile), _EXPONENT)}
+    parts = {CODES: QuantizedPart(codes, None), SCALE: QuantizedPart(_stacked(scales, codes.shape, tile), _EXPONENT)}
     left = buffers.twice() if by_rows else {}
-    return Layout(buffers.kind(_MXFP8, tile, _EXPONENT), codes.shape, parts, left)
+    return PlainLayout(buffers.kind(_MXFP8, tile, _EXPONENT), codes.shape, parts, left)
 
 
-def _blockwise(buffers: _Buffers) -> Layout:
+def _blockwise(buffers: _Buffers) -> PlainLayout:
     by_rows = te.ROWS in buffers
     is_2d = bool(buffers.tensor.settings.get(te.IS_2D))
     compact = not is_2d and buffers.tensor.settings.get(te.FORMAT, 0) == te.COMPACT
     if by_rows or compact:
         codes = buffers.take(te.ROWS if by_rows else te.COLUMNS)
     else:
-        codes = _turned(buffers.take(te.COLUMNS))
+        codes = _first_dim_last(buffers.take(te.COLUMNS))
     tile = (1 if by_rows and not is_2d else _BLOCK, _BLOCK if by_rows or is_2d else 1)
     rows, columns = _matrix(codes.shape, tile)
     grid = (-(-rows // tile[0]), -(-columns // tile[1]))
     # Scales of square tiles are transposed with their codes; those of rows always, except in the compact format.
-    turned = not by_rows if is_2d else by_rows and not compact
+    transposed = not by_rows if is_2d else by_rows and not compact
     name = te.ROW_SCALES if by_rows else te.COLUMN_SCALES
     pad = (1, 1) if compact else (1, 4)
-    if turned:
-        scales = _turned(buffers.scales(name, grid[::-1], pad, _SINGLE))
+    if transposed:
+        scales = _first_dim_last(buffers.scales(name, grid[::-1], pad, _SINGLE))
     else:
         scales = buffers.scales(name, grid, pad, _SINGLE)
-    parts = {CODES: Part(codes, None), SCALE: Part(_stacked(scales, codes.shape, tile), _REAL)}
+    parts = {CODES: QuantizedPart(codes, None), SCALE: QuantizedPart(_stacked(scales, codes.shape, tile), _REAL)}
     left = buffers.twice() if by_rows else {}
-    return Layout(buffers.kind(_FLOAT8_BLOCK, tile, _REAL), codes.shape, parts, left)
+    return PlainLayout(buffers.kind(_FLOAT8_BLOCK, tile, _REAL), codes.shape, parts, left)
 
 
-def _nvfp4(buffers: _Buffers) -> Layout:
+def _nvfp4(buffers: _Buffers) -> PlainLayout:
     if te.ROWS not in buffers and te.COLUMNS in buffers:
         message = "it has codes by columns only, whose pairs of 4 bits lie along the other dim"
         raise ViewFault("UNSUPPORTED", message, "Save it with a quantizer that keeps codes by rows.")
     settings = buffers.tensor.settings
-    most = settings.get(te.E4M3_MAX, _FULL) if settings.get(te.FOUR_OVER_SIX) else _FULL
-    if most not in (_FULL, _HALF):
-        raise ViewFault("UNSUPPORTED", f"its scales were made to reach {most}; known: {_FULL}, {_HALF}")
+    scale_max = settings.get(te.E4M3_MAX, _FULL) if settings.get(te.FOUR_OVER_SIX) else _FULL
+    if scale_max not in (_FULL, _HALF):
+        raise ViewFault("UNSUPPORTED", f"its scales were made to reach {scale_max}; known: {_FULL}, {_HALF}")
     codes = buffers.take(te.ROWS)
     if not codes.shape:
         raise ViewFault("SHAPE_MISMATCH", "its codes have no dims")
     shape = (*codes.shape[:-1], codes.shape[-1] * 2)
     rows, columns = _matrix(shape, (1, _NV))
     scales = buffers.scales(te.ROW_SCALES, (rows, -(-columns // _NV)), (128, 4))
-    end = HALVED if most == _HALF else ""
+    end = HALVED if scale_max == _HALF else ""
     parts = {
-        CODES: Part(codes, None),
-        SCALE + end: Part(_stacked(scales, shape, (1, _NV)), _E4M3),
-        AMAX + end: Part(_repeated(buffers.number(te.ROW_AMAX), shape[:-2]), _REAL),
+        CODES: QuantizedPart(codes, None),
+        SCALE + end: QuantizedPart(_stacked(scales, shape, (1, _NV)), _E4M3),
+        AMAX + end: QuantizedPart(_repeated(buffers.number(te.ROW_AMAX), shape[:-2]), _REAL),
     }
-    return Layout(buffers.kind(_NVFP4, (1, _NV), _E4M3, most), shape, parts, buffers.twice())
+    return PlainLayout(buffers.kind(_NVFP4, (1, _NV), _E4M3, scale_max), shape, parts, buffers.twice())
 
 
 _LAYOUTS = {te.FLOAT8: _float8, te.MXFP8: _mxfp8, te.BLOCKWISE: _blockwise, te.NVFP4: _nvfp4}
 
 
-def _turned(view: TensorRef) -> TensorRef:
-    """Return a view with its first dim as the last one: TransformerEngine's transposition."""
+def _first_dim_last(view: TensorRef) -> TensorRef:
+    """Return a view with its first dim moved to the end: TransformerEngine's transposition."""
     return replace(view, shape=(*view.shape[1:], *view.shape[:1]), strides=(*view.strides[1:], *view.strides[:1]))
 
 
 def _repeated(number: TensorRef, stack: Shape) -> TensorRef:
-    """Return one number as one for each matrix of a stack."""
+    """Return one number as a stack of one per matrix."""
     return replace(number, shape=stack, strides=(0,) * len(stack)) if stack else number
 
 
@@ -326,7 +326,7 @@ def _matrix(shape: Shape, tile: tuple[int, int], *, whole: bool = False) -> tupl
 
 
 def _stacked(scales: TensorRef, shape: Shape, tile: tuple[int, int]) -> TensorRef:
-    """Return a matrix of scales with the dims of its codes."""
+    """Return a matrix of scales with the leading dims of its codes."""
     if len(shape) == 1:
         return replace(scales, shape=scales.shape[1:], strides=scales.strides[1:])
     outer = (*shape[:-2], -(-shape[-2] // tile[0]))

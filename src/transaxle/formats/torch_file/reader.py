@@ -17,7 +17,7 @@ from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Quantized, Scalar, TensorRef
 from transaxle.formats.sharded.shard_index import read_files
 from transaxle.formats.storage.storage import Storage
-from transaxle.formats.torch_file.quantized_tensors import NOTE, TAKEN, Layout, layout
+from transaxle.formats.torch_file.quantized_tensors import NOTE, TAKEN, PlainLayout, layout
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.torch_file.views import REPEATED, ViewFault, identity, place
 from transaxle.formats.training_items import TrainingItem, tops
@@ -30,17 +30,17 @@ TIES = "ties"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """What one torch file holds."""
+class TorchContents:
+    """The contents of one torch file."""
 
     entries: Mapping[str, Entry]
     """Tensors and numbers by name, in the order in which they were saved."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """Its root, its ties, its quantized tensors, and what is left behind."""
     checksums: tuple[Checksum, ...] = ()
-    """What the archive says of its records' bytes."""
+    """Checksums of the archive's records."""
     training: tuple[TrainingItem, ...] = ()
-    """What is beside model and optimizer."""
+    """State beside model and optimizer."""
     seal: Seal | None = None
     """Where the file keeps digests of its bytes."""
 
@@ -59,28 +59,28 @@ def open_torch(storage: Storage, path: str, member: str) -> Container:
         StorageError: IO.
     """
     inline = NumbersInMemory(storage)
-    found = read_files(storage, member, lambda file: read_part(inline, file))
-    around = sort_sidecars(storage, found.sizes)
-    checksums = tuple(checksum for part in found.parts.values() for checksum in part.checksums)
-    training = tuple(item for part in found.parts.values() for item in part.training)
-    metadata = {**found.index_texts, **_merged(found.parts), **({TRAINING: tops(training)} if training else {})}
-    seals = tuple(part.seal for part in found.parts.values() if part.seal is not None)
+    read = read_files(storage, member, lambda file: read_part(inline, file))
+    sidecars = sort_sidecars(storage, read.sizes)
+    checksums = tuple(checksum for contents in read.parts.values() for checksum in contents.checksums)
+    training = tuple(item for contents in read.parts.values() for item in contents.training)
+    metadata = {**read.index_texts, **_merged(read.parts), **({TRAINING: tops(training)} if training else {})}
+    seals = tuple(contents.seal for contents in read.parts.values() if contents.seal is not None)
     return Container(
         TORCH.name,
         path,
         inline,
-        found.entries,
-        found.sizes,
+        read.entries,
+        read.sizes,
         metadata,
-        around.carried,
-        around.ignored,
+        sidecars.carried,
+        sidecars.ignored,
         checksums,
         training=training,
         seals=seals,
     )
 
 
-def read_part(inline: NumbersInMemory, file: str) -> Part:
+def read_part(inline: NumbersInMemory, file: str) -> TorchContents:
     """Read the catalog of one torch file.
 
     Raises:
@@ -94,14 +94,14 @@ def read_part(inline: NumbersInMemory, file: str) -> Part:
     state = arrange(leaves, file=file, read=partial(_single, inline, file))
     placed = _Placed(file)
     layouts = placed.layouts(state.leaves)
-    old = any(each.kind.is_old for each in layouts.values())
+    is_old = any(quantized_layout.kind.is_old for quantized_layout in layouts.values())
     for name, leaf in state.leaves.items():
         if leaf.kind == "number":
             placed.entries[name] = _number(name, leaf.value, inline)
         elif any(isinstance(key, Odd) for key in leaf.path):
             placed.faults.add("UNSUPPORTED", f"it is under a key that is no text: {list(leaf.path)}", file, name)
         elif name in layouts:
-            placed.quantized(name, layouts[name], old=old)
+            placed.quantized(name, layouts[name], old=is_old)
         elif not isinstance(leaf.value, Quantized):
             placed.tensor(name, leaf.value)
         if placed.repeated > REPEATED:
@@ -113,19 +113,19 @@ def read_part(inline: NumbersInMemory, file: str) -> Part:
     metadata = state.metadata() | ({TIES: placed.ties} if placed.ties else {}) | placed.said
     if placed.left:
         metadata[LEFT_BEHIND] = {**metadata.get(LEFT_BEHIND, {}), **placed.left}
-    return Part(placed.entries, metadata, saved.checksums, tuple(state.training), saved.seal)
+    return TorchContents(placed.entries, metadata, saved.checksums, tuple(state.training), saved.seal)
 
 
 class _Placed:
-    """The tensors of one file that have been given their places.
+    """The tensors of one file, with their places.
 
     Attributes:
         entries: by name, in order.
         ties: name -> name of the tensor that is the same view of the same storage.
-        said: what the metadata says of quantized tensors.
-        left: buffers that are not read, and what they are.
-        repeated: bytes that are claimed and not there.
-        faults: what is wrong.
+        said: notes on quantized tensors for the metadata.
+        left: buffers that are not read, with descriptions.
+        repeated: bytes that views claim beyond those stored.
+        faults: the problems.
     """
 
     def __init__(self, file: str) -> None:
@@ -138,56 +138,56 @@ class _Placed:
         self._file = file
         self._first: dict[tuple[object, ...], str] = {}
 
-    def layouts(self, leaves: Mapping[str, Leaf]) -> dict[str, Layout]:
-        """Return how the quantized tensors are stored; what is wrong with them is noted."""
-        found = {}
+    def layouts(self, leaves: Mapping[str, Leaf]) -> dict[str, PlainLayout]:
+        """Return the layouts of the quantized tensors; their problems are noted."""
+        layouts = {}
         for name, leaf in leaves.items():
             if isinstance(leaf.value, Quantized):
                 try:
-                    found[name] = layout(leaf.value)
+                    layouts[name] = layout(leaf.value)
                 except ViewFault as fault:
                     self._refuse(name, fault)
-        return found
+        return layouts
 
     def tensor(self, name: str, tensor: TensorRef | Object, dtype: str | None = None) -> None:
         """Place one tensor.
 
         Args:
-            name: what it is called.
-            tensor: what the pickle says of it.
+            name: its name.
+            tensor: its description in the pickle.
             dtype: safetensors code of its numbers, where the pickle has them as bytes.
         """
         try:
-            entry, more = place(name, tensor, self._file)
+            entry, repeated_here = place(name, tensor, self._file)
         except ViewFault as fault:
             self._refuse(name, fault)
             return
         if name in self.entries:
             self.faults.add("NAME_COLLISION", TAKEN, self._file, name)
         self.entries[name] = entry if dtype is None else replace(entry, dtype=dtype)
-        self.repeated += more
-        seen = identity(tensor) if isinstance(tensor, TensorRef) else None
-        if seen is not None and self._first.setdefault(seen, name) != name:
-            self.ties[name] = self._first[seen]
+        self.repeated += repeated_here
+        view_identity = identity(tensor) if isinstance(tensor, TensorRef) else None
+        if view_identity is not None and self._first.setdefault(view_identity, name) != name:
+            self.ties[name] = self._first[view_identity]
 
-    def quantized(self, name: str, found: Layout, *, old: bool) -> None:
+    def quantized(self, name: str, plain_layout: PlainLayout, *, old: bool) -> None:
         """Place the buffers of a quantized tensor; see `Kind.codes`."""
         try:
-            self.said.setdefault(NOTE, {})[name] = found.kind.said(old=old)
-            codes = found.kind.stored(old=old)
+            self.said.setdefault(NOTE, {})[name] = plain_layout.kind.said(old=old)
+            codes = plain_layout.kind.stored(old=old)
         except ViewFault as fault:
             self._refuse(name, fault)
             return
-        for end, part in found.parts.items():
-            self.tensor(name + end, part.view, part.dtype or codes)
-        self.left.update({name + end: what for end, what in found.left.items()})
+        for end, buffer in plain_layout.parts.items():
+            self.tensor(name + end, buffer.view, buffer.dtype or codes)
+        self.left.update({name + end: reason for end, reason in plain_layout.left.items()})
 
     def _refuse(self, name: str, fault: ViewFault) -> None:
         self.faults.add(fault.code, fault.message, self._file, name, fault.hint)
 
 
 def _single(inline: NumbersInMemory, file: str, value: TensorRef | Object) -> object:
-    """Return the number that a tensor without dims holds; see `formats.state`."""
+    """Return the number in a tensor without dims; see `training_state.state`."""
     try:
         entry, _ = place("", value, file)
     except ViewFault:
@@ -196,17 +196,17 @@ def _single(inline: NumbersInMemory, file: str, value: TensorRef | Object) -> ob
 
 
 def _number(name: str, value: Scalar | float | bool, inline: NumbersInMemory) -> Entry:
-    found = (value.code, value.data) if isinstance(value, Scalar) else number(value)
-    assert found is not None
-    code, data = found
+    code_and_bytes = (value.code, value.data) if isinstance(value, Scalar) else number(value)
+    assert code_and_bytes is not None
+    code, data = code_and_bytes
     return Entry(name, code, (), (inline.add(data),))
 
 
-def _merged(parts: Mapping[str, Part]) -> dict[str, Any]:
-    """Return the metadata of all files: mappings and groups are joined, of other values the first one counts."""
+def _merged(parts: Mapping[str, TorchContents]) -> dict[str, Any]:
+    """Return the metadata of all files: mappings and groups are joined; of other values the first counts."""
     merged: dict[str, Any] = {}
-    for part in parts.values():
-        for key, value in part.metadata.items():
+    for contents in parts.values():
+        for key, value in contents.metadata.items():
             if key == GROUPS:
                 merged[key] = [*merged.get(key, ()), *value]
             else:

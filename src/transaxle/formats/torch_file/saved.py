@@ -1,4 +1,4 @@
-"""A torch file as a value: what was saved, with the place of every storage. Either form, one result."""
+"""A torch file as a value: the saved object, with the place of every storage; the same for both file formats."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from transaxle.formats.catalog.seal import DIGITS, Seal, seal_of
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.legacy import read_legacy
-from transaxle.formats.torch_file.stored_storage import Storages, Stored
+from transaxle.formats.torch_file.stored_storage import Storages, StoredStorage
 from transaxle.formats.torch_file.zip.archive import LOCAL, Archive, read_archive
-from transaxle.formats.torch_file.zip.window import Window, window
+from transaxle.formats.torch_file.zip.window import FileWindow, window
 
 PICKLE, DATA, BYTE_ORDER, VERSION = "data.pkl", "data/", "byteorder", "version"
 FORMAT_VERSION, ALIGNED = ".format_version", ".storage_alignment"
 SEALED = ".data/transaxle_digests"
-"""Record of the digests of all bytes of the file; torch reads past it."""
+"""Record with the digests of all bytes of the file; torch ignores it."""
 LITTLE = b"little"
 _BIG = b"big"
 _SCRIPT = "constants.pkl"
@@ -31,14 +31,14 @@ _PICKLE_BEGINS = b"\x80"
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What one call of `torch.save` wrote."""
+    """The result of one call of `torch.save`."""
 
     value: Any
-    """The object, as plain values and descriptors; the storage of each tensor is a `Stored`."""
-    storages: Mapping[str, Stored]
+    """The object, as plain values and descriptors; the storage of each tensor is a `StoredStorage`."""
+    storages: Mapping[str, StoredStorage]
     """All storages by key; their offsets count from the beginning of the file."""
     checksums: tuple[Checksum, ...]
-    """What the archive says of its records' bytes; a legacy file says nothing."""
+    """Checksums of the archive's records; a legacy file has none."""
     seal: Seal | None = None
     """Where the file keeps digests of its bytes."""
 
@@ -66,10 +66,10 @@ def read_saved(storage: Storage, file: str, start: int = 0, size: int | None = N
     else:
         raise _no_torch_file(area, begin)
     storages.settle(start)
-    return Saved(value, storages.found, checksums, seal)
+    return Saved(value, storages.by_key, checksums, seal)
 
 
-def _no_torch_file(area: Window, begin: bytes) -> Exception:
+def _no_torch_file(area: FileWindow, begin: bytes) -> Exception:
     if begin == _LFS_POINTER:
         hint = "This is a Git LFS pointer, not the file itself: run `git lfs pull`."
         return area.unsupported("the file is no torch file", hint)
@@ -80,7 +80,7 @@ def _no_torch_file(area: Window, begin: bytes) -> Exception:
     return area.unsupported("the file is no torch file: it is neither a zip archive nor a pickle")
 
 
-def _read_zip(area: Window) -> tuple[Any, Storages, tuple[Checksum, ...], Seal | None]:
+def _read_zip(area: FileWindow) -> tuple[Any, Storages, tuple[Checksum, ...], Seal | None]:
     archive = read_archive(area)
     records = archive.records
     if _SCRIPT in records:
@@ -97,55 +97,59 @@ def _read_zip(area: Window) -> tuple[Any, Storages, tuple[Checksum, ...], Seal |
     pickled = read_pickle(data, file=area.file, record=PICKLE, persistent=storages.refer)
     if pickled.end != len(data):
         raise area.corrupt(f"record {PICKLE}: {len(data) - pickled.end} bytes follow the pickle")
-    for key, stored in storages.found.items():
+    for key, stored in storages.by_key.items():
         record = records.get(DATA + key)
         if record is None:
             raise area.corrupt(f"tensors refer to the record {DATA}{key}, which is not there")
         if record.size != stored.nbytes:
-            said = f"{stored.count} elements of {stored.dtype.name}, {stored.nbytes} bytes"
-            raise area.corrupt(f"record {DATA}{key} has {record.size} bytes; the pickle says {said}")
+            expected = f"{stored.count} elements of {stored.dtype.name}, {stored.nbytes} bytes"
+            raise area.corrupt(f"record {DATA}{key} has {record.size} bytes; the pickle says {expected}")
         stored.offset = record.offset
     for name in records:
-        if name.startswith(DATA) and name.removeprefix(DATA) not in storages.found:
+        if name.startswith(DATA) and name.removeprefix(DATA) not in storages.by_key:
             raise area.corrupt(f"no tensor refers to the record {name}")
     return pickled.value, storages, archive.checksums(), _seal(area, archive)
 
 
-def _seal(area: Window, archive: Archive) -> Seal | None:
-    """Return where a file keeps digests; None where it keeps none.
+def _seal(area: FileWindow, archive: Archive) -> Seal | None:
+    """Return where a file keeps digests; None if it keeps none.
 
-    Only files that we wrote have them: of storages that each are one tensor, in the order of their records.
+    Only files that we wrote have them; their storages are one tensor each, in the order of the records.
 
     Raises:
-        Refused: CORRUPT where there is only a part of them.
+        Refused: CORRUPT where some of them are missing.
     """
     record = archive.records.get(SEALED)
     if record is None:
         return None
-    held = [each.offset for name, each in archive.records.items() if name.startswith(DATA) and each.size]
+    tensor_offsets = [
+        stored.offset for name, stored in archive.records.items() if name.startswith(DATA) and stored.size
+    ]
     count = record.size // DIGITS - 1
-    if record.size % DIGITS or not 0 <= count <= len(held):  # settings of an optimizer are storages too, and last
+    if record.size % DIGITS or not 0 <= count <= len(
+        tensor_offsets
+    ):  # settings of an optimizer are storages too, and last
         raise area.corrupt("the record of its digests is not whole")
     first = area.start + record.offset
-    return seal_of(area.file, first, first + DIGITS, (area.start + offset for offset in held[:count]))
+    return seal_of(area.file, first, first + DIGITS, (area.start + offset for offset in tensor_offsets[:count]))
 
 
-def _check_notes(area: Window, archive: Archive) -> None:
+def _check_notes(area: FileWindow, archive: Archive) -> None:
     """Check the small records that say how the others are to be read."""
     order, version = (_note(area, archive, name) for name in (BYTE_ORDER, VERSION))
     if order == _BIG:
         raise area.unsupported("it was written on a big-endian machine", "Save it again on a little-endian one.")
     if order not in (None, LITTLE):
         raise area.corrupt(f"record {BYTE_ORDER}: {order!r} is no byte order")
-    for name, said in ((VERSION, version), (FORMAT_VERSION, _note(area, archive, FORMAT_VERSION))):
-        if said is not None and not said.strip().isdigit():
-            raise area.corrupt(f"record {name}: {said!r} is no version")
+    for name, version_text in ((VERSION, version), (FORMAT_VERSION, _note(area, archive, FORMAT_VERSION))):
+        if version_text is not None and not version_text.strip().isdigit():
+            raise area.corrupt(f"record {name}: {version_text!r} is no version")
     aligned = _note(area, archive, ALIGNED)
     if aligned is not None and not (aligned.isdigit() and 0 < int(aligned) <= _WIDEST):
         raise area.corrupt(f"record {ALIGNED}: {aligned!r} is no number of bytes that storages can be aligned to")
 
 
-def _note(area: Window, archive: Archive, name: str) -> bytes | None:
+def _note(area: FileWindow, archive: Archive, name: str) -> bytes | None:
     record = archive.records.get(name)
     if record is None:
         return None

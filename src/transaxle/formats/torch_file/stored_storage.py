@@ -1,7 +1,7 @@
-"""The storages of a torch file: what its pickle says of each, held against the bytes that are there.
+"""The storages of a torch file, as its pickle describes them, checked against the bytes that exist.
 
-torch.load believes the pickle: it takes a record of eight bytes per element for four, or for a storage that was never
-written it hands out whatever lies in memory. Here a storage has one type, one size, and exactly so many bytes.
+torch.load trusts the pickle: it reads a record of eight bytes per element as four, and for a storage that was never
+written it returns uninitialised memory. Here a storage has one dtype, one size, and exactly that many bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def item_bytes(dtype: DType) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Stored:
+class StoredStorage:
     """One storage."""
 
     key: str
@@ -35,7 +35,7 @@ class Stored:
     count: int
     """Number of elements."""
     offset: int = 0
-    """Its first byte in the file, once that is known."""
+    """Its first byte in the file, once it is known."""
 
     @property
     def nbytes(self) -> int:
@@ -47,70 +47,77 @@ class Storages:
     """The storages that a pickle has referred to so far, by key.
 
     Args:
-        legacy: the file is of the form that torch wrote before 1.6.
+        legacy: the file has the format that torch wrote before 1.6.
     """
 
     def __init__(self, *, legacy: bool) -> None:
         self._legacy = legacy
-        self.found: dict[str, Stored] = {}
-        self._views: dict[str, tuple[Stored, int, Stored]] = {}
+        self.by_key: dict[str, StoredStorage] = {}
+        self._views: dict[str, tuple[StoredStorage, int, StoredStorage]] = {}
 
-    def refer(self, pid: object) -> Stored:
-        """Resolve a persistent id: `("storage", type, key, device, elements)`, in old files with the view it is of.
+    def refer(self, pid: object) -> StoredStorage:
+        """Resolve a persistent id: `("storage", type, key, device, elements)`, in old files with the view it stands
+        for.
 
         Raises:
-            PickleFault: CORRUPT if it is none, or contradicts an earlier one; UNSUPPORTED for code that was saved.
+            PickleFault: CORRUPT if it is malformed, or contradicts an earlier one; UNSUPPORTED for saved code.
         """
         if type(pid) is not tuple or len(pid) < 2:
             raise malformed("a persistent id is no storage")
-        what, *rest = pid
-        if what == _MODULE:
+        id_kind, *id_fields = pid
+        if id_kind == _MODULE:
             raise PickleFault("it holds the source of a module", "UNSUPPORTED")
-        if what != STORAGE or len(rest) != (5 if self._legacy else 4):
+        if id_kind != STORAGE or len(id_fields) != (5 if self._legacy else 4):
             raise malformed("a persistent id is no storage")
-        kind, key, device, count = rest[:4]
+        kind, key, device, count = id_fields[:4]
         if type(kind) is not StorageType or type(key) is not str or type(device) not in (str, bytes):
             raise malformed("the persistent id of a storage is malformed")
         if type(count) is not int or not 0 <= count <= _MAX_COUNT // 16:
             raise malformed(f"storage {key[:80]!r} has an impossible number of elements")
         if not is_plain(key):
             raise malformed(f"{key[:80]!r} is no name of a storage")
-        stored = self._agreed(Stored(key, kind.dtype or BYTE, count))
-        return self._view(stored, rest[4]) if self._legacy and rest[4] is not None else stored
+        stored = self._agreed(StoredStorage(key, kind.dtype or BYTE, count))
+        return self._view(stored, id_fields[4]) if self._legacy and id_fields[4] is not None else stored
 
     @property
     def clash(self) -> str | None:
-        """A key that is that of a storage and of a view of one; None where there is none."""
-        return min(self.found.keys() & self._views.keys(), default=None)
+        """A key that names both a storage and a view of one; None if there is none."""
+        return min(self.by_key.keys() & self._views.keys(), default=None)
 
     def settle(self, start: int) -> None:
-        """Count all places from the beginning of the file, and give views of storages theirs.
+        """Turn all offsets into offsets from the beginning of the file, and set those of views.
 
         Args:
-            start: byte of the file from which the storages' places were counted.
+            start: byte of the file from which the storages' offsets were counted.
         """
-        for stored in self.found.values():
+        for stored in self.by_key.values():
             stored.offset += start
         for root, first, view in self._views.values():
-            view.offset = self.found[root.key].offset + first * item_bytes(view.dtype)
+            view.offset = self.by_key[root.key].offset + first * item_bytes(view.dtype)
 
-    def _view(self, root: Stored, said: object) -> Stored:
+    def _view(self, root: StoredStorage, view_id: object) -> StoredStorage:
         """Return a part of a storage that releases before 0.4 saved as one: `(key, first element, elements)`."""
-        if type(said) is not tuple or len(said) != 3 or type(said[0]) is not str:
+        if type(view_id) is not tuple or len(view_id) != 3 or type(view_id[0]) is not str:
             raise malformed(f"the view of storage {root.key!r} is malformed")
-        key, first, count = said
+        key, first_element, count = view_id
         if not is_plain(key):
             raise malformed(f"{key[:80]!r} is no name of a view of a storage")
-        if type(first) is not int or type(count) is not int or not 0 <= first <= first + count <= root.count:
+        if (
+            type(first_element) is not int
+            or type(count) is not int
+            or not 0 <= first_element <= first_element + count <= root.count
+        ):
             raise malformed(f"the view {key!r} does not lie in storage {root.key!r}, which has {root.count} elements")
-        known, begin, view = self._views.setdefault(key, (root, first, Stored(key, root.dtype, count)))
-        if (known.key, begin, view.dtype, view.count) != (root.key, first, root.dtype, count):
+        known_root, begin, view = self._views.setdefault(
+            key, (root, first_element, StoredStorage(key, root.dtype, count))
+        )
+        if (known_root.key, begin, view.dtype, view.count) != (root.key, first_element, root.dtype, count):
             raise malformed(f"the view {key!r} is said to be two parts of storages")
         return view
 
-    def _agreed(self, said: Stored) -> Stored:
-        known = self.found.setdefault(said.key, said)
-        if known.nbytes != said.nbytes or (known.dtype != said.dtype and said.nbytes):
-            first, second = (f"{one.count} elements of {one.dtype.name}" for one in (known, said))
-            raise malformed(f"storage {said.key!r} is said to hold {first}, and elsewhere {second}")
-        return known if known.dtype == said.dtype else said
+    def _agreed(self, storage: StoredStorage) -> StoredStorage:
+        first_seen = self.by_key.setdefault(storage.key, storage)
+        if first_seen.nbytes != storage.nbytes or (first_seen.dtype != storage.dtype and storage.nbytes):
+            first, second = (f"{claim.count} elements of {claim.dtype.name}" for claim in (first_seen, storage))
+            raise malformed(f"storage {storage.key!r} is said to hold {first}, and elsewhere {second}")
+        return first_seen if first_seen.dtype == storage.dtype else storage

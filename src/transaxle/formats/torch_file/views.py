@@ -1,7 +1,7 @@
-"""From what a pickle says of a tensor to the place of its bytes: the view must lie inside its storage, and be honest.
+"""Views: from a tensor's description in a pickle to the place of its bytes, which must be inside its storage.
 
-torch checks neither: a view of stride zero gives a terabyte from four bytes, and a storage of one type can be viewed
-under another.
+torch checks neither: a view of stride zero makes a terabyte out of four bytes, and a storage of one dtype can be viewed
+as another.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from math import prod
 from transaxle.errors import Code
 from transaxle.formats.catalog.catalog import Entry, Extent
 from transaxle.formats.pickled.descriptors import DType, Object, Quantized, TensorRef
-from transaxle.formats.torch_file.stored_storage import BYTE, Stored, item_bytes
+from transaxle.formats.torch_file.stored_storage import BYTE, StoredStorage, item_bytes
 
 REPEATED = 1 << 30
-"""Bytes that the views of one file may repeat, all together: expanded tensors are small, or a trap."""
+"""Cap on the bytes that the views of one file may repeat: expanded tensors are small, or a trap."""
 _MAX_COUNT = 2**63 - 1
 _PACKED = {"F4": 2}
-"""Codes whose elements torch counts in packs: elements a pack."""
+"""Codes whose elements torch counts in packs -> elements per pack."""
 _KINDS: dict[str, str] = {
     "_rebuild_sparse_tensor": "a sparse tensor",
     "_rebuild_sparse_csr_tensor": "a sparse tensor",
@@ -34,7 +34,7 @@ _HINT = "Save it as plain dense tensors."
 
 
 class ViewFault(Exception):
-    """Why a tensor is not read."""
+    """A tensor that cannot be read, with the reason."""
 
     def __init__(self, code: Code, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ def place(name: str, tensor: TensorRef | Object | Quantized, file: str) -> tuple
     if isinstance(tensor, Quantized):
         raise ViewFault("UNSUPPORTED", f"it is a {tensor.kind}, which is several tensors", _HINT)
     stored = tensor.storage
-    if not isinstance(stored, Stored):
+    if not isinstance(stored, StoredStorage):
         raise ViewFault("UNSUPPORTED", "its storage is pickled inside another pickle", _HINT)
     if tensor.flags:
         message = f"its values are not those stored: they are to be read with {' and '.join(tensor.flags)}"
@@ -83,8 +83,8 @@ def place(name: str, tensor: TensorRef | Object | Quantized, file: str) -> tuple
 
 
 def identity(tensor: TensorRef) -> tuple[object, ...] | None:
-    """Return what two tensors have in common that are one: equal for the same view of the same storage."""
-    if not isinstance(tensor.storage, Stored) or not prod(tensor.shape):
+    """Return a key that is equal for two tensors that are the same view of the same storage."""
+    if not isinstance(tensor.storage, StoredStorage) or not prod(tensor.shape):
         return None
     return tensor.storage.key, tensor.dtype, tensor.offset, tensor.shape, tensor.strides
 
@@ -97,7 +97,7 @@ def _count(tensor: TensorRef) -> int:
 
 
 def _span(tensor: TensorRef) -> int:
-    """Return the elements of the storage from the first one of a view to its last."""
+    """Return the number of storage elements from the first one of a view to its last."""
     if 0 in tensor.shape:
         return 0
     return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.strides, strict=True))

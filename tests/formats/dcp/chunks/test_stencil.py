@@ -15,7 +15,7 @@ from transaxle.formats.dcp.metadata import Payload
 from transaxle.formats.pickled.descriptors import TensorRef
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.torch_file.saved import Saved, read_saved
-from transaxle.formats.torch_file.stored_storage import Stored
+from transaxle.formats.torch_file.stored_storage import StoredStorage
 
 FILE = "__0_0.distcp"
 RESULT = "what the first was found to hold"
@@ -25,7 +25,7 @@ def told(saved: Saved, begin: int) -> tuple[object, ...]:
     """What an archive says of its tensor."""
     value = saved.value
     assert isinstance(value, TensorRef)
-    assert isinstance(value.storage, Stored)
+    assert isinstance(value.storage, StoredStorage)
     return value.shape, value.strides, value.offset, value.storage.dtype, value.storage.offset - begin
 
 

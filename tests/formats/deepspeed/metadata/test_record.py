@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from tests.formats.deepspeed.metadata.test_spread import rebuilt
 from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.metadata import affine
 from transaxle.formats.deepspeed.metadata.info_draft import Vocabulary, collected
 from transaxle.formats.deepspeed.metadata.name_patterns import escaped
 from transaxle.formats.deepspeed.metadata.record import Record, read
 from transaxle.formats.deepspeed.metadata.spread import Spread, by_widths, folded, same, whole
-from transaxle.formats.deepspeed.metadata.universal_info import Info
+from transaxle.formats.deepspeed.metadata.universal_info import UniversalInfo
 
 pytest.importorskip("deepspeed")
 torch = pytest.importorskip("torch")
@@ -301,10 +301,14 @@ def test_what_we_collect_is_merged_by_deepspeed_and_by_us(layer: str, ranks: int
         info = collected({name: record}, ranks)
         if record.spread is None:
             with pytest.raises(TransaxleError, match="UNSUPPORTED"):
-                Info(Node(info, FILE), ranks).spread(name, [tuple(shard.shape) for shard in cut.shards])
+                UniversalInfo(CheckedValue(info, FILE), ranks).spread(
+                    name, [tuple(shard.shape) for shard in cut.shards]
+                )
             continue
         for number, form in enumerate(forms_of(info, record)):
-            spread = Info(Node(form, FILE), ranks).spread(name, [tuple(shard.shape) for shard in cut.shards])
+            spread = UniversalInfo(CheckedValue(form, FILE), ranks).spread(
+                name, [tuple(shard.shape) for shard in cut.shards]
+            )
             np.testing.assert_array_equal(back(spread, cut), cut.full.numpy())
             if record.widths is None and number:
                 continue
@@ -435,7 +439,7 @@ def test_a_reason_is_kept_and_refused() -> None:
     info = collected({NAME: Record.unsupported("column", (4, 2), "interleaved heads")}, 2)
     assert info[keys.UNSUPPORTED_PATTERNS] == {escaped(NAME): "interleaved heads"}
     with pytest.raises(TransaxleError, match="interleaved heads"):
-        Info(Node(info, FILE), 2).spread(NAME, [(2, 2), (2, 2)])
+        UniversalInfo(CheckedValue(info, FILE), 2).spread(NAME, [(2, 2), (2, 2)])
 
 
 def test_padded_vocabularies_are_said_by_the_caller() -> None:
@@ -447,7 +451,7 @@ def test_padded_vocabularies_are_said_by_the_caller() -> None:
     assert (info[keys.TRUE_VOCABULARY], info[keys.PADDED_VOCABULARY]) == (13, 16)
     full = np.arange(48).reshape(16, 3)
     for form in (info, {key: value for key, value in info.items() if key != keys.AFFINE}):
-        spread = Info(Node(form, FILE), 2).spread(NAME, [(8, 3), (8, 3)])
+        spread = UniversalInfo(CheckedValue(form, FILE), 2).spread(NAME, [(8, 3), (8, 3)])
         np.testing.assert_array_equal(rebuilt(spread, [full[:8], full[8:]]), full[:13])
     assert keys.PADDED_VOCABULARY not in collected(parameters, 2, Vocabulary([NAME], 16))
     with pytest.raises(TransaxleError, match="17 words"):
@@ -466,7 +470,7 @@ def test_records_of_another_degree_are_refused() -> None:
 def test_an_unknown_version_of_the_metadata_is_refused() -> None:
     info = collected({NAME: Record.cut("column", (16, 3), 0, [[8, 8]])}, 2)
     with pytest.raises(TransaxleError, match=r"version 0\.7; up to 0\.4"):
-        Info(Node(info | {keys.INFO_VERSION: 0.7}, FILE), 2)
+        UniversalInfo(CheckedValue(info | {keys.INFO_VERSION: 0.7}, FILE), 2)
 
 
 def test_a_row_order_that_the_lists_cannot_say_is_taken_from_the_map() -> None:
@@ -474,13 +478,13 @@ def test_a_row_order_that_the_lists_cannot_say_is_taken_from_the_map() -> None:
     order = by_widths((3, 8), 1, [[2, 2], [2, 2]])
     info = collected({NAME: Record.placed("row", (3, 8), 1, order)}, 2)
     assert info[keys.ROW_PATTERNS]
-    assert same(Info(Node(info, FILE), 2).spread(NAME, order.shards), order)
+    assert same(UniversalInfo(CheckedValue(info, FILE), 2).spread(NAME, order.shards), order)
     del info[keys.UNSUPPORTED_PATTERNS]  # no list of AutoTP's
     with pytest.raises(TransaxleError, match="disagree"):
-        Info(Node(info, FILE), 2).spread(NAME, order.shards)
+        UniversalInfo(CheckedValue(info, FILE), 2).spread(NAME, order.shards)
     lying = collected({NAME: Record.placed("row", (3, 8), 1, whole((3, 8), 2))}, 2)
     with pytest.raises(TransaxleError, match="disagree"):
-        Info(Node(lying, FILE), 2).spread(NAME, [(3, 8), (3, 8)])
+        UniversalInfo(CheckedValue(lying, FILE), 2).spread(NAME, [(3, 8), (3, 8)])
 
 
 _ODD = st.recursive(

@@ -13,19 +13,19 @@ from hypothesis import strategies as st
 
 from transaxle.errors import TransaxleError
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.metadata import affine
 from transaxle.formats.deepspeed.metadata.name_patterns import Patterns, escaped
 from transaxle.formats.deepspeed.metadata.spread import Spread, by_widths, folded, owners, same, whole
-from transaxle.formats.deepspeed.metadata.universal_info import Info
+from transaxle.formats.deepspeed.metadata.universal_info import UniversalInfo
 
 FILE = "mp_rank_00_model_states.pt"
 NAME = "layers.0.qkv.weight"
 PATTERN = escaped(NAME)
 
 
-def node(info: dict[str, Any]) -> Node:
-    return Node(info, FILE)
+def node(info: dict[str, Any]) -> CheckedValue:
+    return CheckedValue(info, FILE)
 
 
 def described(spread: Spread, version: int = 1) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def test_both_forms_agree_and_each_suffices(widths: list[list[int]], dim: int) -
     sizes = [sum(each) for each in widths]
     forms = [described(spread), listed(sizes, widths, dim, 2), described(spread) | listed(sizes, widths, dim, 2)]
     for info in forms if rows else forms[:1]:
-        assert same(Info(node(info), len(widths[0])).spread(NAME, spread.shards), spread)
+        assert same(UniversalInfo(node(info), len(widths[0])).spread(NAME, spread.shards), spread)
 
 
 def test_a_view_with_more_dims_is_merged_into_the_shards_own() -> None:
@@ -109,7 +109,7 @@ def test_a_view_with_more_dims_is_merged_into_the_shards_own() -> None:
 
 def refused(info: dict[str, Any], ranks: int, shards: Sequence[tuple[int, ...]]) -> TransaxleError:
     with pytest.raises(TransaxleError) as caught:
-        Info(node(info), ranks).spread(NAME, shards)
+        UniversalInfo(node(info), ranks).spread(NAME, shards)
     return caught.value
 
 
@@ -157,12 +157,12 @@ def test_shards_of_another_shape_are_refused() -> None:
 def test_a_layer_whose_path_holds_embed_keeps_its_rows() -> None:
     """AutoTP lists it as a vocabulary; nothing there was padded, so nothing is taken off."""
     info = {keys.UNSUPPORTED_PATTERNS: {}, keys.VOCABULARY_PATTERNS: [PATTERN], keys.TRUE_VOCABULARY: 4}
-    assert Info(node(info), 2).spread(NAME, [(8, 3), (8, 3)]).shape == (16, 3)
+    assert UniversalInfo(node(info), 2).spread(NAME, [(8, 3), (8, 3)]).shape == (16, 3)
 
 
 def test_the_padding_of_a_vocabulary_goes() -> None:
     info = {keys.VOCABULARY_PATTERNS: [PATTERN], keys.TRUE_VOCABULARY: 13, keys.PADDED_VOCABULARY: 16}
-    spread = Info(node(info), 2).spread(NAME, [(8, 3), (8, 3)])
+    spread = UniversalInfo(node(info), 2).spread(NAME, [(8, 3), (8, 3)])
     full = np.arange(48).reshape(16, 3)
     np.testing.assert_array_equal(rebuilt(spread, [full[:8], full[8:]]), full[:13])
 

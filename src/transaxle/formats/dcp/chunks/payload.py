@@ -23,9 +23,9 @@ from transaxle.formats.pickled.descriptors import Quantized, Scalar, TensorRef
 from transaxle.formats.safetensors.header import read_header
 from transaxle.formats.safetensors.torch_parts import starts
 from transaxle.formats.storage.storage import Storage
-from transaxle.formats.torch_file.quantized_tensors import Layout, layout
+from transaxle.formats.torch_file.quantized_tensors import PlainLayout, layout
 from transaxle.formats.torch_file.saved import DATA, Saved, read_saved
-from transaxle.formats.torch_file.stored_storage import Stored
+from transaxle.formats.torch_file.stored_storage import StoredStorage
 from transaxle.formats.torch_file.views import REPEATED, ViewFault, place
 from transaxle.formats.torch_file.zip.archive import LOCAL
 from transaxle.formats.training_state.flatten import described
@@ -52,7 +52,7 @@ class _TensorArchive(NamedTuple):
 class QuantizedChunk(NamedTuple):
     """A part of a tensor whose archive holds codes and scales (see `formats.torch_file.quantized`)."""
 
-    layout: Layout
+    layout: PlainLayout
     """How the buffers make values."""
     parts: Mapping[str, Entry]
     """Suffix of the tensor's name -> this chunk's own buffer."""
@@ -193,7 +193,7 @@ class Payloads:
         value = saved.value
         if isinstance(value, Quantized):
             return self._quantized(key, payload, value)
-        if not isinstance(value, TensorRef) or not isinstance(value.storage, Stored):
+        if not isinstance(value, TensorRef) or not isinstance(value.storage, StoredStorage):
             return _ObjectArchive(value)
         try:
             entry, repeated = place(key, value, payload.file)

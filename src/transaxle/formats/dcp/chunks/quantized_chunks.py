@@ -17,7 +17,7 @@ from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.dcp.chunks.payload import QuantizedChunk
 from transaxle.formats.dcp.metadata import SavedChunk
 from transaxle.formats.dtype import Shape
-from transaxle.formats.torch_file.quantized_tensors import CODES, NOTE, TAKEN, Kind
+from transaxle.formats.torch_file.quantized_tensors import CODES, NOTE, TAKEN, StoringKind
 from transaxle.formats.torch_file.views import ViewFault
 from transaxle.formats.training_state.state import LEFT_BEHIND
 
@@ -29,7 +29,7 @@ _HINT = "Save it unsharded, or dequantized."
 class AssembledTensor:
     """A quantized tensor whose chunks cover it."""
 
-    kind: Kind
+    kind: StoringKind
     """How its buffers make values."""
     parts: Mapping[str, Entry]
     """Suffix of its name -> the buffer; codes still have the dtype that the file states."""
@@ -143,7 +143,7 @@ def buffers(
     return entries
 
 
-def _tile(kind: Kind, end: str, first: Entry, shape: Shape) -> Shape | None:
+def _tile(kind: StoringKind, end: str, first: Entry, shape: Shape) -> Shape | None:
     """Return the elements along each dim that share one number of a buffer; None for all of them."""
     if end == CODES:
         return (*(1 for _ in shape[:-1]), 2 if kind.packed else 1) if shape else ()

@@ -22,7 +22,7 @@ from transaxle.formats.torch_file.zip.archive import (
     Archive,
     read_archive,
 )
-from transaxle.formats.torch_file.zip.window import Window
+from transaxle.formats.torch_file.zip.window import FileWindow
 
 _SERIAL = ".data/serialization_id"
 _MOST = 10_000
@@ -81,7 +81,7 @@ class Stencils(Generic[Result]):
 
     def learn(self, payload: Payload, result: Result) -> None:
         """Remember an archive that was read without any problem."""
-        archive = read_archive(Window(self._storage, payload.file, payload.offset, payload.length))
+        archive = read_archive(FileWindow(self._storage, payload.file, payload.offset, payload.length))
         arrangement = _arranged(archive)
         if arrangement is None:
             return

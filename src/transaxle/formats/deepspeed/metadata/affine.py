@@ -16,14 +16,14 @@ from typing import Any
 from transaxle.axes.geometry.strided import row_major
 from transaxle.errors import refuse
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import Node
-from transaxle.formats.deepspeed.metadata.spread import Block, Shape, Spread
+from transaxle.formats.deepspeed.checked_value import CheckedValue
+from transaxle.formats.deepspeed.metadata.spread import Shape, ShardBlock, Spread
 
 MOST_PIECES = 1024
 """Pieces of one parameter on all ranks together; real ones have a few per rank."""
 
 
-def maps_of(info: Node) -> dict[str, Node]:
+def maps_of(info: CheckedValue) -> dict[str, CheckedValue]:
     """Return pattern -> description from a model's metadata; empty where it has no affine form.
 
     Raises:
@@ -34,13 +34,13 @@ def maps_of(info: Node) -> dict[str, Node]:
         return {}
     version = affine.get(keys.AFFINE_VERSION)
     if version is None or version.natural() != keys.AFFINE_CURRENT:
-        said = "no version" if version is None else f"version {version.value}"
-        message = f"the {keys.AFFINE} has {said}; version {keys.AFFINE_CURRENT} is known"
+        version_text = "no version" if version is None else f"version {version.value}"
+        message = f"the {keys.AFFINE} has {version_text}; version {keys.AFFINE_CURRENT} is known"
         raise refuse("UNSUPPORTED", message, file=info.file)
     return dict(affine[keys.AFFINE_PARAMS].named())
 
 
-def read(node: Node, ranks: int) -> Spread:
+def read(node: CheckedValue, ranks: int) -> Spread:
     """Lower one parameter's description.
 
     Args:
@@ -61,30 +61,30 @@ def read(node: Node, ranks: int) -> Spread:
     pieces = [by_rank[rank][keys.PIECES].list() for rank in range(ranks)]
     if sum(map(len, pieces)) > MOST_PIECES:
         raise refuse("UNSUPPORTED", f"more than {MOST_PIECES} pieces", file=node.file, tensor=node.path[-1])
-    blocks, holders, said = [], dict[tuple[Shape, Shape], set[int]](), []
+    blocks, holders, pieces_with_blocks = [], dict[tuple[Shape, Shape], set[int]](), []
     for rank, listed in enumerate(pieces):
-        held = []
+        blocks_of_rank = []
         for piece in listed:
             block = _block(piece, shape, shards[rank])
             if not block.size:
                 continue
-            held.append(block)
+            blocks_of_rank.append(block)
             holders.setdefault((block.start, block.shape), set()).add(rank)
-            said.append((piece, block))
-        _check_shard(entries, rank, held, shards[rank])
-        blocks.append(tuple(held))
-    for piece, block in said:
+            pieces_with_blocks.append((piece, block))
+        _check_shard(entries, rank, blocks_of_rank, shards[rank])
+        blocks.append(tuple(blocks_of_rank))
+    for piece, block in pieces_with_blocks:
         if set(piece[keys.LOCATIONS].naturals()) != holders[block.start, block.shape]:
-            held_by = sorted(holders[block.start, block.shape])
-            raise piece.fault(f"{keys.LOCATIONS} are not the ranks that hold it, {held_by}")
+            holding_ranks = sorted(holders[block.start, block.shape])
+            raise piece.fault(f"{keys.LOCATIONS} are not the ranks that hold it, {holding_ranks}")
     return Spread(shape, shards, tuple(blocks))
 
 
 def write(spread: Spread) -> dict[str, Any]:
     """Return a parameter's description, as DeepSpeed writes it.  Inverse: `read`, up to empty pieces."""
     holders: dict[tuple[Shape, Shape], list[int]] = {}
-    for rank, held in enumerate(spread.blocks):
-        for block in held:
+    for rank, blocks_of_rank in enumerate(spread.blocks):
+        for block in blocks_of_rank:
             holders.setdefault((block.start, block.shape), []).append(rank)
     strides = row_major(spread.shape)
     return {
@@ -94,15 +94,15 @@ def write(spread: Spread) -> dict[str, Any]:
                 keys.SHARD_SHAPE: list(spread.shards[rank]),
                 keys.PIECES: [
                     _piece(block, strides, row_major(spread.shards[rank]), holders[block.start, block.shape])
-                    for block in held
+                    for block in blocks_of_rank
                 ],
             }
-            for rank, held in enumerate(spread.blocks)
+            for rank, blocks_of_rank in enumerate(spread.blocks)
         },
     }
 
 
-def _piece(block: Block, source: Shape, dest: Shape, ranks: Sequence[int]) -> dict[str, Any]:
+def _piece(block: ShardBlock, source: Shape, dest: Shape, ranks: Sequence[int]) -> dict[str, Any]:
     piece: dict[str, Any] = {
         keys.SHAPE: list(block.shape),
         keys.SOURCE: [_position(block.start, source), list(source)],
@@ -116,47 +116,49 @@ def _position(index: Shape, strides: Shape) -> int:
     return sum(at * step for at, step in zip(index, strides, strict=True))
 
 
-def _rank(entries: Node, key: object) -> int:
+def _rank(entries: CheckedValue, key: object) -> int:
     text = str(key) if isinstance(key, int | str) and not isinstance(key, bool) else ""
     if not text.isascii() or not text.isdecimal() or len(text) > len(str(MOST_PIECES)):
         raise entries.fault("its keys must be ranks")
     return int(text)
 
 
-def _block(piece: Node, shape: Shape, shard: Shape) -> Block:
+def _block(piece: CheckedValue, shape: Shape, shard: Shape) -> ShardBlock:
     sizes = piece[keys.SHAPE].naturals()
     scale = piece.get(keys.SCALE)
     factor = 1.0 if scale is None else scale.real()
     if factor == 0:
         raise piece.fault("a scale of zero cannot be undone")
-    start, at = (_start(piece[side], sizes, whole) for side, whole in ((keys.SOURCE, shape), (keys.DEST, shard)))
-    return Block(start, at, sizes, factor)
+    start, at = (
+        _start(piece[side], sizes, full_shape) for side, full_shape in ((keys.SOURCE, shape), (keys.DEST, shard))
+    )
+    return ShardBlock(start, at, sizes, factor)
 
 
-def _start(place: Node, sizes: Shape, whole: Shape) -> Shape:
+def _start(place: CheckedValue, sizes: Shape, full_shape: Shape) -> Shape:
     """Return the first index of a strided view that must be a box of a row-major array."""
-    both = place.list()
-    if len(both) != 2:
+    offset_and_strides = place.list()
+    if len(offset_and_strides) != 2:
         raise place.fault("an offset and strides were expected")
-    offset, strides = both[0].natural(), both[1].naturals()
-    if len(sizes) != len(whole) or len(strides) != len(whole):
-        raise place.fault(f"{len(sizes)} sizes and {len(strides)} strides do not fit {len(whole)} dims")
+    offset, strides = offset_and_strides[0].natural(), offset_and_strides[1].naturals()
+    if len(sizes) != len(full_shape) or len(strides) != len(full_shape):
+        raise place.fault(f"{len(sizes)} sizes and {len(strides)} strides do not fit {len(full_shape)} dims")
     if 0 in sizes:
-        return (0,) * len(whole)
-    dense = row_major(whole)
+        return (0,) * len(full_shape)
+    dense = row_major(full_shape)
     if any(size > 1 and step != want for size, step, want in zip(sizes, strides, dense, strict=True)):
-        message = f"strides {list(strides)} make no box of {list(whole)}"
+        message = f"strides {list(strides)} make no box of {list(full_shape)}"
         raise refuse("UNSUPPORTED", message, file=place.file, tensor=" > ".join(place.path))
     start = []
     for step in dense:
         index, offset = divmod(offset, step) if step else (0, offset)
         start.append(index)
-    if offset or any(first + size > most for first, size, most in zip(start, sizes, whole, strict=True)):
-        raise place.fault(f"a box of {list(sizes)} at {start} lies outside of {list(whole)}")
+    if offset or any(first + size > most for first, size, most in zip(start, sizes, full_shape, strict=True)):
+        raise place.fault(f"a box of {list(sizes)} at {start} lies outside of {list(full_shape)}")
     return tuple(start)
 
 
-def _check_shard(entries: Node, rank: int, held: Sequence[Block], shard: Shape) -> None:
+def _check_shard(entries: CheckedValue, rank: int, held: Sequence[ShardBlock], shard: Shape) -> None:
     """Check that the pieces of a rank fill its shard once."""
     filled = sum(block.size for block in held)
     twice = any(

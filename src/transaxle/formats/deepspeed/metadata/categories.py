@@ -12,7 +12,7 @@ from math import prod
 
 from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.metadata.name_patterns import Patterns
 from transaxle.formats.deepspeed.metadata.spread import Shape, Spread, by_widths, clipped, folded, whole
 
@@ -25,7 +25,9 @@ class Fused:
     """A parameter that consists of parts, one after the other along a dim."""
 
     shape: tuple[int | tuple[int, ...], ...]
-    """Sizes as DeepSpeed gives them: -1 for what is left; at `dim` the parts' sizes, or (before 0.4) their number."""
+    """Sizes as DeepSpeed states them: -1 for the remaining elements; at `dim` the parts' sizes, or (before 0.4) their
+    number.
+    """
     dim: int
     widths: Widths | None
     """None before version 0.4: every part is cut evenly."""
@@ -41,7 +43,7 @@ class Categories:
         Refused: CORRUPT; UNSUPPORTED for patterns that are not read.
     """
 
-    def __init__(self, info: Node) -> None:
+    def __init__(self, info: CheckedValue) -> None:
         self._info = info
         version = info.get(keys.INFO_VERSION)
         self.version = 0.0 if version is None else version.real()
@@ -65,8 +67,8 @@ class Categories:
 
     def unsupported(self, name: str) -> str | None:
         """Return why DeepSpeed itself could not describe a parameter; None where it could."""
-        found = self._unsupported.match(name)
-        return self._reasons[found[0]] if found else None
+        patterns = self._unsupported.match(name)
+        return self._reasons[patterns[0]] if patterns else None
 
     def spread(self, name: str, shards: Sequence[Shape]) -> Spread:
         """Return how the lists say that a parameter is spread.
@@ -119,13 +121,13 @@ class Categories:
 
     @property
     def any(self) -> bool:
-        """Whether there is such a schema at all: without one, an unlisted parameter is not described."""
+        """Whether such a schema exists at all: without one, an unlisted parameter is not described."""
         return any(
             self._info.get(key) is not None for key in (*self._cuts(), keys.SUB_PARAMS, keys.VOCABULARY_PATTERNS)
         )
 
     def names(self, name: str) -> bool:
-        """Tell whether a list says how a parameter is cut."""
+        """Tell whether a list states how a parameter is cut."""
         return bool(self._kinds(name))
 
     def pads(self, name: str) -> bool:
@@ -134,7 +136,7 @@ class Categories:
         return meant and self._match(keys.VOCABULARY_PATTERNS, name)
 
     def kind(self, name: str) -> str:
-        """Return the list that says how a parameter is cut; empty for along dim 0, in one part.
+        """Return the list that states how a parameter is cut; empty for a cut along dim 0, in one part.
 
         Raises:
             Refused: CORRUPT where lists contradict each other.
@@ -149,21 +151,23 @@ class Categories:
         return self._fused[self._fused_patterns.match(name)[0]]
 
     def only_rows(self, name: str) -> bool:
-        """Tell whether the lists say of a parameter no more than that AutoTP cut it along dim 1, in whatever order."""
+        """Tell whether the lists say only that AutoTP cut a parameter along dim 1, not in which order."""
         return not self._of_framework and self._kinds(name) == [keys.ROW_PATTERNS]
 
     def _kinds(self, name: str) -> list[str]:
-        """Return the lists that say how a parameter is cut; AutoTP also calls fused ones row-parallel if they are."""
-        found = [key for key in (*self._cuts(), keys.SUB_PARAMS) if self._match(key, name)]
-        return [keys.SUB_PARAMS] if found == [keys.ROW_PATTERNS, keys.SUB_PARAMS] else found
+        """Return the lists that state how a parameter is cut; AutoTP also lists row-parallel fused ones as
+        row-parallel.
+        """
+        lists = [key for key in (*self._cuts(), keys.SUB_PARAMS) if self._match(key, name)]
+        return [keys.SUB_PARAMS] if lists == [keys.ROW_PATTERNS, keys.SUB_PARAMS] else lists
 
     @staticmethod
     def _cuts() -> tuple[str, ...]:
         return keys.REPLICATED_PATTERNS, keys.AVERAGED_PATTERNS, keys.HALVES_PATTERNS, keys.ROW_PATTERNS
 
     def _match(self, key: str, name: str) -> bool:
-        found = self._fused_patterns if key == keys.SUB_PARAMS else self._lists[key]
-        return bool(found.match(name))
+        patterns = self._fused_patterns if key == keys.SUB_PARAMS else self._lists[key]
+        return bool(patterns.match(name))
 
     def _rows(self, name: str, shards: Sequence[Shape], dim: int) -> tuple[int, ...]:
         """Return the size of every shard along the dim in which they are joined; all others must be equal."""
@@ -184,11 +188,13 @@ class Categories:
                 message = f"parts of {uneven} rows are cut over {len(shards)} ranks, and the metadata "
                 raise self._fault(name, f"{message}(version {self.version}) does not say how", "UNSUPPORTED")
             widths = tuple((size // len(shards),) * len(shards) for size in parts)
-        if len(widths) != len(parts) or any(len(each) != len(shards) for each in widths):
+        if len(widths) != len(parts) or any(len(part_widths) != len(shards) for part_widths in widths):
             raise self._fault(name, f"widths {_listed(widths)} for {len(parts)} parts on {len(shards)} ranks")
-        for size, each in zip(parts, widths, strict=True):
-            if sum(each) != size:
-                raise self._fault(name, f"widths {list(each)} sum to {sum(each)}, the part has {size} rows")
+        for size, part_widths in zip(parts, widths, strict=True):
+            if sum(part_widths) != size:
+                raise self._fault(
+                    name, f"widths {list(part_widths)} sum to {sum(part_widths)}, the part has {size} rows"
+                )
         logical = _resolved(fused, parts, total)
         if logical is None or prod(logical) != total:
             raise self._fault(name, f"its shape {list(fused.shape)} does not have the {total} elements of its shards")
@@ -204,35 +210,36 @@ class Categories:
         return (rows // count,) * count
 
     def _read_fused(self) -> list[tuple[str, Fused]]:
-        found: list[tuple[str, Fused]] = []
+        fused: list[tuple[str, Fused]] = []
         listed = self._info.get(keys.SUB_PARAMS)
         widths = self._info.get(keys.SHARD_WIDTHS)
-        given = {} if widths is None else dict(widths.named())
+        widths_by_pattern = {} if widths is None else dict(widths.named())
         for entry in [] if listed is None else listed.list():
             sizes = tuple(size_of(item) for item in entry[keys.SHAPE].list())
             dim = entry[keys.PARTITION_DIM].natural()
             if dim >= len(sizes):
                 raise entry.fault(f"{keys.PARTITION_DIM} is {dim}, its shape has {len(sizes)} dims")
             for text in entry[keys.PATTERNS].texts():
-                each = given.get(text)
-                if each is None and self.version >= keys.INFO_CURRENT:
+                width_lists = widths_by_pattern.get(text)
+                if width_lists is None and self.version >= keys.INFO_CURRENT:
                     message = f"version {self.version} must give {keys.SHARD_WIDTHS} for {text!r}, and does not"
                     raise entry.fault(message)
-                read = None if each is None else tuple(item.naturals() for item in each.list())
-                found.append((text, Fused(sizes, dim, read)))
-        return found
+                part_widths = None if width_lists is None else tuple(item.naturals() for item in width_lists.list())
+                fused.append((text, Fused(sizes, dim, part_widths)))
+        return fused
 
     def _fault(self, name: str, message: str, code: Code = "SHAPE_MISMATCH") -> TransaxleError:
         return refuse(code, message, file=self._info.file, tensor=name)
 
 
-def _texts(info: Node, key: str) -> tuple[str, ...]:
-    found = info.get(key)
-    return () if found is None else found.texts()
+def _texts(info: CheckedValue, key: str) -> tuple[str, ...]:
+    listed = info.get(key)
+    return () if listed is None else listed.texts()
 
 
-def size_of(node: Node) -> int | tuple[int, ...]:
-    """Return the size of one dim of a fused parameter: a number, those of its parts, or -1 for what is left.
+def size_of(node: CheckedValue) -> int | tuple[int, ...]:
+    """Return the size of one dim of a fused parameter: a number, the sizes of its parts, or -1 for the remaining
+    elements.
 
     Raises:
         Refused: CORRUPT for anything else.
@@ -248,15 +255,15 @@ def size_of(node: Node) -> int | tuple[int, ...]:
 def _resolved(fused: Fused, parts: Sequence[int], total: int) -> Shape | None:
     """Return a fused parameter's shape with its one unknown size filled in; None where that cannot be."""
     sizes = [sum(parts) if dim == fused.dim else size for dim, size in enumerate(fused.shape)]
-    known = [sum(size) if isinstance(size, tuple) else size for size in sizes]
-    if known.count(-1) > 1:
+    sizes_known = [sum(size) if isinstance(size, tuple) else size for size in sizes]
+    if sizes_known.count(-1) > 1:
         return None
-    rest = prod(size for size in known if size != -1)
-    if -1 in known:
-        if rest == 0 or total % rest:
+    product_of_known = prod(size for size in sizes_known if size != -1)
+    if -1 in sizes_known:
+        if product_of_known == 0 or total % product_of_known:
             return None
-        known[known.index(-1)] = total // rest
-    return tuple(known)
+        sizes_known[sizes_known.index(-1)] = total // product_of_known
+    return tuple(sizes_known)
 
 
 def _joined(shards: Sequence[Shape], dim: int) -> Shape:

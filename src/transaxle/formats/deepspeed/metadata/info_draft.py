@@ -1,7 +1,7 @@
-"""Writing the metadata of a model, `universal_checkpoint_info`, from the records of its parameters.
+"""Drafting the metadata of a model, `universal_checkpoint_info`, from the records of its parameters.
 
 Both forms are written, as DeepSpeed 0.19.8 does: lists of patterns for earlier readers, and the affine map. Unlike
-DeepSpeed, nothing is concluded from names: a parameter is a padded vocabulary where the caller says so.
+DeepSpeed, nothing is inferred from names: the caller says which parameters are padded vocabularies.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ def collected(
     widths: dict[str, Any] = {}
     reasons: dict[str, str] = {}
     maps: dict[str, Any] = {}
-    for name, found in parameters.items():
+    for name, record_or_shape in parameters.items():
         pattern = escaped(name)
-        if not isinstance(found, Record):
+        if not isinstance(record_or_shape, Record):
             replicated.append(pattern)
-            maps[pattern] = affine.write(whole(found, ranks))
+            maps[pattern] = affine.write(whole(record_or_shape, ranks))
             continue
-        if found.spread is None:
-            reasons[pattern] = found.reason or ""
+        if record_or_shape.spread is None:
+            reasons[pattern] = record_or_shape.reason or ""
             continue
-        if len(found.spread.shards) != ranks:
-            message = f"its record is of {len(found.spread.shards)} ranks, the model of {ranks}"
+        if len(record_or_shape.spread.shards) != ranks:
+            message = f"its record is of {len(record_or_shape.spread.shards)} ranks, the model of {ranks}"
             faults.add("SHAPE_MISMATCH", message, keys.RECORD, name)
-        maps[pattern] = affine.write(found.spread)
-        if found.replicated:
+        maps[pattern] = affine.write(record_or_shape.spread)
+        if record_or_shape.replicated:
             replicated.append(pattern)
-        if found.kind == keys.ROW and not found.bias:
+        if record_or_shape.kind == keys.ROW and not record_or_shape.bias:
             row.append(pattern)
-        if found.view is not None and found.dim is not None and found.widths is not None:
-            widths[pattern] = [list(each) for each in found.widths]
-            shape = [*found.view]
-            shape[found.dim] = tuple(map(sum, found.widths))
-            fused.append({keys.PATTERNS: [pattern], keys.SHAPE: shape, keys.PARTITION_DIM: found.dim})
-    said = {} if vocabulary is None else _rows(vocabulary, parameters, faults)
+        if record_or_shape.view is not None and record_or_shape.dim is not None and record_or_shape.widths is not None:
+            widths[pattern] = [list(part_widths) for part_widths in record_or_shape.widths]
+            shape = [*record_or_shape.view]
+            shape[record_or_shape.dim] = tuple(map(sum, record_or_shape.widths))
+            fused.append({keys.PATTERNS: [pattern], keys.SHAPE: shape, keys.PARTITION_DIM: record_or_shape.dim})
+    vocabulary_sizes = {} if vocabulary is None else _rows(vocabulary, parameters, faults)
     if faults:
         raise faults.error()
     return {
@@ -82,26 +82,26 @@ def collected(
         keys.SUB_PARAMS: fused,
         keys.UNSUPPORTED_PATTERNS: reasons,
         **({keys.SHARD_WIDTHS: widths} if widths else {}),
-        **said,
+        **vocabulary_sizes,
         **({keys.AFFINE: {keys.AFFINE_VERSION: keys.AFFINE_CURRENT, keys.AFFINE_PARAMS: maps}} if maps else {}),
     }
 
 
 def _rows(vocabulary: Vocabulary, parameters: Mapping[str, Record | Shape], faults: Faults) -> dict[str, int]:
     """Return the two sizes of a vocabulary; without padding only the true one, as DeepSpeed's AutoTP has it."""
-    found: dict[int, str] = {}
+    padded_sizes: dict[int, str] = {}
     for name in vocabulary.names:
         if name not in parameters:
             raise refuse("MISSING_TENSOR", "the model has no such parameter", file=keys.INFO, tensor=name)
-        held = parameters[name]
-        shape = held.original if isinstance(held, Record) else held
+        record_or_shape = parameters[name]
+        shape = record_or_shape.original if isinstance(record_or_shape, Record) else record_or_shape
         if not shape or shape[0] < vocabulary.rows:
             message = f"a vocabulary of {vocabulary.rows} words, in a parameter of {list(shape)}"
             faults.add("SHAPE_MISMATCH", message, keys.INFO, name)
             continue
-        found.setdefault(shape[0], name)
-    if len(found) > 1:
-        message = f"its vocabularies are padded to different sizes: {sorted(found)}"
-        faults.add("SHAPE_MISMATCH", message, keys.INFO, next(iter(found.values())))
-    padded = [(keys.PADDED_VOCABULARY, size) for size in found if size != vocabulary.rows]
+        padded_sizes.setdefault(shape[0], name)
+    if len(padded_sizes) > 1:
+        message = f"its vocabularies are padded to different sizes: {sorted(padded_sizes)}"
+        faults.add("SHAPE_MISMATCH", message, keys.INFO, next(iter(padded_sizes.values())))
+    padded = [(keys.PADDED_VOCABULARY, size) for size in padded_sizes if size != vocabulary.rows]
     return {keys.TRUE_VOCABULARY: vocabulary.rows, **dict(padded)}

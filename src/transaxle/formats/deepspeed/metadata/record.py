@@ -1,13 +1,13 @@
-"""The record of one parameter: how it is cut over tensor-parallel ranks, as DeepSpeed hangs it on the live parameter.
+"""The record of one parameter: how it is cut over tensor-parallel ranks, as DeepSpeed attaches it to the live
+parameter.
 
-A record says the same thing many times: sizes of parts, widths per rank, a shape, a nested copy of half of it for the
+A record states the same facts many times: sizes of parts, widths per rank, a shape, a nested copy of half of it for the
 converter, the same cut once more as an affine map. `Record` holds each fact once. It writes the whole dict from them,
-and reads one by deriving everything again and refusing whatever does not agree.
+and reads one by deriving everything again and refusing any contradiction.
 
-    Record.cut("column", (48, 32), 0, [[8, 8], [8, 8], [8, 8]], view=(3, -1)).as_dict()
-
-gives what `Linear(32, 48)` with three parts of 16 rows on two ranks carries. All of it is plain data; nothing here
-knows torch.
+      Record.cut("column", (48, 32), 0, [[8, 8], [8, 8], [8, 8]], view=(3, -1)).as_dict()
+  |gives the record of a `Linear(32, 48)` with three parts of 16 rows on two ranks. All of it is plain data; nothing
+      here knows torch.
 """
 
 from __future__ import annotations
@@ -20,46 +20,48 @@ from typing import Any, Literal, cast
 
 from transaxle.errors import TransaxleError, Where, gathered, refuse
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.metadata import affine
 from transaxle.formats.deepspeed.metadata.categories import Widths
 from transaxle.formats.deepspeed.metadata.spread import Shape, Spread, by_widths, owners, same, whole
 
-Kind = Literal["column", "row"]
-"""What the layer does with the cut: give parts of its output, or sums of it. Says nothing about the geometry."""
+LayerKind = Literal["column", "row"]
+"""What the layer does with the cut: it computes parts of its output, or partial sums of it. Independent of the
+geometry.
+"""
 Size = int | tuple[int, ...]
 View = tuple[Size, ...]
-"""A shape whose cut dim holds the sizes of the parts, or their number; -1 is what follows from the rest."""
+"""A shape whose cut dim holds the sizes of the parts, or their number; -1 stands for the remaining elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
     """How one parameter is cut. Made by `cut`, `shared`, `placed` and `unsupported`, or by `read`."""
 
-    kind: Kind
+    kind: LayerKind
     original: Shape
-    """Of the whole parameter, as the module has it."""
+    """Shape of the whole parameter, as the module has it."""
     logical: Shape
-    """Of the same elements in the view in which `dim` counts: leading dims may be split further."""
+    """Shape of the same elements in the view that `dim` refers to: leading dims may be split further."""
     dim: int | None
-    """The dim that is cut; None: every rank holds all of it."""
+    """The dim that is cut; None: every rank holds the whole parameter."""
     spread: Spread | None
-    """Where everything is, in the logical view; None where that cannot be described."""
+    """The geometry, in the logical view; None where it cannot be described."""
     widths: Widths | None = None
-    """Part -> rank -> rows; None where `spread` is more than that, or the parameter is not cut."""
+    """Part -> rank -> rows; None where `spread` is more general, or the parameter is not cut."""
     view: View | None = None
-    """The view as it was asked for; None for a parameter that has no parts."""
+    """The view as it was requested; None for a parameter without parts."""
     output: Shape | None = None
-    """What the layer's output has as its dims; a note."""
+    """Dims of the layer's output; a note."""
     held: Shape | None = None
-    """Of this rank's shard; a note."""
+    """Shape of this rank's shard; a note."""
     bias: bool = False
     reason: str | None = None
     """Why it cannot be described."""
 
     @classmethod
     def cut(
-        cls, kind: Kind, shape: Shape, dim: int, widths: Sequence[Sequence[int]], *, view: View | None = None,
+        cls, kind: LayerKind, shape: Shape, dim: int, widths: Sequence[Sequence[int]], *, view: View | None = None,
         rank: int | None = None, bias: bool = False,
     ) -> Record:  # fmt: skip
         """Describe a parameter of which every rank holds some rows of every part.
@@ -78,20 +80,20 @@ class Record:
         """
         logical, sizes = resolved(view, dim, shape, len(widths))
         _check_widths(widths, sizes, None)
-        kept = tuple(tuple(each) for each in widths)
-        spread = by_widths(logical, dim, kept)
-        held = None if rank is None else _merged(spread.shards[rank], len(shape))
+        exact_widths = tuple(tuple(part_widths) for part_widths in widths)
+        spread = by_widths(logical, dim, exact_widths)
+        shard = None if rank is None else _merged(spread.shards[rank], len(shape))
         output = logical if bias else logical[:-1]
-        return cls(kind, shape, logical, dim, spread, kept, view, output, held, bias)
+        return cls(kind, shape, logical, dim, spread, exact_widths, view, output, shard, bias)
 
     @classmethod
-    def shared(cls, kind: Kind, shape: Shape, ranks: int, *, bias: bool = False) -> Record:
+    def shared(cls, kind: LayerKind, shape: Shape, ranks: int, *, bias: bool = False) -> Record:
         """Describe a parameter that every rank holds whole."""
         output = shape if bias else shape[:-1]
         return cls(kind, shape, shape, None, whole(shape, ranks), output=output, held=shape, bias=bias)
 
     @classmethod
-    def placed(cls, kind: Kind, shape: Shape, dim: int, spread: Spread, *, bias: bool = False) -> Record:
+    def placed(cls, kind: LayerKind, shape: Shape, dim: int, spread: Spread, *, bias: bool = False) -> Record:
         """Describe a parameter whose parts are cut in ways that widths cannot say: some parts shared, blocks reordered.
 
         Raises:
@@ -101,13 +103,13 @@ class Record:
         return cls(kind, shape, shape, dim, spread, output=shape if bias else shape[:-1], bias=bias)
 
     @classmethod
-    def unsupported(cls, kind: Kind, shape: Shape, reason: str, *, bias: bool = False) -> Record:
+    def unsupported(cls, kind: LayerKind, shape: Shape, reason: str, *, bias: bool = False) -> Record:
         """Say why a parameter cannot be described, so that nobody converts it."""
         return cls(kind, shape, shape, None, None, output=shape if bias else shape[:-1], bias=bias, reason=reason)
 
     @property
     def replicated(self) -> bool:
-        """Whether every rank holds all of it."""
+        """Whether every rank holds the whole parameter."""
         return self.dim is None and self.reason is None
 
     @property
@@ -145,43 +147,43 @@ class Record:
 
 
 def read(record: Mapping[str, Any], name: str, ranks: int) -> Record:
-    """Read a record, and hold everything in it against everything else.
+    """Read a record, and check every fact in it against the others.
 
     Args:
-        record: what the parameter carries.
+        record: the dict that the parameter carries.
         name: of the parameter, for errors.
         ranks: tensor-parallel degree.
 
     Raises:
         Refused: UNSUPPORTED for a later version, or an uneven cut of an earlier one that it does not describe; CORRUPT
-            for what contradicts itself; SHAPE_MISMATCH for sizes and widths that do not add up, with the numbers;
-            INCOMPLETE where no rank holds an element.
+            for contradictions; SHAPE_MISMATCH for sizes and widths that do not add up, with the numbers; INCOMPLETE
+            where no rank holds an element.
     """
     with _about(name):
-        node = Node(dict(record), keys.RECORD)
+        node = CheckedValue(dict(record), keys.RECORD)
         version = node.get(keys.INFO_VERSION)
         if version is not None and version.real() > keys.INFO_CURRENT:
             message = f"it is of version {version.value}; up to {keys.INFO_CURRENT} is known"
             raise refuse("UNSUPPORTED", message)
         _check_conversion(node)
-        said = _Said(node, ranks)
-        return said.record()
+        reader = _RecordReader(node, ranks)
+        return reader.record()
 
 
-class _Said:
-    """A record's fields as they stand, read once.
+class _RecordReader:
+    """The fields of a record, read once.
 
     Args:
         node: the record.
         ranks: tensor-parallel degree.
     """
 
-    def __init__(self, node: Node, ranks: int) -> None:
+    def __init__(self, node: CheckedValue, ranks: int) -> None:
         self._node, self._ranks = node, ranks
         kind = node[keys.PARTITION_TYPE].text()
         if kind not in (keys.COLUMN, keys.ROW):
             raise node.fault(f"{keys.PARTITION_TYPE} is {kind!r}; {keys.COLUMN!r} and {keys.ROW!r} are known")
-        self._kind = cast("Kind", kind)
+        self._kind = cast("LayerKind", kind)
         dim = node.get(keys.PARTITION_DIM)
         self._dim = None if dim is None else dim.natural()
         self._conversion = node[keys.CONVERSION]
@@ -198,54 +200,54 @@ class _Said:
         self._bias = _flag(node, keys.IS_BIAS)
 
     def record(self) -> Record:
-        """Return what they say, once all of it agrees."""
-        found = Record(
+        """Return the record, once all fields agree."""
+        record = Record(
             self._kind, self._original, self._logical, self._dim, None, view=self._view,
             output=self._shape(keys.OUTPUT_SHAPE), held=self._shape(keys.TARGET_SHAPE), bias=self._bias,
             reason=self._reason,
         )  # fmt: skip
-        if _flag(self._node, keys.REPLICATED) != found.replicated:
-            where = "not cut" if self._dim is None else f"cut along dim {self._dim}"
-            raise self._node.fault(f"{keys.REPLICATED} is {not found.replicated}, and it is {where}")
-        self._check_counts(found)
-        if found.reason is not None:
-            return found
+        if _flag(self._node, keys.REPLICATED) != record.replicated:
+            cut_text = "not cut" if self._dim is None else f"cut along dim {self._dim}"
+            raise self._node.fault(f"{keys.REPLICATED} is {not record.replicated}, and it is {cut_text}")
+        self._check_counts(record)
+        if record.reason is not None:
+            return record
         widths, drawn = self._widths(), self._drawn()
-        if found.dim is None:
+        if record.dim is None:
             spread = whole(self._logical, self._ranks)
         elif widths is None and drawn is not None:
             spread = drawn
         else:
             widths = self._even() if widths is None else widths
-            spread = by_widths(self._logical, found.dim, widths)
+            spread = by_widths(self._logical, record.dim, widths)
         if drawn is not None and not same(drawn, spread):
             raise self._node.fault(f"its widths and its {keys.AFFINE} describe two different cuts")
         _check_placed(spread, self._logical)
-        return replace(found, spread=spread, widths=widths)
+        return replace(record, spread=spread, widths=widths)
 
-    def _check_counts(self, found: Record) -> None:
-        """Hold the shapes against each other."""
-        shapes = {keys.ORIGINAL_SHAPE: found.original, keys.LOGICAL_SHAPE: found.logical}
-        if found.bias and found.output is not None:  # the same elements; the dims may be others
-            shapes[keys.OUTPUT_SHAPE] = found.output
+    def _check_counts(self, record: Record) -> None:
+        """Check the shapes against each other."""
+        shapes = {keys.ORIGINAL_SHAPE: record.original, keys.LOGICAL_SHAPE: record.logical}
+        if record.bias and record.output is not None:  # the same elements; the dims may be others
+            shapes[keys.OUTPUT_SHAPE] = record.output
         if len({prod(shape) for shape in shapes.values()}) > 1:
             counts = ", ".join(f"{key} {list(shape)} has {prod(shape)} elements" for key, shape in shapes.items())
             raise _mismatch(counts)
-        if found.dim is not None and found.dim >= len(found.logical):
-            raise _mismatch(f"{keys.PARTITION_DIM} is {found.dim}, its shape has {len(found.logical)} dims")
-        if found.dim is None or found.reason is not None:
+        if record.dim is not None and record.dim >= len(record.logical):
+            raise _mismatch(f"{keys.PARTITION_DIM} is {record.dim}, its shape has {len(record.logical)} dims")
+        if record.dim is None or record.reason is not None:
             return
-        logical, sizes = self._resolved(found.dim)
-        if logical != found.logical:
-            message = f"{keys.SUB_SHAPE} {list(found.view or ())} of {list(found.original)} is {list(logical)}"
-            raise _mismatch(f"{message}, {keys.LOGICAL_SHAPE} is {list(found.logical)}")
-        said = self._node.get(keys.SUB_SIZES)
-        if said is not None and said.naturals() != sizes:
-            message = f"{keys.SUB_SIZES} is {list(said.naturals())}; by its shape its parts have {list(sizes)}"
+        logical, sizes = self._resolved(record.dim)
+        if logical != record.logical:
+            message = f"{keys.SUB_SHAPE} {list(record.view or ())} of {list(record.original)} is {list(logical)}"
+            raise _mismatch(f"{message}, {keys.LOGICAL_SHAPE} is {list(record.logical)}")
+        sub_sizes = self._node.get(keys.SUB_SIZES)
+        if sub_sizes is not None and sub_sizes.naturals() != sizes:
+            message = f"{keys.SUB_SIZES} is {list(sub_sizes.naturals())}; by its shape its parts have {list(sizes)}"
             raise _mismatch(message)
 
     def _widths(self) -> Widths | None:
-        """Return the rows of each part on each rank, if they are there."""
+        """Return the rows of each part on each rank, if they are recorded."""
         single = self._node.get(keys.PARTITION_SIZES)
         if self._dim is None or (self._parts is None and single is None):
             return None
@@ -286,8 +288,8 @@ class _Said:
         return spread
 
     def _shape(self, key: str) -> Shape | None:
-        found = self._node.get(key)
-        return None if found is None else found.naturals()
+        value = self._node.get(key)
+        return None if value is None else value.naturals()
 
 
 def resolved(view: View | None, dim: int, shape: Shape, count: int | None) -> tuple[Shape, tuple[int, ...]]:
@@ -318,8 +320,8 @@ def resolved(view: View | None, dim: int, shape: Shape, count: int | None) -> tu
         for at in unknown:
             sizes[at] = shape[at]
     elif len(unknown) == 1:
-        rest = prod(size for size in sizes if size != -1)
-        sizes[unknown[0]] = prod(shape) // rest if rest else 0
+        product_of_known = prod(size for size in sizes if size != -1)
+        sizes[unknown[0]] = prod(shape) // product_of_known if product_of_known else 0
     if -1 in sizes or prod(sizes) != prod(shape):
         raise _mismatch(f"{keys.SUB_SHAPE} {list(asked)} is no view of a parameter of {list(shape)}")
     logical = tuple(sizes)
@@ -338,7 +340,7 @@ def _known(size: Size, *, counted: bool) -> int:
     return -1 if counted else size
 
 
-def _view(node: Node | None) -> View | None:
+def _view(node: CheckedValue | None) -> View | None:
     if node is None:
         return None
     found: list[Size] = []
@@ -359,7 +361,7 @@ def _view(node: Node | None) -> View | None:
     return tuple(found)
 
 
-def _flag(node: Node, key: str) -> bool:
+def _flag(node: CheckedValue, key: str) -> bool:
     found = node.get(key)
     return found is not None and found.flag()
 
@@ -371,7 +373,7 @@ _REPEATED = (
 """What a record says twice: for restoring, and for converting."""
 
 
-def _check_conversion(node: Node) -> None:
+def _check_conversion(node: CheckedValue) -> None:
     """Hold what is said for converting against what is said for restoring."""
     conversion = node[keys.CONVERSION]
     for key in _REPEATED:
@@ -380,7 +382,7 @@ def _check_conversion(node: Node) -> None:
             raise conversion.fault(f"{key} is {other}, and outside of it {one}")
 
 
-def _plain(node: Node | None) -> object:
+def _plain(node: CheckedValue | None) -> object:
     if node is None:
         return None
     return [_plain(item) for item in node.list()] if node.is_list else node.value

@@ -1,7 +1,7 @@
-"""How one parameter is spread over tensor-parallel ranks: which boxes of it each rank holds, and where in its shard.
+"""Spreads: which boxes of one parameter each tensor-parallel rank holds, and where in its shard.
 
-This is what every form of metadata is lowered to, by way of the cutting rules of `axes`. It is compared, checked for
-holes and turned into extents here, once, whatever it was read from.
+Every form of metadata is reduced to a spread, by way of the cutting rules of `axes`. Spreads are compared, checked for
+holes and turned into extents here, whatever they were read from.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
-    """A box of the whole parameter that a rank holds as a box of its shard."""
+class ShardBlock:
+    """A box of the whole parameter that is a box of a rank's shard."""
 
     start: Shape
     """First index in the whole parameter."""
@@ -30,7 +30,7 @@ class Block:
     """First index in the shard."""
     shape: Shape
     scale: float = 1.0
-    """The shard holds the values times this."""
+    """Factor of the stored values."""
 
     @property
     def size(self) -> int:
@@ -43,16 +43,16 @@ class Spread:
     """One parameter over all tensor-parallel ranks."""
 
     shape: Shape
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     shards: tuple[Shape, ...]
-    """Of each rank's shard."""
-    blocks: tuple[tuple[Block, ...], ...]
-    """What each rank holds; no empty ones."""
+    """Shape of each rank's shard."""
+    blocks: tuple[tuple[ShardBlock, ...], ...]
+    """The non-empty boxes of each rank."""
 
     @property
     def scaled(self) -> bool:
-        """Whether a rank holds anything but the values themselves."""
-        return any(block.scale != 1 for held in self.blocks for block in held)
+        """Whether a rank stores scaled values."""
+        return any(block.scale != 1 for blocks in self.blocks for block in blocks)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Return what a rank holds as pieces of `axes`, the axes being the dims `0`, `1`, …."""
@@ -69,21 +69,21 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """A box of the whole parameter where one rank holds it."""
+class RankBlock:
+    """A box of the whole parameter on one rank."""
 
     rank: int
-    block: Block
+    block: ShardBlock
 
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """Where a parameter is read from."""
+    """The boxes from which a parameter is read."""
 
-    holdings: tuple[Holding, ...]
+    holdings: tuple[RankBlock, ...]
     """Disjoint boxes, each on the first rank that holds it."""
-    copies: tuple[tuple[Holding, Holding], ...]
-    """Boxes that are there more than once: the one that is read, and another."""
+    copies: tuple[tuple[RankBlock, RankBlock], ...]
+    """Boxes that exist more than once: the one that is read, and another."""
     missing: int
     """Elements that no rank holds."""
 
@@ -96,18 +96,18 @@ def cut(shape: Shape, dim: int | None, rule: ChunkRule, ranks: int) -> Spread:
     """
     shards, blocks = [], []
     for rank in range(ranks):
-        held = place(shape, [MeshCut(dim, ranks, rank, rule)])
-        shards.append(tuple(count_positions(intervals) for intervals in held))
-        found = []
-        for intervals in product(*(_placed(one) for one in held)):
-            block = Block(
+        positions = place(shape, [MeshCut(dim, ranks, rank, rule)])
+        shards.append(tuple(count_positions(intervals) for intervals in positions))
+        blocks_of_rank = []
+        for intervals in product(*(_placed(intervals_of_dim) for intervals_of_dim in positions)):
+            block = ShardBlock(
                 tuple(first for first, _, _ in intervals),
                 tuple(at for _, _, at in intervals),
                 tuple(last - first for first, last, _ in intervals),
             )
             if block.size:
-                found.append(block)
-        blocks.append(tuple(found))
+                blocks_of_rank.append(block)
+        blocks.append(tuple(blocks_of_rank))
     return Spread(shape, tuple(shards), tuple(blocks))
 
 
@@ -117,8 +117,10 @@ def by_widths(shape: Shape, dim: int, widths: Sequence[Sequence[int]]) -> Spread
     Raises:
         Refused: SHAPE_MISMATCH where the widths do not sum to the dim.
     """
-    rules = tuple(Widths(tuple(each)) for each in widths)
-    rule: ChunkRule = rules[0] if len(rules) == 1 else PerComponent(tuple(sum(each) for each in widths), rules)
+    rules = tuple(Widths(tuple(part_widths)) for part_widths in widths)
+    rule: ChunkRule = (
+        rules[0] if len(rules) == 1 else PerComponent(tuple(sum(part_widths) for part_widths in widths), rules)
+    )
     return cut(shape, dim, rule, len(widths[0]))
 
 
@@ -130,64 +132,67 @@ def whole(shape: Shape, ranks: int) -> Spread:
 def _placed(intervals: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int, int]]:
     """Yield each interval with its place in the shard."""
     at = 0
-    for first, last in intervals:
-        yield first, last, at
-        at += last - first
+    for start, stop in intervals:
+        yield start, stop, at
+        at += stop - start
 
 
-def same(one: Spread, other: Spread) -> bool:
+def same(first: Spread, second: Spread) -> bool:
     """Tell whether two spreads put the same elements at the same places, however they are split into boxes."""
-    if one.shape != other.shape or one.shards != other.shards:
+    if first.shape != second.shape or first.shards != second.shards:
         return False
-    return all(_agree(mine, yours) for mine, yours in zip(one.blocks, other.blocks, strict=True))
+    return all(
+        _agree(first_blocks, second_blocks)
+        for first_blocks, second_blocks in zip(first.blocks, second.blocks, strict=True)
+    )
 
 
-def _agree(mine: Sequence[Block], yours: Sequence[Block]) -> bool:
-    if sum(block.size for block in mine) != sum(block.size for block in yours):
+def _agree(first_blocks: Sequence[ShardBlock], second_blocks: Sequence[ShardBlock]) -> bool:
+    if sum(block.size for block in first_blocks) != sum(block.size for block in second_blocks):
         return False
     common = 0
-    for a in mine:
-        for b in yours:
+    for a in first_blocks:
+        for b in second_blocks:
             shared = _overlap(a, b.start, b.shape)
             if shared is None:
                 continue
-            twin = _overlap(b, a.start, a.shape)
-            if twin is None or shared.at != twin.at or a.scale != b.scale:
+            shared_in_b = _overlap(b, a.start, a.shape)
+            if shared_in_b is None or shared.at != shared_in_b.at or a.scale != b.scale:
                 return False
             common += shared.size
-    return common == sum(block.size for block in mine)
+    return common == sum(block.size for block in first_blocks)
 
 
-def _overlap(block: Block, start: Shape, shape: Shape) -> Block | None:
+def _overlap(block: ShardBlock, start: Shape, shape: Shape) -> ShardBlock | None:
     """Return the part of a block inside a box of the whole parameter."""
     low = tuple(map(max, block.start, start))
     high = tuple(min(b + n, s + m) for b, n, s, m in zip(block.start, block.shape, start, shape, strict=True))
     if any(h <= lo for lo, h in zip(low, high, strict=True)):
         return None
     at = tuple(a + lo - s for a, lo, s in zip(block.at, low, block.start, strict=True))
-    return Block(low, at, tuple(h - lo for lo, h in zip(low, high, strict=True)), block.scale)
+    return ShardBlock(low, at, tuple(h - lo for lo, h in zip(low, high, strict=True)), block.scale)
 
 
 @lru_cache(4096)
 def owners(spread: Spread) -> Owners:
     """Choose a rank for every element, and find the copies on other ranks."""
-    owned: list[Holding] = []
-    copies: list[tuple[Holding, Holding]] = []
-    for rank, held in enumerate(spread.blocks):
-        for block in held:
-            rest = [block]
-            for first in tuple(owned):
-                mine = _overlap(block, first.block.start, first.block.shape)
-                theirs = _overlap(first.block, block.start, block.shape)
-                if mine is not None and theirs is not None:
-                    copies.append((Holding(first.rank, theirs), Holding(rank, mine)))
-                    rest = [left for part in rest for left in _without(part, mine)]
-            owned.extend(Holding(rank, part) for part in rest)
-    missing = prod(spread.shape) - sum(each.block.size for each in owned)
+    owned: list[RankBlock] = []
+    copies: list[tuple[RankBlock, RankBlock]] = []
+    for rank, blocks in enumerate(spread.blocks):
+        for block in blocks:
+            remaining = [block]
+            for owner in tuple(owned):
+                copy = _overlap(block, owner.block.start, owner.block.shape)
+                original = _overlap(owner.block, block.start, block.shape)
+                if copy is not None and original is not None:
+                    copies.append((RankBlock(owner.rank, original), RankBlock(rank, copy)))
+                    remaining = [remainder for piece in remaining for remainder in _without(piece, copy)]
+            owned.extend(RankBlock(rank, piece) for piece in remaining)
+    missing = prod(spread.shape) - sum(holding.block.size for holding in owned)
     return Owners(tuple(owned), tuple(copies), missing)
 
 
-def _without(block: Block, hole: Block) -> Iterator[Block]:
+def _without(block: ShardBlock, hole: ShardBlock) -> Iterator[ShardBlock]:
     """Yield the parts of a block outside of a box, as boxes: for each dim what lies before and after it."""
     low, shape = list(block.start), list(block.shape)
     if _overlap(block, hole.start, hole.shape) is None:
@@ -197,21 +202,25 @@ def _without(block: Block, hole: Block) -> Iterator[Block]:
         first, last = max(hole.start[dim], low[dim]), min(hole.start[dim] + hole.shape[dim], low[dim] + shape[dim])
         for start, stop in ((low[dim], first), (last, low[dim] + shape[dim])):
             if start < stop:
-                part = _overlap(
+                piece = _overlap(
                     block, (*low[:dim], start, *low[dim + 1 :]), (*shape[:dim], stop - start, *shape[dim + 1 :])
                 )
-                if part is not None:
-                    yield part
+                if piece is not None:
+                    yield piece
         low[dim], shape[dim] = first, last - first
 
 
 def clipped(spread: Spread, rows: int) -> Spread:
-    """Return the spread of the first rows of a parameter; the shards keep what lies behind them as padding."""
+    """Return the spread of the first rows of a parameter; the rest of the shards becomes padding."""
     shape = (rows, *spread.shape[1:])
     origin = (0,) * len(shape)
     blocks = tuple(
-        tuple(part for part in (_overlap(block, origin, shape) for block in held) if part is not None)
-        for held in spread.blocks
+        tuple(
+            clipped_block
+            for clipped_block in (_overlap(block, origin, shape) for block in blocks_of_rank)
+            if clipped_block is not None
+        )
+        for blocks_of_rank in spread.blocks
     )
     return Spread(shape, spread.shards, blocks)
 
@@ -227,19 +236,19 @@ def folded(spread: Spread, shards: Sequence[Shape]) -> Spread:
     folds = extra > 1 and dims > 0
     merged = tuple((prod(shard[:extra]), *shard[extra:]) if folds else shard for shard in spread.shards)
     if tuple(shards) != merged:  # before anything is done for every row that the metadata speaks of
-        want, got = (", ".join(str(list(shape)) for shape in some[:8]) for some in (merged, tuple(shards)))
+        want, got = (", ".join(str(list(shape)) for shape in shapes[:8]) for shapes in (merged, tuple(shards)))
         raise refuse("SHAPE_MISMATCH", f"the metadata describes shards of {want}; they have the shapes {got}")
     if not folds:
         return spread
     heads = [shard[:extra] for shard in spread.shards]
     blocks = tuple(
-        tuple(part for block in held for part in _folded(block, spread.shape[:extra], head))
-        for held, head in zip(spread.blocks, heads, strict=True)
+        tuple(run for block in blocks_of_rank for run in _folded(block, spread.shape[:extra], head))
+        for blocks_of_rank, head in zip(spread.blocks, heads, strict=True)
     )
     return Spread((prod(spread.shape[:extra]), *spread.shape[extra:]), merged, blocks)
 
 
-def _folded(block: Block, whole_head: Shape, shard_head: Shape) -> Iterator[Block]:
+def _folded(block: ShardBlock, whole_head: Shape, shard_head: Shape) -> Iterator[ShardBlock]:
     """Yield a block as runs of the merged leading dims."""
     count = len(whole_head)
     source, dest = row_major(whole_head), row_major(shard_head)
@@ -253,4 +262,6 @@ def _folded(block: Block, whole_head: Shape, shard_head: Shape) -> Iterator[Bloc
         else:
             runs.append((start, at, inner))
     for start, at, size in runs:
-        yield Block((start, *block.start[count:]), (at, *block.at[count:]), (size, *block.shape[count:]), block.scale)
+        yield ShardBlock(
+            (start, *block.start[count:]), (at, *block.at[count:]), (size, *block.shape[count:]), block.scale
+        )

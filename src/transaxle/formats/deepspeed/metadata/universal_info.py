@@ -1,6 +1,6 @@
-"""The metadata of one model, `universal_checkpoint_info`: what it says about a parameter, whichever form it is in.
+"""The metadata of one model, `universal_checkpoint_info`: its statements on each parameter, in either of its forms.
 
-Either form alone suffices. Where a parameter is in both, both are lowered to the same geometry and must agree.
+Either form alone suffices. Where a parameter is in both, both are reduced to the same geometry and must agree.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from transaxle.errors import TransaxleError, Where, gathered, refuse
-from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.metadata import affine
 from transaxle.formats.deepspeed.metadata.categories import Categories
 from transaxle.formats.deepspeed.metadata.name_patterns import Patterns
 from transaxle.formats.deepspeed.metadata.spread import Shape, Spread, folded, same
 
 
-class Info:
-    """What a checkpoint says about its tensor-parallel cuts.
+class UniversalInfo:
+    """A checkpoint's own description of its tensor-parallel cuts.
 
     Args:
         node: the metadata.
@@ -27,7 +27,7 @@ class Info:
         Refused: CORRUPT, UNSUPPORTED.
     """
 
-    def __init__(self, node: Node, ranks: int) -> None:
+    def __init__(self, node: CheckedValue, ranks: int) -> None:
         self._file = node.file
         self._ranks = ranks
         self._maps = affine.maps_of(node)
@@ -49,10 +49,10 @@ class Info:
         if reason is not None:
             message = f"DeepSpeed says that it cannot tell how this was cut: {reason}"
             raise refuse("UNSUPPORTED", message, file=self._file, tensor=name)
-        found = self._patterns.match(name)
-        if len(found) > 1:
-            raise refuse("CORRUPT", f"several affine descriptions match it: {found}", file=self._file, tensor=name)
-        described = self._named(name, lambda: affine.read(self._maps[found[0]], self._ranks)) if found else None
+        patterns = self._patterns.match(name)
+        if len(patterns) > 1:
+            raise refuse("CORRUPT", f"several affine descriptions match it: {patterns}", file=self._file, tensor=name)
+        described = self._named(name, lambda: affine.read(self._maps[patterns[0]], self._ranks)) if patterns else None
         if described is not None:
             unfolded = described
             described = self._named(name, lambda: folded(unfolded, shards))
@@ -64,7 +64,7 @@ class Info:
         return self._categories.unpadded(name, described)
 
     def _agreed(self, name: str, described: Spread, listed: Spread) -> Spread:
-        """Hold two descriptions of a parameter against each other; the affine one may say in which order rows lie."""
+        """Check two descriptions of a parameter against each other; the affine one may add the order of rows."""
         finer = self._categories.only_rows(name) and _along(described, 1) and described.shards == listed.shards
         if described.shape != listed.shape or not (finer or same(described, listed)):
             message = (
@@ -87,9 +87,9 @@ class Info:
 def _along(spread: Spread, dim: int) -> bool:
     """Tell whether a parameter is cut along this dim only."""
     return all(
-        size == whole
-        for held in spread.blocks
-        for block in held
-        for at, (size, whole) in enumerate(zip(block.shape, spread.shape, strict=True))
+        size == full_size
+        for blocks in spread.blocks
+        for block in blocks
+        for at, (size, full_size) in enumerate(zip(block.shape, spread.shape, strict=True))
         if at != dim
     )

@@ -91,7 +91,7 @@ def draft(
         raise faults.error()
     for file, data in _small(folder, facts, tensors, read):
         files[file] = sum(map(len, data))
-        fragments.extend(_whole(file, data))
+        fragments.extend(_fragments_of(file, data))
     return Draft(keys.UNIVERSAL, entries, files, tuple(fragments))
 
 
@@ -105,7 +105,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def _check(spec: Spec, parameter: str, state: str, file: str, places: Mapping[str, object], faults: Faults) -> None:
-    """Note what stands against a tensor: its name becomes those of a folder and a file."""
+    """Report the obstacles to writing a tensor: its name becomes a folder and a file."""
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if not is_plain(parameter) or not is_plain(state):
         message = f"it would become the folder {parameter!r} and the file {state!r}, which are no plain names"
@@ -128,7 +128,7 @@ def _check(spec: Spec, parameter: str, state: str, file: str, places: Mapping[st
 
 
 def _beside(spec: Spec, parameter: str, hints: Mapping[str, Hint], faults: Faults) -> dict[str, Any]:
-    """Return what is said beside a tensor; a hint for another shape is a fault."""
+    """Return what a file states beside its tensor; a hint for another shape is a fault."""
     try:
         return written(hints.get(parameter, {}), parameter, spec.shape)
     except TransaxleError as error:
@@ -144,13 +144,13 @@ def _small(
 ) -> Iterator[tuple[str, _Data]]:
     """Yield the files that hold no tensors of the model."""
     step = next((spec for spec in tensors if split_name(spec.name)[1] == keys.STEP), None)
-    held: list[int | bytes] = []
+    step_bytes: list[int | bytes] = []
     counted: dict[str, object] = {}
     if step is not None and read is not None:
-        held.append(read(step.name))
+        step_bytes.append(read(step.name))
         counted[keys.STEP] = reference(step.dtype, (), 0)
     file = f"{folder}/{keys.ZERO_FOLDER}/{keys.OPTIMIZER_FILE}"
-    layout = surround(file, _settings(facts, counted), held)
+    layout = surround(file, _settings(facts, counted), step_bytes)
     yield file, [data for _, data in layout.known]
     for name in MODEL_FILES:
         file = f"{folder}/{name}"
@@ -158,7 +158,7 @@ def _small(
     yield keys.LATEST_UNIVERSAL, [folder.encode()]
 
 
-def _whole(file: str, parts: _Data) -> Iterator[Fragment]:
+def _fragments_of(file: str, parts: _Data) -> Iterator[Fragment]:
     at = 0
     for data in parts:
         yield Fragment(file, at, data)

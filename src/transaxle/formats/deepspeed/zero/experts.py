@@ -1,8 +1,8 @@
-"""DeepSpeed's own mixtures: experts over expert-parallel ranks.
+"""DeepSpeed's own mixtures of experts over expert-parallel ranks.
 
-Each of these ranks counts its experts from zero. Their module tensors lie in files of their own, under the numbers of
-the whole model. In the optimizer's files a group of expert parameters is cut over the ranks that hold the same experts
-only, under each rank's own numbers: `partition_count` says over how many.
+Each of these ranks counts its experts from zero. Their module tensors are in files of their own, numbered over the
+whole model. In the optimizer's files a group of expert parameters is cut only over the ranks that hold the same
+experts, under each rank's own numbers; `partition_count` states their number.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.zero.ranks import RankModel, RankState
 
 
-class Shares:
+class ExpertShares:
     """Which data-parallel ranks share each group of parameters, and what its parameters are called in the whole model.
 
     Args:
@@ -72,21 +72,25 @@ class Shares:
     def named(self) -> RankModel:
         """Return the model file with the experts of all ranks in its groups."""
         shapes = tuple(
-            {self.name(name, rank): shape for rank in range(len(self.of(group))) for name, shape in held.items()}
-            for group, held in enumerate(self._model.shapes)
+            {
+                self.name(name, rank): shape
+                for rank in range(len(self.of(group)))
+                for name, shape in shapes_of_group.items()
+            }
+            for group, shapes_of_group in enumerate(self._model.shapes)
         )
         return replace(self._model, shapes=shapes)
 
 
 def _strided(model: RankModel) -> bool:
-    """Tell whether neighbouring ranks hold different experts, as they do unless the configuration says otherwise."""
+    """Tell whether neighbouring ranks hold different experts, which is the default."""
     config = model.root.get(keys.CONFIG)
-    said = None if config is None else config.get(keys.DATA_BEFORE_EXPERTS)
-    return said is None or not said.flag()
+    data_first = None if config is None else config.get(keys.DATA_BEFORE_EXPERTS)
+    return data_first is None or not data_first.flag()
 
 
 def _split(name: str) -> tuple[str, int | None, str]:
-    """Split an expert's parameter into what stands before its number, the number, and the rest."""
+    """Split an expert's parameter name into the text before its number, the number, and the text after it."""
     head, mark, tail = name.partition(keys.EXPERTS)
     number = tail.partition(".")[0]
     if not mark or not number.isdecimal() or not number.isascii() or len(number) > len(str(1 << 20)):

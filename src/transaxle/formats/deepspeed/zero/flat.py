@@ -1,8 +1,8 @@
-"""Flat cuts: where a parameter lies in the flat buffers of the ranks, and which boxes of it that makes.
+"""Flat cuts: where a parameter is in the flat buffers of the ranks, and which boxes that makes.
 
-ZeRO writes the parameters of a group one after the other into one vector and gives every rank a run of it (stages 1
-and 2), or gives every rank an equal run of each parameter (stage 3). Either way a rank holds an interval of a
-parameter's row-major elements, which is a few boxes. Paddings belong to no parameter.
+ZeRO writes the parameters of a group one after the other into one vector and gives every rank a run of it (stages 1 and
+2), or gives every rank an equal run of each parameter (stage 3). Either way a rank holds an interval of a parameter's
+row-major elements, which is a few boxes. Paddings belong to no parameter.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class Vector:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """An interval of a parameter's elements, and where it lies in a rank's flat buffers."""
+class FlatRun:
+    """An interval of a parameter's elements, with its place in a rank's flat buffer."""
 
     start: int
     """First element of the parameter."""
     stop: int
     part: int
-    """Which rank's buffer."""
+    """Number of the buffer."""
     at: int
     """First element in the buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a parameter lies in its group's vector."""
+    """The place of a parameter in its group's vector."""
 
     name: str
     shape: Shape
@@ -67,15 +67,15 @@ def positions(shapes: Mapping[str, Shape], paddings: Sequence[int]) -> tuple[lis
     Returns:
         the positions, and the length of it all.
     """
-    found = []
+    placed = []
     at = 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        found.append(Position(name, shape, at))
+        placed.append(Position(name, shape, at))
         at += prod(shape) + padding
-    return found, at
+    return placed, at
 
 
-def runs(position: Position, width: int, parts: int) -> Iterator[Run]:
+def runs(position: Position, width: int, parts: int) -> Iterator[FlatRun]:
     """Yield the intervals of a parameter in a vector that is cut into equal parts.
 
     Args:
@@ -86,13 +86,13 @@ def runs(position: Position, width: int, parts: int) -> Iterator[Run]:
     stop = position.start + position.size
     if not width or position.start >= stop:
         return
-    for part in range(position.start // width, min((stop - 1) // width + 1, parts)):
-        low, high = max(position.start, part * width), min(stop, (part + 1) * width)
-        yield Run(low - position.start, high - position.start, part, low - part * width)
+    for dp_rank in range(position.start // width, min((stop - 1) // width + 1, parts)):
+        low, high = max(position.start, dp_rank * width), min(stop, (dp_rank + 1) * width)
+        yield FlatRun(low - position.start, high - position.start, dp_rank, low - dp_rank * width)
 
 
 def shard_width(size: int, parts: int) -> int:
-    """Return the elements that every rank keeps for a parameter under ZeRO-3; the last ones may be padding."""
+    """Return the elements that every rank keeps of a parameter under ZeRO-3; the last ones may be padding."""
     return -(-size // parts)
 
 
@@ -109,16 +109,16 @@ def chunks(shape: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape, 
         at += prod(sizes)
 
 
-def extents(shape: Shape, held: Sequence[Run], vectors: Sequence[Vector]) -> tuple[Extent, ...]:
+def extents(shape: Shape, intervals: Sequence[FlatRun], vectors: Sequence[Vector]) -> tuple[Extent, ...]:
     """Return the boxes of a parameter in the ranks' buffers.
 
     Args:
         shape: of the parameter.
-        held: its intervals.
+        intervals: its intervals.
         vectors: each rank's buffer.
     """
     return tuple(
-        Extent(first, sizes, vectors[run.part].file, vectors[run.part].at(run.at + at))
-        for run in held
-        for first, sizes, at in chunks(shape, run.start, run.stop)
+        Extent(first_index, sizes, vectors[run.part].file, vectors[run.part].at(run.at + at))
+        for run in intervals
+        for first_index, sizes, at in chunks(shape, run.start, run.stop)
     )

@@ -1,4 +1,5 @@
-"""Parameters that every rank holds times a number: divided again, where that gives back exactly what was stored.
+"""Parameters that every rank stores multiplied by a number: divided again, where that reproduces exactly what was
+stored.
 
 Row-parallel layers divide a bias that all ranks hold by their number, so that the sum of their outputs has it once.
 Such a parameter is small; it is read and divided when the checkpoint is opened.
@@ -24,16 +25,16 @@ def unscaled(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
         Refused: LOSSY where multiplying it again would not give what is stored; UNSUPPORTED for a large tensor, or one
             that is no floating-point numbers.
     """
-    kind = numpy_dtype(entry.dtype)
+    dtype = numpy_dtype(entry.dtype)
     if entry.nbytes > _LARGEST or entry.dtype not in ("F32", "F16", "BF16", "F64"):
         message = f"it is held times {factor}, and is {entry.nbytes} bytes of {entry.dtype}"
         raise refuse("UNSUPPORTED", message, tensor=entry.name)
-    stored = _values(entry, kind, inline)
+    stored = _values(entry, dtype, inline)
     with np.errstate(all="ignore"):
-        divided = (stored.astype(np.longdouble) / np.longdouble(factor)).astype(kind)
-        again = (divided.astype(np.longdouble) * np.longdouble(factor)).astype(kind)
+        divided = (stored.astype(np.longdouble) / np.longdouble(factor)).astype(dtype)
+        rescaled = (divided.astype(np.longdouble) * np.longdouble(factor)).astype(dtype)
         exact = divided.astype(np.longdouble) * np.longdouble(factor) == stored.astype(np.longdouble)
-    if again.tobytes() != stored.tobytes() or not bool(np.all(exact | np.isnan(stored.astype(np.float64)))):
+    if rescaled.tobytes() != stored.tobytes() or not bool(np.all(exact | np.isnan(stored.astype(np.float64)))):
         message = f"it is held times {factor}; dividing rounds {int(np.count_nonzero(~exact))} of its values"
         raise refuse("LOSSY", message, tensor=entry.name)
     place = inline.add(divided.tobytes())

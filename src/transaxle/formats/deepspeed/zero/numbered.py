@@ -1,7 +1,7 @@
-"""The optimizer of a run without ZeRO: its state lies whole in the model file, under the numbers of the parameters.
+"""The optimizer of a run without ZeRO: its state is whole in the model file, under the numbers of the parameters.
 
-Which parameter has which number, the file does not say, and nothing is paired by shape or order: the state keeps its
-numbers, `optim/#<i>/<state>`. The full-precision copies of weights in low precision are the state `fp32`.
+The file does not state which parameter has which number, and nothing is paired by shape or order: the state keeps its
+numbers, `optim/#<i>/<state>`. The full-precision copies of low-precision weights are the state `fp32`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from transaxle.formats.catalog.catalog import Entry
 from transaxle.formats.catalog.inline import NumbersInMemory
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.zero.ranks import RankModel, Tensors
 from transaxle.formats.training_state.flatten import flatten
 from transaxle.formats.training_state.state import OPTIMIZER, Leaf, arrange, joined
@@ -39,22 +39,22 @@ def read_numbered(
     reader = Tensors(inline, model.file)
     leaves = flatten({keys.OPTIMIZER: node.value}, model.file)
     state = arrange(leaves, file=model.file)
-    found: dict[str, Entry] = {}
-    left = dict(state.left_behind)
+    entries: dict[str, Entry] = {}
+    left_behind = dict(state.left_behind)
     masters = 0
     for name, leaf in state.leaves.items():
         if leaf.path[1:2] in ((keys.MASTERS,), (keys.MASTERS_FLAT,)):
             name = f"{OPTIMIZER}#{masters}/{keys.FP32}"
             masters += 1
         elif not name.startswith(OPTIMIZER):
-            left[joined(leaf.path)] = "a setting" if leaf.kind == "number" else "a tensor"
+            left_behind[joined(leaf.path)] = "a setting" if leaf.kind == "number" else "a tensor"
             continue
-        found[name] = _entry(reader, name, leaf)
-    return found, left, state.groups
+        entries[name] = _entry(reader, name, leaf)
+    return entries, left_behind, state.groups
 
 
 def _entry(reader: Tensors, name: str, leaf: Leaf) -> Entry:
-    node = Node(leaf.value, reader.file, tuple(map(str, leaf.path)))
+    node = CheckedValue(leaf.value, reader.file, tuple(map(str, leaf.path)))
     if leaf.kind == "tensor":
         return reader.tensor(name, node)
     number = reader.number(name, node)

@@ -1,4 +1,4 @@
-"""What each rank's files hold: parameters, flat buffers, numbers and settings, as plain descriptions."""
+"""The contents of each rank's files: parameters, flat buffers, numbers and settings, as plain descriptions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Checksum, Entry, Extent
 from transaxle.formats.catalog.inline import NumbersInMemory, number
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.zero.flat import Shape, Vector
 from transaxle.formats.dtype import BITS
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Scalar, TensorRef
@@ -24,13 +24,13 @@ _DEEPEST, _MOST = 8, 1_000_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
+class BufferedGroup:
     """One rank's part of one group of parameters."""
 
     vectors: Mapping[str, Vector]
     """State -> flat buffer; `fp32` is the weights."""
     numbers: Mapping[str, Entry]
-    """State -> a number that holds for the whole group, such as `step`."""
+    """State -> a number for the whole group, such as `step`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,13 +39,13 @@ class RankState:
 
     file: str
     stage: int
-    groups: tuple[Group, ...]
-    root: Node
+    groups: tuple[BufferedGroup, ...]
+    root: CheckedValue
     """The file's `optimizer_state_dict`."""
-    settings: tuple[tuple[tuple[int, ...], Node], ...]
+    settings: tuple[tuple[tuple[int, ...], CheckedValue], ...]
     """Per optimizer group: the indices of its flat buffers, and its settings."""
     left: Mapping[str, str]
-    """What is neither a tensor of the group nor a number: path -> what it is."""
+    """Path -> description, for values that are neither a tensor of the group nor a number."""
     checksums: tuple[Checksum, ...] = ()
 
 
@@ -54,7 +54,7 @@ class RankModel:
     """A model file."""
 
     file: str
-    root: Node
+    root: CheckedValue
     shapes: tuple[Mapping[str, Shape], ...]
     """Per group: trained parameter -> shape on this rank, in the order of the flat buffer."""
     frozen: Mapping[str, Shape]
@@ -65,7 +65,7 @@ class RankModel:
     """The module's tensors; with ZeRO-3 its parameters are empty there."""
     buffers: frozenset[str]
     shared: Mapping[str, str]
-    """Name of a parameter that is another one -> name of that."""
+    """Second name of a shared parameter -> its first name."""
     checksums: tuple[Checksum, ...] = ()
 
 
@@ -82,7 +82,7 @@ class Tensors:
     file: str
     left: dict[str, str] = field(default_factory=dict)
 
-    def tensor(self, name: str, node: Node) -> Entry:
+    def tensor(self, name: str, node: CheckedValue) -> Entry:
         """Return a tensor.
 
         Raises:
@@ -101,7 +101,7 @@ class Tensors:
             raise refuse("UNSUPPORTED", f"a tensor of {entry.dtype}", file=self.file, tensor=name)
         return entry
 
-    def vector(self, node: Node) -> Vector:
+    def vector(self, node: CheckedValue) -> Vector:
         """Return a flat buffer.
 
         Raises:
@@ -116,18 +116,22 @@ class Tensors:
         extent = extents[0] if extents else Extent((0,), (0,), self.file, 0)
         return Vector(entry.dtype, entry.shape[0], extent.file, extent.offset)
 
-    def number(self, name: str, node: Node) -> Entry | None:
+    def number(self, name: str, node: CheckedValue) -> Entry | None:
         """Return a number as a tensor without dims; None for anything else."""
         value = node.value
         if isinstance(value, TensorRef | Object):
             entry = self.tensor(name, node)
             return entry if not entry.shape else None
-        found = None
+        code_and_bytes = None
         if isinstance(value, Scalar):
-            found = value.code, value.data
+            code_and_bytes = value.code, value.data
         elif isinstance(value, int | float):
-            found = number(value)
-        return None if found is None else Entry(name, found[0], (), (self.inline.add(found[1]),))
+            code_and_bytes = number(value)
+        return (
+            None
+            if code_and_bytes is None
+            else Entry(name, code_and_bytes[0], (), (self.inline.add(code_and_bytes[1]),))
+        )
 
 
 def read_state(inline: NumbersInMemory, file: str) -> RankState:
@@ -138,7 +142,7 @@ def read_state(inline: NumbersInMemory, file: str) -> RankState:
         StorageError: IO.
     """
     saved = read_saved(inline, file)
-    root = Node(saved.value, file)[keys.STATE]
+    root = CheckedValue(saved.value, file)[keys.STATE]
     stage = _stage(root)
     if stage > 3:
         raise root.fault(f"{keys.ZERO_STAGE} {stage} is not known")
@@ -147,16 +151,18 @@ def read_state(inline: NumbersInMemory, file: str) -> RankState:
     reader = Tensors(inline, file)
     base = root[keys.STATE] if stage == 3 else root[keys.BASE_STATE]
     masters = root[keys.MASTER_ZERO3 if stage == 3 else keys.MASTER].list()
-    states: list[Node | None]
-    settings: list[tuple[tuple[int, ...], Node]] = []
+    states: list[CheckedValue | None]
+    settings: list[tuple[tuple[int, ...], CheckedValue]] = []
     if base.is_list:  # an elastic checkpoint: its states without padding, and no settings
         states = list(base.list())
     else:
-        held = base[keys.STATES]
-        states = [held.get(index) for index in range(len(masters))]
-        settings = [(each[keys.PARAMS].naturals(), each) for each in base[keys.GROUPS].list()]
-        for _, each in settings:
-            _note_odd(reader, each)
+        states_by_index = base[keys.STATES]
+        states = [states_by_index.get(index) for index in range(len(masters))]
+        settings = [
+            (group_settings[keys.PARAMS].naturals(), group_settings) for group_settings in base[keys.GROUPS].list()
+        ]
+        for _, group_settings in settings:
+            _note_odd(reader, group_settings)
     if len(states) != len(masters):
         raise base.fault(f"{len(states)} groups of states for {len(masters)} of weights")
     step = _common_step(root, settings)
@@ -164,51 +170,53 @@ def read_state(inline: NumbersInMemory, file: str) -> RankState:
     return RankState(file, stage, tuple(groups), root, tuple(settings), reader.left, saved.checksums)
 
 
-def _note_odd(reader: Tensors, settings: Node) -> None:
-    """Note the settings of a group that are no plain data."""
+def _note_odd(reader: Tensors, settings: CheckedValue) -> None:
+    """Note the settings of a group that are not plain data."""
     for _, node in settings.named():
         if plain_setting(node.value) is NOTHING:
             reader.left[".".join(node.path)] = described(node.value)
 
 
-def _stage(root: Node) -> int:
+def _stage(root: CheckedValue) -> int:
     """Return the ZeRO stage: a number, or a member of DeepSpeed's enumeration."""
     stage = root.get(keys.ZERO_STAGE)
     if stage is None:
         return 1
     if isinstance(stage.value, Object):
         args = stage.value.args
-        return Node(args[0] if args else None, stage.file, stage.path).natural()
+        return CheckedValue(args[0] if args else None, stage.file, stage.path).natural()
     return stage.natural()
 
 
-def _common_step(root: Node, settings: list[tuple[tuple[int, ...], Node]]) -> Node | None:
-    """Return the step where it is kept once for all, as fused optimizers and elastic checkpoints do."""
+def _common_step(root: CheckedValue, settings: list[tuple[tuple[int, ...], CheckedValue]]) -> CheckedValue | None:
+    """Return the step if it is stored once for all, as by fused optimizers and elastic checkpoints."""
     step = root.get(keys.BASE_STEP)
     if step is None and settings:
         step = settings[0][1].get(keys.STEP)
     return step
 
 
-def _group(reader: Tensors, master: Node, state: Node | None, step: Node | None) -> Group:
+def _group(
+    reader: Tensors, master: CheckedValue, state: CheckedValue | None, step: CheckedValue | None
+) -> BufferedGroup:
     vectors = {keys.FP32: reader.vector(master)}
     numbers: dict[str, Entry] = {}
     for name, node in () if state is None else state.named():
         if node.value is None:
             continue
-        found = reader.number(name, node)
-        if found is not None:
-            numbers[name] = found
+        entry = reader.number(name, node)
+        if entry is not None:
+            numbers[name] = entry
         elif isinstance(node.value, TensorRef | Object):
             vectors[name] = reader.vector(node)
         else:
             reader.left[".".join(node.path)] = f"a {type(node.value).__name__}"
     if step is not None and keys.STEP not in numbers and state is not None:
-        found = reader.number(keys.STEP, step)
-        if found is None:
+        entry = reader.number(keys.STEP, step)
+        if entry is None:
             raise step.fault("a number was expected")
-        numbers[keys.STEP] = found
-    return Group(vectors, numbers)
+        numbers[keys.STEP] = entry
+    return BufferedGroup(vectors, numbers)
 
 
 def read_model(inline: NumbersInMemory, file: str) -> RankModel:
@@ -219,7 +227,7 @@ def read_model(inline: NumbersInMemory, file: str) -> RankModel:
         StorageError: IO.
     """
     saved = read_saved(inline, file)
-    root = Node(saved.value, file)
+    root = CheckedValue(saved.value, file)
     reader = Tensors(inline, file)
     if any(root.get(key) is not None for key in keys.EXPERT_LAYERS):
         raise refuse("UNSUPPORTED", "its experts are cut over expert-parallel ranks", file=file)
@@ -249,27 +257,27 @@ def read_layer(inline: NumbersInMemory, file: str) -> tuple[Mapping[str, Entry],
         StorageError: IO.
     """
     saved = read_saved(inline, file)
-    return dict(_tensors(Tensors(inline, file), Node(saved.value, file))), saved.checksums
+    return dict(_tensors(Tensors(inline, file), CheckedValue(saved.value, file))), saved.checksums
 
 
-def _listed(shapes: Node | None) -> list[Node]:
+def _listed(shapes: CheckedValue | None) -> list[CheckedValue]:
     """Return the shapes group by group; old files have just one dict."""
     if shapes is None:
         return []
     return [shapes] if shapes.is_dict else shapes.list()
 
 
-def _shapes(node: Node) -> dict[str, Shape]:
+def _shapes(node: CheckedValue) -> dict[str, Shape]:
     return {name: shape.naturals() for name, shape in node.named()}
 
 
-def _tensors(reader: Tensors, node: Node) -> Iterator[tuple[str, Entry]]:
-    for name, each in node.named():
-        if isinstance(each.value, TensorRef | Object):
-            yield name, reader.tensor(name, each)
+def _tensors(reader: Tensors, node: CheckedValue) -> Iterator[tuple[str, Entry]]:
+    for name, value in node.named():
+        if isinstance(value.value, TensorRef | Object):
+            yield name, reader.tensor(name, value)
 
 
-def _pairs(node: Node) -> Iterator[tuple[str, str]]:
+def _pairs(node: CheckedValue) -> Iterator[tuple[str, str]]:
     if node.is_list:
         for pair in node.list():
             alias, name = pair.texts()
@@ -279,7 +287,7 @@ def _pairs(node: Node) -> Iterator[tuple[str, str]]:
         yield alias, target.text()
 
 
-def plain(node: Node) -> Any:
+def plain(node: CheckedValue) -> Any:
     """Return a setting as plain data: numbers, texts, lists and dicts of them; None for anything else.
 
     Raises:
@@ -288,18 +296,18 @@ def plain(node: Node) -> Any:
     return _plain(node, _DEEPEST, [_MOST])
 
 
-def _plain(node: Node, depth: int, left: list[int]) -> Any:
+def _plain(node: CheckedValue, depth: int, budget: list[int]) -> Any:
     value = node.value
-    left[0] -= 1
-    if left[0] < 0:
+    budget[0] -= 1
+    if budget[0] < 0:
         raise node.fault(f"it describes more than {_MOST} values")
     if depth < 0:
         return None
     if isinstance(value, str | int | float | bool) or value is None:
         return value
     if node.is_list:
-        items = [_plain(item, depth - 1, left) for item in node.list()]
+        items = [_plain(item, depth - 1, budget) for item in node.list()]
         return tuple(items) if isinstance(value, tuple) else items
     if node.is_dict:
-        return {str(key): _plain(item, depth - 1, left) for key, item in node.items() if isinstance(key, str | int)}
+        return {str(key): _plain(item, depth - 1, budget) for key, item in node.items() if isinstance(key, str | int)}
     return None

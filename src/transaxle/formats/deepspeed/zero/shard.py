@@ -1,4 +1,4 @@
-"""Shards: what one tensor-parallel rank holds of a tensor; and putting them together along their spread."""
+"""Shards: one tensor-parallel rank's share of a tensor, and the whole assembled from them along its spread."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from transaxle.axes.geometry.strided import row_major
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Entry, Extent, Twin
-from transaxle.formats.deepspeed.metadata.spread import Block, Holding, Owners, Shape, Spread, owners, whole
+from transaxle.formats.deepspeed.metadata.spread import Owners, RankBlock, Shape, ShardBlock, Spread, owners, whole
 from transaxle.formats.dtype import BITS
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """A tensor as one rank holds it, all of its data-parallel group together."""
+class RankShard:
+    """One rank's share of a tensor, whole over its data-parallel group."""
 
     dtype: str
     shape: Shape
     extents: tuple[Extent, ...]
     """Chunks that tile it."""
     file: str
-    """A file that speaks of it, for errors."""
+    """A file that describes it, for errors."""
 
 
-def merged(name: str, shards: Sequence[Shard], spread: Spread) -> tuple[Entry, list[Twin]]:
+def merge_shards(name: str, shards: Sequence[RankShard], spread: Spread) -> tuple[Entry, list[Twin]]:
     """Put shards together.
 
     Args:
@@ -38,16 +38,16 @@ def merged(name: str, shards: Sequence[Shard], spread: Spread) -> tuple[Entry, l
     Raises:
         Refused: DTYPE_MIXED; INCOMPLETE where no rank holds an element; LOSSY for scaled moments (see `reader`).
     """
-    holders = [shard for shard, held in zip(shards, spread.blocks, strict=True) if held]
+    holders = [shard for shard, blocks in zip(shards, spread.blocks, strict=True) if blocks]
     if len({shard.dtype for shard in holders}) > 1:
         kinds = ", ".join(dict.fromkeys(shard.dtype for shard in holders))
         raise refuse("DTYPE_MIXED", f"its shards have the types {kinds}", file=shards[0].file, tensor=name)
     dtype = (holders or list(shards))[0].dtype
-    found: Owners = owners(spread)
-    if found.missing:
-        message = f"{found.missing} of its elements are on no rank"
+    owned: Owners = owners(spread)
+    if owned.missing:
+        message = f"{owned.missing} of its elements are on no rank"
         raise refuse("INCOMPLETE", message, file=shards[0].file, tensor=name)
-    taken = tuple(extent for holding in found.holdings for extent in _taken(shards, holding, holding.block.start))
+    chunks = tuple(extent for holding in owned.holdings for extent in _taken(shards, holding, holding.block.start))
     twins = [
         Twin(
             _copy(name, dtype, shards, first),
@@ -55,22 +55,22 @@ def merged(name: str, shards: Sequence[Shard], spread: Spread) -> tuple[Entry, l
             f"tensor-parallel ranks {first.rank} and {second.rank} hold the same part of it",
             replica=True,
         )
-        for first, second in found.copies
+        for first, second in owned.copies
     ]
-    return Entry(name, dtype, spread.shape, taken), twins
+    return Entry(name, dtype, spread.shape, chunks), twins
 
 
-def unspread(shards: Sequence[Shard]) -> Spread:
+def unspread(shards: Sequence[RankShard]) -> Spread:
     """Return the spread of a tensor that every rank holds."""
     return whole(shards[0].shape, len(shards))
 
 
-def _copy(name: str, dtype: str, shards: Sequence[Shard], holding: Holding) -> Entry:
+def _copy(name: str, dtype: str, shards: Sequence[RankShard], holding: RankBlock) -> Entry:
     origin = (0,) * len(holding.block.shape)
     return Entry(name, dtype, holding.block.shape, tuple(_taken(shards, holding, origin)))
 
 
-def _taken(shards: Sequence[Shard], holding: Holding, start: Shape) -> Iterator[Extent]:
+def _taken(shards: Sequence[RankShard], holding: RankBlock, start: Shape) -> Iterator[Extent]:
     """Yield the chunks of a rank's block as chunks of a tensor in which the block begins at `start`."""
     shard, block = shards[holding.rank], holding.block
     for extent in shard.extents:
@@ -78,9 +78,9 @@ def _taken(shards: Sequence[Shard], holding: Holding, start: Shape) -> Iterator[
         high = tuple(
             min(e + n, b + m) for e, n, b, m in zip(extent.start, extent.shape, block.at, block.shape, strict=True)
         )
-        if any(last <= first for first, last in zip(low, high, strict=True)):
+        if any(stop_index <= start_index for start_index, stop_index in zip(low, high, strict=True)):
             continue
-        sizes = tuple(last - first for first, last in zip(low, high, strict=True))
+        sizes = tuple(stop_index - start_index for start_index, stop_index in zip(low, high, strict=True))
         strides = extent.strides or row_major(extent.shape)
         skipped = sum((a - b) * step for a, b, step in zip(low, extent.start, strides, strict=True))
         yield Extent(
@@ -96,12 +96,12 @@ def _dense(shape: Shape, strides: Shape) -> bool:
     return all(size == 1 or step == want for size, step, want in zip(shape, strides, row_major(shape), strict=True))
 
 
-def scaled(spread: Spread) -> Block | None:
-    """Return a block that does not hold the values themselves; None where there is none."""
-    return next((block for held in spread.blocks for block in held if block.scale != 1), None)
+def scaled(spread: Spread) -> ShardBlock | None:
+    """Return a block with scaled values; None if there is none."""
+    return next((block for blocks in spread.blocks for block in blocks if block.scale != 1), None)
 
 
-def scaled_moment(name: str, block: Block, file: str) -> TransaxleError:
+def scaled_moment(name: str, block: ShardBlock, file: str) -> TransaxleError:
     """Build the refusal of optimizer state that belongs to a scaled parameter."""
     message = (
         f"its parameter is held times {block.scale}; the moments would follow, but the optimizer's settings "

@@ -1,4 +1,4 @@
-"""One pipeline stage: all of its tensors, put together from its tensor-parallel ranks."""
+"""One pipeline stage: all of its tensors, assembled from its tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from transaxle.formats.catalog.catalog import Entry, Extent, Twin
 from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.metadata.spread import Spread
-from transaxle.formats.deepspeed.metadata.universal_info import Info
-from transaxle.formats.deepspeed.table_cuts import HINT, UNTOLD, Told
-from transaxle.formats.deepspeed.zero.flat import Run, Shape, Vector, extents, shard_width
+from transaxle.formats.deepspeed.metadata.universal_info import UniversalInfo
+from transaxle.formats.deepspeed.table_cuts import HINT, UNTOLD, TableCuts
+from transaxle.formats.deepspeed.zero.flat import FlatRun, Shape, Vector, extents, shard_width
 from transaxle.formats.deepspeed.zero.ranks import RankModel
-from transaxle.formats.deepspeed.zero.shard import Shard, merged, scaled, scaled_moment, unspread
+from transaxle.formats.deepspeed.zero.shard import RankShard, merge_shards, scaled, scaled_moment, unspread
 from transaxle.formats.deepspeed.zero.trained import Trained
 
 
@@ -30,7 +30,7 @@ class ModelRank:
 
 @dataclass(slots=True)
 class Stage:
-    """What a stage holds."""
+    """The tensors of a stage."""
 
     weights: dict[str, Entry] = field(default_factory=dict)
     """Trained weights in full precision, and everything that is not trained."""
@@ -40,13 +40,13 @@ class Stage:
     """Parameter -> state -> tensor."""
     twins: list[Twin] = field(default_factory=list)
     compared: set[tuple[tuple[Extent, ...], tuple[Extent, ...]]] = field(default_factory=set)
-    """Numbers of two ranks that are compared already: a group has one for all its parameters."""
+    """Pairs of numbers on two ranks that are compared already: all parameters of a group share one."""
     scaled: dict[str, float] = field(default_factory=dict)
-    """Weights that every rank holds times a number."""
+    """Weights that every rank stores multiplied by a number -> the number."""
 
 
 def assemble(
-    ranks: Sequence[ModelRank], info: Info | Told | None, faults: Faults, without: Collection[str] = ()
+    ranks: Sequence[ModelRank], info: UniversalInfo | TableCuts | None, faults: Faults, without: Collection[str] = ()
 ) -> Stage:
     """Put the tensors of a stage together.
 
@@ -65,9 +65,9 @@ def assemble(
         if any(name in rank.trained for rank in ranks):
             _trained(stage, name, ranks, spreads, faults)
         elif all(shard is not None for shard in shards):
-            held = [shard for shard in shards if shard is not None]
+            present = [shard for shard in shards if shard is not None]
             buffer = name in ranks[0].models[0].buffers
-            _put(stage.weights, name, held, spreads.of(name, held, buffer=buffer), stage, faults)
+            _put(stage.weights, name, present, spreads.of(name, present, buffer=buffer), stage, faults)
         if all(name in rank.models[0].module for rank in ranks):
             low = [_dense(rank.models[0].module[name], rank.models[0].file) for rank in ranks]
             if name not in ranks[0].trained and name in stage.weights:
@@ -80,22 +80,22 @@ def assemble(
 def _names(ranks: Sequence[ModelRank]) -> list[str]:
     """Return the stage's tensors in the module's order, without the second names of shared ones."""
     shared = {alias for rank in ranks for model in rank.models for alias in model.shared}
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for rank in ranks:
-        first = rank.models[0]
-        found |= dict.fromkeys([*first.module, *rank.trained, *first.frozen, *first.fragments])
-    return [name for name in found if name not in shared]
+        first_model = rank.models[0]
+        names |= dict.fromkeys([*first_model.module, *rank.trained, *first_model.frozen, *first_model.fragments])
+    return [name for name in names if name not in shared]
 
 
 class _Spreads:
-    """How each parameter is spread; what is refused once is not asked again."""
+    """The spread of each parameter; one that was refused is not requested again."""
 
-    def __init__(self, info: Info | Told | None, ranks: int, faults: Faults) -> None:
+    def __init__(self, info: UniversalInfo | TableCuts | None, ranks: int, faults: Faults) -> None:
         self._info, self._ranks, self._faults = info, ranks, faults
         self._known: dict[tuple[str, tuple[Shape, ...]], Spread | None] = {}
         self._lacking = False
 
-    def of(self, name: str, shards: Sequence[Shard], *, buffer: bool = False) -> Spread | None:
+    def of(self, name: str, shards: Sequence[RankShard], *, buffer: bool = False) -> Spread | None:
         """Return the spread; None where there is none, which has been noted."""
         shapes = tuple(shard.shape for shard in shards)
         if self._ranks == 1 or (buffer and len(set(shapes)) == 1):
@@ -146,21 +146,23 @@ def _trained(stage: Stage, name: str, ranks: Sequence[ModelRank], spreads: _Spre
     for rank in ranks:
         item = rank.trained.get(name)
         for key, entry in () if item is None or item is first else item.numbers.items():
-            held = first.numbers.get(key, entry)
-            if (held.extents, entry.extents) not in stage.compared and held is not entry:
-                stage.compared.add((held.extents, entry.extents))
-                stage.twins.append(Twin(held, entry, f"{key} of {name} is one number on all tensor-parallel ranks"))
+            first_entry = first.numbers.get(key, entry)
+            if (first_entry.extents, entry.extents) not in stage.compared and first_entry is not entry:
+                stage.compared.add((first_entry.extents, entry.extents))
+                stage.twins.append(
+                    Twin(first_entry, entry, f"{key} of {name} is one number on all tensor-parallel ranks")
+                )
 
 
 def _put(
-    into: dict[str, Entry], name: str, shards: Sequence[Shard], spread: Spread | None, stage: Stage, faults: Faults,
+    into: dict[str, Entry], name: str, shards: Sequence[RankShard], spread: Spread | None, stage: Stage, faults: Faults,
     *, shown: str = "",
 ) -> None:  # fmt: skip
     """Merge shards and add the tensor, with the copies that must be equal."""
     if spread is None:
         return
     try:
-        entry, twins = merged(shown or name, shards, spread)
+        entry, twins = merge_shards(shown or name, shards, spread)
     except TransaxleError as error:
         faults.extend(*error.refusals)
         return
@@ -168,12 +170,12 @@ def _put(
     stage.twins.extend(twins)
     block = scaled(spread)
     if block is not None:
-        if any(each.scale != block.scale for held in spread.blocks for each in held):
+        if any(other_block.scale != block.scale for blocks in spread.blocks for other_block in blocks):
             faults.add("UNSUPPORTED", "its parts are held times different numbers", shards[0].file, name)
         stage.scaled[name] = block.scale
 
 
-def _empty(rank: ModelRank, name: str, dtype: str) -> Shard | None:
+def _empty(rank: ModelRank, name: str, dtype: str) -> RankShard | None:
     """Return the shard of a rank that owns no element of a parameter; None where it should."""
     model = rank.models[0]
     shape = model.frozen.get(name)
@@ -181,40 +183,42 @@ def _empty(rank: ModelRank, name: str, dtype: str) -> Shard | None:
         shape = model.module[name].shape
     if shape is None or 0 not in shape:
         return None
-    return Shard(dtype, shape, (), model.file)
+    return RankShard(dtype, shape, (), model.file)
 
 
-def _untrained(rank: ModelRank, name: str) -> Shard | None:
+def _untrained(rank: ModelRank, name: str) -> RankShard | None:
     """Return a frozen parameter or a buffer; None where this rank has none."""
-    first = rank.models[0]
-    shape = first.frozen.get(name)
+    first_model = rank.models[0]
+    shape = first_model.frozen.get(name)
     if len(rank.models) > 1 and shape is not None:
         return _gathered(rank.models, name, shape)
-    held = first.module.get(name)
-    if shape is not None and (held is None or held.shape != shape):
-        held = first.fragments.get(name, held)
-    if held is None:
+    entry = first_model.module.get(name)
+    if shape is not None and (entry is None or entry.shape != shape):
+        entry = first_model.fragments.get(name, entry)
+    if entry is None:
         return None
-    if shape is not None and held.shape != shape:
+    if shape is not None and entry.shape != shape:
         size = prod(shape)
-        if len(rank.models) == 1 and held.shape == (size,):  # ZeRO-3 on one data-parallel rank
+        if len(rank.models) == 1 and entry.shape == (size,):  # ZeRO-3 on one data-parallel rank
             return _gathered(rank.models, name, shape)
-        raise refuse("CORRUPT", f"it has {list(held.shape)}, the file says {list(shape)}", file=first.file, tensor=name)
-    return _dense(held, first.file)
+        raise refuse(
+            "CORRUPT", f"it has {list(entry.shape)}, the file says {list(shape)}", file=first_model.file, tensor=name
+        )
+    return _dense(entry, first_model.file)
 
 
-def _dense(entry: Entry, file: str) -> Shard:
-    return Shard(entry.dtype, entry.shape, entry.extents if prod(entry.shape) else (), file)
+def _dense(entry: Entry, file: str) -> RankShard:
+    return RankShard(entry.dtype, entry.shape, entry.extents if prod(entry.shape) else (), file)
 
 
-def _gathered(models: Sequence[RankModel], name: str, shape: Shape) -> Shard:
+def _gathered(models: Sequence[RankModel], name: str, shape: Shape) -> RankShard:
     """Return a frozen parameter that ZeRO-3 keeps as equal runs, the last one padded."""
     size, parts = prod(shape), len(models)
     width = shard_width(size, parts)
-    vectors, held = [], []
-    for part, model in enumerate(models):
+    vectors, intervals = [], []
+    for dp_rank, model in enumerate(models):
         entry = model.fragments.get(name)
-        low, high = min(part * width, size), min((part + 1) * width, size)
+        low, high = min(dp_rank * width, size), min((dp_rank + 1) * width, size)
         length = 0 if entry is None else prod(entry.shape)
         if entry is None or length < high - low or (len(entry.shape) != 1 and length):
             message = f"this rank must hold {high - low} of its {size} elements, and has {length}"
@@ -222,8 +226,8 @@ def _gathered(models: Sequence[RankModel], name: str, shape: Shape) -> Shard:
         extent = entry.extents[0] if entry.extents else Extent((0,), (0,), model.file, 0)
         vectors.append(Vector(entry.dtype, length, extent.file, extent.offset))
         if low < high:
-            held.append(Run(low, high, part, 0))
+            intervals.append(FlatRun(low, high, dp_rank, 0))
     kinds = {vector.dtype for vector in vectors}
     if len(kinds) > 1:
         raise refuse("DTYPE_MIXED", f"its ranks keep it as {sorted(kinds)}", file=models[0].file, tensor=name)
-    return Shard(vectors[0].dtype, shape, extents(shape, held, vectors), models[0].file)
+    return RankShard(vectors[0].dtype, shape, extents(shape, intervals, vectors), models[0].file)

@@ -1,7 +1,7 @@
-"""The trained parameters of one model rank: its data-parallel ranks' flat buffers, read as parameters.
+"""The trained parameters of one model rank, read from its data-parallel ranks' flat buffers.
 
-Every length is held against every other: what the files say of their buffers, their paddings and their parameters must
-add up to the last element, and the map of fragments that a rank stores beside them must be the same map.
+Every length is checked against the others: the sizes of buffers, paddings and parameters must add up to the last
+element, and the map of fragments that a rank stores beside them must be the same map.
 """
 
 from __future__ import annotations
@@ -14,16 +14,25 @@ from math import prod
 from transaxle.errors import Code, refuse
 from transaxle.formats.catalog.catalog import Entry, Twin
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.zero import experts
-from transaxle.formats.deepspeed.zero.flat import Position, Run, Shape, Vector, extents, positions, runs, shard_width
+from transaxle.formats.deepspeed.zero.flat import (
+    FlatRun,
+    Position,
+    Shape,
+    Vector,
+    extents,
+    positions,
+    runs,
+    shard_width,
+)
 from transaxle.formats.deepspeed.zero.ranks import RankModel, RankState
-from transaxle.formats.deepspeed.zero.shard import Shard
+from transaxle.formats.deepspeed.zero.shard import RankShard
 from transaxle.formats.pickled.descriptors import Object
 
 _OF_ONE_RUN = "Files of two runs are mixed: keep those of one."
 _SLACK = 16
-"""Elements per rank by which a vector may be longer than its parameters: it is padded for the sake of alignment."""
+"""Elements per rank by which a vector may exceed its parameters: it is padded for alignment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +42,8 @@ class Trained:
     group: int
     """Number of its flat buffer."""
     shape: Shape
-    states: Mapping[str, Shard]
-    """State -> what the rank holds; `fp32` is the weights."""
+    states: Mapping[str, RankShard]
+    """State -> the rank's shard; `fp32` is the weights."""
     numbers: Mapping[str, Entry]
     """State -> a number, such as `step`."""
 
@@ -60,61 +69,63 @@ def trained(model: RankModel, states: Sequence[RankState]) -> tuple[dict[str, Tr
     if len(counts) > 1:
         raise refuse("CORRUPT", f"its ranks have {sorted(counts)} groups", file=states[0].file)
     _check_counts(states)
-    found: dict[str, Trained] = {}
-    for group, name, shape, held, buffers in _held(model, states, zero3=stages == {3}):
-        if name in found:
+    parameters: dict[str, Trained] = {}
+    for group, name, shape, intervals, buffers in _placed_parameters(model, states, zero3=stages == {3}):
+        if name in parameters:
             raise refuse("NAME_COLLISION", "it is in two groups", file=model.file, tensor=name)
         shards = {
-            state: Shard(_dtype(state, vectors, states), shape, extents(shape, held, vectors), states[0].file)
+            state: RankShard(_dtype(state, vectors, states), shape, extents(shape, intervals, vectors), states[0].file)
             for state, vectors in buffers.items()
         }
-        found[name] = Trained(group, shape, shards, states[0].groups[group].numbers)
-    return found, list(_steps(found, states))
+        parameters[name] = Trained(group, shape, shards, states[0].groups[group].numbers)
+    return parameters, list(_steps(parameters, states))
 
 
 def _check_counts(states: Sequence[RankState]) -> None:
-    """Check that all ranks say the same of how many of them share each group, and say it of each."""
-    first, *others = [_counts(state) for state in states]
-    for state, counts in zip(states[1:], others, strict=True):
-        if counts != first:
-            message = f"{keys.PARTITION_COUNT} is {list(counts or ())}, and {list(first or ())} in {states[0].file}"
+    """Check that all ranks state the same partition counts, one for each group."""
+    first_counts, *other_counts = [_counts(state) for state in states]
+    for state, counts in zip(states[1:], other_counts, strict=True):
+        if counts != first_counts:
+            message = (
+                f"{keys.PARTITION_COUNT} is {list(counts or ())}, and {list(first_counts or ())} in {states[0].file}"
+            )
             raise refuse("CORRUPT", message, file=state.file, hint=_OF_ONE_RUN)
-    if first is not None and len(first) != len(states[0].groups):
-        message = f"{keys.PARTITION_COUNT} has {len(first)} numbers for {len(states[0].groups)} groups"
+    if first_counts is not None and len(first_counts) != len(states[0].groups):
+        message = f"{keys.PARTITION_COUNT} has {len(first_counts)} numbers for {len(states[0].groups)} groups"
         raise refuse("CORRUPT", message, file=states[0].file)
 
 
 def _counts(state: RankState) -> tuple[int, ...] | None:
-    """Return over how many ranks each group is cut; None where the file does not say."""
+    """Return over how many ranks each group is cut; None if the file does not state it."""
     counts = state.root.get(keys.PARTITION_COUNT)
     if counts is None or state.stage == 3:
         return None
     return counts.naturals() if counts.is_list else (counts.natural(),) * len(state.groups)
 
 
-_Held = tuple[int, str, Shape, list[Run], Mapping[str, list[Vector]]]
+_PlacedParameter = tuple[int, str, Shape, list[FlatRun], Mapping[str, list[Vector]]]
 
 
-def _held(model: RankModel, states: Sequence[RankState], *, zero3: bool) -> Iterator[_Held]:
-    """Yield each parameter with its intervals, and the buffers they count in."""
+def _placed_parameters(model: RankModel, states: Sequence[RankState], *, zero3: bool) -> Iterator[_PlacedParameter]:
+    """Yield each parameter with its intervals, and the buffers that they count in."""
     if zero3:
         yield from _zero3(model, states)
         return
     if len(model.shapes) != len(states[0].groups):
         message = f"{len(model.shapes)} groups of parameters, {len(states[0].groups)} of flat buffers"
         raise refuse("CORRUPT", message, file=model.file)
-    shares = experts.Shares(model, states)
+    shares = experts.ExpertShares(model, states)
     for group, shapes in enumerate(model.shapes):
-        for rank, mine in enumerate(shares.of(group)):
-            buffers = _buffers(mine, group)
-            for place, held in _placed(mine, group, shapes, buffers[keys.FP32]):
-                _check_inside(place, held, buffers, mine)
-                yield group, shares.name(place.name, rank), place.shape, held, buffers
+        for rank, sharing in enumerate(shares.of(group)):
+            buffers = _buffers(sharing, group)
+            for place, intervals in _placed(sharing, group, shapes, buffers[keys.FP32]):
+                _check_inside(place, intervals, buffers, sharing)
+                yield group, shares.name(place.name, rank), place.shape, intervals, buffers
 
 
 def _placed(
     states: Sequence[RankState], group: int, shapes: Mapping[str, Shape], masters: Sequence[Vector]
-) -> Iterator[tuple[Position, list[Run]]]:
+) -> Iterator[tuple[Position, list[FlatRun]]]:
     """Yield the parameters of a group with their intervals in the buffers of the ranks that share it."""
     width = _width(states, group, masters)
     places, used = positions(shapes, _paddings(states[0], group, len(shapes)))
@@ -152,13 +163,13 @@ def _sum(vectors: Sequence[Vector]) -> int:
 
 
 def _adds_up(states: Sequence[RankState], group: int, slack: int, more: int) -> bool:
-    """Tell whether what a group has beyond its parameters is its padding; files of earlier versions give none.
+    """Tell whether the elements beyond a group's parameters are its padding; earlier versions record none.
 
     Args:
         states: the ranks' files.
         group: its number.
         slack: elements of the ranks' equal parts that belong to no parameter.
-        more: elements that the buffers in the files have beyond the parameters.
+        more: elements of the stored buffers beyond the parameters.
     """
     if any(state.root.get(keys.GROUP_PADDINGS) is None for state in states):
         return True
@@ -175,13 +186,13 @@ def _paddings(state: RankState, group: int, count: int) -> Sequence[int]:
     listed = state.root.get(keys.PARAM_PADDINGS)
     if listed is None:
         return (0,) * count
-    found = _nth(listed, group).naturals()
-    if len(found) != count:
-        raise listed.fault(f"{len(found)} paddings for {count} parameters of group {group}")
-    return found
+    paddings = _nth(listed, group).naturals()
+    if len(paddings) != count:
+        raise listed.fault(f"{len(paddings)} paddings for {count} parameters of group {group}")
+    return paddings
 
 
-def _nth(node: Node, index: int) -> Node:
+def _nth(node: CheckedValue, index: int) -> CheckedValue:
     items = node.list()
     if index >= len(items):
         raise node.fault(f"it has {len(items)} items; group {index} has none")
@@ -189,11 +200,11 @@ def _nth(node: Node, index: int) -> Node:
 
 
 def _check_inside(
-    place: Position, held: Sequence[Run], buffers: Mapping[str, Sequence[Vector]], states: Sequence[RankState]
+    place: Position, intervals: Sequence[FlatRun], buffers: Mapping[str, Sequence[Vector]], states: Sequence[RankState]
 ) -> None:
     """Check that a parameter's intervals lie in the buffers that are there."""
     for state, vectors in buffers.items():
-        for run in held:
+        for run in intervals:
             vector, end = vectors[run.part], run.at + run.stop - run.start
             if end > vector.length:
                 code: Code = "CORRUPT" if vector.length else "INCOMPLETE"
@@ -201,37 +212,44 @@ def _check_inside(
                 raise refuse(code, message, file=states[run.part].file, tensor=place.name)
 
 
-def _check_map(states: Sequence[RankState], group: int, cut: Mapping[str, Sequence[Run]]) -> None:
-    """Hold the ranks' own maps of fragments, where they have them, against what follows from the lengths."""
-    for part, state in enumerate(states):
+def _check_map(states: Sequence[RankState], group: int, cut: Mapping[str, Sequence[FlatRun]]) -> None:
+    """Check the ranks' own maps of fragments, where they exist, against the lengths."""
+    for dp_rank, state in enumerate(states):
         listed = state.root.get(keys.MAPPINGS)
         if listed is None:
             continue
-        want = {name: (run.at, run.stop - run.start) for name, held in cut.items() for run in held if run.part == part}
-        said = {name: _fragment(node) for name, node in _nth(listed, group).named()}
-        for name in [*want, *said]:
-            if want.get(name, (0, 0)) != said.get(name, (0, 0)):
-                start, count = want.get(name, (0, 0))
-                message = f"by its lengths it has {count} elements from {start}, {keys.MAPPINGS} says {said.get(name)}"
+        expected = {
+            name: (run.at, run.stop - run.start)
+            for name, intervals in cut.items()
+            for run in intervals
+            if run.part == dp_rank
+        }
+        recorded = {name: _fragment(node) for name, node in _nth(listed, group).named()}
+        for name in [*expected, *recorded]:
+            if expected.get(name, (0, 0)) != recorded.get(name, (0, 0)):
+                start, count = expected.get(name, (0, 0))
+                message = (
+                    f"by its lengths it has {count} elements from {start}, {keys.MAPPINGS} says {recorded.get(name)}"
+                )
                 raise refuse("CORRUPT", message, file=state.file, tensor=name)
 
 
-def _fragment(node: Node) -> tuple[int, int]:
+def _fragment(node: CheckedValue) -> tuple[int, int]:
     value = node.value
-    held = value.state if isinstance(value, Object) else value
-    fields = Node(held, node.file, node.path)
+    fragment_fields = value.state if isinstance(value, Object) else value
+    fields = CheckedValue(fragment_fields, node.file, node.path)
     count = fields["numel"].natural()
     return (fields["start"].natural(), count) if count else (0, 0)
 
 
-def _zero3(model: RankModel, states: Sequence[RankState]) -> Iterator[_Held]:
-    """Yield the parameters of ZeRO-3: of each, every rank holds an equal run, one after the other in its buffers."""
+def _zero3(model: RankModel, states: Sequence[RankState]) -> Iterator[_PlacedParameter]:
+    """Yield the parameters of ZeRO-3: every rank holds an equal run of each, one after the other in its buffers."""
     parts, groups = len(states), len(states[0].groups)
     names = dict.fromkeys(name for state in states for group in state.groups for name in group.vectors)
     nothing = Vector("", 0, "", 0)
     buffers = {name: [group.vectors.get(name, nothing) for state in states for group in state.groups] for name in names}
     lengths = [vector.length for vector in buffers[keys.FP32]]
-    if any(lengths[part * groups : (part + 1) * groups] != lengths[:groups] for part in range(parts)):
+    if any(lengths[dp_rank * groups : (dp_rank + 1) * groups] != lengths[:groups] for dp_rank in range(parts)):
         raise refuse("CORRUPT", "the ranks' buffers differ in length", file=states[0].file)
     ends = list(accumulate(lengths[:groups]))
     shapes = [(name, shape) for group in model.shapes for name, shape in group.items()]
@@ -243,41 +261,41 @@ def _zero3(model: RankModel, states: Sequence[RankState]) -> Iterator[_Held]:
     for name, shape in shapes:
         size = prod(shape)
         width = shard_width(size, parts)
-        held = [
+        intervals = [
             run
-            for part in range(parts)
-            for run in _split(min(part * width, size), min((part + 1) * width, size), at, ends, part * groups)
+            for dp_rank in range(parts)
+            for run in _split(min(dp_rank * width, size), min((dp_rank + 1) * width, size), at, ends, dp_rank * groups)
         ]
         place = Position(name, shape, at)
-        _check_inside(place, held, buffers, [state for state in states for _ in state.groups])
+        _check_inside(place, intervals, buffers, [state for state in states for _ in state.groups])
         group = next((number for number, end in enumerate(ends) if at < end), 0)
-        yield group, name, shape, held, buffers
+        yield group, name, shape, intervals, buffers
         at += width
 
 
-def _split(start: int, stop: int, at: int, ends: Sequence[int], base: int) -> Iterator[Run]:
-    """Yield an interval of a parameter as intervals in the buffers that lie one after the other on its rank."""
+def _split(start: int, stop: int, at: int, ends: Sequence[int], base: int) -> Iterator[FlatRun]:
+    """Yield an interval of a parameter as intervals in the consecutive buffers of its rank."""
     begin = 0
     for number, end in enumerate(ends):
         low, high = max(at, begin), min(at + stop - start, end)
         if low < high:
-            yield Run(start + low - at, start + high - at, base + number, low - begin)
+            yield FlatRun(start + low - at, start + high - at, base + number, low - begin)
         begin = end
 
 
 def _dtype(state: str, vectors: Sequence[Vector], states: Sequence[RankState]) -> str:
-    found = dict.fromkeys(vector.dtype for vector in vectors if vector.dtype)
-    if len(found) > 1:
-        raise refuse("DTYPE_MIXED", f"its ranks keep {state} as {', '.join(found)}", file=states[0].file)
-    return next(iter(found), "F32")
+    dtypes = dict.fromkeys(vector.dtype for vector in vectors if vector.dtype)
+    if len(dtypes) > 1:
+        raise refuse("DTYPE_MIXED", f"its ranks keep {state} as {', '.join(dtypes)}", file=states[0].file)
+    return next(iter(dtypes), "F32")
 
 
-def _steps(found: Mapping[str, Trained], states: Sequence[RankState]) -> Iterator[Twin]:
+def _steps(parameters: Mapping[str, Trained], states: Sequence[RankState]) -> Iterator[Twin]:
     """Yield the numbers of each group that every rank keeps, as copies of the first rank's."""
-    first = {item.group: name for name, item in reversed(list(found.items()))}
+    first = {item.group: name for name, item in reversed(list(parameters.items()))}
     for group, name in first.items():
         for state in states[1:]:
             for key, entry in states[0].groups[group].numbers.items():
-                other = state.groups[group].numbers.get(key)
-                if other is not None:
-                    yield Twin(entry, other, f"{key} of the group of {name} is one number on all ranks")
+                entry_elsewhere = state.groups[group].numbers.get(key)
+                if entry_elsewhere is not None:
+                    yield Twin(entry, entry_elsewhere, f"{key} of the group of {name} is one number on all ranks")

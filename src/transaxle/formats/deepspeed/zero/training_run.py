@@ -1,4 +1,4 @@
-"""What a checkpoint says about the run it is of: counters, versions, and the optimizer's settings by parameter name."""
+"""Facts about the training run: counters, versions, and the optimizer's settings by parameter name."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from transaxle.formats.deepspeed import keys
-from transaxle.formats.deepspeed.checked_value import Node
+from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.zero.ranks import RankModel, RankState, plain
 from transaxle.formats.pickled.descriptors import NOTHING, Object
 from transaxle.formats.training_state.state_groups import plain as plain_setting
@@ -24,12 +24,12 @@ _OWN = frozenset({
 })  # fmt: skip
 
 
-def run_of(model: RankModel, settings: Node | None) -> dict[str, Any]:
-    """Return what the files of a run say about it, as plain data.
+def run_of(model: RankModel, settings: CheckedValue | None) -> dict[str, Any]:
+    """Return the facts in the files of a run, as plain data.
 
     Args:
         model: the model file of the first rank.
-        settings: the first optimizer state; None where there is none.
+        settings: the first optimizer state; None if there is none.
     """
     facts: dict[str, Any] = {}
     for key in (*_COUNTERS, keys.SCHEDULER):
@@ -47,7 +47,7 @@ def run_of(model: RankModel, settings: Node | None) -> dict[str, Any]:
         scaler = settings.get(keys.LOSS_SCALER)
         if scaler is not None and isinstance(scaler.value, Object):
             state = scaler.value.state
-            fields = plain(Node(state, scaler.file)) if isinstance(state, dict) else {}
+            fields = plain(CheckedValue(state, scaler.file)) if isinstance(state, dict) else {}
             facts[keys.LOSS_SCALER] = {CLASS: str(scaler.value.cls), FIELDS: fields}
     return facts
 
@@ -59,31 +59,34 @@ def state_groups(states: Sequence[Sequence[RankState]], models: Sequence[RankMod
         states: per model rank, its optimizer files.
         models: per model rank, its first model file.
     """
-    found = []
+    groups = []
     for number, (indices, settings) in enumerate(states[0][0].settings):
         wanted = indices if states[0][0].stage == 3 else (number,)
-        found.append(_group(settings, wanted, models))
-    return found
+        groups.append(_group(settings, wanted, models))
+    return groups
 
 
-def groups_of(settings: Sequence[Node], models: Sequence[RankModel]) -> list[dict[str, Any]]:
-    """Return the groups of a universal checkpoint; those that only fill the list up are left out."""
-    found = [_group(each, _indices(each, number), models) for number, each in enumerate(settings)]
-    return [group for group in found if len(group) > 1 or group[keys.PARAMS]]
+def groups_of(settings: Sequence[CheckedValue], models: Sequence[RankModel]) -> list[dict[str, Any]]:
+    """Return the groups of a universal checkpoint; empty ones that only fill the list are left out."""
+    groups = [
+        _group(group_settings, _indices(group_settings, number), models)
+        for number, group_settings in enumerate(settings)
+    ]
+    return [group for group in groups if len(group) > 1 or group[keys.PARAMS]]
 
 
-def _indices(settings: Node, number: int) -> tuple[int, ...]:
+def _indices(settings: CheckedValue, number: int) -> tuple[int, ...]:
     """Return the numbers of a group's sub-groups; without ZeRO-3 it is one of its own."""
     listed = settings.get(keys.PARAMS)
     return (number,) if listed is None else listed.naturals()
 
 
-def _group(settings: Node, indices: Sequence[int], models: Sequence[RankModel]) -> dict[str, Any]:
+def _group(settings: CheckedValue, indices: Sequence[int], models: Sequence[RankModel]) -> dict[str, Any]:
     names: dict[str, None] = {}
     for model in models:
         for index in indices:
             if index < len(model.shapes):
                 names |= dict.fromkeys(model.shapes[index])
-    kept = {key: plain_setting(node.value) for key, node in settings.named() if key != keys.PARAMS}
-    kept = {key: value for key, value in kept.items() if value is not NOTHING}
-    return {**kept, keys.PARAMS: list(names)}
+    settings_kept = {key: plain_setting(node.value) for key, node in settings.named() if key != keys.PARAMS}
+    settings_kept = {key: value for key, value in settings_kept.items() if value is not NOTHING}
+    return {**settings_kept, keys.PARAMS: list(names)}

@@ -1,7 +1,7 @@
-"""The table of globals that a pickle may name. Everything in it is inert: a description, or a check of arguments.
+"""The table of globals that a pickle may name; every entry only describes, or checks arguments.
 
-One table serves every format: since nothing in it does anything, a name that only one format uses harms no other. A
-global that is not listed refuses the pickle, however harmless it may be.
+One table serves every format: since nothing in it acts, a name that only one format uses harms no other. A global that
+is not listed refuses the pickle, however harmless it may be.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from transaxle.formats.pickled.descriptors import NOTHING, DType, StorageType
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rule:
-    """What an allowed global stands for."""
+class GlobalRule:
+    """How an allowed global is represented."""
 
     value: Any = NOTHING
-    """A value that the name itself stands for; NOTHING: a `Global`."""
+    """The value that the name itself stands for; NOTHING: a `Global`."""
     build: Build | None = None
-    """What calling it gives; None: an `Object` that says what was called."""
+    """Builds the result of a call; None: an `Object` that describes the call."""
 
 
-Names = Mapping[tuple[str, str], Rule]
+Names = Mapping[tuple[str, str], GlobalRule]
 """(module, qualified name) -> rule."""
 
-INERT = Rule()
-"""A class or function of which only the description is kept."""
-MEMBER = Rule()
+INERT = GlobalRule()
+"""A class or function that is kept as a description only."""
+MEMBER = GlobalRule()
 """`getattr`: gives a bound class method if that is in the table under its qualified name."""
 
 DTYPES = (
@@ -102,17 +102,17 @@ TENSORS = frozenset(
     + [("torch.nn.parameter", name) for name in _TORCH["torch.nn.parameter"]]
     + list(transformer_engine.TENSORS)
 )
-"""Globals whose calls give tensors that are no plain views of a storage."""
+"""Globals whose calls give tensors other than plain views of a storage."""
 
 
-def _inert(table: Mapping[str, Iterable[str]]) -> Iterator[tuple[tuple[str, str], Rule]]:
+def _inert(table: Mapping[str, Iterable[str]]) -> Iterator[tuple[tuple[str, str], GlobalRule]]:
     for module, names in table.items():
         for name in names:
             yield (module, name), INERT
 
 
-def _built() -> dict[tuple[str, str], Rule]:
-    made: dict[tuple[str, str], Build] = {
+def _built() -> dict[tuple[str, str], GlobalRule]:
+    builds: dict[tuple[str, str], Build] = {
         ("_codecs", "encode"): builders.octets,
         ("builtins", "bytearray"): builders.octets,
         ("builtins", "bytes"): builders.octets,
@@ -137,17 +137,17 @@ def _built() -> dict[tuple[str, str], Rule]:
         ("torch._tensor", "_rebuild_from_type"): builders.of_type,
         ("torch.nn.parameter", "Parameter"): builders.parameter_class,
     }
-    made |= transformer_engine.BUILDS
-    return {name: Rule(build=build) for name, build in made.items()} | {("builtins", "getattr"): MEMBER}
+    builds |= transformer_engine.BUILDS
+    return {name: GlobalRule(build=build) for name, build in builds.items()} | {("builtins", "getattr"): MEMBER}
 
 
-def _values() -> Iterator[tuple[tuple[str, str], Rule]]:
+def _values() -> Iterator[tuple[tuple[str, str], GlobalRule]]:
     for name in DTYPES:
-        yield ("torch", name), Rule(DType(name))
+        yield ("torch", name), GlobalRule(DType(name))
     for name, dtype in STORAGES.items():
         for module in ("torch", "torch.cuda"):
-            yield (module, name), Rule(StorageType(DType(dtype)))
-    untyped = Rule(StorageType(None))
+            yield (module, name), GlobalRule(StorageType(DType(dtype)))
+    untyped = GlobalRule(StorageType(None))
     for name in ("UntypedStorage", "_UntypedStorage"):
         yield ("torch", name), untyped
         yield ("torch.storage", name), untyped

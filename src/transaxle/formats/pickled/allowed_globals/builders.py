@@ -1,6 +1,6 @@
-"""What well-known calls in a pickle amount to: each takes the arguments, checks them, and returns plain data.
+"""Builders: what well-known calls in a pickle amount to; each checks its arguments and returns plain data.
 
-None of them calls what the pickle names. A builder that is given arguments its function never has refuses the pickle.
+None of them calls what the pickle names. A builder that is given arguments its function never takes refuses the pickle.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ Tensor = TensorRef | Object | Quantized
 
 
 class Caller(Protocol):
-    """What a builder may ask of the machine."""
+    """The parts of the machine that a builder may use."""
 
     def call(self, function: object, args: object) -> Any:
         """Describe the call of another global."""
 
     def charge(self, amount: int) -> None:
-        """Take the bytes of a copy from the budget."""
+        """Subtract the bytes of a copy from the budget."""
 
 
 Build = Callable[[Global, Args, Caller], Any]
-"""The function, its arguments, and the machine."""
+"""(the function, its arguments, the machine) -> its result."""
 
 _MAX_DIMS = 64
 _MAX_COUNT = 2**63 - 1
@@ -58,19 +58,19 @@ def fits(function: Global, args: Args, *lengths: int) -> None:
 def ordered_map(function: Global, args: Args, caller: Caller) -> OrderedMap:
     """Make the dict of `OrderedDict()`, `OrderedDict([(key, value), …])` or `Counter({key: count})`."""
     fits(function, args, 0, 1)
-    made = OrderedMap()
-    given = args[0] if args else []
-    if type(given) is dict or type(given) is OrderedMap:
-        caller.charge(100 * len(given))
-        made.update(given)
-    elif type(given) in (list, tuple):
-        caller.charge(100 * len(given))
-        if any(type(pair) not in (list, tuple) or len(pair) != 2 for pair in given):
+    ordered = OrderedMap()
+    argument = args[0] if args else []
+    if type(argument) is dict or type(argument) is OrderedMap:
+        caller.charge(100 * len(argument))
+        ordered.update(argument)
+    elif type(argument) in (list, tuple):
+        caller.charge(100 * len(argument))
+        if any(type(pair) not in (list, tuple) or len(pair) != 2 for pair in argument):
             raise malformed(f"{function} is not given pairs")
-        put(made, [item for pair in given for item in pair])
+        put(ordered, [item for pair in argument for item in pair])
     else:
-        raise malformed(f"{function} is given a {type(given).__name__}")
-    return made
+        raise malformed(f"{function} is given a {type(argument).__name__}")
+    return ordered
 
 
 def default_map(function: Global, args: Args, caller: Caller) -> OrderedMap:
@@ -82,11 +82,11 @@ def default_map(function: Global, args: Args, caller: Caller) -> OrderedMap:
 def collection(function: Global, args: Args, caller: Caller) -> Object:
     """Describe `set([…])`, `frozenset([…])` or `deque([…], length)`: what it holds are its items."""
     fits(function, args, 0, 1, 2)
-    given = args[0] if args else []
-    if type(given) not in (list, tuple):
-        raise malformed(f"{function} is given a {type(given).__name__}")
-    caller.charge(8 * len(given))
-    return Object(function, args[1:], items=list(given))
+    argument = args[0] if args else []
+    if type(argument) not in (list, tuple):
+        raise malformed(f"{function} is given a {type(argument).__name__}")
+    caller.charge(8 * len(argument))
+    return Object(function, args[1:], items=list(argument))
 
 
 def octets(function: Global, args: Args, caller: Caller) -> bytes:
@@ -94,19 +94,19 @@ def octets(function: Global, args: Args, caller: Caller) -> bytes:
     fits(function, args, 0, 1, 2)
     if not args:
         return b""
-    given = args[0]
-    if type(given) is bytes and len(args) == 1:
-        return given
-    if type(given) is str and args[1:] in ((), ("latin1",), ("latin-1",)):
-        caller.charge(len(given))
-        return given.encode("latin-1")
+    argument = args[0]
+    if type(argument) is bytes and len(args) == 1:
+        return argument
+    if type(argument) is str and args[1:] in ((), ("latin1",), ("latin-1",)):
+        caller.charge(len(argument))
+        return argument.encode("latin-1")
     raise malformed(f"{function} is not given octets")
 
 
 def complex_number(function: Global, args: Args, _: Caller) -> complex:
     """Make the number of `complex(real, imaginary)`."""
     fits(function, args, 2)
-    if any(type(part) not in (float, int) for part in args):
+    if any(type(number) not in (float, int) for number in args):
         raise malformed(f"{function} is not given numbers")
     return complex(float(args[0]), float(args[1]))
 
@@ -153,20 +153,20 @@ def size(function: Global, args: Args, _: Caller) -> tuple[int, ...]:
     return counts(function, "sizes", args[0]) if args else ()
 
 
-def counts(function: Global, what: str, given: Any) -> tuple[int, ...]:
+def counts(function: Global, noun: str, values: Any) -> tuple[int, ...]:
     """Return sizes or strides; anything but a short row of counts refuses the pickle."""
-    if type(given) not in (tuple, list):
-        raise malformed(f"{function}: the {what} are a {type(given).__name__}")
-    if len(given) > _MAX_DIMS:
-        raise malformed(f"{function}: there are {len(given)} {what}")
-    return tuple(_count(function, what, item) for item in given)
+    if type(values) not in (tuple, list):
+        raise malformed(f"{function}: the {noun} are a {type(values).__name__}")
+    if len(values) > _MAX_DIMS:
+        raise malformed(f"{function}: there are {len(values)} {noun}")
+    return tuple(_count(function, noun, item) for item in values)
 
 
-def _count(function: Global, what: str, given: Any) -> int:
-    if type(given) is not int or not 0 <= given <= _MAX_COUNT:
-        shown = given if type(given) is int and abs(given) <= _MAX_COUNT else f"a {type(given).__name__} out of range"
-        raise malformed(f"{function}: the {what} hold {shown}")
-    return given
+def _count(function: Global, noun: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+        shown = value if type(value) is int and abs(value) <= _MAX_COUNT else f"a {type(value).__name__} out of range"
+        raise malformed(f"{function}: the {noun} hold {shown}")
+    return value
 
 
 def _view(function: Global, args: Args, dtype: object, metadata: object) -> TensorRef:

@@ -40,16 +40,16 @@ ORDERS: Mapping[str, tuple[str, ...]] = {
         *(SWIZZLED, ROW_SCALED, FOUR_OVER_SIX, E4M3_MAX),
     ),
 }  # fmt: skip
-"""Class -> its arguments in order, as of the newest release; older ones have the first of them."""
+"""Class -> its arguments in order, as of the newest release; older ones have only the first of them."""
 
 OLD, NEW, UNTOLD = "old", "new", ""
 CODES: Mapping[str, Mapping[int, str]] = {
     OLD: {6: "F8_E4M3", 7: "F8_E5M2"},
     NEW: {7: "F8_E4M3", 8: "F8_E5M2", 10: "F4"},
 }
-"""Numbers of TransformerEngine's `DType` that codes may have: before release 2.4, and since."""
+"""TransformerEngine's `DType` numbers of codes: before release 2.4, and since."""
 COMPACT = 1
-"""The number of `Float8BlockScaleTensorFormat` for scales that lie as their codes do; 0 is `GEMM_READY`."""
+"""Number of `Float8BlockScaleTensorFormat` for scales in the order of their codes; 0 is `GEMM_READY`."""
 _MOST = 10
 """The highest number of a `DType`."""
 
@@ -64,37 +64,37 @@ _QUANTIZERS = {
 }  # fmt: skip
 """Class of a quantizer -> the class of tensors beside which it is defined."""
 _NATIVE, _OLDEST_NATIVE = "transformer_engine_torch", "transformer_engine_extensions"
-"""The compiled module; until release 1.7 it had the other name."""
+"""The compiled module, and its name until release 1.7."""
 _ENUM = "DType"
 _DTYPES = {(_OLDEST_NATIVE, _ENUM): OLD, (_NATIVE, _ENUM): UNTOLD, (f"{_PACKAGE}.constants", _ENUM): NEW}
-"""Names of the type of codes -> the list that its numbers are from."""
+"""Name of the dtype enum -> list to which its numbers belong."""
 _FORMATS = frozenset({(_NATIVE, "Float8BlockScaleTensorFormat")})
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
-    """One way to make a tensor of one class."""
+class _TensorMaker:
+    """One function that makes tensors of one class."""
 
     kind: str
     """The class."""
     lengths: Mapping[int, str]
-    """Number of arguments -> which list of types the releases with so many had."""
+    """Number of arguments -> list of dtypes of the releases with that many."""
 
 
 def _module(kind: str) -> str:
     return f"{_PACKAGE}.tensor.{_MODULES[kind]}"
 
 
-_FORMS: Mapping[tuple[str, str], _Form] = {
-    (f"{_PACKAGE}.{_MODULES[FLOAT8]}", f"{FLOAT8}.{_METHOD}"): _Form(FLOAT8, {4: OLD}),
-    (_module(FLOAT8), f"{FLOAT8}.{_METHOD}"): _Form(FLOAT8, {4: OLD, 5: UNTOLD}),
-    (_module(MXFP8), f"{MXFP8}.{_METHOD}"): _Form(MXFP8, {6: OLD, 7: UNTOLD, 8: NEW, 9: NEW}),
-    (_module(BLOCKWISE), f"{BLOCKWISE}.{_METHOD}"): _Form(BLOCKWISE, {9: UNTOLD, 10: NEW}),
-    (_module(NVFP4), f"{NVFP4}.{_METHOD}"): _Form(NVFP4, {10: NEW, 11: NEW}),
-    (_module(FLOAT8), "_make_float8_tensor_in_reduce_ex"): _Form(FLOAT8, {5: NEW, 6: NEW}),
-    (_module(MXFP8), "_make_mxfp8_tensor_in_reduce_ex"): _Form(MXFP8, {9: NEW}),
-    (_module(BLOCKWISE), "_make_float8_blockwise_tensor_in_reduce_ex"): _Form(BLOCKWISE, {10: NEW}),
-    (_module(NVFP4), "_make_nvfp4_tensor_in_reduce_ex"): _Form(NVFP4, {11: NEW, 14: NEW}),
+_TENSOR_MAKERS: Mapping[tuple[str, str], _TensorMaker] = {
+    (f"{_PACKAGE}.{_MODULES[FLOAT8]}", f"{FLOAT8}.{_METHOD}"): _TensorMaker(FLOAT8, {4: OLD}),
+    (_module(FLOAT8), f"{FLOAT8}.{_METHOD}"): _TensorMaker(FLOAT8, {4: OLD, 5: UNTOLD}),
+    (_module(MXFP8), f"{MXFP8}.{_METHOD}"): _TensorMaker(MXFP8, {6: OLD, 7: UNTOLD, 8: NEW, 9: NEW}),
+    (_module(BLOCKWISE), f"{BLOCKWISE}.{_METHOD}"): _TensorMaker(BLOCKWISE, {9: UNTOLD, 10: NEW}),
+    (_module(NVFP4), f"{NVFP4}.{_METHOD}"): _TensorMaker(NVFP4, {10: NEW, 11: NEW}),
+    (_module(FLOAT8), "_make_float8_tensor_in_reduce_ex"): _TensorMaker(FLOAT8, {5: NEW, 6: NEW}),
+    (_module(MXFP8), "_make_mxfp8_tensor_in_reduce_ex"): _TensorMaker(MXFP8, {9: NEW}),
+    (_module(BLOCKWISE), "_make_float8_blockwise_tensor_in_reduce_ex"): _TensorMaker(BLOCKWISE, {10: NEW}),
+    (_module(NVFP4), "_make_nvfp4_tensor_in_reduce_ex"): _TensorMaker(NVFP4, {11: NEW, 14: NEW}),
 }
 """Function, or method under its qualified name -> what it makes."""
 _KNOWN_QUANTIZERS = frozenset((_module(kind), name) for name, kind in _QUANTIZERS.items())
@@ -121,25 +121,25 @@ TENSORS = frozenset((module, FLOAT8) for module in INERT if FLOAT8 in INERT[modu
 
 def quantized(function: Global, args: Args, _: Caller) -> Quantized:
     """Describe the call that makes a tensor of one of the four classes."""
-    form = _FORMS[function.module, function.name]
-    fits(function, args, *form.lengths)
-    given: dict[str, Any] = dict(zip(ORDERS[form.kind], args, strict=False))
-    number, numbering = _type_of_codes(function, given[_CODES])
-    if type(given[_DTYPE]) is not DType:
+    maker = _TENSOR_MAKERS[function.module, function.name]
+    fits(function, args, *maker.lengths)
+    arguments: dict[str, Any] = dict(zip(ORDERS[maker.kind], args, strict=False))
+    number, numbering = _type_of_codes(function, arguments[_CODES])
+    if type(arguments[_DTYPE]) is not DType:
         raise malformed(f"{function} is given no dtype")
-    if not _is_quantizer(given.get(_QUANTIZER)):
-        raise malformed(f"{function} is given a {type(given[_QUANTIZER]).__name__} for a quantizer")
-    buffers = {name: tensor for name in _BUFFERS if (tensor := given.get(name)) is not None}
+    if not _is_quantizer(arguments.get(_QUANTIZER)):
+        raise malformed(f"{function} is given a {type(arguments[_QUANTIZER]).__name__} for a quantizer")
+    buffers = {name: tensor for name in _BUFFERS if (tensor := arguments.get(name)) is not None}
     if any(type(tensor) is not TensorRef for tensor in buffers.values()):
         raise malformed(f"{function} is given no tensor for a buffer")
     return Quantized(
-        form.kind,
-        given[_DTYPE],
+        maker.kind,
+        arguments[_DTYPE],
         number,
-        form.lengths[len(args)] or numbering,
-        counts(function, "sizes", given[_SHAPE]) if _SHAPE in given else None,
+        maker.lengths[len(args)] or numbering,
+        counts(function, "sizes", arguments[_SHAPE]) if _SHAPE in arguments else None,
         buffers,
-        {name: _setting(function, name, given[name]) for name in _SETTINGS if given.get(name) is not None},
+        {name: _setting(function, name, arguments[name]) for name in _SETTINGS if arguments.get(name) is not None},
     )
 
 
@@ -150,46 +150,48 @@ _SETTINGS = (IS_2D, FORMAT, SWIZZLED, ROW_SCALED, FOUR_OVER_SIX, E4M3_MAX)
 def identity(function: Global, args: Args, _: Caller) -> TensorRef:
     """Describe a tensor that a recipe leaves as it is: the first of `(values, quantizer, dtype, shape)`."""
     fits(function, args, 4)
-    found = tensor_of(function, args[0])
-    if type(found) is not TensorRef or counts(function, "sizes", args[3]) != found.shape:
+    tensor = tensor_of(function, args[0])
+    if type(tensor) is not TensorRef or counts(function, "sizes", args[3]) != tensor.shape:
         raise malformed(f"{function} is given no tensor of the shape that it says")
-    return found
+    return tensor
 
 
-BUILDS = {**dict.fromkeys(_FORMS, quantized), (_IDENTITY, "_make_identity_tensor_in_reduce_ex"): identity}
-"""Function or method -> what describes its call."""
+BUILDS = {**dict.fromkeys(_TENSOR_MAKERS, quantized), (_IDENTITY, "_make_identity_tensor_in_reduce_ex"): identity}
+"""Function or method -> builder of its call."""
 
 
-def _type_of_codes(function: Global, given: object) -> tuple[int, str]:
+def _type_of_codes(function: Global, type_object: object) -> tuple[int, str]:
     """Return the number of the type of codes, and which list it is from as far as the number's own form tells.
 
     Until release 2.15 the number is the state of an enum of pybind11; since then it is an argument.
     """
-    numbering = _DTYPES.get((given.cls.module, given.cls.name)) if type(given) is Object else None
+    numbering = _DTYPES.get((type_object.cls.module, type_object.cls.name)) if type(type_object) is Object else None
     if numbering is None:
         raise malformed(f"{function} is given no type of codes")
-    number, by_value = _number(function, given)
+    number, by_value = _number(function, type_object)
     if number > _MOST:
         raise malformed(f"{function}: there is no type {number}")
     return number, NEW if by_value else numbering
 
 
-def _number(function: Global, given: Any) -> tuple[int, bool]:
+def _number(function: Global, member: Any) -> tuple[int, bool]:
     """Return the number of a member of an enum, and whether it was made by its value."""
-    by_value = len(given.args) == 1 and given.state is NOTHING
-    number = given.args[0] if by_value else given.state
-    if type(number) is not int or number < 0 or (given.args and not by_value):
-        raise malformed(f"{function} is given a malformed {given.cls.name}")
+    by_value = len(member.args) == 1 and member.state is NOTHING
+    number = member.args[0] if by_value else member.state
+    if type(number) is not int or number < 0 or (member.args and not by_value):
+        raise malformed(f"{function} is given a malformed {member.cls.name}")
     return number, by_value
 
 
-def _is_quantizer(given: object) -> bool:
-    return given is None or (type(given) is Object and (given.cls.module, given.cls.name) in _KNOWN_QUANTIZERS)
+def _is_quantizer(quantizer: object) -> bool:
+    return quantizer is None or (
+        type(quantizer) is Object and (quantizer.cls.module, quantizer.cls.name) in _KNOWN_QUANTIZERS
+    )
 
 
-def _setting(function: Global, name: str, given: object) -> int:
-    if name == FORMAT and type(given) is Object and (given.cls.module, given.cls.name) in _FORMATS:
-        return _number(function, given)[0]
-    if type(given) is not (int if name == E4M3_MAX else bool):
-        raise malformed(f"{function}: {name} is a {type(given).__name__}")
-    return int(given)
+def _setting(function: Global, name: str, value: object) -> int:
+    if name == FORMAT and type(value) is Object and (value.cls.module, value.cls.name) in _FORMATS:
+        return _number(function, value)[0]
+    if type(value) is not (int if name == E4M3_MAX else bool):
+        raise malformed(f"{function}: {name} is a {type(value).__name__}")
+    return int(value)

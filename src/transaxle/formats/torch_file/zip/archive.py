@@ -16,7 +16,7 @@ from typing import NamedTuple
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Checksum
 from transaxle.formats.storage.names import checked_parts
-from transaxle.formats.torch_file.zip.window import Window
+from transaxle.formats.torch_file.zip.window import FileWindow
 
 LOCAL, CENTRAL, DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"
 END, END64, LOCATOR = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
@@ -39,7 +39,7 @@ _AHEAD = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ZipRecord:
     """One file in the archive."""
 
     name: str
@@ -49,15 +49,15 @@ class Record:
     size: int
     """Its bytes."""
     crc32: int
-    """Its checksum; 0 where the writer took none, as torch may be told to."""
+    """Its checksum; 0 if the writer computed none, as torch may be told to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
     """The records of a torch file."""
 
-    window: Window
-    records: Mapping[str, Record]
+    window: FileWindow
+    records: Mapping[str, ZipRecord]
     """By name, in file order."""
 
     def read(self, name: str) -> bytes:
@@ -73,7 +73,7 @@ class Archive:
         return data
 
     def checksums(self) -> tuple[Checksum, ...]:
-        """Return what holds the bytes of all records to account."""
+        """Return the checksums of all records that have one."""
         file, start = self.window.file, self.window.start
         return tuple(
             Checksum(file, start + record.offset, record.size, record.crc32, f"record {record.name}")
@@ -82,12 +82,12 @@ class Archive:
         )
 
 
-class _Listed(NamedTuple):
+class _DirectoryEntry(NamedTuple):
     """A record as the central directory describes it."""
 
     path: bytes
     fixed: bytes
-    """Version, flags, method and time, as both headers hold them."""
+    """Version, flags, method and time, which both headers repeat."""
     flags: int
     crc32: int
     size: int
@@ -95,8 +95,8 @@ class _Listed(NamedTuple):
     """Where its local header lies."""
 
 
-def read_archive(window: Window) -> Archive:
-    """Read the directory of an archive and hold every record's own header against it.
+def read_archive(window: FileWindow) -> Archive:
+    """Read the directory of an archive, and check every record's own header against it.
 
     Raises:
         Refused: CORRUPT; PATH_ESCAPE for a name that leads elsewhere; UNSUPPORTED for compressed or encrypted records.
@@ -104,7 +104,7 @@ def read_archive(window: Window) -> Archive:
     """
     begin, size, count = _directory(window)
     listed = sorted(_entries(window, begin, size, count), key=lambda entry: entry.header)
-    records: dict[str, Record] = {}
+    records: dict[str, ZipRecord] = {}
     folded: set[str] = set()
     folder = ""
     at = 0
@@ -126,23 +126,23 @@ def read_archive(window: Window) -> Archive:
         if end > following:
             raise window.corrupt(f"record {name} of {entry.size} bytes overlaps what follows at {following}")
         _check_descriptor(window, name, entry, end, following - end)
-        records[name] = Record(name, data, entry.size, entry.crc32)
+        records[name] = ZipRecord(name, data, entry.size, entry.crc32)
         at = following
     if not listed:
         raise window.corrupt("the archive has no records")
     return Archive(window, records)
 
 
-def _directory(window: Window) -> tuple[int, int, int]:
+def _directory(window: FileWindow) -> tuple[int, int, int]:
     """Return where the central directory lies, its size, and the number of its entries."""
     end = window.size - END_FORM.size
     if end < 0:
         raise window.corrupt(f"the file is truncated: a zip archive has more than {window.size} bytes")
-    sign, disk, first, here, count, size, begin, comment = END_FORM.unpack(window.read(end, END_FORM.size))
+    sign, disk, first, entries_on_disk, count, size, begin, comment = END_FORM.unpack(window.read(end, END_FORM.size))
     if sign != END or comment:
         message = "the file does not end like a zip archive: it is truncated, or something was added to it"
         raise window.corrupt(message)
-    if disk or first or here != count:
+    if disk or first or entries_on_disk != count:
         raise window.corrupt("the archive claims to be one of several")
     locator = end - LOCATOR_FORM.size
     if locator >= 0 and window.read(locator, len(LOCATOR)) == LOCATOR:
@@ -158,21 +158,23 @@ def _directory(window: Window) -> tuple[int, int, int]:
     return begin, size, count
 
 
-def _directory64(window: Window, locator: int) -> tuple[int, tuple[int, int, int]]:
+def _directory64(window: FileWindow, locator: int) -> tuple[int, tuple[int, int, int]]:
     """Return where the zip64 end record lies, and its count, size and offset of the directory."""
     _, disk, at, disks = LOCATOR_FORM.unpack(window.read(locator, LOCATOR_FORM.size))
     if disk or disks != 1 or at != locator - END64_FORM.size:
         raise window.corrupt("the zip64 locator leads astray")
-    sign, length, _, _, disk, first, here, count, size, begin = END64_FORM.unpack(window.read(at, END64_FORM.size))
-    if sign != END64 or length != END64_FORM.size - 12 or disk or first or here != count:
+    sign, length, _, _, disk, first, entries_on_disk, count, size, begin = END64_FORM.unpack(
+        window.read(at, END64_FORM.size)
+    )
+    if sign != END64 or length != END64_FORM.size - 12 or disk or first or entries_on_disk != count:
         raise window.corrupt("the zip64 end record is malformed")
     return at, (count, size, begin)
 
 
-def _entries(window: Window, begin: int, size: int, count: int) -> Iterator[_Listed]:
+def _entries(window: FileWindow, begin: int, size: int, count: int) -> Iterator[_DirectoryEntry]:
     """Yield the entries of the central directory."""
     text = window.read(begin, size)
-    at = found = 0
+    at = entry_count = 0
     while at < size:
         if at + CENTRAL_FORM.size > size:
             raise window.corrupt("the directory ends in the middle of an entry")
@@ -192,13 +194,13 @@ def _entries(window: Window, begin: int, size: int, count: int) -> Iterator[_Lis
         _check_method(window, path, flags, int.from_bytes(fixed[4:6], "little"))
         if packed != plain:
             raise window.corrupt(f"record {path!r} is stored in {packed} bytes and yet has {plain}")
-        yield _Listed(path, fixed, flags, crc32, plain, header)
-        found += 1
-    if found != count:
-        raise window.corrupt(f"the directory has {found} entries; the archive says {count}")
+        yield _DirectoryEntry(path, fixed, flags, crc32, plain, header)
+        entry_count += 1
+    if entry_count != count:
+        raise window.corrupt(f"the directory has {entry_count} entries; the archive says {count}")
 
 
-def _check_method(window: Window, path: bytes, flags: int, method: int) -> None:
+def _check_method(window: FileWindow, path: bytes, flags: int, method: int) -> None:
     if flags & _ENCRYPTED:
         raise window.unsupported(f"record {path!r} is encrypted")
     if method:
@@ -207,18 +209,18 @@ def _check_method(window: Window, path: bytes, flags: int, method: int) -> None:
         raise window.corrupt(f"record {path!r} has flags {flags:#x}, which no torch file has")
 
 
-def _wide(window: Window, path: bytes, extra: bytes) -> list[int]:
+def _wide(window: FileWindow, path: bytes, extra: bytes) -> list[int]:
     """Return the 64-bit numbers in a record's extra fields."""
-    found: list[int] | None = None
+    numbers: list[int] | None = None
     for kind, data in _fields(window, path, extra):
         if kind == ZIP64:
-            if found is not None or len(data) % 8:
+            if numbers is not None or len(data) % 8:
                 raise window.corrupt(f"record {path!r} has a malformed zip64 field")
-            found = list(struct.unpack(f"<{len(data) // 8}Q", data))
-    return found or []
+            numbers = list(struct.unpack(f"<{len(data) // 8}Q", data))
+    return numbers or []
 
 
-def _fields(window: Window, path: bytes, extra: bytes) -> Iterator[tuple[int, bytes]]:
+def _fields(window: FileWindow, path: bytes, extra: bytes) -> Iterator[tuple[int, bytes]]:
     at = 0
     while at < len(extra):
         kind, size = struct.unpack_from("<HH", extra, at) if at + 4 <= len(extra) else (0, len(extra))
@@ -228,7 +230,7 @@ def _fields(window: Window, path: bytes, extra: bytes) -> Iterator[tuple[int, by
         yield kind, extra[at - size : at]
 
 
-def _widened(window: Window, path: bytes, field: int, wide: list[int]) -> int:
+def _widened(window: FileWindow, path: bytes, field: int, wide: list[int]) -> int:
     """Return a 32-bit field, or the 64-bit number that replaces it."""
     if field != MAX32:
         return field
@@ -237,7 +239,7 @@ def _widened(window: Window, path: bytes, field: int, wide: list[int]) -> int:
     return wide.pop(0)
 
 
-def _parts(window: Window, path: bytes) -> tuple[str, ...]:
+def _parts(window: FileWindow, path: bytes) -> tuple[str, ...]:
     """Return the parts of a record's name."""
     try:
         return checked_parts(path.decode())
@@ -247,7 +249,7 @@ def _parts(window: Window, path: bytes) -> tuple[str, ...]:
         raise refuse(error.code, f"record {path!r} is no name below the archive's folder", file=window.file) from None
 
 
-def _data_offset(window: Window, name: str, entry: _Listed, directory: int) -> int:
+def _data_offset(window: FileWindow, name: str, entry: _DirectoryEntry, directory: int) -> int:
     """Return where a record's bytes begin; its local header must say what the directory says."""
     at = entry.header
     head = window.read(at, min(_AHEAD + len(entry.path), directory - at) if at < directory else 0)
@@ -271,8 +273,8 @@ def _data_offset(window: Window, name: str, entry: _Listed, directory: int) -> i
     return int(at + after + extra)
 
 
-def _check_descriptor(window: Window, name: str, entry: _Listed, at: int, size: int) -> None:
-    """Check what stands between a record's bytes and the next record: the same numbers once more, or nothing."""
+def _check_descriptor(window: FileWindow, name: str, entry: _DirectoryEntry, at: int, size: int) -> None:
+    """Check the bytes between a record and the next one: its sizes and checksum once more, or nothing."""
     if not entry.flags & HAS_DESCRIPTOR:
         if size:
             raise window.corrupt(f"record {name}: {size} bytes after it belong to nothing")

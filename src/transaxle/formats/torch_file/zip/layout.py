@@ -1,9 +1,9 @@
 """Laying out the zip archive of a torch file before a byte of its storages is known.
 
 The bytes are those that torch's own writer gives for the same records, padding included, so whatever relies on its
-layout (mapping, computing offsets) works on these files too. One thing differs: a storage's checksum is 0, since it
-would have to be written before the bytes it is taken from. torch writes 0 as well when it is told to take none, and
-its reader never looks.
+layout (mapping, computing offsets) works on these files too. One thing differs: a storage's checksum is 0, as it would
+have to be written before the bytes that it covers. torch too writes 0 when told not to compute any, and its reader
+never checks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _MADE_BY, _NEEDED = 0x031E, 0x002D
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ZipItem:
     """A record to be written."""
 
     name: str
@@ -48,33 +48,33 @@ class Item:
     size: int
     """Its bytes."""
     data: bytes | None = None
-    """They themselves; None for a storage, whose bytes come later."""
+    """Its bytes; None for a storage, whose bytes come later."""
     room: bool = False
-    """Whether they are room for what is known last: no checksum is taken of them."""
+    """Whether it reserves space for data that is known last, and so has no checksum."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Where everything lies in an archive."""
+class ZipLayout:
+    """Positions of everything in an archive."""
 
     offsets: tuple[int, ...]
     """First byte of each record."""
     known: tuple[tuple[int, bytes], ...]
-    """All bytes outside of storages: offset and bytes."""
+    """Bytes outside storages, with their offsets."""
     size: int
     """Bytes of the archive."""
     room: int | None = None
-    """First byte of the room for digests, where there is some."""
+    """First byte of the space reserved for digests, if there is one."""
 
 
-def lay_out(folder: str, items: Iterable[Item]) -> Layout:
+def lay_out(folder: str, items: Iterable[ZipItem]) -> ZipLayout:
     """Lay out an archive.
 
     Args:
         folder: the archive's one folder.
         items: its records, in order.
     """
-    known: list[tuple[int, bytes]] = []
+    known_pieces: list[tuple[int, bytes]] = []
     pending, begin = bytearray(), 0
     offsets: list[int] = []
     directory = bytearray()
@@ -88,15 +88,15 @@ def lay_out(folder: str, items: Iterable[Item]) -> Layout:
         if item.data is not None:
             pending += item.data
         elif item.size:
-            known.append((begin, bytes(pending)))
+            known_pieces.append((begin, bytes(pending)))
             begin, pending = offsets[-1] + item.size, bytearray()
         pending += _descriptor(item.size, crc32, wide=item.size >= MAX32 or header >= MAX32)
         directory += _central(path, item.size, crc32, header)
     at = begin + len(pending)
     pending += directory
     pending += _end(at, len(directory), count)
-    known.append((begin, bytes(pending)))
-    return Layout(tuple(offsets), tuple(known), begin + len(pending))
+    known_pieces.append((begin, bytes(pending)))
+    return ZipLayout(tuple(offsets), tuple(known_pieces), begin + len(pending))
 
 
 def _fixed(size: int) -> bytes:

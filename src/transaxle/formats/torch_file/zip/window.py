@@ -1,4 +1,4 @@
-"""The bytes of a torch file: usually all of a file, sometimes a range of one that holds many."""
+"""A window of a file: usually all of it, sometimes the range of one torch archive among many."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transaxle.formats.storage.storage import Storage
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class FileWindow:
     """A range of a file."""
 
     storage: Storage
@@ -34,15 +34,15 @@ class Window:
         return refuse("UNSUPPORTED", message, file=self.file, hint=hint)
 
 
-def window(storage: Storage, file: str, start: int = 0, size: int | None = None) -> Window:
+def window(storage: Storage, file: str, start: int = 0, size: int | None = None) -> FileWindow:
     """Return the window of a whole file, or of a range of it.
 
     Raises:
         Refused: CORRUPT if the range does not lie in the file.
         StorageError: IO.
     """
-    whole = storage.size(file)
-    size = whole - start if size is None else size
-    if start < 0 or size < 0 or start + size > whole:
-        raise refuse("CORRUPT", f"bytes {start} to {start + size} lie outside of its {whole} bytes", file=file)
-    return Window(storage, file, start, size)
+    file_size = storage.size(file)
+    size = file_size - start if size is None else size
+    if start < 0 or size < 0 or start + size > file_size:
+        raise refuse("CORRUPT", f"bytes {start} to {start + size} lie outside of its {file_size} bytes", file=file)
+    return FileWindow(storage, file, start, size)
