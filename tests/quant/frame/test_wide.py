@@ -16,6 +16,7 @@ from tests.live.ranks import run
 from tests.quant.kinds import KINDS, raw, same
 from tests.quant.training import FIVE, Transformer, built, bytes_of, equal, mesh_of, quantized_of, train, trainer
 from transaxle.errors import TransaxleError
+from transaxle.move.mover import Movement
 from transaxle.quant import MasterWeights, QuantizedTensor, quantize_
 
 kinds = pytest.mark.parametrize("kind", FIVE)
@@ -155,11 +156,9 @@ def test_masters_start_from_the_values_that_were_loaded(tmp_path: Path) -> None:
 
 def test_a_load_that_writes_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """TransformerEngine's resharded MXFP8 loads copied into values that were thrown away, and reported success."""
-    from transaxle.live.load import load
-
     model = _linear("mxfp8", 1)
     tx.save(model, tmp_path / "saved", to="identity")
-    monkeypatch.setattr(load, "_read_own", lambda *_: None)
+    monkeypatch.setattr(Movement, "move_own", lambda _: None)
     with pytest.raises(TransaxleError, match="0 bytes were written") as refused:
         tx.load(model, tmp_path / "saved", dialect="identity")
     assert refused.value.code == "INCOMPLETE"

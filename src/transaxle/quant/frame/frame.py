@@ -98,8 +98,8 @@ class Frame:
 
     def buffers(self, skip: int, rows: int) -> dict[str, torch.Tensor]:
         """Return the buffers of some of the rows, by name: cut ones as views, shared ones whole."""
-        held = {name: buffer[skip : skip + rows] for name, buffer in self.cut.items()} | self.shared
-        return {name: held[name] for name in (*COMPONENTS, *STATE) if name in held}
+        by_name = {name: buffer[skip : skip + rows] for name, buffer in self.cut.items()} | self.shared
+        return {name: by_name[name] for name in (*COMPONENTS, *STATE) if name in by_name}
 
     def taken(self, skip: int, rows: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Frame:
         """Return a frame of some of the rows whose buffers are what `change` makes of these."""
@@ -119,13 +119,13 @@ class Frame:
     def member(self, place: int) -> Frame:
         """Return one matrix of a stack, as a view: what is written into it is in the stack."""
         assert self.matrix is not None
-        held = {name: buffer[place] for name, buffer in self.cut.items()}
+        of_matrix = {name: buffer[place] for name, buffer in self.cut.items()}
         return Frame(
             self.quantizer,
             self.matrix[1],
             self.matrix[0],
-            {name: buffer for name, buffer in held.items() if name == ORIGIN or is_cut(self.encoding, name)},
-            {name: buffer for name, buffer in held.items() if name != ORIGIN and not is_cut(self.encoding, name)},
+            {name: buffer for name, buffer in of_matrix.items() if name == ORIGIN or is_cut(self.encoding, name)},
+            {name: buffer for name, buffer in of_matrix.items() if name != ORIGIN and not is_cut(self.encoding, name)},
             blank=self.blank,
             of=self,
             share=None if self.share is None else self.share.member,
@@ -166,13 +166,13 @@ def blank(
     *leading, columns = shape
     even = columns + columns % (8 // quantizer.encoding.code_bits)
     wanted = buffers_of(quantizer, (*leading, even), columnwise=columnwise)
-    made = {
+    zeros = {
         name: torch.zeros(size, dtype=torch.uint8 if dtype.itemsize == 1 else dtype, device=device).view(dtype)
         for name, (dtype, size) in wanted.items()
     }
     if not is_cut(quantizer.encoding, SCALE):
-        made[SCALE].fill_(1)
-    return framed(quantizer, made, shape, blank=True)
+        zeros[SCALE].fill_(1)
+    return framed(quantizer, zeros, shape, blank=True)
 
 
 def framed(

@@ -51,8 +51,8 @@ def place(
         counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=x.device)
         counts[dist.get_rank(group)] = rows
         dist.all_reduce(counts, group=group)
-        found = counts.tolist()
-        start, whole = sum(found[: dist.get_rank(group)]), sum(found)
+        rows_of_ranks = counts.tolist()
+        start, whole = sum(rows_of_ranks[: dist.get_rank(group)]), sum(rows_of_ranks)
     first, total = start or 0, rows if whole is None else whole
     if first < 0 or first + rows > total:
         raise refuse("SHAPE_MISMATCH", f"rows {first} to {first + rows} of a matrix of {total}")
@@ -84,8 +84,10 @@ def frame_of(
     grain = quantizer.grain[0]
     if at.group is not None and (grain > 1 or quantizer.columnwise):
         return _shared(quantizer, x, at, most)
-    made = kernels.quantize(x, quantizer.encoding, amax=most, over=quantizer.over, columnwise=quantizer.columnwise)
-    return _frame(quantizer, x, at, made.present())
+    components = kernels.quantize(
+        x, quantizer.encoding, amax=most, over=quantizer.over, columnwise=quantizer.columnwise
+    )
+    return _frame(quantizer, x, at, components.present())
 
 
 def _stack(quantizer: Quantizer, x: torch.Tensor, at: Place) -> Frame:
@@ -96,16 +98,16 @@ def _stack(quantizer: Quantizer, x: torch.Tensor, at: Place) -> Frame:
     if count and x.numel() and not alone:
         flat = frame_of(quantizer, x.reshape(count * rows, columns), Place(0, count * rows))
         wanted = buffers_of(quantizer, (count, rows, columns))
-        made = {name: buffer.view(wanted[name][1]) for name, buffer in (flat.cut | flat.shared).items()}
+        buffers = {name: buffer.view(wanted[name][1]) for name, buffer in (flat.cut | flat.shared).items()}
     else:
         most: Sequence[torch.Tensor | None] = [None] * count
         if count and at.others is not None and (quantizer.encoding.has_global or not grain):
             most = _largest(torch.cat([kernels.amax(matrix) for matrix in x]), at.others).split(1)
-        each = [frame_of(quantizer, matrix, Place(0, rows), most=one) for matrix, one in zip(x, most, strict=True)]
+        each = [frame_of(quantizer, matrix, Place(0, rows), most=amax) for matrix, amax in zip(x, most, strict=True)]
         parts = [frame.cut | frame.shared for frame in each]
         empty = blank(quantizer, (0, rows, columns), x.device).cut
-        made = {name: stacked([one[name] for one in parts]) if parts else empty[name] for name in empty}
-    return framed(quantizer, made, (count, rows, columns), start=at.start, whole=at.whole)
+        buffers = {name: stacked([of_part[name] for of_part in parts]) if parts else empty[name] for name in empty}
+    return framed(quantizer, buffers, (count, rows, columns), start=at.start, whole=at.whole)
 
 
 def stacked(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -113,7 +115,7 @@ def stacked(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
     kind = buffers[0].dtype
     if kind.itemsize > 1:
         return torch.stack(list(buffers))
-    return torch.stack([one.view(torch.uint8) for one in buffers]).view(kind)
+    return torch.stack([buffer.view(torch.uint8) for buffer in buffers]).view(kind)
 
 
 def _frame(quantizer: Quantizer, x: torch.Tensor, at: Place, buffers: dict[str, torch.Tensor]) -> Frame:
@@ -144,11 +146,11 @@ def _per_tensor(
     else:
         history = old.shared[HISTORY]
         scaled_for = torch.where(old.shared[SCALED_FOR] > 0, old.shared[SCALED_FOR], most)  # 0: only zeros until now
-    made = kernels.quantize(x, quantizer.encoding, amax=scaled_for).present()
+    buffers = kernels.quantize(x, quantizer.encoding, amax=scaled_for).present()
     history = torch.cat([most, history[:-1]])
     peak = history.max().reshape(1)
     following = torch.where(torch.isfinite(peak) & (peak > 0), peak, scaled_for)
-    return _frame(quantizer, x, at, made | {HISTORY: history, SCALED_FOR: following})
+    return _frame(quantizer, x, at, buffers | {HISTORY: history, SCALED_FOR: following})
 
 
 def _shared(quantizer: Quantizer, x: torch.Tensor, at: Place, most: torch.Tensor | None) -> Frame:
@@ -158,12 +160,12 @@ def _shared(quantizer: Quantizer, x: torch.Tensor, at: Place, most: torch.Tensor
     grain = _grain(quantizer)
     tiles = _largest(_tile_amax(x, grain, at), at.group)
     full, skip = _stand_in(x, grain, tiles, at)
-    made = kernels.quantize(full, encoding, amax=most, over=quantizer.over, columnwise=quantizer.columnwise)
-    for name, buffer in made.present().items():
+    components = kernels.quantize(full, encoding, amax=most, over=quantizer.over, columnwise=quantizer.columnwise)
+    for name, buffer in components.present().items():
         if is_cut(encoding, name):
             buffers[name] = buffer[skip : skip + x.shape[0]].contiguous()
     for name in (SCALE, COLUMN_SCALE):
-        if name in made.present() and name not in buffers:
+        if name in components.present() and name not in buffers:
             # A matrix of the amaxes with tiles of one element has the scales of the tiles they are of.
             if name == COLUMN_SCALE and grain[1] > 1:  # each of several columns has the scale
                 tiles = tiles.repeat_interleave(grain[1], 1)[:, :columns]

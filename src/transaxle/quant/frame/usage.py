@@ -41,12 +41,14 @@ def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
         same = squares.repeat_interleave(high, -2)[..., : scale.shape[-2], :]
         if not torch.equal(same, scale):  # rows put together from several matrices, or codes of another rule
             return frame
-    made = {
+    columnwise_buffers = {
         COLUMN_DATA: frame.cut[DATA],
         COLUMN_SCALE: squares.repeat_interleave(wide, -1)[..., : frame.row[-1]].view(kind),
     }
-    cut = {name: buffer for name, buffer in made.items() if frame.is_cut(name)}
-    return replace(frame, cut=frame.cut | cut, shared=frame.shared | {n: b for n, b in made.items() if n not in cut})
+    cut = {name: buffer for name, buffer in columnwise_buffers.items() if frame.is_cut(name)}
+    return replace(
+        frame, cut=frame.cut | cut, shared=frame.shared | {n: b for n, b in columnwise_buffers.items() if n not in cut}
+    )
 
 
 def turned(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
@@ -74,16 +76,16 @@ def turned(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
             f"{frame.quantizer}: there are no columnwise codes",
             hint="quantize both ways (columnwise=True), or dequantize()",
         )
-    held, bits = source.buffers(skip, height), frame.encoding.code_bits
+    buffers, bits = source.buffers(skip, height), frame.encoding.code_bits
     names = ((DATA, COLUMN_DATA), (SCALE, COLUMN_SCALE), (COLUMN_DATA, DATA), (COLUMN_SCALE, SCALE))
-    made = {
-        name: _turned(held[other], bits if other in (DATA, COLUMN_DATA) else 8)
+    transposed = {
+        name: _turned(buffers[other], bits if other in (DATA, COLUMN_DATA) else 8)
         for name, other in (names if frame.columnwise else names[:2])
     }
-    if AMAX in held:
-        made[AMAX] = held[AMAX].clone()
+    if AMAX in buffers:
+        transposed[AMAX] = buffers[AMAX].clone()
     *stack, rows, columns = shape
-    return framed(frame.quantizer, made, (*stack, columns, rows))
+    return framed(frame.quantizer, transposed, (*stack, columns, rows))
 
 
 def _turned(buffer: torch.Tensor, bits: int) -> torch.Tensor:

@@ -77,8 +77,8 @@ def quantize(
         most = parts.amax.copy_(most) if most is not None else _amax(x, parts.amax)
     elif encoding.tile == _PER_TENSOR and scale is None and most is None:
         most = _amax(x, torch.empty(1, dtype=torch.float32, device=x.device))
-    given = None if scale is None else _number(scale, x.device)
-    _side(x.device).quantize(x, encoding, parts, amax=most, scale=given, over=over)
+    given_scale = None if scale is None else _number(scale, x.device)
+    _side(x.device).quantize(x, encoding, parts, amax=most, scale=given_scale, over=over)
     return parts
 
 
@@ -242,16 +242,16 @@ def _amax(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _number(given: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+def _number(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
     """A float32 [1] on the device, made there from a number."""
-    if not isinstance(given, torch.Tensor):
-        return torch.full((1,), given, dtype=torch.float32, device=device)
-    if given.dtype != torch.float32 or given.numel() != 1 or given.device != device:
+    if not isinstance(value, torch.Tensor):
+        return torch.full((1,), value, dtype=torch.float32, device=device)
+    if value.dtype != torch.float32 or value.numel() != 1 or value.device != device:
         raise refuse(
             "SHAPE_MISMATCH",
-            f"an amax or scale: {given.dtype} {list(given.shape)} on {given.device}, expected one float32 on {device}",
+            f"an amax or scale: {value.dtype} {list(value.shape)} on {value.device}, expected one float32 on {device}",
         )
-    return given.reshape(1)
+    return value.reshape(1)
 
 
 def _not_a_value(dtype: torch.dtype) -> TransaxleError:
@@ -267,8 +267,8 @@ def _values(x: torch.Tensor) -> None:
 
 def _ends(offsets: torch.Tensor, x: torch.Tensor) -> None:
     if offsets.dtype != torch.int32 or offsets.dim() != 1 or offsets.device != x.device or not offsets.is_contiguous():
-        found = f"{offsets.dtype} {list(offsets.shape)} on {offsets.device}"
-        raise refuse("SHAPE_MISMATCH", f"offsets: {found}, expected int32 [groups] on {x.device}, contiguous")
+        actual = f"{offsets.dtype} {list(offsets.shape)} on {offsets.device}"
+        raise refuse("SHAPE_MISMATCH", f"offsets: {actual}, expected int32 [groups] on {x.device}, contiguous")
 
 
 def _known(encoding: Encoding) -> None:

@@ -70,15 +70,15 @@ def layout(
         )
     if encoding.code_bits == 4 and shape[1] % 2:
         raise refuse("SHAPE_MISMATCH", f"rows of {shape[1]} codes of 4 bits do not fill whole bytes")
-    found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    buffers: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for wanted, of, stem in ((rowwise, encoding, ""), (columnwise, turned, "columnwise_")):
         if wanted and of is not None:
             whole = of.tile == (0, 0)
-            found[f"{stem}data"] = (DTYPES[of.code], (shape[0], shape[1] * of.code_bits // 8))
-            found[f"{stem}scale_inv"] = (DTYPES[of.scale], (1,) if whole else of.grid(shape))
+            buffers[f"{stem}data"] = (DTYPES[of.code], (shape[0], shape[1] * of.code_bits // 8))
+            buffers[f"{stem}scale_inv"] = (DTYPES[of.scale], (1,) if whole else of.grid(shape))
     if encoding.has_global:
-        found["amax"] = (torch.float32, (1,))
-    return found
+        buffers["amax"] = (torch.float32, (1,))
+    return buffers
 
 
 def group_layout(
@@ -93,20 +93,20 @@ def group_layout(
     Raises:
         Refused: see `layout`.
     """
-    found = layout(encoding, shape, rowwise=rowwise, columnwise=columnwise)
+    buffers = layout(encoding, shape, rowwise=rowwise, columnwise=columnwise)
     turned = columnwise_of(encoding)
     for name, high in (("scale_inv", encoding.tile[0]), ("columnwise_scale_inv", turned.tile[0] if turned else 1)):
-        if name in found and high == 0:
-            found[name] = found[name][0], (groups,)
-        elif name in found and high > 1:
-            dtype, grid = found[name]
-            found[name] = dtype, (shape[0] // high + groups, grid[1])
+        if name in buffers and high == 0:
+            buffers[name] = buffers[name][0], (groups,)
+        elif name in buffers and high > 1:
+            dtype, grid = buffers[name]
+            buffers[name] = dtype, (shape[0] // high + groups, grid[1])
     if swizzled:
-        dtype, grid = found["scale_inv"]
-        found["scale_inv"] = dtype, room(grid[0], grid[1], groups)
+        dtype, grid = buffers["scale_inv"]
+        buffers["scale_inv"] = dtype, room(grid[0], grid[1], groups)
     if encoding.has_global:
-        found["amax"] = (torch.float32, (groups,))
-    return found
+        buffers["amax"] = (torch.float32, (groups,))
+    return buffers
 
 
 def first_tiles(offsets: torch.Tensor, rows: int, high: int) -> torch.Tensor:

@@ -123,8 +123,8 @@ def amax_groups_program(
     along = (program % across) * block_columns + tl.arange(0, block_columns)
     inside = (down[:, None] < count) & (along[None, :] < width)
     value = as_float(tl.load(x + first * x_row + place(down, along, x_row, x_column), mask=inside, other=0))
-    found = value.to(tl.int32, bitcast=True) & ABS
-    tl.atomic_max(most + group, tl.max(tl.max(found, axis=1), axis=0), mask=group < groups, sem="relaxed")
+    largest = value.to(tl.int32, bitcast=True) & ABS
+    tl.atomic_max(most + group, tl.max(tl.max(largest, axis=1), axis=0), mask=group < groups, sem="relaxed")
 
 
 @triton.jit

@@ -88,8 +88,8 @@ def _scaled(
     """Round values times one scale, which is given or follows from the amax; a matrix without values has one too."""
     if scale is None:
         assert amax is not None
-        made = scales(encoding, _array(amax), widest=widest)
-        multiplier, stored[...] = made.multiplier, made.stored
+        derived = scales(encoding, _array(amax), widest=widest)
+        multiplier, stored[...] = derived.multiplier, derived.stored
     else:
         multiplier = _array(scale)
         stored[...] = np.float32(1) / multiplier
@@ -167,5 +167,5 @@ def dequantize(
     factor = 1.0 if total is None else total.item() / (encoding.code_max * encoding.scale_max)
     if not out.numel():
         return
-    held = _read(stored).reshape(encoding.grid((out.shape[0], out.shape[1])))
-    codec.decode_box(encoding, _read(codes), held, factor=factor, dtype=WIDE[out.dtype], out=_array(out))
+    tile_scales = _read(stored).reshape(encoding.grid((out.shape[0], out.shape[1])))
+    codec.decode_box(encoding, _read(codes), tile_scales, factor=factor, dtype=WIDE[out.dtype], out=_array(out))

@@ -96,14 +96,14 @@ def float8_codes(value, raw, mantissa: tl.constexpr, native: tl.constexpr):
     """Float8 codes (uint8) of float32 values, E4M3 (3 bits of mantissa) or E5M2 (2), with the signs of `raw`."""
     if not native:
         size = rounded(value, mantissa, 7 if mantissa == 3 else 15, 0x7E if mantissa == 3 else 0x7B, 0x7F)
-        made = (size | sign_of(raw)).to(tl.uint8)
+        codes = (size | sign_of(raw)).to(tl.uint8)
     elif raw.dtype == tl.float32:
         words: tl.constexpr = WORDS_TO_E4M3 if mantissa == 3 else WORDS_TO_E5M2
-        made = tl.inline_asm_elementwise(words, "=r,r,r,r,r,r,r,r,r", [value, raw], tl.uint8, is_pure=True, pack=4)
+        codes = tl.inline_asm_elementwise(words, "=r,r,r,r,r,r,r,r,r", [value, raw], tl.uint8, is_pure=True, pack=4)
     else:
         halves: tl.constexpr = HALVES_TO_E4M3 if mantissa == 3 else HALVES_TO_E5M2
-        made = tl.inline_asm_elementwise(halves, "=r,r,r,r,r,r,r", [value, raw], tl.uint8, is_pure=True, pack=4)
-    return made
+        codes = tl.inline_asm_elementwise(halves, "=r,r,r,r,r,r,r", [value, raw], tl.uint8, is_pure=True, pack=4)
+    return codes
 
 
 @triton.jit
@@ -202,10 +202,10 @@ def scale_place(rows, columns, row_stride, swizzled: tl.constexpr):
     if swizzled:
         down, along = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
         block = (down // 128) * (row_stride // 4) + along // 4
-        found = block * 512 + (down % 32) * 16 + (down % 128) // 32 * 4 + along % 4
+        offsets = block * 512 + (down % 32) * 16 + (down % 128) // 32 * 4 + along % 4
     else:
-        found = place(rows, columns, row_stride, 1)
-    return found
+        offsets = place(rows, columns, row_stride, 1)
+    return offsets
 
 
 @triton.jit
@@ -345,14 +345,14 @@ def amax_program(x, most, height, width, x_row, x_column, block_rows: tl.constex
     """Largest magnitude of a matrix, as bits, into `most` (int32, 0 before): each program takes every n-th block."""
     across = tl.cdiv(width, block_columns).to(tl.int64)
     blocks = tl.cdiv(height, block_rows) * across
-    found = tl.zeros([block_rows, block_columns], tl.int32)
+    largest = tl.zeros([block_rows, block_columns], tl.int32)
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
         down = (block // across) * block_rows + tl.arange(0, block_rows)
         along = (block % across) * block_columns + tl.arange(0, block_columns)
         inside = (down[:, None] < height) & (along[None, :] < width)
         value = as_float(tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0))
-        found = tl.maximum(found, value.to(tl.int32, bitcast=True) & ABS)
-    tl.atomic_max(most, tl.max(tl.max(found, axis=1), axis=0), sem="relaxed")
+        largest = tl.maximum(largest, value.to(tl.int32, bitcast=True) & ABS)
+    tl.atomic_max(most, tl.max(tl.max(largest, axis=1), axis=0), sem="relaxed")
 
 
 @triton.jit
@@ -394,13 +394,13 @@ def dequantize_program(
     down, along = row + tl.arange(0, block_rows), column + tl.arange(0, block_columns)
     if mantissa == 1:
         pairs = column // 2 + tl.arange(0, block_columns // 2)
-        held = (down[:, None] < height) & (pairs[None, :] < width // 2)
-        both = tl.load(codes + place(down, pairs, code_row, 1), mask=held, other=0).to(tl.int32)
+        stored = (down[:, None] < height) & (pairs[None, :] < width // 2)
+        both = tl.load(codes + place(down, pairs, code_row, 1), mask=stored, other=0).to(tl.int32)
         code = tl.reshape(tl.join(both & 15, both >> 4), [block_rows, block_columns])
         value, sign = nibble_values(code), (code & 8) << 4
     else:
-        held = (down[:, None] < height) & (along[None, :] < width)
-        code = tl.load(codes + place(down, along, code_row, 1), mask=held, other=0)
+        stored = (down[:, None] < height) & (along[None, :] < width)
+        code = tl.load(codes + place(down, along, code_row, 1), mask=stored, other=0)
         value, sign = float8_values(code, mantissa, native), (code & 0x80).to(tl.int32)
     if scheme == TENSOR:
         value *= tl.load(scales)
@@ -409,8 +409,8 @@ def dequantize_program(
         share_columns: tl.constexpr = min(columns, block_columns)
         tile_rows = (row + share_rows * tl.arange(0, block_rows // share_rows)) // rows
         tile_columns = (column + share_columns * tl.arange(0, block_columns // share_columns)) // columns
-        held = (tile_rows[:, None] * rows < height) & (tile_columns[None, :] * columns < width)
-        scale = tl.load(scales + place(tile_rows, tile_columns, scale_row, 1), mask=held, other=0)
+        stored = (tile_rows[:, None] * rows < height) & (tile_columns[None, :] * columns < width)
+        scale = tl.load(scales + place(tile_rows, tile_columns, scale_row, 1), mask=stored, other=0)
         if scheme == E8M0:
             scale = power_of_two(scale.to(tl.int32))
         elif scheme == E4M3:

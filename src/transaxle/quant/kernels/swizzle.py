@@ -50,5 +50,5 @@ def swizzled_groups(scales: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor
     group = torch.searchsorted(ends, places, right=True).clamp(max=offsets.shape[0] - 1)
     source = places - (ends - padded)[group] + before[group]
     chosen = scales.view(torch.uint8)[source.clamp(0, rows - 1)]
-    made = chosen.masked_fill((source >= offsets[group]).unsqueeze(1), 0)
-    return swizzled(made).view(high, wide).view(scales.dtype)
+    padded_scales = chosen.masked_fill((source >= offsets[group]).unsqueeze(1), 0)
+    return swizzled(padded_scales).view(high, wide).view(scales.dtype)

@@ -43,14 +43,14 @@ def entries(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     inner = _local(parameter)
     if inner.device.type != "meta":
         inner.frame.blank = False  # what is written here says nothing to the frame
-    found = {}
+    by_suffix = {}
     for name, buffer in {**inner.components, **inner.state}.items():
         suffix = suffix_of(name, inner.quantizer)
-        found[suffix] = buffer
+        by_suffix[suffix] = buffer
         if isinstance(parameter, DTensor):
             placements, shape = _lies(parameter, inner, name, tuple(buffer.shape))
-            found[suffix] = _entry(buffer, parameter.device_mesh, placements, shape)
-    return found
+            by_suffix[suffix] = _entry(buffer, parameter.device_mesh, placements, shape)
+    return by_suffix
 
 
 def parts_of(parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], tuple[Intervals, ...]]]:
@@ -117,10 +117,10 @@ class _Octets(DTensor):
 
 
 def _entry(buffer: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]) -> DTensor:
-    made = as_dtensor(buffer, mesh, placements, shape)
+    entry = as_dtensor(buffer, mesh, placements, shape)
     if buffer.dtype.itemsize > 1 or buffer.dtype == torch.uint8:
-        return made
-    octets: DTensor = _Octets(made._local_tensor, made._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        return entry
+    octets: DTensor = _Octets(entry._local_tensor, entry._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     return octets
 
 
@@ -131,9 +131,9 @@ class QuantizedEntries(nn.Module):
         """Resolve the names of entries, as torch's `get_model_state_dict` needs."""
         for own, weight in self.__dict__.get("_parameters", {}).items():
             if name.startswith(f"{own}_") and is_quantized(weight):
-                found = entries(weight).get(name.removeprefix(own))
-                if found is not None:
-                    return found
+                entry = entries(weight).get(name.removeprefix(own))
+                if entry is not None:
+                    return entry
         return super().__getattr__(name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -144,14 +144,14 @@ class QuantizedEntries(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Keep the codes where another dtype is asked for, also of parameters that are DTensors."""
         named: Mapping[str, torch.Tensor | None] = self._parameters
-        shards = {own: one._local_tensor for own, one in named.items() if isinstance(one, DTensor)}
-        held = {own: inner for own, inner in shards.items() if isinstance(inner, QuantizedTensor)}
-        made = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        for own, inner in held.items():
+        shards = {own: parameter._local_tensor for own, parameter in named.items() if isinstance(parameter, DTensor)}
+        quantized_shards = {own: inner for own, inner in shards.items() if isinstance(inner, QuantizedTensor)}
+        module = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for own, inner in quantized_shards.items():
             parameter = named[own]
             if isinstance(parameter, DTensor) and not is_quantized(parameter):
                 parameter._local_tensor = inner.retyped(parameter._local_tensor)
-        return made
+        return module
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -174,20 +174,20 @@ class QuantizedEntries(nn.Module):
             key = f"{prefix}{own}"
             if is_quantized(weight) and key in rest:
                 suffixes = [suffix for suffix in _taken(weight) if f"{key}{suffix}" in rest]
-                given = {suffix: rest.pop(f"{key}{suffix}") for suffix in suffixes}
+                own_entries = {suffix: rest.pop(f"{key}{suffix}") for suffix in suffixes}
                 try:
-                    ready[own] = _loaded(key, weight, given)
+                    ready[own] = _loaded(key, weight, own_entries)
                 except TransaxleError as error:
                     problems += error.refusals
         if problems:
             raise gathered(problems)
-        for own, made in ready.items():
+        for own, loaded in ready.items():
             weight = self._parameters[own]
             assert weight is not None
             if local_metadata.get(ASSIGN, False):
-                self._parameters[own] = nn.Parameter(placed_like(weight, made), requires_grad=weight.requires_grad)
+                self._parameters[own] = nn.Parameter(placed_like(weight, loaded), requires_grad=weight.requires_grad)
             else:
-                _write(f"{prefix}{own}", weight, made)
+                _write(f"{prefix}{own}", weight, loaded)
         done = {f"{prefix}{own}" for own in ready}
         absent: list[str] = []
         super()._load_from_state_dict(rest, prefix, local_metadata, strict, absent, unexpected_keys, error_msgs)
@@ -208,8 +208,8 @@ def _with_entries(kind: Any) -> Any:
 
 
 def _remade(kind: Any) -> nn.Module:
-    made: nn.Module = object.__new__(_with_entries(kind))
-    return made
+    module: nn.Module = object.__new__(_with_entries(kind))
+    return module
 
 
 def is_quantized(parameter: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
@@ -227,7 +227,7 @@ def layout_of(parameter: torch.Tensor) -> dict[str, tuple[torch.dtype, tuple[int
     """Return type and whole shape of each entry that a quantized parameter has, by suffix."""
     quantizer = _local(parameter).quantizer
     wanted = buffers_of(quantizer, whole_shape(parameter))
-    return {suffix_of(name, quantizer): found for name, found in wanted.items()}
+    return {suffix_of(name, quantizer): layout for name, layout in wanted.items()}
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -237,12 +237,12 @@ def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 def _taken(parameter: torch.Tensor) -> list[str]:
-    """Return the suffixes of entries that a load looks at: history of a scaling that needs none is left aside."""
+    """Return the suffixes of the entries that a load reads: state of a scaling included, which some recipes ignore."""
     return list(dict.fromkeys((*layout_of(parameter), *STATE_SUFFIXES)))
 
 
 def is_state(suffix: str) -> bool:
-    """Whether an entry says how the next values are scaled, and nothing of these."""
+    """Whether an entry holds state for scaling the next values, and none of the present ones."""
     return suffix in STATE_SUFFIXES
 
 
@@ -263,14 +263,14 @@ def put_values(parameter: torch.Tensor, values: torch.Tensor) -> int:
         Bytes written: of codes, scales and state.
     """
     inner = _local(parameter)
-    made = _anew(parameter, values)
-    inner.adopt(made.frame, made.skip, made.height)
+    requantized = _anew(parameter, values)
+    inner.adopt(requantized.frame, requantized.skip, requantized.height)
     return sum(buffer.nbytes for buffer in {**inner.components, **inner.state}.values())
 
 
 @torch.no_grad()
 def begin_anew(parameter: torch.Tensor) -> None:
-    """Forget what the next values were to be scaled by, as there is none in what was loaded: they scale themselves."""
+    """Clear the state for scaling the next values, which the loaded source lacks: they are scaled by their own amax."""
     for buffer in _local(parameter).state.values():
         buffer.zero_()
 
@@ -287,25 +287,25 @@ def _anew(weight: torch.Tensor, values: torch.Tensor) -> QuantizedTensor:
     )
 
 
-def _loaded(key: str, weight: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
-    """Return this rank's rows of a weight, of entries that may be cut in another way or not be quantized."""
-    inner, codes = _local(weight), given[""]
+def _loaded(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -> torch.Tensor:
+    """Return this rank's rows of a weight from entries that may be cut otherwise, or hold plain values."""
+    inner, codes = _local(weight), loaded_entries[""]
     frame, (start, rows) = inner.frame, _rows(weight)
     if codes.dtype.is_floating_point and codes.dtype.itemsize > 1:
         return _quantized(key, weight, codes)
-    faults = _faults(key, weight, given)
+    faults = _faults(key, weight, loaded_entries)
     if faults:
         raise gathered(faults)
     names = {suffix_of(name, frame.quantizer): name for name in buffers_of(frame.quantizer, whole_shape(weight))}
-    held = {suffix: entry for suffix, entry in given.items() if suffix in names}
-    buffers = {names[suffix]: _part(entry, weight, names[suffix]) for suffix, entry in held.items()}
+    own_entries = {suffix: entry for suffix, entry in loaded_entries.items() if suffix in names}
+    buffers = {names[suffix]: _part(entry, weight, names[suffix]) for suffix, entry in own_entries.items()}
     shape = (inner.height, *frame.row)
     for name, (dtype, size) in buffers_of(frame.quantizer, shape).items():
         if name in STATE and name not in buffers:  # none in the checkpoint: what was here is of other values
             buffers[name] = torch.zeros(size, dtype=dtype, device=buffers[DATA].device)
-    made = from_components(frame.quantizer, buffers, shape, inner.dtype, start=start, whole=rows)
-    made.frame.share = frame.share
-    return made
+    tensor = from_components(frame.quantizer, buffers, shape, inner.dtype, start=start, whole=rows)
+    tensor.frame.share = frame.share
+    return tensor
 
 
 def _rows(weight: torch.Tensor) -> tuple[int, int]:
@@ -314,13 +314,13 @@ def _rows(weight: torch.Tensor) -> tuple[int, int]:
     return inner.frame.start + inner.skip, weight.shape[0] if share is None else share.local[0]
 
 
-def _faults(key: str, weight: torch.Tensor, given: dict[str, Any]) -> list[Refusal]:
-    """Everything about entries that is not as this quantizer makes it."""
+def _faults(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -> list[Refusal]:
+    """Return a refusal for each entry that is not as this quantizer makes it."""
     faults = []
     inner, own = _local(weight), _own_shapes(weight)
     quantizer = inner.quantizer
     for suffix, (dtype, shape) in layout_of(weight).items():
-        where, entry = Where(tensor=f"{key}{suffix}"), given.get(suffix)
+        where, entry = Where(tensor=f"{key}{suffix}"), loaded_entries.get(suffix)
         if entry is None:
             if not is_state(suffix):
                 faults.append(Refusal("MISSING_TENSOR", f"{quantizer} needs it", where))
@@ -338,30 +338,30 @@ def _own_shapes(weight: torch.Tensor) -> dict[str, tuple[int, ...]]:
     inner = _local(weight)
     if inner.frame.share is None or (isinstance(weight, DTensor) and cut_along(weight) is not None):
         return {}
-    held = {**inner.components, **inner.state}
-    return {suffix_of(name, inner.quantizer): tuple(buffer.shape) for name, buffer in held.items()}
+    buffers = {**inner.components, **inner.state}
+    return {suffix_of(name, inner.quantizer): tuple(buffer.shape) for name, buffer in buffers.items()}
 
 
 def _part(entry: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
     """Return what this rank has of a buffer, or of values (`ORIGIN`), of which there is all or that is here already."""
     inner = _local(weight)
-    found, share = entry, inner.frame.share
+    values, share = entry, inner.frame.share
     if isinstance(entry, DTensor):
         same = isinstance(weight, DTensor) and entry.device_mesh == weight.device_mesh
         if same and entry.placements == _lies(cast(DTensor, weight), inner, name, tuple(entry.shape))[0]:
             return entry.to_local()
-        found = _full(entry)
+        values = _full(entry)
     elif hasattr(entry, TO_LOCAL):
-        found = local_of(entry)
+        values = local_of(entry)
     where = entry.device if inner.is_meta else inner.device
     if share is not None:
         own = tuple(inner.shape) if name == ORIGIN else _own_shapes(weight).get(suffix_of(name, inner.quantizer))
-        if tuple(found.shape) == own:
-            return found.to(where)
-        found = share.part(inner.quantizer, name, found)
+        if tuple(values.shape) == own:
+            return values.to(where)
+        values = share.part(inner.quantizer, name, values)
     start, _ = _rows(weight)
     cut = name == ORIGIN or inner.frame.is_cut(name)
-    return (found[start : start + inner.height] if cut else found).to(where)
+    return (values[start : start + inner.height] if cut else values).to(where)
 
 
 def _full(entry: DTensor) -> torch.Tensor:
@@ -381,7 +381,7 @@ def _quantized(key: str, weight: torch.Tensor, values: torch.Tensor) -> torch.Te
     return _anew(weight, _part(values, weight, ORIGIN))
 
 
-def _write(key: str, weight: torch.Tensor, made: torch.Tensor) -> None:
+def _write(key: str, weight: torch.Tensor, loaded: torch.Tensor) -> None:
     """Copy codes and scales into a parameter.
 
     Raises:
@@ -392,6 +392,6 @@ def _write(key: str, weight: torch.Tensor, made: torch.Tensor) -> None:
         raise refuse(
             "UNSUPPORTED", "the parameter is on the meta device", tensor=key, hint="to_empty(), or assign=True"
         )
-    assert isinstance(made, QuantizedTensor)
-    source: Frame = made.frame
-    inner.adopt(source, made.skip, made.height)
+    assert isinstance(loaded, QuantizedTensor)
+    source: Frame = loaded.frame
+    inner.adopt(source, loaded.skip, loaded.height)

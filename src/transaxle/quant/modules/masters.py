@@ -48,18 +48,18 @@ class MasterWeights(Optimizer):
     def __init__(
         self, parameters: Parameters, optimizer: Callable[[Any], Optimizer], dtype: DType = torch.float32
     ) -> None:
-        given: list[Any] = list(parameters)
+        parameter_groups: list[Any] = list(parameters)
         self._dtype = read_dtype("dtype", dtype)
-        if given and isinstance(given[0], Mapping):
-            mine = [list(group[_PARAMS]) for group in given]
-            self._updated = [self._masters_of(group) for group in mine]
-            groups = [{**group, _PARAMS: own} for group, own in zip(given, self._updated, strict=True)]
+        if parameter_groups and isinstance(parameter_groups[0], Mapping):
+            parameters_of_groups = [list(group[_PARAMS]) for group in parameter_groups]
+            self._updated = [self._masters_of(group) for group in parameters_of_groups]
+            groups = [{**group, _PARAMS: own} for group, own in zip(parameter_groups, self._updated, strict=True)]
             self.optimizer = optimizer(groups)
         else:
-            mine, self._updated = [given], [self._masters_of(given)]
+            parameters_of_groups, self._updated = [parameter_groups], [self._masters_of(parameter_groups)]
             self.optimizer = optimizer(list(self._updated[0]))
-        made = zip(self.optimizer.param_groups, mine, strict=True)
-        super().__init__([{**group, _PARAMS: own} for group, own in made], self.optimizer.defaults)
+        with_own = zip(self.optimizer.param_groups, parameters_of_groups, strict=True)
+        super().__init__([{**group, _PARAMS: own} for group, own in with_own], self.optimizer.defaults)
 
     def _masters_of(self, parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Return what the optimizer updates: masters of quantized parameters, and the others themselves."""
@@ -99,13 +99,13 @@ class MasterWeights(Optimizer):
 
     @contextmanager
     def _lent(self) -> Iterator[Optimizer]:
-        """Let the optimizer have settings and state under its own parameters, and take them back."""
+        """Lend the optimizer the settings and the state, under the parameters that it updates, and take them back."""
         inner = self.optimizer
         for mine, theirs, own in zip(self.param_groups, inner.param_groups, self._updated, strict=True):
             theirs.update({**mine, _PARAMS: list(own)})
-        held = {own: self.state[parameter] for parameter, own in self._both() if parameter in self.state}
+        state_of_updated = {own: self.state[parameter] for parameter, own in self._both() if parameter in self.state}
         inner.state.clear()
-        inner.state.update(held)
+        inner.state.update(state_of_updated)
         yield inner
         for mine, theirs in zip(self.param_groups, inner.param_groups, strict=True):
             mine.update({**theirs, _PARAMS: mine[_PARAMS]})
@@ -146,27 +146,27 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def restart(self, values: Mapping[torch.Tensor, torch.Tensor | None] | None = None) -> None:
-        """Let masters start anew, after other codes have come into the parameters.
+        """Set the masters anew after other codes were written into the parameters.
 
         Args:
-            values: by parameter, this rank's part of what its codes were made of; None: the values of the codes. Other
-                masters stay. Not given: all masters start from codes.
+            values: by parameter, this rank's part of the values that its codes were made of; None: the values of the
+                codes. Other masters stay. Not given: all masters start from codes.
         """
         for number, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group[_PARAMS]):
                 inner = _inner(parameter)
                 if inner is None or not (values is None or parameter in values):
                     continue
-                given = None if values is None else values[parameter]
-                local = inner.dequantize(torch.float32) if given is None else given
+                original = None if values is None else values[parameter]
+                local = inner.dequantize(torch.float32) if original is None else original
                 self._put(number, place, placed_like(parameter, local.detach().to(self._dtype)))
 
     def state_dict(self) -> dict[str, Any]:
         """Return settings and state as torch's optimizers do; of a quantized parameter, `master` is part of it."""
-        found: dict[str, Any] = super().state_dict()
+        state_dict: dict[str, Any] = super().state_dict()
         states = self.states
-        found[_STATE] = {number: states.get(each, {}) for number, (each, _) in enumerate(self._both())}
-        return found
+        state_dict[_STATE] = {number: states.get(each, {}) for number, (each, _) in enumerate(self._both())}
+        return state_dict
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -176,8 +176,8 @@ class MasterWeights(Optimizer):
             Refused: MISSING_TENSOR, UNEXPECTED_TENSOR, SHAPE_MISMATCH where the masters are those of other parameters.
         """
         keys = [key for group in state_dict[_GROUPS] for key in group[_PARAMS]]
-        given = {key: dict(state) for key, state in state_dict[_STATE].items()}
-        masters = [given.get(key, {}).pop(MASTER, None) for key in keys]
+        states = {key: dict(state) for key, state in state_dict[_STATE].items()}
+        masters = [states.get(key, {}).pop(MASTER, None) for key in keys]
         own = list(self._both())
         problems = [
             fault
@@ -186,7 +186,7 @@ class MasterWeights(Optimizer):
         ]
         if problems:
             raise gathered(problems)
-        kept = {key: state for key, state in given.items() if state}
+        kept = {key: state for key, state in states.items() if state}
         with self._lent() as inner:
             inner.load_state_dict({**state_dict, _STATE: kept})
         for values, (parameter, master) in zip(masters, own, strict=True):
@@ -222,8 +222,8 @@ class MasterWeights(Optimizer):
 
 def _inner(parameter: torch.Tensor) -> QuantizedTensor | None:
     """The rows that this rank has; None of a parameter that is not quantized."""
-    found = stored_local(parameter)
-    return found if isinstance(found, QuantizedTensor) else None
+    local = stored_local(parameter)
+    return local if isinstance(local, QuantizedTensor) else None
 
 
 def _master(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

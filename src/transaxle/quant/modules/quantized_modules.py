@@ -114,55 +114,55 @@ def quantize_(
     problems = [fault for full, key, module in kept for fault in _faults(full, key, module, recipe)]
     if problems:
         raise gathered(problems)
-    made: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     for _, key, module in kept:
         old = getattr(module, key)
-        if id(old) not in made:
+        if id(old) not in replacements:
             share = None if (cut := _cut(module, key)) is None else cut.share
-            made[id(old)] = _parameter(old, recipe, share, keep=preserve_high_precision_init)
+            replacements[id(old)] = _parameter(old, recipe, share, keep=preserve_high_precision_init)
     for _, key, module in kept:
-        setattr(module, key, made[id(getattr(module, key))])
+        setattr(module, key, replacements[id(getattr(module, key))])
         give_entries(module)
     return [full for full, *_ in kept]
 
 
 def _weights(module: nn.Module) -> list[str]:
-    """Return the names of a module's own parameters that are quantized: what inputs are multiplied with."""
+    """Return the names of a module's own parameters that inputs are multiplied with and that are not quantized yet."""
     if isinstance(module, Quantizable):
         names = tuple(module.quantizable())
     elif isinstance(module, nn.Linear):
         names = (_WEIGHT,)
     else:
-        found = {} if getattr(module, _TRANSPOSED, False) else module._parameters
-        names = tuple(name for name in EXPERTS if (one := found.get(name)) is not None and one.dim() == _STACK)
-    held = {name: module._parameters.get(name) for name in names}
-    return [name for name, one in held.items() if one is not None and not is_quantized(one)]
+        candidates = {} if getattr(module, _TRANSPOSED, False) else module._parameters
+        names = tuple(name for name in EXPERTS if (each := candidates.get(name)) is not None and each.dim() == _STACK)
+    parameters = {name: module._parameters.get(name) for name in names}
+    return [name for name, each in parameters.items() if each is not None and not is_quantized(each)]
 
 
 def _cut(module: nn.Module, key: str) -> Cut | None:
     """Return how tensor parallelism has cut a parameter; None of one that it has not."""
-    found: Mapping[str, Cut] = module.__dict__.get(CUTS, {})
-    return found.get(key)
+    cuts: Mapping[str, Cut] = module.__dict__.get(CUTS, {})
+    return cuts.get(key)
 
 
 def _faults(name: str, key: str, module: nn.Module, recipe: Quantizer) -> list[Refusal]:
-    """What stands against quantizing a weight."""
-    found = []
+    """Return the reasons why a weight cannot be quantized."""
+    problems = []
     weight, cut = getattr(module, key).data, _cut(module, key)
     kind = type(weight)
     sharded = isinstance(weight, DTensor) and (cut is None or weight.device_mesh != cut.mesh)
     if sharded or kind not in (torch.Tensor, DTensor):
         hint = "quantize the model before it is sharded; of experts that ranks share out, each has to be a parameter"
-        found.append(Refusal("UNSUPPORTED", f"a weight of {kind.__name__}", Where(tensor=name), hint))
+        problems.append(Refusal("UNSUPPORTED", f"a weight of {kind.__name__}", Where(tensor=name), hint))
     wrong = None if cut is None else cut.misplaced(recipe)
     if wrong is not None:
-        found.append(replace(wrong, where=Where(tensor=name)))
+        problems.append(replace(wrong, where=Where(tensor=name)))
     if isinstance(module, Quantizable):
         try:
             module.check_recipe(recipe)
         except TransaxleError as error:
-            found += [Refusal(each.code, each.message, Where(tensor=name), each.hint) for each in error.refusals]
-    return found
+            problems += [Refusal(each.code, each.message, Where(tensor=name), each.hint) for each in error.refusals]
+    return problems
 
 
 @contextmanager
@@ -229,7 +229,7 @@ def quantized_init(
 
 def _parameter(old: torch.Tensor, recipe: Quantizer, share: Share | None, *, keep: bool) -> nn.Parameter:
     values = stored_local(old.data)
-    made = quantized(recipe, values, share=share)
+    tensor = quantized(recipe, values, share=share)
     if keep and old.device.type != "meta":
-        made.frame.cut[ORIGIN] = values.clone()
-    return nn.Parameter(placed_like(old.data, made), requires_grad=old.requires_grad)
+        tensor.frame.cut[ORIGIN] = values.clone()
+    return nn.Parameter(placed_like(old.data, tensor), requires_grad=old.requires_grad)

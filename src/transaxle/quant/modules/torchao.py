@@ -38,13 +38,13 @@ def from_torchao(tensor: torch.Tensor) -> QuantizedTensor:
     make = _READERS.get(kind)
     if make is None:
         raise _unequal(kind, f"not one of {', '.join(_READERS)}")
-    held: Any = tensor
-    if held.dtype not in kernels.VALUES:
-        raise _unequal(kind, f"values of {held.dtype}")
-    if held.qdata.dim() > 1 and held.qdata.stride(-2) < held.qdata.stride(-1):
+    source: Any = tensor
+    if source.dtype not in kernels.VALUES:
+        raise _unequal(kind, f"values of {source.dtype}")
+    if source.qdata.dim() > 1 and source.qdata.stride(-2) < source.qdata.stride(-1):
         raise _unequal(kind, "it is transposed", hint="transpose it back")
-    quantizer, buffers = make(held)
-    return from_components(quantizer, buffers, tuple(tensor.shape), held.dtype)
+    quantizer, buffers = make(source)
+    return from_components(quantizer, buffers, tuple(tensor.shape), source.dtype)
 
 
 def to_torchao(tensor: QuantizedTensor) -> torch.Tensor:
@@ -100,54 +100,56 @@ def _cut_short(quantizer: Quantizer, size: int, step: int) -> TransaxleError:
     return _unequal(str(quantizer), f"torchao has no tiles that are cut short, and {size} are not whole ones of {step}")
 
 
-def _float8(held: Any) -> tuple[Quantizer, dict[str, torch.Tensor]]:
-    *leading, rows, columns = held.qdata.shape
-    block, code = list(held.block_size), _CODES[held.qdata.dtype]
+def _float8(source: Any) -> tuple[Quantizer, dict[str, torch.Tensor]]:
+    *leading, rows, columns = source.qdata.shape
+    block, code = list(source.block_size), _CODES[source.qdata.dtype]
     if len(block) != len(leading) + _MATRIX or any(step != 1 for step in block[:-2]):
-        raise _unequal("Float8Tensor", f"one scale for {block} of {list(held.qdata.shape)}: more than a matrix")
+        raise _unequal("Float8Tensor", f"one scale for {block} of {list(source.qdata.shape)}: more than a matrix")
     high, wide = block[-2:]
-    scale = held.scale.view(*leading, -(-rows // high), -(-columns // wide))
+    scale = source.scale.view(*leading, -(-rows // high), -(-columns // wide))
     if scale.dtype != torch.float32:
         raise _unequal("Float8Tensor", f"scales of {scale.dtype}, not float32")
     if (high, wide) == (rows, columns):
-        return Float8CurrentScaling(code=code), {DATA: held.qdata, SCALE: scale.flatten(-2)}
+        return Float8CurrentScaling(code=code), {DATA: source.qdata, SCALE: scale.flatten(-2)}
     if high == 1 and wide == columns and columns <= _WIDEST:
         wide = 1 << (columns - 1).bit_length()
     if high & (high - 1) or wide & (wide - 1) or high * wide > _WIDEST:
         raise _unequal("Float8Tensor", f"blocks of {high} x {wide}: not powers of two, or more than {_WIDEST} elements")
-    return Float8Block(block=(high, wide), code=code, power_of_two=False), {DATA: held.qdata, SCALE: scale}
+    return Float8Block(block=(high, wide), code=code, power_of_two=False), {DATA: source.qdata, SCALE: scale}
 
 
-def _mx(held: Any) -> tuple[Quantizer, dict[str, torch.Tensor]]:
-    code = _CODES.get(held.elem_dtype)
+def _mx(source: Any) -> tuple[Quantizer, dict[str, torch.Tensor]]:
+    code = _CODES.get(source.elem_dtype)
     quantizer = MXFP8(code="F8_E4M3" if code is None else code)
-    if code is None or held.block_size != quantizer.encoding.tile[1]:
-        raise _unequal("MXTensor", f"elements of {held.elem_dtype}, {held.block_size} to a scale; there is mxfp8 only")
-    return quantizer, {DATA: held.qdata, SCALE: _scales(held, held.block_size)}
+    if code is None or source.block_size != quantizer.encoding.tile[1]:
+        raise _unequal(
+            "MXTensor", f"elements of {source.elem_dtype}, {source.block_size} to a scale; there is mxfp8 only"
+        )
+    return quantizer, {DATA: source.qdata, SCALE: _scales(source, source.block_size)}
 
 
-def _nvfp4(held: Any) -> tuple[Quantizer, dict[str, torch.Tensor]]:
-    if held.block_size != NVFP4_ENCODING.tile[1]:
-        raise _unequal("NVFP4Tensor", f"{held.block_size} elements to a scale, not {NVFP4_ENCODING.tile[1]}")
-    leading = held.qdata.shape[:-2]
-    total = held.per_tensor_scale
+def _nvfp4(source: Any) -> tuple[Quantizer, dict[str, torch.Tensor]]:
+    if source.block_size != NVFP4_ENCODING.tile[1]:
+        raise _unequal("NVFP4Tensor", f"{source.block_size} elements to a scale, not {NVFP4_ENCODING.tile[1]}")
+    leading = source.qdata.shape[:-2]
+    total = source.per_tensor_scale
     if total is None:  # as if it were one
-        total = torch.ones((), device=held.qdata.device)
+        total = torch.ones((), device=source.qdata.device)
     if total.numel() not in (1, leading.numel()) or (leading.numel() > 1 and total.numel() == 1):
         raise _unequal("NVFP4Tensor", f"{total.numel()} global scales for a stack of {leading.numel()} matrices")
     total = total.float().reshape(*leading, 1)
     amax = (total.double() * _TOTAL).float()
     if not torch.equal((amax.double() / _TOTAL).float(), total):
         raise refuse("LOSSY", f"no float32 amax has the global scale {total.tolist()}", hint="dequantize()")
-    return NVFP4(), {DATA: held.qdata.view(torch.uint8), SCALE: _scales(held, held.block_size), AMAX: amax}
+    return NVFP4(), {DATA: source.qdata.view(torch.uint8), SCALE: _scales(source, source.block_size), AMAX: amax}
 
 
-def _scales(held: Any, block: int) -> torch.Tensor:
+def _scales(source: Any, block: int) -> torch.Tensor:
     """Return the scales of each row in the order of its tiles; kernels have them in blocks of 128 x 4."""
-    *leading, rows, columns = held.shape
-    scale: torch.Tensor = held.scale
+    *leading, rows, columns = source.shape
+    scale: torch.Tensor = source.scale
     across = columns // block
-    if not held.is_swizzled_scales:
+    if not source.is_swizzled_scales:
         return scale.view(*leading, rows, across)
     high, wide = -(-torch.Size((*leading, rows)).numel() // 128), -(-across // 4)
     raw = scale.contiguous().view(torch.uint8).reshape(high, wide, 32, 4, 4)

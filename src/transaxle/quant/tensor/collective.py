@@ -16,12 +16,12 @@ collectives = torch.ops._c10d_functional
 
 
 def padded(tensor: QuantizedTensor, rows: int) -> QuantizedTensor:
-    """Return a copy with rows of zeros after the others, so that there are as many as asked for."""
+    """Return a copy with rows of zeros at the end, so that it has the rows asked for."""
 
     def longer(buffer: torch.Tensor) -> torch.Tensor:
-        made = torch.zeros((rows, *buffer.shape[1:]), dtype=buffer.dtype, device=buffer.device)
-        made[: tensor.height].copy_(buffer)
-        return made
+        with_padding = torch.zeros((rows, *buffer.shape[1:]), dtype=buffer.dtype, device=buffer.device)
+        with_padding[: tensor.height].copy_(buffer)
+        return with_padding
 
     frame = tensor.frame.taken(tensor.skip, tensor.height, torch.clone)
     cut = {name: longer(buffer) for name, buffer in frame.cut.items()}
@@ -53,5 +53,5 @@ def all_gather(tensor: QuantizedTensor, group_size: int, group: Any) -> Quantize
             gathered = collectives.wait_tensor(collectives.all_gather_into_tensor(own, group_size, group))
             cut[name] = gathered.view(buffer.dtype)
     shared = {name: buffer.clone() for name, buffer in frame.shared.items()}
-    made = replace(frame, cut=cut, shared=shared, start=0, blank=False, used=None, of=None)
-    return QuantizedTensor(made, 0, tensor.height * group_size, tensor.dtype)
+    gathered = replace(frame, cut=cut, shared=shared, start=0, blank=False, used=None, of=None)
+    return QuantizedTensor(gathered, 0, tensor.height * group_size, tensor.dtype)

@@ -63,16 +63,16 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     if dim % (first.dim() + 1) or len(parts) < len(tensors) or not alike:
         plain = [tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor for tensor in tensors]
         return torch.stack(plain, dim)
-    held = [alone(part) for part in parts]
-    names = [name for name in held[0] if all(name in one for one in held)]
-    buffers = {name: stacked([one[name] for one in held]) for name in names}
+    buffers_of_parts = [alone(part) for part in parts]
+    names = [name for name in buffers_of_parts[0] if all(name in of_part for of_part in buffers_of_parts)]
+    buffers = {name: stacked([of_part[name] for of_part in buffers_of_parts]) for name in names}
     shape = (len(parts), *first.shape)
     return QuantizedTensor(framed(first.quantizer, buffers, shape), 0, len(parts), first.dtype)
 
 
 def alone(part: QuantizedTensor) -> dict[str, torch.Tensor]:
     """Return the buffers of rows of a matrix as those of a matrix of their own."""
-    frame, found = part.frame, part.frame.buffers(part.skip, part.height)
+    frame, buffers = part.frame, part.frame.buffers(part.skip, part.height)
     first = frame.start + part.skip
     last = first + part.height
     for name in (SCALE, COLUMN_SCALE):
@@ -81,18 +81,22 @@ def alone(part: QuantizedTensor) -> dict[str, torch.Tensor]:
             step = _step(frame, columnwise=name == COLUMN_SCALE)
             if first % step or (last % step and last != frame.whole):
                 raise refused("stack", part, f"rows {first} to {last} cut tiles of {step}")
-            found[name] = buffer[first // step : -(-last // step)]
-    return found
+            buffers[name] = buffer[first // step : -(-last // step)]
+    return buffers
 
 
 def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
     first = parts[0]
     frame = first.frame
     both = all(part.frame.columnwise for part in parts)
-    held = [part.frame.buffers(part.skip, part.height) for part in parts]
-    names = [name for name in held[0] if both or not name.startswith("columnwise")]
-    cut = {name: torch.cat([one[name].view(torch.uint8) for one in held]) for name in names if name in frame.cut}
-    cut = {name: buffer.view(held[0][name].dtype) for name, buffer in cut.items()}
+    buffers_of_parts = [part.frame.buffers(part.skip, part.height) for part in parts]
+    names = [name for name in buffers_of_parts[0] if both or not name.startswith("columnwise")]
+    cut = {
+        name: torch.cat([of_part[name].view(torch.uint8) for of_part in buffers_of_parts])
+        for name in names
+        if name in frame.cut
+    }
+    cut = {name: buffer.view(buffers_of_parts[0][name].dtype) for name, buffer in cut.items()}
     shared = {name: frame.shared[name] for name in names if name in frame.shared}
     rows = sum(part.height for part in parts)
     step = _step(frame, columnwise=both)
@@ -117,8 +121,8 @@ def _cat_rows(parts: list[QuantizedTensor]) -> QuantizedTensor:
         raise _differing(parts)
     else:
         start, whole = 0, rows
-    made = replace(frame, cut=cut, shared={n: b.clone() for n, b in shared.items()}, start=start, whole=whole)
-    return QuantizedTensor(replace(made, used=None, blank=False, of=None, share=share), 0, rows, first.dtype)
+    joined = replace(frame, cut=cut, shared={n: b.clone() for n, b in shared.items()}, start=start, whole=whole)
+    return QuantizedTensor(replace(joined, used=None, blank=False, of=None, share=share), 0, rows, first.dtype)
 
 
 def _step(frame: Frame, *, columnwise: bool) -> int:
@@ -145,22 +149,22 @@ def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
     if step and any(part.frame.columns % step for part in parts[:-1]):
         raise refused("cat", first, f"tiles of {step} columns would not stay whole")
     flat = [{n: b for n, b in part.frame.shared.items() if b.dim() == 1} for part in parts]
-    if not all(same_buffers(one, flat[0]) for one in flat):
+    if not all(same_buffers(of_part, flat[0]) for of_part in flat):
         raise refuse("UNEQUAL_COPIES", f"{len(parts)} tensors of {first.quantizer} under differing scales")
     both = all(part.frame.columnwise for part in parts)
-    held = [part.frame.buffers(part.skip, part.height) for part in parts]
+    buffers_of_parts = [part.frame.buffers(part.skip, part.height) for part in parts]
     joined = {}
-    for name, buffer in held[0].items():
+    for name, buffer in buffers_of_parts[0].items():
         if both or not name.startswith("columnwise"):
             wide = buffer.dim() > 1
             joined[name] = (
-                torch.cat([one[name].view(torch.uint8) for one in held], 1).view(buffer.dtype)
+                torch.cat([of_part[name].view(torch.uint8) for of_part in buffers_of_parts], 1).view(buffer.dtype)
                 if wide and buffer.dtype.itemsize == 1
-                else torch.cat([one[name] for one in held], 1)
+                else torch.cat([of_part[name] for of_part in buffers_of_parts], 1)
                 if wide
                 else buffer.clone()
             )
-    made = replace(
+    frame_of_all = replace(
         frame,
         columns=(columns := sum(part.frame.columns for part in parts)),
         width=frame.width if columns != frame.width else None,
@@ -169,4 +173,4 @@ def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
         start=frame.start + first.skip,
         share=None if frame.width is None else frame.share,
     )
-    return QuantizedTensor(replace(made, used=None, blank=False, of=None), 0, first.height, first.dtype)
+    return QuantizedTensor(replace(frame_of_all, used=None, blank=False, of=None), 0, first.height, first.dtype)

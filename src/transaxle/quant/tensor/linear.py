@@ -46,8 +46,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     with torch._C.DisableTorchFunctionSubclass():
         if torch.is_autocast_enabled(x.device.type):  # which sees nothing of a function's backward
             x = x.to(torch.get_autocast_dtype(x.device.type))
-        made: torch.Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
-        return made if bias is None else made + bias.to(made.dtype)
+        product: torch.Tensor = _Linear.apply(x, weight)  # type: ignore[no-untyped-call]
+        return product if bias is None else product + bias.to(product.dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -58,10 +58,10 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         rows = x.reshape(-1, x.shape[-1])
         if multiplies(x, weight):
-            made = _product(_codes(rows), (weight.components["data"], weight.components["scale_inv"]), x.dtype)
+            product = _product(_codes(rows), (weight.components["data"], weight.components["scale_inv"]), x.dtype)
         else:
-            made = rows @ weight.dequantize(x.dtype).t()
-        return made.view(*x.shape[:-1], weight.shape[0])
+            product = rows @ weight.dequantize(x.dtype).t()
+        return product.view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -72,8 +72,8 @@ class _Linear(torch.autograd.Function):
         codes = _codes(grad) if quick else None
         first = second = None
         if of_x and codes is not None:
-            held = weight.components
-            first = _product(codes, (held["data"].t().contiguous(), held["scale_inv"]), x.dtype).view(x.shape)
+            buffers = weight.components
+            first = _product(codes, (buffers["data"].t().contiguous(), buffers["scale_inv"]), x.dtype).view(x.shape)
         elif of_x:
             values = weight.dequantize(grad.dtype) if isinstance(weight, QuantizedTensor) else weight.to(grad.dtype)
             first = (grad @ values).view(x.shape)
@@ -87,10 +87,10 @@ class _Linear(torch.autograd.Function):
 
 
 def _codes(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    made = kernels.quantize(x, FLOAT8)
-    assert made.data is not None
-    assert made.scale_inv is not None
-    return made.data, made.scale_inv
+    quantized_x = kernels.quantize(x, FLOAT8)
+    assert quantized_x.data is not None
+    assert quantized_x.scale_inv is not None
+    return quantized_x.data, quantized_x.scale_inv
 
 
 def _product(

@@ -98,14 +98,14 @@ class QuantizedTensor(torch.Tensor):
         Compact: without padding and not swizzled. Of a shard, what stands for tiles of several rows is there whole. Of
         a stack each has one more dim than of a matrix, before the others: `scale_inv` of float8 is [E, 1].
         """
-        held = self.frame.buffers(self.skip, self.height)
-        return {name: held[name] for name in COMPONENTS if name in held}
+        buffers = self.frame.buffers(self.skip, self.height)
+        return {name: buffers[name] for name in COMPONENTS if name in buffers}
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
         """What the next values are scaled by, where that is not their own amax: `amax_history` and `scaled_for`."""
-        held = self.frame.buffers(self.skip, self.height)
-        return {name: held[name] for name in STATE if name in held}
+        buffers = self.frame.buffers(self.skip, self.height)
+        return {name: buffers[name] for name in STATE if name in buffers}
 
     def dequantize(self, dtype: DType | None = None, *, columnwise: bool = False) -> torch.Tensor:
         """Return the values as a plain tensor, in this tensor's dtype or another: code times scale, rounded once.
@@ -354,11 +354,11 @@ def values_of(frame: Frame, first: int, count: int, dtype: torch.dtype, *, colum
         codes, scale = frame.cut[DATA][first:last].flatten(1), frame.cut[SCALE][first:last].view(count, 1)
         flat = replace(encoding, tile=(1, WHOLE))
         return kernels.dequantize(kernels.Components(codes, scale), flat, dtype).view(count, rows, columns)
-    made = torch.empty((count, rows, columns), dtype=dtype, device=frame.device)
+    values = torch.empty((count, rows, columns), dtype=dtype, device=frame.device)
     for place_ in range(count):
         parts, encoding = frame.member(first + place_).operands(0, rows, columnwise=columnwise)
-        kernels.dequantize(parts, encoding, dtype, out=made[place_])
-    return made
+        kernels.dequantize(parts, encoding, dtype, out=values[place_])
+    return values
 
 
 @makes_tensors
@@ -421,14 +421,14 @@ def from_components(
     device = components[DATA].device if DATA in components else torch.device("cpu")
     for name in here:
         kind, size = here[name] if is_cut(encoding, name, len(shape)) else everywhere[name]
-        found = components.get(name)
-        if found is None:
+        buffer = components.get(name)
+        if buffer is None:
             if name not in STATE:
                 wrong.append(Refusal("MISSING_TENSOR", f"the buffer {name!r} is not there", Where(tensor=name)))
-        elif found.dtype != kind:
-            wrong.append(Refusal("DTYPE_MISMATCH", f"{found.dtype}, expected {kind}", Where(tensor=name)))
-        elif tuple(found.shape) != size or found.device != device:
-            message = f"{list(found.shape)} on {found.device}, expected {list(size)} on {device}"
+        elif buffer.dtype != kind:
+            wrong.append(Refusal("DTYPE_MISMATCH", f"{buffer.dtype}, expected {kind}", Where(tensor=name)))
+        elif tuple(buffer.shape) != size or buffer.device != device:
+            message = f"{list(buffer.shape)} on {buffer.device}, expected {list(size)} on {device}"
             wrong.append(Refusal("SHAPE_MISMATCH", message, Where(tensor=name)))
     wrong += [
         Refusal("UNEXPECTED_TENSOR", f"{quantizer} has no such buffer", Where(tensor=name))
@@ -461,6 +461,6 @@ def rebuilt(
     stored = (*leading, packed * (8 // quantizer.encoding.code_bits))
     wanted = buffers_of(quantizer, stored, columnwise=COLUMN_DATA in buffers)
     typed = {name: buffer.view(wanted[name][0]) if name in wanted else buffer for name, buffer in buffers.items()}
-    made: torch.Tensor = from_components(quantizer, typed, stored, dtype, start=at[0], whole=at[1])
-    made = made.view(shape)
-    return torch.nn.Parameter(made, requires_grad=flags[0]) if flags[1] else made.requires_grad_(flags[0])
+    tensor: torch.Tensor = from_components(quantizer, typed, stored, dtype, start=at[0], whole=at[1])
+    tensor = tensor.view(shape)
+    return torch.nn.Parameter(tensor, requires_grad=flags[0]) if flags[1] else tensor.requires_grad_(flags[0])
