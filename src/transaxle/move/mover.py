@@ -59,7 +59,7 @@ class Movement:
             return 0
         later = Deferred()
         later(self.move_own)()
-        return self._move_others(later)
+        return self._meet(later)
 
     def move_own(self) -> None:
         """Move what this rank makes and takes alone, straight into the sink, by several threads."""
@@ -67,7 +67,7 @@ class Movement:
 
     def move_others(self) -> int:
         """Move what ranks make for one another; collective. Otherwise as `run`."""
-        return self._move_others(Deferred())
+        return self._meet(Deferred()) if self._others else 0
 
     def _work(self) -> Iterator[list[_Work]]:
         """Yield what one worker does from beginning to end before it takes something else."""
@@ -92,15 +92,13 @@ class Movement:
                 at += len(block)
             self._sink.end(item.key)
 
-    def _move_others(self, later: Deferred) -> int:
-        received = 0
-        if self._others:
-            sizes = {rank: sum(item.size for queue in queues for item in queue) for rank, queues in self._own.items()}
-            busy = {rank: sizes.get(rank, 0) for rank in self._exchange.ranks}
-            meeting = _Meeting(self._source, self._sink, self._limit, self._exchange)
-            for batch in batches(self._others, busy, self._owner):
-                received += meeting.round(batch, later)
-            self._exchange.close()
+    def _meet(self, later: Deferred) -> int:
+        sizes = {rank: sum(item.size for queue in queues for item in queue) for rank, queues in self._own.items()}
+        busy = {rank: sizes.get(rank, 0) for rank in self._exchange.ranks}
+        meeting, received = _Meeting(self._source, self._sink, self._limit, self._exchange), 0
+        for batch in batches(self._others, busy, self._owner):
+            received += meeting.round(batch, later)
+        self._exchange.close()
         later.check()
         return received
 

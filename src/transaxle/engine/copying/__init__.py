@@ -1,1 +1,1 @@
-"""Transfers between boxes, and the workers that carry them out."""
+"""What targets are made of: transfers out of a catalog, bitcasts, means of replicas, checks of duplicates."""
