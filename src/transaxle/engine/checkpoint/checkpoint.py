@@ -12,21 +12,19 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from transaxle.arguments import DType, PathLike, Patterns, read_float_type, read_path, read_patterns
-from transaxle.axes.layout.bind import Bound, bind
+from transaxle.axes.layout.bind import Bound
 from transaxle.axes.layout.relayout import Check, Target, unchanged
 from transaxle.axes.notation.family import Sizes
 from transaxle.axes.notation.number_format import Recode, same
-from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG
 from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.foreign_names import foreign
-from transaxle.engine.checkpoint.manifest import Manifest, read_manifest
-from transaxle.engine.checkpoint.peft_adapter import check_model
-from transaxle.engine.checkpoint.recognise import IDENTITY, Recognised, pick_dialect, recognise
-from transaxle.engine.checkpoint.settings import CONFIG, Settings, settings, stored_config
+from transaxle.engine.checkpoint.manifest import Manifest
+from transaxle.engine.checkpoint.recognise import IDENTITY, Recognised, StoredNames, pick_dialect
+from transaxle.engine.checkpoint.settings import Settings, settings
 from transaxle.engine.checkpoint.stored_tensor import StoredTensor
 from transaxle.engine.copying.arithmetic import affine
 from transaxle.engine.copying.source import Source
-from transaxle.engine.views.encoded import Catalog, View, catalog, viewed
+from transaxle.engine.views.encoded import Catalog, View, viewed
 from transaxle.engine.views.name_filter import chosen
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.engine.views.swizzled_scales import ordering
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
 LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
 """Codes of the refusals that say only that tensors are missing."""
 _UNRECOGNISED = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
-_OF_THE_FILES = frozenset({"manifest", "config", "catalog", "decoded", "_recognition", "sizes", "bound"})
-"""Cached properties that every view of the same files shares."""
 __all__ = ["LACKING", "Checkpoint", "CheckpointLike", "StoredTensor", "open_checkpoint"]
 
 
@@ -56,6 +52,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         settings: what the user said about it.
         undecoded: the checkpoint as stored, if this one is decoded.
         decoded: tensors that are encoded there and plain here, by table name.
+        stored_names: the names of the files as tables read them, shared by all views of these files.
     """
 
     def __init__(
@@ -65,32 +62,15 @@ class Checkpoint(Mapping[str, StoredTensor]):
         view: View | None,
         label: str | None,
         undecoded: Checkpoint | None = None,
+        names: StoredNames | None = None,
     ) -> None:
         self.container = container
         self.settings = settings
         self.undecoded = undecoded
         self._view = view
         self._label = label
-
-    @cached_property
-    def manifest(self) -> Manifest | None:
-        """The checkpoint's `transaxle.json`; None where there is none, or its files were changed since."""
-        return read_manifest(self.container) if self.undecoded is None else self.undecoded.manifest
-
-    @cached_property
-    def catalog(self) -> Catalog:
-        """The stored tensors as tables see them: an encoded tensor is one entry."""
-        has_modelopt = MODELOPT_CONFIG in self.container.carried
-        modelopt = stored_config(self.container.storage, MODELOPT_CONFIG) if has_modelopt else None
-        return catalog(self.container, self.config, modelopt)
-
-    @cached_property
-    def decoded(self) -> Mapping[str, Encoded]:
-        """Tensors that are plain here and encoded where they are stored, by table name."""
-        if self.undecoded is None:
-            return {}
-        stored_encoded = self.undecoded.catalog.encoded
-        return {name: tensor for name, tensor in stored_encoded.items() if name not in self.catalog.encoded}
+        stored = None if undecoded is None else undecoded.stored_names
+        self.stored_names: StoredNames = names or StoredNames(container, settings, stored)
 
     @property
     def format(self) -> str:
@@ -110,12 +90,25 @@ class Checkpoint(Mapping[str, StoredTensor]):
             return metadata
         return {**metadata, GROUPS: regrouped(metadata[GROUPS], self._view.targets, [])}
 
-    @cached_property
+    @property
+    def manifest(self) -> Manifest | None:
+        """The checkpoint's `transaxle.json`; None where there is none, or its files were changed since."""
+        return self.stored_names.manifest
+
+    @property
+    def catalog(self) -> Catalog:
+        """The stored tensors as tables see them: an encoded tensor is one entry."""
+        return self.stored_names.catalog
+
+    @property
+    def decoded(self) -> Mapping[str, Encoded]:
+        """Tensors that are plain here and encoded where they are stored, by table name."""
+        return self.stored_names.decoded
+
+    @property
     def config(self) -> Mapping[str, Any]:
         """The model's config.json: the user's, or the checkpoint's; empty where there is none."""
-        if self.settings.config is not None:
-            return self.settings.config
-        return stored_config(self.container.storage) if CONFIG in self.container.carried else {}
+        return self.stored_names.config
 
     @property
     def recognised(self) -> Recognised:
@@ -124,28 +117,17 @@ class Checkpoint(Mapping[str, StoredTensor]):
         Raises:
             UsageError: UNKNOWN_FAMILY, AMBIGUOUS.
         """
-        if isinstance(self._recognition, TransaxleError):
-            raise self._recognition
-        return self._recognition
+        return self.stored_names.recognised
 
-    @cached_property
-    def _recognition(self) -> Recognised | TransaxleError:
-        settings = self.settings
-        family, dialect = settings.family, settings.dialect
-        manifest_family = settings.families.get(self.manifest.family or "") if self.manifest is not None else None
-        if self.manifest is not None and manifest_family is not None:
-            family = family or manifest_family.name
-            if (
-                dialect is None
-                and family == manifest_family.name
-                and manifest_family.dialect(self.manifest.dialect) is not None
-            ):
-                dialect = self.manifest.dialect
-        try:
-            check_model(self.container)
-            return recognise(tuple(self.catalog.entries), self.config, settings.families, family, dialect)
-        except TransaxleError as error:
-            return error
+    @property
+    def sizes(self) -> Sizes:
+        """Axis sizes: the user's, the manifest's (unless the user gave a config), the config's."""
+        return self.stored_names.sizes
+
+    @property
+    def bound(self) -> Bound:
+        """The stored names read through the dialect."""
+        return self.stored_names.bound
 
     @property
     def family(self) -> str | None:
@@ -163,28 +145,12 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     def _recognised_or_none(self) -> Recognised | None:
         """Return how the names are read; None if no table reads them, unless the user said which one should."""
-        reading = self._recognition
+        reading = self.stored_names.recognition
         if not isinstance(reading, TransaxleError):
             return reading
         if self.settings.family or self.settings.dialect or reading.code not in _UNRECOGNISED:
             raise reading
         return None
-
-    @cached_property
-    def sizes(self) -> Sizes:
-        """Axis sizes: the user's, the manifest's (unless the user gave a config), the config's."""
-        trusted = self.manifest if self.settings.config is None else None
-        axes = {} if trusted is None else trusted.axes
-        return Sizes(self.recognised.family, self.config, {**axes, **self.settings.axes})
-
-    @cached_property
-    def bound(self) -> Bound:
-        """The stored names read through the dialect."""
-        reading = self.recognised
-        catalog = self.catalog
-        stored_as = {name: tensor.encoding.name for name, tensor in (*catalog.encoded.items(), *self.decoded.items())}
-        names = tuple(catalog.entries)
-        return bind(names, reading.family, reading.dialect, self.sizes, reading.prefix, stored_as)
 
     def translation(self, dialect: str, recode: Recode = same) -> View:
         """Return this checkpoint's tensors in another dialect, with every refusal.
@@ -258,9 +224,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     def _seen(self, view: View | None, label: str | None) -> Checkpoint:
         """Return another view of the same files, which shares what is already known of them."""
-        other_view = Checkpoint(self.container, self.settings, view, label, self.undecoded)
-        vars(other_view).update({key: value for key, value in vars(self).items() if key in _OF_THE_FILES})
-        return other_view
+        return Checkpoint(self.container, self.settings, view, label, self.undecoded, self.stored_names)
 
     def checking(self, checks: Sequence[Check]) -> Checkpoint:
         """Return the same view with further copies that must prove equal."""

@@ -5,13 +5,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from transaxle.axes.layout.bind import group, score, split_slot
-from transaxle.axes.notation.family import Dialect, Family, LogicalTensor
+from transaxle.axes.layout.bind import Bound, bind, group, score, split_slot
+from transaxle.axes.notation.family import Dialect, Family, LogicalTensor, Sizes
 from transaxle.axes.notation.name import skeleton
+from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG
+from transaxle.encodings.encoding import Encoded
+from transaxle.engine.checkpoint.manifest import Manifest, read_manifest
+from transaxle.engine.checkpoint.peft_adapter import check_model
+from transaxle.engine.checkpoint.settings import CONFIG, Settings, stored_config
+from transaxle.engine.views.encoded import Catalog, catalog
 from transaxle.errors import TransaxleError, refuse
 from transaxle.families import Families
+from transaxle.formats.catalog.catalog import Container
 
 IDENTITY = "identity"
 """The dialect of every checkpoint: each tensor under its own name."""
@@ -195,3 +203,92 @@ def _nothing(
     )
     hint = f"closest: {close[0]}" if close else rename_hint
     return refuse("UNKNOWN_FAMILY", f"{wanted} of the tensor names: {first_names}{model}", hint=hint)
+
+
+class StoredNames:
+    """The stored names of a checkpoint, read through its tables: found out once, and shared by all views of its files.
+
+    Args:
+        container: the files.
+        settings: what the user said about them.
+        undecoded: the names where they are stored, if tensors are decoded here.
+    """
+
+    def __init__(self, container: Container, settings: Settings, undecoded: StoredNames | None) -> None:
+        self._container = container
+        self._settings = settings
+        self._undecoded = undecoded
+
+    @cached_property
+    def manifest(self) -> Manifest | None:
+        """The checkpoint's `transaxle.json`; None where there is none, or its files were changed since."""
+        return read_manifest(self._container) if self._undecoded is None else self._undecoded.manifest
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """The stored tensors as tables see them: an encoded tensor is one entry."""
+        has_modelopt = MODELOPT_CONFIG in self._container.carried
+        modelopt = stored_config(self._container.storage, MODELOPT_CONFIG) if has_modelopt else None
+        return catalog(self._container, self.config, modelopt)
+
+    @cached_property
+    def decoded(self) -> Mapping[str, Encoded]:
+        """Tensors that are plain here and encoded where they are stored, by table name."""
+        if self._undecoded is None:
+            return {}
+        stored_encoded = self._undecoded.catalog.encoded
+        return {name: tensor for name, tensor in stored_encoded.items() if name not in self.catalog.encoded}
+
+    @cached_property
+    def config(self) -> Mapping[str, Any]:
+        """The model's config.json: the user's, or the checkpoint's; empty where there is none."""
+        if self._settings.config is not None:
+            return self._settings.config
+        return stored_config(self._container.storage) if CONFIG in self._container.carried else {}
+
+    @property
+    def recognised(self) -> Recognised:
+        """Family and dialect of the stored names.
+
+        Raises:
+            UsageError: UNKNOWN_FAMILY, AMBIGUOUS.
+        """
+        if isinstance(self.recognition, TransaxleError):
+            raise self.recognition
+        return self.recognition
+
+    @cached_property
+    def recognition(self) -> Recognised | TransaxleError:
+        """Family and dialect of the stored names, or why they are not known."""
+        settings = self._settings
+        family, dialect = settings.family, settings.dialect
+        manifest_family = settings.families.get(self.manifest.family or "") if self.manifest is not None else None
+        if self.manifest is not None and manifest_family is not None:
+            family = family or manifest_family.name
+            if (
+                dialect is None
+                and family == manifest_family.name
+                and manifest_family.dialect(self.manifest.dialect) is not None
+            ):
+                dialect = self.manifest.dialect
+        try:
+            check_model(self._container)
+            return recognise(tuple(self.catalog.entries), self.config, settings.families, family, dialect)
+        except TransaxleError as error:
+            return error
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Axis sizes: the user's, the manifest's (unless the user gave a config), the config's."""
+        trusted = self.manifest if self._settings.config is None else None
+        axes = {} if trusted is None else trusted.axes
+        return Sizes(self.recognised.family, self.config, {**axes, **self._settings.axes})
+
+    @cached_property
+    def bound(self) -> Bound:
+        """The stored names read through the dialect."""
+        reading = self.recognised
+        catalog = self.catalog
+        stored_as = {name: tensor.encoding.name for name, tensor in (*catalog.encoded.items(), *self.decoded.items())}
+        names = tuple(catalog.entries)
+        return bind(names, reading.family, reading.dialect, self.sizes, reading.prefix, stored_as)

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
-from transaxle.axes.layout.bind import bind
+from transaxle.axes.layout.bind import Bound, bind
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.translation.arrange import arranged, groups
 from transaxle.axes.translation.grouped import FAMILY, STORED, WANTED, Stem, copy_checks, sizes, table, without_copies
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.recognise import StoredNames
+from transaxle.engine.checkpoint.settings import Settings
 from transaxle.engine.views.encoded import Catalog
 from transaxle.errors import gathered
 from transaxle.families import Families
+from transaxle.formats.catalog.catalog import Container
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +74,38 @@ def seen(checkpoint: Checkpoint, stems: Sequence[Stem]) -> Checkpoint:
         axes=sizes(stems),
         config={},
     )
-    restacked = Checkpoint(container, table_settings, None, None, checkpoint.undecoded)
-    vars(restacked)["catalog"] = Catalog(
-        container, container.entries, {}, None, ()
-    )  # codes and scales, each for itself
-    names = without_copies(stems, container.entries)
-    vars(restacked)["bound"] = bind(names, family, family.dialects[0], restacked.sizes)
+    undecoded = None if checkpoint.undecoded is None else checkpoint.undecoded.stored_names
+    names = _TableNames(container, table_settings, undecoded, tuple(without_copies(stems, container.entries)))
+    restacked = Checkpoint(container, table_settings, None, None, checkpoint.undecoded, names)
     checks, problems = copy_checks(stems, container.entries)
     if problems:
         raise gathered(problems)
     return restacked.as_dialect(WANTED).checking(checks)
+
+
+class _TableNames(StoredNames):
+    """Names under a table of their own, in which codes and scales are tensors, each for itself.
+
+    Args:
+        container: the files.
+        settings: with the table as their only family.
+        undecoded: as for `StoredNames`.
+        names: the stored names that the table reads.
+    """
+
+    def __init__(
+        self, container: Container, settings: Settings, undecoded: StoredNames | None, names: Sequence[str]
+    ) -> None:
+        super().__init__(container, settings, undecoded)
+        self._table_names = names
+
+    @cached_property
+    def catalog(self) -> Catalog:
+        """Every stored tensor, as it is stored."""
+        return Catalog(self._container, self._container.entries, {}, None, ())
+
+    @cached_property
+    def bound(self) -> Bound:
+        """The names that the table reads."""
+        family = self._settings.families[FAMILY]
+        return bind(self._table_names, family, family.dialects[0], self.sizes)

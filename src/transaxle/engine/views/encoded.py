@@ -8,7 +8,7 @@ of them under the names and shapes of the convention. Nothing is decoded on the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -155,8 +155,13 @@ def viewed(translation: Translation, catalog: Catalog) -> View:
             DTYPE_MIXED and NAME_COLLISION.
     """
     if not catalog.encoded:
-        return View(**{**vars(translation), "refusals": (*catalog.refusals, *translation.refusals)})
+        return _view(replace(translation, refusals=(*catalog.refusals, *translation.refusals)), {}, {})
     return _BufferFollower(translation, catalog).run()
+
+
+def _view(translation: Translation, stored: Mapping[str, StoredForm], encoded: Mapping[str, Encoded]) -> View:
+    inherited = {each.name: getattr(translation, each.name) for each in fields(translation)}
+    return View(**inherited, stored=stored, encoded=encoded)
 
 
 class _BufferFollower:
@@ -186,14 +191,15 @@ class _BufferFollower:
                 self.checks.extend(self._checked(check))
             except TransaxleError as error:
                 self._refuse(error.refusals, check.first.name)
-        changed = {
-            "targets": self.targets,
-            "checks": tuple(self.checks),
-            "kept": tuple(name for old in self.translation.kept for name in self._parts(old)),
-            "aliases": {self.names.get(a, a): self.names.get(b, b) for a, b in self.translation.aliases.items()},
-            "refusals": tuple(self.problems),
-        }
-        return View(**{**vars(self.translation), **changed}, stored=self.stored, encoded=self.encoded)
+        changed = replace(
+            self.translation,
+            targets=self.targets,
+            checks=tuple(self.checks),
+            kept=tuple(name for old in self.translation.kept for name in self._parts(old)),
+            aliases={self.names.get(a, a): self.names.get(b, b) for a, b in self.translation.aliases.items()},
+            refusals=tuple(self.problems),
+        )
+        return _view(changed, self.stored, self.encoded)
 
     def _refuse(self, refusals: Iterable[Refusal], name: str) -> None:
         for refusal in refusals:
