@@ -35,7 +35,7 @@ class HeldFolder:
     def size(self, name: str) -> int:
         """Return the bytes of a file; one that is not held is refused as a folder refuses it."""
         if name not in self._files:
-            raise refuse("IO", "there is no such file", file=name)
+            raise refuse("IO", "no such file", file=name)
         return len(self._files[name])
 
     def version(self, name: str) -> str:

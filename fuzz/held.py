@@ -29,7 +29,7 @@ class Held:
     def size(self, name: str) -> int:
         """Return the bytes of the file; any other is not there."""
         if name != self.path:
-            raise refuse("IO", "there is no such file", file=name)
+            raise refuse("IO", "no such file", file=name)
         return len(self._data)
 
     def version(self, name: str) -> str:

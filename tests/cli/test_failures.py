@@ -96,7 +96,7 @@ def test_damaged_input_is_refused(
 def test_a_wrong_path_is_no_refusal(command: tuple[str, ...], ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle(*_arguments(command, "ckk"))
     assert outcome.code == MACHINE
-    assert "there is no such file or folder" in outcome.err
+    assert "no such file or folder" in outcome.err
     assert "Did you mean ck?" in outcome.err
 
 
@@ -105,7 +105,7 @@ def test_refusals_name_file_tensor_and_both_sizes(here: Path, transaxle: Transax
     assert transaxle("ls", "ck").err == (
         "refused\n"
         "  CORRUPT  model.safetensors · model.layers.1.self_attn.v_proj.weight\n"
-        "      the file is truncated: its tensors take 27872 bytes, 27772 are there\n"
+        "      the file is truncated: its tensors take 27872 bytes, but there are only 27772\n"
         "      Copy or download the file again.\n"
         "  for details: transaxle explain CORRUPT\n"
     )

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from tests.corpus.case import Case
 
-SAID = "checksum that the file gives"
+SAID = "match the checksum in the file"
 SHAPE = (48, 32)
 
 

@@ -121,13 +121,15 @@ def gone(*parts: str) -> Make:
 
 
 CASES = {
-    "latest names a missing folder": Case(latest("global_step9"), "INCOMPLETE", "'global_step9', which is not there"),
-    "latest leads out": Case(latest("../outside"), "PATH_ESCAPE", "no folder of the checkpoint"),
-    "latest leads out to a step": Case(latest(f"../outside/{TAG}"), "PATH_ESCAPE", "no folder of the checkpoint"),
+    "latest names a missing folder": Case(
+        latest("global_step9"), "INCOMPLETE", "'global_step9', whose folder is missing"
+    ),
+    "latest leads out": Case(latest("../outside"), "PATH_ESCAPE", "not a folder of the checkpoint"),
+    "latest leads out to a step": Case(latest(f"../outside/{TAG}"), "PATH_ESCAPE", "not a folder of the checkpoint"),
     "latest is absolute": Case(latest("/etc"), "PATH_ESCAPE", "'/etc'"),
-    "latest leads out and in": Case(latest(f"../source/{TAG}"), "PATH_ESCAPE", "no folder of the checkpoint"),
-    "latest is empty": Case(latest(""), "CORRUPT", "no folder of the checkpoint"),
-    "latest is binary": Case(latest("\0\1"), "PATH_ESCAPE", "no folder of the checkpoint"),
+    "latest leads out and in": Case(latest(f"../source/{TAG}"), "PATH_ESCAPE", "not a folder of the checkpoint"),
+    "latest is empty": Case(latest(""), "CORRUPT", "not a folder of the checkpoint"),
+    "latest is binary": Case(latest("\0\1"), "PATH_ESCAPE", "not a folder of the checkpoint"),
     "partition counts conflict": Case(
         state(lambda held: held.update(partition_count=[1]), 1), "CORRUPT", "partition_count is [1], and [2]"
     ),

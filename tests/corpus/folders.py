@@ -89,11 +89,11 @@ def twice(key: str) -> str:
 
 
 CASES = {
-    "a whole file beside an index": Case(whole(a=A + 1, b=B), "AMBIGUOUS", "two checkpoints in one place"),
-    "a whole file with other tensors": Case(whole(c=A), "AMBIGUOUS", "two checkpoints in one place"),
-    "the same tensors in a whole file": Case(whole(a=A, b=B), "AMBIGUOUS", "Name one of them"),
-    "a whole torch file beside an index": Case(torch_shards, "AMBIGUOUS", "two checkpoints in one place"),
-    "an empty weight map": Case(mapped({}), "CORRUPT", "names no tensor"),
+    "a whole file beside an index": Case(whole(a=A + 1, b=B), "AMBIGUOUS", "two checkpoints in one folder"),
+    "a whole file with other tensors": Case(whole(c=A), "AMBIGUOUS", "two checkpoints in one folder"),
+    "the same tensors in a whole file": Case(whole(a=A, b=B), "AMBIGUOUS", "Name the one you mean"),
+    "a whole torch file beside an index": Case(torch_shards, "AMBIGUOUS", "two checkpoints in one folder"),
+    "an empty weight map": Case(mapped({}), "CORRUPT", "lists no tensor"),
     "no weight map": Case(written(INDEX, "{}"), "CORRUPT", "weight_map"),
     "a weight map that is a list": Case(mapped(["a"]), "CORRUPT", "weight_map"),
     "a shard that is a number": Case(mapped({"a": 1, "b": TWO}), "CORRUPT", "weight_map"),
@@ -106,9 +106,9 @@ CASES = {
     "an index of NaN": Case(written(INDEX, "NaN"), "CORRUPT", "weight_map"),
     "an index nested without end": Case(written(INDEX, "[" * 100_000), "CORRUPT", "weight_map"),
     "a tensor in the other shard": Case(mapped({"a": TWO, "b": ONE}), "CORRUPT", "the index"),
-    "a tensor that no shard has": Case(mapped({"a": ONE, "b": TWO, "c": TWO}), "INCOMPLETE", "it is not"),
-    "a tensor that the index lacks": Case(mapped({"a": ONE}), "CORRUPT", "does not name it"),
-    "a shard that is not there": Case(mapped({"a": ONE, "b": "other.safetensors"}), "INCOMPLETE", "not there"),
+    "a tensor that no shard has": Case(mapped({"a": ONE, "b": TWO, "c": TWO}), "INCOMPLETE", "does not have it"),
+    "a tensor that the index lacks": Case(mapped({"a": ONE}), "CORRUPT", "does not list it"),
+    "a shard that is not there": Case(mapped({"a": ONE, "b": "other.safetensors"}), "INCOMPLETE", "shard is missing"),
     "a shard that leads out": Case(mapped({"a": ONE, "b": f"../source/{TWO}"}), "PATH_ESCAPE", "plain file name"),
     "an absolute shard": Case(mapped({"a": ONE, "b": "/etc/passwd"}), "PATH_ESCAPE", "plain file name"),
     "a shard that is the folder": Case(mapped({"a": ONE, "b": "."}), "PATH_ESCAPE", "plain file name"),
@@ -127,7 +127,7 @@ CASES = {
         "a FIFO",
     ),
     "a tensor in two shards": Case(
-        folder_with(lambda folder: save_file({"a": A, "b": B}, folder / TWO)), "NAME_COLLISION", "as well"
+        folder_with(lambda folder: save_file({"a": A, "b": B}, folder / TWO)), "NAME_COLLISION", "also in"
     ),
     "a gap between tensors": Case(header({"a": tensor(0, 8), "b": tensor(12, 16, (1,))}), "CORRUPT", ""),
     "tensors that overlap": Case(header({"a": tensor(0, 8), "b": tensor(4, 16, (3,))}), "OVERLAP", ""),

@@ -77,7 +77,7 @@ REFUSED: dict[str, tuple[list[str], Code, str]] = {
     "DeepSpeed of several steps": (["latest", "global_step1/", "global_step2/"], "INCOMPLETE", "_model_states.pt"),
     "DeepSpeed without latest": (["global_step10/"], "INCOMPLETE", "_model_states.pt"),
     "DeepSpeed before others": (["global_step2/", FILE], "INCOMPLETE", "_model_states.pt"),
-    "an index and a whole file": ([INDEX, FILE], "AMBIGUOUS", "two checkpoints in one place"),
+    "an index and a whole file": ([INDEX, FILE], "AMBIGUOUS", "two checkpoints in one folder"),
     "DeepSpeed undecided": (["global_step1/", "global_step2/"], "AMBIGUOUS", "global_step1, global_step2"),
     "torch": (["pytorch_model.bin"], "UNSUPPORTED", "no torch file"),
     "torch of several files": (["pytorch_model.bin.index.json", "a.bin", "b.bin"], "CORRUPT", "weight_map"),

@@ -86,11 +86,11 @@ def _open(storage: Storage, wanted: Format | None, options: dict[str, Any]) -> C
     kind, clue, member = matches[0]
     shard = None if clue is not None and clue.all_shards else _shard(member)
     if shard and int(shard[2]) > 1 and not storage.single:
-        message = f"this is shard {int(shard[1])} of {int(shard[2])}; the others and their index are not there"
-        raise refuse("INCOMPLETE", message, file=member, hint="To read it all the same, name the file itself.")
+        message = f"this is shard {int(shard[1])} of {int(shard[2])}; the other shards and their index are missing"
+        raise refuse("INCOMPLETE", message, file=member, hint="To read this shard alone, give the file itself.")
     if "weights" in options and "weights" not in kind.reader_takes:
-        message = f"{kind.title} holds its weights once: there is no choice of precision"
-        raise refuse("UNSUPPORTED", message, file=storage.path, hint="Leave out --weights.")
+        message = f"{kind.title} stores its weights once, so there is no precision to choose"
+        raise refuse("UNSUPPORTED", message, file=storage.path, hint="Omit --weights.")
     check_newest(folder, kind.newest)
     taken = {name: option for name, option in options.items() if name in kind.reader_takes}
     container = witnessed(kind.open(clue, storage, storage.path, member, **taken))
@@ -137,12 +137,12 @@ def _shard(member: str) -> re.Match[str] | None:
 def _several(path: str, matches: Sequence[_Match]) -> TransaxleError:
     members = [match.member for match in matches]
     if len({match.kind.name for match in matches}) > 1:
-        hint = "Name one of them, or its format (--format)."
+        hint = "Give one of them, or its format (--format)."
     elif all(_shard(member) for member in members):
         hint = f"These look like the shards of one checkpoint: its index (*{INDEX}) is missing."
     else:
-        hint = "Name one of them."
-    return refuse("AMBIGUOUS", f"several checkpoints in one place: {listed(members)}", file=path, hint=hint)
+        hint = "Give one of them."
+    return refuse("AMBIGUOUS", f"the folder holds several checkpoints: {listed(members)}", file=path, hint=hint)
 
 
 def _nothing(folder: Folder, wanted: Format | None) -> TransaxleError:
@@ -151,8 +151,10 @@ def _nothing(folder: Folder, wanted: Format | None) -> TransaxleError:
     what = f"no {wanted.name} checkpoint" if wanted else "no checkpoint"
     if storage.single:
         # Files of any name are given that are safetensors; those of other formats keep their endings.
-        hint = f"If you know what it is, say so: --format {SAFETENSORS.name}." if not wanted else ""
-        return refuse("UNSUPPORTED", f"{what}: the name tells no format known here", file=storage.path, hint=hint)
+        hint = f"If you know its format, give it: --format {SAFETENSORS.name}." if not wanted else ""
+        return refuse(
+            "UNSUPPORTED", f"{what}: the file's name does not tell a known format", file=storage.path, hint=hint
+        )
     if wanted is None or wanted.newest:
         for kind in every_format():
             check_newest(folder, kind.newest)
@@ -161,7 +163,7 @@ def _nothing(folder: Folder, wanted: Format | None) -> TransaxleError:
     others = [name for name in folder.folders if name != STATE_FOLDER]
     deeper = [f"{path}/{name}" for name in others[:_LOOKED_INTO] if _holds_one(storage, name, wanted)]
     hint = f"There is one in {listed(deeper)}." if deeper else ""
-    message = f"{what} here; there is {listed(names) or 'nothing'}"
+    message = f"{what} here; found {listed(names) or 'nothing'}"
     return refuse("UNSUPPORTED", message, file=storage.path, hint=hint)
 
 

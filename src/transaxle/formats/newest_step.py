@@ -30,12 +30,12 @@ def check_newest(folder: Folder, file: str) -> None:
         return
     tag = _tag_in(folder, file)
     if not is_plain(tag):
-        message = f"it names {tag!r}, which is no folder of the checkpoint"
-        hint = "Name the folder of a step itself."
+        message = f"the file names the step {tag!r}, which is not a folder of the checkpoint"
+        hint = "Give the folder of a step itself."
         raise refuse("PATH_ESCAPE" if tag else "CORRUPT", message, file=f"{folder.inside}{file}", hint=hint)
     if folder.folders:
-        message = f"it names the folder {tag!r}, which is not there; there is {listed(folder.folders)}"
-        hint = "Copy it, or name the folder of a step itself."
+        message = f"the file names the step {tag!r}, whose folder is missing; present: {listed(folder.folders)}"
+        hint = "Copy that folder, or give the folder of a step itself."
         raise refuse("INCOMPLETE", message, file=f"{folder.inside}{file}", hint=hint)
 
 

@@ -66,7 +66,7 @@ def test_a_refusal_names_it_too(ck: Path, transaxle: Transaxle, monkeypatch: pyt
     Path("out").mkdir()
     outcome = transaxle(*CONVERT)
     assert outcome.code == USAGE
-    assert f"{PARTIAL} is left of another run: transaxle clean removes it." in outcome.err
+    assert f"{PARTIAL} was left by another run: transaxle clean removes it." in outcome.err
     assert PARTIAL.is_dir()
 
 
@@ -110,7 +110,7 @@ def test_what_is_in_use_stays(ck: Path, transaxle: Transaxle, monkeypatch: pytes
     with locked(PARTIAL):
         outcome = transaxle("clean", "out", "--yes")
         assert outcome.code == 1
-        assert "a process works with it" in outcome.out
+        assert "a live process is using it" in outcome.out
     assert tree(PARTIAL) == before
     with Staging("out", resume=True):
         assert [each.outcome for each in tx.clean("out")] == ["kept"]

@@ -67,5 +67,5 @@ def test_targets_that_bear_our_own_names(tmp_path: Path, name: str) -> None:
     with pytest.raises(TransaxleError) as caught:
         tx.convert(source, tmp_path / name, to="torchtitan")
     assert caught.value.code == "NAME_COLLISION"
-    assert "is one of our own" in caught.value.refusals[0].message
+    assert "is reserved" in caught.value.refusals[0].message
     assert sorted(path.name for path in tmp_path.iterdir()) == [".a.transaxle-old", "source"]

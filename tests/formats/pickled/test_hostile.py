@@ -342,8 +342,8 @@ WALKS: dict[str, tuple[bytes, str]] = {
         ),
         "more than",
     ),
-    "itself": (_itself(), "holds itself"),
-    "itself in a tuple": (program(b"]q\0", b"h\0\x85a"), "holds itself"),
+    "itself": (_itself(), "contains itself"),
+    "itself in a tuple": (program(b"]q\0", b"h\0\x85a"), "contains itself"),
     "a million deep": (_deep(1_000_000), "deep"),
     "a key of a million letters": (program(b"}", text("x" * 1_000_000), value(1), b"s"), "characters"),
 }

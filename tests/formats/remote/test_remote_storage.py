@@ -364,4 +364,4 @@ def test_a_server_without_ranges(web: str, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(_Web, "ranges", False)
     error = refused(lambda: tx.open(f"{web}/models/{WHOLE}?signature={SECRET}"))
     assert (error.code, error.where.file) == ("IO", WHOLE)
-    assert "ranges" in error.hint
+    assert "range" in error.hint

@@ -252,7 +252,8 @@ def test_links_that_the_user_typed_are_followed(folder: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("typed", "hint"), [("checkpoin", "checkpoint"), ("nothing/like/this", "not there"), ("checkpoint/b.bin", FILE)]
+    ("typed", "hint"),
+    [("checkpoin", "checkpoint"), ("nothing/like/this", "does not exist"), ("checkpoint/b.bin", FILE)],
 )
 def test_missing_paths(folder: Path, typed: str, hint: str) -> None:
     path = str(folder.parent / typed)

@@ -367,10 +367,10 @@ def test_shards(tmp_path: Path) -> None:
 
 SHARD_LIES: dict[str, tuple[dict[str, str], Code, str]] = {
     "a tensor in the wrong shard": ({"a": A, "b": B, "c": B}, "CORRUPT", "it is in"),
-    "a tensor that is not there": ({"a": A, "b": A, "c": B, "d": B}, "INCOMPLETE", "it is not"),
+    "a tensor that is not there": ({"a": A, "b": A, "c": B, "d": B}, "INCOMPLETE", "does not have it"),
     "a tensor that is not listed": ({"a": A, "c": B}, "CORRUPT", "not in the index"),
-    "a shard that is not there": ({"a": A, "b": A, "c": "other.bin"}, "INCOMPLETE", "not there"),
-    "a shard elsewhere": ({"a": A, "b": A, "c": "../x.bin"}, "PATH_ESCAPE", "no plain file name"),
+    "a shard that is not there": ({"a": A, "b": A, "c": "other.bin"}, "INCOMPLETE", "the shard is missing"),
+    "a shard elsewhere": ({"a": A, "b": A, "c": "../x.bin"}, "PATH_ESCAPE", "not a plain file name"),
 }
 
 
@@ -385,7 +385,7 @@ def test_shards_that_lie(tmp_path: Path, weight_map: dict[str, str], code: Code,
 def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
     sharded(tmp_path)
     save({"c": torch.arange(4), "a": torch.ones(1)}, tmp_path / B)
-    with pytest.raises(TransaxleError, match="as well") as caught:
+    with pytest.raises(TransaxleError, match="also in") as caught:
         open_container(str(tmp_path))
     assert "NAME_COLLISION" in {one.code for one in caught.value.refusals}
 

@@ -87,7 +87,7 @@ def test_a_script_that_ends_waits_for_its_save(tmp_path: Path, how: str, code: i
 def test_a_script_whose_last_save_fails_says_so_and_fails(tmp_path: Path, how: str, code: int) -> None:
     found, said = _script(tmp_path, str(tmp_path / "no" / "folder"), how)
     assert found == code, said
-    assert ("there is no folder" in said) == (how != "told")
+    assert ("does not exist" in said) == (how != "told")
 
 
 @more
@@ -133,7 +133,7 @@ def test_ranks_whose_last_save_fails_say_so_and_fail(tmp_path: Path) -> None:
     codes = _codes(_started(2, tmp_path, tmp_path / "no" / "folder", "ends"))
     said = _errors(tmp_path, 2)
     assert codes == [1, 1], said
-    assert all("there is no folder" in each for each in said)
+    assert all("does not exist" in each for each in said)
 
 
 def _lives(pid: int) -> bool:

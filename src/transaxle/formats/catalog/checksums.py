@@ -190,7 +190,7 @@ class Witness(Overlay):
 
     def problem(self, checksum: Checksum) -> Refusal:
         """Say that a range does not have its checksum."""
-        message = f"{checksum.what}: its bytes do not have the checksum that the file gives"
+        message = f"{checksum.what}: its bytes do not match the checksum in the file"
         return Refusal("CORRUPT", message, Where(checksum.file, self._tensor_in(checksum)), _HINT)
 
     def _sum_up(self, checksum: Checksum, first: int, last: int, buffer: bytearray) -> None:

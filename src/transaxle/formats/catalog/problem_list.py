@@ -33,6 +33,6 @@ class Faults:
     def error(self) -> TransaxleError:
         """Build the error for the collected refusals; there must be at least one."""
         if self.full:
-            overflow = Refusal("CORRUPT", f"there is more: these are the first {_MOST} problems")
+            overflow = Refusal("CORRUPT", f"there are more; these are the first {_MOST} problems")
             return gathered([*self._refusals, overflow])
         return gathered(self._refusals)

@@ -71,7 +71,7 @@ def read_pickle(
         if not complete and isinstance(fault, PickleEnds):
             raise
         if not machine.unsafe:
-            message = f"{record_prefix}the pickle is no good at byte {machine.begin}: {fault.message}"
+            message = f"{record_prefix}the pickle is not valid at byte {machine.begin}: {fault.message}"
             raise refuse(fault.code, message, file=file) from None
         value = None
     if machine.unsafe:

@@ -63,7 +63,7 @@ class RemoteStorage(Storage):
         if info is not None and info.get("type") == FILE:
             self._become_single(info)
         elif info is None and not self._service.members(self._root, self._path):
-            raise refuse("IO", "there is no such file or folder", file=self._path, hint=self._similar())
+            raise refuse("IO", "no such file or folder", file=self._path, hint=self._similar())
 
     @property
     def path(self) -> str:
@@ -106,8 +106,8 @@ class RemoteStorage(Storage):
             if offset + octets.nbytes > size:
                 raise refuse(
                     "CORRUPT",
-                    f"the file is truncated: bytes {offset} to {offset + octets.nbytes} were asked for, "
-                    f"it ends at {size}",
+                    f"the file is truncated: it ends at {size}, and bytes {offset} to {offset + octets.nbytes} "
+                    "were requested",
                     file=name,
                     hint="Upload the file again.",
                 )
@@ -162,7 +162,7 @@ class RemoteStorage(Storage):
 
     def _stamp(self, name: str) -> ObjectStamp:
         if self._closed:
-            raise ValueError(f"{name}: this storage is closed")
+            raise ValueError(f"{name}: this storage is already closed")
         if name not in self._stamps:
             self._stamps.setdefault(name, self._look(name))
         return self._stamps[name]
@@ -171,9 +171,9 @@ class RemoteStorage(Storage):
         """Ask the service for the current version of the object under a name."""
         info = self._service.info(self._place(name), name)
         if info is None:
-            raise refuse("IO", "there is no such file", file=name)
+            raise refuse("IO", "no such file", file=name)
         if info.get("type") != FILE:
-            raise refuse("UNSUPPORTED", "this is a folder, not a file; it is not read", file=name)
+            raise refuse("UNSUPPORTED", "this is a folder, not a file", file=name)
         return _stamp(info)
 
     def _check(self, name: str) -> None:
@@ -190,7 +190,7 @@ class RemoteStorage(Storage):
             raise
         self._check(name)
         if len(data) != stop - start:
-            message = f"bytes {start} to {stop} were asked for, the service gave {len(data)}"
+            message = f"bytes {start} to {stop} were requested, but the service sent {len(data)}"
             raise refuse("IO", message, file=name, hint=RANGES)
         return data
 
@@ -208,7 +208,7 @@ class RemoteStorage(Storage):
 def _stamp(info: Info) -> ObjectStamp:
     size = info.get("size")
     if not isinstance(size, int):
-        message = "the service does not tell how long it is"
+        message = "the service does not tell the file's length"
         raise refuse("UNSUPPORTED", message, file=str(info.get("name", "")).partition("?")[0])
     tag = next((info[key] for key in (*_TAGS, *_TIMES) if info.get(key)), "")
     return ObjectStamp(size, str(tag.timestamp() if isinstance(tag, datetime) else tag))

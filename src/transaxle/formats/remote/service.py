@@ -24,11 +24,11 @@ _NO_CREDENTIALS = frozenset({
     "UnauthorizedSSOTokenError", "ProfileNotFound", "DefaultCredentialsError", "RefreshError",
     "LocalTokenNotFoundError",
 })  # fmt: skip
-_HOW_TO_LOG_IN = "Give the credentials as the client of the service expects them: environment, profile or login."
+_HOW_TO_LOG_IN = "Give the credentials in the way the service's client expects: environment, profile or login."
 
 Info = dict[str, Any]
 """A service's information on a file or folder: `name`, `size`, `type`, and tags of its own."""
-RANGES = "It must answer requests for ranges of bytes."
+RANGES = "The server must support range requests."
 """Hint for a server that ignores ranges."""
 FILE = "file"
 """The `type` of a file."""
@@ -79,7 +79,7 @@ class Service:
             except ImportError as error:
                 package = _CLIENTS.get(self.scheme)
                 hint = f"pip install '{package}'" if package else harmless(str(error))
-                message = f"nothing installed here can open {self.scheme}:// URLs"
+                message = f"no installed package can open {self.scheme}:// URLs"
                 raise refuse("UNSUPPORTED", message, file=self.shown, hint=hint) from None
             except ValueError as error:
                 raise refuse("UNSUPPORTED", harmless(str(error)), file=self.shown) from None
@@ -101,7 +101,7 @@ class Service:
         Raises:
             StorageError: IO.
         """
-        with self._named("looking at it", file):
+        with self._named("reading its status", file):
             self._client.invalidate_cache()
             try:
                 return dict(self._client.info(path))
@@ -153,11 +153,13 @@ class Service:
             try:
                 stream: Any = self._client.open(path, "wb", block_size=part)
             except NotImplementedError:
-                raise refuse("UNSUPPORTED", f"{self.scheme}:// can be read only", file=self.shown) from None
+                raise refuse("UNSUPPORTED", f"{self.scheme}:// is read-only", file=self.shown) from None
             unable = AbstractBufferedFile.commit
             if getattr(type(stream), "commit", unable) is unable:
                 stream.closed = True
-                message = f"the client for {self.scheme}:// shows files before they are complete; it is not written to"
+                message = (
+                    f"the client for {self.scheme}:// shows files before they are complete, so nothing is written to it"
+                )
                 hint = "Convert to a local folder, and upload that with the service's own tool."
                 raise refuse("UNSUPPORTED", message, file=self.shown, hint=hint)
             created: Stream = stream
@@ -199,7 +201,7 @@ def _failed(error: Exception, doing: str, file: str) -> TransaxleError:
     reason = harmless(str(error))
     hint = ""
     if isinstance(error, FileNotFoundError):
-        reason = "it is not there"
+        reason = "no such file"
     elif isinstance(error, PermissionError):
         reason, hint = f"access denied ({reason})" if reason else "access denied", _HOW_TO_LOG_IN
     elif kind in _NO_CREDENTIALS:

@@ -37,7 +37,7 @@ async def session(**options: Any) -> Any:
                     data += part
                     if len(data) > most:
                         self.close()
-                        raise TooMuchError(f"the server sends more than the {most:,} bytes that it may")
+                        raise TooMuchError(f"the server sent more than the {most:,} bytes that were requested")
                 self._body = bytes(data)
             return self._body
 

@@ -72,15 +72,15 @@ def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
     """Return the bytes of a tensor; whatever forbids writing it is a fault."""
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if spec.name == METADATA:
-        faults.add("NAME_COLLISION", "safetensors keeps its free text under this name", None, shown)
+        faults.add("NAME_COLLISION", "safetensors uses this name for its metadata", None, shown)
     if spec.name in names_so_far:
         faults.add("NAME_COLLISION", "two tensors have this name", None, shown)
     if spec.name != shown:
-        faults.add("UNSUPPORTED", "the name is not Unicode text", None, shown)
+        faults.add("UNSUPPORTED", "the name is not valid Unicode", None, shown)
     if len(spec.shape) > MAX_DIMS:
-        faults.add("UNSUPPORTED", f"it has {len(spec.shape)} dims, more than {MAX_DIMS}", None, shown)
+        faults.add("UNSUPPORTED", f"the tensor has {len(spec.shape)} dims, more than {MAX_DIMS}", None, shown)
     if spec.dtype not in BITS:
-        hint = "Choose a format that can hold it, or leave it out."
+        hint = "Choose a format that can hold this tensor, or leave it out."
         faults.add("UNSUPPORTED", f"safetensors has no dtype for {spec.dtype}", None, shown, hint)
         return 0
     try:

@@ -94,14 +94,16 @@ def read_header(storage: Storage, file: str, begin: int = 0) -> Header:
     start = storage.read(file, begin, min(size, len(_LFS_POINTER)))
     if start == _LFS_POINTER:
         hint = "This is a Git LFS pointer, not the file itself: run `git lfs pull`."
-        raise refuse("CORRUPT", "the file is no safetensors file", file=file, hint=hint)
+        raise refuse("CORRUPT", "not a safetensors file", file=file, hint=hint)
     if size < LENGTH_BYTES:
-        message = f"the file is truncated: it has {size} bytes, not even the {LENGTH_BYTES} of the header's length"
+        message = (
+            f"the file is truncated: its {size} bytes are shorter than the {LENGTH_BYTES} bytes of the header's length"
+        )
         raise refuse("CORRUPT", message, file=file, hint=_AGAIN)
     length = int.from_bytes(start[:LENGTH_BYTES], "little")
     if length > MAX_HEADER:
-        message = f"the header claims {length} bytes, more than the {MAX_HEADER} that the format allows"
-        raise refuse("CORRUPT", message, file=file, hint="Is it a safetensors file?")
+        message = f"the header claims to have {length} bytes, more than the {MAX_HEADER} that the format allows"
+        raise refuse("CORRUPT", message, file=file, hint="Check that this is a safetensors file.")
     if LENGTH_BYTES + length > size:
         message = f"the file is truncated: a header of {length} bytes does not fit into {size} bytes"
         raise refuse("CORRUPT", message, file=file, hint=_AGAIN)
@@ -171,7 +173,7 @@ def _seal(text: bytes, metadata: Mapping[str, str], entries: Mapping[str, Entry]
             or len(digest_text) != count * DIGITS
             or text[at : at + len(digest_text)] != digest_text.encode()
         ):
-            raise refuse("CORRUPT", "the digests in its header are not whole", file=file, hint=_AGAIN)
+            raise refuse("CORRUPT", "the digests in the header are incomplete", file=file, hint=_AGAIN)
     head, first = (begin + LENGTH_BYTES + at for at in places if at is not None)
     return seal_of(file, head, first, offsets)
 
@@ -221,11 +223,11 @@ def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[st
     try:
         text = msgspec.json.encode(document)
     except UnicodeEncodeError as error:
-        message = f"{error.object!r} is no Unicode text; safetensors cannot hold it"
+        message = f"{error.object!r} is not valid Unicode; safetensors cannot hold it"
         raise refuse("UNSUPPORTED", message) from error
     text += b" " * (-len(text) % ALIGNMENT)
     if len(text) > MAX_HEADER:
-        message = f"the header would take {len(text)} bytes, more than the {MAX_HEADER} that the format allows"
+        message = f"the header would have {len(text)} bytes, more than the {MAX_HEADER} that the format allows"
         raise refuse("UNSUPPORTED", message, hint="Write more, smaller files (--shard-size).")
     return len(text).to_bytes(LENGTH_BYTES, "little") + text
 
@@ -265,10 +267,12 @@ class _CheckedShape(NamedTuple):
 
 def _checked_shape(dims: tuple[int, ...]) -> _CheckedShape:
     if len(dims) > MAX_DIMS:
-        return _CheckedShape((), (), 0, ("UNSUPPORTED", f"it has more than the {MAX_DIMS} dims that numpy holds"))
+        return _CheckedShape(
+            (), (), 0, ("UNSUPPORTED", f"the tensor has more than the {MAX_DIMS} dims that numpy supports")
+        )
     if math.prod(size or 1 for size in dims) * _MAX_ITEM_BYTES > _MAX_COUNT:
         return _CheckedShape(
-            dims, (), 0, ("CORRUPT", f"the shape {list(dims)} overflows: no file has so many elements")
+            dims, (), 0, ("CORRUPT", f"the shape {list(dims)} overflows: no file holds so many elements")
         )
     return _CheckedShape(dims, _ORIGINS[len(dims)], math.prod(dims), None)
 
@@ -330,7 +334,7 @@ class _HeaderRows:
             code = codes.get(self._dtypes[at])
             if code is None:
                 hint = f"Known are {', '.join(BITS)}."
-                faults.add("UNSUPPORTED", f"{self._dtypes[at]!r} is no safetensors dtype known here", file, name, hint)
+                faults.add("UNSUPPORTED", f"{self._dtypes[at]!r} is not a known safetensors dtype", file, name, hint)
             elif shape.fault:
                 faults.add(*shape.fault, file, name)
             elif shape.elements * BITS[code] != (end - begin) * 8:
@@ -344,7 +348,7 @@ class _HeaderRows:
 def _misfit(code: str, shape: _CheckedShape, begin: int, end: int) -> str:
     whole_bytes, rest_bits = divmod(shape.elements * BITS[code], 8)
     takes = f"{whole_bytes} bytes and {rest_bits} bits" if rest_bits else f"{whole_bytes} bytes"
-    return f"{code} {list(shape.dims)} takes {takes}, data_offsets [{begin}, {end}] give it {end - begin}"
+    return f"{code} {list(shape.dims)} takes {takes}, but data_offsets [{begin}, {end}] give it {end - begin}"
 
 
 def _add_layout(rows: _HeaderRows, layout: _DataLayout, data_size: int, faults: Faults) -> None:
@@ -358,7 +362,12 @@ def _add_layout(rows: _HeaderRows, layout: _DataLayout, data_size: int, faults: 
     for at in np.flatnonzero(starts != covered[:-1]).tolist():
         start, stop, reached, name = int(starts[at]), int(stops[at]), int(covered[at]), names[order[at]]
         if start > reached:
-            faults.add("CORRUPT", f"bytes {reached} to {start} of the data, before it, belong to no tensor", file, name)
+            faults.add(
+                "CORRUPT",
+                f"bytes {reached} to {start} of the data, before this tensor, belong to no tensor",
+                file,
+                name,
+            )
         else:
             other = names[order[int(np.argmax(stops[:at] == reached))]]
             message = f"data_offsets [{start}, {stop}] overlap {other!r}, which ends at {reached}"
@@ -368,7 +377,7 @@ def _add_layout(rows: _HeaderRows, layout: _DataLayout, data_size: int, faults: 
     needed = int(covered[-1])
     if needed > data_size:
         name = names[order[int(np.argmax(stops > data_size))]]
-        message = f"the file is truncated: its tensors take {needed} bytes, {data_size} are there"
+        message = f"the file is truncated: its tensors take {needed} bytes, but there are only {data_size}"
         faults.add("CORRUPT", message, file, name, _AGAIN)
     elif needed < data_size:
         faults.add("CORRUPT", f"the last {data_size - needed} bytes of the file belong to no tensor", file)

@@ -72,7 +72,7 @@ def _check_whole(headers: Mapping[str, Header]) -> None:
         if NOTE in header.metadata:
             for name, start in (starts(header.entries, header.metadata, file, faults) or {}).items():
                 if any(start):
-                    message = f"the file holds a part of it, which begins at {list(start)}"
+                    message = f"the file holds only a part of this tensor, from {list(start)} on"
                     faults.add("INCOMPLETE", message, file, name, "Open the folder that torch saved.")
     if faults:
         raise faults.error()

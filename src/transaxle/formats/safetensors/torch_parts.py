@@ -47,12 +47,12 @@ def starts(
     """
     text = metadata.get(NOTE)
     if text is None:
-        faults.add("CORRUPT", f"its header has no {NOTE}: nothing says which parts of the tensors it holds", file)
+        faults.add("CORRUPT", f"the header has no {NOTE}: nothing says which parts of the tensors the file holds", file)
         return None
     try:
         note = _note.decode(text)
     except (msgspec.MsgspecError, RecursionError) as error:
-        faults.add("CORRUPT", f"its header's {NOTE} is malformed: {error}", file)
+        faults.add("CORRUPT", f"the header's {NOTE} is malformed: {error}", file)
         return None
     first_indices: dict[str, Shape] = {}
     for name, entry in entries.items():
@@ -62,7 +62,7 @@ def starts(
             or len(part_note.saved_offsets) != len(entry.shape)
             or any(at < 0 for at in part_note.saved_offsets)
         ):
-            faults.add("CORRUPT", f"its header's {NOTE} does not say where this part begins", file, name)
+            faults.add("CORRUPT", f"the header's {NOTE} does not say where this part begins", file, name)
             continue
         first_indices[name] = logical(tuple(part_note.saved_offsets), entry.dtype)
     return first_indices

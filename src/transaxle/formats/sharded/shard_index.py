@@ -83,7 +83,7 @@ def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, 
     """
     size = storage.size(index)
     if size > _MAX_INDEX:
-        raise refuse("CORRUPT", f"an index of {size} bytes is longer than any real one", file=index)
+        raise refuse("CORRUPT", f"an index of {size} bytes is too long to be real", file=index)
     text = storage.read(index, 0, size)
     if pairs_in(text) > MAX_PAIRS:
         raise refuse("UNSUPPORTED", f"the index has more than {MAX_PAIRS} keys", file=index)
@@ -94,7 +94,7 @@ def read_index(storage: Storage, index: str) -> tuple[dict[str, str], dict[str, 
         metadata = bytes(top.get(INDEX_METADATA, _EMPTY))
         notes = members(metadata)
         if dropped(text, top) or dropped(metadata, notes):
-            raise NotJsonError("it gives a key twice")
+            raise NotJsonError("the index has a key twice")
     except (NotJsonError, msgspec.MsgspecError) as error:
         message = f"the index must map tensors to files under {WEIGHT_MAP!r}: {error}"
         raise refuse("CORRUPT", message, file=index) from error
@@ -128,7 +128,7 @@ def read_files(storage: Storage, member: str, read: Callable[[str], FileContent]
             names += [*state_contents, beside]
             for name in state.keys() & entries.keys():
                 holder = entries[name].extents[0].file
-                faults.add("NAME_COLLISION", f"the tensor is in {holder} as well", state[name].extents[0].file, name)
+                faults.add("NAME_COLLISION", f"the tensor is also in {holder}", state[name].extents[0].file, name)
             entries |= state
     if faults:
         raise faults.error()
@@ -170,7 +170,7 @@ def _check_alone(storage: Storage, index: str, weight_map: Mapping[str, str], fa
     transformers reads the file and ignores the shards. A user who names one of the two has chosen.
     """
     if not weight_map:
-        faults.add("CORRUPT", f"its {WEIGHT_MAP} is empty: it names no tensor", index)
+        faults.add("CORRUPT", f"its {WEIGHT_MAP} is empty: it lists no tensor", index)
     if storage.single is not None:
         return
     begin, named = _folder_of(index), set(weight_map.values())
@@ -181,11 +181,15 @@ def _check_alone(storage: Storage, index: str, weight_map: Mapping[str, str], fa
     for shard in files_here:
         match = _NUMBERED.fullmatch(shard)
         if match and match.groups() in sets and shard not in named:
-            message = f"by its name it is a shard of the same set, and the index {index} does not name it"
-            faults.add("CORRUPT", message, f"{begin}{shard}", hint="Copy the index that belongs to it, or remove it.")
+            message = f"its name makes it a shard of the same set, but the index {index} does not list it"
+            faults.add(
+                "CORRUPT", message, f"{begin}{shard}", hint="Copy the index that belongs to it, or remove the shard."
+            )
     if whole_file not in named and whole_file in files_here:
-        message = f"{begin}{whole_file} and the shards of {index} are two checkpoints in one place"
-        faults.add("AMBIGUOUS", message, storage.path, hint=f"Name one of them: the file {whole_file}, or the index.")
+        message = f"{begin}{whole_file} and the shards of {index} are two checkpoints in one folder"
+        faults.add(
+            "AMBIGUOUS", message, storage.path, hint=f"Name the one you mean: the file {whole_file}, or the index."
+        )
 
 
 def read_shards(
@@ -211,11 +215,11 @@ def read_shards(
         if faults.full:
             break
         if not is_plain(shard):
-            faults.add("PATH_ESCAPE", f"the index names the shard {shard!r}, which is no plain file name", index)
+            faults.add("PATH_ESCAPE", f"the index names the shard {shard!r}, which is not a plain file name", index)
         elif shard in listing.special:
             faults.extend(listing.special[shard])
         elif shard not in present:
-            message = f"the shard is not there; the index {index} places {tensors_per_shard[shard]} tensors in it"
+            message = f"the shard is missing; the index {index} places {tensors_per_shard[shard]} tensors in it"
             faults.add("INCOMPLETE", message, f"{begin}{shard}", hint="Copy or download the missing file.")
         else:
             try:
@@ -235,7 +239,7 @@ def agreed(
     for shard, shard_entries in shards.items():
         for name, entry in shard_entries.items():
             if name in holders:
-                faults.add("NAME_COLLISION", f"the tensor is in {holders[name]} as well", shard, name)
+                faults.add("NAME_COLLISION", f"the tensor is also in {holders[name]}", shard, name)
             elif name not in weight_map:
                 faults.add("CORRUPT", f"the tensor is not in the index {index}", shard, name)
             holders[name] = shard
@@ -245,9 +249,13 @@ def agreed(
         if shard not in shards or name in shards[shard]:
             continue
         if name in holders:
-            faults.add("CORRUPT", f"the index {index} says it is here; it is in {holders[name]}", shard, name)
+            faults.add(
+                "CORRUPT", f"the index {index} places the tensor here, but it is in {holders[name]}", shard, name
+            )
         else:
-            faults.add("INCOMPLETE", f"the index {index} says it is here; it is not", shard, name)
+            faults.add(
+                "INCOMPLETE", f"the index {index} places the tensor here, but the shard does not have it", shard, name
+            )
     return entries
 
 

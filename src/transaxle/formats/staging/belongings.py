@@ -82,13 +82,15 @@ def checked_overwrite(overwrite: object) -> Overwrite:
         return overwrite
     if overwrite == EVERYTHING:
         return EVERYTHING
-    message = f"overwrite: {overwrite!r} is none of True, False and {EVERYTHING!r}"
-    raise refuse("AMBIGUOUS", message, hint=f"True replaces a checkpoint, {EVERYTHING!r} all that its folder holds.")
+    message = f"overwrite must be True, False or {EVERYTHING!r}, not {overwrite!r}"
+    raise refuse("AMBIGUOUS", message, hint=f"True replaces a checkpoint, {EVERYTHING!r} everything in its folder.")
 
 
 def several_files(target: str) -> TransaxleError:
     """Return the refusal to write several files where the target is one."""
-    return refuse("UNSUPPORTED", "it is one file, and several are to be written", file=target, hint="Give a folder.")
+    return refuse(
+        "UNSUPPORTED", "the target is a single file, but several are to be written", file=target, hint="Give a folder."
+    )
 
 
 def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str, str]:
@@ -102,15 +104,15 @@ def irreplaceable(folder: ReplaceableFolder, overwrite: Overwrite) -> tuple[str,
         return "", ""
     files = (name for name, kind in top.items() if kind == "file")
     if not any(name.endswith(MANIFEST) or is_of_checkpoint(name) for name in files) and not any(map(is_step, top)):
-        return "it is a folder that holds no checkpoint", "Choose another place."
+        return "the folder does not hold a checkpoint", "Choose another place."
     foreign = [] if overwrite == EVERYTHING else strangers(folder)
     if not foreign:
         return "", ""
     rest = f" and {len(foreign) - _SHOWN:,} more" if len(foreign) > _SHOWN else ""
     shown = ", ".join(foreign[:_SHOWN])
     verb = "belongs" if len(foreign) == 1 else "belong"
-    reason = f"{shown}{rest} {verb} to no checkpoint, and would be deleted with the one that is there"
-    return reason, f"Move that elsewhere, or replace all of it: {_WAY_OUT}"
+    reason = f"{shown}{rest} {verb} to no checkpoint, and would be deleted with the checkpoint in that folder"
+    return reason, f"Move these files elsewhere, or replace everything: {_WAY_OUT}"
 
 
 def strangers(folder: ReplaceableFolder) -> list[str]:
@@ -261,7 +263,7 @@ def replaced_file(name: str, head: bytes, overwrite: Overwrite) -> tuple[str, st
     """
     if overwrite == EVERYTHING or begins_right(name, head):
         return "", ""
-    return "it does not begin as a file with tensors does", f"Move it elsewhere, or replace it all the same: {_WAY_OUT}"
+    return "the file does not begin like a file of tensors", f"Move it elsewhere, or replace it anyway: {_WAY_OUT}"
 
 
 def head_of(path: Path) -> bytes:

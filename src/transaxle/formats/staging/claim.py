@@ -12,7 +12,7 @@ from transaxle.errors import refuse
 from transaxle.formats.storage.os_errors import failed
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_BUSY = "another run is writing there"
+_BUSY = "another run is writing this target"
 
 
 class Claim:
@@ -59,7 +59,7 @@ class Claim:
                     raise
                 os.close(fd)
         except OSError as error:
-            raise failed(error, "making the folder for the work in progress", str(self._path)) from error
+            raise failed(error, "making the folder for the unfinished work", str(self._path)) from error
 
     def look(self, *, unlocked: bool = False) -> None:
         """Refuse what `take` would refuse, without changing anything.
@@ -79,11 +79,11 @@ class Claim:
         """Lock an open folder; False if its name now leads to another folder."""
         locked = lock(fd)
         if locked is False:
-            raise refuse("EXISTS", _BUSY, file=self._typed, hint="Wait for it, or end it.")
+            raise refuse("EXISTS", _BUSY, file=self._typed, hint="Wait for that run, or end it.")
         if locked is None and not created and not unlocked:
             # No locks on this file system: only the one who made the folder, or says that it resumes, may have it.
-            hint = f"If no run is writing there, remove {self._path} or use --resume."
-            raise refuse("EXISTS", f"{_BUSY}, or died there", file=self._typed, hint=hint)
+            hint = f"If no run is writing this target, remove {self._path} or use --resume."
+            raise refuse("EXISTS", f"{_BUSY}, or has died while doing so", file=self._typed, hint=hint)
         opened_folder = os.fstat(fd)
         if not created and opened_folder.st_uid != os.geteuid():
             raise refuse("IO", "the hidden folder belongs to another user", file=str(self._path))

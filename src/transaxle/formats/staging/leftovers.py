@@ -27,7 +27,7 @@ from transaxle.formats.storage.os_errors import failed
 
 _HASHED = re.compile(r"[0-9a-f]{64}")
 """Replaces a name that is too long to take our suffix."""
-_IN_USE = "a process works with it. Wait for it, or end it."
+_IN_USE = "a live process is using it. Wait for that process, or end it."
 _SHOWN = 3
 
 Outcome = Literal["found", "removed", "put back", "kept"]
@@ -69,8 +69,10 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
     if is_url(typed):
         local = local_path(typed)
         if local is None:
-            hint = "Parts of uploads that nobody finished are removed by the service, where its rules say so."
-            raise refuse("UNSUPPORTED", "a killed run leaves no folders on a service", file=shown(typed), hint=hint)
+            hint = "The service removes parts of unfinished uploads, if its rules say so."
+            raise refuse(
+                "UNSUPPORTED", "a killed run leaves no folders on a remote service", file=shown(typed), hint=hint
+            )
         typed = local
     if not typed or "\0" in typed:
         raise refuse("IO", f"{typed!r} is not a path", file=typed)
@@ -92,7 +94,7 @@ def _candidates(typed: str) -> Iterator[tuple[Path, Path]]:
         yield place, place.with_name(named[1])
         return
     if not place.parent.is_dir():
-        raise refuse("IO", "there is no such file or folder", file=typed)
+        raise refuse("IO", "no such file or folder", file=typed)
     for ending in (PARTIAL, OLD):
         if place.name and _is_folder(hidden := neighbour(place, ending)):
             yield hidden, place
@@ -126,12 +128,14 @@ def leftover_at(path: Path, target: Path) -> Leftover:
         )
     elif not scratch.is_dir():
         description = (
-            "what was there before, or is finished and not yet in its place" if any(path.iterdir()) else "empty"
+            "the previous checkpoint, or a finished one that was not yet moved into place"
+            if any(path.iterdir())
+            else "empty"
         )
     elif written:
-        description = f"work in progress: {written:,} tensors are written, --resume continues it"
+        description = f"unfinished work: {written:,} tensors are written, --resume continues it"
     else:
-        description = "work in progress, hardly begun"
+        description = "unfinished work, hardly begun"
     return Leftover(str(path), str(target), description, _size(path))
 
 
@@ -197,7 +201,9 @@ def _cleaned(leftover: Leftover, path: Path, target: Path) -> Leftover:
     """Remove or put back one leftover, whose target is now locked."""
     if path.name.endswith(OLD):
         if _HASHED.fullmatch(target.name):
-            return replace(leftover, outcome="kept", why="its target cannot be told from its name. Name the target.")
+            return replace(
+                leftover, outcome="kept", why="its name does not tell which target it belongs to. Name the target."
+            )
         if _locked(path):
             return replace(leftover, outcome="kept", why=_IN_USE)
         if not os.path.lexists(target):
@@ -209,7 +215,10 @@ def _cleaned(leftover: Leftover, path: Path, target: Path) -> Leftover:
         foreign = [name for name in foreign if not is_one_file(name)]  # one file, which may have any name
     if foreign:
         rest = f" and {len(foreign) - _SHOWN:,} more" if len(foreign) > _SHOWN else ""
-        why = f"{', '.join(foreign[:_SHOWN])}{rest} belong to no checkpoint. Move that elsewhere, or remove it by hand."
+        why = (
+            f"{', '.join(foreign[:_SHOWN])}{rest} belong to no checkpoint. Move these files elsewhere, or remove them "
+            "by hand."
+        )
         return replace(leftover, outcome="kept", why=why)
     shutil.rmtree(path)
     return replace(leftover, outcome="removed")

@@ -68,18 +68,18 @@ class TargetPlace:
             with suppress(FileNotFoundError):
                 self.target.lstat()  # a name that is too long is better refused now than after the work
         except OSError as error:
-            raise failed(error, "looking at it", self.typed) from error
+            raise failed(error, "reading its status", self.typed) from error
         if not self.target.name:
-            raise refuse("EXISTS", "it is the root of the file system", file=self.typed)
+            raise refuse("EXISTS", "this is the root of the file system", file=self.typed)
         reserved = next(
             (segment for segment in self.target.parts if segment == SCRATCH or OURS.fullmatch(segment)), None
         )
         if reserved is not None:
-            message = f"the name {reserved} is one of our own: what bears it is removed by the next run beside it"
+            message = f"the name {reserved} is reserved: the next run beside it deletes everything of that name"
             raise refuse("NAME_COLLISION", message, file=self.typed, hint="Choose another name.")
         if not has_parent:
-            message = f"there is no folder {self.target.parent}"
-            raise refuse("IO", message, file=self.typed, hint="Make it first.")
+            message = f"the folder {self.target.parent} does not exist"
+            raise refuse("IO", message, file=self.typed, hint="Create it first.")
         self._overwrite = checked_overwrite(overwrite)
         self.single = self.target.name if is_file else None
         """Name of the one file to write; None for a folder."""
@@ -104,7 +104,7 @@ class TargetPlace:
         if not os.path.lexists(self.typed if not self._overwrite else self.target):
             return
         if not self._overwrite:
-            raise refuse("EXISTS", "it exists already", file=self.typed, hint=_REPLACE + beside)
+            raise refuse("EXISTS", "the target already exists", file=self.typed, hint=_REPLACE + beside)
         self._refuse(*self._irreplaceable())
 
     def recover(self) -> None:
@@ -117,7 +117,7 @@ class TargetPlace:
                     self.old.rename(self.target)
                     make_durable(self.target.parent)
         except OSError as error:
-            raise failed(error, "putting the former checkpoint back", str(self.old)) from error
+            raise failed(error, "putting the previous checkpoint back", str(self.old)) from error
 
     @property
     def moved_aside(self) -> bool:
@@ -131,11 +131,15 @@ class TargetPlace:
         """
         if not self.moved_aside:
             partial_exists = os.path.lexists(self.partial)
-            self.check(f" {self.partial} is left of another run: transaxle clean removes it." if partial_exists else "")
+            self.check(
+                f" {self.partial} was left by another run: transaxle clean removes it." if partial_exists else ""
+            )
         elif self._overwrite:
             self._refuse(*irreplaceable(LocalFolder(self.old), self._overwrite))
         else:
-            message = f"it exists: {self.old}, left by a run that died while replacing it, is put back by the next one"
+            message = (
+                f"the target already exists: {self.old}, left by a run that died while replacing it, will be put back"
+            )
             raise refuse("EXISTS", message, file=self.typed, hint=_REPLACE)
 
     def check_writable(self) -> None:
@@ -167,10 +171,10 @@ class TargetPlace:
             else:
                 self._publish_folder(work)
         except FileExistsError as error:
-            message = "it was created by someone else in the meantime"
+            message = "something else created the target in the meantime"
             raise refuse("EXISTS", message, file=self.typed) from error
         except OSError as error:
-            raise failed(error, "moving the finished checkpoint there", self.typed) from error
+            raise failed(error, "moving the finished checkpoint into place", self.typed) from error
 
     def sweep(self) -> None:
         """Remove the hidden neighbours: abandoned work, or what was replaced. Failure is ignored."""
@@ -180,7 +184,7 @@ class TargetPlace:
 
     def _refuse(self, reason: str, hint: str) -> None:
         if reason:
-            raise refuse("EXISTS", f"it is not replaced: {reason}", file=self.typed, hint=hint)
+            raise refuse("EXISTS", f"the target is not replaced: {reason}", file=self.typed, hint=hint)
 
     def _irreplaceable(self) -> tuple[str, str]:
         """Return why an existing target must stay, and a hint; two empty texts if it may be replaced."""
@@ -189,18 +193,18 @@ class TargetPlace:
             mode = os.lstat(self.target).st_mode
             if self.single:
                 if not stat.S_ISREG(mode):
-                    return "it is no regular file", elsewhere
+                    return "it is not a regular file", elsewhere
                 return replaced_file(self.target.name, head_of(self.target), self._overwrite)
             if not stat.S_ISDIR(mode):
-                return "it is a file, and a folder is to be written", elsewhere
+                return "it is a file, but a folder is to be written", elsewhere
             current = Path.cwd()
             if self.target == current or self.target in current.parents:
-                return "it is the current folder or one above it", elsewhere
+                return "it is the current folder, or contains it", elsewhere
             if self.target.is_mount():
-                return "a file system is mounted there; a folder inside it will do", elsewhere
+                return "a file system is mounted there; use a folder inside it", elsewhere
             return irreplaceable(LocalFolder(self.target), self._overwrite)
         except OSError as error:
-            raise failed(error, "looking at it", self.typed) from error
+            raise failed(error, "reading its status", self.typed) from error
 
     def _publish_file(self, work: Path) -> None:
         if self._overwrite:

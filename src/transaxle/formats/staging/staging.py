@@ -28,7 +28,7 @@ from transaxle.formats.storage.handles import Handles
 from transaxle.formats.storage.names import checked_parts
 from transaxle.formats.storage.os_errors import failed
 
-_MAKING = "making the folder for the work in progress"
+_MAKING = "making the folder for the unfinished work"
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 _REOPEN = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -104,7 +104,7 @@ class Staging:
         with _as_storage_error(_MAKING, str(self.path)):
             self._claim.look(unlocked=self._resume)
             self._place.check_writable()
-        with _as_storage_error("looking for free space", str(self.path)):
+        with _as_storage_error("looking up the free space", str(self.path)):
             freed = sum(path.lstat().st_blocks * 512 for path in self.path.rglob("*"))
             self._check_space(sum(files.values()), shutil.disk_usage(self.path.parent).free + freed)
 
@@ -116,7 +116,7 @@ class Staging:
                 self.found = self._left(created=created)
                 self._place.recover()
                 self._place.check(
-                    "" if created else f" {self.path} is left of another run: transaxle clean removes it."
+                    "" if created else f" {self.path} was left by another run: transaxle clean removes it."
                 )
                 if not self._resume or not self.scratch.is_dir():
                     _empty(self.path)
@@ -166,7 +166,7 @@ class Staging:
         """
         paths = {name: self._path(name) for name in files}
         self._remove_others(frozenset(paths.values()))
-        with _as_storage_error("looking for free space", str(self.path)):
+        with _as_storage_error("looking up the free space", str(self.path)):
             allocated = sum(path.stat().st_blocks * 512 for path in paths.values() if path.is_file())
             self._check_space(sum(files.values()), shutil.disk_usage(self.path).free + allocated)
         reused = {name for name, size in files.items() if self._create(name, paths[name], size)}
@@ -177,9 +177,9 @@ class Staging:
         if wanted > free:
             raise refuse(
                 "NO_SPACE",
-                f"{wanted:,} bytes are to be written, {free:,} are free",
+                f"{wanted:,} bytes are needed, {free:,} are free",
                 file=self._place.typed,
-                hint="Free space there, or choose another place.",
+                hint="Free some space, or choose another place.",
             )
 
     def pwrite(self, file: str, offset: int, view: memoryview) -> None:
@@ -191,7 +191,9 @@ class Staging:
         if not view.nbytes:
             return
         if offset < 0 or offset + view.nbytes > self._sizes[file]:
-            raise ValueError(f"{file}: bytes {offset} to {offset + view.nbytes} lie outside of its {self._sizes[file]}")
+            raise ValueError(
+                f"{file}: bytes {offset} to {offset + view.nbytes} lie outside its {self._sizes[file]} bytes"
+            )
         with view.cast("B") as octets, self._handles.use(file) as fd:
             write_at(fd, octets, offset, file)
             with self._unsynced_lock:
@@ -236,9 +238,9 @@ class Staging:
         for file, size in self._sizes.items():
             path = self._path(file)
             folders |= {folder for folder in path.parents if self.path in folder.parents}
-            with _as_storage_error("looking at it before the end", file):
+            with _as_storage_error("reading its status before the end", file):
                 if path.lstat().st_size != size:
-                    raise refuse("IO", f"it should have {size} bytes; something else has changed it", file=file)
+                    raise refuse("IO", f"the file should have {size} bytes; another program has changed it", file=file)
         with _as_storage_error("removing the journal", str(self.scratch)):
             shutil.rmtree(self.scratch)
         if self._sync:
@@ -255,7 +257,7 @@ class Staging:
     def _path(self, name: str) -> Path:
         parts = checked_parts(name)
         if parts[0] == SCRATCH:
-            raise refuse("PATH_ESCAPE", f"the name {SCRATCH} is taken", file=name)
+            raise refuse("PATH_ESCAPE", f"the name {SCRATCH} is reserved", file=name)
         return self.path.joinpath(*parts)
 
     def _create(self, name: str, path: Path, size: int) -> bool:

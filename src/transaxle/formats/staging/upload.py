@@ -69,7 +69,7 @@ class Upload:
             hint = "Run it without --resume, or convert to a local folder and upload that."
             raise refuse("UNSUPPORTED", "an upload cannot be resumed", file=self._shown, hint=hint)
         if not self._service.path.strip("/").partition("/")[2] and self._service.scheme != _OWN:
-            raise refuse("EXISTS", "it is the root of the store", file=self._shown, hint="Name a folder in it.")
+            raise refuse("EXISTS", "this is the root of the store", file=self._shown, hint="Name a folder in it.")
         self.found: tuple[str, ...] = ()
         """Nothing: what a killed run has sent is not to be seen."""
         self._overwrite = checked_overwrite(overwrite)
@@ -83,7 +83,7 @@ class Upload:
     def path(self) -> Path:
         """A local folder for files outside the checkpoint; it holds nothing of the checkpoint."""
         if self._scratch is None:
-            raise ValueError("this upload is not begun, or at its end")
+            raise ValueError("this upload has not begun, or has already ended")
         return self._scratch
 
     @property
@@ -256,16 +256,16 @@ class Upload:
             return
         if not self._overwrite:
             hint = "Choose another place, or replace it with --overwrite (overwrite=True)."
-            raise refuse("EXISTS", "it exists already", file=self._shown, hint=hint)
+            raise refuse("EXISTS", "the target already exists", file=self._shown, hint=hint)
         if info.get("type") != FILE:
             reason, hint = irreplaceable(RemoteFolder(self._service), self._overwrite)
         elif self._single:
             head = remote_head_of(self._service, int(info.get("size") or 0))
             reason, hint = replaced_file(self._single, head, self._overwrite)
         else:
-            reason, hint = "it is a file, and a folder is to be written", "Choose another place."
+            reason, hint = "the target is a file, but a folder is to be written", "Choose another place."
         if reason:
-            raise refuse("EXISTS", f"it is not replaced: {reason}", file=self._shown, hint=hint)
+            raise refuse("EXISTS", f"the target is not replaced: {reason}", file=self._shown, hint=hint)
 
     def _delete_old(self) -> None:
         start = f"{self._service.path}/"
@@ -279,7 +279,7 @@ class Upload:
         size = self._streams[name].size
         if info is None or info.get("size") != size:
             actual = "nothing" if info is None else f"{info.get('size')} bytes"
-            raise refuse("IO", f"{size} bytes were sent, the service holds {actual}", file=name)
+            raise refuse("IO", f"{size} bytes were sent, but the service holds {actual}", file=name)
 
     def _finish(self) -> None:
         if self._scratch is not None:
@@ -312,7 +312,10 @@ class _RemoteFile:
         """Send bytes if it is their turn, else keep them until it is."""
         octets = view.cast("B")
         if offset < self._sent or offset + octets.nbytes > self.size:
-            message = f"{self._name}: bytes {offset} to {offset + octets.nbytes} of {self.size}, {self._sent} were sent"
+            message = (
+                f"{self._name}: bytes {offset} to {offset + octets.nbytes} of {self.size} are out of order; "
+                f"{self._sent} were sent"
+            )
             raise ValueError(message)
         if offset > self._sent:
             self._keep(offset, octets)
@@ -327,7 +330,7 @@ class _RemoteFile:
         if not octets.readonly:
             self._copied += octets.nbytes
             if self._copied > _MOST_EARLY:
-                raise ValueError(f"{self._name}: bytes at {offset} come long before their turn at {self._sent}")
+                raise ValueError(f"{self._name}: bytes at {offset} come too early; {self._sent} were sent")
             octets = memoryview(bytes(octets))
         self._early[offset] = octets
 
@@ -344,19 +347,19 @@ class _RemoteFile:
     @property
     def _open(self) -> Stream:
         if self._stream is None:
-            raise ValueError(f"{self._name}: this file was given up, or has appeared")
+            raise ValueError(f"{self._name}: this file was abandoned, or is already complete")
         return self._stream
 
     def close(self) -> None:
         """Send the rest; does nothing if all was sent."""
         if self._sent != self.size:
-            raise ValueError(f"{self._name}: {self._sent} of {self.size} bytes were written")
+            raise ValueError(f"{self._name}: only {self._sent} of {self.size} bytes were written")
         with self._service.working("sending the last part", self._name):
             self._open.close()
 
     def commit(self) -> None:
         """Let the file appear."""
-        with self._service.working("completing it", self._name):
+        with self._service.working("completing the upload", self._name):
             self._open.commit()
         self._stream = None
 
@@ -365,7 +368,7 @@ class _RemoteFile:
         if self._stream is None:
             return
         stream, self._stream = self._stream, None
-        with suppress(TransaxleError), self._service.working("giving it up", self._name):
+        with suppress(TransaxleError), self._service.working("abandoning the upload", self._name):
             try:
                 stream.discard()
             finally:

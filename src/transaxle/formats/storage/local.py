@@ -44,7 +44,7 @@ _BLOCK = 1 << 20
 _HOLD = getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC
 _REPLACED = "the checkpoint was replaced while it was open"
 _CHANGED = "the file was changed while the checkpoint was open"
-_AGAIN = "Open it again: what is there now is another one."
+_AGAIN = "Open it again to read the new one."
 
 FileStamp = tuple[int, int, int, int, int]
 """Device, inode, size, and the times of change of content and inode: a changed file differs in one of them. The last
@@ -115,7 +115,7 @@ class LocalStorage(Storage):
             except TransaxleError as error:
                 special[name] = error.refusals[0]
             except OSError as error:
-                special[name] = failed(error, "looking at it", full_name).refusals[0]
+                special[name] = failed(error, "reading its status", full_name).refusals[0]
             else:
                 if kind == stat.S_IFREG:
                     names.append(name)
@@ -179,9 +179,9 @@ class LocalStorage(Storage):
         if not inside and os.path.dirname(real) != self._blobs:  # noqa: PTH120
             raise refuse(
                 "PATH_ESCAPE",
-                f"the link leads out of the checkpoint, to {real}",
+                f"the link leads outside the checkpoint, to {real}",
                 file=name,
-                hint="Put the file itself there, if you trust it.",
+                hint="If you trust it, copy the file into the checkpoint.",
             )
         return real
 
@@ -224,7 +224,7 @@ def read_file(path: str | os.PathLike[str], most: int) -> bytes:
     shown = os.fspath(path)
     kind = _kind_of(shown)
     if kind != stat.S_IFREG:
-        raise _not_regular(shown, kind, "Name a regular file: save what it gives as one.")
+        raise _not_regular(shown, kind, "Give a regular file; save the data to one first.")
     fd, _ = _opened(os.path.realpath(shown), shown)
     with os.fdopen(fd, "rb", buffering=0) as file:
         data = bytearray()
@@ -236,7 +236,7 @@ def read_file(path: str | os.PathLike[str], most: int) -> bytes:
             if not more:
                 return bytes(data)
             data += more
-    raise refuse("CORRUPT", f"it is longer than the {most:,} bytes that such a file may have", file=shown)
+    raise refuse("CORRUPT", f"the file is longer than the {most:,} bytes that it may have", file=shown)
 
 
 def _opened(real: str, name: str) -> tuple[int, os.stat_result]:
@@ -274,8 +274,8 @@ def _read(fd: int, name: str, offset: int, octets: memoryview) -> None:
         if not count:
             raise refuse(
                 "CORRUPT",
-                f"the file is truncated: bytes {offset} to {offset + wanted} were asked for, "
-                f"it ends at {offset + done}",
+                f"the file is truncated: it ends at {offset + done}, and bytes {offset} to {offset + wanted} were "
+                "requested",
                 file=name,
                 hint="Copy or download the file again.",
             )
@@ -289,7 +289,7 @@ def _kind_of(path: str) -> int:
     except ValueError as error:
         raise refuse("IO", f"{path!r} is not a path: {error}", file=path) from error
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise refuse("IO", "there is no such file or folder", file=path, hint=_similar(path)) from error
+        raise refuse("IO", "no such file or folder", file=path, hint=_similar(path)) from error
     except OSError as error:
         raise failed(error, "opening it", path) from error
 
@@ -300,7 +300,7 @@ def _similar(path: str) -> str:
     try:
         beside = [entry.name for entry in missing.parent.iterdir()]
     except OSError:
-        return f"{missing.parent} is not there either." if missing.parent.name else ""
+        return f"{missing.parent} does not exist either." if missing.parent.name else ""
     close = difflib.get_close_matches(missing.name, beside, n=1)
     return f"Did you mean {missing.parent / close[0]}?" if close else ""
 
@@ -316,7 +316,7 @@ def _blobs_beside(root: str) -> str | None:
 
 def _not_regular(name: str, kind: int, hint: str = "") -> TransaxleError:
     kind_name = _KINDS.get(kind, "something special")
-    return refuse("UNSUPPORTED", f"this is {kind_name}, not a regular file; it is not read", file=name, hint=hint)
+    return refuse("UNSUPPORTED", f"this is {kind_name}, not a regular file, so it is not read", file=name, hint=hint)
 
 
 def _unreadable_name(shown: str) -> Refusal:

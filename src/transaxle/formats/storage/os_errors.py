@@ -28,5 +28,5 @@ def failed(error: OSError, doing: str, file: str) -> TransaxleError:
     number = error.errno or 0
     reason = os.strerror(number) if number else str(error)
     if number in _NO_SPACE:
-        return refuse("NO_SPACE", f"{doing}: {reason}", file=file, hint="Free space there, or choose another place.")
+        return refuse("NO_SPACE", f"{doing}: {reason}", file=file, hint="Free some space, or choose another place.")
     return refuse("IO", f"{doing}: {reason}", file=file, hint=_HINTS.get(number, ""))

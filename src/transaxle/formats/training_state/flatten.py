@@ -80,16 +80,16 @@ class _Walk:
             self._left -= 1
             self._parts -= len(walks)
             if self._left < 0 or self._parts < 0:
-                raise refuse("CORRUPT", f"it describes more than {_MOST} items", file=self._file)
+                raise refuse("CORRUPT", f"it has more than {_MOST} items", file=self._file)
             key, value = item
             item_path = (*path, key)
             if type(value) not in _CONTAINERS or self._is_leaf(value):
                 yield _leaf(item_path, value)
                 continue
             if id(value) in inside:
-                raise refuse("CORRUPT", f"{_shown(item_path)} holds itself", file=self._file)
+                raise refuse("CORRUPT", f"{_shown(item_path)} contains itself", file=self._file)
             if len(item_path) > _DEEPEST:
-                raise refuse("CORRUPT", f"it is nested more than {_DEEPEST} deep", file=self._file)
+                raise refuse("CORRUPT", f"it is nested more than {_DEEPEST} levels deep", file=self._file)
             inside.add(id(value))
             walks.append((item_path, value, self._items(value)))
 

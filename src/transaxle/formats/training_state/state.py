@@ -126,13 +126,13 @@ def arrange(leaves: Sequence[Leaf], *, file: str, read: Callable[[Any], object] 
             name = optimizers.name(optimizer_root, leaf.path)
         length += len(name)
         if length > _LONGEST:
-            raise refuse("CORRUPT", f"the names of its items take more than {_LONGEST} characters", file=file)
+            raise refuse("CORRUPT", f"the names of its items are longer than {_LONGEST} characters together", file=file)
         if leaf.kind == "other":
             left_behind[name] = leaf.what
             continue
         if name in named:
             first_path, second_path = (repr(list(same_name.path)) for same_name in (named[name], leaf))
-            faults.add("NAME_COLLISION", f"two items get this name: {first_path} and {second_path}", file, name)
+            faults.add("NAME_COLLISION", f"two items would have this name: {first_path} and {second_path}", file, name)
         named[name] = leaf
         if is_beside:
             training.append(TrainingItem(leaf.path, name, leaf.value if leaf.kind == "number" else None))
