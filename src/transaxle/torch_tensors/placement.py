@@ -1,4 +1,4 @@
-"""Placements: what each rank of a mesh holds of a live tensor, as interval lists.
+"""Placements: which positions of a tensor each rank of a mesh holds, as interval lists.
 
 DTensor's placements become the chunk rules of `axes`, so what a rank holds is computed once, in one way, for `Shard`,
 `Shard(-1)`, `_StridedShard` and every order of mesh dims; torch is asked for placements, never for offsets.
@@ -38,7 +38,7 @@ class Placement:
 
     def held(self, shape: tuple[int, ...]) -> Mapping[int, Held]:
         """Return what each rank of the mesh holds of a tensor of this shape."""
-        found: dict[int, Held] = {}
+        positions: dict[int, Held] = {}
         for number, rank in enumerate(self.ranks):
             rest, coordinates = number, []
             for size in reversed(self.mesh):
@@ -46,8 +46,8 @@ class Placement:
                 coordinates.append(coordinate)
             steps = zip(self.cuts, self.mesh, reversed(coordinates), strict=True)
             done = [MeshCut(dim, size, coordinate, rule) for (dim, rule), size, coordinate in steps]
-            found[rank] = place(shape, done, self.base)
-        return found
+            positions[rank] = place(shape, done, self.base)
+        return positions
 
 
 def alone(rank: int) -> Placement:

@@ -59,11 +59,11 @@ def filled(
     """
     size = torch.Size(shape).numel()
     covered = sum(move.size for move, _ in boxes) == size
-    made = (torch.empty if covered else torch.zeros)(tuple(shape), dtype=dtype, device=device)
-    if not made.is_meta:
+    tensor = (torch.empty if covered else torch.zeros)(tuple(shape), dtype=dtype, device=device)
+    if not tensor.is_meta:
         for move, source in boxes:
-            copy_box(move, source, made.view(-1))
-    return made
+            copy_box(move, source, tensor.view(-1))
+    return tensor
 
 
 def stacked_view(first: torch.Tensor, count: int) -> torch.Tensor:

@@ -34,10 +34,10 @@ def read_dtype(argument: str, given: object) -> torch.dtype:
     name = str(read_float_type(argument, given)).lower() if given is not None else None
     if name is None:
         raise wrong_type(argument, 'an element type such as "bf16" or torch.bfloat16', given)
-    found = getattr(torch, _TORCH_NAMES.get(name, name), None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, _TORCH_NAMES.get(name, name), None)
+    if not isinstance(dtype, torch.dtype):
         raise ValueError(f'{argument} must be an element type such as "bf16" or torch.bfloat16; got {given!r}')
-    return found
+    return dtype
 
 
 def read_optional_dtype(argument: str, given: DType | None) -> torch.dtype | None:

@@ -30,5 +30,5 @@ def torch_dtype(code: str, *, tensor: str | None = None) -> torch.dtype:
     """
     if code not in _TORCH:
         raise refuse("UNSUPPORTED", f"torch has no element type for {code}", tensor=tensor)
-    found: torch.dtype = _TORCH[code]
-    return found
+    dtype: torch.dtype = _TORCH[code]
+    return dtype

@@ -31,8 +31,8 @@ class Part:
 
 def part_of(tensor: torch.Tensor) -> Part | None:
     """Return what a tensor is a part of; None for a tensor that is whole, or says itself how it lies on its mesh."""
-    found: Part | None = getattr(tensor, _PART, None)
-    return found
+    part: Part | None = getattr(tensor, _PART, None)
+    return part
 
 
 def mark(tensor: torch.Tensor, part: Part | None) -> torch.Tensor:

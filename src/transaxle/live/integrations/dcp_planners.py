@@ -41,13 +41,13 @@ from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.torch_dtype import code_of
 
 _STATE = re.compile(r"((?:.*?\.)?optim(?:izer)?\.state\.).+\.[^.]+")
-"""Flat name of an optimizer's state, `app.optim.state.<parameter>.<state>`; what stands before its parameter."""
+"""Flat name of an optimizer's state, `app.optim.state.<parameter>.<state>`; the group is the prefix."""
 _HOME = "optimizer.state."
-"""What stands there where there are none."""
+"""Default prefix when the state dict has no optimizer entries."""
 
 
 class _Translating:
-    """What a planner is told, beside what torch's own takes."""
+    """The arguments of a planner in addition to those of torch's own."""
 
     def __init__(
         self,
@@ -87,8 +87,8 @@ class SavePlanner(_Translating, DefaultSavePlanner):
             flat = flatten_state_dict(state_dict)[0]
             home = _home(flat)
             tensors, others = _divided(flat, home)
-            made = state_dict_as(tensors, self._dialect, **self._said)
-            state_dict = {**{_flat(name, home): value for name, value in made.items()}, **others}
+            translated = state_dict_as(tensors, self._dialect, **self._said)
+            state_dict = {**{_flat(name, home): value for name, value in translated.items()}, **others}
         super().set_up_planner(as_runs(state_dict), storage_meta, is_coordinator)
 
 
@@ -126,47 +126,49 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         self._settings = ParamGroupNames(others, () if metadata is None else metadata.state_dict_metadata.keys())
         others = self._settings.asked
         stored = _stored(metadata, self._home)
-        made: Mapping[str, torch.Tensor] = tensors
+        read_into: Mapping[str, torch.Tensor] = tensors
         members: Mapping[str, torch.Tensor] = {}
         wholes: frozenset[str] = frozenset()
         stems: Sequence[Stem] = ()
         if self._dialect is not None:
-            made, give_back = loadable_as(tensors, self._dialect, **self._said)
+            read_into, give_back = loadable_as(tensors, self._dialect, **self._said)
             self._last.append(give_back)
         else:
             slices = ExpertSlices(tensors, _sizes(stored))
             stems = between(_shapes(slices.read), _sizes(stored)).checked()
             changed = [stem.reversed() for stem in stems if stem.stored != stem.wanted]
             if slices.members:
-                made, members, wholes = slices.read, slices.members, slices.stacks
+                read_into, members, wholes = slices.read, slices.members, slices.stacks
                 self._last.append(slices.finish)
             if changed:
-                made, give_back = regroupable(made, changed)
+                read_into, give_back = regroupable(read_into, changed)
                 self._last.append(give_back)
-            made = self._begun_anew(made, tensors, stems, stored)
-        self._experts = _shapes({**{name: one for name, one in made.items() if name not in wholes}, **members})
+            read_into = self._begun_anew(read_into, tensors, stems, stored)
+        self._experts = _shapes(
+            {**{name: tensor for name, tensor in read_into.items() if name not in wholes}, **members}
+        )
         doubled = [stem for stem in stems if stem.copies]
-        self._asked = {**{_flat(name, self._home): value for name, value in made.items()}, **others}
+        self._asked = {**{_flat(name, self._home): value for name, value in read_into.items()}, **others}
         if doubled:
-            twice = DualFormCheck(doubled, stored, made)
+            twice = DualFormCheck(doubled, stored, read_into)
             self._last.insert(0, twice.finish)
-            made = twice.read
-        if made is not tensors:
-            state_dict = {**{_flat(name, self._home): value for name, value in made.items()}, **others}
+            read_into = twice.read
+        if read_into is not tensors:
+            state_dict = {**{_flat(name, self._home): value for name, value in read_into.items()}, **others}
         super().set_up_planner(as_runs(state_dict), metadata, is_coordinator)
 
     def _begun_anew(
         self,
-        made: Mapping[str, torch.Tensor],
+        read_into: Mapping[str, torch.Tensor],
         tensors: Mapping[str, torch.Tensor],
         stems: Sequence[Stem],
         stored: Mapping[str, TensorStorageMetadata],
     ) -> Mapping[str, torch.Tensor]:
-        """Leave out histories of scaling that the checkpoint lacks beside its codes: they begin anew."""
+        """Leave out scaling histories that the checkpoint lacks beside its codes: they begin anew."""
         there = {*stored, *(name for stem in stems for name in stem.targets)}
-        lacking = [name for name in made if name in tensors and name not in stored and code_name(name) in there]
+        lacking = [name for name in read_into if name in tensors and name not in stored and code_name(name) in there]
         if not lacking:
-            return made
+            return read_into
 
         def begin() -> None:
             with torch.no_grad():
@@ -174,7 +176,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
                     local_of(tensors[name]).zero_()
 
         self._last.append(begin)
-        return {name: tensor for name, tensor in made.items() if name not in lacking}
+        return {name: tensor for name, tensor in read_into.items() if name not in lacking}
 
     def create_local_plan(self) -> LoadPlan:
         """See torch's planner.
@@ -229,10 +231,10 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         """
         name = read_item.dest_index.fqn
         try:
-            found = torch.load(value, weights_only=True)
+            loaded = torch.load(value, weights_only=True)
         except pickle.UnpicklingError as error:
             raise refuse("UNSAFE_PICKLE", str(error).partition("\n")[0], tensor=name) from error
-        self._bytes[name] = found
+        self._bytes[name] = loaded
         self._one_less()
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
@@ -241,7 +243,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         self._one_less()
 
     def _one_less(self) -> None:
-        """Make the caller's entries, when everything that they are made of is there."""
+        """Count one item less; with the last one, fill the caller's entries."""
         with self._lock:
             self._left -= 1
             if self._left:
@@ -249,14 +251,14 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
             settings = self._settings.restored(self._bytes)
             for make in self._last:
                 make()
-            for name, found in settings.items():
+            for name, value in settings.items():
                 path = self._paths.get(name) or self.mappings.get(name, (name,))
-                set_element(self._given, path, found)
+                set_element(self._given, path, value)
 
 
 def _home(flat: Iterable[str]) -> str:
-    """Return what stands before the parameters whose states a state dict has."""
-    return next((found[1] for name in flat if (found := _STATE.fullmatch(name)) is not None), _HOME)
+    """Return the prefix of the parameters' names in a state dict's optimizer entries."""
+    return next((match[1] for name in flat if (match := _STATE.fullmatch(name)) is not None), _HOME)
 
 
 def _divided(flat: Mapping[str, Any], home: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -271,16 +273,16 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, tuple[int, ...]]:
 
 def _stored(metadata: Metadata | None, home: str) -> dict[str, TensorStorageMetadata]:
     """Return the tensors of a checkpoint by our names."""
-    found = {} if metadata is None else metadata.state_dict_metadata
-    return {_slotted(name, home): one for name, one in found.items() if isinstance(one, TensorStorageMetadata)}
+    items = {} if metadata is None else metadata.state_dict_metadata
+    return {_slotted(name, home): item for name, item in items.items() if isinstance(item, TensorStorageMetadata)}
 
 
 def _sizes(stored: Mapping[str, TensorStorageMetadata]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(one.size) for name, one in stored.items()}
+    return {name: tuple(metadata.size) for name, metadata in stored.items()}
 
 
 def _slotted(name: str, home: str) -> str:
-    """Return what we call a tensor that torch calls so: `optimizer.state.<parameter>.<state>` is one of its states."""
+    """Return our name of a tensor: torch's `optimizer.state.<parameter>.<state>` is `optim/<parameter>/<state>`."""
     parameter, dot, slot = name.removeprefix(home).rpartition(".")
     return join_slot(parameter, slot) if name.startswith(home) and dot else name
 

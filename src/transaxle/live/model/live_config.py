@@ -32,13 +32,13 @@ def own_config(state: State) -> Mapping[str, Any] | None:
     """Return the config that a model carries, as config.json holds it; None where it has none."""
     model = innermost(state) if isinstance(state, nn.Module) else state
     config = getattr(model, "config", None)
-    made = getattr(config, "to_diff_dict", None) or getattr(config, "to_dict", None)
-    if made is None:
+    as_mapping = getattr(config, "to_diff_dict", None) or getattr(config, "to_dict", None)
+    if as_mapping is None:
         return None
-    found = dict(made())
-    if not found.get("architectures"):
-        found["architectures"] = [type(model).__name__.removeprefix("FSDP")]
-    return found
+    mapping = dict(as_mapping())
+    if not mapping.get("architectures"):
+        mapping["architectures"] = [type(model).__name__.removeprefix("FSDP")]
+    return mapping
 
 
 def sizes_that_differ(state: State, stored: Mapping[str, Any]) -> str:

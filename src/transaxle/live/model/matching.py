@@ -90,9 +90,9 @@ def _closest(names: Sequence[str], others: Iterable[str], side: str) -> dict[str
     by_end: dict[str, list[str]] = {}
     for other in dict.fromkeys(others):
         by_end.setdefault(other.rpartition(".")[2], []).append(other)
-    found = {}
+    hints = {}
     for name in names[:_COMPARED]:
         near = get_close_matches(name, by_end.get(name.rpartition(".")[2], ()), 1, _LIKE)
         if near:
-            found[name] = f"the closest name in {side} is {near[0]}; "
-    return found
+            hints[name] = f"the closest name in {side} is {near[0]}; "
+    return hints

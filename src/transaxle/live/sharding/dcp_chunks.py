@@ -44,11 +44,11 @@ class Runs(torch.Tensor):
     @staticmethod
     def __new__(cls, shape: torch.Size, local: torch.Tensor, held: Held) -> Runs:
         """Make one; `held` says which positions of each dim the local tensor has, in its order."""
-        found: Runs = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
-        found._local = local
-        found._held = held
-        mark(found, Part(tuple(shape), held))
-        return found
+        wrapper: Runs = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
+        wrapper._local = local
+        wrapper._held = held
+        mark(wrapper, Part(tuple(shape), held))
+        return wrapper
 
     def to_local(self) -> torch.Tensor:
         """Return what this rank holds, sharing storage."""
@@ -58,19 +58,19 @@ class Runs(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes it for an ordinary method
         cls, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Do what a checkpoint needs; refuse everything else.
+        """Run the operations that a checkpoint needs; refuse all others.
 
         Raises:
             Refused: UNSUPPORTED.
         """
-        said = dict(kwargs or {})
+        options = dict(kwargs or {})
         first = args[0]
         if func in _NEW:
-            empty = first._local.new_empty(0, **said)
+            empty = first._local.new_empty(0, **options)
             return Runs(torch.Size(args[1]), empty, tuple(((0, 0),) for _ in args[1]))
         if func not in _ON_LOCAL:
             raise refuse("UNSUPPORTED", f"{func} of a tensor that is only there to be saved and loaded")
-        local = func(*(arg._local if isinstance(arg, Runs) else arg for arg in args), **said)
+        local = func(*(arg._local if isinstance(arg, Runs) else arg for arg in args), **options)
         return first if func is _ops.copy_.default else Runs(first.shape, local, first._held)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:  # noqa: A002 - torch names it
@@ -103,12 +103,12 @@ class Runs(torch.Tensor):
     def _runs(self) -> list[tuple[ChunkStorageMetadata, tuple[slice, ...]]]:
         per_dim: list[list[tuple[int, int, int]]] = []
         for intervals in self._held:
-            base, found = 0, []
+            base, of_dim = 0, []
             for first, last in intervals:
                 if last > first:
-                    found.append((first, last - first, base))
+                    of_dim.append((first, last - first, base))
                 base += last - first
-            per_dim.append(found)
+            per_dim.append(of_dim)
         return [
             (
                 ChunkStorageMetadata(torch.Size(p[0] for p in parts), torch.Size(p[1] for p in parts)),
@@ -122,7 +122,7 @@ class Runs(torch.Tensor):
 
 
 def runs(tensor: torch.Tensor, name: str = "") -> Runs:
-    """Return a DTensor, or a part of a tensor, as torch's checkpoint shall see it.
+    """Return a DTensor, or a part of a tensor, in the form that torch's checkpoint saves run by run.
 
     Args:
         tensor: of any placements but `Partial`.
@@ -138,7 +138,7 @@ def runs(tensor: torch.Tensor, name: str = "") -> Runs:
 
 
 def as_runs(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict that `dcp.save`, `dcp.async_save` and `dcp.load` treat right; it shares all storage.
+    """Return a state dict that `dcp.save`, `dcp.async_save` and `dcp.load` handle correctly; it shares all storage.
 
     Args:
         state: as it would be given to torch, nested or flat.

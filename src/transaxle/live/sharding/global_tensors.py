@@ -72,7 +72,7 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
             mine.append((name, code_of(tensor.dtype), whole_shape(tensor), number))
         return mine, tuple(placements)
 
-    found: dict[str, _Heard] = {}
+    tensors_heard: dict[str, _Heard] = {}
     shares: dict[tuple[Placement, tuple[int, ...]], Mapping[int, Held]] = {}
     problems = []
     for rank, (names, known) in zip(world.ranks, world.pool(told), strict=True):
@@ -81,9 +81,9 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
             held = shares.get((placement, shape))
             if held is None:
                 held = shares[placement, shape] = placement.held(shape)
-            first = found.get(name)
+            first = tensors_heard.get(name)
             if first is None:
-                found[name] = _Heard(dtype, shape, held, [rank])
+                tensors_heard[name] = _Heard(dtype, shape, held, [rank])
             elif first.shape != shape:
                 message = f"rank {rank} says {list(shape)}, another {list(first.shape)}"
                 problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))
@@ -92,14 +92,14 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
                 problems.append(Refusal("DTYPE_MISMATCH", message, Where(None, name)))
             else:
                 first.add(rank, held)
-    problems = problems or [problem for name, heard in found.items() for problem in heard.lost(name, world)]
+    problems = problems or [problem for name, heard in tensors_heard.items() for problem in heard.lost(name, world)]
     if problems:
         raise gathered(problems)
-    return {name: heard.made(name) for name, heard in found.items()}
+    return {name: heard.made(name) for name, heard in tensors_heard.items()}
 
 
 class _Heard:
-    """What the ranks have said of one tensor so far.
+    """One tensor as the ranks have described it so far.
 
     Args:
         dtype: safetensors code.
@@ -115,16 +115,16 @@ class _Heard:
         self._ranks = ranks
         self._others: list[Mapping[int, Held]] = []
 
-    def add(self, rank: int, held: Mapping[int, Held]) -> None:
-        """Hear one more rank."""
-        if self._others or (self._held is not held and self._held != held):
+    def add(self, rank: int, positions: Mapping[int, Held]) -> None:
+        """Add the description of one more rank."""
+        if self._others or (self._held is not positions and self._held != positions):
             if not self._others:
                 self._others = [self._held] * len(self._ranks)
-            self._others.append(held)
+            self._others.append(positions)
         self._ranks.append(rank)
 
     def lost(self, name: str, world: World) -> Iterator[Refusal]:
-        """Yield what stands against taking the ranks at their word: a mesh of which some rank has no such tensor."""
+        """Yield a refusal for each mesh on which some rank lacks the tensor, or is outside of the process group."""
         meshes = {tuple(held): held for held in self._others or [self._held]}
         if len(meshes) == 1 and self._held.keys() == set(self._ranks):
             return
@@ -157,9 +157,9 @@ def own_census(tensors: Mapping[str, torch.Tensor], rank: int) -> Census:
     Raises:
         Refused: UNSUPPORTED placements.
     """
-    found = {}
+    own_tensors = {}
     for name, tensor in tensors.items():
         shape = whole_shape(tensor)
         held = placement_of(tensor, rank, name).held(shape)
-        found[name] = Global(name, code_of(tensor.dtype), shape, held)
-    return found
+        own_tensors[name] = Global(name, code_of(tensor.dtype), shape, held)
+    return own_tensors

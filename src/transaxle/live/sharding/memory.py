@@ -91,16 +91,16 @@ class Memory(Storage):
         """Return bytes of a file without copying them, where they lie in memory as they are; not to be written to."""
         if name in self._files:
             return np.frombuffer(self._files[name], np.uint8, size, offset)
-        held = self._lent.get(name)
-        if held is None:
+        lent = self._lent.get(name)
+        if lent is None:
             local = self._local(name)
             if local.device.type == "cpu" and local.is_contiguous():
-                held = self._lent[name] = as_bytes(local)
+                lent = self._lent[name] = as_bytes(local)
             elif local.is_contiguous() and _APART * size <= local.nbytes:
                 return as_bytes(local.view(-1).view(torch.uint8)[offset : offset + size].cpu())
             else:
-                held = self._copied(name, local)
-        return held[offset : offset + size]
+                lent = self._copied(name, local)
+        return lent[offset : offset + size]
 
     def owner(self, name: str) -> int:
         """Return the rank whose memory a file stands for."""
@@ -124,13 +124,13 @@ class Memory(Storage):
 
     def _copied(self, name: str, local: torch.Tensor) -> Bytes:
         """Copy a tensor to the CPU; the copies that were asked for last are kept."""
-        held = self._kept.pop(name, None)
-        if held is None:
-            held = as_bytes(local.contiguous().cpu())
-        self._kept[name] = held
+        copied = self._kept.pop(name, None)
+        if copied is None:
+            copied = as_bytes(local.contiguous().cpu())
+        self._kept[name] = copied
         while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT:
             self._kept.popitem(last=False)
-        return held
+        return copied
 
 
 def memory_of(container: Container) -> Memory:

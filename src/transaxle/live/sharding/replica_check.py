@@ -47,14 +47,14 @@ def compare_copies(everything: Census, tensors: Mapping[str, torch.Tensor], worl
         for name, tensor in everything.items():
             peers = _peers(tensor, world.rank)
             if len(peers) > 1:
-                held = as_bytes(local_of(tensors[name]).contiguous().cpu())
-                digests[name] = xxhash.xxh3_128_digest(held.data)
+                own_bytes = as_bytes(local_of(tensors[name]).contiguous().cpu())
+                digests[name] = xxhash.xxh3_128_digest(own_bytes.data)
                 sums.setdefault(peers, xxhash.xxh3_128()).update(digests[name])
         return {peers: each.digest() for peers, each in sums.items()}
 
-    told = world.pool(own)
+    sums_of_ranks = world.pool(own)
     sums: dict[_Peers, set[bytes]] = {}
-    for each in told:
+    for each in sums_of_ranks:
         for peers, digest in each.items():
             sums.setdefault(peers, set()).add(digest)
     if any(len(found) > 1 for found in sums.values()):
@@ -64,8 +64,8 @@ def compare_copies(everything: Census, tensors: Mapping[str, torch.Tensor], worl
 
 def _peers(tensor: Global, rank: int) -> _Peers:
     """Return the ranks whose part of a tensor has to equal this rank's, this one among them."""
-    held = tensor.held.get(rank)
-    return () if held is None or not tensor.loose else tensor.boxes[held]
+    positions = tensor.held.get(rank)
+    return () if positions is None or not tensor.loose else tensor.boxes[positions]
 
 
 def _unequal(tensor: Global, digests: Mapping[int, Mapping[str, bytes]]) -> list[Refusal]:
@@ -77,11 +77,11 @@ def _unequal(tensor: Global, digests: Mapping[int, Mapping[str, bytes]]) -> list
     """
     problems = []
     for peers in tensor.boxes.values() if tensor.loose else ():
-        found: dict[bytes | None, list[int]] = {}
+        ranks_by_digest: dict[bytes | None, list[int]] = {}
         for rank in peers:
-            found.setdefault(digests[rank].get(tensor.name), []).append(rank)
-        if len(found) > 1:
-            message = f"the values differ between these ranks: {'; '.join(map(_said, found.values()))}"
+            ranks_by_digest.setdefault(digests[rank].get(tensor.name), []).append(rank)
+        if len(ranks_by_digest) > 1:
+            message = f"the values differ between these ranks: {'; '.join(map(_said, ranks_by_digest.values()))}"
             problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, tensor.name), _HINT))
     return problems
 

@@ -59,11 +59,11 @@ class Random:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states."""
-        found: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
-        found["torch"] = torch.get_rng_state()
+        state: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
+        state["torch"] = torch.get_rng_state()
         if torch.cuda.is_available():
-            found["cuda"] = torch.cuda.get_rng_state_all()
-        return found
+            state["cuda"] = torch.cuda.get_rng_state_all()
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set the states; those of GPUs only where there are as many."""

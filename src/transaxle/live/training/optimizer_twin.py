@@ -85,26 +85,26 @@ def _twin(
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return copies of a group's settings, with which a step changes nothing and needs no device."""
-    found = {
+    settings = {
         key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
         if key not in (PARAMS, NAMES)
     }
-    rate = found.get(_RATE)
+    rate = settings.get(_RATE)
     if rate is not None:
-        found[_RATE] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
-    return {key: False if key in _OFF else value for key, value in found.items()}
+        settings[_RATE] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+    return {key: False if key in _OFF else value for key, value in settings.items()}
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any] | None:
     """Return what a twin needs beside groups and state; None where it could reach into what is not its own."""
     if hasattr(type(optimizer), "__del__"):
         return None
-    found = {}
+    attributes = {}
     for name, value in vars(optimizer).items():
         if name in (_STATE, GROUPS, _DEFAULTS, _STEP) or name.startswith(_HOOKS):
             continue
         if plain(value) is NOTHING and not isinstance(value, type | types.FunctionType | types.BuiltinFunctionType):
             return None
-        found[name] = value
-    return found
+        attributes[name] = value
+    return attributes

@@ -81,10 +81,10 @@ class Beside:
 
     def _lacking(self, key: str, known: Collection[str]) -> Refusal | None:
         """Return why this rank has no state of a name, and which names there are."""
-        found = self._extras.lacking(key)
-        if found is None or not known:
-            return found
-        return replace(found, hint=f"the source has {', '.join(sorted(known))}; {found.hint}")
+        problems = self._extras.lacking(key)
+        if problems is None or not known:
+            return problems
+        return replace(problems, hint=f"the source has {', '.join(sorted(known))}; {problems.hint}")
 
     def read(self) -> None:
         """Read everything; nothing is changed yet.
