@@ -26,12 +26,12 @@ _SUFFIX = ".rules"
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What the index says of a family, so that its table need not be read."""
+    """The index's entry of a family, so that its table need not be parsed."""
 
     file: str
-    """Its table."""
+    """File of its table."""
     model_types: tuple[str, ...]
-    """Values of config.json's `model_type` that mean it."""
+    """Values of config.json's `model_type` that denote it."""
     axes: tuple[str, ...]
     """Its axes."""
     dialects: dict[str, tuple[str, ...]]
@@ -90,24 +90,24 @@ class Families(Mapping[str, Family]):
         return name in self.entries or (bool(name) and name in self.everything.entries)
 
     def only(self, name: str) -> Families:
-        """Return a choice of one family."""
+        """Return this family alone."""
         return Families({}, {name: self[name]}, closed=True)
 
     def of_types(self, model_types: Iterable[str]) -> list[Family]:
-        """Return the families that a config means by its `model_type`s."""
+        """Return the families that the `model_type`s of a config denote."""
         wanted = frozenset(model_types)
-        found = [self[name] for name, entry in self.entries.items() if wanted & frozenset(entry.model_types)]
-        return found if found or not wanted or self.everything is self else self.everything.of_types(wanted)
+        matching = [self[name] for name, entry in self.entries.items() if wanted & frozenset(entry.model_types)]
+        return matching if matching or not wanted or self.everything is self else self.everything.of_types(wanted)
 
     def that_may_read(self, skeletons: Mapping[str, int]) -> Iterator[tuple[int, Family]]:
-        """Yield each family with the most names that a dialect of it may read, the largest number first.
+        """Yield each family with an upper bound of the names that one of its dialects reads, the largest bound first.
 
         Args:
-            skeletons: of the names at hand -> how many names have it. A prefix may stand before what a table says.
+            skeletons: skeleton -> number of names at hand with it. A prefix may precede the names of a table.
         """
         tails: dict[str, list[int]] = {}
-        for key, whole in enumerate(skeletons):
-            tail = whole
+        for key, full_skeleton in enumerate(skeletons):
+            tail = full_skeleton
             while True:
                 tails.setdefault(tail, []).append(key)
                 _, dot, tail = tail.partition(".")
@@ -117,9 +117,9 @@ class Families(Mapping[str, Family]):
         bounds = []
         for name, entry in self.entries.items():
             most = 0
-            for known in entry.dialects.values():
-                read = {key for skeleton in known for key in tails.get(skeleton, ())}
-                most = max(most, sum(counts[key] for key in read))
+            for skeletons_read in entry.dialects.values():
+                positions_read = {key for skeleton in skeletons_read for key in tails.get(skeleton, ())}
+                most = max(most, sum(counts[key] for key in positions_read))
             if most:
                 bounds.append((most, name))
         for most, name in sorted(bounds, key=lambda bound: -bound[0]):
@@ -127,13 +127,13 @@ class Families(Mapping[str, Family]):
 
 
 def entry_of(family: Family, file: str = "") -> Entry:
-    """Return what the index says of a family."""
+    """Return the index's entry of a family."""
     dialects = {dialect.label: tuple(dialect.by_skeleton) for dialect in family.dialects}
     return Entry(file, family.model_types, tuple(family.axes), dialects)
 
 
 def index() -> dict[str, Entry]:
-    """Read and check every table that ships, and return what the index has to say of it."""
+    """Parse and check every built-in table, and return the index of them all."""
     from importlib.resources import files
 
     return {
@@ -178,10 +178,12 @@ def installed() -> Mapping[str, Family]:
         package = plugin.load()
         if not isinstance(package, ModuleType) or not hasattr(package, "__path__"):
             raise plugin.refusal("UNSUPPORTED", f"it is {package!r}, and no package with tables in it")
-        found = sorted((item for item in files(package).iterdir() if item.name.endswith(_SUFFIX)), key=lambda i: i.name)
-        if not found:
+        tables_found = sorted(
+            (item for item in files(package).iterdir() if item.name.endswith(_SUFFIX)), key=lambda i: i.name
+        )
+        if not tables_found:
             raise plugin.refusal("UNSUPPORTED", f"there is no *{_SUFFIX} in the package {package.__name__}")
-        for item in found:
+        for item in tables_found:
             for family in tables.read(item.read_text("utf-8"), file=f"{plugin.package}, {item.name}"):
                 if family.name in families or family.name in builtin().entries:
                     raise plugin.refusal("NAME_COLLISION", f"{item.name}: there is a family {family.name} already")

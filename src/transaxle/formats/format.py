@@ -20,28 +20,28 @@ if TYPE_CHECKING:
     from transaxle.formats.storage.storage import Storage
 
 INDEX = ".index.json"
-"""End of the name of a file that tells which shard holds which tensor."""
+"""Suffix of a file that lists which shard holds which tensor."""
 HERE = "."
-"""Candidate of a path that is itself the folder of one step."""
+"""Candidate for a path that is itself the folder of one step."""
 LAST = 100
-"""Place of a clue that is asked after all those of the formats that ship."""
+"""Place of a clue that is tried after those of all built-in formats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Folder:
-    """What detection looks at: names, never contents, one small tag file excepted."""
+    """The names that detection sees: no contents, except one small tag file."""
 
     storage: Storage
     inside: str
-    """The sub-folder of the storage that is looked at, with a `/` at its end; empty for the folder itself."""
+    """Sub-folder of the storage, with a trailing `/`; empty for the folder itself."""
     names: tuple[str, ...]
     """Files directly in the folder, or the one file that the path denotes."""
     folders: tuple[str, ...]
-    """Sub-folders; none where the path denotes one file."""
+    """Sub-folders; none if the path denotes one file."""
 
 
 Candidates = Callable[[Folder], tuple[str, ...]]
-"""Returns the members of a folder each of which would be a checkpoint."""
+"""Returns the members of a folder that would each be a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ class Clue:
     """One way to recognise a format."""
 
     candidates: Candidates | str
-    """What finds the candidates, or its `module:function`, which is imported if `hint` matches."""
+    """Finds the candidates; or its `module:function`, which is imported if `hint` matches."""
     place: int = LAST
-    """When it is asked: smaller ones first. Where clues of one place find two candidates, the user decides."""
+    """Order of the clues, the smallest first. If clues of one place find two candidates, the user decides."""
     hint: str = ""
-    """Regular expression; the clue is asked only if the name of a file or sub-folder matches all of it."""
+    """Regular expression; the clue is tried only if it matches the whole name of a file or sub-folder."""
     reader: str = ""
-    """`module:function` that opens its candidates, where that is not the format's own reader."""
+    """`module:function` that opens its candidates, if that is not the format's own reader."""
     all_shards: bool = False
     """A candidate stands for all shards in its folder, so that one that is named `…-00001-of-00002` may be opened."""
 

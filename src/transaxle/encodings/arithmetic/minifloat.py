@@ -94,7 +94,7 @@ E4M3 = Minifloat("F8_E4M3", bits=8, mantissa=3, bias=7, largest=0x7E, nan=0x7F)
 E5M2 = Minifloat("F8_E5M2", bits=8, mantissa=2, bias=15, largest=0x7B, nan=0x7F, infinite=0x7C)
 E2M1 = Minifloat("F4", bits=4, mantissa=1, bias=1, largest=7, nan=7)
 
-MINIFLOATS: Mapping[str, Minifloat] = MappingProxyType({one.code: one for one in (E4M3, E5M2, E2M1)})
+MINIFLOATS: Mapping[str, Minifloat] = MappingProxyType({kind.code: kind for kind in (E4M3, E5M2, E2M1)})
 """The types of codes, by safetensors code."""
 
 E8M0_NAN = 0xFF

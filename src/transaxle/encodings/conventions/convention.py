@@ -316,7 +316,7 @@ _ALL = (
     ),
 )
 
-CONVENTIONS: Mapping[str, Convention] = MappingProxyType({one.name: one for one in _ALL})
+CONVENTIONS: Mapping[str, Convention] = MappingProxyType({convention.name: convention for convention in _ALL})
 """The conventions by name."""
 
 PREFERRED: Mapping[str, str] = MappingProxyType(

@@ -243,16 +243,16 @@ class Payloads:
             return False
         return True
 
-    def _checked(self, item: SavedItem, chunk: SavedChunk, payload: Payload, found: _TensorArchive) -> Extent | None:
+    def _checked(self, item: SavedItem, chunk: SavedChunk, payload: Payload, archive: _TensorArchive) -> Extent | None:
         """Return where an archive's tensor lies, if it is what the metadata says."""
         assert item.dtype is not None
-        if not self._alike(item, chunk, payload, found.dtype, found.shape):
+        if not self._alike(item, chunk, payload, archive.dtype, archive.shape):
             return None
-        if not self._is_held(item.key, payload, found.repeated):
+        if not self._is_held(item.key, payload, archive.repeated):
             return None
-        there = found.place
+        extent = archive.place
         start = logical(chunk.start, item.dtype.code)
-        return Extent(start, there.shape, payload.file, payload.offset + there.offset, there.strides)
+        return Extent(start, extent.shape, payload.file, payload.offset + extent.offset, extent.strides)
 
     def _in_blob(self, item: SavedItem, chunk: SavedChunk, payload: Payload) -> Extent | None:
         """Return where a chunk lies in the safetensors data that begins at its offset."""
