@@ -23,6 +23,9 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 # A shell without job control starts what is followed by `&` with Ctrl-C ignored, and so would every program here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# So does `nohup` with the hang-up. A handler keeps the tests alive as well, and is not handed down to programs.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 EXAMPLES, QUICK = "--examples", "--quick"

@@ -19,7 +19,7 @@ from transaxle.live.background import asynchronous
 
 SLOW = 2.0
 """Seconds that a slow save takes."""
-_LONG = 120.0
+_LONG = 3600.0
 
 
 def run(rank: int, world: int, folder: str, target: str, how: str) -> None:
