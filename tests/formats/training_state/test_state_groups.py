@@ -12,12 +12,16 @@ from hypothesis import strategies as st
 
 from transaxle.formats.pickled.descriptors import NOTHING, Global, Object, Scalar
 from transaxle.formats.training_state.state_groups import (
+    NAMES,
+    PARAMS,
     ParamGroup,
     decode,
     encode,
+    group_numbers,
     groups_of_equal_settings,
     plain,
     renamed,
+    settings_of,
 )
 
 NUMBERS = [np.float32(0.1), np.int64(-7), np.float64("nan"), np.bool_(True), ml_dtypes.bfloat16(1.5)]
@@ -94,3 +98,9 @@ def test_new_names() -> None:
         {"lr": 2, "params": ["y", "z"]},
     ]
     assert old[0]["params"] == ["a", "b", "c"]
+
+
+def test_settings_and_membership_of_groups() -> None:
+    groups = [{"lr": 0.1, PARAMS: ["a", "b"]}, {"lr": 0.1, NAMES: ["x"], PARAMS: ["c"]}]
+    assert [settings_of(group) for group in groups] == [{"lr": 0.1}, {"lr": 0.1}]
+    assert group_numbers(groups) == {"a": 0, "b": 0, "c": 1}

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target
 from transaxle.errors import Refusal, Where
-from transaxle.formats.training_state.state_groups import PARAMS, ParamGroup, renamed
+from transaxle.formats.training_state.state_groups import ParamGroup, group_numbers, renamed
 
 _HINT = "--no-optimizer leaves the optimizer state and its settings out."
 
@@ -28,7 +28,7 @@ def regrouped(groups: Iterable[ParamGroup], targets: Mapping[str, Target], probl
         ranks share out experts, torch's own checkpoints keep the groups of one rank only.
     """
     groups = list(groups)
-    group_of = {name: number for number, group in enumerate(groups) for name in group[PARAMS]}
+    group_of = group_numbers(groups)
     names: dict[str, list[str]] = {}
     origins = (
         origin.name for target in targets.values() for target_part in target.parts for origin in target_part.origins
@@ -38,8 +38,8 @@ def regrouped(groups: Iterable[ParamGroup], targets: Mapping[str, Target], probl
         if split_slot(target.name)[1] != WEIGHT:
             continue
         sources = dict.fromkeys(origin.name for target_part in target.parts for origin in target_part.origins)
-        group_numbers = {group_of.get(source) for source in sources if source in group_of or source not in trained}
-        if len(group_numbers) > 1:
+        memberships = {group_of.get(source) for source in sources if source in group_of or source not in trained}
+        if len(memberships) > 1:
             problems.append(Refusal("UNSUPPORTED", _unlike(target, sources, group_of), Where(None, target.name), _HINT))
             continue
         for source in sources:

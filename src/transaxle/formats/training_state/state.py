@@ -24,6 +24,7 @@ from transaxle.formats.training_state.state_groups import (
     ParamGroup,
     groups_of_equal_settings,
     plain,
+    settings_of,
 )
 
 KeyPath = tuple[str | int, ...]
@@ -283,7 +284,7 @@ class _GroupSettings:
                     for parameter in listed_parameters
                     if isinstance(parameter, str | int)
                 ]
-                groups.append({**{k: v for k, v in group.items() if k not in (PARAMS, NAMES)}, PARAMS: names})
+                groups.append({**settings_of(group), PARAMS: names})
         return groups
 
 

@@ -85,6 +85,16 @@ def groups_of_equal_settings(settings: Mapping[str, Mapping[str, Any]]) -> list[
     return [{**parameter_settings, PARAMS: parameters} for parameter_settings, parameters in by_settings.values()]
 
 
+def settings_of(group: ParamGroup) -> dict[str, Any]:
+    """Return a group's settings without its parameters."""
+    return {key: value for key, value in group.items() if key not in (PARAMS, NAMES)}
+
+
+def group_numbers(groups: Iterable[ParamGroup]) -> dict[str, int]:
+    """Return the number of the group that each parameter is in: parameters of one group have the same settings."""
+    return {name: number for number, group in enumerate(groups) for name in group[PARAMS]}
+
+
 def renamed(groups: Iterable[ParamGroup], names: Mapping[str, Sequence[str]]) -> list[ParamGroup]:
     """Return groups with renamed parameters; duplicates are dropped, and a name without a new one stays."""
     return [

@@ -15,7 +15,7 @@ from typing import Any
 
 from transaxle.axes.translation.grouped import stack_name
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup, renamed
+from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup, group_numbers, renamed
 
 _LISTED = re.compile(rf"(?:.*\.)?{GROUPS}")
 """Flat name of all groups."""
@@ -107,7 +107,7 @@ def _renamed(own: Iterable[ParamGroup], stored: Sequence[ParamGroup], problems: 
         stored: groups of the checkpoint.
         problems: receives UNSUPPORTED for a parameter that would be of several groups.
     """
-    group_of = {name: number for number, group in enumerate(stored) for name in group[PARAMS]}
+    group_of = group_numbers(stored)
     by_stack: dict[str, list[str]] = defaultdict(list)
     for name in group_of:
         by_stack[stack_name(name)].append(name)

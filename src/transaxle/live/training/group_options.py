@@ -14,7 +14,7 @@ import torch
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.dtype import numpy_dtype
 from transaxle.formats.pickled.descriptors import NOTHING
-from transaxle.formats.training_state.state_groups import NAMES, PARAMS, ParamGroup, plain
+from transaxle.formats.training_state.state_groups import NAMES, PARAMS, ParamGroup, plain, settings_of
 from transaxle.live.training.optimizers import Optimizers
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.torch_dtype import code_of
@@ -62,7 +62,7 @@ def all_groups(mine: Sequence[ParamGroup], world: World) -> list[ParamGroup]:
     problems = []
     for rank, groups in zip(world.ranks, world.gather(mine), strict=True):
         for number, group in enumerate(groups):
-            said = _settings(group)
+            said = settings_of(group)
             key = number, repr(sorted(said.items()))
             first = found.setdefault(key, {**said, PARAMS: []})
             for name in group[PARAMS]:
@@ -90,7 +90,7 @@ def settings_for(
         For each group (`Optimizers.held`) what is restored, empty where the source says nothing; and UNSUPPORTED for
         each group whose parameters were trained with different settings.
     """
-    of = {name: _settings(group) for group in stored for name in group[PARAMS]}
+    of = {name: settings_of(group) for group in stored for name in group[PARAMS]}
     names = {id(parameter): name for name, parameter in reversed(list(named.items()))}
     found: list[Mapping[str, Any]] = []
     problems = []
@@ -121,10 +121,6 @@ def restore(optimizers: Optimizers, found: Sequence[Mapping[str, Any]]) -> None:
                     held.fill_(value.item() if isinstance(value, np.generic) else value)
             else:
                 group[key] = value.item() if isinstance(value, np.generic) else value
-
-
-def _settings(group: ParamGroup) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in (PARAMS, NAMES)}
 
 
 def _both(settings: ParamGroup, shown: ParamGroup) -> dict[str, Any]:

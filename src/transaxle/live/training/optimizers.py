@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.formats.training_state.state_groups import GROUPS, NAMES, PARAMS
+from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, settings_of
 from transaxle.quant.modules.masters import MasterWeights
 
 AnyOptimizer = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
@@ -72,10 +72,10 @@ class Optimizers:
         for one in self.members:
             for number, group in enumerate(one.param_groups):
                 if id(one) in zeros:  # which hands its own down with each step
-                    found.append({**group, **_settings(zeros[id(one)].param_groups[number])})
+                    found.append({**group, **settings_of(zeros[id(one)].param_groups[number])})
                     continue
                 found.append(group)
-                outer = _settings(next((shown[id(p)] for p in group[PARAMS] if id(p) in shown), {}))
+                outer = settings_of(next((shown[id(p)] for p in group[PARAMS] if id(p) in shown), {}))
                 unlike = [key for key in outer if key in group and repr(group[key]) != repr(outer[key])]
                 if unlike:
                     told = ", ".join(f"{key} is {outer[key]!r} outside and {group[key]!r} inside" for key in unlike)
@@ -176,10 +176,6 @@ class _Walk:
 
     def _refuse(self, one: Any, message: str, hint: str) -> None:
         self.problems.append(Refusal("UNSUPPORTED", message, Where(None, f"optimizer {type(one).__name__}"), hint))
-
-
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in (PARAMS, NAMES)}
 
 
 def _is_of(given: Any, kind: tuple[str, str]) -> bool:
@@ -302,7 +298,7 @@ def _told(one: Any, members: Sequence[Optimizer]) -> Iterator[str]:
     if _STATE in said and GROUPS in said:
         yield from (f"{key!r} in its state_dict()" for key in said if key not in (_STATE, GROUPS))
         said = said[_STATE]
-    settings = sum(_tensors(_settings(group)) for each in members for group in each.param_groups)
+    settings = sum(_tensors(settings_of(group)) for each in members for group in each.param_groups)
     there, known = _tensors(said), sum(_tensors(state) for each in members for state in each.state.values())
     if not known <= there <= known + settings:
         yield f"its state_dict() has {there} tensors, and the state {known}"
