@@ -160,3 +160,10 @@ def test_every_protocol(tmp_path: Path, protocol: int) -> None:
     assert octets(container, "w") == what["w"].numpy().tobytes()
     torch.save(what, tmp_path / FILE, pickle_protocol=protocol)
     assert octets(opened(tmp_path, (tmp_path / FILE).read_bytes()), "u") == bytes(range(4))
+
+
+def test_numbers_as_text(tmp_path: Path) -> None:
+    """Protocol 1 has no steps for large integers and for truth."""
+    what = {"u": torch.arange(4, dtype=torch.uint8), "seed": 1 << 70, "done": True}
+    torch.save(what, tmp_path / FILE, pickle_protocol=1)
+    assert octets(opened(tmp_path, (tmp_path / FILE).read_bytes()), "u") == bytes(range(4))

@@ -1,6 +1,7 @@
 """The steps of a pickle, one function an opcode, for all protocols from 0 to 5.
 
-Steps that would reach outside of the pickle (extension codes, buffers out of band) refuse it.
+Steps that would reach outside of the pickle (extension codes, buffers out of band) refuse it. Numbers as text come from
+`torch.save(pickle_protocol=1)`; objects as text (protocol 0) are read so that an unsafe one is refused by its name.
 """
 
 from __future__ import annotations
