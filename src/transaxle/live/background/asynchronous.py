@@ -222,7 +222,7 @@ class SaveJob:
                 say(f"the save of {self._dst} goes on; waiting for it (Ctrl-C gives it up)")
             self._wait(None)
         except KeyboardInterrupt:
-            self._answer = refuse("IO", "it was given up", hint="the target is as it was")
+            self._answer = refuse("IO", "the save was abandoned", hint="the target is unchanged")
             self._saver.close(0.0)
         if not isinstance(self._answer, SaveReport) and not self._was_told:
             say(f"the save of {self._dst} has failed, and nobody has asked for its result:\n{self._answer}")

@@ -44,7 +44,7 @@ class _Unflushable:
         self._stream.flush()
         caller = sys._getframe().f_back
         if caller is None or caller.f_code is getattr(util._flush_std_streams, "__code__", None):  # type: ignore[attr-defined]
-            raise RuntimeError("a save in the background has failed; what it met stands above")
+            raise RuntimeError("a save in the background failed; its error is shown above")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -23,9 +23,11 @@ _BEFORE = "load into the model before deepspeed.initialize; a universal checkpoi
 
 def partitioned(model: nn.Module) -> list[Refusal]:
     """Return a refusal for each parameter that has no values: ZeRO-3 has taken them."""
-    hint = "load before deepspeed.initialize; of a run, convert DeepSpeed's own checkpoint"
+    hint = "load before deepspeed.initialize; to continue a run, convert DeepSpeed's own checkpoint"
     return [
-        Refusal("UNSUPPORTED", "DeepSpeed's ZeRO-3 has taken its values out of it", Where(None, own_name(name)), hint)
+        Refusal(
+            "UNSUPPORTED", "DeepSpeed ZeRO-3 has taken its values out of the module", Where(None, own_name(name)), hint
+        )
         for name, parameter in model.named_parameters()
         if hasattr(parameter, _PARTITION)
     ]
@@ -37,7 +39,7 @@ def kept_elsewhere(model: nn.Module) -> list[Refusal]:
 
 
 def _offloaded(model: nn.Module) -> Iterator[Refusal]:
-    message = "accelerate keeps its weights elsewhere, and brings them for each forward pass"
+    message = "accelerate keeps its weights elsewhere and copies them in for each forward pass"
     hint = "load first, then call dispatch_model, cpu_offload or disk_offload"
     for path, module in model.named_modules():
         hook = module.__dict__.get(_HOOK)

@@ -14,9 +14,9 @@ from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.derived.derived import Island
 from transaxle.live.derived.trial import same, tried
 
-_NO_STATE = "its state has no name that another layout could know"
-_UNFUSED = "build the model without what fuses them (torchtitan: fuse_qkv=False), or leave out optimizer="
-_FLAT = "shard the model by fully_shard (FSDP2), or leave out optimizer= and use FSDP.optim_state_dict"
+_NO_STATE = "its optimizer state has no name that another layout could use"
+_UNFUSED = "build the model without the fusion (torchtitan: fuse_qkv=False), or omit optimizer="
+_FLAT = "shard the model with fully_shard (FSDP2), or omit optimizer= and use FSDP.optim_state_dict"
 
 
 def untaken(islands: Iterable[Island]) -> tuple[list[Refusal], tuple[str, ...]]:
@@ -40,8 +40,8 @@ def untaken(islands: Iterable[Island]) -> tuple[list[Refusal], tuple[str, ...]]:
 
 def left_out(names: Iterable[str]) -> list[Refusal]:
     """Return a refusal for each parameter and buffer that a state dict leaves out, and a load with it."""
-    message = "its module leaves it out of its state_dict, and its load_state_dict gives it no value"
-    return [Refusal("MISSING_TENSOR", message, Where(None, n), "strict=False leaves it as it is") for n in names]
+    message = "its module leaves it out of state_dict, and load_state_dict does not set it"
+    return [Refusal("MISSING_TENSOR", message, Where(None, n), "strict=False leaves it unchanged") for n in names]
 
 
 def reached(islands: Iterable[Island], loaded: Container[str]) -> set[str]:
@@ -79,7 +79,7 @@ def settle(islands: Iterable[Island], tensors: Mapping[str, torch.Tensor]) -> No
             shown = island.state()
         for key, values in loaded.items():
             if key not in shown or not same(shown[key].detach(), values):
-                message = f"{type(island.module).__name__}.load_state_dict took other values than it was given"
+                message = f"{type(island.module).__name__}.load_state_dict stored other values than it was given"
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, own_name(island.full(key)))))
     if problems:
         raise gathered(problems)

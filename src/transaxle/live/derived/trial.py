@@ -20,7 +20,7 @@ from transaxle.torch_tensors.tensor_bytes import byte_view, same_bytes
 _SEED = 20_260
 _LOWEST, _COUNT = 1, 62
 """Numbers that any type of integers holds, and of which eight bits are no NaN in any."""
-_HINT = "load into the module before it is wrapped or fused, or report it to who wrote its state_dict"
+_HINT = "load into the module before it is wrapped or fused, or report it to the author of its state_dict"
 
 
 def tried(island: Island) -> tuple[list[Refusal], tuple[str, ...]]:
@@ -39,7 +39,7 @@ def tried(island: Island) -> tuple[list[Refusal], tuple[str, ...]]:
         try:
             return _outcome(island, own.values(), memory, before)
         except Exception as error:  # noqa: BLE001 - whatever hooks of others raise: it cannot be loaded
-            message = f"{type(island.module).__name__} does not load what its state_dict gives: {error!r}"
+            message = f"{type(island.module).__name__} cannot load its own state_dict: {error!r}"
             return [Refusal("UNSUPPORTED", message, Where(None, island.path or None), _HINT)], ()
 
 
@@ -81,7 +81,7 @@ def _outcome(
     if unlike:
         lost, untouched = [*lost, *untouched], []
     what = type(island.module).__name__
-    message = f"{what} shows it in its state_dict as something else, and its load_state_dict gives back other values"
+    message = f"{what} shows it differently in its state_dict, and its load_state_dict does not restore the values"
     names = [*lost, *(name for name in unlike if name not in lost)]
     return [Refusal("UNSUPPORTED", message, Where(None, island.full(name)), _HINT) for name in names], tuple(untouched)
 

@@ -85,8 +85,10 @@ class TrainerCheckpoints:
             load(given["model"], source, optimizer=given["optimizer"], extra=_schedule(given), group=self._group)
         else:
             looked = ", ".join(str(Path(place, FOLDER)) for place in places)
-            message = f"no checkpoint of this callback for step {state.global_step}: looked at {looked}; give resume="
-            warnings.warn(f"{message} with the folder checkpoint-N. The Trainer's own copies are used", stacklevel=2)
+            message = f"no checkpoint of this callback for step {state.global_step}: looked for {looked}; give resume="
+            warnings.warn(
+                f"{message} with the folder checkpoint-N. The Trainer's own copies are loaded instead", stacklevel=2
+            )
 
     def on_step_end(self, _args: Any, _state: Any, control: Any = None, **_: Any) -> None:
         """Wait for the last save where another is due: before that, the Trainer may delete the one being written.

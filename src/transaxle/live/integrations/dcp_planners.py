@@ -191,7 +191,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
             where = Where(None, name)
             if stored is None and not self.allow_partial_load:
                 hint = "allow_partial_load=True loads the others"
-                problems.append(Refusal("MISSING_TENSOR", "the checkpoint has nothing for it", where, hint))
+                problems.append(Refusal("MISSING_TENSOR", "the checkpoint has no tensor for it", where, hint))
             if not isinstance(value, torch.Tensor) or not isinstance(stored, TensorStorageMetadata):
                 continue
             if tuple(stored.size) != tuple(value.shape):

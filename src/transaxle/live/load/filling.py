@@ -91,7 +91,7 @@ def check_filled(landings: Mapping[str, Landing]) -> None:
         Refused: INCOMPLETE.
     """
     short = [
-        Refusal("INCOMPLETE", f"{landing.written} bytes were written, and {landing.left} are left", Where(None, name))
+        Refusal("INCOMPLETE", f"{landing.written} bytes were written, {landing.left} are missing", Where(None, name))
         for name, landing in landings.items()
         if landing.left
     ]

@@ -73,7 +73,7 @@ def refuse_different(checkpoint: Checkpoint, world: World) -> None:
         if path == first_path and identity != first_identity:
             first = world.ranks[0]
             message = f"rank {rank} opened another checkpoint there than rank {first}: it was replaced meanwhile"
-            raise refuse("CORRUPT", message, file=path, hint="Load again, when nobody writes there.")
+            raise refuse("CORRUPT", message, file=path, hint="Load again when no other program writes to this path.")
 
 
 def _identity(checkpoint: Checkpoint) -> str:

@@ -74,7 +74,7 @@ def unmatched(missing: Sequence[str], unexpected: Sequence[str], source: Iterabl
     rest = "strict=False loads the others"
     near = _closest(missing, (*unexpected, *source), "the source")
     lacking = [
-        Refusal("MISSING_TENSOR", "the source has nothing for it", Where(None, n), near.get(n, "") + rest)
+        Refusal("MISSING_TENSOR", "the source has no tensor for it", Where(None, n), near.get(n, "") + rest)
         for n in missing
     ]
     near = _closest(unexpected, missing, "the model")

@@ -35,7 +35,10 @@ def unloadable(model: State, loaded: Container[str]) -> list[Refusal]:
         loaded: names that the source holds.
     """
     if not isinstance(model, nn.Module):
-        message, hint = "it is on the meta device, where nothing can be written", "give the model itself"
+        message, hint = (
+            "it is on the meta device, which has no memory to write to",
+            "give the model itself, not its state dict",
+        )
         tensors = leaves(model).tensors.items()
         return [Refusal("UNSUPPORTED", message, Where(None, name), hint) for name, each in tensors if each.is_meta]
     problems = []

@@ -68,7 +68,7 @@ def _narrowed(
 ) -> Leaves:
     taken = {id(tensor) for tensor in (*tensors.values(), *(each for some in copies.values() for each in some))}
     held = {id(weight): name for name, weight in found.weights.items()}
-    message = "a model of peft with it is loaded from a checkpoint of the whole only"
+    message = "a PEFT model that has it can only be loaded from a checkpoint of the whole model"
     odd = [*(island.path for island in found.islands), *found.others, *held.values()]
     problems = [*problems, *(Refusal("UNSUPPORTED", message, Where(None, name)) for name in odd)]
     untouched = tuple(name for name, tensor in found.tensors.items() if id(tensor) not in taken)
@@ -122,7 +122,7 @@ def _in_files(model: Any) -> tuple[dict[str, torch.Tensor], list[Refusal]]:
     tensors = written(model, state_dict=state, adapter_name=active, save_embedding_layers=False)
     own = {id(tensor) for _, tensor in persistent(model)}
     made = [name for name, tensor in tensors.items() if id(tensor) not in own]
-    message = "peft makes it for its files, and it is none of the model's own tensors"
+    message = "peft creates it only in its files; the model has no such tensor"
     problems += (Refusal("UNSUPPORTED", message, Where(None, name), "use peft's load_adapter") for name in made)
     return {own_name(name): tensor for name, tensor in tensors.items()}, problems
 
@@ -130,7 +130,7 @@ def _in_files(model: Any) -> tuple[dict[str, torch.Tensor], list[Refusal]]:
 def _merged(model: nn.Module) -> Iterator[Refusal]:
     for path, module in model.named_modules():
         if _is(module, _TUNER) and getattr(module, "merged", False) is True:
-            message = "its adapter is merged into it: what is loaded would be unmerged later"
+            message = "its adapter is merged, and unmerging it later would change the loaded weights"
             yield Refusal("UNSUPPORTED", message, Where(None, own_name(path)), _UNMERGE)
 
 

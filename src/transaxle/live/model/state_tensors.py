@@ -27,7 +27,7 @@ from transaxle.torch_tensors.tp_shard import mark, mark_all, part_of
 State = nn.Module | Mapping[str, Any]
 """A model, or a state dict, nested or flat."""
 _SEPARATOR = "."
-_PLAIN_ONLY = "modules keep such things as extra state; load and save a quantized model before it is quantized"
+_PLAIN_ONLY = "this module keeps its values in extra state; load and save the model before it is quantized"
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,9 @@ def leaves(state: State) -> Leaves:
     for path, value in found:
         name = own_name(path) if clean else path
         if name in tensors or name in others:
-            problems.append(Refusal("NAME_COLLISION", f"two entries have this name, one is {path}", Where(None, name)))
+            problems.append(
+                Refusal("NAME_COLLISION", f"two entries have this name; one of them is {path}", Where(None, name))
+            )
         strange = _strange(name, value, of_module=clean)
         if strange is not None:
             problems.append(strange)
@@ -103,9 +105,9 @@ def leaves(state: State) -> Leaves:
 def _strange(name: str, value: Any, *, of_module: bool) -> Refusal | None:
     """Return why an entry can be neither saved nor loaded; None where it can."""
     if is_lazy(value):
-        message, hint = "it is lazy, and has no shape yet", "run the model once first"
+        message, hint = "it is a lazy parameter without a shape", "run the model once first"
     elif isinstance(value, torch.Tensor) and value.is_quantized:
-        message, hint = f"it is of torch's own quantized type {value.dtype}", "load and save it unquantized"
+        message, hint = f"it has torch's own quantized type {value.dtype}", "load and save it unquantized"
     elif of_module and not isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE):
         message, hint = f"it is a {type(value).__name__}, no tensor, in the state dict of a module", _PLAIN_ONLY
     else:
@@ -120,7 +122,7 @@ def _entries(model: nn.Module) -> dict[str, Any]:
     except TransaxleError:
         raise
     except Exception as error:  # whatever hooks of others raise
-        raise refuse("UNSUPPORTED", f"{type(model).__name__}.state_dict() fails: {error!r}") from error
+        raise refuse("UNSUPPORTED", f"{type(model).__name__}.state_dict() failed: {error!r}") from error
     return found
 
 
@@ -133,7 +135,7 @@ def _check(state: object) -> None:
     """Refuse what is neither model nor state dict."""
     if not isinstance(state, nn.Module | Mapping):
         hint = "give a torch.nn.Module, or a mapping of names to tensors"
-        raise refuse("UNSUPPORTED", f"a {type(state).__name__} is neither model nor state dict", hint=hint)
+        raise refuse("UNSUPPORTED", f"a {type(state).__name__} is neither a model nor a state dict", hint=hint)
 
 
 def _quantized(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -163,7 +165,7 @@ def unwritable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
         if local.layout != torch.strided:
             message, hint = f"its layout is {local.layout}", "give a dense tensor"
         elif any(size > 1 and not step for size, step in zip(local.shape, local.stride(), strict=True)):
-            message, hint = "several of its elements are one in memory (`expand`)", "give tensor.contiguous()"
+            message, hint = "several of its elements share memory (`expand`)", "give tensor.contiguous()"
         else:
             continue
         problems.append(Refusal("UNSUPPORTED", message, Where(None, name), hint))

@@ -30,7 +30,7 @@ from transaxle.move.workers import limits
 from transaxle.torch_tensors.placement import local_shape
 from transaxle.torch_tensors.torch_arguments import Ranks
 
-_CAST = "types are never changed: give tensors of one type, such as {name: tensor.to(torch.bfloat16)} of the other side"
+_CAST = "dtypes are never changed: give both sides the same, for example {name: tensor.to(torch.bfloat16)}"
 _SHOWN = 3
 """Names of each side that an error shows."""
 
@@ -152,8 +152,12 @@ def _plan(sides: Sides, own_target: Leaves, seen: View, *, strict: bool) -> _Pla
     with world.together():
         if not any(name in stored for name in sides.target) and (sides.target or sides.source):
             shown = (", ".join([*names][:_SHOWN]) or "(none)" for names in (sides.target, stored))
-            message = "target and source have no name in common\ntarget: {}\nsource: {}".format(*shown)
-            raise refuse("UNKNOWN_FAMILY", message, hint="are they the same model? If so, give family= and dialect=")
+            message = "target and source have no tensor name in common\ntarget: {}\nsource: {}".format(*shown)
+            raise refuse(
+                "UNKNOWN_FAMILY",
+                message,
+                hint="check that both are the same model; if they are, give family= and dialect=",
+            )
         if strict:
             problems += [*unmatched(missing, unexpected), *left_out(omitted)]
         if problems:

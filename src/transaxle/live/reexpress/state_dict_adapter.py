@@ -132,7 +132,10 @@ def _expressed(state_view: Checkpoint, dialect: str) -> Checkpoint:
         if not LACKING.issuperset(refusal.code for refusal in error.refusals):
             raise
         call = f'state, give_back = tx.loadable_as(model, "{state_view.dialect}")'
-        hint = f"if another rank holds it: make the state by  {call}  from the one in {dialect}, and then give_back()"
+        hint = (
+            f"if another rank holds it: build the state with  {call}  from the one in {dialect}, and then call "
+            "give_back()"
+        )
         raise gathered(replace(refusal, hint=hint) for refusal in error.refusals) from None
 
 
@@ -192,7 +195,7 @@ class _Adapter:
         sizes = {name: local_of(tensor).nbytes for name, tensor in self._own.tensors.items()}
         for name, size in used.items():
             if name not in self._followers and size < sizes[name]:
-                message = f"{size} of this rank's {sizes[name]} bytes are in the other dialect"
+                message = f"only {size} of this rank's {sizes[name]} bytes are in the other dialect"
                 problems.append(Refusal("INCOMPLETE", message, Where(None, name)))
         if problems:
             raise gathered(problems)
@@ -264,7 +267,7 @@ class _Adapter:
                 copy_box(move, merged[tensor_of(transfer.file)], read_back)
             if not torch.equal(byte_view(read_back), byte_view(values)):
                 sources = ", ".join(dict.fromkeys(tensor_of(transfer.file) for transfer in self._transfers[name]))
-                message = f"others of which {sources} is to be made have other values"
+                message = f"the tensors to be joined ({sources}) have unequal values"
                 problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, name)))
         if problems:
             raise gathered(problems)
@@ -288,7 +291,7 @@ class _Adapter:
         if not meshes:
             return self._local(name, tuple(((0, size),) for size in stored.shape))
         if len(meshes) > 1 or len(distributed) < len(tensors):
-            message = f"it is made of tensors on different meshes: {', '.join(origins)}"
+            message = f"it joins tensors on different meshes: {', '.join(origins)}"
             raise refuse("UNSUPPORTED", message, tensor=name, hint="redistribute them to one mesh first")
         mesh = meshes.pop()
         ranks = mesh.mesh.flatten().tolist()
@@ -298,8 +301,8 @@ class _Adapter:
         choices = self._search.find(name, mesh, coordinates, tuple(t.placements for t in distributed))
         if choices is None:
             placed = ", ".join(f"{o} {list(t.placements)}" for o, t in zip(origins, distributed, strict=True))
-            message = f"no placement gives every rank a part that it holds already; it is made of {placed}"
-            hint = "tx.reshard moves what other ranks hold; or redistribute the sources"
+            message = f"no placement matches the parts that the ranks already hold; its sources are {placed}"
+            hint = "use tx.reshard to move parts between ranks, or redistribute the sources"
             raise refuse("UNSUPPORTED", message, tensor=name, hint=hint)
         if not is_present(choices, coordinates[self._rank]):
             return None
@@ -316,7 +319,9 @@ class _Adapter:
         transfers = self._search.transfers(name, held, self._rank)
         if transfers is None:
             message = f"this rank has {plural(len(stored.origins), 'tensor')} of it, and needs more"
-            raise refuse(ABSENT, message, tensor=name, hint="tx.save and tx.load put together what ranks have")
+            raise refuse(
+                ABSENT, message, tensor=name, hint="use tx.save and tx.load, which join the parts of all ranks"
+            )
         self._transfers[name] = transfers
         dtype, shape = torch_dtype(stored.dtype, tensor=name), local_shape(held)
         own = self._own.tensors
@@ -345,7 +350,7 @@ def _distributed(
     if len(placements) < len(choices):
         names = mesh.mesh_dim_names
         if names is None:
-            message = "only some ranks of the mesh have it, and the mesh dims have no names to tell which"
-            raise refuse("UNSUPPORTED", message, tensor=name, hint="give init_device_mesh mesh_dim_names")
+            message = "only some ranks of the mesh have it, and the mesh dims have no names to identify which"
+            raise refuse("UNSUPPORTED", message, tensor=name, hint="give init_device_mesh the argument mesh_dim_names")
         mesh = mesh[tuple(n for n, choice in zip(names, choices, strict=True) if not isinstance(choice, int))]
     return as_dtensor(local, mesh, placements, shape)

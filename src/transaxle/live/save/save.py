@@ -108,7 +108,7 @@ def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World
 def _planned(settings: SaveSettings, state: CollectedState, rank: int) -> Prepared:
     """Plan the target's files, with the memory of all ranks as the source."""
     if is_one_file(settings.dst) and state.files:
-        message = "states that are no tensors need a file of their own, and the target is one file"
+        message = "states that are not tensors need separate files, but the target is a single file"
         raise refuse("UNSUPPORTED", message, file=settings.dst, hint="Give a folder.")
     memory = container(state.global_tensors, state.own, rank, settings.config, groups=state.groups, files=state.files)
     reading = Settings(family=settings.family, dialect=settings.dialect, optimizer=settings.optimizer)

@@ -69,7 +69,7 @@ class Runs(torch.Tensor):
             empty = first._local.new_empty(0, **options)
             return Runs(torch.Size(args[1]), empty, tuple(((0, 0),) for _ in args[1]))
         if func not in _ON_LOCAL:
-            raise refuse("UNSUPPORTED", f"{func} of a tensor that is only there to be saved and loaded")
+            raise refuse("UNSUPPORTED", f"{func} on a tensor that can only be saved and loaded")
         local = func(*(arg._local if isinstance(arg, Runs) else arg for arg in args), **options)
         return first if func is _ops.copy_.default else Runs(first.shape, local, first._held)
 

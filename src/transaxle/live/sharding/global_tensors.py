@@ -47,8 +47,8 @@ Census = Mapping[str, Global]
 _Told = tuple[str, str, tuple[int, ...], int]
 _SHOWN = 8
 """Ranks that a message names."""
-_EVERYWHERE = "give it on every rank of its mesh, or on none: each rank has only its own part of it"
-_WIDER = "call it on all ranks of the mesh, with a group that has them (group=None: all ranks)"
+_EVERYWHERE = "give the tensor on every rank of its mesh, or on none: each rank has only its part"
+_WIDER = "call this on all ranks of the mesh, with a group that contains them (group=None: all ranks)"
 
 
 def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
@@ -85,10 +85,10 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
             if first is None:
                 tensors_heard[name] = _Heard(dtype, shape, held, [rank])
             elif first.shape != shape:
-                message = f"rank {rank} says {list(shape)}, another {list(first.shape)}"
+                message = f"its shape is {list(shape)} on rank {rank}, but {list(first.shape)} on another"
                 problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))
             elif first.dtype != dtype:
-                message = f"rank {rank} says {dtype}, another {first.dtype}"
+                message = f"its dtype is {dtype} on rank {rank}, but {first.dtype} on another"
                 problems.append(Refusal("DTYPE_MISMATCH", message, Where(None, name)))
             else:
                 first.add(rank, held)
@@ -131,7 +131,7 @@ class _Heard:
         ranks, everyone = set(self._ranks), set(world.ranks)
         for mesh in meshes:
             if outside := [rank for rank in mesh if rank not in everyone]:
-                message = f"it lies on ranks {_listed(mesh)}, of which {_listed(outside)} are not in the process group"
+                message = f"it is on ranks {_listed(mesh)}, of which {_listed(outside)} are not in the process group"
                 yield Refusal("UNSUPPORTED", message, Where(None, name), _WIDER)
             elif lost := [rank for rank in mesh if rank not in ranks]:
                 message = f"it lies on ranks {_listed(mesh)}; rank {_listed(lost)} has no such tensor"

@@ -191,7 +191,7 @@ def _entry(tensor: Global, given: dict[int, int]) -> Entry:
                 extents.append(extent)
     size = sum(_count(extent.shape) for extent in extents)
     if size != _count(tensor.shape):
-        message = f"all ranks together hold {size} of its {_count(tensor.shape)} elements"
+        message = f"all ranks together hold only {size} of its {_count(tensor.shape)} elements"
         raise refuse("INCOMPLETE", message, tensor=tensor.name)
     return Entry(tensor.name, tensor.dtype, tensor.shape, tuple(extents))
 

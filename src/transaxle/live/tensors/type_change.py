@@ -50,7 +50,7 @@ def check_dtype(dtype: str | None) -> None:
     """
     if dtype is not None and dtype not in CASTS:
         named = ", ".join(f'dtype="{one}"' for one in CASTS)
-        raise refuse("UNSUPPORTED", f"dtype={dtype!r} is no type that parameters can be cast to", hint=named)
+        raise refuse("UNSUPPORTED", f"dtype={dtype!r}: parameters cannot be cast to this type", hint=named)
 
 
 def is_plain(stored: str) -> bool:
@@ -62,13 +62,13 @@ def decode_hint(stored: str, wanted: str, decode: str | None = None) -> str:
     """Return what a user can do about two types that differ, although `decode` was given."""
     said = next((key for key, code in CASTS.items() if code == wanted), None)
     if stored in PLAIN and wanted.startswith(_CODES):
-        return "values become codes when they are written so, transaxle convert --encode, or in a parameter of tx.quant"
+        return "to quantize, use transaxle convert --encode, or a parameter of tx.quant"
     if said is None or not stored.startswith(("F", "BF")):
         return ""
     if stored in PLAIN:
         return f'dtype="{said}" casts what is stored to the parameter\'s type'
     if said == decode:
-        return "codes are values with their scales alone: nothing here says which scales these have"
+        return "codes mean nothing without their scales, and these have none"
     return f'decode="{said}" converts what is stored to the parameter\'s type'
 
 
@@ -87,7 +87,7 @@ def decoded(checkpoint: Checkpoint, decode: str | None, keep: Iterable[str] = ()
         return checkpoint
     if decode not in CASTS:
         named = ", ".join(f'decode="{one}"' for one in CASTS)
-        raise refuse("UNSUPPORTED", f"decode={decode!r} is no type that parameters can be converted to", hint=named)
+        raise refuse("UNSUPPORTED", f"decode={decode!r}: parameters cannot be decoded to this type", hint=named)
     if not checkpoint.catalog.encoded and not checkpoint.catalog.refusals:
         return checkpoint  # a plain source needs no decoding, and what is of another type needs `dtype`
     return checkpoint.decode(_DECODED_AS[decode], skip=[escape(name) for name in keep])

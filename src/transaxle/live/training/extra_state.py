@@ -137,10 +137,15 @@ class Extras:
         if name in self.states:
             return None
         if name in self._others:
-            message = f"{self._saved_by} ranks saved a state each, {self._size} load"
+            message = f"{self._saved_by} ranks saved a state each, but {self._size} load it"
             hint = "leave it out of extra, or load with strict=False; Random(strict=False) stays as it is"
             return Refusal("UNSUPPORTED", message, Where(FILE, name), hint)
-        return Refusal("MISSING_TENSOR", "the source has no such state", Where(FILE, name), "strict=False leaves it")
+        return Refusal(
+            "MISSING_TENSOR",
+            "the source does not have this state",
+            Where(FILE, name),
+            "strict=False leaves it unchanged",
+        )
 
 
 def _tagged(value: Any, path: str, problems: list[Refusal], depth: int) -> Any:
@@ -150,7 +155,7 @@ def _tagged(value: Any, path: str, problems: list[Refusal], depth: int) -> Any:
         return [_tagged(item, f"{path}[{number}]", problems, depth + 1) for number, item in enumerate(items)]
 
     if depth > _DEEPEST:
-        problems.append(Refusal("UNSUPPORTED", f"it is nested deeper than {_DEEPEST}", Where(FILE, path)))
+        problems.append(Refusal("UNSUPPORTED", f"it is nested more than {_DEEPEST} levels deep", Where(FILE, path)))
         return None
     if value is None or type(value) in (bool, int, str):
         return value
@@ -184,7 +189,7 @@ def _octets(value: Any, path: str, problems: list[Refusal]) -> Any:
         held = value.detach().cpu().contiguous()
         data = _text(as_bytes(held).tobytes())
         return {_TENSOR: {_DTYPE: code_of(held.dtype), _SHAPE: list(held.shape), _DATA: data}}
-    message = f"it is a {type(value).__module__}.{type(value).__qualname__}, which is no plain data"
+    message = f"it is a {type(value).__module__}.{type(value).__qualname__}, which is not plain data"
     hint = "give a state_dict of numbers, texts, bytes, lists, dicts, tensors and arrays"
     problems.append(Refusal("UNSUPPORTED", message, Where(FILE, path), hint))
     return None
@@ -222,5 +227,5 @@ def _array(kind: str, held: Mapping[str, Any]) -> Any:
         flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
         return flat.reshape(held[_SHAPE])
     if kind != _ARRAY:
-        raise ValueError(f"nothing is called {kind}")
+        raise ValueError(f"unknown kind {kind}")
     return np.frombuffer(data, np.dtype(held[_DTYPE])).reshape(held[_SHAPE])

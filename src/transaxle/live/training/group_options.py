@@ -43,7 +43,7 @@ def groups_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> list
                 continue
             said[key] = plain(_scalar(value))
             if said[key] is NOTHING:
-                message = f"its setting {key} is a {type(value).__name__}, which no checkpoint can hold"
+                message = f"its setting {key} is a {type(value).__name__}, which a checkpoint cannot store"
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, f"optimizer group {number}")))
         found.append({**said, PARAMS: [names[id(parameter)] for parameter in group[PARAMS]]})
     if problems:
@@ -67,7 +67,7 @@ def all_groups(mine: Sequence[ParamGroup], world: World) -> list[ParamGroup]:
             first = found.setdefault(key, {**said, PARAMS: []})
             for name in group[PARAMS]:
                 if held.setdefault(name, key[1]) != key[1]:
-                    message = f"rank {rank} trains it with {key[1]}, another with {held[name]}"
+                    message = f"rank {rank} trains it with {key[1]}, another rank with {held[name]}"
                     problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, name)))
                 elif name not in first[PARAMS]:
                     first[PARAMS].append(name)

@@ -28,7 +28,9 @@ from transaxle.torch_tensors.tp_shard import mark, part_of, whole_shape
 _PARAMS = "params"
 _ON_DEVICE = ("capturable", "fused")
 """Settings of a group under which its counters live on the parameters' device."""
-_TOO_EARLY = "make the optimizer of this model's parameters, after fully_shard or parallelize_module has replaced them"
+_TOO_EARLY = (
+    "build the optimizer from this model's parameters, after fully_shard or parallelize_module has replaced them"
+)
 _NUMBERS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Python's numbers, and the types of the tensors that stand for them."""
 
@@ -65,7 +67,7 @@ def names_of(optimizers: Optimizers, tensors: Mapping[str, torch.Tensor]) -> dic
     for group, number, parameter in optimizers.parameters():
         name = by_identity.get(id(parameter))
         if name is None:
-            message = f"parameter {number} of its group {group}, of shape {list(parameter.shape)}, is none of the model"
+            message = f"parameter {number} of its group {group}, of shape {list(parameter.shape)}, is not in the model"
             problems.append(Refusal("UNEXPECTED_TENSOR", message, Where(None, f"optimizer group {group}"), _TOO_EARLY))
         else:
             found[name] = parameter
@@ -105,7 +107,7 @@ def states_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> dict
                 problems.append(_encoded(full, value))
             elif held is not None and held.dim() and part_of(parameter) is not None and held.shape != parameter.shape:
                 message = (
-                    f"it has the shape {list(held.shape)}, and its parameter, {list(parameter.shape)} here, is cut"
+                    f"it has the shape {list(held.shape)}, but its parameter, {list(parameter.shape)} here, is sharded"
                 )
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, full)))
             elif held is not None:
@@ -131,8 +133,8 @@ def taken_away(checkpoint: Checkpoint) -> list[Refusal]:
     container, manifest = checkpoint.container, checkpoint.manifest
     if manifest is None or any(split_slot(name)[1] for name in (*container.entries, *container.left)):
         return []
-    message = "the checkpoint was written with it, and it is missing"
-    hint = "copy it; strict=False, or no optimizer=, loads the model alone"
+    message = "the checkpoint lists this file, but it is missing"
+    hint = "copy it; strict=False, or omitting optimizer=, loads the model alone"
     files = [file for file in manifest.files if file.startswith(f"{STATE_FOLDER}/")]
     return [Refusal("INCOMPLETE", message, Where(file), hint) for file in files]
 
@@ -210,7 +212,7 @@ def _is_encoded(state: torch.Tensor) -> bool:
 
 def _encoded(name: str, state: torch.Tensor) -> Refusal:
     message = f"it is a {type(local_of(state)).__name__}, whose values are codes with scales"
-    hint = "torch's own dcp.save of get_optimizer_state_dict keeps such state; without optimizer= the model goes alone"
+    hint = "torch's own dcp.save of get_optimizer_state_dict stores such state; omit optimizer= to save the model alone"
     return Refusal("UNSUPPORTED", message, Where(None, name), hint)
 
 

@@ -22,7 +22,7 @@ from transaxle.quant.modules.masters import MasterWeights
 AnyOptimizer = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 """An optimizer, a wrapper or container of some, or several of them; each parameter is in one."""
 _STATE, _DEFAULTS, _STEP = "state", "defaults", "step"
-_GIVE = "give the torch optimizers inside it, as a list; what else it keeps may go into extra="
+_GIVE = "give the torch optimizers inside it, as a list; put its other state into extra="
 CARRY = 'extra={"optimizer": optimizer} keeps its state_dict() as it is, for the same ranks and shards'
 """What can be done with state that has no place beside its parameter."""
 _DEEPEST = 4
@@ -79,7 +79,7 @@ class Optimizers:
                 unlike = [key for key in outer if key in group and repr(group[key]) != repr(outer[key])]
                 if unlike:
                     told = ", ".join(f"{key} is {outer[key]!r} outside and {group[key]!r} inside" for key in unlike)
-                    message = f"a wrapper has other settings than the {type(one).__name__} inside: {told}"
+                    message = f"the wrapper and the {type(one).__name__} inside it have different settings: {told}"
                     problems.append(Refusal("UNSUPPORTED", message, Where(None, f"optimizer group {number}"), _GIVE))
         if problems:
             raise gathered(problems)
@@ -105,7 +105,7 @@ def apart(given: Any) -> Optimizers:
                 first = owners.setdefault(id(parameter), number)
                 if first != number:
                     names = " and ".join(type(walk.members[each]).__name__ for each in (first, number))
-                    message = f"optimizers {first} and {number} ({names}) have the same, of {list(parameter.shape)}"
+                    message = f"optimizers {first} and {number} ({names}) share a parameter, of {list(parameter.shape)}"
                     hint = "give each parameter to one optimizer"
                     walk.problems.append(Refusal("NAME_COLLISION", message, Where(None, "optimizer parameter"), hint))
     if walk.problems:
@@ -130,7 +130,7 @@ class _Walk:
                 for each in several:
                     self.into(each)
             else:
-                self._refuse(given, "it is no optimizer", "give a torch optimizer, or a list or dict of them")
+                self._refuse(given, "this is not an optimizer", "give a torch optimizer, or a list or dict of them")
             return
         if id(given) in self._seen:
             return
@@ -139,10 +139,10 @@ class _Walk:
         if inner:
             self._wrapper(given, inner)
         elif not isinstance(given, Optimizer):
-            self._refuse(given, "it is no torch optimizer, and has none inside", CARRY)
+            self._refuse(given, "this is not a torch optimizer, and has none inside", CARRY)
         elif _is_of(given, _ZERO):
-            hint = "overlap_with_ddp=False makes it at once"
-            self._refuse(given, "the optimizer inside is not made yet, or is a functional one", hint)
+            hint = "overlap_with_ddp=False builds it at once"
+            self._refuse(given, "the optimizer inside does not exist yet, or is a functional one", hint)
         else:
             self.members.append(given)
             if not isinstance(given, MasterWeights):
@@ -161,10 +161,10 @@ class _Walk:
             return
         if not mine & theirs or theirs - mine:
             message = "the optimizers inside have other tensors than it: copies, or flat buffers"
-            self._refuse(given, message, "save it as its own framework does; transaxle reads DeepSpeed's checkpoints")
+            self._refuse(given, message, "save it with its own framework; transaxle reads DeepSpeed's checkpoints")
         elif mine - theirs:
             count = len(mine - theirs)
-            self._refuse(given, f"none of the optimizers inside has {count} of its {len(mine)} parameters", _GIVE)
+            self._refuse(given, f"{count} of its {len(mine)} parameters belong to none of the optimizers inside", _GIVE)
         else:
             self._check(given, members, _GIVE)
 
@@ -172,7 +172,7 @@ class _Walk:
         """Refuse what keeps values beside the states of the members, which are itself or inside it."""
         kept = [*_stray(one, members), *_elsewhere(one), *_told(one, members)]
         if kept:
-            self._refuse(one, f"it keeps more than the state of its parameters: {'; '.join(kept)}", hint)
+            self._refuse(one, f"it keeps more than its parameters' state: {'; '.join(kept)}", hint)
 
     def _refuse(self, one: Any, message: str, hint: str) -> None:
         self.problems.append(Refusal("UNSUPPORTED", message, Where(None, f"optimizer {type(one).__name__}"), hint))
@@ -290,7 +290,7 @@ def _told(one: Any, members: Sequence[Optimizer]) -> Iterator[str]:
     try:
         said = one.state_dict()
     except Exception as error:  # noqa: BLE001 - whatever it is, what it keeps is not known
-        yield f"its state_dict() fails ({error!r})"
+        yield f"its state_dict() failed ({error!r})"
         return
     if not isinstance(said, Mapping):
         yield f"its state_dict() is a {type(said).__name__}"

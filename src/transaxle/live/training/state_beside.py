@@ -69,13 +69,13 @@ class Beside:
         lenient = {name for name, held in extra.items() if isinstance(held, Random) and not held.strict}
         self.lacking = [problem for name, problem in lacking if problem is not None and name not in lenient]
         self.problems = [
-            Refusal("SHAPE_MISMATCH", f"it is a number here, {list(tensor.shape)} in the source", Where(None, name))
+            Refusal("SHAPE_MISMATCH", f"it is a number here, but {list(tensor.shape)} in the source", Where(None, name))
             for name, tensor in self._stored.items()
             if tensor.shape and self._owner == STATE
         ]
         for name in self._trained:
             odd = nested(self._items, name, lambda _: None)[1]
-            message = f"it is more than plain data, and nothing is unpickled here: {'; '.join(odd)}"
+            message = f"it contains more than plain data, and nothing is unpickled here: {'; '.join(odd)}"
             hint = "leave it out of extra, and restore that part yourself"
             self.problems += [Refusal("UNSUPPORTED", message, Where(None, name), hint)] if odd else []
 
