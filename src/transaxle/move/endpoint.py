@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import numpy as np
@@ -38,7 +39,7 @@ class Writable(Protocol):
         """Write bytes into a file from `offset`."""
 
 
-class Sink:
+class Sink(ABC):
     """Where the bytes of items go: memory that they are made in (`room`), or whoever takes them (`take`)."""
 
     ordered = True
@@ -48,16 +49,12 @@ class Sink:
         """Return the memory in which an item's bytes `[start, stop)` belong; None: they are given to `take`."""
         return None
 
-    def filled(self, _key: int, _start: int, _stop: int) -> None:
+    def filled(self, _key: int, _start: int, _stop: int) -> None:  # noqa: B027 - a sink may have nothing to note
         """Note that the room for these bytes has them."""
 
+    @abstractmethod
     def take(self, key: int, start: int, data: memoryview) -> None:
         """Take an item's bytes from `start` on, which are neither written to nor kept."""
-        room = self.room(key, start, start + len(data))
-        if room is None:
-            raise NotImplementedError
-        room.data[:] = data
-        self.filled(key, start, start + len(data))
 
-    def end(self, _key: int) -> None:
+    def end(self, _key: int) -> None:  # noqa: B027 - as above
         """Note that these were the last bytes of an item; of an empty one, that it is there."""

@@ -19,7 +19,6 @@ _DECODED_AS: Mapping[str, str] = {"bf16": "bf16", "fp16": "fp32", "fp32": "fp32"
 """Type in which encoded values are computed."""
 _CODES = "F8"
 """Begin of the safetensors codes that stand for no values."""
-_WIDENED = frozenset({("F16", "F32"), ("BF16", "F32")})
 
 
 @dataclass(frozen=True)
@@ -99,8 +98,3 @@ def cast(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, bool]:
     back = found.to(values.dtype)
     same = (back == values) | (values != values)
     return found, bool(same.all())
-
-
-def widens(stored: str, to: str) -> bool:
-    """Tell whether every value of a type is one of another."""
-    return stored == to or (stored, to) in _WIDENED
