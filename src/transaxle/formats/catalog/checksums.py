@@ -105,7 +105,7 @@ class Witness(Overlay):
                 self.count(checksum, [(first, last, crc)])
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.strided.read_strided`; such runs are too short to be summed up one by one."""
+        """See `formats.storage.strided_reads.read_strided`; such runs are too short to be summed up one by one."""
         read_strided(self.below, name, offset, view, width, loops)
         total = width * prod(count for count, _, _ in loops)
         last = offset + width + sum((count - 1) * step for count, step, _ in loops)

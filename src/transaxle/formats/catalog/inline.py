@@ -68,7 +68,7 @@ class NumbersInMemory(Overlay):
             super().read_into(name, offset, view)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.strided.read_strided`."""
+        """See `formats.storage.strided_reads.read_strided`."""
         if name == NUMBERS:
             read_each(self, name, offset, view, width, loops)
         else:

@@ -141,7 +141,7 @@ class LocalStorage(Storage):
             _read(fd, name, offset, octets)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """Read runs of a file at once; see `formats.strided.read_strided`."""
+        """Read runs of a file at once; see `formats.storage.strided_reads.read_strided`."""
         with self._handles.use(name) as fd:
             read_runs(fd, offset, view.cast("B"), width, loops, partial(_read, fd, name))
 

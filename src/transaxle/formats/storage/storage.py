@@ -197,7 +197,7 @@ class VirtualFiles(Overlay):
             virtual.read_into(offset, view)
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.strided.read_strided`."""
+        """See `formats.storage.strided_reads.read_strided`."""
         if name in self._files:
             read_each(self, name, offset, view, width, loops)
         else:

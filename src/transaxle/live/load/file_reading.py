@@ -32,7 +32,7 @@ class Counting(Overlay):
             self.count += view.nbytes
 
     def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
-        """See `formats.strided.read_strided`."""
+        """See `formats.storage.strided_reads.read_strided`."""
         read_strided(self.below, name, offset, view, width, loops)
         with self._lock:
             self.count += width * prod(count for count, _, _ in loops)
