@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from transaxle.axes.layout.relayout import Copier, Target
-from transaxle.axes.translation.arrange import Arranged, arranged, groups
+from transaxle.axes.translation.expert_sets import Arranged, arranged, groups
 from transaxle.axes.translation.grouped import (
     COLUMN,
     MEMBERS,

@@ -4,7 +4,7 @@
     fc1.weight    = t0[e x y]    fc1.weight_scale_inv    = t1[e x y]    fc1.bias    = t2[e x]
 
 Such a layer may be anywhere in a model, so the table is built for the names at hand, and then used like any other.
-    `transaxle.axes.translation.arrange` finds the stems that it needs, for every way into a model.
+`transaxle.axes.translation.expert_sets` finds the stems that it needs, for every way into a model.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transaxle.engine.units import duration, plural, short, size
+from transaxle.engine.number_text import duration, plural, short, size
 
 __all__ = ["duration", "parameters", "percent", "plural", "size", "speed"]
 

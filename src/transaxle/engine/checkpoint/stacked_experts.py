@@ -12,7 +12,7 @@ from functools import cached_property
 
 from transaxle.axes.layout.bind import Bound, bind
 from transaxle.axes.layout.solve import Shape
-from transaxle.axes.translation.arrange import arranged, groups
+from transaxle.axes.translation.expert_sets import arranged, groups
 from transaxle.axes.translation.grouped import FAMILY, STORED, WANTED, Stem, copy_checks, sizes, table, without_copies
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import StoredNames

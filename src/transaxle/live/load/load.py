@@ -14,9 +14,9 @@ from transaxle.arguments import Config, DType, check_keywords, read_count, read_
 from transaxle.engine.checkpoint.checkpoint import CheckpointLike
 from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
 from transaxle.errors import Refusal, gathered
-from transaxle.live.load.file_reading import reads
 from transaxle.live.load.filling import check_filled, destinations, finish
 from transaxle.live.load.load_plan import LoadRequest, plan_load
+from transaxle.live.load.planned_reads import reads
 from transaxle.live.load.shared_source import check_sums, counted, opened
 from transaxle.live.model.report import LoadReport
 from transaxle.live.model.source_view import View

@@ -16,7 +16,7 @@ from transaxle.formats.catalog.catalog import Checksum
 from transaxle.formats.catalog.checksums import Tally, witness_of
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.storage.storage import Storage
-from transaxle.live.load.file_reading import Counting
+from transaxle.live.load.planned_reads import Counting
 from transaxle.live.transport.world import World
 from transaxle.move.hashing import digest
 

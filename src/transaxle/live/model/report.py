@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from transaxle.engine.units import duration, plural, size
+from transaxle.engine.number_text import duration, plural, size
 from transaxle.live.tensors.type_change import Conversion
 
 

@@ -21,7 +21,7 @@ from transaxle.axes.translation.grouped import Stem
 from transaxle.engine.checkpoint.checkpoint import LACKING, Checkpoint
 from transaxle.engine.checkpoint.settings import Settings, model_config
 from transaxle.engine.checkpoint.stacked_experts import seen
-from transaxle.engine.units import plural
+from transaxle.engine.number_text import plural
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.derived.settle import left_out, settle, untaken
 from transaxle.live.model.live_config import own_config

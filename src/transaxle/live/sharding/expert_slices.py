@@ -9,7 +9,7 @@ import torch
 
 from transaxle.axes.layout.bind import split_slot
 from transaxle.axes.layout.solve import Shape
-from transaxle.axes.translation.arrange import parameter_shapes
+from transaxle.axes.translation.expert_sets import parameter_shapes
 from transaxle.axes.translation.grouped import members_by_stack
 from transaxle.live.sharding.dcp_chunks import Runs
 from transaxle.live.transport.world import World

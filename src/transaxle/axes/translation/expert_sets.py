@@ -1,4 +1,4 @@
-"""Arranging: how a checkpoint holds the experts that are wanted, and what is wrong with the set of them.
+"""Sets of experts: in which form a checkpoint has those that are wanted, packed or numbered, and what is wrong with it.
 
 The one place that tells another number of experts, a part of them, and both forms at once, for `load_state_dict`,
 `transaxle.load` and the DCP planners alike. It sees names and shapes only, and runs before anything is written. A layer

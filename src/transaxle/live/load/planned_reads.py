@@ -1,4 +1,4 @@
-"""What ranks read from files for themselves and for others, and how much that is."""
+"""Which bytes of a checkpoint each rank reads, for itself and for others; and how many it has read."""
 
 from __future__ import annotations
 
