@@ -212,7 +212,7 @@ def test_sources_of_one_target_must_agree() -> None:
     view = translated(TOY, "hf", "packed", store, CONFIG)
     refusal = next(r for r in view.refusals if r.where.tensor == "layers.1.experts.2.up")
     assert refusal.code == "SHAPE_MISMATCH"
-    assert "expected [5, 4] as layers.1.experts.0.up, got [6, 4]" in refusal.message
+    assert "expected [5, 4] as in layers.1.experts.0.up, got [6, 4]" in refusal.message
 
 
 def test_components_of_one_target_must_agree() -> None:
@@ -228,7 +228,7 @@ def test_a_part_that_is_missing_everywhere_is_named_with_the_rule() -> None:
     view = translated(TOY, "hf", "packed", Store(model(**dict.fromkeys(UPS))), CONFIG)
     found = [r for r in view.refusals if r.where.tensor == "blocks.1.w"]
     assert [(r.code, r.message.splitlines()[1]) for r in found] == [
-        ("MISSING_TENSOR", "needs up, which the source does not hold here")
+        ("MISSING_TENSOR", "needs up, which the source does not have here")
     ]
     assert "blocks.0.w" in view.targets
 
