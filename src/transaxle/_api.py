@@ -71,15 +71,15 @@ def open(path: PathLike, **reading: Unpack[Opening]) -> Checkpoint:  # noqa: A00
         path: a folder or a file.
         **reading: `format`, `family`, `dialect` (of the checkpoint's names), `config` (a path, a mapping or an object
             with `to_dict()`), `axes` (axis -> size), `rules` (path), `weights` (`fp32` or `lp`, of a DeepSpeed
-            checkpoint), `optimizer` (whether its state is taken), `average` (replicas of a DeepSpeed checkpoint that
-            differ are taken as their mean), `decode` (`bf16` or `fp32`: encoded tensors are plain ones, decoded when
-            they are read) or `dtype` (`bf16`, `fp16` or `fp32`: plain floating-point tensors are cast when they are
-            read), with `only` and `skip` (patterns of the names that are, or are not).
+            checkpoint), `optimizer` (whether to include its state), `average` (replace replicas of a DeepSpeed
+            checkpoint that differ by their mean), `decode` (`bf16` or `fp32`: show encoded tensors as plain ones,
+            decoded when they are read) or `dtype` (`bf16`, `fp16` or `fp32`: cast plain floating-point tensors when
+            they are read), with `only` and `skip` (patterns of the names to change, or to leave unchanged).
 
     Raises:
         TypeError: an argument of a type that it cannot have.
-        StorageError: IO where it is missing or unreadable.
-        Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem of its files.
+        StorageError: IO if the path is missing or unreadable.
+        Refused: CORRUPT, INCOMPLETE, UNSUPPORTED …: every problem in the files.
         UsageError: UNKNOWN_AXIS for an axis that no family has.
     """
     check_keywords("open", reading, Opening.__annotations__)
@@ -132,7 +132,7 @@ def plan(
     resume: bool = False,
     **options: Unpack[Planning],
 ) -> Plan:
-    """Plan a conversion without writing anything: with the arguments of `convert`, it tells what that would refuse.
+    """Plan a conversion without writing anything; with the arguments of `convert`, it finds every refusal in advance.
 
     Args:
         src: path, or an opened checkpoint.
@@ -143,7 +143,7 @@ def plan(
         **options: those of `convert`, and those of `open`.
 
     Returns:
-        The plan; what stands against it, in the tensors and files of `src` and at `dst`, is in `.refusals`.
+        The plan; `.refusals` lists all that prevents it, in the tensors and files of `src` and at `dst`.
     """
     check_keywords("plan", options, Planning.__annotations__)
     with _planned(src, dst, to, options) as (prepared, target, limit):
@@ -167,17 +167,17 @@ def convert(
         src: path, or an opened checkpoint.
         dst: folder, or one file (`.safetensors`, `.bin`, `.pt`, `.pth`); it must not exist unless `overwrite`.
         to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
-        overwrite: replace the checkpoint at `dst`; it stays readable until the new one is complete. Where its folder
-            holds anything else, that is refused, or goes too if this is `"everything"`.
-        resume: continue an interrupted run; a `dst` that is just what it would write is left alone.
-        sync: make everything durable before `dst` appears.
+        overwrite: replace the checkpoint at `dst`; it stays readable until the new one is complete. If its folder
+            contains anything else, True refuses, and `"everything"` removes that too.
+        resume: continue an interrupted run; a `dst` that is already the expected result stays as it is.
+        sync: sync everything to disk before `dst` appears.
         progress: called with the bytes of each block written, from several threads.
-        **options: `shard_size` (bytes of tensors per file, 5_000_000_000 or "5GB"; one file that `dst` names holds them
-            all), `allow_lossy` (run a dialect's arithmetic), `strict` (refuse tensors without a line in the target
-            dialect instead of keeping them under their names), `encode` (`float8_block`, `mxfp8` or `nvfp4`: weights of
-            linear layers are written in this encoding), `only` (patterns of the table names that are encoded instead,
-            or, with `decode` or `dtype`, decoded or cast) and `skip` (patterns of names that are neither), `jobs`
-            (worker threads), `memory` (bytes of all buffers together); and those of `open`.
+        **options: `shard_size` (bytes of tensors per file, 5_000_000_000 or "5GB"; ignored if `dst` is one file),
+            `allow_lossy` (allow a dialect's arithmetic), `strict` (refuse tensors without a line in the target dialect
+            instead of keeping them under their names), `encode` (`float8_block`, `mxfp8` or `nvfp4`: write the weights
+            of linear layers in this encoding), `only` (patterns of the table names to encode instead, or, with `decode`
+            or `dtype`, to decode or cast) and `skip` (patterns of names to leave unchanged), `jobs` (worker threads),
+            `memory` (bytes of all buffers together); and those of `open`.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
@@ -196,18 +196,18 @@ def verify(
     progress: Progress = unwatched,
     **reading: Unpack[Opening],
 ) -> Verification:
-    """Hold one checkpoint against its own manifest, or two against each other across formats and dialects.
+    """Verify one checkpoint against its own manifest, or two against each other across formats and dialects.
 
     Args:
         a: path or opened checkpoint.
         b: the other one; None: `a`'s manifest.
         jobs: worker threads.
         progress: called with the bytes of each block read.
-        **reading: as for `open`; `dialect` and `format` are said of the first one only.
+        **reading: as for `open`; `dialect` and `format` apply to the first checkpoint only.
 
     Returns:
-        What was found. It is true where all is well, so `assert tx.verify(a, b)` fails where they differ; `.ok` is the
-        same verdict, `.problems` and `.differences` say what is wrong.
+        The verification. It is true if all is well, so `assert tx.verify(a, b)` fails if they differ; `.ok` is the same
+        verdict, and `.problems` and `.differences` list what is wrong.
     """
     check_keywords("verify", reading, Opening.__annotations__)
     if b is None:
@@ -231,13 +231,13 @@ def diff(
     Args:
         a: path or opened checkpoint.
         b: the other one.
-        numeric: compare values, across number formats too, and measure how far they are apart.
+        numeric: compare values, also across number formats, and measure their differences.
         jobs: worker threads.
         progress: called with the bytes of each block read.
-        **reading: as for `open`; `dialect` and `format` are said of the first one only.
+        **reading: as for `open`; `dialect` and `format` apply to the first checkpoint only.
 
     Returns:
-        What differs. It is true where nothing does; `.equal` is the same.
+        The comparison. It is true if nothing differs; `.equal` is the same verdict.
     """
     check_keywords("diff", reading, Opening.__annotations__)
     with opened_pair(a, b, reading) as (first, second):
@@ -245,17 +245,17 @@ def diff(
 
 
 def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
-    """Remove what killed runs have left beside a target, and directly inside of it where it is a folder of targets.
+    """Remove what killed runs have left beside a target, or directly inside a folder of targets.
 
-    A checkpoint that was moved aside while another took its place, which never came, is put back.
+    If a run died while it replaced a checkpoint, the old checkpoint is put back.
 
     Args:
         path: a target, which need not exist, a folder of targets, or a leftover itself.
-        remove: False: only tell what is there.
+        remove: False only lists the leftovers.
 
     Returns:
-        Each leftover with its `outcome`: `removed`, `put back`, `found` where nothing is to be removed, or `kept` with
-        the reason in `why`: a process works with it, or it holds what belongs to no checkpoint.
+        Each leftover with its `outcome`: `removed`, `put back`, `found` if `remove` is False, or `kept` with the reason
+        in `why`: a process is using it, or it contains files that belong to no checkpoint.
 
     Raises:
         Refused: UNSUPPORTED for a URL.

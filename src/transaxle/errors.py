@@ -60,7 +60,7 @@ def shortened(text: str, most: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """The place a refusal speaks of."""
+    """The place of a refusal."""
 
     file: str | None = None
     """Path of the file as the user typed it, or its name inside the checkpoint."""

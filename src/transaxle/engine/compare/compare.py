@@ -55,7 +55,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two checkpoints have in common and where they differ. True if nothing differs."""
+    """The result of comparing two checkpoints. True if nothing differs."""
 
     first: str
     """Path of the first, as typed."""

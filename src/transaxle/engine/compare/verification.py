@@ -26,7 +26,7 @@ _CHANGED = "the bytes were changed after they were written"
 
 @dataclass(frozen=True)
 class Verification:
-    """Outcome of a verification. True if all is well."""
+    """The result of a verification. True if all is well."""
 
     tensors: int
     """Tensors read."""
@@ -35,15 +35,15 @@ class Verification:
     bytes_read: int
     """Bytes read."""
     against: str
-    """`manifest`; `digests`, which one file holds of itself; `structure`, where there is neither, so that nothing
-    proves that the data is what was written; `checkpoint`, where a second one was named.
+    """`manifest`; `digests`, which a single file contains; `structure` if there is neither, so that the data itself is
+    unproved; `checkpoint` if a second one was given.
     """
     problems: tuple[Refusal, ...] = ()
     """Everything that is wrong."""
     extra: tuple[str, ...] = ()
-    """Files in the folder that the manifest does not list, and that are not checked."""
+    """Files in the folder that the manifest does not list; they are not checked."""
     comparison: Comparison | None = None
-    """The comparison with the second checkpoint; None where none was named."""
+    """The comparison with the second checkpoint; None without one."""
 
     @property
     def ok(self) -> bool:
@@ -57,7 +57,7 @@ class Verification:
 
     @property
     def differences(self) -> tuple[Difference, ...]:
-        """Differences between two checkpoints, by name; empty where no second one was named."""
+        """Differences between two checkpoints, by name; empty without a second one."""
         return () if self.comparison is None else self.comparison.differences
 
     def __bool__(self) -> bool:

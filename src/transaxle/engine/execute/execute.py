@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did."""
+    """The result of a conversion."""
 
     path: str
     """Where the checkpoint is, as typed."""
@@ -58,7 +58,7 @@ class Report:
     resumed: int
     """Tensors that an earlier run had finished."""
     synced: bool
-    """Whether everything was made durable before the rename."""
+    """Whether everything was synced to disk before the rename."""
     kept: tuple[str, ...]
     """Tensors without a line in the target dialect: under their own names."""
     ignored: tuple[str, ...]
@@ -66,13 +66,13 @@ class Report:
     carried: tuple[str, ...]
     """Files copied beside the tensors."""
     recoded: tuple[Measured, ...] = ()
-    """Tensors that were decoded or encoded, with how far their values moved."""
+    """Tensors that were decoded, encoded or cast, with the errors of their values."""
     stayed: tuple[str, ...] = ()
     """Plain source tensors that kept their type where others were cast."""
     counted: Mapping[str, int] = field(default_factory=dict)
-    """Axes in names whose size nothing says -> how many the names showed."""
+    """Axes in names that no config sizes -> the number of indices in the names."""
     leftovers: tuple[str, ...] = ()
-    """What a killed run had left beside the target, and what became of it."""
+    """Leftovers of a killed run beside the target, and what happened to them."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""

@@ -177,7 +177,7 @@ class Saver:
 
 
 class SaveJob:
-    """A save that goes on in the background."""
+    """A save that runs in the background."""
 
     def __init__(self, saver: Saver, dst: str, stall: float, *, first: bool) -> None:
         self._saver = saver
@@ -190,7 +190,7 @@ class SaveJob:
         """Seconds for which training stood still."""
 
     def done(self) -> bool:
-        """Tell whether it is over, well or not, without waiting."""
+        """Return whether the save has ended, successfully or not, without waiting."""
         return self._wait(0.0)
 
     def result(self, timeout: float | None = None) -> SaveReport:
@@ -200,8 +200,8 @@ class SaveJob:
             timeout: seconds to wait; None: as long as it takes.
 
         Raises:
-            TransaxleError: what any rank met; the target is then as it was.
-            TimeoutError: it is not over yet.
+            TransaxleError: the error of any rank; the target is then unchanged.
+            TimeoutError: the save has not ended yet.
         """
         if not self._wait(timeout):
             raise TimeoutError(f"not saved after {timeout} s")
@@ -261,17 +261,17 @@ def async_save(
     group: Ranks | None = None,
     **options: Unpack[Saving],
 ) -> SaveJob:
-    """Take a snapshot, and save it in the background; collective over the group. The arguments are those of `save`.
+    """Take a snapshot and save it in the background; collective over the group. The arguments are those of `save`.
 
-    One save is in flight at a time: another one waits for it, and raises what it failed with if nobody has been told.
-    A program that ends waits for its last save, with a message on stderr; where that fails and nobody has asked for its
+    At most one save is in flight: the next one waits for it, and raises its error if nobody has asked for its result. A
+    program that ends waits for its last save, with a message on stderr; if that save fails and nobody has asked for its
     result, the error is shown there, and the program exits with 120.
 
     Returns:
-        The job: `.done()`, `.result()`. A job whose result nobody asks for has its error raised by the next save.
+        The job, with `.done()` and `.result()`. If nobody asks for its result, the next save raises its error.
 
     Raises:
-        TransaxleError: on every rank, before the snapshot; or what the save before this one failed with.
+        TransaxleError: on every rank, before the snapshot; or the error of the previous save.
     """
     check_keywords("async_save", options, Saving.__annotations__)
     request = SaveRequest(state, dst, to, optimizer, extra, overwrite=overwrite, **options)

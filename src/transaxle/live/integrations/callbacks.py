@@ -35,17 +35,17 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class TrainerCheckpoints:
-    """A callback for transformers' `Trainer`: each `checkpoint-N` also holds a run's state in any layout.
+    """A callback for transformers' `Trainer` that saves a run's state in any layout in each `checkpoint-N`.
 
-    `trainer.train(resume_from_checkpoint=…)` then takes weights, optimizer and schedule from there, at any world size
-    and sharding, after the Trainer has loaded its own copies. Deleting old checkpoints (`save_total_limit`) stays the
-    Trainer's affair; it does that before this callback writes, so let it keep two.
+    `trainer.train(resume_from_checkpoint=…)` then loads weights, optimizer and schedule from there, at any world size
+    and sharding, after the Trainer has loaded its own copies. The Trainer deletes old checkpoints (`save_total_limit`)
+    before this callback writes, so let it keep two.
 
     Args:
         to: `FORMAT[:DIALECT]`, as for `save`.
         background: write while training goes on, as `async_save` does.
-        resume: the folder `checkpoint-N` that the Trainer resumes from, where it is not in its `output_dir`: a Trainer
-            does not tell its callbacks.
+        resume: the folder `checkpoint-N` to resume from, if it is not in the Trainer's `output_dir`: the Trainer does
+            not pass it to callbacks.
         group: the ranks that train, and save, together; None: all.
         **options: those of `save`, such as `family` and `shard_size`.
     """
@@ -73,9 +73,9 @@ class TrainerCheckpoints:
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
     def on_train_begin(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
-        """Load what was saved, where the Trainer resumes from a checkpoint that this callback has written.
+        """Load the state if the Trainer resumes from a checkpoint that this callback has written.
 
-        Warns where it resumes from one without: then weights and state are what the Trainer itself has loaded.
+        Warns about a checkpoint without such a state: then the Trainer's own copies of weights and state apply.
         """
         if not state.global_step:
             return
@@ -102,7 +102,7 @@ class TrainerCheckpoints:
     on_epoch_end = on_step_end
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """Wait for the last save: a Trainer that keeps the best saves right after it has evaluated.
+        """Wait for the last save, because a Trainer that keeps the best checkpoint saves right after evaluating.
 
         Raises:
             TransaxleError: what it failed with.
@@ -110,7 +110,7 @@ class TrainerCheckpoints:
         self._wait()
 
     def on_save(self, args: Any, state: Any, *_: Any, **given: Any) -> None:
-        """Save weights, optimizer and schedule beside what the Trainer has just saved."""
+        """Save weights, optimizer and schedule beside the Trainer's own files."""
         told = {"optimizer": given["optimizer"], "extra": _schedule(given), "overwrite": True, "group": self._group}
         if self._background:
             self._job = async_save(given["model"], _folder(args, state), to=self._to, **told, **self._options)
@@ -151,17 +151,17 @@ def _is_of(state: Any, checkpoint: Path) -> bool:
 
 
 class AccelerateHooks:
-    """Hooks for accelerate: `save_state` writes a model through us, `load_state` reads it at any world size.
+    """Make accelerate's `save_state` and `load_state` use Transaxle, so a model loads at any world size.
 
-    `hooks.register(accelerator)` registers both. Weights that accelerate would write are left out; with its own FSDP
-    plugin it writes, and reads, model and optimizer before it asks us, and what we load then stands.
+    `hooks.register(accelerator)` registers both hooks. Accelerate then omits its own copy of the weights; with its FSDP
+    plugin it first writes and reads model and optimizer itself, and the values that Transaxle loads afterwards win.
 
     Args:
         model: the prepared model.
-        optimizer: its optimizer, whose state is to be in the checkpoint too; accelerate writes its own copy of what was
-            prepared in any case, and loads that afterwards where it is not sharded.
+        optimizer: its optimizer, to include its state in the checkpoint; accelerate always writes its own copy of a
+            prepared optimizer, and loads that copy afterwards unless it is sharded.
         to: `FORMAT[:DIALECT]`, as for `save`.
-        extra: what else is saved, as for `save`.
+        extra: other objects to save, as for `save`.
         group: the ranks that train, and save, together; None: all.
         **options: those of `save`.
     """
@@ -190,7 +190,7 @@ class AccelerateHooks:
         accelerator.register_load_state_pre_hook(self.load)
 
     def save(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
-        """Save the model, and take its weights out of what accelerate is about to write."""
+        """Save the model, and remove its weights from the list that accelerate will write."""
         told = {"optimizer": self._optimizer, "extra": self._extra, "overwrite": True, "group": self._group}
         save(self._model, Path(output_dir, FOLDER), to=self._to, **told, **self._options)
         places = [place for place, model in enumerate(models) if self._is_ours(model)]
@@ -198,7 +198,7 @@ class AccelerateHooks:
             del weights[place]
 
     def load(self, models: list[nn.Module], input_dir: str) -> None:
-        """Load the model, and take it out of what accelerate is about to load."""
+        """Load the model, and remove it from the list that accelerate will load."""
         load(self._model, Path(input_dir, FOLDER), optimizer=self._optimizer, group=self._group)
         models[:] = [model for model in models if not self._is_ours(model)]
 

@@ -69,7 +69,7 @@ class _Translating:
 
 
 class SavePlanner(_Translating, DefaultSavePlanner):
-    """Writes a state dict under the names and in the shapes of a dialect.
+    """A planner for `dcp.save` that writes a state dict under the names and in the shapes of a dialect.
 
     Its arguments are the `dialect` of the checkpoint (None: that of the state dict), `family`, `source` and `config` as
     for `state_dict_as`, and those of torch's `DefaultSavePlanner`.
@@ -93,11 +93,12 @@ class SavePlanner(_Translating, DefaultSavePlanner):
 
 
 class LoadPlanner(_Translating, DefaultLoadPlanner):
-    """Reads a checkpoint in any dialect into a state dict; its arguments are those of `SavePlanner`.
+    """A planner for `dcp.load` that reads a checkpoint in any dialect; its arguments are those of `SavePlanner`.
 
-    Where a tensor of the checkpoint is not one of the model with other names, it is read into memory of its own, and
-    the model's tensors are made of these when the last one is there. Without a dialect, experts of grouped layers may
-    be in another form; another number of them, on all ranks together, a part, and two forms that differ are refused.
+    If a tensor of the checkpoint corresponds to several tensors of the model or to a part of one, the planner reads it
+    into separate memory, and fills the model's tensors when the last one has arrived. Without a dialect, experts of
+    grouped layers may be in another form; the planner refuses another number of experts (counted on all ranks), a part
+    of them, and two forms that differ.
     """
 
     _given: dict[str, Any]
@@ -207,7 +208,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         return replace(super().create_local_plan(), planner_data=self._experts)
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """See torch's planner; here it is known which experts all ranks together ask for.
+        """See torch's planner; this step knows the experts that all ranks request together.
 
         Raises:
             Refused: SHAPE_MISMATCH, INCOMPLETE for another set of them, before anything is read.
@@ -224,7 +225,7 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
         return super().finish_plan(new_plan)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """See torch's planner; what is read runs no code.
+        """See torch's planner; reading never runs code from the checkpoint.
 
         Raises:
             Refused: UNSAFE_PICKLE.

@@ -71,18 +71,19 @@ def load(
         state: a model under any parallelism, or a state dict whose leaves are tensors or DTensors.
         src: path of a checkpoint of any format and dialect, or an opened one.
         optimizer: the model's optimizer, whose state and settings are loaded too; it need not have made a step yet.
-            Also several in a list or dict, and a wrapper or container of some (ZeRO, accelerate, torchtitan).
-        extra: what else is restored, by name: objects with `load_state_dict` get their states, the states of any other
-            names are in the report. A state that differed between ranks needs as many ranks as saved it.
-        strict: refuse names that only one side has; otherwise they are reported.
-        device: where plain meta tensors go; None: the current GPU, or the CPU where there is none.
+            Also a list or dict of several, or a wrapper or container (ZeRO, accelerate, torchtitan).
+        extra: other objects to restore, by name: objects with `load_state_dict` receive their states, and the report
+            returns the states of the other names. A state that differs between ranks needs the same number of ranks as
+            at the save.
+        strict: refuse names that only one side has; otherwise the report lists them.
+        device: device for plain meta tensors; None: the current GPU, or the CPU if there is none.
         group: the ranks that load together, a process group or a mesh of one dim; None: all.
-        **options: `family` (None: recognised), `dialect` (of the model's names; None: recognised), `config` (of the
-            source, where it has none: a path, a mapping or an object with `to_dict()`), `decode` (`bf16`, `fp16` or
-            `fp32`: parameters of this type take encoded tensors, decoded; None: these are refused), `dtype` (of the
-            same ones: parameters of this type take plain floating-point tensors of other types, cast as `.to` does;
-            None: a type that differs is refused), `broadcast_replicated` (read what several ranks hold once, and send
-            it), `jobs` (reading threads per rank).
+        **options: `family` (None: recognised), `dialect` (of the model's names; None: recognised), `config` (for a
+            source without one: a path, a mapping or an object with `to_dict()`), `decode` (`bf16`, `fp16` or `fp32`:
+            parameters of this type accept encoded tensors, decoded; None: refuse them), `dtype` (the same types:
+            parameters of this type accept plain floating-point tensors of other types, cast as `.to` does; None: refuse
+            other types), `broadcast_replicated` (read a part that several ranks have once, and send it to the others),
+            `jobs` (reading threads per rank).
 
     Raises:
         TypeError: an argument of a type that it cannot have.

@@ -12,7 +12,7 @@ from transaxle.live.tensors.type_change import Conversion
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What `load` did on this rank."""
+    """The result of `load` on this rank."""
 
     path: str
     """The source as typed."""
@@ -21,9 +21,9 @@ class LoadReport:
     dialect: str
     """The dialect of the model's names."""
     tensors: int
-    """Tensors of which this rank holds anything."""
+    """Tensors of which this rank has any part."""
     states: int
-    """Those of them that are the optimizer's state."""
+    """How many of these belong to the optimizer's state."""
     bytes_needed: int
     """Bytes of this rank's shards, as stored."""
     bytes_read: int
@@ -31,21 +31,21 @@ class LoadReport:
     bytes_received: int
     """Bytes that other ranks read for it."""
     bytes_written: int
-    """Bytes written into this rank's tensors; equal to what they hold."""
+    """Bytes written into this rank's tensors; equal to their size."""
     converted: tuple[Conversion, ...]
     """Tensors whose values were decoded or cast (`decode`, `dtype`), and whether any was rounded."""
     missing: tuple[str, ...]
-    """Names of the model that the source lacks (`strict=False`); they hold what they held."""
+    """Names of the model that the source lacks (`strict=False`); their values are unchanged."""
     unexpected: tuple[str, ...]
     """Names of the source that the model lacks (`strict=False`)."""
     untouched: tuple[str, ...] = ()
-    """Names of what a model with adapters holds beside what the source is for: its adapters, or their base."""
+    """In a model with adapters, the names that the source does not concern: its adapters, or their base."""
     scalars: Mapping[str, Any] = field(default_factory=dict)
-    """Entries of a state dict that are no tensors, with the source's values."""
+    """Entries of a state dict that are not tensors, with the source's values."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """States that the caller asked for without giving an object that takes them."""
+    """States that the caller requested without an object to restore."""
     untrained: tuple[str, ...] = ()
-    """Parameters with gradients that are in none of the optimizers that were given."""
+    """Parameters with gradients that are in none of the given optimizers."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time by stage: `plan`, `read`, `exchange`."""
 
@@ -71,7 +71,7 @@ class LoadReport:
 
 @dataclass(frozen=True)
 class SaveReport:
-    """What `save` did."""
+    """The result of `save`."""
 
     path: str
     """The target as typed."""
@@ -92,7 +92,7 @@ class SaveReport:
     ignored: tuple[str, ...]
     """What was left behind."""
     untrained: tuple[str, ...] = ()
-    """Parameters with gradients that are in none of the optimizers that were given, on this rank."""
+    """Parameters with gradients that are in none of the given optimizers, on this rank."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time by stage: `plan`, `check`, `write`, `hash`, `commit`."""
 

@@ -48,7 +48,7 @@ class ReshardReport:
     seconds: float
     """Wall time."""
     missing: tuple[str, ...] = ()
-    """Names that only the target has (`strict=False`); they hold what they held."""
+    """Names that only the target has (`strict=False`); their values are unchanged."""
     unexpected: tuple[str, ...] = ()
     """Names that only the source has (`strict=False`), as the target would name them."""
 
@@ -70,19 +70,19 @@ def reshard(
     """Copy live tensors into others of any placement and dialect of the same family; collective over the group.
 
     Args:
-        src_state: model or state dict to read, such as a trainer's; a rank that has none of it gives `{}`.
+        src_state: model or state dict to read, such as a trainer's; a rank without any of it passes `{}`.
         dst_state: model or state dict to write, such as an inference engine's; likewise.
         group: ranks of both sides, a process group or a mesh of one dim; None: all.
         family: model family; None: recognised.
         dialect: dialect of the target's names; None: recognised.
         config: the model's config, a path, a mapping or an object with `to_dict()`; None:
-            `src_state.config`, where it has one on this rank or another.
-        strict: refuse names that only one side has; otherwise the report lists them. A name that is tied to another
-            one (an embedding and its head) may be missing on either side: it is proved that nothing else is left out.
+            `src_state.config`, if a rank has one.
+        strict: refuse names that only one side has; otherwise the report lists them. A tied name (an embedding and its
+            head) may be missing on either side, after a proof that the two are the same.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
-        TransaxleError: on every rank, before anything is written; also where no name of the target is in the source.
+        TransaxleError: on every rank, before anything is written; also if the two sides have no name in common.
     """
     begin = time.monotonic()
     world = World(group)

@@ -46,30 +46,30 @@ def state_dict_as(
     source: str | None = None,
     config: Config | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return a model's or state dict's tensors in another dialect; no disk, and nothing is sent between ranks.
+    """Return a model's or state dict's tensors in another dialect, without a disk or messages between ranks.
 
     Args:
-        state: a model, or a state dict whose leaves are tensors or DTensors, with any rank's share of the names.
+        state: a model, or a state dict whose leaves are tensors or DTensors; it may lack names that other ranks have.
         dialect: the dialect wanted, such as `hf`.
         family: model family; None: recognised.
         source: dialect of the names as they are; None: recognised.
         config: the model's config, a path, a mapping or an object with `to_dict()`; None: that of the
             model, where it has one.
 
-    A tensor that another rank of its mesh omits is not noticed: that would need a question to it. `save`, `load` and
-    `reshard` ask, and refuse it.
+    This function cannot notice that another rank of a tensor's mesh omits the tensor, because it sends no messages.
+    `save`, `load` and `reshard` check that, and refuse such a tensor.
 
-    The way back needs what `loadable_as` remembers where the ranks have different names: where a cut goes through gate
-    and up in one tensor, one half of the mesh has the one and the other half the other, and no rank knows of both.
+    Ranks may get different names: if a cut goes through a tensor with gate and up, one half of the mesh gets gate and
+    the other half up, and no rank knows both. For the way back, use `loadable_as`, which remembers this.
 
     Returns:
-        Names of which this rank holds anything -> tensor or DTensor. A DTensor is on the mesh of its sources, or on the
-        part of it whose ranks hold the name, with global shape and stride. What needs no rearrangement shares storage.
+        Names of which this rank has any part -> tensor or DTensor. A DTensor is on the mesh of its sources, or on the
+        part of the mesh whose ranks have the name, with global shape and stride. Tensors that need no rearrangement
+        share storage.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
-        Refused: UNSUPPORTED, MISSING_TENSOR where a rank would need what another holds; what stands against the
-            translation.
+        Refused: UNSUPPORTED, MISSING_TENSOR if a rank would need data of another; every refusal of the translation.
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
     """
     adapter = _adapter(state, dialect, family, source, config)
@@ -84,7 +84,7 @@ def loadable_as(
     source: str | None = None,
     config: Config | None = None,
 ) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
-    """Return tensors of another dialect to be written into, and what then gives their values to the state's own.
+    """Return tensors of another dialect to fill, and a function that copies their values back into the state.
 
         state, give_back = tx.loadable_as(model, "hf")
         dcp.load(state, checkpoint_id="in-hf")
@@ -93,7 +93,7 @@ def loadable_as(
     The arguments are those of `state_dict_as`, whose result is the first part.
 
     Raises:
-        Refused: as `state_dict_as`; INCOMPLETE for a tensor of the state that these are not all of.
+        Refused: as `state_dict_as`; INCOMPLETE for a tensor of the state that the returned ones do not cover.
     """
     return _to_be_filled(_adapter(state, dialect, family, source, config))
 

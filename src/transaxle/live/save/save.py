@@ -43,21 +43,20 @@ def save(
     Args:
         state: a model under any parallelism, or a state dict whose leaves are tensors or DTensors.
         dst: folder or URL; it must not exist unless `overwrite`, and then stays readable until the new one is complete.
-            A service takes files from their beginning to their end only: each is sent by one rank, which gets from the
-            others what they have of it.
+            To a service, one rank sends each file from beginning to end, and receives the other ranks' parts of it.
         to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.
-        optimizer: the model's optimizer, whose state and groups are saved too, beside the weights. Also several in a
-            list or dict, and a wrapper or container of some (ZeRO, accelerate, torchtitan).
-        extra: what else the run must remember, by name: plain data, or anything with `state_dict` and
+        optimizer: the model's optimizer, whose state and groups are saved too, beside the weights. Also a list or dict
+            of several, or a wrapper or container (ZeRO, accelerate, torchtitan).
+        extra: other state that the run must remember, by name: plain data, or objects with `state_dict` and
             `load_state_dict` whose state is plain data, such as `Random()`, a scheduler, a data loader.
-        overwrite: replace the checkpoint at `dst`. Where its folder holds anything else, that is refused, or goes too
-            if this is `"everything"`.
+        overwrite: replace the checkpoint at `dst`. If its folder contains anything else, True refuses, and
+            `"everything"` removes that too.
         group: the ranks that save together, a process group or a mesh of one dim; None: all.
         **options: `family` (None: recognised), `dialect` (of the model's names; None: recognised), `config` (a path, a
             mapping or an object with `to_dict()`; None: `model.config`, where it has one), `shard_size` (bytes of
-            tensors per file, 5_000_000_000 or "5GB"), `sync` (make everything durable before `dst` appears),
-            `check_copies` (compare what several ranks hold without a mesh that keeps it equal, and refuse what
-            differs).
+            tensors per file, 5_000_000_000 or "5GB"), `sync` (sync everything to disk before `dst` appears),
+            `check_copies` (compare copies that several ranks have and no mesh keeps equal, and refuse those that
+            differ).
 
     Raises:
         TypeError: an argument of a type that it cannot have.

@@ -141,11 +141,11 @@ def as_runs(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state dict that `dcp.save`, `dcp.async_save` and `dcp.load` handle correctly; it shares all storage.
 
     Args:
-        state: as it would be given to torch, nested or flat.
+        state: the state dict for torch, nested or flat.
 
     Returns:
-        The same with every DTensor that has a `_StridedShard` placement, and every part of a tensor, replaced; a rank
-        outside of a mesh has none.
+        The same state dict, with a replacement for every DTensor with a `_StridedShard` placement and for every part of
+        a tensor; a rank outside of a mesh has no entry for them.
     """
     return {str(key): _as_runs(value, str(key)) for key, value in state.items()}
 

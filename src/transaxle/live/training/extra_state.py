@@ -50,8 +50,8 @@ class Random:
     """The states of all random generators of this process: Python's, NumPy's, torch's, and those of its GPUs.
 
     Args:
-        strict: refuse a checkpoint that has no states for this rank, because another number of ranks has written it;
-            False: leave the generators as they are, and report it.
+        strict: refuse a checkpoint without states for this rank, which happens if another number of ranks wrote it;
+            False: leave the generators unchanged, and report it.
     """
 
     def __init__(self, *, strict: bool = True) -> None:
@@ -66,7 +66,7 @@ class Random:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the states; those of GPUs only where there are as many."""
+        """Set the states; those of GPUs only if this process has the same number of GPUs."""
         random.setstate(state["python"])
         np.random.set_state(state["numpy"])
         torch.set_rng_state(state["torch"])
