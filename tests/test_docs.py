@@ -114,7 +114,10 @@ def _beside(page: str, folder: Path) -> None:
         for layer in range(3):
             shapes |= {f"model.layers.{layer}.{half}_proj.weight": (5, 4) for half in ("gate", "up")}
         held = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        write(folder / "my-toy", held, config={"model_type": "toy"})
+        sizes = {"num_hidden_layers": 3, "hidden_size": 4, "intermediate_size": 5, "vocab_size": 7}
+        write(folder / "my-toy", held, config={"model_type": "toy", **sizes})
+    if "joined.rules" in text:
+        (folder / "joined.rules").write_text(_blocks(text, "text")[1][1])
 
 
 def _old_run(folder: Path) -> None:

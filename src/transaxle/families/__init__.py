@@ -89,6 +89,11 @@ class Families(Mapping[str, Family]):
     def __contains__(self, name: object) -> bool:
         return name in self.entries or (bool(name) and name in self.everything.entries)
 
+    def replaces(self, name: str) -> bool:
+        """Tell whether a user's table declares a built-in family anew; adding dialects to one replaces nothing."""
+        own = self._own.get(name)
+        return own is not None and name in builtin().entries and own.tensors is not builtin()[name].tensors
+
     def only(self, name: str) -> Families:
         """Return this family alone."""
         return Families({}, {name: self[name]}, closed=True)

@@ -14,9 +14,19 @@ def test_missing_tensors_are_listed() -> None:
     assert listed.message.splitlines()[1:] == [
         "layers.0.experts.2.up",
         "layers.1.experts.0.up",
-        "end (in no layer)",
+        "end",
     ]
     assert "identity" in listed.hint
+    assert "the table lacks a line" not in listed.hint
+
+
+def test_names_that_no_line_reads_may_be_what_is_missing() -> None:
+    store = Store(model(end=None))
+    store.put("final_norm", arange(4))
+    view = translated(TOY, "hf", "packed", store, CONFIG)
+    (listed,) = [r for r in view.refusals if "lacks" in r.message]
+    assert listed.message.splitlines()[1:] == ["end"]
+    assert "whether a shard is missing, or the table lacks a line for it" in listed.hint
 
 
 def test_missing_tensors_are_named_with_their_prefix_and_counted() -> None:

@@ -28,12 +28,19 @@ dialect joined
 """
 
 
-def _toy(folder: Path, *surplus: str) -> None:
+SIZES = {"num_hidden_layers": 3, "hidden_size": 4, "intermediate_size": 5, "vocab_size": 7}
+
+
+def _toy(folder: Path, *surplus: str, **sizes: int) -> None:
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (7, 4)}
     for layer in range(3):
         shapes |= {f"model.layers.{layer}.{half}_proj.weight": (5, 4) for half in ("gate", "up")}
     shapes |= dict.fromkeys(surplus, (2,))
-    write(folder, {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, config={"model_type": "toy"})
+    write(
+        folder,
+        {name: np.zeros(shape, np.float32) for name, shape in shapes.items()},
+        config={"model_type": "toy", **sizes},
+    )
 
 
 def test_a_sound_table(here: Path, transaxle: Transaxle) -> None:
@@ -53,6 +60,7 @@ def test_a_sound_table(here: Path, transaxle: Transaxle) -> None:
             "unsized": [],
             "tensors": ["embed", "gate", "up"],
             "dialects": {"hf": 3, "joined": 2},
+            "replaces": False,
         }
     ]
 
@@ -77,6 +85,78 @@ def test_what_stands_against_writing_a_dialect(here: Path, transaxle: Transaxle)
     )
     _toy(here / "ck")
     assert "to joined: " in transaxle("check-rules", "toy.rules", "ck").out
+
+
+def test_shapes_that_are_not_those_of_their_lines(here: Path, transaxle: Transaxle) -> None:
+    """A transposed line reads every name; only the shapes tell."""
+    own_only = SOUND.partition("\ndialect joined")[0].replace("up[f d]", "up[d f]")
+    Path("toy.rules").write_text(own_only)
+    _toy(here / "ck", **SIZES)
+    outcome = transaxle("check-rules", "toy.rules", "ck")
+    assert outcome.code == REFUSED
+    assert "reads 7 of 7 names" in outcome.out
+    assert "3 tensors without the shape that the table says" in outcome.out
+    assert "model.layers.0.up_proj.weight: up[d f]: expected [4, 5] (d=4, f=5), got [5, 4]" in outcome.out
+    (read,) = transaxle("check-rules", "toy.rules", "ck", "--json").json["reads"]
+    assert [refusal["tensor"] for refusal in read["misshapen"]] == [
+        f"model.layers.{layer}.up_proj.weight" for layer in range(3)
+    ]
+    Path("toy.rules").write_text(SOUND.replace("up[f d]", "up[d f]"))
+    outcome = transaxle("check-rules", "toy.rules", "ck")
+    assert outcome.code == REFUSED
+    assert "to joined: 3 refusals; the first is SHAPE_MISMATCH model.layers.0.up_proj.weight: up[d f]" in outcome.out
+    Path("toy.rules").write_text(SOUND)
+    outcome = transaxle("check-rules", "toy.rules", "ck")
+    assert (outcome.code, "without the shape" in outcome.out) == (0, False)
+
+
+def test_few_misshapen_tensors_are_listed(here: Path, transaxle: Transaxle) -> None:
+    Path("toy.rules").write_text(SOUND.replace("up[f d]", "up[d f]").replace("gate[f d]", "gate[d f]"))
+    _toy(here / "ck", **SIZES | {"vocab_size": 8})
+    outcome = transaxle("check-rules", "toy.rules", "ck")
+    assert "7 tensors without the shape" in outcome.out
+    assert "… and 1 more" in outcome.out
+
+
+def test_config_keys_that_do_not_exist(here: Path, transaxle: Transaxle) -> None:
+    Path("toy.rules").write_text(SOUND.replace("d=hidden_size", "d=hidden"))
+    _toy(here / "ck", **SIZES)
+    outcome = transaxle("check-rules", "toy.rules", "ck")
+    assert outcome.code == 0
+    assert "config.json has no 'hidden' (axis d); its size comes from the tensors" in outcome.out
+    assert outcome.out.count("config.json has no") == 1
+    (read,) = transaxle("check-rules", "toy.rules", "ck", "--json").json["reads"]
+    assert read["absent_keys"] == [{"axis": "d", "keys": ["hidden"], "size_from": "the tensors"}]
+    (here / "ck" / "config.json").unlink()
+    assert "config.json" not in transaxle("check-rules", "toy.rules", "ck").out
+
+
+def test_keys_with_a_substitute_and_axes_that_are_not_in_use_are_not_reported(ck: Path, transaxle: Transaxle) -> None:
+    Path("my.rules").write_text("dialect mine of qwen3_moe like hf\n")
+    assert "config.json has no" not in transaxle("check-rules", "my.rules", ck).out
+
+
+def test_a_family_that_ships_is_replaced_aloud(here: Path, transaxle: Transaxle) -> None:
+    Path("toy.rules").write_text(
+        SOUND.replace("family toy", "family llama").replace("model_type toy", "model_type x toy")
+    )
+    _toy(here / "ck", **SIZES)
+    assert "replaces the built-in family llama" in transaxle("check-rules", "toy.rules").out
+    assert "llama, which replaces the built-in family" in transaxle("info", "ck", "--rules", "toy.rules").out
+    Path("more.rules").write_text("dialect mine of llama like hf\n")
+    assert "replaces" not in transaxle("check-rules", "more.rules").out
+
+
+def test_hints_for_a_forgotten_colon_and_for_like_on_its_own_line(here: Path, transaxle: Transaxle) -> None:
+    Path("toy.rules").write_text(SOUND.replace("embed : v d", "embed v d"))
+    assert "is a ':' missing after 'embed'?" in transaxle("check-rules", "toy.rules").err
+    Path("toy.rules").write_text(SOUND.replace("embed : v d", "wraper toy_vl"))
+    outcome = transaxle("check-rules", "toy.rules")
+    assert "missing after" not in outcome.err
+    assert "docs/reference/notation.md" in outcome.err
+    Path("joined.rules").write_text("dialect joined of qwen3\n  like hf\n")
+    hint = "write it in the first line: dialect joined of qwen3 like hf"
+    assert hint in transaxle("check-rules", "joined.rules").err
 
 
 def test_every_mistake_with_its_line(here: Path, transaxle: Transaxle) -> None:

@@ -29,9 +29,7 @@ def _store(folder: Path, prefix: str, config: Mapping[str, Any] | None, extra: M
         ("language_model.", WRAPPED, SIGHT),
         ("language_model.", WRAPPED, {}),
         ("model.language_model.", None, SIGHT),
-        ("model.language_model.", None, {}),
         ("", WRAPPED, {}),
-        ("module.text_model.", CONFIG, {}),
     ],
 )
 def test_a_model_around_a_known_one_is_refused(
@@ -48,6 +46,24 @@ def test_a_model_around_a_known_one_is_refused(
         tx.convert(source, tmp_path / "out", to=to, sync=False)
     with tx.open(source) as checkpoint, pytest.raises(tx.TransaxleError, match="UNKNOWN_FAMILY"):
         checkpoint.as_dialect(to.rpartition(":")[2])
+
+
+@pytest.mark.parametrize(
+    ("prefix", "config"), [("net.", CONFIG), ("module.text_model.", CONFIG), ("model.language_model.", None)]
+)
+@pytest.mark.parametrize("to", ["hf", "megatron"])
+def test_a_prefix_of_all_names_may_mean_a_larger_model(
+    to: str, prefix: str, config: Mapping[str, Any] | None, tmp_path: Path
+) -> None:
+    source = _store(tmp_path / "source", prefix, config, {})
+    (refusal,) = tx.plan(source, tmp_path / "out", to=to).refusals
+    assert refusal.code == "UNKNOWN_FAMILY"
+    assert f"all names begin with {prefix!r}, so this may be part of a larger model" in refusal.message
+    assert "only one part" not in refusal.message
+    assert f"convert it without {prefix!r} with --family qwen3_moe" in refusal.hint
+    tx.convert(source, tmp_path / "out", to=to, family="qwen3_moe", config=CONFIG, sync=False)
+    tx.convert(tmp_path / "out", tmp_path / "back", to="hf", sync=False)
+    assert set(tx.open(tmp_path / "back")) == set(checkpoints.tensors())
 
 
 def test_its_files_are_converted_under_its_own_names(tmp_path: Path) -> None:

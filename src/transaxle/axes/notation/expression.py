@@ -337,7 +337,7 @@ def _problems(expression: Expression) -> Iterator[str]:
                 yield f"each axis of {name!r} once; {axis!r} occurs twice"
 
 
-HINT = "see Notation in the documentation for the grammar"
+HINT = "the grammar is on the documentation's page Notation: docs/reference/notation.md"
 """Where errors of the grammar send the reader."""
 
 

@@ -46,6 +46,7 @@ _FAMILY = re.compile(rf"family\s+({_WORD})")
 _DIALECT = re.compile(
     rf"dialect\s+({_WORD})(?:\s+([0-9][\w.]*))?(?:\s+of\s+({_WORD}))?(?:\s+like\s+({_WORD}(?:@[\w.]+)?))?"
 )
+_LIKE = re.compile(rf"like\s+{_WORD}(?:@[\w.]+)?")
 _AXES = re.compile(rf"({_WORD})(?:=(\S+))?")
 _NAMED = re.compile(rf"\w+\s+({_WORD})\s*=(.+)")
 _TENSOR = re.compile(rf"({_WORD})\s*:\s*((?:{_WORD}\s*)*)")
@@ -131,11 +132,11 @@ class _TableParser:
         message = f"a table has at most {_MOST_LINES:,} lines, of at most {_LONGEST_LINE:,} characters each"
         return Refusal("CORRUPT", message, Where(f"{self.file}, line {self.number}"), "Is this file a table?")
 
-    def expected(self, wanted: str, word: str = "") -> TransaxleError:
+    def expected(self, wanted: str, word: str = "", hint: str = HINT) -> TransaxleError:
         """Build the refusal of the current line; `word` is the wrong word in it, whose last occurrence is marked."""
         places = [match.start() for match in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", self.raw)] if word else []
         column = places[-1] if places else len(self.raw) - len(self.raw.lstrip())
-        return refuse("CORRUPT", f"{self.raw}\n{' ' * column}^\ncolumn {column + 1}: expected {wanted}", hint=HINT)
+        return refuse("CORRUPT", f"{self.raw}\n{' ' * column}^\ncolumn {column + 1}: expected {wanted}", hint=hint)
 
     def problem(self, wanted: str, word: str = "") -> None:
         """Keep a problem and go on with the same line."""
@@ -289,7 +290,10 @@ class _TableParser:
         statement, when = self.split_when(text)
         match = _TENSOR.fullmatch(statement)
         if match is None:
-            raise self.expected(f"{', '.join(map(repr, self.statements))} or 'TENSOR : AXES'")
+            wanted = f"{', '.join(map(repr, self.statements))} or 'TENSOR : AXES'"
+            head, *words = statement.split()
+            colon_forgotten = any(word in self.family.axes for word in words) and not {":", "="} & set(statement)
+            raise self.expected(wanted, hint=f"is a ':' missing after {head!r}?" if colon_forgotten else HINT)
         name, axes = match[1], tuple(match[2].split())
         self.unreserved(name)
         if name in self.family.tensors:
@@ -362,7 +366,7 @@ class _TableParser:
         statement, lossy, arithmetic = statement.partition(_LOSSY_MARK)
         pattern, equals, expression = statement.partition("=")
         if not equals:
-            raise self.expected("'stored.name = expression'")
+            raise self.expected("'stored.name = expression'", hint=self.like_hint(text))
         start = self.raw.index("=") + 1 + len(expression) - len(expression.lstrip())
         name = Name(pattern.strip(), len(self.raw) - len(self.raw.lstrip()))
         changed = self.arithmetic(arithmetic) if lossy else None
@@ -371,6 +375,16 @@ class _TableParser:
             self.check(line)
         self.places[line] = self.number
         self.dialect = replace(self.dialect, lines=(*self.dialect.lines, line))
+
+    def like_hint(self, text: str) -> str:
+        """Return where `like DIALECT` belongs, for a line that has it alone; otherwise, where the grammar is."""
+        assert self.family is not None
+        assert self.dialect is not None
+        if _LIKE.fullmatch(text) is None:
+            return HINT
+        version = f" {self.dialect.version}" if self.dialect.version else ""
+        owner = f" of {self.family.name}" if self.family.name in self.known else ""
+        return f"write it in the first line: dialect {self.dialect.name}{version}{owner} {' '.join(text.split())}"
 
     def check(self, line: Line) -> None:
         """Refuse lines that speak of unknown tensors or axes, or leave an axis of a tensor out."""

@@ -35,8 +35,9 @@ def incomplete(holdings: Holdings, tied: Mapping[str, str]) -> list[Refusal]:
     head = f"{bound.family.name} in dialect {bound.dialect.label} lacks these tensors:"
     more = len(missing) - _LISTED
     tail = [f"… and {more}{' or more' if len(missing) == _COUNTED else ' more'}"] if more > 0 else []
+    table = ", or the table lacks a line for it" if bound.unknown else ""
     hint = (
-        "check whether a shard is missing; a part of a checkpoint can be converted under its own names:  --to "
+        f"check whether a shard is missing{table}; a part of a checkpoint can be converted under its own names:  --to "
         "FORMAT:identity"
     )
     return [Refusal("MISSING_TENSOR", "\n".join([head, *missing[:_LISTED], *tail]), Where(), hint)]
@@ -48,7 +49,8 @@ def _lacking(holdings: Holdings, tied: Mapping[str, str], budget: Iterator[int])
         if lines:
             yield from _missing_names(holdings, lines, tensor, budget)
         elif tensor.name not in tied and _must_exist(holdings, tensor, budget):
-            yield f"{tensor.name} (in no layer)"
+            numbered = not holdings.bound.family.name_axes.isdisjoint(tensor.axes)
+            yield f"{tensor.name} (in no layer)" if numbered else tensor.name
 
 
 def _must_exist(holdings: Holdings, tensor: LogicalTensor, budget: Iterator[int]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -15,10 +16,14 @@ from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.engine.checkpoint.settings import settings
-from transaxle.errors import TransaxleError
+from transaxle.errors import Code, Refused, TransaxleError
 from transaxle.families import builtin
 
 JsonFacts = dict[str, Any]
+_MISSHAPEN: Code = "SHAPE_MISMATCH"
+_TENSORS, _MANIFEST = "the tensors", "transaxle.json"
+_SHOWN = 6
+"""Misshapen tensors that are listed without `--all`."""
 
 
 @click.command(
@@ -31,8 +36,9 @@ JsonFacts = dict[str, Any]
     help="""Check a table of families and dialects, and show what it reads of a checkpoint.
 
     Without CKPT: prints every mistake in FILE with its line, and what the file declares. With CKPT: also prints how
-    many tensor names each dialect reads, the names that no line reads, the size of every axis, and what prevents
-    writing each dialect.""",
+    many tensor names each dialect reads, the names that no line reads, the tensors whose shape is not that of their
+    line, the size of every axis, the config keys that do not exist, and what prevents writing each dialect. Exits with
+    3 if a shape differs.""",
 )
 @click.argument("file", type=click.Path())
 @click.argument("ckpt", type=click.Path(), required=False)
@@ -41,14 +47,17 @@ def command(screen: Screen, file: str, ckpt: str | None) -> int:
     """Check a table."""
     known = settings(rules=file).families
     declared = [known[name] for name, entry in known.entries.items() if not entry.file]
-    report: dict[str, Any] = {"file": file, "families": [_declared(family) for family in declared]}
+    report: dict[str, Any] = {
+        "file": file,
+        "families": [_declared(family) | {"replaces": known.replaces(family.name)} for family in declared],
+    }
     if ckpt is not None:
         report |= {"checkpoint": ckpt, "reads": [_read(ckpt, file, family) for family in declared]}
     if screen.as_json:
         screen.document(report)
     else:
         _print(screen, report)
-    return 0
+    return Refused.exit_code if any(_shapes_differ(read) for read in report.get("reads", ())) else 0
 
 
 def _declared(family: Family) -> JsonFacts:
@@ -79,6 +88,7 @@ def _read(ckpt: str, file: str, family: Family) -> JsonFacts:
         grouped = group(split_slot(name)[0] for name in checkpoint)
         counts = {dialect.label: score(grouped, dialect)[0] for dialect in family.dialects}
         source_dialect = checkpoint.recognised.dialect
+        own_refusals = _written(checkpoint, source_dialect)["refusals"]
         return {
             "family": family.name,
             "tensors": len(checkpoint),
@@ -86,9 +96,34 @@ def _read(ckpt: str, file: str, family: Family) -> JsonFacts:
             "dialect": source_dialect.label,
             "unknown": list(checkpoint.bound.unknown),
             "ignored": list(checkpoint.bound.ignored),
+            "misshapen": [refusal for refusal in own_refusals if refusal["code"] == _MISSHAPEN],
             "axes": dict(checkpoint.sizes.at({})),
+            "absent_keys": _absent_keys(checkpoint),
             "writes": {d.label: _written(checkpoint, d) for d in family.dialects if d.label != source_dialect.label},
         }
+
+
+def _absent_keys(checkpoint: Checkpoint) -> list[JsonFacts]:
+    """Return the axes in use whose formula has no value because the config lacks its keys."""
+    sizes, family = checkpoint.sizes, checkpoint.recognised.family
+    if not sizes.config:
+        return []
+    lines = {line for line, _ in checkpoint.bound.names}
+    used = {axis for line in lines for axis in (*line.name.axes, *line.expression.axes)}
+    from_config = replace(sizes, given={}).at({})
+    absent = []
+    for axis, formula in family.axes.items():
+        if formula is None or axis in from_config or axis not in used:
+            continue
+        keys = sorted(formula.names - sizes.settings.keys() - (family.axes.keys() - {axis}))
+        if keys:
+            absent.append({"axis": axis, "keys": keys, "size_from": _MANIFEST if axis in sizes.given else _TENSORS})
+    return absent
+
+
+def _shapes_differ(read: JsonFacts) -> bool:
+    refusals = [refusal for outcome in read["writes"].values() for refusal in outcome["refusals"]]
+    return bool(read["misshapen"]) or any(refusal["code"] == _MISSHAPEN for refusal in refusals)
 
 
 def _written(checkpoint: Checkpoint, dialect: Dialect) -> JsonFacts:
@@ -106,6 +141,8 @@ def _print(screen: Screen, report: JsonFacts) -> None:
     for family in report["families"]:
         amount = f"{plural(len(family['axes']), 'axis', 'axes')}, {plural(len(family['tensors']), 'logical tensor')}"
         screen.line(f"  family {family['name']}: {amount}")
+        if family["replaces"]:
+            screen.line(f"    replaces the built-in family {family['name']}")
         for axis in family["unsized"]:
             screen.line(
                 f"    axis {axis} has no size: it is counted from the tensor names, so a lost last entry goes "
@@ -120,15 +157,32 @@ def _print(screen: Screen, report: JsonFacts) -> None:
         screen.table([[label, f"reads {count:,} of {total}"] for label, count in best])
         if read["unknown"]:
             screen.some("  names that no line reads", list(folded(tuple(read["unknown"]))))
+        if read["misshapen"]:
+            label = f"  {plural(len(read['misshapen']), 'tensor')} without the shape that the table says"
+            screen.some(label, [_one_line(refusal) for refusal in read["misshapen"]], _SHOWN)
         screen.line(f"  axes {' '.join(f'{axis}={count}' for axis, count in read['axes'].items()) or '(from shapes)'}")
-        for label, outcome in read["writes"].items():
-            refusals = outcome["refusals"]
-            if not refusals:
-                screen.line(f"  to {label}: {plural(outcome['tensors'], 'tensor')}")
-                continue
-            message = refusals[0]["message"].splitlines()
+        for absent in read["absent_keys"]:
+            keys = " and no ".join(map(repr, absent["keys"]))
             screen.line(
-                f"  to {label}: {plural(len(refusals), 'refusal')}; the first is {refusals[0]['code']}: {message[0]}"
+                f"  config.json has no {keys} (axis {absent['axis']}); its size comes from {absent['size_from']}"
             )
-            for line in message[1:]:
-                screen.line(f"      {line}")
+        for label, outcome in read["writes"].items():
+            _print_writing(screen, label, outcome)
+
+
+def _print_writing(screen: Screen, label: str, outcome: JsonFacts) -> None:
+    refusals = outcome["refusals"]
+    if not refusals:
+        screen.line(f"  to {label}: {plural(outcome['tensors'], 'tensor')}")
+        return
+    first = refusals[0]
+    message = first["message"].splitlines()
+    place = f"{first['code']} {first['tensor']}" if first["tensor"] else first["code"]
+    screen.line(f"  to {label}: {plural(len(refusals), 'refusal')}; the first is {place}: {message[0]}")
+    for line in message[1:]:
+        screen.line(f"      {line}")
+
+
+def _one_line(refusal: JsonFacts) -> str:
+    """Write a refusal of a tensor's shape on one line: the name, the rule, and both shapes."""
+    return f"{refusal['tensor']}: {': '.join(refusal['message'].splitlines())}"

@@ -37,6 +37,7 @@ _FACTS = (
 """Config keys that people look for first."""
 _TOLD = frozenset({GROUPS, NOTE})
 """Metadata keys that have lines of their own: `groups`, `encodings`."""
+_REPLACED = "which replaces the built-in family of this name"
 _SHOWN = 6
 _LABELS = 24
 """Columns reserved for labels and their margins."""
@@ -77,6 +78,7 @@ def _recognised(checkpoint: Checkpoint) -> JsonFacts:
     """Return family and dialect with everything that follows from them, or why they are unknown."""
     facts: JsonFacts = {"format": checkpoint.format, "family": None, "dialect": None, "reason": None, "prefix": None}
     facts |= {
+        "replaces": False,
         "read": None,
         "names": len(checkpoint.catalog.entries),
         "unknown": [],
@@ -91,6 +93,7 @@ def _recognised(checkpoint: Checkpoint) -> JsonFacts:
         ties = [tie for tie in reading.family.ties if sizes.holds(tie.when, {})]
         facts |= {
             "family": reading.family.name,
+            "replaces": checkpoint.settings.families.replaces(reading.family.name),
             "dialect": reading.dialect.label,
             "prefix": reading.prefix,
             "read": sum(len(names) for names in bound.names.values()),
@@ -199,7 +202,7 @@ def _checkpoint_lines(screen: Screen, facts: JsonFacts) -> list[tuple[str, str]]
     lines = [("format", facts["format"])]
     if reason is None:
         lines += [
-            ("family", facts["family"]),
+            ("family", facts["family"] + (f", {_REPLACED}" if facts["replaces"] else "")),
             ("dialect", f"{facts['dialect']}, which reads {facts['read']:,} of {plural(facts['names'], 'name')}"),
             ("prefix", facts["prefix"]),
         ]

@@ -100,7 +100,7 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "decoder.layers.{l}.self_attention.linear_qkv.weight = [(g [q:(r c) | k:c | v:c]) d]\n"
         "    the size of axis g is needed, and the shape [12, 8] does not determine it",
         "Give the model's config with --config FILE, or the size itself: --axis g=8. The family's table says what each "
-        "axis stands for (see Notation in the documentation).",
+        "axis stands for (docs/reference/notation.md shows how to read it).",
     ),
     "SHAPE_MISMATCH": Explanation(
         "A stored tensor does not have the shape that the table and the config give.",

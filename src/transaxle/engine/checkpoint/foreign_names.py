@@ -44,7 +44,7 @@ def foreign(bound: Bound, config: Mapping[str, Any], target: Dialect, *, family_
     unknown = tuple(name for name in bound.unknown if split_slot(name)[1] == WEIGHT)
     if not wrapped and (known_model or not unknown or (target is bound.dialect and not inside)):
         return []
-    lines = [_whole(bound, config, target.label)] if wrapped else []
+    lines = [_whole(bound, config, target.label, nested=nested)] if wrapped else []
     if unknown:
         count = len(unknown) + len(bound.ignored) + sum(map(len, bound.names.values()))
         headline = f"no line of {family.name}, dialect {bound.dialect.label}, reads {len(unknown):,} of {count:,} names"
@@ -56,7 +56,9 @@ def foreign(bound: Bound, config: Mapping[str, Any], target: Dialect, *, family_
         lines.append(f"… and {len(unknown) - _LISTED:,} more")
     ways = [_IDENTITY, _TABLE]
     if not unknown:
-        ways.append(f"convert only the text model with --family {family.name}")
+        ways.append(
+            f"convert {'only the text model' if nested else f'it without {bound.prefix!r}'} with --family {family.name}"
+        )
     elif not inside:
         ways.append(
             f"declare the model a {family.name} with --config FILE or --family {family.name}, and they keep their names"
@@ -66,9 +68,14 @@ def foreign(bound: Bound, config: Mapping[str, Any], target: Dialect, *, family_
     return [Refusal(code, "\n".join(lines), where, f"{', '.join(ways[:-1])} or {ways[-1]}")]
 
 
-def _whole(bound: Bound, config: Mapping[str, Any], target: str) -> str:
+def _whole(bound: Bound, config: Mapping[str, Any], target: str, *, nested: bool) -> str:
     top = config.get("model_type")
     inside = f" after {bound.prefix!r}" if bound.prefix else ""
+    if bound.prefix and not nested and not bound.unknown:
+        return (
+            f"all names begin with {bound.prefix!r}, so this may be part of a larger model, whose layout in {target} "
+            f"is unknown; --family {bound.family.name} converts it as a model of its own"
+        )
     model = f"config.json says model_type {top!r}: " if isinstance(top, str) else ""
     statement = f"{bound.family.name} is only one part of this model{inside}"
     return f"{model}{statement}; the layout of the whole model in {target} is unknown"
