@@ -17,7 +17,7 @@ from transaxle.errors import LONGEST_NAME, Refusal, TransaxleError, Where, gathe
 from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.catalog.checksums import witnessed
-from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
+from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
 from transaxle.formats.format import INDEX, Clue, Folder, Format
 from transaxle.formats.newest_step import check_newest, listed
 from transaxle.formats.registry import builtin, every_format, find, installed, one_file_ends
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _SHARD = re.compile(r".*-(\d+)-of-(\d+)")
 _LOOKED_INTO = 50
+_WRITTEN_AS = re.compile(rb'\{\s*"transaxle":\s*\d+,\s*"format":\s*"([A-Za-z0-9_.+-]{1,100})"')
+"""How our manifests begin: the rest, which may be long, is not read."""
+_LONGEST_BEGINNING = 512
 
 
 class _Match(NamedTuple):
@@ -93,7 +96,12 @@ def _open(storage: Storage, wanted: Format | None, options: dict[str, Any]) -> C
         raise refuse("UNSUPPORTED", message, file=storage.path, hint="Omit --weights.")
     check_newest(folder, kind.newest)
     taken = {name: option for name, option in options.items() if name in kind.reader_takes}
-    container = witnessed(kind.open(clue, storage, storage.path, member, **taken))
+    container = kind.open(clue, storage, storage.path, member, **taken)
+    if kind.package:
+        from transaxle.formats.package_checks import check_container
+
+        check_container(kind, container, member)
+    container = witnessed(container)
     long = [name for name in container.entries if len(name) > LONGEST_NAME]
     if long:
         raise gathered(Refusal(*too_long(name), Where(member, name)) for name in long)
@@ -110,17 +118,51 @@ def _folder(storage: Storage, inside: str = "") -> Folder:
 
 def _first_matches(folder: Folder, wanted: Format | None) -> list[_Match]:
     """Return what the first clues find that find anything; clues of one place are asked together."""
-    if wanted is None:
-        return _found_by(builtin().values(), folder) or _found_by(installed(), folder)
-    return _found_by([wanted], folder)
+    if wanted is not None:
+        return _found_by([wanted], folder)
+    writer = _written_as(folder)
+    named = _found_by([writer], folder) if writer is not None else []
+    return named or _found_by(builtin().values(), folder) or _found_by(installed(), folder)
+
+
+def _written_as(folder: Folder) -> Format | None:
+    """Return the installed format that a folder's manifest names; None where it names one that ships, or none.
+
+    The names of its files may be those of a format that ships, whose clue would otherwise take them.
+
+    Raises:
+        Refused: UNSUPPORTED where no package that is installed has it.
+    """
+    if folder.storage.single or MANIFEST not in folder.names:
+        return None
+    file = f"{folder.inside}{MANIFEST}"
+    try:
+        beginning = folder.storage.read(file, 0, min(folder.storage.size(file), _LONGEST_BEGINNING))
+    except TransaxleError:
+        return None  # a manifest that cannot be read is no manifest
+    match = _WRITTEN_AS.match(beginning)
+    name = match[1].decode() if match else SAFETENSORS.name
+    if name in builtin():
+        return None
+    kind = find(name)
+    if kind is None:
+        message = f"{MANIFEST} says it was written as {name!r}, which no installed package provides"
+        hint = "Install its package, or say the format: --format NAME."
+        raise refuse("UNSUPPORTED", message, file=folder.storage.path, hint=hint)
+    return kind
 
 
 def _found_by(formats: Iterable[Format], folder: Folder) -> list[_Match]:
     for clues in _in_order(formats):
-        matches = [_Match(kind, clue, member) for kind, clue in clues for member in clue.found(folder)]
+        matches = [_Match(kind, clue, member) for kind, clue in clues for member in _candidates(kind, clue, folder)]
         if matches:
             return matches
     return []
+
+
+def _candidates(kind: Format, clue: Clue, folder: Folder) -> tuple[str, ...]:
+    with kind.answerable("a clue"):
+        return clue.found(folder)
 
 
 def _in_order(formats: Iterable[Format]) -> Iterator[list[tuple[Format, Clue]]]:
@@ -137,11 +179,11 @@ def _shard(member: str) -> re.Match[str] | None:
 def _several(path: str, matches: Sequence[_Match]) -> TransaxleError:
     members = [match.member for match in matches]
     if len({match.kind.name for match in matches}) > 1:
-        hint = "Give one of them, or its format (--format)."
+        hint = "Give one of them, or say its format: --format NAME."
     elif all(_shard(member) for member in members):
         hint = f"These look like the shards of one checkpoint: its index (*{INDEX}) is missing."
     else:
-        hint = "Give one of them."
+        hint = "Give one of them, or say its format: --format NAME."
     return refuse("AMBIGUOUS", f"the folder holds several checkpoints: {listed(members)}", file=path, hint=hint)
 
 

@@ -7,13 +7,14 @@ files imports nothing of DCP, of pickles or of DeepSpeed. `registry` holds the r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from transaxle.errors import refuse
+from transaxle.errors import TransaxleError, refuse
 
 if TYPE_CHECKING:
     from transaxle.formats.catalog.catalog import Container, Draft
@@ -124,9 +125,29 @@ class Format:
         Raises:
             TransaxleError: what the reader raises.
         """
-        reader = (clue.reader if clue is not None else "") or self.reader
-        container: Container = self._imported(reader)(storage, path, member, **options)
+        reader = self._imported((clue.reader if clue is not None else "") or self.reader)
+        with self.answerable("its reader", member):
+            container: Container = reader(storage, path, member, **options)
         return container
+
+    @contextmanager
+    def answerable(self, what: str, file: str | None = None) -> Iterator[None]:
+        """Let an error of an installed package name that package; of a format that ships it stays the bug that it is.
+
+        Args:
+            what: the part of it that runs.
+            file: what it reads.
+        """
+        try:
+            yield
+        except (TransaxleError, MemoryError):
+            raise
+        except Exception as error:
+            if not self.package:
+                raise
+            message = f"format {self.name} of the package {self.package}: {what} failed: {error!r}"
+            hint = f"This is a bug of {self.package}, which should say what is wrong: tell its authors."
+            raise refuse("UNSUPPORTED", message, file=file, hint=hint) from error
 
     @cached_property
     def drafter(self) -> Callable[..., Draft]:

@@ -52,8 +52,13 @@ def pick_family(label: str, families: Mapping[str, Family]) -> Family:
     raise refuse("UNKNOWN_FAMILY", f"no family {label!r}; known: {', '.join(families)}", hint=hint)
 
 
-def pick_dialect(family: Family, label: str) -> Dialect:
+def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dialect:
     """Return a dialect of a family by its label.
+
+    Args:
+        family: the family.
+        label: what the user typed.
+        formats: names that it could have been as well.
 
     Raises:
         UsageError: AMBIGUOUS, listing the dialects there are.
@@ -61,9 +66,10 @@ def pick_dialect(family: Family, label: str) -> Dialect:
     match = family.dialect(label)
     if match is None:
         close = difflib.get_close_matches(label, [*family.labels, *(d.name for d in family.dialects), IDENTITY], 1)
+        besides = f"; and no format is called so (known: {', '.join(formats)})" if formats else ""
         raise refuse(
             "AMBIGUOUS",
-            f"family {family.name} has no dialect {label!r}; it has: {', '.join(family.labels)}, {IDENTITY}",
+            f"family {family.name} has no dialect {label!r}; it has: {', '.join(family.labels)}, {IDENTITY}{besides}",
             hint=f"did you mean {close[0]}?" if close else "add one with --rules FILE",
         )
     return match

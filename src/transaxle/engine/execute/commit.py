@@ -65,6 +65,9 @@ def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping
     known: dict[str, list[Fragment]] = {}
     for fragment in prepared.draft.fragments:
         known.setdefault(fragment.file, []).append(fragment)
+    # Files that are all tensor are listed too: by the manifest they are known as the checkpoint's own.
+    for name in prepared.draft.files:
+        known.setdefault(name, [])
     files = {name: _record(plan.files[name], fragments) for name, fragments in known.items()}
     files |= {name: FileRecord(plan.files[name], plan.files[name], carried[name]) for name in plan.carried}
     return Manifest(

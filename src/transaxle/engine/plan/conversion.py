@@ -264,7 +264,7 @@ def make_plan(
     form, label = parse_to(to)
     wanted = label or IDENTITY
     checkpoint, hub_refusals = _for_hub(checkpoint) if for_hub(to) else (checkpoint, [])
-    view, names, problems = _viewed(checkpoint, wanted, encode)
+    view, names, problems = _viewed(checkpoint, wanted, encode, bare=wanted == to)
     problems.extend(hub_refusals)
     unknown = checkpoint.foreign(wanted)
     problems.extend(unknown)
@@ -330,11 +330,15 @@ def _without_line(name: str, dialect: str) -> Refusal:
     return Refusal("UNEXPECTED_TENSOR", message, Where(None, name), "omit --strict")
 
 
-def _viewed(checkpoint: Checkpoint, wanted: str, encode: Encode | None) -> tuple[View, Sequence[str], list[Refusal]]:
+def _viewed(
+    checkpoint: Checkpoint, wanted: str, encode: Encode | None, *, bare: bool
+) -> tuple[View, Sequence[str], list[Refusal]]:
     """Return the target's tensors, the names of those that are encoded, and all problems.
 
     A dialect may have other lines for encoded tensors, so the choice of tensors decides their layout.
     """
+    if bare and wanted != IDENTITY and checkpoint.recognised.family.dialect(wanted) is None:
+        pick_dialect(checkpoint.recognised.family, wanted, writable())  # a bare name may be meant as a format's
     view = checkpoint.translation(wanted)
     if wanted == IDENTITY and (encode is not None or checkpoint.decoded):
         catalog = checkpoint.catalog
@@ -391,7 +395,14 @@ def _drafted(
     problems.extend(_unholdable(kind, specs))
     taken = {name: option for name, option in draft_options.items() if name in kind.draft_takes}
     try:
-        return kind.drafter(specs, metadata=metadata, shard_size=shard_size, **taken), left_out
+        drafter = kind.drafter
+        with kind.answerable("its draft"):
+            draft = drafter(specs, metadata=metadata, shard_size=shard_size, **taken)
+        if kind.package:
+            from transaxle.formats.package_checks import check_draft
+
+            check_draft(kind, draft, specs)
+        return draft, left_out
     except TransaxleError as error:
         problems.extend(error.refusals)
         return Draft(form, {}, {}, ()), left_out
