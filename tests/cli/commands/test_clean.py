@@ -52,7 +52,7 @@ def test_the_next_run_names_what_was_left(ck: Path, transaxle: Transaxle, monkey
     outcome = transaxle(*CONVERT)
     assert outcome.code == 0
     assert outcome.err.count("\n") == 1
-    assert f"{PARTIAL}, left by a killed run (work in progress: " in outcome.err
+    assert f"{PARTIAL}, left by a killed run (unfinished work: " in outcome.err
     assert "tensors are written, --resume continues it), was removed" in outcome.err
     shutil.rmtree("out")
     killed(monkeypatch, transaxle)

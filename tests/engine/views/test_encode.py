@@ -201,8 +201,8 @@ def test_what_cannot_be_encoded_is_refused_before_anything_is_written(
 def test_what_is_encoded_is_not_encoded_again(tmp_path: Path) -> None:
     source = quantized.store(tmp_path / "source", quantized.llama(d=128, f=128, g=1, r=1, head=128))
     (found,) = tx.plan(source, tmp_path / "x", to="hf", encode="mxfp8", only=LINEAR).refusals
-    assert "float8_block already: decode it first" in found.message
-    with pytest.raises(UsageError, match="7 tensors are encoded already"):
+    assert "already encoded in float8_block: decode it first" in found.message
+    with pytest.raises(UsageError, match="7 tensors are already encoded"):
         tx.plan(source, tmp_path / "x", to="hf", encode="mxfp8")
 
 

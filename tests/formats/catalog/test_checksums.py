@@ -71,7 +71,7 @@ def test_only_what_was_not_read_is_read_in_the_end(tmp_path: Path) -> None:
     witness.recheck()  # the third is wrong, and nobody has read of it
     assert below.count == 1300 + 700
     witness.read("f", 2000, 10)
-    with pytest.raises(tx.TransaxleError, match="at 2000: its bytes do not have the checksum"):
+    with pytest.raises(tx.TransaxleError, match="at 2000: its bytes do not match the checksum"):
         witness.recheck()
 
 

@@ -96,7 +96,7 @@ def _narrow(rank: int, world: int, folder: str, call: str) -> str:
 def test_a_group_smaller_than_the_mesh_is_refused_before(tmp_path: Path, call: str) -> None:
     (tmp_path / "source").mkdir()
     save_file(SOURCE, tmp_path / "source" / "model.safetensors")
-    said = "it lies on ranks 0, 1, 2, of which 2 are not in the process group True"
+    said = "it is on ranks 0, 1, 2, of which 2 are not in the process group True"
     want = f"UNSUPPORTED a {said}\nUNSUPPORTED b {said}"
     assert run(3, _narrow, str(tmp_path), call) == [want, want, "not asked"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
