@@ -113,6 +113,82 @@ def test_what_ships_answers_without_packages(program: Program, site: Path) -> No
     assert "not today" in outcome.out
 
 
+RAW_RECORD = """
+from transaxle.formats.format import Clue, Format, named
+
+RAW = Format(
+    name="rawdir", title="a folder of raw tensors", clues=(Clue(named("index.json")),), reader="raw.files:open_raw",
+    draft="raw.files:draft", openers=("index.json",), files=r"index\\.json|t\\d+\\.bin",
+)
+"""
+RAW_FILES = """
+import json
+
+from transaxle.formats.catalog.catalog import Container, Draft, Entry, Extent, Fragment
+from transaxle.formats.catalog.sidecar_files import sort_sidecars
+from transaxle.formats.dtype import nbytes
+
+
+def open_raw(storage, path, member):
+    entries, files = {}, {member: storage.size(member)}
+    for name, (dtype, shape, file) in json.loads(storage.read(member, 0, files[member])).items():
+        files[file] = storage.size(file)
+        entries[name] = Entry(name, dtype, tuple(shape), (Extent((0,) * len(shape), tuple(shape), file, 0),))
+    beside = sort_sidecars(storage, files)
+    return Container("rawdir", path, storage, entries, files, {}, beside.carried, beside.ignored)
+
+
+def draft(tensors, *, metadata, shard_size):
+    entries, sizes, index = {}, {}, {}
+    for number, spec in enumerate(tensors):
+        file = f"t{number}.bin"
+        index[spec.name] = (spec.dtype, spec.shape, file)
+        extents = (Extent((0,) * len(spec.shape), spec.shape, file, 0),)
+        entries[spec.name] = Entry(spec.name, spec.dtype, spec.shape, extents)
+        sizes[file] = nbytes(spec.dtype, spec.shape)
+    text = json.dumps(index).encode()
+    sizes["index.json"] = len(text)
+    return Draft("rawdir", entries, sizes, (Fragment("index.json", 0, text),))
+"""
+
+
+def test_a_folder_whose_files_end_like_those_of_torch(program: Program, site: Path, tmp_path: Path) -> None:
+    """Its manifest says who reads it, and which files are its own when the package is gone."""
+    points = "[transaxle.formats]\nrawdir = raw:RAW\n"
+    install(site, "raw-format", points, {"raw/__init__.py": RAW_RECORD, "raw/files.py": RAW_FILES})
+    assert program("convert", "ck", "out", "--to", "rawdir").code == 0
+    assert program("verify", "out").code == 0
+    assert program("convert", "out", "back", "--to", "hf").code == 0
+    assert same(tmp_path / "ck", tmp_path / "back")
+    site.rename(tmp_path / "gone")
+    outcome = program("ls", "out", "--json")
+    assert outcome.codes == ["UNSUPPORTED"]
+    assert "written as 'rawdir', which no installed package provides" in outcome.out
+    outcome = program("convert", "ck", "other", "--to", "rawdir", "--json")
+    assert "no format is called so (known: safetensors, torch" in outcome.out
+    assert program("convert", "ck", "out", "--to", "hf", "--overwrite").code == 0
+    assert not list(Path("out").glob("*.bin"))
+
+
+HOSTILE = {
+    '{"a": ["F32", [16.0], 0]}': "CORRUPT",
+    '{"a": ["F32", [-4, -4], 0]}': "CORRUPT",
+    '{"a": ["F32", [true], 0]}': "CORRUPT",
+    '{"a": ["F32", [0, 1180591620717411303424], 0]}': "CORRUPT",
+    '{"a": ["F32", [4], 0], "a": ["F32", [2], 0]}': "NAME_COLLISION",
+    "[" * 200_000: "CORRUPT",
+}
+
+
+@pytest.mark.usefixtures("tiny_format")
+@pytest.mark.parametrize(("header", "code"), HOSTILE.items(), ids=range(len(HOSTILE)))
+def test_the_guide_s_format_refuses_hostile_files(header: str, code: str, program: Program) -> None:
+    text = header.encode()
+    Path("bad.tiny").write_bytes(b"TINY" + len(text).to_bytes(8, "little") + text + bytes(64))
+    assert program("convert", "bad.tiny", "out", "--to", "identity", "--json").codes == [code]
+    assert not Path("out").exists()
+
+
 def _torch(**changes: object) -> str:
     """Return a module whose format is that of torch files but for some fields."""
     fields = ", ".join(f"{name}={value!r}" for name, value in {"name": "tiny", **changes}.items())
