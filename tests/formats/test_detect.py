@@ -79,7 +79,7 @@ REFUSED: dict[str, tuple[list[str], Code, str]] = {
     "DeepSpeed before others": (["global_step2/", FILE], "INCOMPLETE", "_model_states.pt"),
     "an index and a whole file": ([INDEX, FILE], "AMBIGUOUS", "two checkpoints in one folder"),
     "DeepSpeed undecided": (["global_step1/", "global_step2/"], "AMBIGUOUS", "global_step1, global_step2"),
-    "torch": (["pytorch_model.bin"], "UNSUPPORTED", "no torch file"),
+    "torch": (["pytorch_model.bin"], "UNSUPPORTED", "not a torch file"),
     "torch of several files": (["pytorch_model.bin.index.json", "a.bin", "b.bin"], "CORRUPT", "weight_map"),
     "two torch files": (["a.pt", "b.pth"], "AMBIGUOUS", "a.pt, b.pth"),
     "two formats": (["a.safetensors", "b.bin"], "AMBIGUOUS", "--format"),
@@ -148,7 +148,7 @@ def test_a_name_that_tells_nothing(tmp_path: Path) -> None:
 def test_a_torch_file_that_the_user_names(tmp_path: Path, name: str) -> None:
     """What a trainer keeps beside the weights is no candidate in a folder, and is read where it is asked for."""
     fill(tmp_path, [name])
-    with pytest.raises(TransaxleError, match="no torch file") as caught:
+    with pytest.raises(TransaxleError, match="not a torch file") as caught:
         open_container(str(tmp_path / name))
     assert (caught.value.code, caught.value.where.file) == ("UNSUPPORTED", name)
 

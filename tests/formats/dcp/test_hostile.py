@@ -211,8 +211,8 @@ METADATA_PICKLES = {
         holding_evil(lambda m, e: setattr(m.state_dict_metadata[ROWS].properties, "dtype", e))
     ),
     "nothing": Hostile(raw(lambda _: b""), "CORRUPT", "ends", tensor=None),
-    "text": Hostile(raw(lambda _: b"no pickle"), "CORRUPT", "no step", tensor=None),
-    "zeros": Hostile(raw(lambda _: bytes(1000)), "CORRUPT", "no step", tensor=None),
+    "text": Hostile(raw(lambda _: b"no pickle"), "CORRUPT", "unknown opcode", tensor=None),
+    "zeros": Hostile(raw(lambda _: bytes(1000)), "CORRUPT", "unknown opcode", tensor=None),
     "half of it": Hostile(
         lambda folder: os.truncate(folder / METADATA, (folder / METADATA).stat().st_size // 2), "CORRUPT", "frame",
         tensor=None,
@@ -228,7 +228,7 @@ FIELDS = {
     "no items": Hostile(edit(lambda m: delattr(m, "state_dict_metadata")), "CORRUPT", "does not list", tensor=None),
     "no places": Hostile(edit(lambda m: setattr(m, "storage_data", None)), "CORRUPT", "does not list", tensor=None),
     "a number as a key": Hostile(
-        edit(lambda m: m.state_dict_metadata.update({7: 1})), "CORRUPT", "key is a int", tensor=None
+        edit(lambda m: m.state_dict_metadata.update({7: 1})), "CORRUPT", "key of an item is a int", tensor=None
     ),
     "a number as an item": Hostile(
         edit(lambda m: m.state_dict_metadata.update(rows=1)), "CORRUPT", "described by a int"
@@ -237,18 +237,18 @@ FIELDS = {
         edit(lambda m: m.storage_data.update({index_of(m, ROWS, 0): 1})), "CORRUPT", "not a byte range"
     ),
     "a place of nothing": Hostile(
-        edit(lambda m: m.storage_data.update({7: 1})), "CORRUPT", "given to a int", tensor=None
+        edit(lambda m: m.storage_data.update({7: 1})), "CORRUPT", "given for a int", tensor=None
     ),
     "two places": Hostile(
-        _twice, "CORRUPT", "has two places"
+        _twice, "CORRUPT", "stored in two places"
     ),
     "a place without an item": Hostile(
         edit(lambda m: m.storage_data.update({MetadataIndex("more"): m.storage_data[MetadataIndex(STEPS)]})),
-        "CORRUPT", "not among the items", tensor="more",
+        "CORRUPT", "not list it among the items", tensor="more",
     ),
     "an object with places of chunks": Hostile(
         edit(lambda m: m.storage_data.update({MetadataIndex(STEPS, [0]): m.storage_data[MetadataIndex(STEPS)]})),
-        "CORRUPT", "no tensor", tensor=STEPS,
+        "CORRUPT", "not a tensor", tensor=STEPS,
     ),
     "a chunk too many in the files": Hostile(
         edit(lambda m: m.storage_data.update({MetadataIndex(ROWS, [9, 9]): m.storage_data[index_of(m, ROWS, 0)]})),
@@ -261,7 +261,7 @@ FIELDS = {
     "another path": Hostile(
         edit(lambda m: m.planner_data.update(rows=("columns",))), "CORRUPT", "another name"
     ),
-    "a path without end": Hostile(edit(_deep), "CORRUPT", "nested more than 100 deep", tensor=DEEP),
+    "a path without end": Hostile(edit(_deep), "CORRUPT", "nested more than 100 levels deep", tensor=DEEP),
     "no dtype": Hostile(entry(lambda t: setattr(t.properties, "dtype", None)), "CORRUPT", "dtype is missing"),
     "a dtype in words": Hostile(entry(lambda t: setattr(t.properties, "dtype", "float32")), "CORRUPT", "dtype"),
     "no properties": Hostile(field(properties=None), "CORRUPT", "dtype is missing"),
@@ -287,18 +287,18 @@ FIELDS = {
 }  # fmt: skip
 
 GEOMETRY = {
-    "no chunks": Hostile(field(chunks=[]), "CORRUPT", "no such chunk"),
-    "a hole": Hostile(edit(lambda m: _without(m, 1)), "INCOMPLETE", "none of its 3 chunks holds the index [2, 0]"),
+    "no chunks": Hostile(field(chunks=[]), "CORRUPT", "which it does not have"),
+    "a hole": Hostile(edit(lambda m: _without(m, 1)), "INCOMPLETE", "none of its 3 chunks contains the index [2, 0]"),
     "a hole in the end": Hostile(edit(lambda m: _without(m, 3)), "INCOMPLETE", "[6, 0]"),
     "a larger whole": Hostile(field(size=torch.Size([8, 5])), "INCOMPLETE", "[7, 0]"),
     "a whole of terabytes": Hostile(field(size=torch.Size([2**40, 5])), "INCOMPLETE", "[7, 0]"),
     "a smaller whole": Hostile(field(size=torch.Size([6, 5])), "CORRUPT", "does not lie inside"),
     "a whole of other dims": Hostile(field(size=torch.Size([35])), "CORRUPT", "does not lie inside"),
     "a chunk twice": Hostile(
-        entry(lambda t: t.chunks.append(t.chunks[0])), "OVERLAP", "both hold the index [0, 0]"
+        entry(lambda t: t.chunks.append(t.chunks[0])), "OVERLAP", "both contain the index [0, 0]"
     ),
     "chunks that overlap": Hostile(
-        edit(lambda m: moved(m, ROWS, 1, [1, 0], [2, 5])), "OVERLAP", "both hold the index [1, 0]"
+        edit(lambda m: moved(m, ROWS, 1, [1, 0], [2, 5])), "OVERLAP", "both contain the index [1, 0]"
     ),
     "a chunk that lies outside": Hostile(
         edit(lambda m: moved(m, ROWS, 3, [6, 0], [2, 5])), "CORRUPT", "does not lie inside"
@@ -330,7 +330,7 @@ FILES = {
     "a path with a NUL": escape("__0_0.distcp\0"),
     "no text": Hostile(place(ROWS, relative_path=7), "CORRUPT", "not a byte range"),
     "a missing file": Hostile(
-        lambda folder: (folder / SECOND).unlink(), "INCOMPLETE", "is not there", SECOND, None
+        lambda folder: (folder / SECOND).unlink(), "INCOMPLETE", "the file is missing", SECOND, None
     ),
     "a link that leads out": Hostile(
         lambda folder: _linked(folder / SECOND, folder.parent / "elsewhere"), "PATH_ESCAPE", "leads out", SECOND, None
@@ -344,14 +344,14 @@ FILES = {
     "an empty file": Hostile(lambda folder: os.truncate(folder / FIRST, 0), "CORRUPT", "outside", FIRST),
     "an offset behind the end": Hostile(place(ROWS, offset=10**6), "CORRUPT", "outside", FIRST),
     "an offset beyond all files": Hostile(place(ROWS, offset=HUGE, length=HUGE), "CORRUPT", "outside", FIRST),
-    "an offset beyond all numbers": Hostile(place(ROWS, offset=2**64), "CORRUPT", "no count"),
-    "a negative offset in the file": Hostile(place(ROWS, offset=-1), "CORRUPT", "no count"),
-    "an offset in text": Hostile(place(ROWS, offset="0"), "CORRUPT", "no count"),
-    "an offset one off": Hostile(_off_by_one, "CORRUPT", "no archive", FIRST),
+    "an offset beyond all numbers": Hostile(place(ROWS, offset=2**64), "CORRUPT", "not a count"),
+    "a negative offset in the file": Hostile(place(ROWS, offset=-1), "CORRUPT", "not a count"),
+    "an offset in text": Hostile(place(ROWS, offset="0"), "CORRUPT", "not a count"),
+    "an offset one off": Hostile(_off_by_one, "CORRUPT", "not an archive", FIRST),
     "a length too many": Hostile(place(ROWS, length=10**6), "CORRUPT", "outside", FIRST),
     "a length one short": Hostile(_shortened, "CORRUPT", "does not end", FIRST),
-    "no length": Hostile(place(ROWS, length=0), "CORRUPT", "no archive", FIRST),
-    "a negative length": Hostile(place(ROWS, length=-1), "CORRUPT", "no count"),
+    "no length": Hostile(place(ROWS, length=0), "CORRUPT", "not an archive", FIRST),
+    "a negative length": Hostile(place(ROWS, length=-1), "CORRUPT", "not a count"),
     "the bytes of another chunk": Hostile(
         edit(lambda m: m.storage_data.update({index_of(m, ROWS, 1): m.storage_data[index_of(m, ROWS, 0)]})),
         "OVERLAP", "overlap those of 'rows'", FIRST,
@@ -399,19 +399,19 @@ ARCHIVES = {
     "a class of the metadata in the archive": pickled(
         lambda _: program(call(MODULE, "StorageMeta")), "UNSAFE_PICKLE", "StorageMeta"
     ),
-    "another type": chunk(torch.zeros(2, 5, dtype=torch.int32), "DTYPE_MISMATCH", "says float32, the file holds int32"),
+    "another type": chunk(torch.zeros(2, 5, dtype=torch.int32), "DTYPE_MISMATCH", "but the file holds int32"),
     "a wider type": chunk(torch.zeros(2, 5, dtype=torch.float64), "DTYPE_MISMATCH", "float64"),
-    "another shape": chunk(torch.zeros(5, 2), "SHAPE_MISMATCH", "[2, 5], the file holds [5, 2]"),
+    "another shape": chunk(torch.zeros(5, 2), "SHAPE_MISMATCH", "[2, 5] in the metadata, but [5, 2] in the file"),
     "more dims": chunk(torch.zeros(1, 2, 5), "SHAPE_MISMATCH", "[1, 2, 5]"),
-    "no tensor": chunk(7, "CORRUPT", "no tensor: int"),
-    "a dict of tensors": chunk({"rows": torch.zeros(2, 5)}, "CORRUPT", "no tensor"),
-    "a sparse tensor": chunk(torch.zeros(2, 5).to_sparse(), "CORRUPT", "no tensor"),
+    "no tensor": chunk(7, "CORRUPT", "does not hold a tensor, but int"),
+    "a dict of tensors": chunk({"rows": torch.zeros(2, 5)}, "CORRUPT", "not hold a tensor"),
+    "a sparse tensor": chunk(torch.zeros(2, 5).to_sparse(), "CORRUPT", "not hold a tensor"),
     "a storage that is too small": records(
         lambda r: r.update({"archive/data/0": b"1234"}), "CORRUPT", "record data/0 has 4 bytes"
     ),
-    "no storage": records(lambda r: r.pop("archive/data/0") and None, "CORRUPT", "which is not there"),
+    "no storage": records(lambda r: r.pop("archive/data/0") and None, "CORRUPT", "which is missing"),
     "a storage too many": records(
-        lambda r: r.update({"archive/data/1": b"1234"}), "CORRUPT", "no tensor refers to the record data/1"
+        lambda r: r.update({"archive/data/1": b"1234"}), "CORRUPT", "no tensor uses the record data/1"
     ),
     "a view beyond its storage": records(_patched(b"K\x02K\x05\x86", b"K\x02K\xff\x86"), "CORRUPT", "ends at byte"),
     "a terabyte of one element": records(
@@ -420,13 +420,14 @@ ARCHIVES = {
     ),
     "another byte order": records(lambda r: r.update({"archive/byteorder": b"big"}), "UNSUPPORTED", "big-endian"),
     "compressed": records(lambda _: None, "UNSUPPORTED", "compressed", zipfile.ZIP_DEFLATED),
-    "a record that leads out": records(lambda r: r.update({"archive/../../x": b""}), "PATH_ESCAPE", "no name below"),
+    "a record that leads out": records(
+        lambda r: r.update({"archive/../../x": b""}), "PATH_ESCAPE", "outside the archive's folder"),
     "a flipped bit in the pickle": Hostile(_flipped, "CORRUPT", "checksum", FIRST),
     "half an archive": Hostile(
         putting(ROWS, lambda folder: payload(folder, ROWS)[:700]), "CORRUPT", "does not end like", FIRST
     ),
-    "zeros for an archive": Hostile(putting(ROWS, lambda _: bytes(1000)), "CORRUPT", "no archive", FIRST),
-    "text for an archive": Hostile(putting(ROWS, lambda _: b"text"), "CORRUPT", "no archive", FIRST),
+    "zeros for an archive": Hostile(putting(ROWS, lambda _: bytes(1000)), "CORRUPT", "not an archive", FIRST),
+    "text for an archive": Hostile(putting(ROWS, lambda _: b"text"), "CORRUPT", "not an archive", FIRST),
 }  # fmt: skip
 
 OBJECTS = {
@@ -446,9 +447,9 @@ OBJECTS = {
         putting(STEPS, lambda _: archive(torch.nn.Linear(1, 1)), None), "UNSAFE_PICKLE", "torch.nn", None, STEPS
     ),
     "a bare pickle": Hostile(
-        putting(STEPS, lambda _: pickle.dumps(7), None), "UNSUPPORTED", "none that torch wrote", None, STEPS
+        putting(STEPS, lambda _: pickle.dumps(7), None), "UNSUPPORTED", "not one that torch wrote", None, STEPS
     ),
-    "text for a number": Hostile(putting(STEPS, lambda _: b"7", None), "UNSUPPORTED", "no torch file", None, STEPS),
+    "text for a number": Hostile(putting(STEPS, lambda _: b"7", None), "UNSUPPORTED", "not a torch file", None, STEPS),
     "nothing for a number": Hostile(putting(STEPS, lambda _: b"", None), "CORRUPT", "", None, STEPS),
 }  # fmt: skip
 
@@ -496,9 +497,9 @@ SAFETENSORS = {
         lambda file, at: header_edited(file, at, lambda h: h[ROWS].update(shape=[5, 2])), "SHAPE_MISMATCH", "[5, 2]"
     ),
     "another length in safetensors": Hostile(
-        place(ROWS, length=41), "CORRUPT", "would take 40", FIRST, case="as_safetensors"
+        place(ROWS, length=41), "CORRUPT", "would have 40", FIRST, case="as_safetensors"
     ),
-    "a shard that is missing": shard(lambda file: file.unlink(), "INCOMPLETE", "holds the index", file=WHOLE),
+    "a shard that is missing": shard(lambda file: file.unlink(), "INCOMPLETE", "contains the index", file=WHOLE),
     "a shard twice": shard(
         lambda file: shutil.copy(file.parent / "shard-00002-model-00001-of-00001.safetensors", file), "OVERLAP", "both",
         file=WHOLE,

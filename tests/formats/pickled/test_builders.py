@@ -61,7 +61,7 @@ def test_tensors_of_other_devices_are_kept_on_the_cpu() -> None:
         program(call(UTILS, "_rebuild_device_tensor_from_cpu_tensor", sparse, name("torch", "bfloat16"), "x", False))
     )
     assert isinstance(found.value, Object)
-    with pytest.raises(TransaxleError, match="no dtype"):
+    with pytest.raises(TransaxleError, match="needs a dtype"):
         read(program(call(UTILS, "_rebuild_device_tensor_from_cpu_tensor", VIEW, "bfloat16", "xla:0", False)))
 
 

@@ -311,13 +311,13 @@ def test_memory_is_bounded(steps: bytes) -> None:
     head = name("argparse", "Namespace") if steps == b")R" else b""
     unit = name("argparse", "Namespace") + steps if head else steps
     data = program(unit * 20_000, b"0" * 19_999)
-    with pytest.raises(TransaxleError, match="more than any real checkpoint") as caught:
+    with pytest.raises(TransaxleError, match="more objects than any real checkpoint") as caught:
         read(data, bounds=Bounds(memory=100_000))
     assert caught.value.code == "CORRUPT"
 
 
 def test_size_is_bounded() -> None:
-    with pytest.raises(TransaxleError, match="more than any real checkpoint"):
+    with pytest.raises(TransaxleError, match="more objects than any real checkpoint"):
         read(program(b"N0" * 1000, b"N"), bounds=Bounds(size=1000))
 
 

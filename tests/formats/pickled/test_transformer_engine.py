@@ -120,7 +120,7 @@ def test_a_tensor_that_a_recipe_leaves_alone() -> None:
     found = value(call(function, VIEW, quantizer, BF16, SIZE))
     assert isinstance(found, TensorRef)
     assert found.shape == (2, 3)
-    refused(call(function, VIEW, quantizer, BF16, (2, 4)), "CORRUPT", "no tensor of the shape")
+    refused(call(function, VIEW, quantizer, BF16, (2, 4)), "CORRUPT", "needs a tensor of the shape")
     refused(call(function, VIEW, quantizer, BF16), "CORRUPT", "4 arguments")
 
 
@@ -188,7 +188,7 @@ def test_another_number_of_arguments(release: Release) -> None:
     known = {each.args for each in RELEASES if each.kind == release.kind and each.function() == release.function()}
     for count in range(17):
         if count not in known:
-            refused(call(release.function(), *(arguments + [None] * 17)[:count]), "CORRUPT", f"it is given {count}")
+            refused(call(release.function(), *(arguments + [None] * 17)[:count]), "CORRUPT", f"arguments, not {count}")
 
 
 _ENUM = name("transformer_engine_torch", "DType")
@@ -198,12 +198,12 @@ HUGE = 1 << 2000
 @pytest.mark.parametrize(
     ("argument", "wrong", "words"),
     [
-        ("codes", 7, "no type of codes"),
-        ("codes", None, "no type of codes"),
-        ("codes", _ENUM, "no type of codes"),
-        ("codes", call(name("torch", "device"), 7), "no type of codes"),
-        ("codes", call(_ENUM, 11), "no type 11"),
-        ("codes", call(_ENUM, HUGE), "no type"),
+        ("codes", 7, "needs a type of codes"),
+        ("codes", None, "needs a type of codes"),
+        ("codes", _ENUM, "needs a type of codes"),
+        ("codes", call(name("torch", "device"), 7), "needs a type of codes"),
+        ("codes", call(_ENUM, 11), "unknown type 11"),
+        ("codes", call(_ENUM, HUGE), "unknown type"),
         ("codes", call(_ENUM, -7), "malformed DType"),
         ("codes", call(_ENUM, True), "malformed DType"),
         ("codes", call(_ENUM, "7"), "malformed DType"),
@@ -211,20 +211,20 @@ HUGE = 1 << 2000
         ("codes", call(_ENUM), "malformed DType"),
         ("codes", restored(_ENUM, (7,)), "malformed DType"),
         ("codes", call(_ENUM, 7) + plain(7) + b"b", "malformed DType"),
-        ("dtype", "bfloat16", "no dtype"),
-        ("dtype", None, "no dtype"),
-        ("shape", (2, -1), "sizes hold -1"),
+        ("dtype", "bfloat16", "needs a dtype"),
+        ("dtype", None, "needs a dtype"),
+        ("shape", (2, -1), "-1 is not valid in the sizes"),
         ("shape", (2, HUGE), "out of range"),
         ("shape", (True, 2), "out of range"),
         ("shape", (1,) * 65, "65 sizes"),
-        ("shape", 6, "sizes are a int"),
-        ("shape", None, "sizes are a NoneType"),
-        ("rowwise_data", 7, "no tensor for a buffer"),
-        ("rowwise_data", call(name("torch", "Tensor")), "no tensor for a buffer"),
-        ("rowwise_scale_inv", (VIEW,), "no tensor for a buffer"),
-        ("columnwise_data", "x", "no tensor for a buffer"),
-        ("quantizer", 7, "for a quantizer"),
-        ("quantizer", call(name("torch", "device"), "cpu"), "for a quantizer"),
+        ("shape", 6, "list of counts, not a int"),
+        ("shape", None, "list of counts, not a NoneType"),
+        ("rowwise_data", 7, "needs a tensor for each buffer"),
+        ("rowwise_data", call(name("torch", "Tensor")), "needs a tensor for each buffer"),
+        ("rowwise_scale_inv", (VIEW,), "needs a tensor for each buffer"),
+        ("columnwise_data", "x", "needs a tensor for each buffer"),
+        ("quantizer", 7, "needs a quantizer"),
+        ("quantizer", call(name("torch", "device"), "cpu"), "needs a quantizer"),
     ],
 )
 @pytest.mark.parametrize("kind", [MXFP8, BLOCKWISE, NVFP4])
@@ -275,7 +275,7 @@ def test_what_it_costs_is_counted() -> None:
     release = NEWEST[FLOAT8]
     inner = release.pickled(given(release))
     many = b"\x80\x02](" + inner * 400 + b"e."
-    with pytest.raises(TransaxleError, match="more than any real checkpoint"):
+    with pytest.raises(TransaxleError, match="more objects than any real checkpoint"):
         read(many, bounds=Bounds(memory=100_000))
 
 

@@ -181,8 +181,8 @@ REFUSED: dict[str, tuple[list[Spec], Code, str]] = {
     "no type": ([Spec("a", "NONE", (4,))], "UNSUPPORTED", "no dtype"),
     "two of a name": ([Spec("a", "F32", (4,)), Spec("a", "F32", (4,))], "NAME_COLLISION", "two tensors"),
     "too many dims": ([Spec("a", "F32", (1,) * 65)], "UNSUPPORTED", "65 dims"),
-    "half a pack": ([Spec("a", "F4", (2, 3))], "SHAPE_MISMATCH", "has no such rows"),
-    "a pack without dims": ([Spec("a", "F4", ())], "SHAPE_MISMATCH", "has no such rows"),
+    "half a pack": ([Spec("a", "F4", (2, 3))], "SHAPE_MISMATCH", "is not a multiple of 2"),
+    "a pack without dims": ([Spec("a", "F4", ())], "SHAPE_MISMATCH", "is not a multiple of 2"),
 }
 
 
@@ -195,7 +195,7 @@ def test_what_has_no_place(tensors: list[Spec], code: Code, said: str) -> None:
 
 def test_more_names_than_are_read_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transaxle.formats.torch_file.draft.Bounds", lambda: Bounds(size=100))
-    with pytest.raises(TransaxleError, match="more than is read back") as caught:
+    with pytest.raises(TransaxleError, match="more than readers accept") as caught:
         draft([Spec("a" * 100, "F32", (1,))])
     assert (caught.value.code, caught.value.where.file) == ("UNSUPPORTED", WHOLE)
 

@@ -336,9 +336,9 @@ def test_what_torch_saves_of_a_class_that_reduces_so(
     [
         (MXFP8, {"with_gemm_swizzled_scales": True}, "order of a matrix-multiply kernel"),
         (NVFP4, {"with_gemm_swizzled_scales": True}, "order of a matrix-multiply kernel"),
-        (NVFP4, {"row_scaled_nvfp4": True}, "one amax for every row"),
-        (NVFP4, {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 224}, "made to reach 224"),
-        (NVFP4, {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 1 << 900}, "made to reach"),
+        (NVFP4, {"row_scaled_nvfp4": True}, "a separate amax for every row"),
+        (NVFP4, {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 224}, "computed for a maximum of 224"),
+        (NVFP4, {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 1 << 900}, "computed for a maximum"),
         (NVFP4, {"rowwise_data": None, "columnwise_data": name("torch", "uint8")}, ""),
         (BLOCKWISE, {"data_format": 2}, "format 2"),
         (FLOAT8, {"codes": 10}, "type 10"),
@@ -358,7 +358,7 @@ def test_what_no_view_can_express(kind: str, changed: dict[str, Any], words: str
         changed = {}
         buffers = {"columnwise_data": tensor.buffers["rowwise_data"], "amax_columnwise": tensor.buffers["amax_rowwise"]}
         tensor = Tensor(kind, buffers, tensor.values, tensor.shape, tensor.settings, tensor.code)
-        words = "codes by columns only"
+        words = "only columnwise codes"
     refused(tmp_path, tensor, "UNSUPPORTED", words, **changed)
 
 
@@ -373,11 +373,11 @@ def test_what_no_view_can_express(kind: str, changed: dict[str, Any], words: str
         (SMALL[MXFP8], "rowwise_data", np.ones((32, 63), np.uint8), "SHAPE_MISMATCH", "do not fill"),
         (SMALL[MXFP8], "rowwise_data", np.ones((), np.uint8), "SHAPE_MISMATCH", "no dims"),
         (SMALL[MXFP8], "rowwise_data", np.ones((32, 64), np.float32), "DTYPE_MISMATCH", "found float32"),
-        (SMALL[MXFP8], "rowwise_data", np.ones((2, 16, 64), np.uint8), "SHAPE_MISMATCH", "those of [2, 16, 64]"),
+        (SMALL[MXFP8], "rowwise_data", np.ones((2, 16, 64), np.uint8), "SHAPE_MISMATCH", "have the shape [2, 16, 64]"),
         (SMALL[FLOAT8], "scale_inv", np.ones(2, np.float32), "SHAPE_MISMATCH", "one number; found [2]"),
         (SMALL[FLOAT8], "scale_inv", None, "MISSING_TENSOR", "has no fp8_scale_inv"),
         (SMALL[FLOAT8], "data", None, "MISSING_TENSOR", "has no data_transpose"),
-        (SMALL[FLOAT8], "data", np.ones((10, 6), np.uint8), "SHAPE_MISMATCH", "those of [10, 6]"),
+        (SMALL[FLOAT8], "data", np.ones((10, 6), np.uint8), "SHAPE_MISMATCH", "have the shape [10, 6]"),
         (SMALL[BLOCKWISE], "rowwise_scale_inv", np.ones((4, 2), np.float32), "SHAPE_MISMATCH", "found [4, 2]"),
         (SMALL[BLOCKWISE], "rowwise_scale_inv", np.ones((2, 4), np.uint8), "DTYPE_MISMATCH", "found uint8"),
         (SMALL[NVFP4], "amax_rowwise", None, "MISSING_TENSOR", "has no amax_rowwise"),
@@ -398,7 +398,7 @@ def test_blocks_that_reach_across_matrices(tmp_path: Path) -> None:
     made = Tensor(
         BLOCKWISE, {"rowwise_data": codes, "rowwise_scale_inv": scale}, codes, codes.shape, {"is_2D_scaled": True}
     )
-    refused(tmp_path, made, "BLOCK_MISALIGNED", "reach across the matrices of [3, 100, 128]")
+    refused(tmp_path, made, "BLOCK_MISALIGNED", "cross the boundaries of the matrices of [3, 100, 128]")
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_expanded_codes_are_counted(tmp_path: Path) -> None:
     shape = (1 << 20, 1 << 12)
     data = file.tensor(tensor.buffers["data"], shape=shape, strides=(0, 0))
     file.items[NAME] = resized(tensor, "data", None).opcodes(file, data=data, shape=shape)
-    with pytest.raises(TransaxleError, match="by strides of zero"):
+    with pytest.raises(TransaxleError, match="with strides of zero"):
         open_container(str(write(tmp_path, file)))
 
 

@@ -114,10 +114,10 @@ def _as_torch_tensor(spec: Spec, names_by_key: dict[str, str], faults: Faults) -
         faults.add("NAME_COLLISION", complaint, None, shown)
     names_by_key[key] = spec.name
     if spec.name != shown:
-        faults.add("UNSUPPORTED", "the name is not Unicode text", None, shown)
+        faults.add("UNSUPPORTED", "the name is not valid Unicode", None, shown)
     dtype = _DTYPES.get(spec.dtype)
     if dtype is None:
-        hint = "Choose a format that can hold it, or leave it out."
+        hint = "Choose a format that can hold this tensor, or leave it out."
         faults.add("UNSUPPORTED", f"torch has no dtype for {spec.dtype}", None, shown, hint)
         return None
     try:
@@ -129,7 +129,8 @@ def _as_torch_tensor(spec: Spec, names_by_key: dict[str, str], faults: Faults) -
     if packed > 1:
         if not shape or shape[-1] % packed:
             message = (
-                f"torch counts {packed} elements of {spec.dtype} as one; the last dim of {list(shape)} does not divide"
+                f"torch packs {packed} elements of {spec.dtype} into one; the last dim of {list(shape)} is not a "
+                f"multiple of {packed}"
             )
             faults.add("SHAPE_MISMATCH", message, None, shown)
             return None

@@ -47,7 +47,7 @@ _MEMORY_PER_BYTE, _MOST_MEMORY = 64, 8 << 30
 """Memory that reading a large file may take, per byte and in total: a chunk is some 140 bytes of it, and takes at most
 6 kB.
 """
-_SPARSE = "a {} layout has no place in a catalog of dense tensors"
+_SPARSE = "a {} layout is not supported; only dense tensors are"
 
 _GLOBALS = {
     name: tuple(Global(f"{package}.{module}", name) for package in MODULES) for name, module in _CLASSES.items()
@@ -129,18 +129,20 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
     bounds = Bounds()
     size = storage.size(file)
     if size > bounds.size:
-        raise refuse("CORRUPT", f"metadata of {size} bytes is larger than any real one", file=file)
+        raise refuse("CORRUPT", f"the metadata has {size} bytes; at most {bounds.size} are read", file=file)
     bounds = Bounds(memory=max(bounds.memory, min(_MEMORY_PER_BYTE * size, _MOST_MEMORY)))
     data = storage.read(file, 0, size)
     with _uncollected():
         top = read_pickle(data, file=file, bounds=bounds, allowed=NAMES).value
     fields = _fields(top, "Metadata")
     if fields is None:
-        raise refuse("CORRUPT", f"it holds {_kind(top)}, not the metadata of a checkpoint", file=file)
+        raise refuse("CORRUPT", f"the file holds {_kind(top)}, not the metadata of a checkpoint", file=file)
     described = fields.get("state_dict_metadata")
     stored = fields.get("storage_data")
     if not isinstance(described, dict) or not isinstance(stored, dict):
-        raise refuse("CORRUPT", "it does not list the checkpoint's items and where they lie", file=file)
+        raise refuse(
+            "CORRUPT", "the metadata does not list the checkpoint's items and where they are stored", file=file
+        )
     paths = fields.get("planner_data")
     return _ItemReader(file, faults, _placed(stored, file, faults)).items(described, paths)
 
@@ -173,7 +175,7 @@ class _ItemReader:
         items = []
         for key, value in described.items():
             if not isinstance(key, str):
-                self._faults.add("CORRUPT", f"an item's key is {_kind(key)}", self._file)
+                self._faults.add("CORRUPT", f"the key of an item is {_kind(key)}, not text", self._file)
                 continue
             item = self._item(key, value, paths)
             if item is not None:
@@ -181,7 +183,12 @@ class _ItemReader:
             if self._faults.full:
                 return items
         for key in self._places.keys() - described.keys():
-            self._faults.add("CORRUPT", "it has a place in a file, and is not among the items", self._file, key)
+            self._faults.add(
+                "CORRUPT",
+                "the metadata gives its place in a file, but does not list it among the items",
+                self._file,
+                key,
+            )
         return items
 
     def _item(self, key: str, value: object, paths: object) -> SavedItem | None:
@@ -199,10 +206,10 @@ class _ItemReader:
     def _object(self, key: str, path: KeyPath) -> SavedItem | None:
         places = self._places.get(key, {})
         if None not in places:
-            self._faults.add("INCOMPLETE", "no file is said to hold it", self._file, key)
+            self._faults.add("INCOMPLETE", "the metadata gives no file for it", self._file, key)
             return None
         if len(places) > 1:
-            self._fault(key, "it is no tensor, and yet has places for chunks")
+            self._fault(key, "it is not a tensor, and yet has chunks in files")
             return None
         return SavedItem(key, path, None, (), (), places[None])
 
@@ -217,10 +224,12 @@ class _ItemReader:
             self._faults.add("UNSUPPORTED", _SPARSE.format(layout), self._file, key)
             return None
         if shape is None or not isinstance(listed, list):
-            self._fault(key, "its size or its list of chunks is malformed")
+            self._fault(key, "its shape or its list of chunks is malformed")
             return None
         if len(shape) > _MAX_DIMS:
-            self._faults.add("UNSUPPORTED", f"it has more than the {_MAX_DIMS} dims that numpy holds", self._file, key)
+            self._faults.add(
+                "UNSUPPORTED", f"the tensor has more than the {_MAX_DIMS} dims that numpy supports", self._file, key
+            )
             return None
         places = self._places.get(key, {})
         chunks = []
@@ -234,7 +243,7 @@ class _ItemReader:
         extra = places.keys() - {chunk.start for chunk in chunks}
         if extra:
             shown = " and ".join("an object" if start is None else f"a chunk at {list(start)}" for start in extra)
-            self._fault(key, f"files are said to hold {shown[:200]} of it; it has no such chunk")
+            self._fault(key, f"files are listed for {shown[:200]} of it, which it does not have")
             return None
         return SavedItem(key, path, dtype, shape, tuple(chunks))
 
@@ -248,10 +257,10 @@ class _ItemReader:
         ):
             return (key,)
         if len(saved_path) > _DEEPEST:
-            self._fault(key, f"it is nested more than {_DEEPEST} deep")
+            self._fault(key, f"it is nested more than {_DEEPEST} levels deep")
             return None
         if joined(saved_path) != key:
-            self._fault(key, f"its path is {list(saved_path)}, which is another name")
+            self._fault(key, f"its path is {list(saved_path)}, which gives another name")
             return None
         return saved_path
 
@@ -268,7 +277,7 @@ def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> PayloadPlac
         index_fields = _fields(index, "MetadataIndex")
         key = index_fields.get("fqn") if index_fields else None
         if index_fields is None or not isinstance(key, str):
-            faults.add("CORRUPT", f"a place is given to {_kind(index)}", file)
+            faults.add("CORRUPT", f"a file is given for {_kind(index)}, not for an item", file)
             continue
         start = None
         if index_fields.get("offset") is not None:
@@ -280,7 +289,9 @@ def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> PayloadPlac
         if payload is None:
             continue
         if start in places[key]:
-            complaint = "it has two places" if start is None else f"its chunk at {list(start)} has two places"
+            complaint = (
+                "it is stored in two places" if start is None else f"its chunk at {list(start)} is stored in two places"
+            )
             faults.add("CORRUPT", complaint, file, key)
         places[key][start] = payload
     return places
@@ -289,17 +300,23 @@ def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> PayloadPlac
 def _payload(info: Mapping[str, Any] | None, file: str, key: str, faults: Faults) -> Payload | None:
     """Return one place; an impossible byte range is a fault."""
     if info is None or not isinstance(info.get("relative_path"), str):
-        faults.add("CORRUPT", "its place is not a byte range of a file", file, key)
+        faults.add("CORRUPT", "its place is not a byte range in a file", file, key)
         return None
     transforms = info.get("transform_descriptors")
     if transforms:
         names = ", ".join(map(str, transforms)) if isinstance(transforms, list | tuple) else _kind(transforms)
-        hint = "Save it again without extensions."
-        faults.add("UNSUPPORTED", f"its bytes went through {names[:200]}, which cannot be undone here", file, key, hint)
+        hint = "Save the checkpoint again without extensions."
+        faults.add(
+            "UNSUPPORTED",
+            f"the bytes are compressed or transformed ({names[:200]}), which is not supported",
+            file,
+            key,
+            hint,
+        )
         return None
     spans = _counts((info.get("offset"), info.get("length")))
     if spans is None:
-        faults.add("CORRUPT", "the offset or the length of its bytes is no count", file, key)
+        faults.add("CORRUPT", "the offset or the length of its bytes is not a count", file, key)
         return None
     return Payload(info["relative_path"], *spans)
 

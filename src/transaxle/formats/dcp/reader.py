@@ -30,7 +30,7 @@ from transaxle.formats.training_state.state import ROOT, Leaf, arrange
 from transaxle.formats.training_state.state_groups import single
 
 _RANK = re.compile(DCP_RANK)
-_WHY = "{} and {} each say that they hold this part of {!r}; one of them is read"
+_WHY = "{} and {} both claim to hold this part of {!r}; only one of them is read"
 _DIFFERS = "different from rank to rank"
 
 
@@ -133,7 +133,7 @@ def _items(storage: Storage, files: Sequence[str], faults: Faults) -> list[_Item
     items_by_key: dict[str, list[tuple[SavedItem, str]]] = {}
     for rank, file in enumerate(files):
         if file not in (METADATA, f"__{rank}{METADATA}"):
-            message = f"the metadata of rank {rank} is not there, and {file} is"
+            message = f"the metadata of rank {rank} is missing, but {file} exists"
             faults.add("INCOMPLETE", message, f"__{rank}{METADATA}", hint="Copy the missing files.")
             break
         try:
@@ -151,10 +151,13 @@ def _items(storage: Storage, files: Sequence[str], faults: Faults) -> list[_Item
                     item.dtype.name if item.dtype else "no tensor" for item in (first, other_item)
                 )
                 faults.add(
-                    "DTYPE_MISMATCH", f"{file} says {first_name}, {elsewhere} {second_name}", elsewhere, first.key
+                    "DTYPE_MISMATCH",
+                    f"it is {first_name} in {file}, but {second_name} in {elsewhere}",
+                    elsewhere,
+                    first.key,
                 )
             elif first.shape != other_item.shape:
-                message = f"{file} says {list(first.shape)}, {elsewhere} {list(other_item.shape)}"
+                message = f"its shape is {list(first.shape)} in {file}, but {list(other_item.shape)} in {elsewhere}"
                 faults.add("SHAPE_MISMATCH", message, elsewhere, first.key)
         merged.append(_ItemOfRanks(first, file, tuple(other_item for other_item, _ in other_items)))
     return merged
@@ -172,7 +175,7 @@ def _sizes(storage: Storage, items: Sequence[_ItemOfRanks], member: str, faults:
     for file, count in parts.items():
         try:
             if len(checked_parts(file)) == 1 and file not in present:
-                message = f"the file is not there; {member} places {count} parts of tensors in it"
+                message = f"the file is missing; {member} places {count} parts of tensors in it"
                 faults.add("INCOMPLETE", message, file, hint="Copy the missing file.")
             else:
                 sizes[file] = storage.size(file)
@@ -220,7 +223,7 @@ def _tensor(
     """Collect the chunks of a tensor; None if they do not cover it exactly once."""
     item = item_of_ranks.item
     if code not in ITEM_BITS:
-        faults.add("UNSUPPORTED", f"its elements are {code}, which are not read", item_of_ranks.file, item.key)
+        faults.add("UNSUPPORTED", f"its elements are {code}, which cannot be read", item_of_ranks.file, item.key)
         return None
     listed = [chunk for chunk in item.chunks if not _is_empty(item, chunk)]
     chunks = list(listed)
@@ -236,9 +239,7 @@ def _tensor(
         return None
     missing = sum(chunk.payload is None for chunk in chunks)
     if missing:
-        faults.add(
-            "INCOMPLETE", f"no file is said to hold {missing} of its {len(chunks)} chunks", item_of_ranks.file, item.key
-        )
+        faults.add("INCOMPLETE", f"no file holds {missing} of its {len(chunks)} chunks", item_of_ranks.file, item.key)
         return None
     places = {chunk[:2]: payloads.chunk(item, chunk) for chunk in chunks}
     pairs = [(places.get(copy[:2]), payloads.chunk(item, copy)) for copy in copies]
@@ -248,7 +249,7 @@ def _tensor(
     if len(extents) + len(quantized) < len(chunks):
         return None
     if quantized and extents:
-        message = f"{len(quantized)} of its {len(chunks)} chunks are quantized, and the others are not"
+        message = f"{len(quantized)} of its {len(chunks)} chunks are quantized, the others are not"
         faults.add("DTYPE_MIXED", message, item_of_ranks.file, item.key)
         return None
     if quantized:
@@ -282,7 +283,10 @@ def _twins(
         yield from copies(key, first_place, second_place, _WHY, faults)
     elif first_place is not None and second_place is not None:
         faults.add(
-            "DTYPE_MIXED", "a rank's chunk is quantized, and its copy on another rank is not", item_of_ranks.file, key
+            "DTYPE_MIXED",
+            "the chunk of one rank is quantized, but its copy on another rank is not",
+            item_of_ranks.file,
+            key,
         )
 
 

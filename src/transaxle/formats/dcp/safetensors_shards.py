@@ -69,11 +69,11 @@ def _joined(name: str, parts: list[tuple[Entry, Extent]], faults: Faults) -> Ent
     (model, _), (_, first_extent) = parts[0], parts[0]
     for entry, extent_here in parts[1:]:
         if entry.dtype != model.dtype:
-            message = f"it is {model.dtype} in {first_extent.file}, and {entry.dtype} here"
+            message = f"it is {model.dtype} in {first_extent.file}, but {entry.dtype} here"
             faults.add("DTYPE_MISMATCH", message, extent_here.file, name)
             return None
         if len(entry.shape) != len(model.shape):
-            message = f"it has {len(model.shape)} dims in {first_extent.file}, and {len(entry.shape)} here"
+            message = f"it has {len(model.shape)} dims in {first_extent.file}, but {len(entry.shape)} here"
             faults.add("SHAPE_MISMATCH", message, extent_here.file, name)
             return None
     extents = sorted((extent_here for _, extent_here in parts), key=lambda extent: extent.start)

@@ -19,7 +19,7 @@ from transaxle.formats.pickled.fault import PickleEnds, PickleFault
 from transaxle.formats.pickled.machine import Bounds, Machine, PersistentId
 from transaxle.formats.pickled.steps import run
 
-_UNSAFE = "its pickle names {}, which is not among the names known to be harmless; nothing was imported or run"
+_UNSAFE = "the pickle asks for {}, which is not on the list of harmless names; nothing was imported or run"
 _HINT = "Only if you trust its author: load it with the program that wrote it, and save plain tensors."
 
 

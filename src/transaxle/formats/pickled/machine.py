@@ -15,7 +15,7 @@ from transaxle.formats.pickled.descriptors import NOTHING, Global, Object
 from transaxle.formats.pickled.fault import PickleEnds, malformed
 
 _MIB = 1 << 20
-TOO_MUCH = "it builds more than any real checkpoint would"
+TOO_MUCH = "it builds more objects than any real checkpoint"
 _MEMO = 2**32
 _NESTED_CALLS = 8
 _SHOWN = 200
@@ -79,7 +79,7 @@ class Machine:
             raise malformed("a length is negative")
         end = self.at + count
         if end > len(self.data):
-            raise PickleEnds(f"it says that {count} bytes follow; {len(self.data) - self.at} do")
+            raise PickleEnds(f"it announces {count} bytes, but only {len(self.data) - self.at} follow")
         data = self.data[self.at : end]
         self.at = end
         self.charge(count)
@@ -118,7 +118,7 @@ class Machine:
     def since_mark(self) -> list[Any]:
         """Return the items pushed on the stack since the last mark."""
         if not self.outer:
-            raise malformed("it goes back to a mark that is not there")
+            raise malformed("it refers to a mark that was not set")
         items = self.stack
         self.stack = self.outer.pop()
         self.charge(8 * len(items))
@@ -161,7 +161,7 @@ class Machine:
     def _member(self, args: tuple[Any, ...]) -> Any:
         """Evaluate `getattr(Class, "method")`: the bound method must be in the table under its qualified name."""
         if len(args) != 2 or type(args[0]) is not Global or type(args[1]) is not str:
-            raise malformed("it takes an attribute of something that is no class")
+            raise malformed("it takes an attribute of something that is not a class")
         self.charge(len(args[0].name) + len(args[1]))
         return self.find(args[0].module, f"{args[0].name}.{args[1]}")
 

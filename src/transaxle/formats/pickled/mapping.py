@@ -36,6 +36,6 @@ def put(target: dict[Any, Any], flat: Sequence[Any]) -> None:
         elif kind in _KEPT:
             target[Key(key)] = flat[at + 1]
         else:
-            raise malformed(f"a {kind.__name__} as the key of a dict")
+            raise malformed(f"a {kind.__name__} as a key of a dict")
     if len(target) != expected:
-        raise malformed("a dict is given the same key twice")
+        raise malformed("a dict has the same key twice")

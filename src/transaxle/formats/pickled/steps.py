@@ -42,15 +42,15 @@ def run(machine: Machine) -> Any:
     except IndexError:
         if machine.at >= len(machine.data):
             raise PickleEnds("it ends before its last step") from None
-        raise malformed("it takes more from the stack than is there") from None
+        raise malformed("it takes more from the stack than there is") from None
     except KeyError:
-        raise malformed("it refers to something that it has not built") from None
+        raise malformed("it refers to an object that it has not built") from None
     except UnicodeError:
-        raise malformed("a text is not Unicode") from None
+        raise malformed("a text is not valid Unicode") from None
     except (ValueError, OverflowError):
         raise malformed("a number is malformed") from None
     if machine.outer or len(machine.stack) != 1:
-        raise malformed("it does not end with one value")
+        raise malformed("it does not end with exactly one value")
     return machine.stack[0]
 
 
@@ -64,7 +64,7 @@ def _run(machine: Machine) -> None:
             return
         step = steps[code]
         if step is None:
-            raise malformed(f"there is no step {bytes([code])!r}")
+            raise malformed(f"unknown opcode {bytes([code])!r}")
         machine.left -= costs[code]
         if machine.left < 0 or at > limit:
             raise malformed(TOO_MUCH)
@@ -91,14 +91,14 @@ def _constant(opcode: bytes, value: object) -> None:
 def _proto(m: Machine) -> None:
     m.protocol = m.octet()
     if m.protocol > _PROTOCOL:
-        raise malformed(f"its protocol is {m.protocol}, and {_PROTOCOL} is the highest")
+        raise malformed(f"its protocol is {m.protocol}; the highest known is {_PROTOCOL}")
 
 
 @_step(b"\x95")
 def _frame(m: Machine) -> None:
     size = m.number(_U64)
     if size > len(m.data) - m.at:
-        raise PickleEnds(f"a frame has {size} bytes; {len(m.data) - m.at} follow")
+        raise PickleEnds(f"a frame announces {size} bytes, but only {len(m.data) - m.at} follow")
 
 
 @_step(b"(", 80)
@@ -417,7 +417,7 @@ def _global(m: Machine) -> None:
 def _stack_global(m: Machine) -> None:
     name, module = m.stack.pop(), m.stack.pop()
     if type(name) is not str or type(module) is not str:
-        raise malformed("a global is not named by texts")
+        raise malformed("the name of a global is not text")
     m.stack.append(m.find(module, name))
 
 
@@ -441,7 +441,7 @@ def _newobj_ex(m: Machine) -> None:
     made = m.call(m.stack[-1], args, new=True)
     if kwargs:
         if type(made) is not Object:
-            raise malformed("a call has named arguments that it cannot have")
+            raise malformed("a call has named arguments that are not allowed")
         made.kwargs = kwargs
     m.stack[-1] = made
 
@@ -487,13 +487,13 @@ def _binpersid(m: Machine) -> None:
 @_step(b"\x83")
 @_step(b"\x84")
 def _extension(_: Machine) -> None:
-    raise PickleFault("it uses an extension code of the process that wrote it", "UNSAFE_PICKLE")
+    raise PickleFault("it uses an extension code that only the writing process knows", "UNSAFE_PICKLE")
 
 
 @_step(b"\x97")
 @_step(b"\x98")
 def _buffer(_: Machine) -> None:
-    raise PickleFault("it refers to a buffer outside of itself", "UNSUPPORTED")
+    raise PickleFault("it refers to a buffer outside the pickle", "UNSUPPORTED")
 
 
 OPCODES = frozenset(bytes([code]) for code, step in enumerate(_STEPS) if step is not None)

@@ -58,10 +58,10 @@ class _Assembler:
 
     def put(self, value: Any, depth: int) -> None:
         if depth > _DEEPEST:
-            raise ValueError(f"nested more than {_DEEPEST} deep")
+            raise ValueError(f"nested more than {_DEEPEST} levels deep")
         write = _WRITERS.get(type(value))
         if write is None:
-            raise ValueError(f"a {type(value).__name__} has no place in a pickle")
+            raise ValueError(f"a {type(value).__name__} cannot be stored in a pickle")
         write(self, value, depth + 1)
 
     def remembered(self, value: str | Global) -> bool:

@@ -97,14 +97,17 @@ def _size(spec: Spec, names_so_far: set[str], faults: Faults) -> int:
     if spec.name in names_so_far:
         faults.add("NAME_COLLISION", "two tensors have this name", None, shown)
     if len(spec.shape) > _MAX_DIMS:
-        faults.add("UNSUPPORTED", f"it has {len(spec.shape)} dims, more than {_MAX_DIMS}", None, shown)
+        faults.add("UNSUPPORTED", f"the tensor has {len(spec.shape)} dims, more than {_MAX_DIMS}", None, shown)
     if spec.dtype not in _BY_CODE:
-        hint = "Choose a format that can hold it, or leave it out."
+        hint = "Choose a format that can hold this tensor, or leave it out."
         faults.add("UNSUPPORTED", f"torch has no dtype for {spec.dtype}", None, shown, hint)
         return 0
     pack = PACKED.get(spec.dtype, 1)
     if pack > 1 and (not spec.shape or spec.shape[-1] % pack):
-        message = f"torch holds {pack} elements of {spec.dtype} in one; {list(spec.shape)} has no such rows"
+        message = (
+            f"torch packs {pack} elements of {spec.dtype} into one; the last dim of {list(spec.shape)} is not a "
+            f"multiple of {pack}"
+        )
         faults.add("SHAPE_MISMATCH", message, None, shown)
         return 0
     return nbytes(spec.dtype, spec.shape)
@@ -183,7 +186,7 @@ def _known(content: int | bytes) -> bytes | None:
 
 
 def _too_many(file: str, size: int) -> TransaxleError:
-    message = f"the pickle of its names would take {size} bytes, more than is read back"
+    message = f"the pickle of the tensor names would have {size} bytes, more than readers accept"
     return refuse("UNSUPPORTED", message, file=file, hint="Write more, smaller files (--shard-size).")
 
 

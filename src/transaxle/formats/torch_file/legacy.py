@@ -70,14 +70,16 @@ def _head(window: FileWindow, data: bytes, *, complete: bool) -> Head:
         return pickled.value
 
     if following("magic number") != MAGIC:
-        raise window.unsupported("it is a pickle, but none that torch wrote")
+        raise window.unsupported("the file is a pickle, but not one that torch wrote")
     if following("protocol version") != _PROTOCOL:
-        raise window.corrupt(f"its protocol version is not {_PROTOCOL}")
+        raise window.corrupt(f"the protocol version is not {_PROTOCOL}")
     system = following("system")
     if not isinstance(system, dict) or type(system.get(_LITTLE)) is not bool:
-        raise window.corrupt("it does not say what system it was written on")
+        raise window.corrupt("the file does not say which system wrote it")
     if not system[_LITTLE]:
-        raise window.unsupported("it was written on a big-endian machine", "Save it again on a little-endian one.")
+        raise window.unsupported(
+            "the file was written on a big-endian machine", "Load and save it again on a little-endian machine."
+        )
     storages = Storages(legacy=True)
     value = following("object", storages.refer)
     return Head(value, storages, following("storage keys"), at)
@@ -87,17 +89,17 @@ def _place(window: FileWindow, head: Head) -> None:
     """Locate the bytes of every storage; the file must hold those that are referred to, and nothing else."""
     storages, keys = head.storages.by_key, head.keys
     if not isinstance(keys, list) or any(type(key) is not str for key in keys):
-        raise window.corrupt("its list of storages is malformed")
+        raise window.corrupt("the list of storages is malformed")
     if len(set(keys)) != len(keys):
-        raise window.corrupt("it lists a storage twice")
+        raise window.corrupt("the list of storages has one twice")
     for key in keys:
         if key not in storages:
-            raise window.corrupt(f"it holds the storage {key[:80]!r}, which no tensor refers to")
+            raise window.corrupt(f"the file holds the storage {key[:80]!r}, which no tensor uses")
     if head.storages.clash:
-        raise window.corrupt(f"{head.storages.clash!r} is a storage and a view of one")
+        raise window.corrupt(f"{head.storages.clash!r} is both a storage and a view of one")
     missing = storages.keys() - set(keys)
     if missing:
-        raise window.corrupt(f"tensors refer to the storage {min(missing)!r}, which it does not hold")
+        raise window.corrupt(f"tensors use the storage {min(missing)!r}, which the file does not hold")
     at = head.end
     for key in keys:
         stored = storages[key]

@@ -21,7 +21,7 @@ NOTE = "transformer_engine"
 """Key of a container's metadata: name of each quantized tensor -> its description, see `StoringKind.said`."""
 CODES, SCALE, AMAX = "", "_scale_inv", "_amax"
 """Suffixes of a tensor's name in the names of its buffers."""
-TAKEN = "another item has this name, which a buffer of a quantized tensor gets"
+TAKEN = "another item has this name, which a buffer of a quantized tensor needs"
 HALVED = "_256"
 """Suffix in the names of scales that were made to reach 256 instead of 448: they mean other values."""
 
@@ -71,7 +71,7 @@ class StoringKind:
         numbering = self.numbering or (te.OLD if old or self.is_old else te.NEW)
         code = te.CODES[numbering].get(self.number)
         if code is None or (code == _FOUR_BITS) != self.packed:
-            message = f"its codes are of TransformerEngine's type {self.number}, which is none of {self.encoding}"
+            message = f"its codes have TransformerEngine's type {self.number}, which {self.encoding} does not have"
             raise ViewFault("UNSUPPORTED", message)
         return code
 
@@ -138,23 +138,23 @@ def layout(tensor: Quantized) -> PlainLayout:
     _check_settings(tensor)
     plain_layout = _LAYOUTS[tensor.kind](_Buffers(tensor))
     if tensor.shape is not None and tensor.shape != plain_layout.shape:
-        message = f"it is said to be {list(tensor.shape)}, and its codes are those of {list(plain_layout.shape)}"
+        message = f"its shape is {list(tensor.shape)}, but its codes have the shape {list(plain_layout.shape)}"
         raise ViewFault("SHAPE_MISMATCH", message)
     return plain_layout
 
 
 def _check_settings(tensor: Quantized) -> None:
     if tensor.settings.get(te.SWIZZLED):
-        message = "its scales lie in the order of a matrix-multiply kernel (`with_gemm_swizzled_scales`)"
+        message = "its scales are in the order of a matrix-multiply kernel (`with_gemm_swizzled_scales`)"
         raise ViewFault("UNSUPPORTED", message, "Save it with a quantizer whose `optimize_for_gemm` is False.")
     if tensor.settings.get(te.ROW_SCALED):
-        raise ViewFault("UNSUPPORTED", "it has one amax for every row (`row_scaled_nvfp4`)", _DEQUANTIZE)
+        raise ViewFault("UNSUPPORTED", "it has a separate amax for every row (`row_scaled_nvfp4`)", _DEQUANTIZE)
     if tensor.settings.get(te.FORMAT, 0) > te.COMPACT:
         message = f"its scales are in TransformerEngine's format {tensor.settings[te.FORMAT]}; known: 0, 1"
         raise ViewFault("UNSUPPORTED", message, _DEQUANTIZE)
 
 
-_DEQUANTIZE = "Dequantize it with TransformerEngine, and save that."
+_DEQUANTIZE = "Dequantize it with TransformerEngine, and save the result."
 
 
 class _Buffers:
@@ -178,14 +178,14 @@ class _Buffers:
         dtype_found = buffer.dtype or getattr(buffer.storage, "dtype", None)
         if dtype_found is None or dtype_found.name != dtype:
             dtype_name = "unknown" if dtype_found is None else dtype_found.name
-            raise ViewFault("DTYPE_MISMATCH", f"its {name} is {dtype} in every release; found {dtype_name}")
+            raise ViewFault("DTYPE_MISMATCH", f"its {name} must be {dtype}; found {dtype_name}")
         return buffer
 
     def number(self, name: str) -> TensorRef:
         """Return a buffer that holds one number."""
         buffer = self.take(name, _SINGLE)
         if prod(buffer.shape) != 1:
-            raise ViewFault("SHAPE_MISMATCH", f"its {name} is one number; found {list(buffer.shape)}")
+            raise ViewFault("SHAPE_MISMATCH", f"its {name} must be one number; found {list(buffer.shape)}")
         return buffer
 
     def scales(self, name: str, grid: Shape, pad: tuple[int, int], dtype: str = _BYTE) -> TensorRef:
@@ -206,7 +206,7 @@ class _Buffers:
             stored_size in (size, up) for stored_size, size, up in zip(buffer.shape, grid, padded, strict=True)
         )
         if not fits:
-            message = f"its {name} is {list(grid)}, padded to {list(padded)}; found {list(buffer.shape)}"
+            message = f"its {name} must be {list(grid)}, padded to {list(padded)}; found {list(buffer.shape)}"
             raise ViewFault("SHAPE_MISMATCH", message)
         return replace(buffer, shape=grid)
 
@@ -216,7 +216,7 @@ class _Buffers:
 
     def twice(self, what: str = te.COLUMNS) -> dict[str, str]:
         """Return the note on codes that are stored a second time."""
-        return {f".{what}": "its codes by columns, for the backward pass"} if what in self else {}
+        return {f".{what}": "its columnwise codes, for the backward pass"} if what in self else {}
 
 
 def _float8(buffers: _Buffers) -> PlainLayout:
@@ -267,12 +267,14 @@ def _blockwise(buffers: _Buffers) -> PlainLayout:
 
 def _nvfp4(buffers: _Buffers) -> PlainLayout:
     if te.ROWS not in buffers and te.COLUMNS in buffers:
-        message = "it has codes by columns only, whose pairs of 4 bits lie along the other dim"
-        raise ViewFault("UNSUPPORTED", message, "Save it with a quantizer that keeps codes by rows.")
+        message = "it has only columnwise codes, whose pairs of 4 bits lie along the other dim"
+        raise ViewFault("UNSUPPORTED", message, "Save it with a quantizer that keeps rowwise codes.")
     settings = buffers.tensor.settings
     scale_max = settings.get(te.E4M3_MAX, _FULL) if settings.get(te.FOUR_OVER_SIX) else _FULL
     if scale_max not in (_FULL, _HALF):
-        raise ViewFault("UNSUPPORTED", f"its scales were made to reach {scale_max}; known: {_FULL}, {_HALF}")
+        raise ViewFault(
+            "UNSUPPORTED", f"its scales were computed for a maximum of {scale_max}; known: {_FULL}, {_HALF}"
+        )
     codes = buffers.take(te.ROWS)
     if not codes.shape:
         raise ViewFault("SHAPE_MISMATCH", "its codes have no dims")
@@ -320,7 +322,7 @@ def _matrix(shape: Shape, tile: tuple[int, int], *, whole: bool = False) -> tupl
         message = f"tiles of {tile[0]} x {tile[1]} do not fill codes of {list(shape)}"
         raise ViewFault("SHAPE_MISMATCH", message)
     if len(shape) > 2 and shape[-2] % tile[0]:
-        message = f"tiles of {tile[0]} rows reach across the matrices of {list(shape)}"
+        message = f"tiles of {tile[0]} rows cross the boundaries of the matrices of {list(shape)}"
         raise ViewFault("BLOCK_MISALIGNED", message, _DEQUANTIZE)
     return rows, columns
 

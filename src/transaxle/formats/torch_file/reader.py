@@ -90,7 +90,7 @@ def read_part(inline: NumbersInMemory, file: str) -> TorchContents:
     saved = read_saved(inline, file)
     leaves = flatten(saved.value, file)
     if not leaves and not isinstance(saved.value, dict | list | tuple):
-        raise refuse("UNSUPPORTED", "it holds neither tensors nor a state", file=file)
+        raise refuse("UNSUPPORTED", "the file holds neither tensors nor training state", file=file)
     state = arrange(leaves, file=file, read=partial(_single, inline, file))
     placed = _Placed(file)
     layouts = placed.layouts(state.leaves)
@@ -99,13 +99,13 @@ def read_part(inline: NumbersInMemory, file: str) -> TorchContents:
         if leaf.kind == "number":
             placed.entries[name] = _number(name, leaf.value, inline)
         elif any(isinstance(key, Odd) for key in leaf.path):
-            placed.faults.add("UNSUPPORTED", f"it is under a key that is no text: {list(leaf.path)}", file, name)
+            placed.faults.add("UNSUPPORTED", f"its key is not text: {list(leaf.path)}", file, name)
         elif name in layouts:
             placed.quantized(name, layouts[name], old=is_old)
         elif not isinstance(leaf.value, Quantized):
             placed.tensor(name, leaf.value)
         if placed.repeated > REPEATED:
-            message = f"by strides of zero the file claims more than {REPEATED} bytes that it does not hold"
+            message = f"with strides of zero the file claims more than {REPEATED} bytes that it does not hold"
             placed.faults.add("CORRUPT", message, file, name)
             break
     if placed.faults:

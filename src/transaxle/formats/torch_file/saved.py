@@ -72,12 +72,14 @@ def read_saved(storage: Storage, file: str, start: int = 0, size: int | None = N
 def _no_torch_file(area: FileWindow, begin: bytes) -> Exception:
     if begin == _LFS_POINTER:
         hint = "This is a Git LFS pointer, not the file itself: run `git lfs pull`."
-        return area.unsupported("the file is no torch file", hint)
+        return area.unsupported("not a torch file", hint)
     if not area.size:
         return area.corrupt("the file is empty")
     if area.size > _TAR_AT + len(_TAR) and area.read(_TAR_AT, len(_TAR)) == _TAR:
-        return area.unsupported("this is the tar form of torch before 0.1.10", "Load and save it again with torch.")
-    return area.unsupported("the file is no torch file: it is neither a zip archive nor a pickle")
+        return area.unsupported(
+            "this is the tar format of torch before 0.1.10", "Load it with torch and save it again."
+        )
+    return area.unsupported("not a torch file: neither a zip archive nor a pickle")
 
 
 def _read_zip(area: FileWindow) -> tuple[Any, Storages, tuple[Checksum, ...], Seal | None]:
@@ -85,13 +87,13 @@ def _read_zip(area: FileWindow) -> tuple[Any, Storages, tuple[Checksum, ...], Se
     records = archive.records
     if _SCRIPT in records:
         hint = "Save its state_dict with torch.save."
-        raise area.unsupported("this is a TorchScript archive, which holds code", hint)
+        raise area.unsupported("this is a TorchScript archive, which contains code", hint)
     if PICKLE not in records:
         raise area.corrupt(f"the archive has no record {PICKLE}")
     _check_notes(area, archive)
     bounds = Bounds()
     if records[PICKLE].size > bounds.size:
-        raise area.corrupt(f"record {PICKLE} has {records[PICKLE].size} bytes, more than any real one")
+        raise area.corrupt(f"record {PICKLE} has {records[PICKLE].size} bytes; at most {bounds.size} are read")
     storages = Storages(legacy=False)
     data = archive.read(PICKLE)
     pickled = read_pickle(data, file=area.file, record=PICKLE, persistent=storages.refer)
@@ -100,14 +102,14 @@ def _read_zip(area: FileWindow) -> tuple[Any, Storages, tuple[Checksum, ...], Se
     for key, stored in storages.by_key.items():
         record = records.get(DATA + key)
         if record is None:
-            raise area.corrupt(f"tensors refer to the record {DATA}{key}, which is not there")
+            raise area.corrupt(f"tensors use the record {DATA}{key}, which is missing")
         if record.size != stored.nbytes:
             expected = f"{stored.count} elements of {stored.dtype.name}, {stored.nbytes} bytes"
             raise area.corrupt(f"record {DATA}{key} has {record.size} bytes; the pickle says {expected}")
         stored.offset = record.offset
     for name in records:
         if name.startswith(DATA) and name.removeprefix(DATA) not in storages.by_key:
-            raise area.corrupt(f"no tensor refers to the record {name}")
+            raise area.corrupt(f"no tensor uses the record {name}")
     return pickled.value, storages, archive.checksums(), _seal(area, archive)
 
 
@@ -129,7 +131,7 @@ def _seal(area: FileWindow, archive: Archive) -> Seal | None:
     if record.size % DIGITS or not 0 <= count <= len(
         tensor_offsets
     ):  # settings of an optimizer are storages too, and last
-        raise area.corrupt("the record of its digests is not whole")
+        raise area.corrupt("the record of the digests is incomplete")
     first = area.start + record.offset
     return seal_of(area.file, first, first + DIGITS, (area.start + offset for offset in tensor_offsets[:count]))
 
@@ -138,15 +140,17 @@ def _check_notes(area: FileWindow, archive: Archive) -> None:
     """Check the small records that say how the others are to be read."""
     order, version = (_note(area, archive, name) for name in (BYTE_ORDER, VERSION))
     if order == _BIG:
-        raise area.unsupported("it was written on a big-endian machine", "Save it again on a little-endian one.")
+        raise area.unsupported(
+            "the file was written on a big-endian machine", "Load and save it again on a little-endian machine."
+        )
     if order not in (None, LITTLE):
-        raise area.corrupt(f"record {BYTE_ORDER}: {order!r} is no byte order")
+        raise area.corrupt(f"record {BYTE_ORDER}: {order!r} is not a byte order")
     for name, version_text in ((VERSION, version), (FORMAT_VERSION, _note(area, archive, FORMAT_VERSION))):
         if version_text is not None and not version_text.strip().isdigit():
-            raise area.corrupt(f"record {name}: {version_text!r} is no version")
+            raise area.corrupt(f"record {name}: {version_text!r} is not a version")
     aligned = _note(area, archive, ALIGNED)
     if aligned is not None and not (aligned.isdigit() and 0 < int(aligned) <= _WIDEST):
-        raise area.corrupt(f"record {ALIGNED}: {aligned!r} is no number of bytes that storages can be aligned to")
+        raise area.corrupt(f"record {ALIGNED}: {aligned!r} is not an alignment of storages in bytes")
 
 
 def _note(area: FileWindow, archive: Archive, name: str) -> bytes | None:
@@ -154,5 +158,5 @@ def _note(area: FileWindow, archive: Archive, name: str) -> bytes | None:
     if record is None:
         return None
     if record.size > _LONGEST_NOTE:
-        raise area.corrupt(f"record {name} has {record.size} bytes, and should have a few")
+        raise area.corrupt(f"record {name} has {record.size} bytes; at most {_LONGEST_NOTE} are read")
     return archive.read(name)

@@ -63,19 +63,19 @@ class Storages:
             PickleFault: CORRUPT if it is malformed, or contradicts an earlier one; UNSUPPORTED for saved code.
         """
         if type(pid) is not tuple or len(pid) < 2:
-            raise malformed("a persistent id is no storage")
+            raise malformed("a persistent id is not a storage")
         id_kind, *id_fields = pid
         if id_kind == _MODULE:
-            raise PickleFault("it holds the source of a module", "UNSUPPORTED")
+            raise PickleFault("it contains the source code of a module", "UNSUPPORTED")
         if id_kind != STORAGE or len(id_fields) != (5 if self._legacy else 4):
-            raise malformed("a persistent id is no storage")
+            raise malformed("a persistent id is not a storage")
         kind, key, device, count = id_fields[:4]
         if type(kind) is not StorageType or type(key) is not str or type(device) not in (str, bytes):
             raise malformed("the persistent id of a storage is malformed")
         if type(count) is not int or not 0 <= count <= _MAX_COUNT // 16:
             raise malformed(f"storage {key[:80]!r} has an impossible number of elements")
         if not is_plain(key):
-            raise malformed(f"{key[:80]!r} is no name of a storage")
+            raise malformed(f"{key[:80]!r} is not the name of a storage")
         stored = self._agreed(StoredStorage(key, kind.dtype or BYTE, count))
         return self._view(stored, id_fields[4]) if self._legacy and id_fields[4] is not None else stored
 
@@ -101,23 +101,23 @@ class Storages:
             raise malformed(f"the view of storage {root.key!r} is malformed")
         key, first_element, count = view_id
         if not is_plain(key):
-            raise malformed(f"{key[:80]!r} is no name of a view of a storage")
+            raise malformed(f"{key[:80]!r} is not the name of a view of a storage")
         if (
             type(first_element) is not int
             or type(count) is not int
             or not 0 <= first_element <= first_element + count <= root.count
         ):
-            raise malformed(f"the view {key!r} does not lie in storage {root.key!r}, which has {root.count} elements")
+            raise malformed(f"the view {key!r} lies outside the storage {root.key!r}, which has {root.count} elements")
         known_root, begin, view = self._views.setdefault(
             key, (root, first_element, StoredStorage(key, root.dtype, count))
         )
         if (known_root.key, begin, view.dtype, view.count) != (root.key, first_element, root.dtype, count):
-            raise malformed(f"the view {key!r} is said to be two parts of storages")
+            raise malformed(f"the view {key!r} is described as two different parts of storages")
         return view
 
     def _agreed(self, storage: StoredStorage) -> StoredStorage:
         first_seen = self.by_key.setdefault(storage.key, storage)
         if first_seen.nbytes != storage.nbytes or (first_seen.dtype != storage.dtype and storage.nbytes):
             first, second = (f"{claim.count} elements of {claim.dtype.name}" for claim in (first_seen, storage))
-            raise malformed(f"storage {storage.key!r} is said to hold {first}, and elsewhere {second}")
+            raise malformed(f"storage {storage.key!r} is described as {first}, and elsewhere as {second}")
         return first_seen if first_seen.dtype == storage.dtype else storage

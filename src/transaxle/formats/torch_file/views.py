@@ -21,12 +21,12 @@ _PACKED = {"F4": 2}
 _KINDS: dict[str, str] = {
     "_rebuild_sparse_tensor": "a sparse tensor",
     "_rebuild_sparse_csr_tensor": "a sparse tensor",
-    "_rebuild_qtensor": "a quantized tensor, whose scale is no part of its bytes",
+    "_rebuild_qtensor": "a quantized tensor, whose scale is not among its bytes",
     "_rebuild_nested_tensor": "a nested tensor",
     "NestedTensor": "a nested tensor",
     "_rebuild_njt": "a nested tensor",
     "_rebuild_meta_tensor_no_storage": "a tensor on the meta device, which has no values",
-    "DTensor": "a DTensor, of which this file holds the part of one rank",
+    "DTensor": "a DTensor, of which this file holds only one rank's part",
     "UninitializedParameter": "a parameter without values",
     "UninitializedBuffer": "a buffer without values",
 }
@@ -58,12 +58,12 @@ def place(name: str, tensor: TensorRef | Object | Quantized, file: str) -> tuple
         kind = _KINDS.get(tensor.cls.name, f"a tensor of the class {tensor.cls}")
         raise ViewFault("UNSUPPORTED", f"it is {kind}", _HINT)
     if isinstance(tensor, Quantized):
-        raise ViewFault("UNSUPPORTED", f"it is a {tensor.kind}, which is several tensors", _HINT)
+        raise ViewFault("UNSUPPORTED", f"it is a {tensor.kind}, which consists of several tensors", _HINT)
     stored = tensor.storage
     if not isinstance(stored, StoredStorage):
         raise ViewFault("UNSUPPORTED", "its storage is pickled inside another pickle", _HINT)
     if tensor.flags:
-        message = f"its values are not those stored: they are to be read with {' and '.join(tensor.flags)}"
+        message = f"the stored values are not the tensor's: they need {' and '.join(tensor.flags)}"
         raise ViewFault("UNSUPPORTED", message, "Save it after resolve_conj() and resolve_neg().")
     dtype = tensor.dtype or stored.dtype
     if stored.dtype not in (dtype, BYTE):
@@ -92,7 +92,7 @@ def identity(tensor: TensorRef) -> tuple[object, ...] | None:
 def _count(tensor: TensorRef) -> int:
     count = prod(tensor.shape)
     if prod(size or 1 for size in tensor.shape) * 16 > _MAX_COUNT:
-        raise ViewFault("CORRUPT", f"the shape {list(tensor.shape)} overflows: no file has so many elements")
+        raise ViewFault("CORRUPT", f"the shape {list(tensor.shape)} overflows: no file holds so many elements")
     return count
 
 
@@ -110,9 +110,9 @@ def _unpacked(tensor: TensorRef, dtype: DType) -> tuple[tuple[int, ...], tuple[i
     pack = _PACKED.get(dtype.code)
     if pack:
         if not shape:
-            raise ViewFault("UNSUPPORTED", f"{dtype.name} without dims is {pack} values in one")
+            raise ViewFault("UNSUPPORTED", f"a scalar of {dtype.name} would pack {pack} values")
         if not dense and strides[-1] != 1 and shape[-1] > 1:
-            message = f"{dtype.name} is transposed: its packs do not lie along the last dim"
+            message = f"{dtype.name} is transposed, so its packed values are not along the last dim"
             raise ViewFault("UNSUPPORTED", message, _HINT)
         shape = (*shape[:-1], shape[-1] * pack)
         strides = (*(step * pack for step in strides[:-1]), 1)

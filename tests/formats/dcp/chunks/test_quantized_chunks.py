@@ -204,7 +204,7 @@ def refused(folder: Path, code: Code, words: str, file: str = METADATA) -> None:
 def test_a_cut_inside_a_tile(tmp_path: Path) -> None:
     whole = blockwise(11, (256, 128))
     write(tmp_path / "a", (256, 128), [cut(whole, 0, 192), cut(whole, 192, 256)])
-    refused(tmp_path / "a", "BLOCK_MISALIGNED", "begins at [192, 0], inside of a tile of [128, 128]")
+    refused(tmp_path / "a", "BLOCK_MISALIGNED", "begins at [192, 0], inside a tile of [128, 128]")
 
 
 def test_parts_in_two_encodings(tmp_path: Path) -> None:
@@ -230,9 +230,9 @@ def test_metadata_and_parts_that_disagree(tmp_path: Path) -> None:
     whole = mxfp8(15, (64, 32), "rows")
     parts = [cut(whole, 0, 32), cut(whole, 32, 64)]
     write(tmp_path / "a", (64, 32), parts, [one(parts[0][1]), one(cut(whole, 0, 64)[1])])
-    refused(tmp_path / "a", "SHAPE_MISMATCH", "the file holds [64, 32]", DATA.format(1))
+    refused(tmp_path / "a", "SHAPE_MISMATCH", "but [64, 32] in the file", DATA.format(1))
     write(tmp_path / "b", (64, 32), parts, [one(parts[0][1]), one(parts[1][1], dtype=name("torch", "float32"))])
-    refused(tmp_path / "b", "DTYPE_MISMATCH", "says bfloat16, the file holds float32", DATA.format(1))
+    refused(tmp_path / "b", "DTYPE_MISMATCH", "says bfloat16, but the file holds float32", DATA.format(1))
 
 
 def test_what_a_chunk_cannot_be(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def flaw(shape: Shape, boxes: Sequence[ChunkBox]) -> Flaw | None:
     non_empty = [box for box in boxes if 0 not in box[1]]
     cut = [dim for dim, size in enumerate(shape) if any(sizes[dim] != size for _, sizes in non_empty)]
     if len(non_empty) << len(cut) > MAX_CORNERS:
-        raise TooManyCornersError(f"{len(non_empty)} chunks that cut {len(cut)} dims are more than can be checked")
+        raise TooManyCornersError(f"{len(non_empty)} chunks along {len(cut)} dims are too many to check")
     corner_sums: defaultdict[Shape, int] = defaultdict(int)
     _add(corner_sums, [(0, shape[dim]) for dim in cut], -1)
     for starts, sizes in non_empty:
@@ -88,7 +88,7 @@ def tiled(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, faults:
     """
     for start, sizes in boxes:
         if outside(shape, (start, sizes)):
-            message = f"a chunk of {list(sizes)} at {list(start)} does not lie inside {list(shape)}"
+            message = f"a chunk of {list(sizes)} at {list(start)} does not lie inside the shape {list(shape)}"
             faults.add("CORRUPT", message, file, name)
             return False
     try:
@@ -101,9 +101,9 @@ def tiled(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, faults:
     at, copies = first_flaw
     if copies:
         first, second, *_ = (list(boxes[number][0]) for number in holding(at, boxes))
-        faults.add("OVERLAP", f"its chunks at {first} and at {second} both hold the index {list(at)}", file, name)
+        faults.add("OVERLAP", f"the chunks at {first} and {second} both contain the index {list(at)}", file, name)
     else:
-        faults.add("INCOMPLETE", f"none of its {len(boxes)} chunks holds the index {list(at)}", file, name)
+        faults.add("INCOMPLETE", f"none of its {len(boxes)} chunks contains the index {list(at)}", file, name)
     return False
 
 

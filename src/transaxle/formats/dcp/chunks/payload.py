@@ -107,7 +107,7 @@ class Payloads:
         if archive is None:
             return None
         if isinstance(archive, _ObjectArchive):
-            self._fault(item.key, payload.file, f"its archive holds no tensor: {described(archive.value)}")
+            self._fault(item.key, payload.file, f"its archive does not hold a tensor, but {described(archive.value)}")
             return None
         if isinstance(archive, QuantizedChunk):
             return archive if self._alike(item, chunk, payload, archive.dtype, archive.layout.shape) else None
@@ -161,7 +161,7 @@ class Payloads:
         size = self._sizes.get(payload.file)
         if size is not None and payload.offset + payload.length > size:
             end = payload.offset + payload.length
-            message = f"its bytes {payload.offset} to {end} lie outside of the file, which has {size}"
+            message = f"its bytes {payload.offset} to {end} lie outside the file, which has {size}"
             self._faults.add("CORRUPT", message, payload.file, key, _AGAIN)
             return False
         return size is not None
@@ -225,11 +225,11 @@ class Payloads:
         """Compare an archive's tensor with what the metadata says of the chunk."""
         assert item.dtype is not None
         if dtype != item.dtype.name:
-            message = f"the metadata says {item.dtype.name}, the file holds {dtype}"
+            message = f"the metadata says {item.dtype.name}, but the file holds {dtype}"
             self._faults.add("DTYPE_MISMATCH", message, payload.file, item.key)
             return False
         if shape != chunk.shape:
-            message = f"the metadata says that its chunk is {list(chunk.shape)}, the file holds {list(shape)}"
+            message = f"its chunk is {list(chunk.shape)} in the metadata, but {list(shape)} in the file"
             self._faults.add("SHAPE_MISMATCH", message, payload.file, item.key)
             return False
         return True
@@ -238,7 +238,7 @@ class Payloads:
         """Count bytes that are claimed and not there, and tell whether there are too many."""
         self._repeated += repeated
         if self._repeated > REPEATED:
-            message = f"by strides of zero the files claim more than {REPEATED} bytes that they do not hold"
+            message = f"with strides of zero the files claim more than {REPEATED} bytes that they do not hold"
             self._fault(key, payload.file, message)
             return False
         return True
@@ -260,7 +260,7 @@ class Payloads:
         code = item.dtype.code
         size = nbytes(code, logical(chunk.shape, code))
         if payload.length != size:
-            message = f"its {payload.length} bytes are no archive, and safetensors data would take {size}"
+            message = f"its {payload.length} bytes are not an archive, and safetensors data would have {size}"
             self._fault(item.key, payload.file, message)
             return None
         blob = self._blob(payload.file, payload.offset)
@@ -268,19 +268,19 @@ class Payloads:
             return None
         entry, start = blob.entries.get(item.key), blob.starts.get(item.key)
         if entry is None:
-            self._faults.add("INCOMPLETE", "the file holds no part of it", payload.file, item.key)
+            self._faults.add("INCOMPLETE", "the file does not hold this part of the tensor", payload.file, item.key)
             return None
         if start != logical(chunk.start, code):
-            message = f"the file should hold its part at {list(chunk.start)}, and holds the one at {list(start or ())}"
-            hint = "In this form torch writes one part of a tensor to a file; the others are lost."
+            message = f"the file should hold the part at {list(chunk.start)}, but holds the one at {list(start or ())}"
+            hint = "In this format torch writes only one part of a tensor to a file; the others are lost."
             self._faults.add("INCOMPLETE", message, payload.file, item.key, hint)
             return None
         if entry.dtype != code:
-            message = f"the metadata says {code}, the file holds {entry.dtype}"
+            message = f"the metadata says {code}, but the file holds {entry.dtype}"
             self._faults.add("DTYPE_MISMATCH", message, payload.file, item.key)
             return None
         if entry.shape != logical(chunk.shape, code):
-            message = f"the metadata says that its chunk is {list(chunk.shape)}, the file holds {list(entry.shape)}"
+            message = f"its chunk is {list(chunk.shape)} in the metadata, but {list(entry.shape)} in the file"
             self._faults.add("SHAPE_MISMATCH", message, payload.file, item.key)
             return None
         (in_file,) = entry.extents

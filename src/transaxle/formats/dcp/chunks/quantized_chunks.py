@@ -21,7 +21,7 @@ from transaxle.formats.torch_file.quantized_tensors import CODES, NOTE, TAKEN, S
 from transaxle.formats.torch_file.views import ViewFault
 from transaxle.formats.training_state.state import LEFT_BEHIND
 
-_ONE_FOR_ALL = "one number stands for all of {!r}, and each chunk has its own"
+_ONE_FOR_ALL = "one number applies to the whole of {!r}, but each chunk has its own"
 _HINT = "Save it unsharded, or dequantized."
 
 
@@ -79,7 +79,7 @@ def assembled(
             continue
         for chunk, _ in chunks:
             if any(start % step for start, step in zip(chunk.start, tile, strict=True)):
-                message = f"a chunk begins at {list(chunk.start)}, inside of a tile of {list(tile)}"
+                message = f"a chunk begins at {list(chunk.start)}, inside a tile of {list(tile)}"
                 faults.add("BLOCK_MISALIGNED", message, file, key, _HINT)
                 return None
         grid = tuple(-(-size // step) for size, step in zip(shape, tile, strict=True))
@@ -101,7 +101,7 @@ def copies(key: str, first: QuantizedChunk, second: QuantizedChunk, why: str, fa
     """
     files = [chunk.parts[CODES].extents[0].file for chunk in (first, second)]
     if first.layout.kind != second.layout.kind:
-        faults.add("DTYPE_MIXED", f"{files[0]} and {files[1]} hold it in two encodings", files[1], key)
+        faults.add("DTYPE_MIXED", f"{files[0]} and {files[1]} store it in two encodings", files[1], key)
         return
     for end, entry in first.parts.items():
         yield Twin(entry, second.parts[end], why.format(*files, key))

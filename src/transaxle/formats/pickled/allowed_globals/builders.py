@@ -49,7 +49,7 @@ _PLAIN_TENSORS = frozenset(
 def fits(function: Global, args: Args, *lengths: int) -> None:
     """Refuse a call with a number of arguments that the function never has."""
     if len(args) not in lengths:
-        raise malformed(f"{function} takes {' or '.join(map(str, lengths))} arguments; it is given {len(args)}")
+        raise malformed(f"{function} takes {' or '.join(map(str, lengths))} arguments, not {len(args)}")
 
 
 # Python's own.
@@ -66,10 +66,10 @@ def ordered_map(function: Global, args: Args, caller: Caller) -> OrderedMap:
     elif type(argument) in (list, tuple):
         caller.charge(100 * len(argument))
         if any(type(pair) not in (list, tuple) or len(pair) != 2 for pair in argument):
-            raise malformed(f"{function} is not given pairs")
+            raise malformed(f"{function} needs pairs")
         put(ordered, [item for pair in argument for item in pair])
     else:
-        raise malformed(f"{function} is given a {type(argument).__name__}")
+        raise malformed(f"{function} cannot take a {type(argument).__name__}")
     return ordered
 
 
@@ -84,7 +84,7 @@ def collection(function: Global, args: Args, caller: Caller) -> Object:
     fits(function, args, 0, 1, 2)
     argument = args[0] if args else []
     if type(argument) not in (list, tuple):
-        raise malformed(f"{function} is given a {type(argument).__name__}")
+        raise malformed(f"{function} cannot take a {type(argument).__name__}")
     caller.charge(8 * len(argument))
     return Object(function, args[1:], items=list(argument))
 
@@ -100,14 +100,14 @@ def octets(function: Global, args: Args, caller: Caller) -> bytes:
     if type(argument) is str and args[1:] in ((), ("latin1",), ("latin-1",)):
         caller.charge(len(argument))
         return argument.encode("latin-1")
-    raise malformed(f"{function} is not given octets")
+    raise malformed(f"{function} needs bytes")
 
 
 def complex_number(function: Global, args: Args, _: Caller) -> complex:
     """Make the number of `complex(real, imaginary)`."""
     fits(function, args, 2)
     if any(type(number) not in (float, int) for number in args):
-        raise malformed(f"{function} is not given numbers")
+        raise malformed(f"{function} needs numbers")
     return complex(float(args[0]), float(args[1]))
 
 
@@ -115,7 +115,7 @@ def reconstructed(function: Global, args: Args, _: Caller) -> Object:
     """Describe `copyreg._reconstructor(cls, base, state)`, by which protocols 0 and 1 make objects."""
     fits(function, args, 3)
     if type(args[0]) is not Global:
-        raise malformed(f"{function} is given no class")
+        raise malformed(f"{function} needs a class")
     return Object(args[0], () if args[2] is None else (args[2],), new=True)
 
 
@@ -156,28 +156,28 @@ def size(function: Global, args: Args, _: Caller) -> tuple[int, ...]:
 def counts(function: Global, noun: str, values: Any) -> tuple[int, ...]:
     """Return sizes or strides; anything but a short row of counts refuses the pickle."""
     if type(values) not in (tuple, list):
-        raise malformed(f"{function}: the {noun} are a {type(values).__name__}")
+        raise malformed(f"{function}: the {noun} must be a list of counts, not a {type(values).__name__}")
     if len(values) > _MAX_DIMS:
-        raise malformed(f"{function}: there are {len(values)} {noun}")
+        raise malformed(f"{function}: {len(values)} {noun}, and at most {_MAX_DIMS} are allowed")
     return tuple(_count(function, noun, item) for item in values)
 
 
 def _count(function: Global, noun: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _MAX_COUNT:
         shown = value if type(value) is int and abs(value) <= _MAX_COUNT else f"a {type(value).__name__} out of range"
-        raise malformed(f"{function}: the {noun} hold {shown}")
+        raise malformed(f"{function}: {shown} is not valid in the {noun}")
     return value
 
 
 def _view(function: Global, args: Args, dtype: object, metadata: object) -> TensorRef:
     storage, offset, sizes, strides = args[:4]
     if dtype is not None and type(dtype) is not DType:
-        raise malformed(f"{function} is given no dtype")
+        raise malformed(f"{function} needs a dtype")
     if metadata is not None and type(metadata) is not dict:
-        raise malformed(f"{function} is given no metadata")
+        raise malformed(f"{function} needs metadata")
     shape, steps = counts(function, "sizes", sizes), counts(function, "strides", strides)
     if len(shape) != len(steps):
-        raise malformed(f"{function}: {len(shape)} sizes and {len(steps)} strides")
+        raise malformed(f"{function}: {len(shape)} sizes, but {len(steps)} strides")
     flags = tuple(key for key, bit in (metadata or {}).items() if type(key) is str and bit is not False)
     return TensorRef(storage, dtype, _count(function, "offset", offset), shape, steps, flags)
 
@@ -198,7 +198,7 @@ def tensor_v3(function: Global, args: Args, _: Caller) -> TensorRef:
     """Describe `_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, metadata])`."""
     fits(function, args, 7, 8)
     if type(args[6]) is not DType:
-        raise malformed(f"{function} is given no dtype")
+        raise malformed(f"{function} needs a dtype")
     return _view(function, args, args[6], args[7] if len(args) > 7 else None)
 
 
@@ -216,7 +216,7 @@ def parameter_class(function: Global, args: Args, _: Caller) -> Tensor:
 def tensor_of(function: Global, given: object) -> Tensor:
     """Return what must be a tensor, of whatever kind."""
     if not isinstance(given, TensorRef | Object | Quantized):
-        raise malformed(f"{function} is given a {type(given).__name__} for a tensor")
+        raise malformed(f"{function} needs a tensor, not a {type(given).__name__}")
     return given
 
 
@@ -225,7 +225,7 @@ def of_type(function: Global, args: Args, caller: Caller) -> Tensor:
     fits(function, args, 4)
     rebuild, kind, inner, state = args
     if type(kind) is not Global or type(rebuild) is not Global:
-        raise malformed(f"{function} is given no class")
+        raise malformed(f"{function} needs a class")
     made = tensor_of(function, caller.call(rebuild, inner))
     if (kind.module, kind.name) in _PLAIN_TENSORS:
         return made
@@ -237,5 +237,5 @@ def from_cpu(function: Global, args: Args, _: Caller) -> Tensor:
     fits(function, args, 4)
     made = tensor_of(function, args[0])
     if type(args[1]) is not DType:
-        raise malformed(f"{function} is given no dtype")
+        raise malformed(f"{function} needs a dtype")
     return replace(made, dtype=args[1]) if type(made) is TensorRef else made

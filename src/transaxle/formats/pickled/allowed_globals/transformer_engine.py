@@ -126,12 +126,12 @@ def quantized(function: Global, args: Args, _: Caller) -> Quantized:
     arguments: dict[str, Any] = dict(zip(ORDERS[maker.kind], args, strict=False))
     number, numbering = _type_of_codes(function, arguments[_CODES])
     if type(arguments[_DTYPE]) is not DType:
-        raise malformed(f"{function} is given no dtype")
+        raise malformed(f"{function} needs a dtype")
     if not _is_quantizer(arguments.get(_QUANTIZER)):
-        raise malformed(f"{function} is given a {type(arguments[_QUANTIZER]).__name__} for a quantizer")
+        raise malformed(f"{function} needs a quantizer, not a {type(arguments[_QUANTIZER]).__name__}")
     buffers = {name: tensor for name in _BUFFERS if (tensor := arguments.get(name)) is not None}
     if any(type(tensor) is not TensorRef for tensor in buffers.values()):
-        raise malformed(f"{function} is given no tensor for a buffer")
+        raise malformed(f"{function} needs a tensor for each buffer")
     return Quantized(
         maker.kind,
         arguments[_DTYPE],
@@ -152,7 +152,7 @@ def identity(function: Global, args: Args, _: Caller) -> TensorRef:
     fits(function, args, 4)
     tensor = tensor_of(function, args[0])
     if type(tensor) is not TensorRef or counts(function, "sizes", args[3]) != tensor.shape:
-        raise malformed(f"{function} is given no tensor of the shape that it says")
+        raise malformed(f"{function} needs a tensor of the shape that it gives")
     return tensor
 
 
@@ -167,10 +167,10 @@ def _type_of_codes(function: Global, type_object: object) -> tuple[int, str]:
     """
     numbering = _DTYPES.get((type_object.cls.module, type_object.cls.name)) if type(type_object) is Object else None
     if numbering is None:
-        raise malformed(f"{function} is given no type of codes")
+        raise malformed(f"{function} needs a type of codes")
     number, by_value = _number(function, type_object)
     if number > _MOST:
-        raise malformed(f"{function}: there is no type {number}")
+        raise malformed(f"{function}: unknown type {number}")
     return number, NEW if by_value else numbering
 
 
@@ -179,7 +179,7 @@ def _number(function: Global, member: Any) -> tuple[int, bool]:
     by_value = len(member.args) == 1 and member.state is NOTHING
     number = member.args[0] if by_value else member.state
     if type(number) is not int or number < 0 or (member.args and not by_value):
-        raise malformed(f"{function} is given a malformed {member.cls.name}")
+        raise malformed(f"{function} was given a malformed {member.cls.name}")
     return number, by_value
 
 

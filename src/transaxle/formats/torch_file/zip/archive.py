@@ -69,7 +69,7 @@ class Archive:
         record = self.records[name]
         data = self.window.read(record.offset, record.size)
         if record.crc32 and zlib.crc32(data) != record.crc32:
-            raise self.window.corrupt(f"record {name}: its bytes do not have the checksum that the archive gives")
+            raise self.window.corrupt(f"record {name}: its bytes do not match the checksum in the archive")
         return data
 
     def checksums(self) -> tuple[Checksum, ...]:
@@ -113,7 +113,7 @@ def read_archive(window: FileWindow) -> Archive:
         folder = folder or parts[0]
         name = "/".join(parts[1:])
         if parts[0] != folder or not name:
-            raise window.corrupt(f"record {'/'.join(parts)!r} is not in the archive's folder {folder!r}")
+            raise window.corrupt(f"record {'/'.join(parts)!r} is outside the archive's folder {folder!r}")
         # miniz, by which torch reads, takes upper and lower case for one.
         if name.lower() in folded:
             raise window.corrupt(f"record {name}: the archive has this name twice")
@@ -124,7 +124,7 @@ def read_archive(window: FileWindow) -> Archive:
         end = data + entry.size
         following = listed[number + 1].header if number + 1 < len(listed) else begin
         if end > following:
-            raise window.corrupt(f"record {name} of {entry.size} bytes overlaps what follows at {following}")
+            raise window.corrupt(f"record {name} of {entry.size} bytes overlaps the next one at {following}")
         _check_descriptor(window, name, entry, end, following - end)
         records[name] = ZipRecord(name, data, entry.size, entry.crc32)
         at = following
@@ -140,10 +140,10 @@ def _directory(window: FileWindow) -> tuple[int, int, int]:
         raise window.corrupt(f"the file is truncated: a zip archive has more than {window.size} bytes")
     sign, disk, first, entries_on_disk, count, size, begin, comment = END_FORM.unpack(window.read(end, END_FORM.size))
     if sign != END or comment:
-        message = "the file does not end like a zip archive: it is truncated, or something was added to it"
+        message = "the file does not end like a zip archive: it is truncated, or bytes were appended"
         raise window.corrupt(message)
     if disk or first or entries_on_disk != count:
-        raise window.corrupt("the archive claims to be one of several")
+        raise window.corrupt("the archive claims to be one part of several")
     locator = end - LOCATOR_FORM.size
     if locator >= 0 and window.read(locator, len(LOCATOR)) == LOCATOR:
         end, wide = _directory64(window, locator)
@@ -154,7 +154,7 @@ def _directory(window: FileWindow) -> tuple[int, int, int]:
     if begin + size != end:
         raise window.corrupt(f"the directory at {begin} with {size} bytes does not end at {end}, where it should")
     if size > _MAX_DIRECTORY:
-        raise window.corrupt(f"a directory of {size} bytes is larger than any real one")
+        raise window.corrupt(f"the directory has {size} bytes; at most {_MAX_DIRECTORY} are read")
     return begin, size, count
 
 
@@ -162,7 +162,7 @@ def _directory64(window: FileWindow, locator: int) -> tuple[int, tuple[int, int,
     """Return where the zip64 end record lies, and its count, size and offset of the directory."""
     _, disk, at, disks = LOCATOR_FORM.unpack(window.read(locator, LOCATOR_FORM.size))
     if disk or disks != 1 or at != locator - END64_FORM.size:
-        raise window.corrupt("the zip64 locator leads astray")
+        raise window.corrupt("the zip64 locator points to the wrong place")
     sign, length, _, _, disk, first, entries_on_disk, count, size, begin = END64_FORM.unpack(
         window.read(at, END64_FORM.size)
     )
@@ -188,12 +188,12 @@ def _entries(window: FileWindow, begin: int, size: int, count: int) -> Iterator[
         wide = _wide(window, path, text[at + name : at + name + extra])
         plain, packed, header = (_widened(window, path, field, wide) for field in (plain, packed, header))
         if wide:
-            raise window.corrupt(f"record {path!r} gives sizes that it does not need")
+            raise window.corrupt(f"record {path!r} gives zip64 sizes that it does not need")
         at += name + extra
         flags = int.from_bytes(fixed[2:4], "little")
         _check_method(window, path, flags, int.from_bytes(fixed[4:6], "little"))
         if packed != plain:
-            raise window.corrupt(f"record {path!r} is stored in {packed} bytes and yet has {plain}")
+            raise window.corrupt(f"record {path!r} is stored in {packed} bytes, but has {plain}")
         yield _DirectoryEntry(path, fixed, flags, crc32, plain, header)
         entry_count += 1
     if entry_count != count:
@@ -204,9 +204,9 @@ def _check_method(window: FileWindow, path: bytes, flags: int, method: int) -> N
     if flags & _ENCRYPTED:
         raise window.unsupported(f"record {path!r} is encrypted")
     if method:
-        raise window.unsupported(f"record {path!r} is compressed; torch stores its records as they are")
+        raise window.unsupported(f"record {path!r} is compressed; torch never compresses records")
     if flags & ~_KNOWN_FLAGS:
-        raise window.corrupt(f"record {path!r} has flags {flags:#x}, which no torch file has")
+        raise window.corrupt(f"record {path!r} has flags {flags:#x}, which torch never sets")
 
 
 def _wide(window: FileWindow, path: bytes, extra: bytes) -> list[int]:
@@ -246,7 +246,7 @@ def _parts(window: FileWindow, path: bytes) -> tuple[str, ...]:
     except UnicodeDecodeError:
         raise window.corrupt(f"the name {path!r} of a record is not UTF-8") from None
     except TransaxleError as error:
-        raise refuse(error.code, f"record {path!r} is no name below the archive's folder", file=window.file) from None
+        raise refuse(error.code, f"record {path!r} has a name outside the archive's folder", file=window.file) from None
 
 
 def _data_offset(window: FileWindow, name: str, entry: _DirectoryEntry, directory: int) -> int:
@@ -277,10 +277,10 @@ def _check_descriptor(window: FileWindow, name: str, entry: _DirectoryEntry, at:
     """Check the bytes between a record and the next one: its sizes and checksum once more, or nothing."""
     if not entry.flags & HAS_DESCRIPTOR:
         if size:
-            raise window.corrupt(f"record {name}: {size} bytes after it belong to nothing")
+            raise window.corrupt(f"record {name}: {size} bytes after it belong to no record")
         return
     form = _DESCRIPTORS.get(size)
     if form is None:
-        raise window.corrupt(f"record {name}: {size} bytes after it are no descriptor")
+        raise window.corrupt(f"record {name}: the {size} bytes after it are not a data descriptor")
     if form.unpack(window.read(at, size)) != (DESCRIPTOR, entry.crc32, entry.size, entry.size):
         raise window.corrupt(f"record {name}: its descriptor and the archive's directory differ")

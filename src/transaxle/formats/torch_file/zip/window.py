@@ -22,7 +22,7 @@ class FileWindow:
     def read(self, offset: int, size: int) -> bytes:
         """Return bytes of the range; what lies outside is CORRUPT."""
         if offset < 0 or size < 0 or offset + size > self.size:
-            raise self.corrupt(f"bytes {offset} to {offset + size} lie outside of its {self.size} bytes")
+            raise self.corrupt(f"bytes {offset} to {offset + size} lie outside its {self.size} bytes")
         return self.storage.read(self.file, self.start + offset, size)
 
     def corrupt(self, message: str) -> TransaxleError:
@@ -44,5 +44,5 @@ def window(storage: Storage, file: str, start: int = 0, size: int | None = None)
     file_size = storage.size(file)
     size = file_size - start if size is None else size
     if start < 0 or size < 0 or start + size > file_size:
-        raise refuse("CORRUPT", f"bytes {start} to {start + size} lie outside of its {file_size} bytes", file=file)
+        raise refuse("CORRUPT", f"bytes {start} to {start + size} lie outside its {file_size} bytes", file=file)
     return FileWindow(storage, file, start, size)
