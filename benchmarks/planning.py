@@ -22,7 +22,8 @@ from transaxle.axes.geometry.chunk import Shard, whole
 from transaxle.axes.layout.relayout import Target
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.copying.source import Source
-from transaxle.engine.plan.conversion import Plan, make_plan
+from transaxle.engine.plan.conversion import make_plan
+from transaxle.engine.plan.planned import Plan
 
 DIALECTS = ("transformers", "automodel", "torchtitan", "te", "megatron", "hf")
 FIRST = DIALECTS[0]

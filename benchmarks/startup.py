@@ -77,7 +77,7 @@ def more_families(site: Path, count: int) -> None:
     text = (copy / "families" / TABLE).read_text("utf-8")
     for number in range(count):
         name = f"more{number}"
-        changed = re.sub(r"^family .*$", f"family {name}", text, flags=re.MULTILINE)
+        changed = re.sub(r"^family llama\b", f"family {name}", text, flags=re.MULTILINE)
         changed = re.sub(r"^( *)model_type .*$", rf"\1model_type {name}", changed, flags=re.MULTILINE)
         (copy / "families" / f"{name}.rules").write_text(changed, "utf-8")
     environment = os.environ | {"PYTHONPATH": str(site)}

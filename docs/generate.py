@@ -26,6 +26,7 @@ from transaxle.families import INDEX, index
 REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = Path(families.__file__).parent
 WIDTH = 92
+_PEER = re.compile(r"Derived from transformers ([0-9.]+[0-9])")
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -56,7 +57,18 @@ def codes() -> Iterator[str]:
         yield f"```text\n{code}  {text.example}\n```\n\n{text.remedy}\n"
 
 
-PARTS: dict[str, Callable[[], Iterator[str]]] = {"commands": commands, "codes": codes}
+def known_families() -> Iterator[str]:
+    """Yield the table of families: what each is, its dialects, and what it was compared with."""
+    yield "| family | model types | dialects | made | compared with |\n|---|---|---|---|---|\n"
+    for name, entry in index().items():
+        text = (FAMILIES / entry.file).read_text("utf-8")
+        peer = _PEER.search(text)
+        made = ("by tracing", f"transformers {peer[1]}") if entry.traced and peer else ("by hand", "see the table")
+        cells = (f"`{name}`", ", ".join(entry.model_types), ", ".join(entry.dialects), *made)
+        yield f"| {' | '.join(cells)} |\n"
+
+
+PARTS: dict[str, Callable[[], Iterator[str]]] = {"commands": commands, "codes": codes, "families": known_families}
 
 
 def _page(before: str) -> str:

@@ -21,7 +21,7 @@ from transaxle.torch_tensors import torch_arguments
 ROOMS: tuple[ModuleType, ...] = (tx, tx.nn, tx.parallel, tx.quant)
 RESULTS = {
     "Checkpoint", "Comparison", "Leftover", "LoadReport", "Path", "Plan", "QuantizedTensor", "Refusal", "Report",
-    "ReshardReport", "SaveJob", "SaveReport", "StoredTensor", "TransaxleError", "Verification",
+    "ReshardReport", "SaveJob", "SaveReport", "StoredTensor", "Table", "TransaxleError", "Verification",
 }  # fmt: skip
 """Classes that functions return: their constructors are called by nobody else."""
 METHODS = (
@@ -162,6 +162,7 @@ def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
         "plan": plan,
         "convert": plan,
         "verify": given(a=src, b=src),
+        "derive": given(converter="llama"),
         "diff": given(a=src, b=src),
         "clean": given(path=out),
         "load": given(state=state, src=src),

@@ -18,7 +18,11 @@ import pytest
 from tests.checkpoints import CONFIG, tensors, tiny, write
 from tests.engine import quantized
 from tests.formats.deepspeed.built import write_old
-from transaxle.errors import CODES, refuse
+from transaxle import families
+from transaxle.axes.notation import tables
+from transaxle.axes.notation.expression import parse
+from transaxle.axes.notation.formula import Formula
+from transaxle.errors import CODES, TransaxleError, refuse
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -175,3 +179,69 @@ def test_what_the_pages_tell_to_type_prints_what_they_show(page: str, tmp_path: 
 
 def test_the_generated_reference_is_up_to_date() -> None:
     _run(sys.executable, str(ROOT / "docs" / "generate.py"), "--check")
+
+
+NOTATION = ROOT / "docs" / "reference" / "notation.md"
+_SCAFFOLD = """family scaffold
+  axes l=n1 L=n2 m=n3 e=n4 d=n5 f=n6 g=n7 r=n8 c=n9 h=n10 n=n11 p
+  up : l f d
+  gate : l f d
+  mlp : l e d f
+  bare : d
+  {0}
+dialect hf
+  backbone.{{l}}.up = up[f d]
+"""
+_BELOW = "  embed : n d\n  head : n d\n  q_norm : l c\n  k_norm : l c\n  router_bias : l e\n  enorm : l d\n"
+_HF = "  backbone.{l}.q = q_norm[c]\n  backbone.{l}.k = k_norm[c]\n"
+
+
+def _cells(section: str) -> list[str]:
+    """Return the code in the first column of a section's table."""
+    text = NOTATION.read_text("utf-8").split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return [cell.replace("\\|", "|") for cell in re.findall(r"^\| `(.*?)` \|", text, re.MULTILINE)]
+
+
+def test_the_tables_of_the_notation_page_are_read() -> None:
+    blocks = [block for _, block in _blocks(NOTATION.read_text("utf-8"), "text")]
+    shown = [block for block in blocks if re.match(r"family |block ", block)]
+    assert len(shown) >= 3
+    for table in shown:
+        assert tables.read(table, bases=families.base)
+
+
+def test_expressions_names_and_formulas_of_the_notation_page_are_read() -> None:
+    for cell in _cells("Expressions"):
+        assert parse(cell).dims
+    for cell in _cells("Formulas"):
+        assert Formula(cell).names
+    for cell in _cells("Names"):
+        held = " ".join(dict.fromkeys(re.findall(r"\{(?:\d+\*)?(\w+)", cell)))
+        assert tables.read(f"family toy\n axes l=n1 L=n2 m=n3 e=n4 d\n x : {held} d\ndialect a\n {cell} = x[d]\n")
+
+
+@pytest.mark.parametrize("statement", _cells("Families"))
+def test_statements_of_a_family_on_the_notation_page_are_read(statement: str) -> None:
+    if statement.startswith("family"):
+        assert tables.read(statement)
+        return
+    tensors = "  down : l e d f\n" if statement.startswith("cut") else ""
+    problems = []
+    for text in (_SCAFFOLD.format(f"\n{_BELOW}{tensors}  {statement}"), f"family bare\n  {statement}\n"):
+        try:
+            assert tables.read(text)
+            return
+        except TransaxleError as error:
+            problems.append(str(error))
+    pytest.fail("\n".join(problems))
+
+
+@pytest.mark.parametrize("statement", [cell for cell in _cells("Dialects") if not cell.startswith("…")])
+def test_statements_of_a_dialect_on_the_notation_page_are_read(statement: str) -> None:
+    table = _SCAFFOLD.format(f"\n{_BELOW}")
+    if statement == "dialect hf":
+        table = table.partition("dialect hf")[0]
+    if not statement.startswith("dialect"):
+        statement = f"dialect mine{' like hf' if statement.startswith('without') else ''}\n  {statement}"
+        table += _HF
+    assert tables.read(f"{table}{statement}\n", known=families.builtin())

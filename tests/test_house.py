@@ -43,15 +43,17 @@ def _room(*below: str, needs: frozenset[str] = CORE) -> Room:
 HOUSE = {
     # The doors: what a user meets.
     "__main__": _room("cli", needs=frozenset()),
-    "cli": _room(DOORWAY, "live", "engine", needs=CORE | TERMINAL),
+    "cli": _room(DOORWAY, "derivation", "live", "engine", needs=CORE | TERMINAL),
     DOORWAY: _room("_api", "parallel", "nn", "live", "quant", needs=frozenset()),
-    "_api": _room("live", "engine"),
+    "_api": _room("derivation", "live", "engine"),
     # The training side: only these five may import torch.
     "parallel": _room("live", "nn", needs=CORE | TRAINING),
     "nn": _room("quant", "torch_tensors", "move", "axes", needs=CORE | TRAINING),
     "live": _room("quant", "torch_tensors", "engine", needs=CORE | TRAINING),
     "quant": _room("torch_tensors", "encodings", needs=CORE | TRAINING | {"triton"}),
     "torch_tensors": _room("axes", needs=CORE | TRAINING),
+    # Tables from what converters do.
+    "derivation": _room("engine"),
     # The core.
     "engine": _room("move", "formats", "encodings", "families", "axes"),
     "move": _room("formats", "encodings", "axes"),
@@ -60,12 +62,13 @@ HOUSE = {
     "families": _room("axes", "plugins"),
     "plugins": _room("errors", needs=frozenset()),
     "axes": _room("arguments", "errors", needs=frozenset({"numpy"})),
-    "arguments": _room(needs=frozenset()),
+    "arguments": _room("errors", needs=frozenset()),
     "errors": _room(needs=frozenset()),
 }
 
 LAZY_EXTRAS = {
     "cli/demo.py": frozenset({"torch", "transformers"}),
+    "derivation/tracing/transformers_models.py": frozenset({"torch", "transformers"}),
     "formats/remote/web.py": frozenset({"aiohttp"}),
     "quant/modules/torchao.py": frozenset({"torchao"}),
 }

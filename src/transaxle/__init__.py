@@ -18,25 +18,26 @@ __version__ = "0.1.0"
 
 _LAZY = "transaxle._api"
 """Where everything below lives that is not imported above: it is loaded when it is first used."""
-_LIVE = {
-    "AccelerateHooks": "integrations.callbacks",
-    "LoadPlanner": "integrations.dcp_planners",
-    "LoadReport": "model.report",
-    "Random": "training.extra_state",
-    "ReshardReport": "reexpress.reshard",
-    "SaveJob": "background.asynchronous",
-    "SavePlanner": "integrations.dcp_planners",
-    "SaveReport": "model.report",
-    "TrainerCheckpoints": "integrations.callbacks",
-    "as_runs": "sharding.dcp_chunks",
-    "async_save": "background.asynchronous",
-    "load": "load.load",
-    "loadable_as": "reexpress.state_dict_adapter",
-    "reshard": "reexpress.reshard",
-    "save": "save.save",
-    "state_dict_as": "reexpress.state_dict_adapter",
+_ELSEWHERE = {
+    "AccelerateHooks": "live.integrations.callbacks",
+    "LoadPlanner": "live.integrations.dcp_planners",
+    "LoadReport": "live.model.report",
+    "Random": "live.training.extra_state",
+    "ReshardReport": "live.reexpress.reshard",
+    "SaveJob": "live.background.asynchronous",
+    "SavePlanner": "live.integrations.dcp_planners",
+    "SaveReport": "live.model.report",
+    "Table": "derivation.sources",
+    "TrainerCheckpoints": "live.integrations.callbacks",
+    "as_runs": "live.sharding.dcp_chunks",
+    "async_save": "live.background.asynchronous",
+    "load": "live.load.load",
+    "loadable_as": "live.reexpress.state_dict_adapter",
+    "reshard": "live.reexpress.reshard",
+    "save": "live.save.save",
+    "state_dict_as": "live.reexpress.state_dict_adapter",
 }
-"""What works on live models -> its module; these import torch."""
+"""What few programs use -> its module: what works on live models, which imports torch, and derived tables."""
 
 _ROOMS = frozenset({"nn", "parallel", "quant"})
 """Rooms with public names of their own, `tx.quant.MXFP8`; they import torch."""
@@ -53,11 +54,13 @@ if TYPE_CHECKING:
         Verification,
         clean,
         convert,
+        derive,
         diff,
         open,  # noqa: A004
         plan,
         verify,
     )
+    from transaxle.derivation.sources import Table
     from transaxle.live.background.asynchronous import SaveJob, async_save
     from transaxle.live.integrations.callbacks import AccelerateHooks, TrainerCheckpoints
     from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner
@@ -73,8 +76,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f"{__name__}.{name}")
-    if name in _LIVE:
-        return getattr(import_module(f"transaxle.live.{_LIVE[name]}"), name)
+    if name in _ELSEWHERE:
+        return getattr(import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
     if name in __all__:
         return getattr(import_module(_LAZY), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -97,6 +100,7 @@ __all__ = [
     "SavePlanner",
     "SaveReport",
     "StoredTensor",
+    "Table",
     "TrainerCheckpoints",
     "TransaxleError",
     "Verification",
@@ -105,6 +109,7 @@ __all__ = [
     "async_save",
     "clean",
     "convert",
+    "derive",
     "diff",
     "load",
     "loadable_as",

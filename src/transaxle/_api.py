@@ -2,40 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from transaxle.arguments import (
+    Config,
+    Overwrite,
     PathLike,
     Patterns,
     Size,
     check_keywords,
+    read_optional_text,
     read_path,
     read_patterns,
     read_size,
     read_text,
+    wrong_type,
 )
 from transaxle.engine.checkpoint.checkpoint import (
     Checkpoint,
     CheckpointLike,
     StoredTensor,
     open_checkpoint,
+    opened,
 )
-from transaxle.engine.checkpoint.settings import Reading
+from transaxle.engine.checkpoint.settings import Reading, model_config
 from transaxle.engine.compare.compare import Comparison
 from transaxle.engine.compare.compare import compare as _compare
-from transaxle.engine.compare.pair import opened, opened_pair
+from transaxle.engine.compare.pair import opened_pair
 from transaxle.engine.compare.verification import Verification, verify_against
 from transaxle.engine.compare.verification import verify as _verify
 from transaxle.engine.execute.execute import Report, execute
 from transaxle.engine.execute.preflight import preflight
-from transaxle.engine.plan.conversion import SHARD_SIZE, Plan, Prepared, make_plan
+from transaxle.engine.plan.conversion import SHARD_SIZE, Prepared, make_plan
+from transaxle.engine.plan.planned import Plan
 from transaxle.engine.views.encode import Encode
-from transaxle.formats.staging.belongings import Overwrite
 from transaxle.formats.staging.leftovers import Leftover, leftovers
 from transaxle.formats.staging.leftovers import clean as _clean
 from transaxle.move.workers import Limits, Progress, limits, unwatched
+
+if TYPE_CHECKING:
+    from transaxle.derivation.sources import Table
 
 
 class Opening(Reading, total=False):
@@ -244,6 +252,45 @@ def diff(
         return _compare(first, second, numeric=numeric, limit=limits(jobs), progress=progress)
 
 
+def derive(
+    converter: str | Callable[[dict[str, Any]], Mapping[str, Any]],
+    *,
+    config: Config | None = None,
+    samples: Sequence[Mapping[str, Any]] = (),
+    configs: Sequence[Mapping[str, Any]] = (),
+    family: str | None = None,
+    dialects: tuple[str, str] = ("hf", "converted"),
+) -> Table:
+    """Derive a table from what a converter does with numbered elements.
+
+    Args:
+        converter: a model type of the installed transformers, or a function from a state dict to a state dict.
+        config: of a model type: a config whose flags and kinds of layers count.
+        samples: for a function: state dicts of numpy arrays or torch tensors whose values do not matter. Several, of
+            models of different sizes, show which sizes hang together; the last one proves the table.
+        configs: for a function: the config of each sample.
+        family: name of the family.
+        dialects: for a function: names of what it takes and what it gives.
+
+    Returns:
+        The table; `.text` is what `--rules` reads, `.left_out` lists what no table can say.
+
+    Raises:
+        Refused: UNSUPPORTED where no table says what the converter does.
+        UsageError: UNKNOWN_FAMILY for a model type that transformers does not know.
+    """
+    from transaxle.derivation.sources import family_name, from_function, from_transformers
+    from transaxle.derivation.writing.table import Labels
+
+    family = read_optional_text("family", family, "glm4_moe")
+    if isinstance(converter, str):
+        return from_transformers(converter, model_config(config), family)
+    if not callable(converter):
+        raise wrong_type("converter", "a model type or a function", converter)
+    name = family_name(family or str(getattr(converter, "__name__", "derived")))
+    return from_function(converter, samples, configs, Labels(name, dialects=dialects))
+
+
 def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
     """Remove what killed runs have left beside a target, or directly inside a folder of targets.
 
@@ -275,6 +322,7 @@ __all__ = [
     "Verification",
     "clean",
     "convert",
+    "derive",
     "diff",
     "open",
     "plan",

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypeAlias, runtime_checkable
 
+from transaxle.errors import refuse
+
 if TYPE_CHECKING:
     import torch
 
@@ -35,6 +37,9 @@ Patterns: TypeAlias = str | Sequence[str]
 """Patterns of names, in which `*` stands for any characters; one alone needs no list."""
 DType: TypeAlias = "str | torch.dtype"
 """An element type: torch's own, its name ("bfloat16"), its short name ("bf16") or its safetensors code ("BF16")."""
+EVERYTHING: Literal["everything"] = "everything"
+Overwrite: TypeAlias = bool | Literal["everything"]
+"""Whether a checkpoint may be replaced; `everything`: with everything else in its folder."""
 Weights: TypeAlias = Literal["fp32", "lp"]
 """Which weights of a DeepSpeed checkpoint: those that the optimizer keeps, or the module's own."""
 
@@ -216,3 +221,17 @@ def read_float_type(argument: str, given: object) -> str | None:
     if not isinstance(name, str):
         raise wrong_type(argument, 'an element type such as "bf16" or torch.bfloat16', given)
     return _SHORT_NAMES.get(name.lower(), name)
+
+
+def read_overwrite(overwrite: object) -> Overwrite:
+    """Return the `overwrite` option if it is valid.
+
+    Raises:
+        UsageError: AMBIGUOUS for anything but True, False and `everything`.
+    """
+    if overwrite is True or overwrite is False:
+        return overwrite
+    if overwrite == EVERYTHING:
+        return EVERYTHING
+    message = f"overwrite must be True, False or {EVERYTHING!r}, not {overwrite!r}"
+    raise refuse("AMBIGUOUS", message, hint=f"True replaces a checkpoint, {EVERYTHING!r} everything in its folder.")

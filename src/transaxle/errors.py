@@ -44,6 +44,8 @@ _USAGE: frozenset[Code] = frozenset({"AMBIGUOUS", "UNKNOWN_FAMILY", "UNKNOWN_AXI
 _SHOWN = 30
 """Refusals that the text of an error spells out."""
 _STORAGE: frozenset[Code] = frozenset({"IO", "NO_SPACE"})
+_MOST = 100
+"""Cap on the number of reported problems."""
 LONGEST_NAME = 4_096
 """Characters of a tensor's name, as many as a path may have; a stranger's may have a hundred million."""
 _LONGEST_TEXT = 10_000
@@ -112,12 +114,16 @@ class Refusal:
 
 
 class TransaxleError(Exception):
-    """Base of all errors of this package.
+    """Base of all errors that this package raises for bad input, calls or storage; it lists every problem at once.
+
+    `str(error)` shows the first 30 problems: code, place, message and hint of each.
 
     Attributes:
-        refusals: every problem found, most important first; never empty.
-        code, where, hint: those of the first refusal.
-        exit_code: what the command line exits with (2, 3 or 4).
+        refusals: every problem, most important first; never empty.
+        code: code of the first problem, a member of `CODES`.
+        where: file and tensor of the first problem.
+        hint: what to do about the first problem; may be empty.
+        exit_code: exit status of the command line: 2 (usage), 3 (refused) or 4 (storage).
     """
 
     exit_code = 3
@@ -153,7 +159,7 @@ class Refused(TransaxleError):
 
 
 class UsageError(TransaxleError):
-    """The call is off: target exists, unknown axis or family, ambiguous dialect (exit code 2)."""
+    """The call is wrong: the target exists, an axis or family is unknown, or a dialect is ambiguous (exit code 2)."""
 
     exit_code = 2
 
@@ -181,3 +187,33 @@ def gathered(refusals: Iterable[Refusal]) -> TransaxleError:
     first = items[0].code
     kind = StorageError if first in _STORAGE else UsageError if first in _USAGE else Refused
     return kind(items)
+
+
+class Faults:
+    """The problems of one input, up to the cap, so that it is refused once with everything on the list."""
+
+    def __init__(self) -> None:
+        self._refusals: list[Refusal] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._refusals)
+
+    @property
+    def full(self) -> bool:
+        """Whether the cap is reached, so that the search can stop."""
+        return len(self._refusals) >= _MOST
+
+    def add(self, code: Code, message: str, file: str | None, tensor: str | None = None, hint: str = "") -> None:
+        """Add one refusal."""
+        self.extend(Refusal(code, message, Where(file, tensor), hint))
+
+    def extend(self, *refusals: Refusal) -> None:
+        """Add refusals that exist already, such as those of an error that was caught."""
+        self._refusals.extend(refusals[: _MOST - len(self._refusals)])
+
+    def error(self) -> TransaxleError:
+        """Build the error for the collected refusals; there must be at least one."""
+        if self.full:
+            overflow = Refusal("CORRUPT", f"there are more; these are the first {_MOST} problems")
+            return gathered([*self._refusals, overflow])
+        return gathered(self._refusals)

@@ -131,7 +131,7 @@ CASES = {
     "latest is empty": Case(latest(""), "CORRUPT", "not a folder of the checkpoint"),
     "latest is binary": Case(latest("\0\1"), "PATH_ESCAPE", "not a folder of the checkpoint"),
     "partition counts conflict": Case(
-        state(lambda held: held.update(partition_count=[1]), 1), "CORRUPT", "partition_count is [1], and [2]"
+        state(lambda held: held.update(partition_count=[1]), 1), "CORRUPT", "partition_count is [1], but [2]"
     ),
     "partition counts of nothing": Case(state(lambda held: held.update(partition_count=[0])), "CORRUPT", "over 0"),
     "more partitions than ranks": Case(state(lambda held: held.update(partition_count=[4])), "CORRUPT", "over 4 ranks"),
@@ -140,10 +140,10 @@ CASES = {
     ),
     "partition counts of no groups": Case(state(lambda held: held.update(partition_count=[])), "CORRUPT", "0 numbers"),
     "a partition count in words": Case(state(lambda held: held.update(partition_count=["2"])), "CORRUPT", "count"),
-    "shapes a little shorter than the data": Case(shapes(up=(5, 4)), "CORRUPT", "its parameters take 28 elements"),
-    "shapes a little longer than the data": Case(shapes(up=(7, 4)), "CORRUPT", "its parameters take 36 elements"),
-    "shapes much shorter than the data": Case(shapes(up=(1,), norm=(1,)), "CORRUPT", "take 2 elements"),
-    "shapes much longer than the data": Case(shapes(up=(600, 400)), "CORRUPT", "its parameters take"),
+    "shapes a little shorter than the data": Case(shapes(up=(5, 4)), "CORRUPT", "its parameters need 28 elements"),
+    "shapes a little longer than the data": Case(shapes(up=(7, 4)), "CORRUPT", "its parameters need 36 elements"),
+    "shapes much shorter than the data": Case(shapes(up=(1,), norm=(1,)), "CORRUPT", "need 2 elements"),
+    "shapes much longer than the data": Case(shapes(up=(600, 400)), "CORRUPT", "its parameters need"),
     "shapes that overflow": Case(shapes(up=(2**40, 2**40)), "CORRUPT", ""),
     "negative shapes": Case(
         model(lambda held: held.update(param_shapes=[{"up": (-6, -4), "norm": (8,)}])), "CORRUPT", ""
@@ -152,19 +152,19 @@ CASES = {
         model(lambda held: held.update(param_shapes=[{"up": (24, True), "norm": (8,)}])), "CORRUPT", ""
     ),
     "paddings that are larger than the buffers": Case(
-        state(lambda held: held.update(group_paddings=[10**9])), "CORRUPT", "its parameters take"
+        state(lambda held: held.update(group_paddings=[10**9])), "CORRUPT", "its parameters need"
     ),
     "a padding that is not there": Case(state(lambda held: held.update(group_paddings=[4]), 1), "CORRUPT", "group 0"),
     "a missing rank in the middle": Case(without(OPTIM.format(0)), "INCOMPLETE", "the file of this rank is missing"),
     "a missing last rank": Case(without(OPTIM.format(1)), "INCOMPLETE", "zero_pp_rank_1"),
     "a missing model file": Case(without(MODEL), "INCOMPLETE", "the file of this rank is missing"),
-    "no optimizer files": Case(without(OPTIM.format(0), OPTIM.format(1)), "INCOMPLETE", "with ZeRO"),
-    "a rank of another stage": Case(state(lambda held: held.update(zero_stage=2), 1), "CORRUPT", "stages [1, 2]"),
+    "no optimizer files": Case(without(OPTIM.format(0), OPTIM.format(1)), "INCOMPLETE", "the run used ZeRO"),
+    "a rank of another stage": Case(state(lambda held: held.update(zero_stage=2), 1), "CORRUPT", "stages: [1, 2]"),
     "a stage that is not known": Case(state(lambda held: held.update(zero_stage=4)), "CORRUPT", "4"),
     "a moment that is shorter": Case(
         state(lambda held: held[keys.BASE_STATE][keys.STATES][0].update(exp_avg=torch.zeros(5)), 1),
         "CORRUPT",
-        "of a buffer that has 5",
+        "the buffer has only 5",
     ),
     "a moment on one rank only": Case(
         state(lambda held: held[keys.BASE_STATE][keys.STATES][0].pop("exp_avg"), 1), "INCOMPLETE", "exp_avg"
@@ -202,7 +202,7 @@ CASES = {
     "a universal moment that is transposed": Case(
         universal(lambda held: held.update(param=torch.rand(4, 6)), "exp_avg"), "SHAPE_MISMATCH", "[4, 6]"
     ),
-    "no fp32.pt": Case(gone("up/fp32.pt"), "INCOMPLETE", "there is no fp32.pt of it"),
-    "no moment": Case(gone("up/exp_avg.pt"), "INCOMPLETE", "there is no exp_avg.pt of it"),
+    "no fp32.pt": Case(gone("up/fp32.pt"), "INCOMPLETE", "its file fp32.pt is missing"),
+    "no moment": Case(gone("up/exp_avg.pt"), "INCOMPLETE", "its file exp_avg.pt is missing"),
     "no optimizer_state.pt": Case(gone(keys.OPTIMIZER_FILE), "INCOMPLETE", ""),
 }

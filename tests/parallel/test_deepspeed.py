@@ -76,7 +76,7 @@ def _collected(rank: int, world: int, config: dict[str, Any]) -> None:
             assert not any(hasattr(parameter, RECORD) for parameter in model.parameters())
         assert universal_checkpoint_info(model) == first == getattr(model, INFO)
         assert {name: getattr(parameter, RECORD) for name, parameter in model.named_parameters()} == records
-    with pytest.raises(TransaxleError, match="no parameter of this LlamaForCausalLM is cut"):
+    with pytest.raises(TransaxleError, match="this LlamaForCausalLM was not cut"):
         universal_checkpoint_info(build(config))
 
 

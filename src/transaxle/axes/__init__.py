@@ -2,6 +2,9 @@
 
 Numpy at most, no torch, no files. One noun a module, from the small to the large:
 
+    statement    the lines of a table as text
+    section      dialects as they are written, and what they take over
+    written      families as they are written, and what they take over
     strided      nested loops: the place of a box in one dim, and how an interval cuts it
     expression   the right-hand side of a dialect's line: which axes lie in which dim
     name         the left-hand side: which axes live in the stored name

@@ -108,6 +108,8 @@ _PLANNING = (
     click.option("--allow-lossy", is_flag=True, help="Allow arithmetic that the table marks as lossy."),
     click.option("--strict", is_flag=True, help="Refuse tensors that have no line in the target dialect."),
 )  # fmt: skip
+_DERIVE = click.option("--derive", is_flag=True,
+                       help="If no table knows the model, derive one from the installed transformers.")  # fmt: skip
 _DECODE = click.option("--decode", type=click.Choice(["bf16", "fp32"]),
                        help="Decode quantized tensors to this dtype.")  # fmt: skip
 _RECODING = (
@@ -172,6 +174,23 @@ def reading(body: Callable[..., int]) -> Callable[..., int]:
         return body(*args, source_options={**options_given, **({"axes": axes} if axes else {})}, **other_options)
 
     return _with(_READING, command)
+
+
+def deriving(body: Callable[..., int]) -> Callable[..., int]:
+    """Add the option that derives a missing table, which joins the command's `source_options`. Below `printing`."""
+
+    @functools.wraps(body)
+    def command(
+        screen: Screen, *args: Any, src: str, source_options: dict[str, Any], derive: bool, **other_options: Any
+    ) -> int:
+        if derive:
+            from transaxle.cli.tracing import with_table
+
+            screen.consequence = "nothing was written"
+            source_options = with_table(screen, src, source_options)
+        return body(screen, *args, src=src, source_options=source_options, **other_options)
+
+    return _with((_DERIVE,), command)
 
 
 def planning(body: Callable[..., int]) -> Callable[..., int]:
@@ -265,6 +284,6 @@ def converting(body: Callable[..., int]) -> Callable[..., int]:
     parts = (
         click.argument("src", type=click.Path()),
         click.argument("dst", type=click.Path()),
-        *(planning, reading, recoding, writing, working, printing),
+        *(planning, reading, recoding, writing, working, printing, deriving),
     )
     return _with(parts, body)

@@ -22,6 +22,7 @@ _LOADERS: dict[str, tuple[str, str]] = {
     "diff": ("Show where two checkpoints differ, across dialects.", "transaxle.cli.commands.diff"),
     "clean": ("Remove what killed runs left behind.", "transaxle.cli.commands.clean"),
     "check-rules": ("Check a table of families and dialects.", "transaxle.cli.commands.check_rules"),
+    "derive": ("Derive a table from what a converter does.", "transaxle.cli.derive"),
     "explain": ("Explain a refusal code.", "transaxle.cli.commands.explain"),
     "demo": ("Show a conversion there and back on a tiny model.", "transaxle.cli.demo"),
 }  # fmt: skip

@@ -1,13 +1,16 @@
 """The families that ship with Transaxle: one `.rules` file each, read by `transaxle.axes.notation.tables`.
 
-Adding a family is adding a file here, or passing it with `--rules`. A table is read when its family is needed. What
-there is to choose from, `index.json` says: which file a family is in, the values of `model_type` that mean it, its
-dialects, its axes, and the skeletons of the names that each dialect reads. It follows from the tables:
-`python docs/generate.py` writes it, and a test compares.
+Adding a family is adding a file here, or passing it with `--rules`. Those in `traced/` were derived from a peer by
+tracing (`transaxle derive`): they know two dialects, and answer to a `model_type` or to their own name, never to names
+of tensors alone.
+A table is read when its family is needed. What there is to choose from, `index.json` says: which file a family is in,
+the values of `model_type` that mean it, its dialects, its axes, and the skeletons of the names that each dialect reads.
+It follows from the tables: `python docs/generate.py` writes it, and a test compares.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, cached_property
 from pkgutil import get_data
@@ -15,6 +18,8 @@ from types import ModuleType
 
 import msgspec
 
+from transaxle.axes.inheritance import written
+from transaxle.axes.inheritance.written import File, Written
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Family
 from transaxle.plugins import plugins
@@ -22,7 +27,12 @@ from transaxle.plugins import plugins
 GROUP = "transaxle.families"
 """Entry points of packages that add families: each names a Python package that has `.rules` files in it."""
 INDEX = "index.json"
+BLOCKS = "blocks.rules"
+"""The file of the blocks: parts that families take over, and none themselves."""
+TRACED = "traced"
+"""Folder of the tables that were derived by tracing."""
 _SUFFIX = ".rules"
+_DECLARES = re.compile(r"^(?:family|block)\s+(\w+)", re.MULTILINE)
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -35,7 +45,12 @@ class Entry(msgspec.Struct, frozen=True):
     axes: tuple[str, ...]
     """Its axes."""
     dialects: dict[str, tuple[str, ...]]
-    """Label of each dialect, in table order -> skeletons of the names that it reads."""
+    """Label of each dialect, in table order -> skeletons of the names that it reads; of a traced table none."""
+
+    @property
+    def traced(self) -> bool:
+        """Whether its table was derived by tracing."""
+        return self.file.startswith(f"{TRACED}/")
 
 
 class Families(Mapping[str, Family]):
@@ -104,8 +119,14 @@ class Families(Mapping[str, Family]):
         matching = [self[name] for name, entry in self.entries.items() if wanted & frozenset(entry.model_types)]
         return matching if matching or not wanted or self.everything is self else self.everything.of_types(wanted)
 
+    def that_answer_to_names(self) -> list[Family]:
+        """Return the families that names of tensors alone may show: those that were derived by tracing take no part."""
+        return [self[name] for name, entry in self.everything.entries.items() if not entry.traced]
+
     def that_may_read(self, skeletons: Mapping[str, int]) -> Iterator[tuple[int, Family]]:
         """Yield each family with an upper bound of the names that one of its dialects reads, the largest bound first.
+
+        Tables that were derived by tracing take no part: too many models have names like theirs.
 
         Args:
             skeletons: skeleton -> number of names at hand with it. A prefix may precede the names of a table.
@@ -121,6 +142,8 @@ class Families(Mapping[str, Family]):
         counts = list(skeletons.values())
         bounds = []
         for name, entry in self.entries.items():
+            if entry.traced:
+                continue
             most = 0
             for skeletons_read in entry.dialects.values():
                 positions_read = {key for skeleton in skeletons_read for key in tails.get(skeleton, ())}
@@ -133,19 +156,39 @@ class Families(Mapping[str, Family]):
 
 def entry_of(family: Family, file: str = "") -> Entry:
     """Return the index's entry of a family."""
-    dialects = {dialect.label: tuple(dialect.by_skeleton) for dialect in family.dialects}
-    return Entry(file, family.model_types, tuple(family.axes), dialects)
+    entry = Entry(file, family.model_types, tuple(family.axes), {})
+    skeletons = {} if entry.traced else {dialect.label: tuple(dialect.by_skeleton) for dialect in family.dialects}
+    return msgspec.structs.replace(entry, dialects={d.label: skeletons.get(d.label, ()) for d in family.dialects})
 
 
 def index() -> dict[str, Entry]:
     """Parse and check every built-in table, and return the index of them all."""
     from importlib.resources import files
 
+    top = files(__name__)
+    found = [(item.name, item) for item in top.iterdir()]
+    found += [(f"{TRACED}/{item.name}", item) for item in (top / TRACED).iterdir()]
+    texts = {
+        file: item.read_text("utf-8")
+        for file, item in sorted(found, key=lambda each: ("/" in each[0], each[0]))
+        if file.endswith(_SUFFIX)
+    }
+    homes = {name: file for file, text in texts.items() for name in _DECLARES.findall(text)}
+    read: dict[str, File] = {}
+
+    def base(name: str) -> Written | None:
+        file = homes.get(name)
+        if file is None:
+            return None
+        if file not in read:
+            read[file] = File()  # tables that are like each other find nothing here
+            read[file] = written.read(texts[file], file, (), base)
+        return read[file].written.get(name)
+
     return {
-        family.name: entry_of(family, item.name)
-        for item in sorted(files(__name__).iterdir(), key=lambda item: item.name)
-        if item.name.endswith(_SUFFIX)
-        for family in tables.read(item.read_text("utf-8"), file=item.name)
+        family.name: entry_of(family, file)
+        for file, text in texts.items()
+        for family in tables.read(text, file=file, bases=base)
     }
 
 
@@ -158,7 +201,19 @@ def builtin() -> Families:
 @cache
 def _in_file(file: str) -> Mapping[str, Family]:
     """Return the families of a table that ships; it is not checked again, as writing the index has done that."""
-    return tables.index(tables.read(_shipped(file).decode("utf-8"), file=file, checked=True))
+    return tables.index(tables.read(_shipped(file).decode("utf-8"), file=file, checked=True, bases=base))
+
+
+@cache
+def _written_in(file: str) -> File:
+    """Return the families and blocks of a file that ships as they are written."""
+    return written.read(_shipped(file).decode("utf-8"), file, (), base)
+
+
+def base(name: str) -> Written | None:
+    """Return a family or a block that ships as it is written, with all that it takes over; None where there is none."""
+    entry = builtin().entries.get(name)
+    return _written_in(BLOCKS if entry is None else entry.file).written.get(name)
 
 
 def _shipped(file: str) -> bytes:
@@ -189,7 +244,7 @@ def installed() -> Mapping[str, Family]:
         if not tables_found:
             raise plugin.refusal("UNSUPPORTED", f"there is no *{_SUFFIX} in the package {package.__name__}")
         for item in tables_found:
-            for family in tables.read(item.read_text("utf-8"), file=f"{plugin.package}, {item.name}"):
+            for family in tables.read(item.read_text("utf-8"), file=f"{plugin.package}, {item.name}", bases=base):
                 if family.name in families or family.name in builtin().entries:
                     raise plugin.refusal("NAME_COLLISION", f"{item.name}: there is a family {family.name} already")
                 families[family.name] = family
@@ -209,4 +264,4 @@ def with_rules(text: str, file: str) -> Families:
         Refused: CORRUPT, with every problem of the file.
     """
     known = builtin()
-    return Families(known.entries, tables.index(tables.read(text, file=file, known=known)))
+    return Families(known.entries, tables.index(tables.read(text, file=file, known=known, bases=base)))

@@ -22,8 +22,7 @@ from transaxle.formats.format import INDEX, Clue, Folder, Format
 from transaxle.formats.newest_step import check_newest, listed
 from transaxle.formats.registry import builtin, every_format, find, installed, one_file_ends
 from transaxle.formats.staging.location import storage_at
-from transaxle.formats.storage.names import too_long
-from transaxle.formats.storage.storage import Storage
+from transaxle.formats.storage.storage import Storage, too_long
 
 if TYPE_CHECKING:
     from transaxle.formats.deepspeed.table_cuts import Cutter
@@ -94,14 +93,16 @@ def _open(storage: Storage, wanted: Format | None, options: dict[str, Any]) -> C
     if "weights" in options and "weights" not in kind.reader_takes:
         message = f"{kind.title} stores its weights once, so there is no precision to choose"
         raise refuse("UNSUPPORTED", message, file=storage.path, hint="Omit --weights.")
-    check_newest(folder, kind.newest)
+    if kind.newest in folder.names:
+        check_newest(folder, kind.newest)
     taken = {name: option for name, option in options.items() if name in kind.reader_takes}
     container = kind.open(clue, storage, storage.path, member, **taken)
     if kind.package:
         from transaxle.formats.package_checks import check_container
 
         check_container(kind, container, member)
-    container = witnessed(container)
+    if container.checksums:
+        container = witnessed(container)
     long = [name for name in container.entries if len(name) > LONGEST_NAME]
     if long:
         raise gathered(Refusal(*too_long(name), Where(member, name)) for name in long)

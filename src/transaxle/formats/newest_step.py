@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transaxle.errors import refuse
 from transaxle.formats.format import Folder
-from transaxle.formats.storage.names import is_plain
+from transaxle.formats.storage.storage import is_plain
 
 _LONGEST_TAG = 4096
 _SHOWN = 10

@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
-from transaxle.errors import Code, TransaxleError
+from transaxle.errors import Code, Faults, TransaxleError
 from transaxle.formats.catalog.catalog import Checksum, Container, Draft, Entry, Extent, Fragment, Spec
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
 from transaxle.formats.dcp.chunks.chunk_tiling import tiled
 from transaxle.formats.dtype import ITEM_BITS, nbytes
 from transaxle.formats.format import Format
-from transaxle.formats.storage.names import checked_parts
+from transaxle.formats.storage.storage import checked_parts
 
 _MOST_DIMS = 64
 """Most dims that numpy supports."""

@@ -76,6 +76,7 @@ def begun(folder: Path) -> Task | None:
         lines = path.read_bytes().split(b"\n") if path.exists() else []
     except OSError as error:
         raise failed(error, "reading the journal", os.fspath(path)) from error
+    # Without a finished tensor there is nothing to lose, so the journal binds nobody.
     return _task(lines[0]) if len(lines) > 1 and any(map(_entry, lines[1:])) else None
 
 
@@ -92,6 +93,7 @@ def _task(line: bytes) -> Task | None:
 def _entry(line: bytes) -> tuple[str, Done] | None:
     """Read a line of a finished tensor; None where it is damaged."""
     checksum, _, rest = line.partition(b" ")
+    # A line torn by a crash or a full disk fails here, and its tensor is written again.
     if digest(rest).encode() != checksum:
         return None
     tensor_hash, error, name = rest.decode().split(" ", 2)
@@ -171,6 +173,7 @@ class Journal:
     def _open(self) -> IO[bytes]:
         if self.finished:
             return self._path.open("ab", buffering=0)
+        # Unbuffered: a line is with the operating system before the next tensor begins, so a killed process loses none.
         file = self._path.open("wb", buffering=0)
         try:
             file.write(_HEAD + msgspec.json.encode(self._task) + b"\n")

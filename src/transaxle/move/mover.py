@@ -57,6 +57,8 @@ class Movement:
         if not self._others:
             self.move_own()
             return 0
+        # An error here must not end the collective calls, or the other ranks would wait forever: it is kept until all
+        # exchanges are over.
         later = Deferred()
         later(self.move_own)()
         return self._meet(later)
@@ -72,6 +74,8 @@ class Movement:
     def _work(self) -> Iterator[list[_Work]]:
         """Yield what one worker does from beginning to end before it takes something else."""
         for queue in self._own.get(self._exchange.rank, ()):
+            # An ordered sink (a file that is hashed while it is written) takes a queue from beginning to end; others
+            # take any run.
             if self._sink.ordered:
                 yield [(item, 0, item.size) for item in queue]
             else:
@@ -81,6 +85,7 @@ class Movement:
 
     def _do(self, worker: Worker, work: list[_Work]) -> None:
         for item, start, stop in work:
+            # A sink with memory of its own is filled in place, which saves a copy.
             room = None if self._sink.ordered else self._sink.room(item.key, start, stop)
             if room is not None:
                 worker.fill(item.parts(start, stop), start, room)
@@ -93,6 +98,7 @@ class Movement:
             self._sink.end(item.key)
 
     def _meet(self, later: Deferred) -> int:
+        # Ranks with much work of their own get fewer of the runs that any rank could take.
         sizes = {rank: sum(item.size for queue in queues for item in queue) for rank, queues in self._own.items()}
         busy = {rank: sizes.get(rank, 0) for rank in self._exchange.ranks}
         meeting, received = _Meeting(self._source, self._sink, self._limit, self._exchange), 0
@@ -115,11 +121,14 @@ class _Meeting:
 
     def round(self, batch: Sequence[Run], later: Deferred) -> int:
         """Exchange what the runs of a batch need, and hand them over; return the bytes received."""
+        # All ranks compute the same list in the same order, so a parcel is identified by its number.
         sent = [(run, rank) for run in batch for rank in run.makers if set(run.takers) - {rank}]
         arrived: dict[tuple[Run, int], Bytes] = {}
 
         def make(number: int, buffer: Bytes) -> None:
             run, rank = sent[number]
+            # With several makers each sends only its copies, packed without gaps; a single maker sends the finished
+            # run.
             if run.only_maker is None:
                 self._worker.fill([packing for packing, _ in packed(run.parts(rank))], 0, buffer)
             else:
@@ -139,6 +148,7 @@ class _Meeting:
     def _finish(self, run: Run, arrived: Mapping[int, Bytes | None]) -> None:
         """Hand a run over: as it came, or as this rank makes it, or put together from what its makers gave."""
         key, sink = run.item.key, self._sink
+        # None if the run must be put together from several packs, or if this rank makes it for itself alone.
         whole = None if run.only_maker is None else arrived[run.only_maker]
         if whole is not None:
             sink.take(key, run.start, whole.data)
@@ -169,5 +179,7 @@ class _Meeting:
 
 def _parcel(run: Run, maker: int) -> Parcel:
     """Return what a maker of a run sends: the run as it is where it alone makes it, else its parts packed."""
+    # A finished run goes to every taker, the maker included; of a pack the maker needs none, as it fills in its own
+    # copies.
     takers = run.takers if run.only_maker is not None else tuple(rank for rank in run.takers if rank != maker)
     return Parcel(maker, takers, run.sent(maker))

@@ -68,10 +68,14 @@ class Item:
     def cuts(self) -> list[int]:
         """Positions at which runs begin, and the end."""
         found = {0, self.size}
+        # With `makers` one rank reads the whole run, wherever the transfers begin. Otherwise a long copy gets runs of
+        # its own, so that its bytes never share a run with another rank's.
         for transfer in () if self.makers else self.transfers:
             if is_long(transfer):
                 found |= {transfer.target, transfer.target_end}
         edges = sorted(found)
+        # An edge less than RUN after the last one still begins a run: long copies must not be mixed with their
+        # neighbours.
         return [at for a, b in pairwise(edges) for at in range(a, b, RUN)] + [self.size]
 
     def parts(self, start: int, stop: int) -> list[Transfer]:
@@ -100,6 +104,7 @@ def alone(items: Iterable[Item], owner: Owner) -> tuple[dict[int, list[list[Item
     own: dict[int, list[list[Item]]] = {}
     others: list[Item] = []
     for queue in queues.values():
+        # A queue is written in order by one writer. If any of its items needs an exchange, all go through it.
         ranks = {item.alone_at(owner) for item in queue}
         rank = ranks.pop() if len(ranks) == 1 else None
         if rank is None:
@@ -160,6 +165,7 @@ class _Lane:
     """
 
     def __init__(self, items: Iterable[Item], busy: dict[int, int], owner: Owner) -> None:
+        # A generator: a run is cut when it becomes the head, so `busy` then contains all earlier choices of every lane.
         self._runs = (run for item in items for run in _runs(item, busy, owner))
         self.head: Run | None = next(self._runs, None)
 
@@ -172,6 +178,7 @@ def _runs(item: Item, busy: dict[int, int], owner: Owner) -> Iterator[Run]:
     """Cut an item into runs, each with its makers and takers: where any of several will do, the least busy one."""
 
     def least_busy(ranks: Iterable[int], size: int) -> tuple[int, ...]:
+        # The rank number breaks ties, since all ranks must choose the same one without asking each other.
         chosen = min(ranks, key=lambda rank: (busy[rank], rank))
         busy[chosen] += size
         return (chosen,)
@@ -184,6 +191,8 @@ def _runs(item: Item, busy: dict[int, int], owner: Owner) -> Iterator[Run]:
         owned: dict[int, list[Transfer]] = {}
         for part in parts:
             owned.setdefault(owner(part.file), []).append(part)
+        # Without takers the run goes to a rank that already holds some of it; a run of padding alone has none, and any
+        # rank takes it.
         takers = item.takers or least_busy(owned or busy, stop - start)
         yield Run(item, start, stop, tuple(owned), takers, owned)
 
@@ -202,10 +211,13 @@ class _Bounds:
         for rank in run.makers:
             size = run.sent(rank)
             for taker in run.takers:
+                # A maker that also takes the run keeps its part; only bytes that cross ranks count.
                 if taker != rank:
                     for key in ((rank, True), (taker, False)):
                         moved[key] = moved.get(key, self._moved.get(key, 0)) + size
+        # Limits hold for each rank separately, since memory and links are per rank.
         full = max(opened.values(), default=0) > _BATCH or max(moved.values(), default=0) > _ROUND
+        # An empty batch accepts any run, however large; otherwise a run above the limits could never move.
         if full and self._open:
             return False
         self._open |= opened
@@ -229,6 +241,8 @@ def batches(items: Iterable[Item], busy: Mapping[int, int], owner: Owner) -> Ite
     counts = dict(busy)
     lanes = [_Lane(group, counts, owner) for group in groups.values()]
     while any(lane.head is not None for lane in lanes):
+        # One run of each lane in turn, until none fits: so all takers have work in every batch, not one after the
+        # other.
         bounds, batch = _Bounds(), list[Run]()
         moving = True
         while moving:
@@ -250,6 +264,8 @@ def packed(parts: Iterable[Transfer]) -> Iterator[tuple[Transfer, Transfer]]:
     at = 0
     for part in parts:
         counts = [count for count, _, _ in part.loops]
+        # The pack keeps the order of the loops with all gaps closed, so both sides can derive it from the transfer
+        # alone.
         dense = [step * part.width for step in row_major(counts)]
         packing = zip(counts, (source for _, source, _ in part.loops), dense, strict=True)
         spreading = zip(counts, dense, (target for *_, target in part.loops), strict=True)

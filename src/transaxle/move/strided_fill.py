@@ -35,14 +35,18 @@ class Scratch:
         span = transfer.source_span
         if span > len(self.array):
             return False
+        # A loop with source step 0 reads the same bytes again, so it adds nothing to the bytes wanted.
         wanted = transfer.width * prod(count for count, step, _ in transfer.loops if step)
         return span <= wanted * self.waste or _widest_gap(transfer) <= self.gap
 
     def apart(self, transfer: Transfer) -> bool:
         """Tell whether each run is best read alone, straight into place: it is wanted once, and not next to another."""
+        # The innermost loop in the source decides: if even two neighbouring runs are too far apart to read together,
+        # none are near.
         times, step, into = min(transfer.loops, key=lambda loop: loop[1])
         if not step:
             return False
+        # As many neighbouring runs as the scratch can span.
         near = min(times, (len(self.array) - transfer.width) // step + 1)
         return near < 2 or not self.takes(Transfer(transfer.file, 0, 0, transfer.width, ((near, step, into),)))
 
@@ -50,6 +54,7 @@ class Scratch:
 def _widest_gap(transfer: Transfer) -> int:
     """Return the most bytes that lie unread between two runs of a transfer."""
     gap, span = 0, transfer.width
+    # From the innermost loop outwards, `span` is the extent of all loops so far, and the next step beyond it is a gap.
     for count, step, _ in sorted(transfer.loops, key=lambda loop: loop[1]):
         gap = max(gap, step - span)
         span += (count - 1) * step
@@ -69,6 +74,7 @@ def produce(reader: Readable, parts: Collection[Transfer], start: int, out: Byte
     Raises:
         TransaxleError: what the reader raises.
     """
+    # Parts never overlap, so their sizes show whether there is padding. Zeroing only then saves a pass over the buffer.
     if sum(part.size for part in parts) != len(out):
         out[:] = 0
     for part in parts:
@@ -92,6 +98,7 @@ def fill(reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: 
     if not transfer.loops:
         reader.read_into(transfer.file, transfer.source, out.data[at : at + transfer.width])
         return
+    # Memory needs no read: the runs are copied straight from where they lie.
     lend = getattr(reader, "lend", None)
     if lend is not None:
         scatter(lend(transfer.file, transfer.source, transfer.source_span), transfer, out, at)
@@ -105,6 +112,8 @@ def fill(reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: 
         end = transfer.target_end - start
         read_strided(reader, transfer.file, transfer.source, out.data[at:end], transfer.width, transfer.loops)
         return
+    # The whole transfer does not fit the scratch. Take the loop with the widest source step apart, and read as many of
+    # its rounds at once as fit.
     widest = max(range(len(transfer.loops)), key=lambda i: transfer.loops[i][1])
     count, step, into = transfer.loops[widest]
     before, after = transfer.loops[:widest], transfer.loops[widest + 1 :]
@@ -120,6 +129,8 @@ def fill(reader: Readable, transfer: Transfer, out: Bytes, start: int, scratch: 
     if at_once > 1 and scratch.takes(part(0, at_once)):
         for first in range(0, count, at_once):
             fill(reader, part(first, min(at_once, count - first)), out, start, scratch)
+    # Rounds cannot be read together, as they lie too far apart. Each is read alone, but several are laid side by side
+    # in the scratch, so that one scatter serves them all.
     elif one.loops and scratch.takes(one):
         for first in range(0, count, room // span):
             taken = min(room // span, count - first)
@@ -151,6 +162,7 @@ def scatter(held: Bytes, transfer: Transfer, out: Bytes, at: int) -> None:
         out[at : at + width] = held[:width]
         return
     steps = [at, width, *(value for _, source, target in transfer.loops for value in (source, target))]
+    # Every offset, width and step must be a multiple of the word; then numpy moves 8 bytes at a time instead of one.
     word = next(size for size in (8, 4, 2, 1) if all(step % size == 0 for step in steps))
     shape = [count for count, _, _ in transfer.loops]
     sources = [source for _, source, _ in transfer.loops]

@@ -17,6 +17,8 @@ from typing import TypeVar
 import numpy as np
 
 from transaxle.arguments import Size, read_count, read_size
+from transaxle.axes.notation.computed import Steps, applied
+from transaxle.errors import refuse
 from transaxle.formats.dtype import numpy_dtype
 from transaxle.move.endpoint import Bytes, Readable
 from transaxle.move.runs import RUN, Item, is_whole
@@ -35,8 +37,6 @@ LEAST_MEMORY = 2 * _PARTS * _SMALLEST
 _DEFAULT_JOBS = 8
 _DEFAULT_MEMORY = 64 << 20
 
-Affine = tuple[float, float]
-"""`(scale, shift)` for every value: new = scale * old + shift."""
 Progress = Callable[[int], None]
 """Told the number of bytes just done; called from several threads."""
 
@@ -181,7 +181,7 @@ class Worker:
         *,
         length: int | None = None,
         dtype: str = "U8",
-        arithmetic: Affine | None = None,
+        arithmetic: Steps | None = None,
     ) -> Iterator[memoryview]:
         """Produce a tensor in order; each block is valid until the next one is asked for.
 
@@ -193,13 +193,15 @@ class Worker:
             arithmetic: what is done to every value.
         """
         if length is None:
+            # Long runs are read straight into the block, where a small one stays in the cache. Short runs want the
+            # larger one, so that a strided read covers more of them.
             plain = all(transfer.width >= _SMALLEST for transfer in transfers)
             length = _BLOCK if plain else self.room
         ends = range(min(length, self.room), size, min(length, self.room))
         return self.cut(transfers, [*ends, size] if size else (), dtype=dtype, arithmetic=arithmetic)
 
     def cut(
-        self, transfers: Sequence[Transfer], ends: Iterable[int], *, dtype: str = "U8", arithmetic: Affine | None = None
+        self, transfers: Sequence[Transfer], ends: Iterable[int], *, dtype: str = "U8", arithmetic: Steps | None = None
     ) -> Iterator[memoryview]:
         """Produce a tensor in order, in blocks that end at these bytes; otherwise as `blocks`."""
         for start, stop, parts in active(transfers, ends):
@@ -208,9 +210,12 @@ class Worker:
                 continue
             out = self._block[: stop - start]
             self.fill(parts, start, out)
-            scale, shift = arithmetic
+            # In place: the block belongs to this worker, and its old values are not needed again.
             values = out.view(numpy_dtype(dtype))
-            values[...] = (values.astype(np.float64) * scale + shift).astype(values.dtype)
+            try:
+                values[...] = applied(values, arithmetic)
+            except ValueError as error:
+                raise refuse("LOSSY", f"the arithmetic has no finite result for the value {error}") from None
             yield out.data
 
 
@@ -275,6 +280,7 @@ def share(
             buffers = make(stop)
             while not stop.is_set():
                 with lock:
+                    # The iterator is shared and may be a generator, which must not be advanced by two threads at once.
                     item = next(queue, None)
                 if item is None:
                     return
@@ -283,6 +289,7 @@ def share(
             return
         except BaseException as error:  # noqa: BLE001 - it is raised again, by the thread that waits
             with lock:
+                # Only the first error is raised; those after it are mostly its consequences.
                 errors.append(error)
             stop.set()
 
@@ -295,6 +302,8 @@ def share(
 
 
 def _in_threads(run: Callable[[], None], jobs: int, stop: threading.Event) -> None:
+    # The event is set on the way out, whatever happened (Ctrl-C too): leaving the pool waits for the threads, which
+    # otherwise would finish all items first.
     with ThreadPoolExecutor(jobs, "transaxle") as pool:
         try:
             wait([pool.submit(run) for _ in range(jobs)])

@@ -1,4 +1,4 @@
-"""Grouped linear layers: N experts in one product, one tensor or N in a checkpoint."""
+"""Grouped linear layers and mixtures of experts: N experts in one product, stored as one tensor or as N."""
 
 from transaxle.nn.checkpoints.layouts import accept_layouts, experts_as
 from transaxle.nn.gemm.grouped_tensor import GroupedTensor

@@ -1,4 +1,4 @@
-"""Tensor parallelism: a model whose family has a table, cut over the ranks of a mesh."""
+"""Tensor parallelism: cut a model whose family has a table over the ranks of a mesh."""
 
 from __future__ import annotations
 
@@ -43,39 +43,39 @@ def tensor_parallel(
     """Cut a model over the ranks of a mesh, in place; collective over them.
 
     Every rank gives the same whole model (on the meta device, if its weights are loaded afterwards) and keeps its part.
-    Values that differ between ranks, as of models built without a seed, become the first rank's.
-    Inputs and outputs stay what they were, the same on all ranks. Which axes may be cut says the model's table.
+    Values that differ between ranks, as in models built without a seed, become the first rank's.
+    Inputs and outputs keep their shapes and are the same on all ranks. The model's table says which axes may be cut.
 
     Args:
-        model: of a family that has a table; not sharded yet, but for experts that the ranks of another mesh share out.
-            Its codes and scales, if it is quantized, are cut raw.
-        mesh: of one dim, the tensor-parallel ranks.
-        plan: `auto`; or for paths of modules (`*` stands for any one part of a path) how they are cut: `column`, `row`,
-            `vocabulary`, `hidden`, `replicate`, or such a word with the rows of each rank. Modules that are not named
+        model: a model of a family that has a table, not sharded yet except for experts divided over another mesh. Codes
+            and scales of a quantized model are cut without requantizing.
+        mesh: a mesh of one dim with the tensor-parallel ranks.
+        plan: `auto`, or a mapping of module paths (`*` stands for one part of a path) to kinds of cut: `column`, `row`,
+            `vocabulary`, `hidden`, `replicate`, or a pair of a kind and the rows of each rank. Modules without an entry
             are cut as by `auto`.
-        dtensor: parameters are DTensors on the mesh where a DTensor can say how they are cut, otherwise ordinary
-            tensors of this rank's part, of which `model.state_dict()` says which part they are. With False all are
-            ordinary tensors, in state dicts too, as DeepSpeed's engine needs it: of such a model only `tx.save` and
-            `tx.load` know the whole, and `torch.distributed.checkpoint` is refused.
+        dtensor: make parameters DTensors on the mesh where a DTensor can describe the cut. Others are ordinary tensors
+            with this rank's part, which `model.state_dict()` describes. With False all are ordinary tensors, in
+            state dicts too, as DeepSpeed's engine needs; then only `tx.save` and `tx.load` can handle the model, and
+            `torch.distributed.checkpoint` is refused.
 
     Returns:
         The model.
 
     Raises:
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS, UNKNOWN_AXIS.
-        Refused: before anything is changed, with every problem: cuts that the table does not allow or that would go
-            through a head, or through a tile of a quantized parameter (BLOCK_MISALIGNED), modules that are not there or
-            not known, parameters that are not in the table, ranks whose plan is another than the first one's.
+        Refused: before anything is changed, with every problem: cuts that the table does not allow, or that go through
+            a head or a tile of a quantized parameter (BLOCK_MISALIGNED); missing or unknown modules; parameters that
+            the table does not have; ranks with another plan than the first one.
     """
     if not isinstance(mesh, DeviceMesh):
         raise wrong_type("mesh", "a DeviceMesh of one dim", mesh)
     if mesh.ndim != 1:
-        message = f"a mesh of {mesh.ndim} dims {list(mesh.mesh.shape)}; tensor parallelism takes one"
+        message = f"the mesh has {mesh.ndim} dims {list(mesh.mesh.shape)}; tensor parallelism takes one"
         raise refuse("UNSUPPORTED", message, hint='Give one of its dims, mesh["tp"].')
     world = World(mesh.get_group())
     with world.together():
         if any(is_cut(module) for module in model.modules()):
-            raise refuse("UNSUPPORTED", f"this {type(model).__name__} is cut already")
+            raise refuse("UNSUPPORTED", f"this {type(model).__name__} is already cut")
         _check_experts(model, mesh, dtensor=dtensor)
         tp_plan = make_plan(model, read(model), mesh.size(), None if plan == "auto" else plan)
         _check_ties(model, tp_plan)
@@ -98,12 +98,12 @@ def _check_experts(model: nn.Module, mesh: DeviceMesh, *, dtensor: bool) -> None
             continue
         both = sorted({*mesh.mesh.flatten().tolist()} & {*module.ep.mesh.flatten().tolist()})
         if len(both) > 1:
-            message = f"ranks {both} share out its experts already, and would each cut other experts than the others do"
-            hint = 'give two dims of one mesh: MoE(…, ep=mesh["ep"]), tensor_parallel(model, mesh["tp"])'
+            message = f"ranks {both} already divide its experts, so each would cut other experts"
+            hint = 'Use two dims of one mesh: MoE(…, ep=mesh["ep"]) and tensor_parallel(model, mesh["tp"]).'
             problems.append(Refusal("UNSUPPORTED", message, Where(None, path), hint))
         elif module.single_grouped_weight and not dtensor:
-            message = "one parameter for all experts, which ranks share out, is a DTensor"
-            hint = "one parameter for each, or dtensor=True"
+            message = "its one parameter for all experts is divided over ranks, and so a DTensor"
+            hint = "Use single_grouped_weight=False, or dtensor=True."
             problems.append(Refusal("UNSUPPORTED", message, Where(None, path), hint))
     if problems:
         raise gathered(problems)
@@ -118,7 +118,7 @@ def _check_ties(model: nn.Module, plan: Plan) -> None:
         known = first.setdefault(id(parameter), cut)
         if (known.option, known.held) != (cut.option, cut.held):
             ways = " and ".join("whole" if c.option is None else f"along dim {c.dim}" for c in (known, cut))
-            message = f"it is one with {known.weight.name}, and they would be cut in two ways: {ways}"
+            message = f"it is the same parameter as {known.weight.name}, but they would be cut in two ways: {ways}"
             problems.append(Refusal("UNSUPPORTED", message, Where(None, cut.weight.name)))
     if problems:
         raise gathered(problems)
@@ -151,12 +151,12 @@ def _check_ranks(model: nn.Module, plan: Plan, world: World) -> list[str]:
         ways = {name for name in first.keys() | other.keys() if first.get(name, (0,))[0] != other.get(name, (0,))[0]}
         unlike.update(name for name in first.keys() & other.keys() - ways if first[name][1] != other[name][1])
         if ways:
-            message = f"{len(ways)} parameters are cut, or trained, otherwise on rank {rank} than on rank 0"
+            message = f"{len(ways)} parameters are cut or trained differently on rank {rank} and rank 0"
             hint = "Give every rank the same model and plan."
             problems.append(Refusal("UNSUPPORTED", message, Where(None, min(ways)), hint))
     lacking = [name for name in sorted(unlike) if any(None in (first[name][1], each[name][1]) for each in rest)]
     if lacking:
-        message = f"{len(lacking)} parameters have values on some ranks, and none on others"
+        message = f"{len(lacking)} parameters have values on some ranks, but none on others"
         hint = "Build the model with storage on every rank, or on the meta device on every rank."
         problems.append(Refusal("UNSUPPORTED", message, Where(None, lacking[0]), hint))
     if problems:

@@ -1,4 +1,4 @@
-"""DeepSpeed's metadata of a cut model: a record on every parameter, and their collection on the model.
+"""DeepSpeed's universal-checkpoint metadata of a cut model: a record on each parameter, a collection on the model.
 
 DeepSpeed's engine writes the collection into model and optimizer files, and its universal checkpoints are restored by
 the records; see the reference, page Universal-checkpoint metadata.
@@ -56,19 +56,19 @@ def record_of(cut: Cut, shares: Shares | None, ranks: int) -> Record:
 
 
 def universal_checkpoint_info(model: nn.Module) -> dict[str, Any]:
-    """Return the metadata of a cut model, and hang it, and the records, where DeepSpeed looks for them.
+    """Return the metadata of a cut model, and attach it and the records where DeepSpeed looks for them.
 
-    What shards a model or gives it storage makes new parameters; call it again then. It gives the same every time.
+    Call it again after sharding the model or giving it storage, which create new parameters; the result is the same.
 
     Args:
-        model: cut by `tensor_parallel`.
+        model: a model cut by `tensor_parallel`.
 
     Raises:
         Refused: UNSUPPORTED for a model that is not cut.
     """
     parameters = list(everything(model))
     if not parameters:
-        raise refuse("UNSUPPORTED", f"no parameter of this {type(model).__name__} is cut")
+        raise refuse("UNSUPPORTED", f"this {type(model).__name__} was not cut by tensor_parallel")
     ranks = len(parameters[0][2].held)
     info = collected({name: kept.record for name, _, kept in parameters}, ranks)
     for _, parameter, kept in parameters:

@@ -101,8 +101,8 @@ def cut_of(placement: TorchPlacement, name: str) -> tuple[int | None, ChunkRule]
         return placement.dim, Shard()  # type: ignore[attr-defined]  # `is_shard` does not narrow
     if placement.is_replicate():
         return None, Replicated()
-    message = f"its placement {placement} is no cut: ranks hold terms of a sum"
-    raise refuse("UNSUPPORTED", message, tensor=name, hint="redistribute it to Replicate() or Shard(dim) first")
+    message = f"its placement is {placement}: each rank holds a term of a sum, not a part of the tensor"
+    raise refuse("UNSUPPORTED", message, tensor=name, hint="Redistribute it to Replicate() or Shard(dim) first.")
 
 
 def held_by(parameter: torch.Tensor) -> tuple[Intervals, ...]:

@@ -73,7 +73,9 @@ def read_group(argument: str, given: Any) -> dist.ProcessGroup | None:
     if given is None or isinstance(given, dist.ProcessGroup):
         return given
     if given is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{argument} is a group that this rank is not in: only its members call this")
+        raise ValueError(
+            f"{argument} is a process group that this rank does not belong to; only its members may call this"
+        )
     if not isinstance(given, DeviceMesh):
         raise wrong_type(argument, "a ProcessGroup, a DeviceMesh of one dim, or None for all ranks", given)
     if given.ndim == 1:

@@ -29,6 +29,6 @@ def torch_dtype(code: str, *, tensor: str | None = None) -> torch.dtype:
         Refused: UNSUPPORTED where torch has no such type; `tensor` is named.
     """
     if code not in _TORCH:
-        raise refuse("UNSUPPORTED", f"torch has no element type for {code}", tensor=tensor)
+        raise refuse("UNSUPPORTED", f"torch has no dtype for {code}", tensor=tensor)
     dtype: torch.dtype = _TORCH[code]
     return dtype

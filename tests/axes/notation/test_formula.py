@@ -154,3 +154,12 @@ def test_what_a_config_may_not_do_to_it(text: str, code: str, why: str) -> None:
     assert caught.value.code == code
     assert text in str(caught.value)
     assert why in str(caught.value)
+
+
+def test_a_number_finds_the_entry_that_json_writes_as_a_text() -> None:
+    sized = Formula("per_layer_config[l].head_dim | head_dim")
+    config = {"head_dim": 4, "per_layer_config": {"3": {"head_dim": 8}, "5": {}}}
+    assert [sized({**config, "l": layer}) for layer in (2, 3, 5)] == [4, 8, 4]
+    assert Formula("table[3]")({"table": {3: "number", "3": "text"}}) == "number"
+    assert Formula("table[True]")({"table": {"True": 1}}) is None
+    assert Formula("table['3']")({"table": {3: 1}}) is None

@@ -104,7 +104,7 @@ def test_what_is_added_to_an_index() -> None:
 @pytest.mark.parametrize(
     ("text", "column", "expected"),
     [
-        ("a.{l", 3, "a hole such as {l}, {m+L}, {l-L} or {e@ep}"),
+        ("a.{l", 3, "a hole such as {l}, {m+L}, {l-L}, {2*l+1} or {e@ep}"),
         ("a.l}", 4, "a hole such as"),
         ("a.{1}", 3, "a hole such as"),
         ("a.{l+}.{e}", 3, "a hole such as"),

@@ -84,3 +84,26 @@ def test_lines_taken_over_from_another_dialect_count() -> None:
 def test_many_fixed_names_take_no_time() -> None:
     lines = "".join(f"  layers.{number}.x = y[d] when never\n" for number in range(3_000))
     assert tables.read(HEAD + lines)
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "name"),
+    [
+        ("n.{2*l} = x[d]", "n.{2*l+1} = x[d]", None),
+        ("n.{2*l} = x[d]", "n.{3*l+1} = x[d]", "n.4"),
+        ("n.{2*l} = x[d]", "n.{l} = x[d]", "n.0"),
+        ("n.{2*l+1} = x[d]", "n.4 = y[d]", None),
+        ("n.{2*l+1} = x[d]", "n.5 = y[d]", "n.5"),
+        ("n.{50*l+1} = x[d]", "n.{60*l+11} = x[d]", "n.251"),
+        ("n.{4*l+900} = x[d]", "n.{6*l+1} = x[d]", None),
+        ("n.{4*l+900} = x[d]", "n.{6*l+2} = x[d]", "n.908"),
+        ("n.{2*l-1} = x[d]", "n.{2*m} = z[d]", None),
+        ("n.{2*l} = x[d]", "n.{2*m+L} = z[d]", "n.0"),
+        ("n.{l} = x[d]", "n.{2*m+L} = z[d]", None),
+        ("n.{2*f} = v[d]", "n.{l+7} = x[d]", None),
+        ("n.{2*f} = v[d]", "n.{l+6} = x[d]", "n.6"),
+    ],
+)
+def test_names_whose_numbers_are_multiplied(one: str, two: str, name: str | None) -> None:
+    assert refused(one, two) == name
+    assert (refused(two, one) is None) == (name is None)

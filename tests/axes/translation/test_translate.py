@@ -364,6 +364,6 @@ def test_arithmetic_is_passed_on() -> None:
     before, after = view.targets["y"].parts[0].arithmetic
     assert before is None
     assert after is not None
-    assert (after.scale, after.shift) == (2.0, 1.0)
+    assert after.steps == (("affine", 2.0, 1.0),)
     back = translated(family, "b", "a", Store({"y": arange(4)})).targets["x"].parts[0].arithmetic
     assert back == (after, None)

@@ -216,3 +216,18 @@ def test_overlapping_lines_are_refused_with_both_of_them(here: Path, transaxle: 
     assert "blocks.{l}.gate_up = [d [gate:f | up:f]]" in outcome.err
     assert "blocks.2.gate_up = embed[v d]" in outcome.err
     assert "both lines match 'blocks.2.gate_up'" in outcome.err
+
+
+def test_info_prints_the_whole_table_of_a_family(transaxle: Transaxle, tmp_path: Path) -> None:
+    shown = transaxle("info", "--family", "mixtral").out
+    assert shown.startswith("family mixtral\n")
+    assert "  model.layers.{l}.block_sparse_moe.gate.weight           = router[e d]\n" in shown
+    assert " like " not in shown
+    found = transaxle("info", "--family", "mixtral", "--json").json
+    assert found["table"] == shown
+    assert found["dialects"] == ["hf", "transformers", "automodel", "megatron", "te"]
+    (tmp_path / "heir.rules").write_text("family heir like mixtral\n  dialects hf\n  without router\n")
+    shown = transaxle("info", "--family", "heir", "--rules", tmp_path / "heir.rules").out
+    assert "router" not in shown
+    assert shown.count("dialect") == 1
+    assert transaxle("info", "--family", "mixtrel").code == USAGE

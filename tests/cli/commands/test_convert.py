@@ -243,7 +243,7 @@ def test_sizes_from_a_file_or_an_option(here: Path, transaxle: Transaxle) -> Non
 
 def test_an_unknown_family_keeps_its_names(here: Path, transaxle: Transaxle) -> None:
     held = {f"h.{n}.w": np.full((2, 3), n, np.float32) for n in range(3)}
-    write(here / "other", held, config={"model_type": "gpt2"})
+    write(here / "other", held, config={"model_type": "gpt0"})
     assert transaxle("convert", "other", "no", "--to", "hf", "--json").codes == ["UNKNOWN_FAMILY"]
     outcome = transaxle("convert", "other", "out", "--to", "safetensors:identity", "--shard-size", "24", "--verify")
     assert outcome.code == 0

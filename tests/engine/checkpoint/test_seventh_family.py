@@ -200,7 +200,7 @@ def test_rules_that_are_wrong_are_refused_with_line_and_file(tmp_path: Path) -> 
     assert all(str(rules) in str(refusal.where) for refusal in caught.value.refusals)
 
 
-@pytest.mark.parametrize("arithmetic", ["0 * w", "1.2.3 * w", "w -", "w * 2", "1e400 * w"])
+@pytest.mark.parametrize("arithmetic", ["0 * w", "1.2.3 * w", "w -", "w * w", "1e400 * w"])
 def test_arithmetic_that_cannot_be_undone_is_refused(tmp_path: Path, arithmetic: str) -> None:
     text = f"family a\n  axes d\n  w : d\ndialect hf\n  w = w[d]\ndialect b\n  w = w[d]  lossy: {arithmetic}\n"
     with pytest.raises(tx.TransaxleError, match="CORRUPT"):

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.engine.execute.tensor_stream import file_queues, items_of
-from transaxle.engine.plan.conversion import PlannedTensor
+from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.move.runs import alone
 from transaxle.move.transfer import Transfer
 from transaxle.move.transport import Alone

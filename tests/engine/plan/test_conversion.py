@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -22,8 +23,9 @@ from tests.formats import files
 from tests.move.test_transfer import positions
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-from transaxle.engine.plan.conversion import Plan, Prepared, make_plan, parse_to
-from transaxle.errors import Code
+from transaxle.engine.plan.conversion import Prepared, make_plan, parse_to
+from transaxle.engine.plan.planned import Plan
+from transaxle.errors import Code, Refused
 from transaxle.move.workers import LEAST_MEMORY
 
 GATE = checkpoints.GATE
@@ -43,6 +45,8 @@ dialect hf
   {l}.up   = up[f d]
 dialect minus like hf
   {l}.minus = norm[d]       lossy: norm - 1
+dialect exponent like hf
+  {l}.decay = norm[d]       lossy: -exp(norm)
 dialect fused like hf
   {l}.both = [[gate:f | up:f] d]   lossy: 2 * w
 """
@@ -348,7 +352,7 @@ def test_rounding_never_happens_unasked(tmp_path: Path) -> None:
     assert ("LOSSY", "0.minus") in [(r.code, r.where.tensor) for r in plan.refusals]
     assert "norm - 1" in plan.refusals[0].message
     allowed = prepared(source, "minus", rules=rules, family="shifted", allow_lossy=True).plan
-    assert [t.arithmetic for t in allowed.tensors if t.name == "0.minus"] == [(1.0, -1.0)]
+    assert [t.arithmetic for t in allowed.tensors if t.name == "0.minus"] == [(("affine", 1.0, -1.0),)]
     tx.convert(
         source, tmp_path / "out", to="minus", rules=rules, family="shifted", allow_lossy=True, memory=LEAST_MEMORY
     )
@@ -358,7 +362,43 @@ def test_rounding_never_happens_unasked(tmp_path: Path) -> None:
     # A shift does not change what was learnt about the weight.
     assert found["optim/0.minus/exp_avg"].tobytes() == moment["optim/0.norm/exp_avg"].tobytes()
     back = prepared(tmp_path / "out", "hf", rules=rules, family="shifted", allow_lossy=True).plan
-    assert [t.arithmetic for t in back.tensors if t.name == "0.norm"] == [(1.0, 1.0)]
+    assert [t.arithmetic for t in back.tensors if t.name == "0.norm"] == [(("affine", 1.0, 1.0),)]
+
+
+def test_functions_are_computed_in_float64_and_rounded_once(tmp_path: Path) -> None:
+    rules = tmp_path / "my.rules"
+    rules.write_text(SHIFTED)
+    random = np.random.default_rng(1)
+    held = {"0.norm": random.standard_normal(512).astype(ml_dtypes.bfloat16)}
+    held |= {f"0.{part}": random.standard_normal((2, 512)).astype(ml_dtypes.bfloat16) for part in ("gate", "up")}
+    source = checkpoints.write(tmp_path / "source", held)
+    options: dict[str, Any] = {"rules": rules, "family": "shifted", "allow_lossy": True, "overwrite": True}
+    tx.convert(source, tmp_path / "out", to="exponent", **options)
+    found = checkpoints.read(tmp_path / "out")["0.decay"]
+    bits = np.arange(1 << 16, dtype=np.uint16)
+    every = bits[bits & 0x7F80 != 0x7F80].view(ml_dtypes.bfloat16).astype(np.float64)  # all that are finite
+    wanted = [every[np.abs(every + math.exp(value)).argmin()] for value in held["0.norm"].astype(np.float64)]
+    assert found.astype(np.float64).tolist() == wanted
+    tx.convert(tmp_path / "out", tmp_path / "back", to="hf", **options)
+    back = checkpoints.read(tmp_path / "back")["0.norm"].astype(np.float64)
+    assert np.allclose(back, held["0.norm"].astype(np.float64), atol=2**-7)
+    # From one dialect with arithmetic to another, only once.
+    tx.convert(tmp_path / "out", tmp_path / "minus", to="minus", **options)
+    direct = np.log(-found.astype(np.float64)) - 1
+    assert np.array_equal(checkpoints.read(tmp_path / "minus")["0.minus"], direct.astype(ml_dtypes.bfloat16))
+
+
+def test_a_value_without_a_result_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    rules = tmp_path / "my.rules"
+    rules.write_text(SHIFTED)
+    stored = {"0.decay": np.array([-1.0, -0.5, 0.25], np.float32)}
+    stored |= {f"0.{part}": np.zeros((2, 3), np.float32) for part in ("gate", "up")}
+    source = checkpoints.write(tmp_path / "source", stored)
+    options: dict[str, Any] = {"rules": rules, "family": "shifted", "dialect": "exponent", "allow_lossy": True}
+    with pytest.raises(Refused, match=r"norm\[d\]\n *the arithmetic has no finite result for the value 0.25") as caught:
+        tx.convert(source, tmp_path / "out", to="hf", **options)
+    assert (caught.value.code, caught.value.where.tensor) == ("LOSSY", "0.norm")
+    assert not (tmp_path / "out").exists()
 
 
 def test_arithmetic_that_cannot_be_done_is_refused_even_when_allowed(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from transaxle.formats.remote.url import harmless, is_url, local_path, shown
+from transaxle.formats.remote.url import harmless, local_path
+from transaxle.formats.staging.location import shown
+from transaxle.formats.storage.storage import is_url
 
 SECRET = "sEcReT"
 

@@ -55,7 +55,7 @@ def test_what_accelerate_has_offloaded_is_refused(tmp_path: Path, how: str) -> N
 def test_what_deepspeeds_optimizer_keeps_is_refused(tmp_path: Path) -> None:
     """The marks are those of its ZeRO-1 and 2 and of bf16 (`_hp_mapping`), and of ZeRO-3 (`ds_id`)."""
     save(_net(), tmp_path / "saved", to="safetensors")
-    for mark, what in (("_hp_mapping", "overwrites what is loaded"), ("ds_id", "ZeRO-3 has taken its values")):
+    for mark, what in (("_hp_mapping", "would overwrite the loaded values"), ("ds_id", "ZeRO-3 has taken its values")):
         model: Any = _net()
         setattr(model[1].weight, mark, 1)
         before = model[1].weight.detach().clone()

@@ -64,7 +64,7 @@ def test_a_tensor_that_one_rank_omits_is_refused_before(tmp_path: Path, call: st
     for _, error in answers:
         assert isinstance(error, TransaxleError), error
         assert [(one.code, one.where.tensor) for one in error.refusals] == [("INCOMPLETE", "b")]
-        assert f"it lies on ranks 0, 1; rank {who} has no such tensor" in str(error)
+        assert f"its mesh has ranks 0, 1, but rank {who} does not have the tensor" in str(error)
         assert error.hint
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
 
@@ -96,7 +96,7 @@ def _narrow(rank: int, world: int, folder: str, call: str) -> str:
 def test_a_group_smaller_than_the_mesh_is_refused_before(tmp_path: Path, call: str) -> None:
     (tmp_path / "source").mkdir()
     save_file(SOURCE, tmp_path / "source" / "model.safetensors")
-    said = "it is on ranks 0, 1, 2, of which 2 are not in the process group True"
+    said = "its mesh has ranks 0, 1, 2, of which 2 are not in the process group True"
     want = f"UNSUPPORTED a {said}\nUNSUPPORTED b {said}"
     assert run(3, _narrow, str(tmp_path), call) == [want, want, "not asked"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]

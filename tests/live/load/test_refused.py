@@ -163,5 +163,5 @@ def _unlike(rank: int, world: int, target: str) -> str:
 def test_ranks_that_ask_for_different_saves_are_refused(tmp_path: Path) -> None:
     for said in run(2, _unlike, str(tmp_path / "run")):
         assert said.startswith("AMBIGUOUS")
-        assert f"dst: rank 1 gave '{tmp_path}/run-1', rank 0 '{tmp_path}/run-0'" in said
+        assert f"dst: rank 1 gave '{tmp_path}/run-1', but rank 0 gave '{tmp_path}/run-0'" in said
     assert not list(tmp_path.iterdir())

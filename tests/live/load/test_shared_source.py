@@ -72,4 +72,4 @@ def test_copies_on_several_machines_are_compared(tmp_path: Path, other: int) -> 
     for rank, value in ((0, 1), (1, other)):
         save(_state(value), tmp_path / str(rank), to="safetensors")
     for said in run(2, _differ, str(tmp_path)):
-        assert ("rank 1 opened another checkpoint there than rank 0" in said) == (other == 2)
+        assert ("ranks 0 and 1 opened different checkpoints" in said) == (other == 2)

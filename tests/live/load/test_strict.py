@@ -112,12 +112,18 @@ def test_everything_is_told_at_once_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(TransaxleError) as found:
         load(state, tmp_path)
     assert _refusals(found) == {
-        ("DTYPE_MISMATCH", "a.weight"): 'dtype="bf16" casts what is stored to the parameter\'s type',
-        ("SHAPE_MISMATCH", "b.weight"): "build the model with the sizes that the source has",
-        ("MISSING_TENSOR", "c.weight"): "strict=False loads the others",
-        ("MISSING_TENSOR", "model.x.bias"): "the closest name in the source is x.bias; strict=False loads the others",
-        ("UNEXPECTED_TENSOR", "c.weights"): "strict=False loads the others",
-        ("UNEXPECTED_TENSOR", "x.bias"): "the closest name in the model is model.x.bias; strict=False loads the others",
+        ("DTYPE_MISMATCH", "a.weight"): 'Use dtype="bf16" to cast the stored values to the parameter\'s dtype.',
+        ("SHAPE_MISMATCH", "b.weight"): "Build the model with the sizes that the source has.",
+        ("MISSING_TENSOR", "c.weight"): "Use strict=False to load the others.",
+        (
+            "MISSING_TENSOR",
+            "model.x.bias",
+        ): "The closest name in the source is x.bias. Use strict=False to load the others.",
+        ("UNEXPECTED_TENSOR", "c.weights"): "Use strict=False to load the others.",
+        (
+            "UNEXPECTED_TENSOR",
+            "x.bias",
+        ): "The closest name in the model is model.x.bias. Use strict=False to load the others.",
     }
     assert all(not tensor.any() for tensor in state.values())
 
@@ -147,7 +153,7 @@ def test_a_part_of_a_model_from_a_hub(
     with pytest.raises(TransaxleError) as found:
         load(model, folder, config=said)
     assert found.value.code == "MISSING_TENSOR"
-    assert found.value.hint == "is a shard missing? strict=False loads what is there"
+    assert found.value.hint == "A shard may be missing. Use strict=False to load the tensors that exist."
     report = load(model, folder, strict=False, config=said)
     assert set(report.missing) == {name for name in before if name.endswith(missing)} != set()
     assert report.unexpected == ()
@@ -316,6 +322,6 @@ def test_a_buffer_that_its_module_does_not_fill(tmp_path: Path) -> None:
     save(nn.Sequential(Scaled()), tmp_path / "saved", to="dcp")
     with torch.device("meta"):
         model = nn.Sequential(Scaled())
-    with pytest.raises(TransaxleError, match="gives it no values") as caught:
+    with pytest.raises(TransaxleError, match="does not give it values") as caught:
         load(model, tmp_path / "saved")
     assert set(_refusals(caught)) == {("MISSING_TENSOR", "0.scale")}

@@ -166,6 +166,6 @@ def test_parts_cut_differently_need_what_others_hold() -> None:
 def test_some_experts_become_no_tensor_of_all(dialect: str) -> None:
     """Of experts that ranks share out: what a rank lacks is not taken for zeros."""
     mine = {name: tensor for name, tensor in hub(automodel()).items() if ".7." not in name}
-    with pytest.raises(TransaxleError, match=r"this rank has 18 tensors of it, and needs more") as error:
+    with pytest.raises(TransaxleError, match=r"this rank has 18 tensors of it, but needs more") as error:
         state_dict_as(mine, dialect, config=CONFIG)
     assert error.value.code == "INCOMPLETE"

@@ -60,7 +60,7 @@ def test_layers_without_sizes_are_refused(name: str) -> None:
     from transaxle.errors import TransaxleError
     from transaxle.live.model.state_tensors import leaves
 
-    with pytest.raises(TransaxleError, match="run the model once"):
+    with pytest.raises(TransaxleError, match="Run the model once"):
         leaves(LAZY[name](*(2,) * (0 if "Norm" in name else 1 if name == "LazyLinear" else 2)))
 
 

@@ -155,7 +155,7 @@ PEERS: dict[str, Kind] = {
         of("transformers.optimization", "Adafactor", lr=0.01, relative_step=False, beta1=0.9)
     ),
     "transformers Adafactor relative": Kind(of("transformers.optimization", "Adafactor")),
-    "transformers LayerWiseDummyOptimizer": Kind(layer_wise, refused="have other tensors than it"),
+    "transformers LayerWiseDummyOptimizer": Kind(layer_wise, refused="train other tensors than its parameters"),
     **{
         f"torchao {name}": Kind(of(AO, name), dtypes=F32, refused="codes with scales")
         for name in ("Adam8bit", "Adam4bit", "AdamFp8", "AdamW8bit", "AdamW4bit", "AdamWFp8")

@@ -317,8 +317,8 @@ REFUSED: dict[str, tuple[Callable[[nn.Module], Any], str]] = {
     "attribute": (lambda net: Momentum(net.parameters()), "attribute momentum"),
     "state dict": (lambda net: Counting(net.parameters(), momentum=0.5), "'seen' in its state_dict()"),
     "of no parameter": (lambda net: Global(net.parameters(), momentum=0.5), "state under 'global'"),
-    "copies": (lambda net: Copying(net.parameters()), "have other tensors than it"),
-    "lookahead": (lambda net: Lookahead(AdamW(net.parameters())), "state of its own"),
+    "copies": (lambda net: Copying(net.parameters()), "train other tensors than its parameters"),
+    "lookahead": (lambda net: Lookahead(AdamW(net.parameters())), "its own state for a parameter"),
     "averager": (
         lambda net: distributed("PostLocalSGDOptimizer")(AdamW(net.parameters()), Averager()),
         "'step' in its state_dict()",

@@ -129,7 +129,7 @@ def test_a_name_that_the_source_lacks_is_told_with_those_that_it_has(tmp_path: P
     with pytest.raises(TransaxleError) as error:
         tx.load(model, source, extra={"schedule": schedule})
     assert error.value.code == "MISSING_TENSOR"
-    assert "the source has dataloader, epoch, lr_scheduler, train_state" in error.value.hint
+    assert "The source has dataloader, epoch, lr_scheduler, train_state" in error.value.hint
 
 
 def test_a_state_that_is_no_plain_data_is_refused_by_its_place(tmp_path: Path) -> None:

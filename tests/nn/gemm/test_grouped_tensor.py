@@ -113,7 +113,7 @@ def test_plain_ones_are_the_same_without_codes() -> None:
     stacked = GroupedTensor.stack(parts)
     assert torch.equal(stacked.data, torch.stack(parts))
     assert all(torch.equal(one, two) for one, two in zip(stacked.split_into_quantized_tensors(), parts, strict=True))
-    with pytest.raises(TransaxleError, match=r"\[2, 3\], expected \[tensors, rows, columns\]"):
+    with pytest.raises(TransaxleError, match=r"expected a tensor \[tensors, rows, columns\], got \[2, 3\]"):
         GroupedTensor(parts[0])
 
 

@@ -24,15 +24,15 @@ H200, B200, A100, RTX = (9, 0), (10, 0), (8, 0), (12, 0)
         (torch.bfloat16, CPU, (24, 16), None, None),
         (torch.float16, CPU, (24, 16), None, None),
         (torch.float32, CPU, (23, 15), None, None),
-        (torch.float64, CPU, (24, 16), None, "torch.float64 on cpu"),
+        (torch.float64, CPU, (24, 16), None, "not torch.float64"),
         (torch.float32, CPU, (0, 16), None, "have no elements"),
         (torch.float32, CPU, (24, 0), None, "have no elements"),
         (torch.bfloat16, CUDA, (24, 16), H200, None),
         (torch.bfloat16, CUDA, (24, 16), B200, None),
-        (torch.bfloat16, CUDA, (24, 16), A100, r"\(8, 0\), where torch reads the offsets back"),
-        (torch.bfloat16, CUDA, (24, 16), RTX, r"\(12, 0\), where torch reads the offsets back"),
-        (torch.float16, CUDA, (24, 16), H200, "torch.float16 on cuda"),
-        (torch.float32, CUDA, (24, 16), H200, "torch.float32 on cuda"),
+        (torch.bfloat16, CUDA, (24, 16), A100, r"\(8, 0\) torch copies the offsets"),
+        (torch.bfloat16, CUDA, (24, 16), RTX, r"\(12, 0\) torch copies the offsets"),
+        (torch.float16, CUDA, (24, 16), H200, "not torch.float16"),
+        (torch.float32, CUDA, (24, 16), H200, "not torch.float32"),
         (torch.bfloat16, torch.device("xpu"), (24, 16), None, "no grouped product on xpu"),
     ],
     ids=str,
@@ -48,7 +48,7 @@ def test_each_condition(
     assert found.way == ("grouped" if why is None else "per_expert")
     if why is None:
         assert found.against == ()
-        assert str(found) == "grouped (chosen): nothing stands against a grouped product"
+        assert str(found) == "grouped (chosen): no obstacle to a grouped product"
     else:
         with pytest.raises(TransaxleError, match=why):
             path(dtype, device, features, capability=capability, forced="grouped")
@@ -78,9 +78,9 @@ def test_a_device_m_splits_works_where_the_condition_fails(said: dict[str, Any])
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"capability": A100}, "reads the offsets back"),
-        ({"capability": RTX}, "reads the offsets back"),
-        ({"capability": H200, "experts": 1024}, "1024 experts, more than 1023"),
+        ({"capability": A100}, "copies the offsets to the host"),
+        ({"capability": RTX}, "copies the offsets to the host"),
+        ({"capability": H200, "experts": 1024}, "1024 experts are more than the 1023"),
     ],
     ids=str,
 )
@@ -114,7 +114,7 @@ def test_a_device_m_splits_works_where_the_user_forces_the_other_way() -> None:
     for name, one in found.items():  # the same kernel as the loop, biases included
         torch.testing.assert_close(readable(one), wanted[name], rtol=0, atol=0)
     assert made.force_path(None).path(x).way == "grouped"
-    with pytest.raises(TransaxleError, match="no grouped product"):
+    with pytest.raises(TransaxleError, match="a grouped product is not possible"):
         layer(params_dtype=torch.float64).force_path("grouped")(x.double(), [3, 0, 5, 2])
     with pytest.raises(TransaxleError, match="no way 'faster'"):
         made.force_path("faster")  # type: ignore[arg-type]

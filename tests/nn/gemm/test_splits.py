@@ -68,15 +68,15 @@ def test_a_device_without_numbers_is_enough() -> None:
 @pytest.mark.parametrize(
     ("given", "code", "why"),
     [
-        ([3, 0, 5], "SHAPE_MISMATCH", "3 numbers, expected 4"),
+        ([3, 0, 5], "SHAPE_MISMATCH", "4 numbers, one per expert, not 3"),
         ([3, 0, -1, 2], "SHAPE_MISMATCH", "-1 rows for expert 2"),
-        ([3, 0, 8, 2], "SHAPE_MISMATCH", "sums to 13, the input has 12"),
-        (torch.tensor([3, 0, 5]), "SHAPE_MISMATCH", r"\[3\], expected \[4\]"),
+        ([3, 0, 8, 2], "SHAPE_MISMATCH", "sums to 13, but the input has only 12"),
+        (torch.tensor([3, 0, 5]), "SHAPE_MISMATCH", r"the shape \[4\], one number per expert, not \[3\]"),
         (torch.tensor([[3, 0, 5, 2]]), "SHAPE_MISMATCH", r"\[1, 4\]"),
         (torch.tensor([3, 0, -1, 2]), "SHAPE_MISMATCH", "-1 rows for expert 2"),
         (torch.tensor([3, 0, 8, 2]), "SHAPE_MISMATCH", "sums to 13"),
         (torch.tensor([3.0, 0, 5, 2]), "DTYPE_MISMATCH", "float32"),
-        (Unreadable(torch.tensor([3, 0, 5])), "SHAPE_MISMATCH", r"\[3\], expected \[4\]"),
+        (Unreadable(torch.tensor([3, 0, 5])), "SHAPE_MISMATCH", r"the shape \[4\], one number per expert, not \[3\]"),
         ([3, 0, 5.5, 2], "DTYPE_MISMATCH", "whole numbers"),
         ([True, False, True, True], "DTYPE_MISMATCH", "whole numbers"),
         (list(torch.tensor([True, False, True, True])), "DTYPE_MISMATCH", "whole numbers"),
@@ -97,7 +97,7 @@ def test_numbers_of_the_host_are_refused_while_a_graph_is_captured(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     for given in ([3, 0, 5, 2], torch.tensor([3, 0, 5, 2])):
         with pytest.raises(
-            TransaxleError, match="m_splits is on the host, and a CUDA graph is being captured"
+            TransaxleError, match="m_splits is on the host while a CUDA graph is being captured"
         ) as caught:
             splits(given, EXPERTS, 12, torch.device("cuda"))
         assert caught.value.code == "UNSUPPORTED"

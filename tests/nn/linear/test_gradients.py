@@ -134,7 +134,7 @@ def test_main_grad_may_be_of_another_type_and_must_be_there() -> None:
     made = layer(params_dtype=torch.bfloat16, fuse_wgrad_accumulation=True, bias=False)
     x = rows(made, dtype=torch.bfloat16)
     made.weight0.main_grad = torch.zeros(24, 16)
-    with pytest.raises(TransaxleError, match=r"main_grad of \[24, 16\] is needed, there is none") as caught:
+    with pytest.raises(TransaxleError, match=r"needs a main_grad of \[24, 16\], but there is none") as caught:
         made(x, [3, 0, 5, 2]).sum().backward()
     assert [one.where.tensor for one in caught.value.refusals] == ["weight1", "weight2", "weight3"]
     assert not made.weight0.main_grad.any()

@@ -237,7 +237,7 @@ def test_on_the_meta_device_it_has_shapes() -> None:
 def test_weights_that_are_no_parameters_any_more_are_refused() -> None:
     made = layer()
     nn.utils.parametrize.register_parametrization(made, "weight1", nn.Identity())
-    with pytest.raises(TransaxleError, match="any more: weight1"):
+    with pytest.raises(TransaxleError, match="no longer parameters of the layer: weight1"):
         made(rows(made), [3, 0, 5, 2])
 
 
@@ -391,16 +391,19 @@ def test_frozen_parameters_get_no_gradients() -> None:
 @pytest.mark.parametrize(
     ("said", "why"),
     [
-        ({"save_original_input": True, "recipe": DelayedScaling()}, "save_original_input with delayed scaling"),
-        ({"bias": False, "single_grouped_bias": True}, "without bias"),
-        ({"bias": False, "return_bias": True}, "without bias"),
+        (
+            {"save_original_input": True, "recipe": DelayedScaling()},
+            "save_original_input does not work with delayed scaling",
+        ),
+        ({"bias": False, "single_grouped_bias": True}, "needs a bias"),
+        ({"bias": False, "return_bias": True}, "needs a bias"),
     ],
 )
 def test_what_does_not_go_together_is_refused_at_construction(said: dict[str, Any], why: str) -> None:
     with pytest.raises(TransaxleError, match=why) as caught:
         layer(**said)
     assert caught.value.code == "UNSUPPORTED"
-    with pytest.raises(TransaxleError, match="0 layers"):
+    with pytest.raises(TransaxleError, match="num_gemms=0"):
         GroupedLinear(0, 16, 16)
 
 

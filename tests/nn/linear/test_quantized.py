@@ -107,7 +107,7 @@ def test_a_filter_says_which_layers_of_a_block() -> None:
 @forms
 def test_what_a_layer_cannot_compute_with_is_refused_before_anything_changes(form: str) -> None:
     model = nn.ModuleDict({"one": layer(**SIZES), "two": layer(save_original_input=True, **SIZES, **FORMS[form])})
-    with pytest.raises(TransaxleError, match="save_original_input with delayed scaling") as caught:
+    with pytest.raises(TransaxleError, match="save_original_input does not work with delayed scaling") as caught:
         quantize_(model, DelayedScaling())
     assert [each.where.tensor for each in caught.value.refusals] == _names(form, "two")
     assert not any(isinstance(one, QuantizedTensor) for one in model.parameters())

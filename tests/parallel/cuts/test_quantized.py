@@ -324,7 +324,7 @@ def _by_other_ways(rank: int, world: int, kind: str, out: str) -> None:
         assert _unlike(cut, dict(whole.named_parameters()), kind) == []
     for suffix in ("", f"_{SCALE}"):
         part: Any = cuts[1].state_dict()[f"lm_head.weight{suffix}"]
-        assert "torch's checkpoint takes it for the whole" in _refusal(part.__create_chunk_list__)
+        assert "torch's checkpoint would take for the whole" in _refusal(part.__create_chunk_list__)
     empty = tensor_parallel(build(config, 3).to("meta"), mesh)
     quantize_(empty, FIVE[kind])
     for layer in empty.model.layers:  # type: ignore[union-attr]
@@ -464,17 +464,20 @@ def test_cuts_through_tiles_are_refused() -> None:
             said = found[f"block, {order}"]
             for each, dim, shape in (("gate", 0, [384, 128]), ("up", 0, [384, 128]), ("down", 1, [128, 384])):
                 assert f"BLOCK_MISALIGNED  model.layers.0.mlp.{each}_proj.weight" in said
-                assert f"rank 0 of 2 has [0, 192) of dim {dim} of {shape}; 192 = 1 x 128 + 64 is inside a tile" in said
+                assert (
+                    f"rank 0 of 2 would get [0, 192) of dim {dim} of {shape}; 192 = 1 x 128 + 64 lies inside a tile"
+                    in said
+                )
             assert "self_attn" not in said
-            assert "say in the plan how many rows each rank has" in said
-            assert "has [0, 160) of dim 0 of [640, 128]; 160 = 1 x 128 + 32" in found[f"fused, {order}"]
+            assert "give the rows of each rank in the plan" in said
+            assert "would get [0, 160) of dim 0 of [640, 128]; 160 = 1 x 128 + 32" in found[f"fused, {order}"]
             assert "down_proj" in found[f"row, {order}"]
             assert "gate_proj" not in found[f"row, {order}"]
-            assert "has [0, 48) of dim 1 of [128, 96]; 48 = 1 x 32 + 16" in found[f"row, {order}"]
+            assert "would get [0, 48) of dim 1 of [128, 96]; 48 = 1 x 32 + 16" in found[f"row, {order}"]
             assert "gate_proj" in found[f"both ways, {order}"]
-            assert "has [0, 24) of dim 0 of [48, 128]; 24 = 1 x 16 + 8" in found[f"square, {order}"]
+            assert "would get [0, 24) of dim 0 of [48, 128]; 24 = 1 x 16 + 8" in found[f"square, {order}"]
         assert "a rank's part of [512, 128]" in found["full_tensor"]
-        assert "would forget of what" in found["pickle"]
-        assert "gate_proj.weight\n    [192, 64], expected [384, 64]" in found["half the size"]
-        assert "amax of their own, and become a part of a larger matrix" in found["a scale of its own"]
-        assert "quantize the model before it is sharded" in found["sharded"]
+        assert "which a pickle cannot record" in found["pickle"]
+        assert "gate_proj.weight\n    expected [384, 64], got [192, 64]" in found["half the size"]
+        assert "which the parts on all ranks must share" in found["a scale of its own"]
+        assert "Quantize the model before it is sharded" in found["sharded"]

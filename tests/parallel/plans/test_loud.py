@@ -30,7 +30,7 @@ from transaxle.errors import TransaxleError
 from transaxle.parallel.tensor_parallel import tensor_parallel
 from transaxle.torch_tensors.local_tensor import local_of
 
-TAKEN = "part of a parameter, and torch's checkpoint takes it for the whole"
+TAKEN = "part of a parameter, which torch's checkpoint would take for the whole"
 
 
 def _state(rank: int, world: int, out: str) -> dict[str, str]:

@@ -92,7 +92,7 @@ def test_what_is_no_matrix_of_numbers_is_refused(x: torch.Tensor, code: str) -> 
 
 
 def test_rows_outside_the_matrix_are_refused() -> None:
-    with pytest.raises(TransaxleError, match="rows 8 to 12 of a matrix of 10"):
+    with pytest.raises(TransaxleError, match="rows 8 to 12 lie outside a matrix of 10 rows"):
         MXFP8().quantize(values(4, 32), start=8, whole=10)
 
 

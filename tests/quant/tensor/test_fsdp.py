@@ -347,5 +347,5 @@ def _twice(rank: int, world: int) -> None:
 
 
 def test_sharded_models_are_refused() -> None:
-    with pytest.raises(TransaxleError, match="quantize the model before it is sharded"):
+    with pytest.raises(TransaxleError, match="Quantize the model before it is sharded"):
         run(1, _twice)

@@ -168,7 +168,7 @@ def test_a_shard_takes_no_scale_that_is_of_its_rows_alone(quantizer: Quantizer) 
 
 def test_a_shard_alone_is_not_quantized_again() -> None:
     shard = Float8Block().quantize(values(200, 128))[10:150].clone()
-    with pytest.raises(TransaxleError, match="their scales depend on the others"):
+    with pytest.raises(TransaxleError, match="their scales depend on the other rows"):
         shard.copy_(values(140, 128))
 
 

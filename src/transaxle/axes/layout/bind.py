@@ -91,6 +91,7 @@ def score(grouped: Mapping[str, list[str]], dialect: Dialect) -> tuple[int, str]
     counts = _prefixes(grouped, dialect)
     if not counts:
         return 0, ""
+    # Of equal counts the shortest prefix wins, which leaves most of the text to the names.
     prefix = max(counts, key=lambda key: (counts[key], -len(key)))
     return counts[prefix], prefix
 
@@ -153,7 +154,12 @@ class _Candidate:
         numbers = self.line.name.match(name)
         if numbers is None:
             return None
-        position = tuple(number - shift for number, shift in zip(numbers, self.shifts, strict=True))
+        shifted = [number - shift for number, shift in zip(numbers, self.shifts, strict=True)]
+        factors = [hole.factor for hole in self.line.name.holes]
+        if any(number % factor for number, factor in zip(shifted, factors, strict=True)):
+            return None
+        position = tuple(number // factor for number, factor in zip(shifted, factors, strict=True))
+        # A line such as `layers.{l+1}` must not read number 0, nor a number beyond a known size.
         fits = all(i >= 0 and (size is None or i < size) for i, size in zip(position, self.limits, strict=True))
         return position if fits else None
 

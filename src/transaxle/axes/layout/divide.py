@@ -70,6 +70,7 @@ def divide(
     """
     usable = [cut for cut in cuts if cut.tensors is None or not cut.tensors.isdisjoint(expression.components)]
     shape = _whole(expression, usable, sizes, shards)
+    # Keyed by the positions each rank gets: two statements that cut alike are one division, and not ambiguous.
     divisions = dict(_readings(expression, usable, sizes, shape, shards))
     shard_shapes = ", ".join(str(list(shard)) for shard in shards[:8])
     if len(divisions) > 1:
@@ -95,6 +96,7 @@ def _readings(
     expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shape: Shape, shards: Sequence[Shape]
 ) -> Iterator[tuple[object, tuple[str, Division]]]:
     """Yield the divisions that give these shards, each with a key that identifies it and the text of its cut."""
+    # Shards as large as the whole cannot be parts of it, so every rank holds all.
     if all(shard == shape for shard in shards):
         yield None, ("no axis", Division(shape, None, Replicated()))
         return
@@ -104,6 +106,8 @@ def _readings(
                 continue
             if any(name == PADDING for inner in walk(node) if isinstance(inner, Sum) for name, _ in inner.segments):
                 raise refuse("UNSUPPORTED", f"{expression.text}\nits padding is split over the ranks too")
+            # Components that the statement does not name must stay whole on every rank; with an axis of another name
+            # they do.
             renamed = _apart(node, cut)
             positions = _along(
                 renamed, cut.axes, {**sizes, **_marked(renamed, sizes)}, [shard[dim] for shard in shards]
@@ -126,6 +130,7 @@ def _whole(
         unsized = unknown(node, sizes)
         if not unsized:
             shape.append(size(node, sizes))
+        # The size is unknown, but no cut touches this dim: every rank shows it whole.
         elif movable.isdisjoint(axes_in(node)) and len({shard[dim] for shard in shards}) == 1:
             shape.append(shards[0][dim])
         else:
@@ -180,12 +185,14 @@ def _along(
         sizes: axis -> size.
         rows: length of the dim on every rank.
     """
+    # Cut along its outermost axis, each rank has one run of rows, even where the rows do not divide into whole indices.
     if _leads(node, axes):
         if sum(rows) != size(node, sizes):
             return None
         ends = np.cumsum(rows).tolist()
         return tuple(((end - count, end),) if count else () for end, count in zip(ends, rows, strict=True))
     *outer, inner_axis = axes
+    # Solve for the size of the axis that would give this many rows on each rank.
     counts = [root(node, inner_axis, sizes, count) for count in rows]
     shares = [count for count in counts if count is not None]
     if len(shares) < len(rows) or sum(shares) != sizes[inner_axis]:
@@ -211,6 +218,8 @@ def _positions(node: Node, axes: Sequence[str], sizes: Mapping[str, int], start:
     def moved(index: Mapping[str, Indices]) -> Mapping[str, Indices]:
         if not all(axis in index for axis in axes):
             return index
+        # Indices of the rank count from zero within its share: flattened over the cut axes and shifted, they become
+        # those of the whole.
         flat = start + np.ravel_multi_index([index[axis] for axis in axes], (*shape[:-1], count))
         return {**index, **dict(zip(axes, np.unravel_index(flat, shape), strict=True))}
 

@@ -121,6 +121,17 @@ class Target:
         """Shape of the whole tensor."""
         return self.layout.shape
 
+    @property
+    def moved_whole(self) -> str | None:
+        """Name of the stored tensor that it is, element by element; None for any other."""
+        origins = self.parts[0].origins if len(self.parts) == 1 else ()
+        return origins[0].name if len(origins) == 1 and origins[0].layout is self.layout else None
+
+    @property
+    def computed(self) -> bool:
+        """Whether a line of its source or its own has arithmetic."""
+        return any(rule is not None for part in self.parts for rule in part.arithmetic)
+
 
 @dataclass(frozen=True, eq=False)
 class Check:
@@ -145,6 +156,11 @@ def unchanged(name: str, stored: Stored) -> Target:
     layout = identity(stored.shape)
     origin = Origin(name, IDENTITY, layout, {})
     return Target(name, stored.dtype, layout, {}, (TargetPart(IDENTITY, (origin,)),), f"{name} = {name}", "")
+
+
+def is_one_run(stored: Stored) -> bool:
+    """Tell whether a stored tensor lies in one dense chunk, row by row."""
+    return len(stored.extents) == 1 and stored.extents[0].strides is None and stored.extents[0].shape == stored.shape
 
 
 _Positions = tuple[tuple[Interval, ...], ...]
@@ -178,6 +194,8 @@ class Copier:
         """
         positions = None if intervals is None else tuple(map(tuple, intervals))
         for part in target.parts:
+            # Sources and target are cut into pieces of the same logical tensor, so a copy is where two pieces meet; how
+            # either side was packed no longer matters.
             for piece in self._lower(target.layout, part.component, positions, strides):
                 copied = 0
                 for origin in _within(part.origins, piece):
@@ -209,7 +227,9 @@ class Copier:
         """Yield the pieces of the source's chunks that can meet a target piece, with the chunks' numbers."""
         stored = self.stored[origin.name]
         extents = stored.extents
-        if len(extents) == 1 and extents[0].strides is None and extents[0].shape == stored.shape:
+        # By far the most common case: one dense chunk, whose pieces depend on the layout alone and are shared by all
+        # tensors alike.
+        if is_one_run(stored):
             for source in self._lower(origin.layout, origin.component, None, None):
                 yield 0, source
             return
@@ -229,6 +249,8 @@ def _within(origins: Sequence[Origin], piece: Piece) -> Sequence[Origin]:
         return origins
     first, last = origins[0].index, origins[-1].index
     *outer, axis = first
+    # Sorted and without gaps: the index of an origin is its place in the list. Experts by the hundred are found without
+    # a search.
     numbered = last[axis] - first[axis] == len(origins) - 1 and all(first[name] == last[name] for name in outer)
     if axis not in piece.box or not numbered:
         return origins
@@ -243,9 +265,12 @@ def _span(origin: Origin, piece: Piece, index: Mapping[str, int]) -> list[Interv
         low = high = share.offset
         for axis, size, step in share.axes:
             start, stop = piece.box.get(axis, (0, size))
+            # An axis in the target's name has one index for the whole target, which narrows the span in the source to
+            # it.
             if axis in index:
                 start, stop = index[axis], index[axis] + 1
             low += start * step
+            # The span ends after the element with the last index of every axis.
             high += (stop - 1) * step
         spans.append((low, high + 1))
     return spans
@@ -265,6 +290,8 @@ class _Chunks:
         self.order = sorted(range(len(chunks)), key=lambda number: chunks[number].start[dim])
         ordered = [chunks[number] for number in self.order]
         self.starts = [chunk.start[dim] for chunk in ordered]
+        # Running maxima, not the stops themselves: they ascend even where chunks have different sizes, so that bisect
+        # may be used. Chunks they let through needlessly are dropped below.
         self.stops = list(accumulate((chunk.start[dim] + chunk.shape[dim] for chunk in ordered), max))
 
     def overlapping(self, spans: Sequence[Interval]) -> list[int]:

@@ -64,11 +64,13 @@ def scales(
     """
     shape = grid(target.layout.shape, tile)
     grids = {o.name: grid(o.layout.shape, tiles[o.name]) for part in target.parts for o in part.origins}
+    # One scale each: it stays valid wherever the elements go, so only equality of the scales matters.
     if prod(shape) == 1 and all(prod(stored) == 1 for stored in grids.values()):
         return _one_scale(target, shape, grids, named, dtype)
     views = tuple(target.layout.shares[part.component] for part in target.parts)
     sources = tuple(_coordinates(part, target.index, tiles) for part in target.parts)
     stored = [[(origin.name, dict(origin.index)) for origin in part.origins] for part in target.parts]
+    # Parts read from the same stored tensors get the number of the first such part: only these may share a source tile.
     groups = tuple(map(stored.index, stored))
     try:
         boxes_per_part = retile(target.layout.shape, tile, views, sources, groups)
@@ -82,6 +84,7 @@ def scales(
             component = f"{part.component}#{number}"
             # The columns of a box: the target's dims, the source's dims, then the axes in the sources' names.
             dims = [_share(box, column) for column in range(len(box.start))]
+            # The remaining columns count in the sources' names.
             coordinate_end = len(shape) + len(grids[part.origins[0].name])
             shares[component] = tuple(dims[: len(shape)])
             layout = Layout(grids[part.origins[0].name], {component: tuple(dims[len(shape) : coordinate_end])})
@@ -162,6 +165,7 @@ def _misaligned(
             box = dict(zip(axes, (span for spans_in_dim, _ in chosen for span in spans_in_dim), strict=True))
             bounds = [coordinate.bounds(box) for coordinate in coordinates]
             tiles = ", ".join(str(low) if low == high else f"{low} to {high}" for low, high in bounds[:dims])
+            # Only a beginning inside a tile is worth telling: it is where the cut goes wrong.
             inside = [(begin, step) for (_, begin), step in zip(chosen, tile, strict=True) if begin % step]
             begins = " and ".join(f"{at} = {at // step} x {step} + {at % step}" for at, step in inside)
             for key in product(*map(dict.fromkeys, bounds[dims:])):

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from transaxle.axes.inheritance.statement import HINT
 from transaxle.errors import TransaxleError, refuse
 
 PADDING = "0"
@@ -222,7 +223,8 @@ _DEEPEST = 16
 class _Parser:
     """Recursive descent: one method per rule of the grammar, which the reference gives in EBNF."""
 
-    def __init__(self, text: str, start: int) -> None:
+    def __init__(self, text: str, start: int, *, checked: bool) -> None:
+        self.checked = checked
         self.text = text.rstrip()
         self.start = start
         self.tokens: list[tuple[str, str, int]] = []
@@ -261,7 +263,8 @@ class _Parser:
         if self.tokens[self.at][0] != _END:
             raise self.fail("the end of the expression")
         expression = Expression(self.text.strip(), component, dims)
-        self.check(expression)
+        if not self.checked:
+            self.check(expression)
         return expression
 
     def items(self, opening: str, closing: str) -> tuple[Node, ...]:
@@ -337,18 +340,15 @@ def _problems(expression: Expression) -> Iterator[str]:
                 yield f"each axis of {name!r} once; {axis!r} occurs twice"
 
 
-HINT = "the grammar is on the documentation's page Notation: docs/reference/notation.md"
-"""Where errors of the grammar send the reader."""
-
-
-def parse(text: str, start: int = 0) -> Expression:
+def parse(text: str, start: int = 0, *, checked: bool = False) -> Expression:
     """Read an expression.
 
     Args:
         text: the right-hand side of a dialect's line.
         start: where in that line it begins, so that errors show the column of the line.
+        checked: it was read before without a fault: whether it means something is not asked again.
 
     Raises:
         Refused: CORRUPT, showing the text, the column and what was expected.
     """
-    return _Parser(text, start).expression()
+    return _Parser(text, start, checked=checked).expression()

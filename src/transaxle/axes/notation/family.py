@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
+from transaxle.axes.inheritance.written import Written
+from transaxle.axes.notation.computed import Steps
 from transaxle.axes.notation.expression import Expression
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Name
@@ -62,14 +64,12 @@ class Cuttable:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """Stored value = scale * logical value + shift; it never runs unless asked for."""
+    """How stored values follow from logical ones; it never runs unless asked for."""
 
     text: str
     """As written in the table."""
-    scale: float
-    """Factor."""
-    shift: float
-    """Constant added after scaling."""
+    steps: Steps
+    """From the logical value to the stored one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +84,8 @@ class Line:
     """When the dialect stores it; None: always."""
     lossy: Arithmetic | None = None
     """Arithmetic between the logical and the stored values."""
+    read_only: bool = False
+    """It is a name of older checkpoints, which is never written."""
 
     @property
     def text(self) -> str:
@@ -159,6 +161,8 @@ class Family:
     """
     precise: frozenset[str] = frozenset()
     """Logical tensors that keep their dtype where all others are cast."""
+    written: Written | None = field(default=None, repr=False)
+    """The table as text, spelled out."""
 
     def dialect(self, label: str) -> Dialect | None:
         """Return the dialect of that name (its newest version) or `name@version`; None where there is none."""

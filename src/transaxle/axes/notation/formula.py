@@ -5,6 +5,7 @@
     layer_types[l] == "full_attention"             `l` is the index of the tensor at hand
     other_setting.num_heads if sliding else 8
     l in moe_layers                                a list, or the text "3,4,5"
+    per_layer_config[l].head_dim | head_dim        an entry of a map: of layer 3, that under "3"
     len(layer_types)                               entries of a list, characters of a text
 
 The syntax is Python's, read with `ast` and evaluated over config keys by a closed list of operations; nothing is ever
@@ -82,6 +83,11 @@ class Formula:
     """As written in the table."""
     named: Mapping[str, Formula] = field(default_factory=dict, compare=False, repr=False)
     """Formulas that the text may call by name (`let`)."""
+
+    @property
+    def always(self) -> bool:
+        """Whether it is the word `True`, or a named formula that is."""
+        return isinstance(self.tree, ast.Constant) and self.tree.value is True
 
     @property
     def tree(self) -> ast.expr:
@@ -200,9 +206,13 @@ def _turned(node: ast.Call | ast.UnaryOp, value: Any) -> Any:
 
 
 def _item(base: Any, index: Any) -> Any:
-    """Return an entry of a mapping or a list; None where it does not exist: unknown, like a missing key."""
+    """Return an entry of a mapping or a list; None where it does not exist: unknown, like a missing key.
+
+    The keys of a mapping in JSON are texts: the entry of layer 3 is under "3".
+    """
     if isinstance(base, Mapping):
-        return base.get(index)
+        value = base.get(index)
+        return base.get(str(index)) if value is None and type(index) is int else value
     if isinstance(base, list | tuple) and isinstance(index, int) and -len(base) <= index < len(base):
         return base[index]
     return None

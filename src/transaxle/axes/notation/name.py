@@ -2,6 +2,7 @@
 
     model.layers.{l}.mlp.experts.{e}.down_proj.weight      {l} is the index of axis l
     model.layers.{m+L}.eh_proj.weight                      index arithmetic: layer number m + L, L an axis size
+    blocks.{2*l+1}.weight                                  every second number: 1, 3, 5
     mtp_layers.{l-L}.eh_proj.weight                        the other way: number l - L, for l from L on
     decoder.layers.{l}.mlp.experts.linear_fc1.weight{e@ep} the index counts from the first one of a rank of mesh axis ep
 
@@ -20,7 +21,7 @@ from functools import cached_property
 from transaxle.errors import TransaxleError, refuse
 
 _AXIS = "[A-Za-z_][A-Za-z0-9_]*"
-_HOLE = re.compile(rf"\{{({_AXIS})([+-](?:{_AXIS}|[0-9]+))?(?:@({_AXIS}))?\}}")
+_HOLE = re.compile(rf"\{{(?:([1-9][0-9]{{0,2}})\*)?({_AXIS})([+-](?:{_AXIS}|[0-9]+))?(?:@({_AXIS}))?\}}")
 _DIGITS = re.compile(r"[0-9]+")
 _SPLIT = re.compile(r"([0-9]+)")
 _DECIMAL = "(0|[1-9][0-9]{0,9})"
@@ -60,6 +61,8 @@ class Hole:
     """`+` or `-` followed by a number or by an axis, whose size is then added to the index or subtracted from it."""
     mesh: str | None
     """Mesh axis whose rank's first index is subtracted."""
+    factor: int = 1
+    """What the index is multiplied by, before it is shifted."""
 
     @property
     def shift_axis(self) -> str | None:
@@ -99,11 +102,17 @@ class Name:
     @cached_property
     def _parts(self) -> tuple[tuple[str, ...], tuple[Hole, ...]]:
         parts = _HOLE.split(self.text)
-        literals, holes = tuple(parts[::4]), tuple(Hole(*parts[at : at + 3]) for at in range(1, len(parts), 4))
+        literals = tuple(parts[::5])
+        holes = tuple(
+            Hole(axis, shift, mesh, int(factor or 1))
+            for factor, axis, shift, mesh in zip(parts[1::5], parts[2::5], parts[3::5], parts[4::5], strict=True)
+        )
         blank = _HOLE.sub(lambda hole: "." * len(hole[0]), self.text)
         for at, character in enumerate(blank):
             if character in "{}":
-                raise self._fail("a hole such as {l}, {m+L}, {l-L} or {e@ep}", at)
+                raise self._fail("a hole such as {l}, {m+L}, {l-L}, {2*l+1} or {e@ep}", at)
+            if character in "()|":
+                raise self._fail("alternatives as (one|other), or a name without '(', ')' and '|'", at)
         if not all(literals[1:-1]):
             raise self._fail(
                 "text between two holes: without it, nothing tells where one number ends", self.text.index("}{") + 1
@@ -111,7 +120,8 @@ class Name:
         axes = [hole.axis for hole in holes]
         for axis in axes:
             if axes.count(axis) > 1:
-                raise self._fail(f"each axis once; {axis!r} occurs twice", self.text.rindex("{" + axis))
+                again = [match.start() for match in _HOLE.finditer(self.text) if match[2] == axis][-1]
+                raise self._fail(f"each axis once; {axis!r} occurs twice", again)
         return literals, holes
 
     def _fail(self, expected: str, at: int) -> TransaxleError:

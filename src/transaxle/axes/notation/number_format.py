@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from transaxle.axes.inheritance.statement import ENCODINGS
+
 PLAIN = ""
 """The encoding of a tensor whose elements are its values."""
-WORDS = ("float8", "float8_block", "mxfp8", "mxfp4", "nvfp4")
+WORDS = ENCODINGS
 """Names of the encodings in conditions. They are reserved: no axis, tensor or formula may have one of them."""
 
 

@@ -115,6 +115,11 @@ def _shared(first: _Run, second: _Run, family: Family) -> Iterator[str]:
         a, b = first[0], second[0]
         if not (_below(a, b, family) or _below(b, a, family)):
             numbers = {number for hole in (a, b) for edge in _range(hole, family) for number in (edge, edge - 1)}
+            # Two progressions that meet at all do so within as many steps of one as the other's factor is.
+            begin, _ = _range(a, family)
+            other, _ = _range(b, family)
+            begin += max(other - begin, 0) // a.factor * a.factor
+            numbers.update(range(begin, begin + (b.factor + 2) * a.factor, a.factor))
             for number in sorted(numbers | set(range(_NUMBERS))):
                 if _in(number, a, family) and _in(number, b, family):
                     yield str(number)
@@ -133,7 +138,7 @@ def _digits(run: _Run, family: Family) -> Iterator[str]:
 
 def _numbers(hole: Hole, family: Family) -> list[str]:
     low, high = _range(hole, family)
-    return [str(number) for number in range(low, min(high, low + 2 * _NUMBERS))]
+    return [str(number) for number in range(low, min(high, low + 2 * _NUMBERS * hole.factor), hole.factor)]
 
 
 def _matches(run: _Run, digits: str, family: Family) -> bool:
@@ -149,7 +154,7 @@ def _matches(run: _Run, digits: str, family: Family) -> bool:
 
 def _in(number: int, hole: Hole, family: Family) -> bool:
     low, high = _range(hole, family)
-    return low <= number < high
+    return low <= number < high and (hole.shift_axis is not None or (number - low) % hole.factor == 0)
 
 
 def _range(hole: Hole, family: Family) -> tuple[int, int]:
@@ -157,8 +162,10 @@ def _range(hole: Hole, family: Family) -> tuple[int, int]:
     shift = hole.shift or "+0"
     fixed_shift = int(shift) if shift[1:].isdigit() else None
     size = _constant(family, hole.axis)
-    high = size + fixed_shift if size is not None and fixed_shift is not None else 10**10
-    return max(fixed_shift or 0, 0), high
+    if fixed_shift is None:  # it may begin anywhere
+        return 0, 10**10
+    high = (size - 1) * hole.factor + fixed_shift + 1 if size is not None else 10**10
+    return fixed_shift if fixed_shift >= 0 else fixed_shift % hole.factor, high
 
 
 def _constant(family: Family, axis: str) -> int | None:
@@ -174,7 +181,7 @@ def _constant(family: Family, axis: str) -> int | None:
 def _below(first: Hole, second: Hole, family: Family) -> bool:
     """Tell whether all numbers of one hole are below those of the other, whatever the sizes."""
     shift_axis = second.shift_axis
-    if first.shift is not None or shift_axis is None or (second.shift or "").startswith("-"):
+    if first.shift is not None or first.factor > 1 or shift_axis is None or (second.shift or "").startswith("-"):
         return False
     sizes = family.axes.get(first.axis), family.axes.get(shift_axis)
     return first.axis == shift_axis or (sizes[0] is not None and sizes[0] == sizes[1])
@@ -187,7 +194,7 @@ def _index(line: Line, name: str) -> dict[str, int]:
     for hole, number in zip(line.name.holes, numbers, strict=False):
         shift = hole.shift or "+0"
         if shift[1:].isdigit():
-            index[hole.axis] = number - int(shift)
+            index[hole.axis] = (number - int(shift)) // hole.factor
     return index
 
 

@@ -18,52 +18,51 @@
       layers.{l}.up.weight = up[f d]
       layers.{l}.up.bias   = bias[f]              when mlp_bias
       ignore layers.{l}.inv_freq
-    dialect fancy 2.0 like hf                     # every line of hf, but for tensors named here
-      blocks.{l}.w = up[d f]                        when not mxfp4
-    blocks.{l}.w = up[f d]                        when mxfp4   # where the tensor is stored in this encoding
+    dialect fancy 2.0
+      blocks.{l}.w = up[d f]                      when not mxfp4
+      blocks.{l}.w = up[f d]                      when mxfp4   # where the tensor is stored in this encoding
 
-A file may hold a family, or only more dialects of a known one (`dialect … of FAMILY`).
+What a family or a dialect takes over from another (`like`) is in `inheritance.written` and `inheritance.section`: it is
+spelled out before anything is read here. A file may hold families, or only more dialects of a known one
+(`dialect … of FAMILY`).
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from transaxle.axes.notation.expression import HINT, parse
+from transaxle.axes.inheritance import written
+from transaxle.axes.inheritance.section import Section, Sections
+from transaxle.axes.inheritance.statement import (
+    ALSO,
+    HINT,
+    IGNORE,
+    LOSSY,
+    WORD,
+    Statement,
+    split_when,
+)  # fmt: skip
+from transaxle.axes.inheritance.written import Bases, File, Written
+from transaxle.axes.notation import computed
+from transaxle.axes.notation.expression import parse
 from transaxle.axes.notation.family import Arithmetic, Cuttable, Dialect, Family, Line, LogicalTensor, Tie
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Name
 from transaxle.axes.notation.number_format import WORDS
 from transaxle.axes.notation.overlap import overlapping
-from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
+from transaxle.errors import Refusal, TransaxleError, Where, gathered
 
-_WORD = r"[A-Za-z_][A-Za-z0-9_]*"
-_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
-_FAMILY = re.compile(rf"family\s+({_WORD})")
-_DIALECT = re.compile(
-    rf"dialect\s+({_WORD})(?:\s+([0-9][\w.]*))?(?:\s+of\s+({_WORD}))?(?:\s+like\s+({_WORD}(?:@[\w.]+)?))?"
-)
-_LIKE = re.compile(rf"like\s+{_WORD}(?:@[\w.]+)?")
-_AXES = re.compile(rf"({_WORD})(?:=(\S+))?")
-_NAMED = re.compile(rf"\w+\s+({_WORD})\s*=(.+)")
-_TENSOR = re.compile(rf"({_WORD})\s*:\s*((?:{_WORD}\s*)*)")
-_TIE = re.compile(rf"tie\s+({_WORD})\s*=\s*({_WORD})")
-_CUT_ITEM = rf"{_WORD}\b|\((?:\s*{_WORD}\b)+\s*\)"
-_CUT = re.compile(rf"cut\s+(tp)\s*=((?:\s*(?:{_CUT_ITEM}))+?)(?:\s+of((?:\s+{_WORD}\b)+))?")
-_WITHIN = re.compile(rf"cut\s+tp\s*=\s*({_WORD})\s+within\s+({_WORD})")
-_LOSSY = re.compile(rf"(?:({_NUMBER})\s*\*\s*)?({_WORD})(?:\s*([+-])\s*({_NUMBER}))?")
-_LOSSY_MARK = " lossy:"
-_OPTIONAL = " optional"
-_UNKNOWN = Formula("None")
-_WHEN = re.compile(r"(?<!\s)\s+when\s+")
-
-_MOST_LINES, _LONGEST_LINE, _MOST_DIALECTS = 10_000, 1_000, 100
-"""Caps on one file, which anybody may have written; the longest table that ships has 224 lines of at most 142
-characters.
-"""
+_LIKE = re.compile(rf"like\s+{WORD}(?:@[\w.]+)?")
+_AXES = re.compile(rf"({WORD})(?:=(\S+))?")
+_NAMED = re.compile(rf"\w+\s+({WORD})\s*=(.+)")
+_TENSOR = re.compile(rf"({WORD})\s*:\s*((?:{WORD}\s*)*)")
+_TIE = re.compile(rf"tie\s+({WORD})\s*=\s*({WORD})")
+_CUT_ITEM = rf"{WORD}\b|\((?:\s*{WORD}\b)+\s*\)"
+_CUT = re.compile(rf"cut\s+(tp)\s*=((?:\s*(?:{_CUT_ITEM}))+?)(?:\s+of((?:\s+{WORD}\b)+))?")
+_WITHIN = re.compile(rf"cut\s+tp\s*=\s*({WORD})\s+within\s+({WORD})")
 _MOST_PROBLEMS = 100
 """Cap on the number of reported problems."""
 
@@ -77,20 +76,17 @@ class _TableParser:
         self.file = file
         self.checked = checked
         self.problems: list[Refusal] = []
-        self.opened = 0
         self.family: Family | None = None
         self.dialect: Dialect | None = None
-        self.base: Dialect | None = None
         # What grows with the file. The family refers to the first three, which fill up while its statements are read.
         self.sizes: dict[str, Formula | None] = {}
         self.tensors: dict[str, LogicalTensor] = {}
         self.named: dict[str, Formula] = {}
         self.used: set[str] = set()
         self.always: set[Name] = set()
-        self.places: dict[Line, int] = {}
-        self.skipping = False
-        self.number = 0
-        self.raw = ""
+        self.places: dict[Line, Statement] = {}
+        self.lines: dict[tuple[str, str, int], Line] = {}
+        self.current = Statement("", "", file, 1)
         self.statements = {
             "model_type": self.model_type,
             "wrapper": self.wrapper,
@@ -102,62 +98,68 @@ class _TableParser:
             "precise": self.precise,
         }
 
-    def read(self, text: str) -> list[Family]:
-        for self.number, self.raw in enumerate(text.splitlines(), 1):
-            if len(self.problems) >= _MOST_PROBLEMS:
-                break
-            statement = self.raw.split("#", 1)[0].strip()
-            if self.number > _MOST_LINES or len(self.raw) > _LONGEST_LINE:
-                self.problems.append(self.too_long())
-                break
-            if statement:
-                try:
-                    self.statement(statement)
-                except TransaxleError as error:
-                    self.keep(error)
-        self.close_dialect()
+    def read(self, file: File) -> list[Family]:
+        self.problems.extend(file.problems)
+        for owner in file.written.values():
+            if not owner.block:
+                self.open_family(owner)
+                self.read_dialects(owner, tuple(owner.sections))
+        for name, added in file.added.items():
+            self.lines = {}
+            self.touch(replace(self.known[name], written=added))
+            self.read_dialects(added, file.new[name])
         if self.problems:
-            overflow = [
-                Refusal("CORRUPT", f"there is more: these are the first {_MOST_PROBLEMS} problems", Where(self.file))
-            ]
-            raise gathered([*self.problems, *(overflow if len(self.problems) >= _MOST_PROBLEMS else ())])
+            raise gathered(self.sorted_problems())
         return list(self.made.values())
 
-    def keep(self, error: TransaxleError) -> None:
-        where = Where(f"{self.file}, line {self.number}")
-        self.problems.extend(replace(refusal, where=where) for refusal in error.refusals)
+    def sorted_problems(self) -> list[Refusal]:
+        """Return the problems in the order of the file's lines, those of other files last; no more than the cap."""
+        pattern = re.compile(r"(.*), line ([0-9]+)")
 
-    def too_long(self) -> Refusal:
-        """Return the refusal of a file with more, or longer, lines than a table has."""
-        message = f"a table has at most {_MOST_LINES:,} lines, of at most {_LONGEST_LINE:,} characters each"
-        return Refusal("CORRUPT", message, Where(f"{self.file}, line {self.number}"), "Is this file a table?")
+        def place(refusal: Refusal) -> tuple[bool, str, int]:
+            match = pattern.fullmatch(refusal.where.file or "")
+            return (True, "", 0) if match is None else (match[1] != self.file, match[1], int(match[2]))
+
+        problems = sorted(dict.fromkeys(self.problems), key=place)
+        if len(problems) < _MOST_PROBLEMS:
+            return problems
+        more = f"there is more: these are the first {_MOST_PROBLEMS} problems"
+        return [*problems[:_MOST_PROBLEMS], Refusal("CORRUPT", more, Where(self.file))]
+
+    def run(self, statement: Statement) -> None:
+        """Read one statement of the current family or dialect."""
+        if len(self.problems) >= _MOST_PROBLEMS:
+            return
+        self.current = statement
+        try:
+            if self.dialect is not None:
+                self.dialect_line(statement.text)
+            else:
+                self.statements.get(statement.head, self.tensor)(statement.text)
+        except TransaxleError as error:
+            self.keep(error)
+
+    def keep(self, error: TransaxleError) -> None:
+        hint = ""
+        if self.family is not None and self.current.owner not in ("", self.family.name):
+            hint = f"family {self.family.name} takes this over from {self.current.owner}: say it anew, or leave it out"
+        self.problems.extend(
+            replace(refusal, where=self.current.where, hint=hint or refusal.hint) for refusal in error.refusals
+        )
+
+    @property
+    def raw(self) -> str:
+        """The line of the current statement in its file."""
+        return self.current.raw
 
     def expected(self, wanted: str, word: str = "", hint: str = HINT) -> TransaxleError:
-        """Build the refusal of the current line; `word` is the wrong word in it, whose last occurrence is marked."""
-        places = [match.start() for match in re.finditer(rf"(?<!\w){re.escape(word)}(?!\w)", self.raw)] if word else []
-        column = places[-1] if places else len(self.raw) - len(self.raw.lstrip())
-        return refuse("CORRUPT", f"{self.raw}\n{' ' * column}^\ncolumn {column + 1}: expected {wanted}", hint=hint)
+        """Build the refusal of the current statement; `word` is the wrong word in it."""
+        return self.current.expected(wanted, word, hint)
 
     def problem(self, wanted: str, word: str = "") -> None:
         """Keep a problem and go on with the same line."""
         if len(self.problems) < _MOST_PROBLEMS:
             self.keep(self.expected(wanted, word))
-
-    def statement(self, text: str) -> None:
-        head = text.split(None, 1)[0]
-        if head == "family":
-            self.open_family(text)
-        elif head == "dialect":
-            self.open_dialect(text)
-        elif self.skipping:
-            return
-        elif self.dialect is not None:
-            self.dialect_line(text)
-        elif self.family is not None:
-            self.statements.get(head, self.tensor)(text)
-        else:
-            self.skipping = True
-            raise self.expected("'family NAME' or 'dialect NAME of FAMILY' before anything else")
 
     def formula(self, text: str) -> Formula:
         formula = Formula(text.strip(), self.family.named if self.family else {})
@@ -175,11 +177,10 @@ class _TableParser:
             self.problem(f"another name: {name!r} is reserved for an encoding", name)
 
     def split_when(self, text: str) -> tuple[str, Formula | None]:
-        """Split off a statement's condition; `optional` is a condition whose value is unknown."""
-        if text.endswith(_OPTIONAL):
-            return text.removesuffix(_OPTIONAL).strip(), _UNKNOWN
-        parts = _WHEN.split(text, maxsplit=1)
-        return parts[0].strip(), self.formula(parts[1]) if len(parts) == 2 else None
+        """Split off a statement's condition; one that is always true is none."""
+        statement, condition = split_when(text)
+        when = None if condition is None else self.formula(condition)
+        return statement, None if when is not None and when.always else when
 
     def touch(self, family: Family) -> None:
         """Make a family the current one, and record it under its name."""
@@ -187,17 +188,13 @@ class _TableParser:
 
     # Families.
 
-    def open_family(self, text: str) -> None:
-        self.close_dialect()
-        self.family, self.skipping = None, True
-        match = _FAMILY.fullmatch(text)
-        if match is None:
-            raise self.expected("'family NAME'")
-        if match[1] in self.made:
-            raise self.expected(f"each family once; {match[1]!r} is declared above", match[1])
-        self.skipping = False
-        self.sizes, self.tensors, self.named, self.used = {}, {}, {}, set()
-        self.touch(Family(match[1], (match[1],), self.sizes, self.tensors, named=self.named))
+    def open_family(self, owner: Written) -> None:
+        self.dialect = None
+        self.sizes, self.tensors, self.named, self.used, self.lines = {}, {}, {}, set(), {}
+        name = owner.name
+        self.touch(Family(name, (name,), self.sizes, self.tensors, named=self.named, written=owner))
+        for statement in owner.statements:
+            self.run(statement)
 
     def model_type(self, text: str) -> None:
         assert self.family is not None
@@ -247,12 +244,12 @@ class _TableParser:
         assert self.family is not None
         statement, when = self.split_when(text)
         match = _TIE.fullmatch(statement)
-        if match is None or when is None:
-            raise self.expected("'tie TENSOR = TENSOR when CONDITION'")
+        if match is None:
+            raise self.expected("'tie TENSOR = TENSOR' or 'tie TENSOR = TENSOR when CONDITION'")
         for name in match.groups():
             if name not in self.family.tensors:
                 raise self.expected(f"a tensor of the family, declared above; {name!r} is none", name)
-        self.touch(replace(self.family, ties=(*self.family.ties, Tie(match[1], match[2], when))))
+        self.touch(replace(self.family, ties=(*self.family.ties, Tie(match[1], match[2], when or Formula("True")))))
 
     def cut(self, text: str) -> None:
         assert self.family is not None
@@ -307,74 +304,72 @@ class _TableParser:
 
     # Dialects.
 
-    def open_dialect(self, text: str) -> None:
-        self.close_dialect()
-        match = _DIALECT.fullmatch(text)
-        family_failed, self.skipping = self.skipping and self.family is None, True
-        if match is None:
-            raise self.expected("'dialect NAME [VERSION] [of FAMILY] [like DIALECT]'")
-        name, version, owner, base = match.groups()
-        if owner is not None:
-            if owner not in self.made and owner not in self.known:
-                known = ", ".join(dict.fromkeys((*self.known, *self.made)))
-                raise self.expected(f"a known family after 'of'; these are known: {known}", owner)
-            self.family = self.made[owner] if owner in self.made else self.known[owner]
-        elif family_failed:
-            return
-        if self.family is None:
-            raise self.expected("'of FAMILY': the file names no family above")
-        self.opened += 1
-        if self.opened > _MOST_DIALECTS:
-            raise self.expected(f"at most {_MOST_DIALECTS} dialects in one file", name)
-        dialect = Dialect(name, version, ())
-        versions = [known.version for known in self.family.dialects if known.name == name]
-        if version in versions or (versions and None in (version, *versions)):
-            raise self.expected(f"a new dialect, or another version; {name!r} is declared already", name)
-        self.base = self.family.dialect(base) if base else None
-        if base and self.base is None:
-            raise self.expected(f"a dialect after 'like'; this family has: {', '.join(self.family.labels)}", base)
-        self.dialect, self.always, self.skipping = dialect, set(), False
+    def read_dialects(self, owner: Written, labels: Sequence[str]) -> None:
+        """Read dialects of the current family, with all that they take over."""
+        found: list[Refusal] = []
+        spelled = Sections(owner.sections, found)
+        for label in labels:
+            self.open_dialect(owner.sections[label])
+            for statement in spelled.flat(label):
+                self.run(statement)
+            self.close_dialect(owner.sections[label])
+        self.problems.extend(found)
 
-    def close_dialect(self) -> None:
-        """Add the dialect to its family, with the lines it takes over from another."""
-        if self.dialect is None or self.family is None:
-            return
+    def open_dialect(self, section: Section) -> None:
+        self.dialect, self.always = Dialect(section.name, section.version, ()), set()
+
+    def close_dialect(self, section: Section) -> None:
+        """Add the dialect to its family."""
+        assert self.dialect is not None
+        assert self.family is not None
         dialect = self.dialect
-        if self.base is not None:
-            overridden = {name for line in dialect.lines for name in line.expression.components}
-            inherited = tuple(line for line in self.base.lines if overridden.isdisjoint(line.expression.components))
-            dialect = replace(dialect, lines=inherited + dialect.lines, ignored=self.base.ignored + dialect.ignored)
-        for first, second, name in () if self.checked else overlapping(dialect.lines, self.family):
-            message = f"{first.text}\n{second.text}\nboth lines match {name!r} (dialect {dialect.label})"
-            hint = (
-                "give both lines conditions (when ...) that exclude each other, or write one line for all these names"
-            )
-            where = Where(f"{self.file}, line {self.places.get(second, self.number)}")
-            self.problems.append(Refusal("CORRUPT", message, where, hint))
+        self.current = section.head
+        try:
+            for first, second, name in () if self.checked else overlapping(dialect.lines, self.family):
+                message = f"{first.text}\n{second.text}\nboth lines match {name!r} (dialect {dialect.label})"
+                hint = (
+                    "give both lines conditions (when ...) that exclude each other, or write one line for all these "
+                    "names"
+                )
+                self.problems.append(Refusal("CORRUPT", message, self.places[second].where, hint))
+        except TransaxleError as error:
+            self.keep(error)
         self.touch(replace(self.family, dialects=(*self.family.dialects, dialect)))
-        self.dialect, self.base = None, None
+        self.dialect = None
 
     def dialect_line(self, text: str) -> None:
         assert self.dialect is not None
-        if text.startswith("ignore "):
-            pattern = text.removeprefix("ignore ").strip()
-            name = Name(pattern, self.raw.index(pattern))
+        if self.current.kind == IGNORE:
+            pattern = text.removeprefix(IGNORE).strip()
+            name = Name(pattern, max(self.raw.find(pattern), 0))
             _ = name.holes  # an error in it belongs to this line
             self.dialect = replace(self.dialect, ignored=(*self.dialect.ignored, name))
             return
-        statement, when = self.split_when(text)
-        statement, lossy, arithmetic = statement.partition(_LOSSY_MARK)
+        line = self.lines.get(self.current.key)
+        if line is None:
+            line = self.line(text)
+            if not self.checked:
+                self.check(line)
+            self.lines[self.current.key] = line
+            self.places[line] = self.current
+        if not self.checked:
+            self.check_name(line)
+        self.dialect = replace(self.dialect, lines=(*self.dialect.lines, line))
+
+    def line(self, text: str) -> Line:
+        """Parse a line of a dialect."""
+        read_only = self.current.kind == ALSO
+        statement, when = self.split_when(text.removeprefix(ALSO) if read_only else text)
+        statement, lossy, arithmetic = statement.partition(LOSSY)
         pattern, equals, expression = statement.partition("=")
         if not equals:
             raise self.expected("'stored.name = expression'", hint=self.like_hint(text))
-        start = self.raw.index("=") + 1 + len(expression) - len(expression.lstrip())
-        name = Name(pattern.strip(), len(self.raw) - len(self.raw.lstrip()))
+        start = self.raw.index("=") + 1
+        start += len(self.raw[start:]) - len(self.raw[start:].lstrip())
+        pattern = pattern.strip()
+        name = Name(pattern, max(self.raw.find(pattern), len(self.raw) - len(self.raw.lstrip())))
         changed = self.arithmetic(arithmetic) if lossy else None
-        line = Line(name, parse(expression.strip(), start), when, changed)
-        if not self.checked:
-            self.check(line)
-        self.places[line] = self.number
-        self.dialect = replace(self.dialect, lines=(*self.dialect.lines, line))
+        return Line(name, parse(expression.strip(), start, checked=self.checked), when, changed, read_only)
 
     def like_hint(self, text: str) -> str:
         """Return where `like DIALECT` belongs, for a line that has it alone; otherwise, where the grammar is."""
@@ -407,21 +402,29 @@ class _TableParser:
             unplaced = [axis for axis in tensor.axes if axis not in placed_axes]
             if unplaced:
                 self.problem(f"every axis of {name!r} in the name or its dims; {', '.join(unplaced)} is left out", name)
+
+    def check_name(self, line: Line) -> None:
+        """Refuse a second line of the same name where both have no condition."""
         if line.when is None:
             if line.name in self.always:
                 self.problem(f"each stored name once; another line gives {line.name.text!r}")
             self.always.add(line.name)
 
     def arithmetic(self, text: str) -> Arithmetic:
-        match = _LOSSY.fullmatch(text.strip())
-        if match is None or float(match[1] or 1) == 0:  # a factor of zero has no way back
-            raise self.expected(f"arithmetic such as 'norm - 1' or '2 * norm + 1' after '{_LOSSY_MARK.strip()}'")
-        shift = float(match[4] or 0) * (-1 if match[3] == "-" else 1)
-        return Arithmetic(text.strip(), float(match[1] or 1), shift)
+        steps = computed.parse(text)
+        if steps is None:
+            forms = "'norm - 1', '2 * norm + 1' or '-exp(A_log)'"
+            raise self.expected(f"arithmetic such as {forms} after '{LOSSY.strip()}'")
+        return Arithmetic(text.strip(), steps)
 
 
 def read(
-    text: str, *, file: str = "rules", known: Mapping[str, Family] | None = None, checked: bool = False
+    text: str,
+    *,
+    file: str = "rules",
+    known: Mapping[str, Family] | None = None,
+    checked: bool = False,
+    bases: Bases | None = None,
 ) -> list[Family]:
     """Parse a table.
 
@@ -430,6 +433,7 @@ def read(
         file: name used in errors.
         known: families that `dialect … of FAMILY` may extend.
         checked: the text was read before without a fault: names and axes are not held against each other again.
+        bases: finds the families and blocks of elsewhere that one may be `like`; None: those of `known`.
 
     Returns:
         The families the text declares or extends, in order.
@@ -437,7 +441,13 @@ def read(
     Raises:
         Refused: CORRUPT with every problem of the file: line, column, what was expected.
     """
-    return _TableParser(known or {}, file, checked=checked).read(text)
+    families = known or {}
+
+    def find(name: str) -> Written | None:
+        found = bases(name) if bases is not None else None
+        return found if found is not None or name not in families else families[name].written
+
+    return _TableParser(families, file, checked=checked).read(written.read(text, file, families, find))
 
 
 def index(families: Iterable[Family]) -> dict[str, Family]:

@@ -126,6 +126,7 @@ def members_by_stack(names: Iterable[str]) -> dict[str, dict[int, str]]:
 def table(stems: Sequence[Stem]) -> Family:
     """Return the family of these tensors, with both dialects."""
     tensors, stored, wanted = {}, [], []
+    # Axes carry the number of their stem: two layers with different sizes must not share one axis.
     axes: dict[str, None] = {}
     for at, stem in enumerate(stems):
         name, number, dims = f"t{at}", f"e{at}", [f"x{at}_{dim}" for dim in range(stem.dims)]
@@ -208,6 +209,8 @@ def copy_checks(stems: Sequence[Stem], stored: Mapping[str, Stored]) -> tuple[li
         stored: the checkpoint's tensors by name.
     """
     copies = member_copies(stems, stored)
+    # Each copy is compared with its slice of the stack: the stack is expressed as members, and the member's own tensor
+    # must equal that.
     regroupings = [replace(stem, wanted=MEMBERS, copies=()) for stem in dict.fromkeys(copy.stem for copy in copies)]
     singles = {stem.single for stem in regroupings}
     stacks = {name: tensor for name, tensor in stored.items() if regroupings and split_slot(name)[0] in singles}

@@ -73,6 +73,7 @@ class LineSources:
     def count(self, index: Mapping[str, int]) -> int:
         """Return the number of tensors at these indices."""
         common = tuple(axis for axis in self.axes if axis in index)
+        # Asked once for every target tensor: counting anew each time would be quadratic in the number of experts.
         counts = self._counts.get(common)
         if counts is None:
             order = [self.axes.index(axis) for axis in common]
@@ -100,7 +101,10 @@ def solved(bound: Bound, stored: Mapping[str, Stored], sizes: Sizes) -> Sizes:
             counted[axis] = max(counted.get(axis, 0), *(index[position] + 1 for index in names))
         weights = bound.names.get((line, WEIGHT), {})
         for index, name in names.items():
+            # States have the shapes of their weights and add no equation, except states of packed 4-bit codes, which
+            # show the real columns.
             if slot == WEIGHT or (index in weights and _unpacks(stored[name], stored[weights[index]])):
+                # One tensor of each shape is enough: the others would only repeat its equation.
                 equations[line.expression].setdefault(stored[name].shape, dict(zip(line.name.axes, index, strict=True)))
     known = sizes.at({})
     return solve(equations, sizes.giving({axis: count for axis, count in counted.items() if axis not in known}))
@@ -154,6 +158,7 @@ class Holdings:
         """
         if condition is None:
             return True
+        # A tensor's name in a condition asks whether that tensor is stored at this index.
         named = condition.names & self.bound.family.tensors.keys()
         meant = {name: self.at(name, index) for name in named}
         return self.sizes.holds(condition, index, meant if encoding is None else meant | words(encoding))
@@ -172,6 +177,7 @@ class Holdings:
         for position, name in names.items():
             index = dict(zip(line.name.axes, position, strict=True))
             shape = self.stored[name].shape
+            # Equal keys give equal layouts. Models have few shapes, so each is solved once and not once per layer.
             key = id(line), scalar, shape, tuple(index.get(axis) for axis in self._varying)
             if key not in self._filled:
                 try:
@@ -198,6 +204,7 @@ class Holdings:
         scalar: bool,
     ) -> LineSources:
         tensor_axes = self.bound.family.tensors[component].axes
+        # An axis in the stored name that the logical tensor does not have only numbers copies of it.
         axis_positions = [position for position, axis in enumerate(line.name.axes) if axis in tensor_axes]
         axes = tuple(line.name.axes[position] for position in axis_positions)
         places: dict[Index, SourceTensor] = {}
@@ -213,6 +220,7 @@ class Holdings:
             origin = Origin(name, component, layout, dict(zip(axes, index, strict=True)))
             form = NumberFormat(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN))
             place = SourceTensor(origin, full_layout, sizes, form)
+            # The first name is read; the others must prove equal to it.
             if places.setdefault(index, place) is not place:
                 copies.append((index, place))
         return LineSources(line, axes, scalar, dict(sorted(places.items())), copies, frozenset(present))

@@ -91,7 +91,10 @@ class _Translator:
         self.checks: list[Check] = []
         self.sizes = solved(bound, stored, sizes)
         self.tied = {tie.alias: tie.original for tie in bound.family.ties if self.sizes.holds(tie.when, {})}
+        # Only lines of tensors that the source has: a table may describe far more than one model uses.
         self.lines = self._target_lines()
+        # Both dialects are rewritten over common axes (one may merge what the other splits), so that their pieces can
+        # meet.
         used = dict.fromkeys(line.expression for line, _ in bound.names)
         self.basis = unify([*used, *(line.expression for line in self.lines)], self.tied)
         self.holdings = Holdings(bound, stored, self.sizes, self.basis)
@@ -131,6 +134,7 @@ class _Translator:
         """Keep refusals, each once: an axis that is unknown is unknown in every layer."""
         for refusal in refusals:
             where = Where(refusal.where.file, refusal.where.tensor or tensor)
+            # One unknown axis fails in every tensor of every layer; said once, it is readable.
             place = "" if refusal.code == "UNKNOWN_AXIS" else str(where)
             key = refusal.code, refusal.message, place
             self.refusals.setdefault(key, Refusal(refusal.code, refusal.message, where, refusal.hint))
@@ -139,7 +143,8 @@ class _Translator:
         """Return the target's lines for what the source holds; conditions on the index are left to `_build`."""
         present = {name for line, _ in self.bound.names for name in line.expression.components}
         present |= {alias for alias, original in self.tied.items() if original in present}
-        lines = [line for line in self.target.lines if present.intersection(line.expression.components)]
+        written = [line for line in self.target.lines if not line.read_only]
+        lines = [line for line in written if present.intersection(line.expression.components)]
         return tuple(line for line in lines if line.name.axes or self.sizes.holds(line.when, {}) is not False)
 
     def _build(self, line: Line, slot: str, built: dict[str, Target]) -> None:
@@ -153,6 +158,7 @@ class _Translator:
         if not keys:
             return
         rewritten = self.basis.rewrite(line.expression)
+        # None (not known yet) counts as possible: the encoding of the tensor, known below, decides then.
         possible_keys = [key for key in keys if self.holdings.holds(line.when, self._index(line, key)) is not False]
         for key, name in self._names(line, slot, possible_keys):
             index = self._index(line, key)
@@ -162,6 +168,7 @@ class _Translator:
                 continue
             missing = [component for component in parts if component not in by_component]
             if missing:
+                # Where a source was refused already, its absence here is only a consequence.
                 if self.holdings.broken.isdisjoint((component, slot) for component in missing):
                     message = f"{line.text}\nneeds {', '.join(missing)}, which the source does not have here"
                     self.refuse([Refusal("MISSING_TENSOR", message, Where(None, name))])
@@ -193,7 +200,8 @@ class _Translator:
             if shifts is None:
                 known = self.sizes.at({})
                 shifts = [hole.added(known) for hole in line.name.holes]
-            numbers = tuple(i + shift for i, shift in zip(key, shifts, strict=True))
+            holes = line.name.holes
+            numbers = tuple(i * hole.factor + shift for i, hole, shift in zip(key, holes, shifts, strict=True))
             if min(numbers, default=0) < 0:
                 at = ", ".join(f"{axis}={i}" for axis, i in self._index(line, key).items())
                 raise refuse("SHAPE_MISMATCH", f"{line.text}\nthe name would get the number {min(numbers)} for {at}")
@@ -210,10 +218,13 @@ class _Translator:
         Where several lines of the source hold it, they complete each other; a tensor that two lines hold is taken once.
         """
         gathered: dict[Index, _ComponentSources] = {}
+        # A tied tensor that is not stored is read from the one it is tied to.
         stored_as = component if (component, slot) in self.holdings.sources else self.tied.get(component, component)
         for line_sources in self.holdings.sources.get((stored_as, slot), ()):
             for key, place in self._keyed(line_sources, line):
                 entry = gathered.setdefault(key, _ComponentSources(line_sources, {}))
+                # Lines complete each other only if they number the same axes in names: a stack and single tensors would
+                # overlap.
                 if entry.line_sources is line_sources or set(entry.line_sources.axes) == set(line_sources.axes):
                     self._agree(entry, place)
                     entry.places.setdefault(frozenset(place.origin.index.items()), place)
@@ -227,6 +238,7 @@ class _Translator:
         """
         order = [line_sources.axes.index(axis) if axis in line_sources.axes else None for axis in line.name.axes]
         for position, place in line_sources.places.items():
+            # All axes of the target's names are in the source's names too: each source belongs to one target.
             if None not in order:
                 yield tuple(position[p] for p in order if p is not None), place
                 continue
@@ -239,6 +251,8 @@ class _Translator:
 
     def _agree(self, entry: _ComponentSources, place: SourceTensor) -> None:
         """Refuse stored tensors of different sizes for one target tensor."""
+        # The same dict object means the same line and shape, so there is nothing to compare: the usual case, for every
+        # expert but the first.
         if not entry.places or place.sizes is entry.first.sizes:
             return
         origin, expected = place.origin, entry.first
@@ -330,6 +344,7 @@ class _Translator:
         owner: dict[str, str] = {}
         for component, sources in by_component.items():
             for axis, count in sources.sizes.items():
+                # Sizes of earlier components are already in `sizes`; a later one must agree with them.
                 if owner.setdefault(axis, component) != component and sizes[axis] != count:
                     message = f"axis {axis} is {sizes[axis]} in {owner[axis]} and {count} in {component}"
                     raise refuse("SHAPE_MISMATCH", f"{line.text}\n{message}")

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from transaxle.arguments import Overwrite
 from transaxle.cli import options
 from transaxle.cli.command import Command
 from transaxle.cli.commands.plan import print_counted, print_others
@@ -21,7 +22,6 @@ from transaxle.engine.execute.execute import Report, execute
 from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.execute.resume_check import reproduced
 from transaxle.engine.plan.conversion import Prepared, make_plan, ready
-from transaxle.formats.staging.belongings import Overwrite
 from transaxle.move.workers import Limits
 
 

@@ -22,6 +22,8 @@ from transaxle.cli.screen.summary import totals
 from transaxle.encodings.arithmetic.codec import active
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.engine.checkpoint.manifest import load, stale
+from transaxle.engine.checkpoint.recognise import pick_family
+from transaxle.engine.checkpoint.settings import settings
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.families import builtin
 from transaxle.formats.registry import every_format, writable
@@ -50,12 +52,14 @@ JsonFacts = dict[str, Any]
     cls=Command,
     examples=(
         ("transaxle info Qwen3-30B-A3B/", "describe a checkpoint"),
+        ("transaxle info --family qwen3", "print the table of a family, all that it takes over included"),
         ("transaxle info", "describe this installation: version, kernels, families, dialects"),
     ),
     help="""Describe a checkpoint, or this installation.
 
     With PATH: prints format, family, dialect and prefix, the main values of the config, axis sizes, dtypes, files, and
-    whether the manifest still matches. Reads only headers. Without PATH: prints what this installation can do.""",
+    whether the manifest still matches. Reads only headers. Without PATH: prints what this installation can do, or with
+    --family the whole table of that family.""",
 )
 @click.argument("path", type=click.Path(), required=False)
 @options.reading
@@ -63,6 +67,8 @@ JsonFacts = dict[str, Any]
 def command(screen: Screen, path: str | None, source_options: dict[str, Any]) -> int:
     """Describe a checkpoint, or the installation."""
     facts: JsonFacts = {}
+    if path is None and source_options.get("family"):
+        return _print_table(screen, source_options["family"], source_options.get("rules"))
     if path is not None:
         with open_checkpoint(path, **source_options) as checkpoint:
             facts = {"path": path, **_recognised(checkpoint), **_contents(checkpoint)}
@@ -71,6 +77,19 @@ def command(screen: Screen, path: str | None, source_options: dict[str, Any]) ->
         screen.document(facts)
     else:
         _print(screen, facts)
+    return 0
+
+
+def _print_table(screen: Screen, name: str, rules: str | None) -> int:
+    """Print the table of a family as it is read: nothing in it is taken over from another."""
+    family = pick_family(name, settings(rules=rules).families)
+    assert family.written is not None  # only families made in memory have no text
+    text = family.written.spelled()
+    if screen.as_json:
+        screen.document({"family": family.name, "dialects": list(family.labels), "table": text})
+    else:
+        for line in text.splitlines():
+            screen.line(line)
     return 0
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from transaxle.arguments import Overwrite
 from transaxle.axes.notation.name import natural
 from transaxle.cli import options
 from transaxle.cli.command import Command
@@ -18,9 +19,9 @@ from transaxle.cli.screen.refusals import error_document, print_refusals
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.execute.preflight import preflight
-from transaxle.engine.plan.conversion import Plan, make_plan
+from transaxle.engine.plan.conversion import make_plan
+from transaxle.engine.plan.planned import Plan
 from transaxle.errors import gathered
-from transaxle.formats.staging.belongings import Overwrite
 from transaxle.move.workers import Limits
 
 _GAP = "  "

@@ -36,7 +36,8 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "A name in the checkpoint leads outside its folder.",
         "Indexes, links and manifests name files, and anybody may have written them. Transaxle opens only regular "
         "files inside the checkpoint's folder. The one exception are links inside a Hugging Face cache.",
-        "model.safetensors.index.json\n    the index names the shard '../../.ssh/id_rsa', which is no plain file name",
+        "model.safetensors.index.json\n"
+        "    the index names the shard '../../.ssh/id_rsa', which is not a plain file name",
         "If you made the link yourself, copy the file into the folder, or give the real folder on the command line: a "
         "link that you type yourself is followed.",
     ),
@@ -45,8 +46,8 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "For example: a header that does not parse, a tensor whose bytes lie beyond the end of its file, an index that "
         "disagrees with its shards, a checksum that does not match, a config that is not JSON, or a line of a table "
         "that is not valid. Reading on from there would be guessing.",
-        "model-00002-of-00003.safetensors\n"
-        "    the file is truncated: the header promises 4,998,571,024 bytes, it has 1,207,959,552",
+        "model-00002-of-00003.safetensors · model.layers.20.mlp.up_proj.weight\n"
+        "    the file is truncated: its tensors take 4998571024 bytes, but there are only 1207959552",
         "Copy or download the file again, and compare its size or hash with the original. In a table of your own, "
         "the message shows the line, the column, and what was expected there.",
     ),
@@ -62,7 +63,8 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "Two stored tensors claim the same bytes.",
         "In a valid file every byte belongs to exactly one tensor. Where two tensors overlap, at least one of them has "
         "wrong values.",
-        "model.safetensors · layers.1.weight\n    its bytes [4096, 8192) overlap those of layers.0.weight",
+        "model.safetensors · layers.1.weight\n"
+        "    data_offsets [2048, 6144] overlap 'layers.0.weight', which ends at 4096",
         "The file was damaged, or the program that wrote it has a bug. Tensors that share memory on purpose must be "
         "saved once, with a tie, or as copies.",
     ),
@@ -87,7 +89,8 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "No table reads this model.",
         "To move an axis, Transaxle must know which tensors have it. The table of the model's family says so, and no "
         "known table has this checkpoint's `model_type` and tensor names. A family is never guessed from shapes.",
-        "no table knows any of the tensor names: transformer.h.0.attn.c_attn.weight … (config.json says 'gpt2')",
+        "no table knows any of the tensor names: wte.weight, wpe.weight, ln_f.weight "
+        "(config.json has model_type 'gpt2')",
         "If it is a known model under another name, give its family: --family NAME. Otherwise write a table of a few "
         "lines and pass it with --rules FILE. To change only the file format, keep all names: "
         "--to safetensors:identity.",
@@ -106,7 +109,8 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "A stored tensor does not have the shape that the table and the config give.",
         "The rule and the sizes of config.json give one shape, and the file has another. Usually the config belongs to "
         "another model, the checkpoint was pruned or padded, or a size on the command line is wrong.",
-        "model.layers.0.self_attn.q_proj.weight\n    q[(g r c) d]\n    expected [4096, 2048], got [2048, 2048]",
+        "model.layers.0.self_attn.q_proj.weight\n    q[(g r c) d]\n    expected [4096, 2048] (c=128, d=2048, "
+        "g*r=32), got [2048, 2048]",
         "Compare config.json with the checkpoint (transaxle info). Check the sizes that you gave with --axis or "
         "--config: they override all others. A model that really is different needs a table of its own.",
     ),
@@ -114,7 +118,7 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "A tensor does not have the dtype that the target requires.",
         "Moving a tensor never changes its dtype. If the target accepts only one dtype, a tensor of another is "
         "refused, not cast: the codes of a quantized tensor, for instance, are not the weight's values.",
-        "model.layers.0.mlp.down_proj.weight\n    expected BF16, got F8_E4M3",
+        "model.layers.0.mlp.down_proj.weight\n    its dtype is BF16 in the model, but F32 in the source",
         "Cast plain tensors with --dtype (dtype= of load), decode quantized ones with --decode, or choose a target "
         "that can hold them unchanged.",
     ),
@@ -131,7 +135,9 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "Their bytes differ, so one of them would be lost. They were compared before the target was written. When a "
         "live model is saved, it is a tensor that several ranks hold with different values; the message lists the "
         "ranks, grouped by equal values.",
-        "lm_head.weight\n    head = embed (tie_word_embeddings)\n    but their bytes differ",
+        "lm_head.weight\n"
+        "    lm_head.weight = head[n d] and model.embed_tokens.weight = embed[n d] hold the same tensor\n"
+        "    but their bytes differ",
         "If the model was trained untied, correct tie_word_embeddings in config.json (or in a file given with "
         "--config). Otherwise find out which of the two is current, and remove the other. In a live model, broadcast "
         "the tensor from one rank, and look for a gradient that is not summed over the ranks; "
@@ -142,9 +148,11 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "Block-quantized weights store one scale per tile, such as 128 rows by 128 columns. Codes and scales can move "
         "unchanged to another layout only if each tile of the target lies inside one tile of the source. Here one "
         "does not, so there is no exact result without decoding.",
-        "model.layers.3.mlp.shared_experts.gate_proj.weight\n"
-        "    [gate:f | up:f] d  with f = 576: row 576 of the target starts inside a 128-row tile of the source (576 "
-        "= 4 x 128 + 64)",
+        "decoder.layers.0.mlp.shared_experts.linear_fc1.weight\n"
+        "    decoder.layers.{l}.mlp.shared_experts.linear_fc1.weight = [[shared_gate:s | shared_up:s] d]\n"
+        "    its tile (4, 0) of 128 x 128, positions [512, 640) x [0, 128), has one scale, but comes from\n"
+        "      model.layers.0.mlp.shared_experts.gate_proj.weight, tile (4, 0)\n"
+        "      model.layers.0.mlp.shared_experts.up_proj.weight, tile (0, 0), from position 576 = 4 x 128 + 64 on",
         "Choose a dialect that stores these weights separately, or decode them with --decode bf16.",
     ),
     "UNSUPPORTED": Explanation(
@@ -159,7 +167,7 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "The conversion would round values, and you did not allow that.",
         "Some dialects store a computed value, such as a norm weight minus one. In floating point that rounds, so "
         "converting back would not give the same bits. It never happens without your consent.",
-        "model.norm.weight\n    norm.weight = norm[d]\n    this dialect stores norm - 1, which rounds",
+        "model.norm.weight\n    model.norm.weight = norm[d]\n    the values are computed and rounded: norm - 1",
         "If rounding is acceptable, allow it with --allow-lossy; the report then lists the tensors that were computed.",
     ),
     "MISSING_TENSOR": Explanation(

@@ -8,7 +8,7 @@ from itertools import chain
 
 from transaxle.axes.notation.expression import PADDING, Axis, Expression, parse, walk
 from transaxle.axes.notation.name import Name
-from transaxle.engine.plan.conversion import Route
+from transaxle.engine.plan.planned import Route
 
 RENAMED, UNCHANGED = "renamed", "unchanged"
 

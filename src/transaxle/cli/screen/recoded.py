@@ -8,7 +8,7 @@ from transaxle.axes.notation.name import natural
 from transaxle.cli.screen.fold import fold
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
-from transaxle.engine.plan.output_tensors import Measured, Recoded
+from transaxle.engine.plan.planned import Measured, Recoded
 
 
 def _how(recoded: Recoded) -> str:

@@ -39,7 +39,8 @@ Shape = tuple[int, ...]
 
 _EIGHT = ("F8_E4M3", "F8_E5M2")
 _FOUR = ("U8", "F4")
-_CODES = frozenset((*_EIGHT, *_FOUR))
+CODES = frozenset((*_EIGHT, *_FOUR))
+"""Dtypes in which codes are stored."""
 _REALS = ("F32", "BF16", "F16")
 _EXPONENTS = ("F8_E8M0", "U8")
 _SCALES = {
@@ -107,10 +108,10 @@ def group(
         for name, description in described(metadata or {}).items():
             finder.take_described(name, description)
         for name, (convention, encoding) in te.described(metadata or {}).items():
-            if name in entries and entries[name].dtype in _CODES:  # what has been decoded is plain
+            if name in entries and entries[name].dtype in CODES:  # what has been decoded is plain
                 finder.take(CONVENTIONS[convention], name, [encoding])
         codes_without_scales = [
-            name for name, entry in entries.items() if entry.dtype in _CODES and not finder.take_codes(name, entry)
+            name for name, entry in entries.items() if entry.dtype in CODES and not finder.take_codes(name, entry)
         ]
         for name in codes_without_scales:
             if name not in finder.used:
@@ -232,7 +233,7 @@ class _Finder:
         codes_name = next((codes for codes in expected if codes in self.entries), None)
         if codes_name is None:
             self._refuse("UNEXPECTED_TENSOR", name, f"scales without codes; expected {' or '.join(expected)}")
-        elif self.entries[codes_name].dtype in _CODES:
+        elif self.entries[codes_name].dtype in CODES:
             self._refuse("UNEXPECTED_TENSOR", name, f"these scales do not belong to the encoding of {codes_name}")
         else:
             message = f"{codes_name} has scales, but is {_dtype_and_shape(self.entries[codes_name])}; expected codes"

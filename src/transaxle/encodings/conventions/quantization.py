@@ -25,8 +25,10 @@ NESTED = ("text_config", "llm_config", "language_config")
 """Sections of multimodal configs that may hold the section of the language model."""
 OLD_SECTION = "compression_config"
 """The section's name in early versions of compressed-tensors."""
-MODELOPT_SECTION = "quantization"
-"""Key of the section in `hf_quant_config.json`."""
+MODELOPT_SECTION, _PRODUCER = "quantization", "producer"
+"""Keys of the section in `hf_quant_config.json`, and of its program."""
+SECTIONS = frozenset({SECTION, OLD_SECTION, _PRODUCER})
+"""A config, or a section of one, that has none of these keys says nothing of quantization."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ def read(
 def _sections(config: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
     """Find the sections of a config and the keys that lead to them, the outermost first."""
     paths = [(SECTION,), (OLD_SECTION,), *((outer, SECTION) for outer in NESTED)]
-    if SECTION not in config and "producer" in config:
+    if SECTION not in config and _PRODUCER in config:
         paths.append((MODELOPT_SECTION,))
     sections = []
     for path in paths:

@@ -6,12 +6,14 @@ Nothing is loaded until a tensor is read, and a read touches only the bytes of i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from math import prod
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from transaxle.arguments import DType, PathLike, Patterns, read_float_type, read_path, read_patterns
+from transaxle.arguments import DType, PathLike, Patterns, read_float_type, read_path, read_patterns, read_source
 from transaxle.axes.layout.bind import Bound
 from transaxle.axes.layout.relayout import Check, Target, unchanged
 from transaxle.axes.notation.family import Sizes
@@ -22,9 +24,9 @@ from transaxle.engine.checkpoint.manifest import Manifest
 from transaxle.engine.checkpoint.recognise import IDENTITY, Recognised, StoredNames, pick_dialect
 from transaxle.engine.checkpoint.settings import Settings, settings
 from transaxle.engine.checkpoint.stored_tensor import StoredTensor
-from transaxle.engine.copying.arithmetic import affine
+from transaxle.engine.copying.arithmetic import steps
 from transaxle.engine.copying.source import Source
-from transaxle.engine.views.encoded import Catalog, View, viewed
+from transaxle.engine.views.encoded import Catalog, View, describes_tensors, viewed
 from transaxle.engine.views.name_filter import chosen
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.engine.views.swizzled_scales import ordering
@@ -41,18 +43,20 @@ if TYPE_CHECKING:
 LACKING = frozenset({"MISSING_TENSOR", "INCOMPLETE"})
 """Codes of the refusals that say only that tensors are missing."""
 _UNRECOGNISED = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
-__all__ = ["LACKING", "Checkpoint", "CheckpointLike", "StoredTensor", "open_checkpoint"]
+__all__ = ["LACKING", "Checkpoint", "CheckpointLike", "StoredTensor", "open_checkpoint", "opened"]
 
 
 class Checkpoint(Mapping[str, StoredTensor]):
-    """An opened checkpoint, in its own dialect or re-expressed in another.
+    """An opened checkpoint: a mapping from names to `StoredTensor` objects, whose values are read on demand.
+
+    `as_dialect`, `decode` and `cast` return lazy views of the same files under other names, decoded, or in another
+    dtype. Close it with `close()` or a `with` block; closing one view closes the files of all.
 
     Attributes:
         container: the files behind it.
-        settings: what the user said about it.
-        undecoded: the checkpoint as stored, if this one is decoded.
-        decoded: tensors that are encoded there and plain here, by table name.
-        stored_names: the names of the files as tables read them, shared by all views of these files.
+        settings: the options with which the user opened it.
+        undecoded: the checkpoint as stored, if this one is decoded; None otherwise.
+        stored_names: the stored names as tables read them, shared by all views of these files.
     """
 
     def __init__(
@@ -92,12 +96,12 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     @property
     def manifest(self) -> Manifest | None:
-        """The checkpoint's `transaxle.json`; None where there is none, or its files were changed since."""
+        """The checkpoint's `transaxle.json`; None if it is missing, or if its files were changed since."""
         return self.stored_names.manifest
 
     @property
     def catalog(self) -> Catalog:
-        """The stored tensors as tables see them: an encoded tensor is one entry."""
+        """The stored tensors as tables see them: an encoded tensor with its scales is one entry."""
         return self.stored_names.catalog
 
     @property
@@ -131,13 +135,13 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     @property
     def family(self) -> str | None:
-        """Name of the model family; None where no table reads the names."""
+        """Name of the model family; None if no table reads the names."""
         reading = self._recognised_or_none()
         return None if reading is None else reading.family.name
 
     @property
     def dialect(self) -> str | None:
-        """Label of the dialect of this view; None where no table reads the names."""
+        """Label of the dialect of this view; None if no table reads the names."""
         if self._label is not None:
             return self._label
         reading = self._recognised_or_none()
@@ -174,7 +178,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return viewed(translation, self.catalog)
 
     def as_dialect(self, dialect: str) -> Checkpoint:
-        """Return the same checkpoint lazily re-expressed in another dialect; nothing is converted or written.
+        """Return a lazy view of the checkpoint in another dialect; nothing is converted or written.
 
         Copies of one tensor (ties) are not compared here: `convert`, `verify` and `diff` do that.
 
@@ -194,11 +198,11 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return foreign(self.bound, self.config, target, family_given=self.settings.family is not None)
 
     def seen_as(self, dialect: str) -> Checkpoint:
-        """Like `as_dialect`, but unknown names stay as they are, for callers that compare all names."""
+        """Return a view as `as_dialect` does, but keep unknown names, for callers that compare all names."""
         return self._expressed(self.translation(dialect), dialect)
 
     def in_part(self, dialect: str) -> Checkpoint:
-        """Like `as_dialect`, but for a part of a model: a target that the stored tensors do not fill is left out.
+        """Return a view as `as_dialect` does, but leave out targets that the stored tensors do not fill completely.
 
         Raises:
             TransaxleError: every other refusal, at once.
@@ -212,9 +216,9 @@ class Checkpoint(Mapping[str, StoredTensor]):
     def _expressed(self, view: View, dialect: str) -> Checkpoint:
         """Return the same checkpoint under another view, or raise the view's refusals."""
         problems = list(view.refusals)
-        for target in view.targets.values():
+        for target in filter(attrgetter("computed"), view.targets.values()):
             try:
-                affine(target, allowed=False)
+                steps(target, allowed=False)
             except TransaxleError as error:
                 problems.extend(error.refusals)
         if problems:
@@ -227,7 +231,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return Checkpoint(self.container, self.settings, view, label, self.undecoded, self.stored_names)
 
     def checking(self, checks: Sequence[Check]) -> Checkpoint:
-        """Return the same view with further copies that must prove equal."""
+        """Return the same view with further pairs of copies that must prove equal."""
         return self if not checks else self._seen(replace(self.view, checks=(*self.checks, *checks)), self._label)
 
     def without_optimizer(self) -> Checkpoint:
@@ -243,7 +247,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         )
 
     def decode(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:
-        """Return the same checkpoint with encoded tensors as plain ones, decoded when they are read.
+        """Return a view in which encoded tensors are plain; they are decoded when they are read.
 
         Args:
             to: `bf16` or `fp32`.
@@ -269,7 +273,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return Checkpoint(decoded(catalog, names, DTYPES[to]), self.settings, None, None, self.undecoded or self.stored)
 
     def cast(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:
-        """Return the same checkpoint with plain tensors in another dtype, cast when they are read.
+        """Return a view in which plain tensors have another dtype; they are cast when they are read.
 
         Args:
             to: `bf16`, `fp16` or `fp32`.
@@ -293,7 +297,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     @property
     def checks(self) -> tuple[Check, ...]:
-        """Stored copies that must be equal for this view to be true; none where nothing was re-expressed."""
+        """Pairs of stored copies that must be equal because this view has only one; none in the stored dialect."""
         return () if self._view is None else self._view.checks
 
     @cached_property
@@ -322,7 +326,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     @property
     def parameters(self) -> int:
-        """Number of the model's elements: an encoded one counts once, and its scales do not count."""
+        """Number of elements of the model: encoded tensors count by their values, scales do not count."""
         parts = {stored for tensor in self.encoded.values() for stored in tensor.parts.values()}
         plain = sum(tensor.parameters for name, tensor in self.items() if name not in parts)
         return plain + sum(prod(tensor.shape) for tensor in self.encoded.values())
@@ -340,7 +344,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return name in self.targets
 
     def close(self) -> None:
-        """Release the files behind it."""
+        """Close the files behind it; tensors cannot be read afterwards."""
         self.container.storage.close()
 
     def __enter__(self) -> Checkpoint:
@@ -358,7 +362,7 @@ CheckpointLike: TypeAlias = PathLike | Checkpoint
 
 
 def nothing_encoded(to: str) -> TransaxleError:
-    """Build the refusal to decode what is plain."""
+    """Build the refusal of `decode` for a checkpoint without encoded tensors."""
     hint = f'to cast plain tensors, use --dtype {to} (dtype="{to}")'
     return refuse("AMBIGUOUS", "nothing to decode: the checkpoint has no encoded tensors", hint=hint)
 
@@ -407,7 +411,9 @@ def open_checkpoint(
         raise TypeError("decode and dtype exclude each other; give only one")
     source = read_path("path", path)
     user_settings = settings(**options)
-    container = ordering(open_container(source, user_settings.format, user_settings.weights, _cutter(user_settings)))
+    container = open_container(source, user_settings.format, user_settings.weights, _cutter(user_settings))
+    if describes_tensors(container.metadata):
+        container = ordering(container)
     if user_settings.average:
         from transaxle.engine.copying.replica_mean import averaged
 
@@ -420,3 +426,25 @@ def open_checkpoint(
     if decode is None or (lenient and not checkpoint.catalog.encoded and not checkpoint.catalog.refusals):
         return checkpoint
     return checkpoint.decode(decode, only, skip)
+
+
+@contextmanager
+def opened(argument: str, source: CheckpointLike, reading: Mapping[str, Any]) -> Iterator[Checkpoint]:
+    """Give a checkpoint; one that is opened here is closed again, the caller's own is not.
+
+    Args:
+        argument: what the caller's function calls it, for errors.
+        source: a path, or an opened checkpoint.
+        reading: options of `open_checkpoint`.
+
+    Raises:
+        TypeError: there are options for a checkpoint that is open already.
+        TransaxleError: what `open_checkpoint` raises.
+    """
+    if isinstance(source, Checkpoint):
+        if reading:
+            raise TypeError(f"{', '.join(reading)}: pass this to open() instead; the checkpoint is already open")
+        yield source
+        return
+    with open_checkpoint(read_source(argument, source), **reading) as checkpoint:
+        yield checkpoint

@@ -14,7 +14,7 @@ from transaxle.axes.notation.name import skeleton
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG
 from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.manifest import Manifest, read_manifest
-from transaxle.engine.checkpoint.peft_adapter import check_model
+from transaxle.engine.checkpoint.peft_adapter import ADAPTER_CONFIG, check_model
 from transaxle.engine.checkpoint.settings import CONFIG, Settings, stored_config
 from transaxle.engine.views.encoded import Catalog, catalog
 from transaxle.errors import TransaxleError, refuse
@@ -156,10 +156,12 @@ def recognise(
     else:
         readings = _best_readings(families, grouped, dialect)
     if not readings:
-        raise _nothing(names, types, candidates or list(families.values()), dialect)
+        raise _nothing(names, types, candidates or families.that_answer_to_names(), dialect)
     most = max(r.matched for r in readings)
     best = _most_complete([r for r in readings if r.matched == most], grouped)
     distinct = {(r.family.name, _reading(r, grouped)): r for r in reversed(best)}
+    if len(distinct) > 1 and types and family is None and not candidates:
+        raise _unknown_type(types, _ways(types))
     if len(distinct) > 1:
         listed = ", ".join(f"{r.family.name}:{r.dialect.label}" for r in best)
         names_only = "" if types else " (there is no config.json to decide)"
@@ -171,11 +173,8 @@ def recognise(
         )
     chosen = best[0]
     if family is None and types and not any(t in chosen.family.model_types for t in types):
-        raise refuse(
-            "UNKNOWN_FAMILY",
-            f"config.json has model_type {types[0]!r}, which no table knows; known: {', '.join(families)}",
-            hint=f"its names look like {chosen.family.name}: if that is right, give --family {chosen.family.name}",
-        )
+        look = f"its names look like {chosen.family.name}: if that is right, give --family {chosen.family.name}"
+        raise _unknown_type(types, f"{look}; or {_ways(types)}")
     return chosen
 
 
@@ -203,12 +202,21 @@ def _nothing(
     wanted = f"dialect {dialect!r} knows none" if dialect else "no table knows any"
     first_names = ", ".join(names[:3]) or "(no tensors)"
     model = f" (config.json has model_type {types[0]!r})" if types else ""
-    rename_hint = (
-        'convert it under its own names with --to FORMAT:identity (to="FORMAT:identity"), or add a table with --rules '
-        "FILE"
-    )
-    hint = f"closest: {close[0]}" if close else rename_hint
+    hint = f"closest: {close[0]}; if it is not that, {_ways(types)}" if close else _ways(types)
     return refuse("UNKNOWN_FAMILY", f"{wanted} of the tensor names: {first_names}{model}", hint=hint)
+
+
+def _unknown_type(types: Sequence[str], hint: str) -> TransaxleError:
+    return refuse("UNKNOWN_FAMILY", f"config.json has model_type {types[0]!r}, which no table knows", hint=hint)
+
+
+def _ways(types: Sequence[str]) -> str:
+    """Return what can be done with a model that no table knows: its model type may be one that transformers knows."""
+    own = 'convert it under its own names, into any format, with --to FORMAT:identity (to="FORMAT:identity")'
+    if not types:
+        return f"{own}, or add a table with --rules FILE"
+    name = types[0]
+    return f"{own}, or derive its table:  transaxle derive {name} -o {name}.rules,  and give --rules {name}.rules"
 
 
 class StoredNames:
@@ -278,7 +286,8 @@ class StoredNames:
             ):
                 dialect = self.manifest.dialect
         try:
-            check_model(self._container)
+            if ADAPTER_CONFIG in self._container.carried:
+                check_model(self._container)
             return recognise(tuple(self.catalog.entries), self.config, settings.families, family, dialect)
         except TransaxleError as error:
             return error

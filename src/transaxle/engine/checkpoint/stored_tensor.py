@@ -13,8 +13,9 @@ from transaxle.axes.layout.relayout import Target
 from transaxle.engine.copying.bitcast import Intervals, positions
 from transaxle.engine.copying.source import Source
 from transaxle.errors import refuse
-from transaxle.formats.catalog.checksums import witness_of
+from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.dtype import ITEM_BITS, nbytes, numpy_dtype, packed_width
+from transaxle.formats.storage.storage import layer
 from transaxle.move.endpoint import Bytes
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer
@@ -29,7 +30,7 @@ SliceBox = tuple[slice, ...]
 
 @dataclass(frozen=True, eq=False)
 class StoredTensor:
-    """One tensor of a checkpoint."""
+    """One tensor of an opened checkpoint: its name, dtype and shape are known, its values are read on demand."""
 
     name: str
     """Stored name."""
@@ -44,17 +45,17 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the dense tensor."""
+        """Bytes of the tensor when it is stored densely."""
         return nbytes(self.dtype, self.shape)
 
     @property
     def parameters(self) -> int:
-        """Number of elements; packed ones are counted one by one."""
+        """Number of elements; each of several packed into a byte counts."""
         return prod(self._target.shape)
 
     @property
     def component(self) -> str:
-        """Its logical tensors, `gate, up`; empty if no table was needed to read it."""
+        """Its logical tensors in the family's table, such as `gate, up`; empty if no table was needed to read it."""
         return self._target.component
 
     @property
@@ -111,7 +112,7 @@ class StoredTensor:
         storage = self._source.container.storage
         transfers = self.transfers(None if shape == self.shape else [[span] for span in spans])
         produce(storage, transfers, 0, out, scratch)
-        witness = witness_of(storage)
+        witness = layer(storage, Witness)
         if witness is not None:
             witness.judge((transfer.file, transfer.source, transfer.source_span) for transfer in transfers)
         return out

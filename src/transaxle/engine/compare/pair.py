@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from transaxle.arguments import read_source
-from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, nothing_encoded, open_checkpoint
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, nothing_encoded, opened
 
 _OF_FIRST = frozenset({"dialect", "format", "only", "skip", "dtype"})
 """Options of names, files and casts: they hold for the first checkpoint only."""
@@ -16,28 +15,6 @@ _OF_FIRST = frozenset({"dialect", "format", "only", "skip", "dtype"})
 def of_second(reading: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that also hold for the second checkpoint of a comparison."""
     return {name: value for name, value in reading.items() if name not in _OF_FIRST}
-
-
-@contextmanager
-def opened(argument: str, source: CheckpointLike, reading: Mapping[str, Any]) -> Iterator[Checkpoint]:
-    """Give a checkpoint; one that is opened here is closed again, the caller's own is not.
-
-    Args:
-        argument: what the caller's function calls it, for errors.
-        source: a path, or an opened checkpoint.
-        reading: options of `open_checkpoint`.
-
-    Raises:
-        TypeError: there are options for a checkpoint that is open already.
-        TransaxleError: what `open_checkpoint` raises.
-    """
-    if isinstance(source, Checkpoint):
-        if reading:
-            raise TypeError(f"{', '.join(reading)}: pass this to open() instead; the checkpoint is already open")
-        yield source
-        return
-    with open_checkpoint(read_source(argument, source), **reading) as checkpoint:
-        yield checkpoint
 
 
 @contextmanager

@@ -12,9 +12,10 @@ from transaxle.engine.checkpoint.manifest import Manifest, TensorRecord, load, s
 from transaxle.engine.compare.compare import Comparison, Difference, compare
 from transaxle.errors import Refusal, Where
 from transaxle.formats.catalog.catalog import Checksum, Container
-from transaxle.formats.catalog.checksums import witness_of
+from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.catalog.seal import Seal, read_digest, rest_of
 from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.storage.storage import layer
 from transaxle.move.hashing import HashingFiles
 from transaxle.move.mover import Movement
 from transaxle.move.runs import Item
@@ -135,7 +136,7 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
         if problem is not None:
             damaged[name] = problem
 
-    witness = witness_of(container.storage)
+    witness = layer(container.storage, Witness)
 
     def settle(_: object, checksum: Checksum) -> None:
         assert witness is not None

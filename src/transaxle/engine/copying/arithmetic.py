@@ -1,45 +1,39 @@
-"""Arithmetic between dialects: the few tensors that one framework stores shifted or scaled.
+"""Arithmetic between dialects: the few tensors that one framework stores shifted, scaled or as an exponential.
 
 It rounds, so it never runs unless asked for. Where source and target shift alike there is nothing to do.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from transaxle.axes.layout.bind import WEIGHT, split_slot
 from transaxle.axes.layout.relayout import Target
+from transaxle.axes.notation.computed import AFFINE, Steps, inverse, simplified
 from transaxle.errors import refuse
 
-if TYPE_CHECKING:
-    from transaxle.move.workers import Affine
-
-_UNCHANGED: Affine = (1.0, 0.0)
 _REAL = frozenset({"F64", "F32", "F16", "BF16"})
 """Types whose values stand for themselves; those of the others are codes, or no fractions."""
 
 
-def affine(target: Target, *, allowed: bool) -> Affine | None:
+def steps(target: Target, *, allowed: bool) -> Steps | None:
     """Return what happens to the values of a target tensor on their way; None where nothing does.
 
     Raises:
         Refused: LOSSY where something does and is not allowed; UNSUPPORTED inside a fused tensor, for types whose
-            values are codes or integers, and for the optimizer state of a tensor that is scaled.
+            values are codes or integers, and for the optimizer state of a tensor that is more than shifted.
     """
-    if all(rule is None for part in target.parts for rule in part.arithmetic):
-        return None
-    changes = []
+    changes: list[Steps] = []
     for part in target.parts:
-        before, after = ((1.0, 0.0) if rule is None else (rule.scale, rule.shift) for rule in part.arithmetic)
-        scale = after[0] / before[0]
-        changes.append(_UNCHANGED if before == after else (scale, after[1] - before[1] * scale))
+        before, after = (() if rule is None else rule.steps for rule in part.arithmetic)
+        changes.append(() if before == after else simplified((*inverse(before), *after)))
     if split_slot(target.name)[1] != WEIGHT:
-        # A shift leaves gradients, and so the moments of the optimizer, as they are; a factor does not.
-        changes = [_UNCHANGED if scale == 1 else (scale, shift) for scale, shift in changes]
-        if any(change != _UNCHANGED for change in changes):
+        # A shift leaves gradients, and so the moments of the optimizer, as they are; nothing else does.
+        changes = [
+            () if all(kind == AFFINE and scale == 1 for kind, scale, _ in change) else change for change in changes
+        ]
+        if any(changes):
             message = f"{target.rule}\n{rules(target)} would change the optimizer's state, and no rule says how"
             raise refuse("UNSUPPORTED", message, tensor=target.name)
-    if all(change == _UNCHANGED for change in changes):
+    if not any(changes):
         return None
     if len(changes) > 1:
         raise refuse(

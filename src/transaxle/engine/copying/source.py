@@ -7,11 +7,11 @@ from collections.abc import Mapping
 import numpy as np
 
 from transaxle.axes.geometry.piece import Move
-from transaxle.axes.layout.relayout import Copier, Target, unchanged
+from transaxle.axes.layout.relayout import Copier, Target, is_one_run, unchanged
 from transaxle.engine.copying.bitcast import Intervals
 from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Container, Entry
-from transaxle.formats.dtype import ITEM_BITS
+from transaxle.formats.dtype import ITEM_BITS, nbytes
 from transaxle.move.endpoint import Bytes
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, lower
@@ -39,6 +39,11 @@ class Source:
         Raises:
             Refused: INCOMPLETE; UNSUPPORTED where packed elements would have to be taken apart.
         """
+        whole = target.moved_whole if intervals is None or _are_all(intervals, target.shape) else None
+        if whole is not None and is_one_run(self.entries[whole]):
+            (extent,) = self.entries[whole].extents
+            size = nbytes(target.dtype, target.shape)
+            return [Transfer(extent.file, extent.offset, 0, size)] if size else []
         bits = ITEM_BITS.get(target.dtype, 8)
         found = []
         for copy in self._copier.copies(target, intervals):
@@ -70,6 +75,11 @@ class Source:
         out = np.empty(entry.nbytes, np.uint8)
         produce(self.container.storage, self.transfers(unchanged(name, entry)), 0, out, Scratch(_SCRATCH))
         return out
+
+
+def _are_all(intervals: Intervals, shape: tuple[int, ...]) -> bool:
+    """Tell whether intervals hold every position of a tensor, in order."""
+    return all(len(spans) == 1 and tuple(spans[0]) == (0, size) for spans, size in zip(intervals, shape, strict=True))
 
 
 def _landing(transfer: Transfer) -> int:

@@ -9,23 +9,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from transaxle.arguments import Overwrite
 from transaxle.encodings.arithmetic.codec import Error
 from transaxle.engine.copying.duplicate_checks import unequal
 from transaxle.engine.copying.replica_mean import averages_of
 from transaxle.engine.execute.commit import write_known, write_rest
 from transaxle.engine.execute.preflight import Cleared, preflight
 from transaxle.engine.execute.tensor_stream import Sizes, decoding_errors, items_of, measured_sizes
-from transaxle.engine.plan.conversion import Plan, PlannedTensor, Prepared, ready
-from transaxle.engine.plan.output_tensors import Measured
+from transaxle.engine.plan.conversion import Prepared, ready
+from transaxle.engine.plan.planned import Measured, Plan, PlannedTensor
 from transaxle.engine.views.cast import casting_errors, casts_of, refuse_infinite
 from transaxle.errors import gathered
-from transaxle.formats.catalog.checksums import witness_of
-from transaxle.formats.remote.url import shown
-from transaxle.formats.staging.belongings import Overwrite
+from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.staging.leftovers import sweep_beside
-from transaxle.formats.staging.location import staging_at
+from transaxle.formats.staging.location import shown, staging_at
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.formats.storage.storage import Storage
+from transaxle.formats.storage.storage import Storage, layer
 from transaxle.move.hashing import HashingFiles, digest_in
 from transaxle.move.journal import Done, Journal, refuse_other
 from transaxle.move.mover import Movement
@@ -199,15 +198,15 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
     kept = staging.prepare(prepared.draft.files if single else plan.files)
 
     write_known(staging, prepared.draft.early())
-    differing = unequal(plan.checks, storage, limit)
-    if differing:
+    if plan.checks and (differing := unequal(plan.checks, storage, limit)):
         raise gathered(differing)
     journal = Journal(staging.scratch, prepared.task)
     try:
         tensors = _still_there(staging, plan, journal.finished, kept)
         todo = [tensor for tensor in plan.tensors if tensor.name not in tensors]
         resumed = len(tensors)
-        _expect(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors])
+        if tensors:
+            _expect(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors])
         progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in todo))
         copying = _Copying(storage, limit, measured_sizes(todo, limit, partial(Worker, storage, limit)))
         first = staging.ordered and prepared.draft.sealed_first
@@ -274,7 +273,7 @@ class _Copying:
 def _expect(prepared: Prepared, tensors: Iterable[PlannedTensor]) -> None:
     """Let the checksums of what an earlier run has read be checked too: what it found of them is lost."""
     container = prepared.checkpoint.container
-    witness = witness_of(container.storage)
+    witness = layer(container.storage, Witness)
     if witness is None:
         return
     for transfer in (transfer for tensor in tensors for transfer in tensor.transfers):

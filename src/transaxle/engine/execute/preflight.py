@@ -16,15 +16,16 @@ from pathlib import Path
 
 import msgspec
 
+from transaxle.arguments import Overwrite
 from transaxle.encodings.arithmetic.codec import Error
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.execute.resume_check import is_finished
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
-from transaxle.formats.remote.url import address, is_url, local_path, shown
-from transaxle.formats.staging.belongings import Overwrite
-from transaxle.formats.staging.location import staging_at
+from transaxle.formats.remote.url import address, local_path
+from transaxle.formats.staging.location import shown, staging_at
 from transaxle.formats.staging.staging import Staging
+from transaxle.formats.storage.storage import is_url
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Task, refuse_other
 from transaxle.move.workers import Limits, Progress, limits, unwatched

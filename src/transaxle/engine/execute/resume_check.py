@@ -17,7 +17,8 @@ from transaxle.engine.compare.compare import Comparison, Difference
 from transaxle.engine.copying.duplicate_checks import unequal
 from transaxle.engine.execute.commit import manifest_of
 from transaxle.engine.execute.tensor_stream import items_of, measured_sizes
-from transaxle.engine.plan.conversion import PlannedTensor, Prepared
+from transaxle.engine.plan.conversion import Prepared
+from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.formats.catalog.catalog import Fragment
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.registry import is_one_file

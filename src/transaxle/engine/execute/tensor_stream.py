@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from transaxle.encodings.arithmetic.codec import Error
-from transaxle.engine.plan.conversion import PlannedTensor
+from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.engine.views.decoded import decoders_of
 from transaxle.engine.views.encode import Step, buffer_blocks, largest
+from transaxle.errors import Refused, refuse
 from transaxle.formats.storage.storage import Storage
 from transaxle.move.runs import Item
 from transaxle.move.transport import Alone
@@ -70,13 +71,19 @@ def _blocks(tensor: PlannedTensor, sizes: Sizes, errors: dict[str, Error], worke
     """Make a planned tensor in order; each block is valid until the next one is asked for."""
     step = tensor.step
     if step is None:
-        return worker.blocks(tensor.transfers, tensor.nbytes, dtype=tensor.dtype, arithmetic=tensor.arithmetic)
+        try:
+            yield from worker.blocks(tensor.transfers, tensor.nbytes, dtype=tensor.dtype, arithmetic=tensor.arithmetic)
+        except Refused as error:
+            if error.code != "LOSSY":
+                raise
+            raise refuse("LOSSY", f"{tensor.rule}\n{error.refusals[0].message}", tensor=tensor.name) from None
+        return
     errors[tensor.name] = Error()
 
     def add(error: Error) -> None:
         errors[tensor.name] += error
 
-    return buffer_blocks(
+    yield from buffer_blocks(
         step, _values(tensor, step, worker), sizes.get(step.tensor, ()), room=worker.room, measured=add
     )
 

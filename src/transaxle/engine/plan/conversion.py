@@ -1,35 +1,29 @@
-"""Plans: frozen, JSON-able data that says every byte a conversion will move, and every reason why it may not.
-
-Making a plan reads catalogs only. All refusals are gathered before anything is written.
-"""
+"""Making a plan: it reads catalogs only, and gathers all refusals before anything is written."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
-
-import msgspec
 
 from transaxle.axes.notation.family import Dialect
 from transaxle.axes.notation.name import natural
-from transaxle.encodings.encoding import Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
-from transaxle.engine.copying.arithmetic import affine
-from transaxle.engine.copying.duplicate_checks import PlannedCheck, plan_checks
+from transaxle.engine.copying.arithmetic import steps
+from transaxle.engine.copying.duplicate_checks import plan_checks
 from transaxle.engine.copying.source import Source
 from transaxle.engine.plan.counted_axes import counted
-from transaxle.engine.plan.file_names import clashing
 from transaxle.engine.plan.hub_weights import published
-from transaxle.engine.plan.model_config import rewritten, with_files
-from transaxle.engine.plan.output_tensors import OutputTensor, Recoded, by_name, products
-from transaxle.engine.plan.recoding import components, displaced, recoded, recoding
-from transaxle.engine.plan.target_name import is_one_file, misnamed
+from transaxle.engine.plan.model_config import rewritten
+from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Recoded, Route
+from transaxle.engine.plan.recoding import buffers_of, components, displaced, recoded, recoding
+from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed
 from transaxle.engine.plan.training_beside import without_training
 from transaxle.engine.views.cast import casts_of
-from transaxle.engine.views.encode import Encode, Step, choose
-from transaxle.engine.views.encoded import View
+from transaxle.engine.views.encode import Encode, choose
+from transaxle.engine.views.encoded import View, describes_tensors
 from transaxle.engine.views.header_metadata import joined, without_notes
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
@@ -39,151 +33,17 @@ from transaxle.formats.catalog.catalog import Draft, Entry, Spec
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.format import Format
 from transaxle.formats.registry import find, get, writable
+from transaxle.formats.storage.storage import VirtualFiles, layer
 from transaxle.formats.training_state.state import LEFT_BEHIND, ROOT, RUN
-from transaxle.formats.training_state.state_groups import GROUPS, ParamGroup
+from transaxle.formats.training_state.state_groups import GROUPS
 from transaxle.move.transfer import Transfer
-from transaxle.move.workers import Affine
 
+_LARGEST = 1 << 44
+"""Cap on the elements of a tensor."""
 SHARD_SIZE = 5_000_000_000
 """Default bytes of tensors per file."""
 _FRAMEWORK = {"format": "pt"}
 """Header metadata that readers expect in every file."""
-
-
-class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
-    """A tensor to be written, and where its bytes come from."""
-
-    name: str
-    """Stored name in the target."""
-    dtype: str
-    """Safetensors code."""
-    shape: tuple[int, ...]
-    """Logical elements along each dim."""
-    places: tuple[Transfer, ...]
-    """Destinations of its bytes: consecutive runs in order, each as the transfer that would read it back."""
-    nbytes: int
-    """Size in bytes."""
-    rule: str
-    """The target dialect's line, as written."""
-    transfers: tuple[Transfer, ...]
-    """Reads that fill it, sorted by target position."""
-    arithmetic: Affine | None = None
-    """Arithmetic on every value, where the user allowed it."""
-    step: Step | None = None
-    """How the transferred values are encoded; None: they are written as they are."""
-
-    @property
-    def codes_of(self) -> str | None:
-        """Table name of the tensor whose codes these are, if it is encoded here."""
-        return self.step.tensor if self.step is not None and self.step.role == Role.CODES else None
-
-
-class Route(msgspec.Struct, frozen=True):
-    """One line of a plan, as people read it."""
-
-    component: str
-    """Logical tensors."""
-    source: tuple[str, ...]
-    """Rules of the source dialect."""
-    target: str
-    """Rule of the target dialect."""
-    tensors: int
-    """Target tensors of this line."""
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a conversion will do."""
-
-    source: str
-    """Path of the source, as typed."""
-    source_format: str
-    """Container format of the source."""
-    format: str
-    """Container format of the target."""
-    family: str | None
-    """Model family."""
-    from_dialect: str | None
-    """Dialect of the source."""
-    dialect: str
-    """Dialect of the target."""
-    tensors: tuple[PlannedTensor, ...]
-    """What is written, in file order."""
-    checks: tuple[PlannedCheck, ...]
-    """Copies that must prove equal first."""
-    routes: tuple[Route, ...]
-    """The plan by rules, for people."""
-    files: dict[str, int]
-    """Target files and their sizes, including copied ones."""
-    carried: tuple[str, ...]
-    """Files copied beside the tensors."""
-    kept: tuple[str, ...]
-    """Source tensors without a line in the target dialect: written under their own names."""
-    ignored: tuple[str, ...]
-    """Source tensors, files and notes that are left behind."""
-    aliases: dict[str, str]
-    """Target name -> target name of the tensor it is tied to."""
-    axes: dict[str, int]
-    """Axis sizes, as far as they are the same in every layer."""
-    refusals: tuple[Refusal, ...]
-    """Why it may not run; empty when it may."""
-    recoded: tuple[Recoded, ...] = ()
-    """Tensors that are decoded or encoded."""
-    allow_lossy: bool = False
-    """Whether a cast may turn finite values into infinities."""
-    stayed: tuple[str, ...] = ()
-    """Plain source tensors that keep their dtype where others are cast."""
-    counted: dict[str, int] = {}
-    """Name axes whose size only the names show -> that size: a missing last index would go unnoticed."""
-
-    @property
-    def band(self) -> int:
-        """Bytes of values that must be in memory at once to encode the largest tensor."""
-        return max((tensor.step.band for tensor in self.tensors if tensor.step is not None), default=0)
-
-    @property
-    def bytes_written(self) -> int:
-        """Bytes of all target files."""
-        return sum(self.files.values())
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of source tensors that are moved."""
-        return sum(transfer.size for tensor in self.tensors for transfer in tensor.transfers)
-
-    @property
-    def carried_files(self) -> tuple[PlannedTensor, ...]:
-        """The carried files, each as a tensor of bytes under the file's name."""
-        sizes = [(name, self.files[name]) for name in self.carried]
-        return tuple(
-            PlannedTensor(name, "U8", (size,), (transfer,), size, "", (transfer,))
-            for name, size in sizes
-            for transfer in [Transfer(name, 0, 0, size)]
-        )
-
-    @property
-    def copies(self) -> int:
-        """Number of box copies."""
-        return sum(len(tensor.transfers) for tensor in self.tensors)
-
-    @property
-    def contiguous(self) -> int:
-        """Number of box copies that are one byte range on both sides."""
-        return sum(not transfer.loops for tensor in self.tensors for transfer in tensor.transfers)
-
-    def as_json(self, *, copies: bool = True) -> dict[str, Any]:
-        """Return the plan as plain JSON data; without `copies` the single byte ranges are left out."""
-        data: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(self, refusals=()))
-        data["refusals"] = [refusal.as_json() for refusal in self.refusals]
-        data |= {
-            "bytes_read": self.bytes_read,
-            "bytes_written": self.bytes_written,
-            "copies": self.copies,
-            "contiguous": self.contiguous,
-        }
-        if not copies:
-            for tensor in data["tensors"]:
-                del tensor["transfers"]
-        return data
 
 
 @dataclass(frozen=True)
@@ -265,32 +125,32 @@ def make_plan(
     wanted = label or IDENTITY
     checkpoint, hub_refusals = _for_hub(checkpoint) if for_hub(to) else (checkpoint, [])
     view, names, problems = _viewed(checkpoint, wanted, encode, bare=wanted == to)
-    problems.extend(hub_refusals)
     unknown = checkpoint.foreign(wanted)
-    problems.extend(unknown)
+    problems += [*hub_refusals, *unknown]
     if strict and not unknown:
         problems.extend(_without_line(name, wanted) for name in view.kept)
     single = is_one_file(target)
     problems.extend(misnamed(target, form))
     source = checkpoint.source_of(wanted)
-    outputs = by_name(products(view, names, encode.encoding if encode else ""), problems)
-    groups = regrouped(checkpoint.container.metadata.get(GROUPS, ()), view.targets, problems)
-    draft_options = _draft_options(checkpoint, view, source, groups) | {"sealed": single}
-    notes = joined(checkpoint.metadata) if wanted == IDENTITY else without_notes(checkpoint.metadata)
-    draft, lost = _drafted(checkpoint, form, outputs, notes, draft_options, None if single else shard_size, problems)
+    outputs = _by_name(_outputs(view, names, encode.encoding if encode else ""), problems)
+    options = _draft_options(checkpoint, view, source, problems) | {"sealed": single}
+    notes = _notes(checkpoint, wanted)
+    draft, lost = _drafted(checkpoint, form, outputs, notes, options, None if single else shard_size, problems)
     tensors = _planned(source, outputs, draft, allow_lossy, problems)
-    checks = plan_checks(source, view.checks, problems)
-    configs = {} if single else rewritten(checkpoint, wanted, view, outputs.values(), problems)
+    checks = plan_checks(source, view.checks, problems) if view.checks or checkpoint.container.twins else ()
+    recoding_any = bool(names) or layer(checkpoint.container.storage, VirtualFiles) is not None
+    restated = not single and (recoding_any or wanted != IDENTITY)
+    configs = rewritten(checkpoint, wanted, view, outputs.values(), problems) if restated else {}
     lost.extend(name for name, text in configs.items() if text is None)
     carried = {name: size for name, size in _carried(checkpoint, draft, problems).items() if name not in configs}
-    draft = _with_configs(draft, configs, () if single else carried, problems)
+    problems.extend(clashing((*draft.files, *(() if single else carried))))
+    draft = draft.with_files({name: text for name, text in configs.items() if text is not None})
     reading = checkpoint.recognised if wanted != IDENTITY else None
-    family = reading.family.name if reading else checkpoint.family
     plan = Plan(
         source=checkpoint.path,
         source_format=checkpoint.format,
         format=form,
-        family=family,
+        family=reading.family.name if reading else checkpoint.family,
         from_dialect=checkpoint.dialect,
         dialect=pick_dialect(reading.family, wanted).label if reading else (checkpoint.dialect or IDENTITY),
         tensors=tuple(tensors),
@@ -303,9 +163,9 @@ def make_plan(
         aliases=dict(view.aliases),
         axes=_axes(checkpoint, view, reading.family.dialect(wanted) if reading else None),
         refusals=tuple(problems),
-        recoded=tuple(recoded(checkpoint, [(outputs[tensor.name], tensor.transfers) for tensor in tensors])),
+        recoded=_recoded(checkpoint, outputs, tensors) if recoding_any else (),
         allow_lossy=allow_lossy,
-        stayed=casts_of(checkpoint.container.storage).stayed,
+        stayed=casts_of(checkpoint.container.storage).stayed if recoding_any else (),
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
     )
     return Prepared(plan, checkpoint, draft)
@@ -317,12 +177,10 @@ def _for_hub(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
     return (weights.without_optimizer() if weights.settings.optimizer is None else weights), refusals
 
 
-def _with_configs(
-    draft: Draft, configs: Mapping[str, bytes | None], carried: Iterable[str], problems: list[Refusal]
-) -> Draft:
-    """Return a draft that also writes the configs that change; names that clash with carried files are refused."""
-    problems.extend(clashing((*draft.files, *carried)))
-    return with_files(draft, {name: text for name, text in configs.items() if text is not None})
+def _recoded(
+    checkpoint: Checkpoint, outputs: Mapping[str, OutputTensor], planned: Sequence[PlannedTensor]
+) -> tuple[Recoded, ...]:
+    return tuple(recoded(checkpoint, [(outputs[tensor.name], tensor.transfers) for tensor in planned]))
 
 
 def _without_line(name: str, dialect: str) -> Refusal:
@@ -349,9 +207,36 @@ def _viewed(
         names, misfits = choose(view, encode, components(checkpoint, None if wanted == IDENTITY else view))
         if wanted != IDENTITY:
             view = checkpoint.translation(wanted, recoding(names, encode.encoding))
-    if wanted == IDENTITY:
+    if wanted == IDENTITY and (names or checkpoint.decoded):
         misfits.extend(displaced(checkpoint, names))
     return view, [name for name in names if name in view.targets], [*view.refusals, *misfits]
+
+
+def _outputs(view: View, names: Iterable[str], encoding: str) -> list[OutputTensor]:
+    """Return the tensors that are written for a view, some of them as the buffers of an encoding."""
+    encoded = frozenset(names)
+    outputs = []
+    for name, target in view.targets.items():
+        if name in encoded:
+            outputs.extend(buffers_of(view, name, encoding))
+        else:
+            outputs.append(OutputTensor(name, *view.described(name), target))
+    return outputs
+
+
+def _by_name(written: Iterable[OutputTensor], problems: list[Refusal]) -> dict[str, OutputTensor]:
+    """Return output tensors by name; duplicates, and sizes that no machine can hold, are problems."""
+    outputs: dict[str, OutputTensor] = {}
+    for product in written:
+        if prod(product.shape) > _LARGEST:  # else laying it out would never end
+            message = f"the tensor would have the shape {list(product.shape)}: a size in the config is not plausible"
+            problems.append(Refusal("CORRUPT", message, Where(None, product.name)))
+            continue
+        if product.name in outputs:
+            message = f"{product.target.rule}\nwrites the same name as {outputs[product.name].target.rule}"
+            problems.append(Refusal("NAME_COLLISION", message, Where(None, product.name)))
+        outputs[product.name] = product
+    return outputs
 
 
 def _axes(checkpoint: Checkpoint, translation: View, target: Dialect | None) -> dict[str, int]:
@@ -416,8 +301,18 @@ def _unholdable(kind: Format, specs: Sequence[Spec]) -> Iterator[Refusal]:
             yield Refusal("UNSUPPORTED", f"{kind.name} has no dtype for {spec.dtype}", Where(None, spec.name), hint)
 
 
-def _draft_options(checkpoint: Checkpoint, view: View, source: Source, groups: Sequence[ParamGroup]) -> dict[str, Any]:
+def _notes(checkpoint: Checkpoint, wanted: str) -> dict[str, Any]:
+    """Return the container's metadata, as far as it is true of the target."""
+    notes = dict(checkpoint.metadata)
+    if not describes_tensors(notes):
+        return notes
+    return joined(notes) if wanted == IDENTITY else without_notes(notes)
+
+
+def _draft_options(checkpoint: Checkpoint, view: View, source: Source, problems: list[Refusal]) -> dict[str, Any]:
     """Return what drafts may take of the run: settings, with counters, and a way to read small tensors."""
+    stored_groups = checkpoint.container.metadata.get(GROUPS, ())
+    groups = regrouped(stored_groups, view.targets, problems) if stored_groups else []
 
     def read(name: str) -> bytes:
         return StoredTensor(name, *view.described(name), view.targets[name], source).tobytes()
@@ -449,7 +344,7 @@ def _planned(
     for name in draft.entries or written:
         output = written[name]
         try:
-            arithmetic = affine(output.target, allowed=allow_lossy)
+            arithmetic = steps(output.target, allowed=allow_lossy) if output.target.computed else None
             transfers = tuple(source.transfers(output.target))
         except TransaxleError as error:
             problems.extend(error.refusals)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -18,12 +17,12 @@ from transaxle.encodings.conventions.rewriting import written
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
-from transaxle.engine.plan.output_tensors import OutputTensor, encoded_tensors
+from transaxle.engine.plan.planned import OutputTensor
+from transaxle.engine.plan.recoding import encoded_tensors
 from transaxle.engine.views.cast import casts_of
 from transaxle.engine.views.decoded import decoders_of
 from transaxle.engine.views.encoded import View
 from transaxle.errors import Refusal, TransaxleError
-from transaxle.formats.catalog.catalog import Draft, Fragment
 
 
 def rewritten(
@@ -94,10 +93,3 @@ def _usual(targets: Iterable[Target]) -> str | None:
 
 def _origins(target: Any) -> set[str]:
     return {origin.name for part in target.parts for origin in part.origins}
-
-
-def with_files(draft: Draft, files: Mapping[str, bytes]) -> Draft:
-    """Return a draft with further files of known contents."""
-    fragments = (Fragment(name, 0, text) for name, text in sorted(files.items()))
-    sizes = {name: len(text) for name, text in sorted(files.items())}
-    return replace(draft, files={**draft.files, **sizes}, fragments=(*draft.fragments, *fragments))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from transaxle.axes.layout.bind import WEIGHT
 from transaxle.axes.notation.number_format import NumberFormat, Recode
+from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED
+from transaxle.encodings.encoding import ENCODINGS, Encoded, Role
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.copying.replica_mean import averages_of
-from transaxle.engine.plan.output_tensors import OutputTensor, Recoded
+from transaxle.engine.plan.planned import OutputTensor, Recoded
 from transaxle.engine.views.cast import casts_of
 from transaxle.engine.views.decoded import decoders_of
+from transaxle.engine.views.encode import Step
 from transaxle.engine.views.encoded import View
 from transaxle.errors import Refusal, Where
 from transaxle.move.transfer import Transfer
@@ -85,3 +88,33 @@ def recoded(checkpoint: Checkpoint, written: Sequence[tuple[OutputTensor, Sequen
     for name, step in steps.items():
         changed.append(Recoded(name, "encoded", step.encoding, step.convention, step.dtype, step.shape))
     return changed
+
+
+def buffers_of(view: View, name: str, encoding: str) -> list[OutputTensor]:
+    """Return the buffers that one tensor is written as."""
+    convention, spec = CONVENTIONS[PREFERRED[encoding]], ENCODINGS[encoding]
+    target = view.targets[name]
+    dtype, shape = view.described(name)
+    buffers = []
+    for role in (Role.CODES, Role.SCALE, *([Role.GLOBAL] if spec.has_global else ())):
+        step = Step(encoding, convention.name, role, name, dtype, shape)
+        stored = convention.stored(name, role, spec)
+        buffers.append(OutputTensor(stored, *convention.presented(spec, shape, role), target, step))
+    return buffers
+
+
+def encoded_tensors(view: View, written: Iterable[OutputTensor]) -> dict[str, Encoded]:
+    """Return the encoded tensors of a target by table name, both moved and newly encoded.
+
+    Args:
+        view: the target's tensors.
+        written: the tensors that are written.
+    """
+    encoded = dict(view.encoded)
+    for product in written:
+        step = product.step
+        if step is not None:
+            known_tensor = encoded.get(step.tensor)
+            parts = {**(known_tensor.parts if known_tensor else {}), Role(step.role): product.name}
+            encoded[step.tensor] = Encoded(step.tensor, step.spec, step.shape, parts, step.convention)
+    return encoded

@@ -16,9 +16,11 @@ from transaxle.axes.layout.relayout import IDENTITY, Check, Target
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.layout.tile import Tile, scales
 from transaxle.axes.translation.translate import Translation
-from transaxle.encodings.conventions.buffer_group import group
+from transaxle.encodings.conventions.buffer_group import CODES, group
 from transaxle.encodings.conventions.convention import CONVENTIONS, PREFERRED, Convention
-from transaxle.encodings.conventions.quantization import Quantization, read
+from transaxle.encodings.conventions.quantization import SECTIONS, Quantization, read
+from transaxle.encodings.conventions.te_convention import NOTE as TE_NOTE
+from transaxle.encodings.conventions.torchao_convention import NAMES as TORCHAO_NAMES
 from transaxle.encodings.encoding import WHOLE, Encoded, Encoding, Role
 from transaxle.engine.copying.bitcast import redescribed
 from transaxle.engine.views.swizzled_scales import compacted
@@ -28,6 +30,8 @@ from transaxle.formats.catalog.catalog import Container, Entry
 StoredForm = tuple[str, Shape]
 """Safetensors code and shape under which a target is stored, if they differ from the target's own."""
 
+_SCALE = "scale"
+"""Part of the name of every buffer of scales."""
 _WAY_OUT = "to keep the tensors exactly as stored:  --to FORMAT:identity"
 """Hint for buffers that do not fit together."""
 
@@ -94,6 +98,8 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
     Returns:
         Its tensors for the tables; with refusals where the buffers do not fit together.
     """
+    if modelopt is None and not _speaks_of_encodings(container, config):
+        return Catalog(container, container.entries, {})
     container = compacted(container)
     try:
         quantization = read(config, modelopt=modelopt)
@@ -123,6 +129,23 @@ def catalog(container: Container, config: Mapping[str, Any], modelopt: Mapping[s
             problems.append(Refusal("NAME_COLLISION", message, Where(None, table_entry.name)))
         entries[table_entry.name] = table_entry
     return Catalog(container, entries, groups.encoded, quantization, tuple(problems))
+
+
+def describes_tensors(metadata: Mapping[str, Any]) -> bool:
+    """Tell whether a container's metadata describes encoded tensors, as torchao's files and TransformerEngine's do."""
+    return any(key in (TE_NOTE, TORCHAO_NAMES) or key.endswith(f":{TORCHAO_NAMES}") for key in metadata)
+
+
+def _speaks_of_encodings(container: Container, config: Mapping[str, Any]) -> bool:
+    """Tell whether anything speaks of encoded tensors: a dtype, a name, the metadata or the config.
+
+    If nothing does, all tensors are plain, and nobody need know how encoded ones are stored.
+    """
+    return (
+        any(entry.dtype in CODES or _SCALE in name for name, entry in container.entries.items())
+        or describes_tensors(container.metadata)
+        or any(SECTIONS.intersection(section) for section in (config, *config.values()) if isinstance(section, Mapping))
+    )
 
 
 @dataclass(frozen=True)

@@ -187,6 +187,12 @@ class Draft:
             if self._is_sealed(sealed):
                 yield replace(sealed, data=data)
 
+    def with_files(self, files: Mapping[str, bytes]) -> Draft:
+        """Return the same draft with further files of known contents."""
+        fragments = (Fragment(name, 0, text) for name, text in sorted(files.items()))
+        sizes = {name: len(text) for name, text in sorted(files.items())}
+        return replace(self, files={**self.files, **sizes}, fragments=(*self.fragments, *fragments))
+
     @property
     def sealed_first(self) -> bool:
         """Whether the digests precede the tensors: a stream then needs them before it begins."""

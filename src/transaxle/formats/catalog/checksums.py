@@ -17,7 +17,7 @@ from threading import Lock
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.catalog.catalog import Checksum, Container, Entry
-from transaxle.formats.storage.storage import Overlay, Storage, layer
+from transaxle.formats.storage.storage import Overlay, Storage
 from transaxle.formats.storage.strided_reads import read_strided
 
 _BLOCK = 1 << 20
@@ -235,15 +235,8 @@ class Witness(Overlay):
 
 
 def witnessed(container: Container) -> Container:
-    """Return a container whose storage checks checksums while it is read, if its files have any."""
-    if not container.checksums:
-        return container
+    """Return a container whose storage checks the checksums of its files while these are read."""
     return replace(container, storage=Witness(container.storage, container.checksums, container.entries))
-
-
-def witness_of(storage: Storage) -> Witness | None:
-    """Return the witness of a storage; None where files have no checksums."""
-    return layer(storage, Witness)
 
 
 def joined(first: SummedRange, second: SummedRange) -> SummedRange:

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from transaxle.errors import TransaxleError
+from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.builtin_formats import DCP
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.dcp.byte_items import LARGEST, frame
 from transaxle.formats.dcp.key_names import as_numbered, flat_path, group_path, path_of
 from transaxle.formats.dcp.metadata import DATA_FILE, METADATA, MODULES, Payload

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from transaxle.errors import refuse
+from transaxle.errors import Faults, refuse
 from transaxle.formats.builtin_formats import DCP_DATA, DCP_METADATA
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.dtype import Shape
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, Names
 from transaxle.formats.pickled.descriptors import DType, Global, Key, Object

@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from transaxle.errors import TransaxleError
+from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.builtin_formats import DCP, DCP_RANK
 from transaxle.formats.catalog.catalog import Container, Entry, Extent, Twin
 from transaxle.formats.catalog.inline import Number, NumbersInMemory, number
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.dcp.chunks.chunk_tiling import outside, tiled
 from transaxle.formats.dcp.chunks.payload import Payloads, QuantizedChunk
@@ -24,8 +23,7 @@ from transaxle.formats.dcp.key_names import paths_within
 from transaxle.formats.dcp.metadata import METADATA, SavedChunk, SavedItem, read_metadata
 from transaxle.formats.dtype import ITEM_BITS, logical
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
-from transaxle.formats.storage.names import checked_parts
-from transaxle.formats.storage.storage import Storage
+from transaxle.formats.storage.storage import Storage, checked_parts
 from transaxle.formats.training_state.state import ROOT, Leaf, arrange
 from transaxle.formats.training_state.state_groups import single
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-from transaxle.errors import TransaxleError
+from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.builtin_formats import DCP, DCP_SHARD
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.dcp.chunks.chunk_tiling import ChunkBox, tiled
 from transaxle.formats.dtype import Shape

@@ -69,7 +69,7 @@ class CheckedValue:
         """
         for key, node in self.items():
             if not isinstance(key, str):
-                raise self.fault("its keys must be names")
+                raise self.fault("the keys must be names")
             yield key, node
 
     def list(self) -> list[CheckedValue]:
@@ -79,7 +79,7 @@ class CheckedValue:
             Refused: CORRUPT where this is neither.
         """
         if not isinstance(self.value, list | tuple):
-            raise self.fault("a list was expected")
+            raise self.fault(f"expected a list, not {_shown(self.value)}")
         return [CheckedValue(value, self.file, (*self.path, str(index))) for index, value in enumerate(self.value)]
 
     @property
@@ -100,7 +100,7 @@ class CheckedValue:
         """
         value = self.value
         if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _LARGEST:
-            raise self.fault(f"a count was expected, not {_shown(value)}")
+            raise self.fault(f"expected a count, not {_shown(value)}")
         return value
 
     def real(self) -> float:
@@ -111,7 +111,7 @@ class CheckedValue:
         """
         value = self.value
         if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
-            raise self.fault(f"a number was expected, not {_shown(value)}")
+            raise self.fault(f"expected a finite number, not {_shown(value)}")
         return float(value)
 
     def text(self) -> str:
@@ -121,7 +121,7 @@ class CheckedValue:
             Refused: CORRUPT for anything else.
         """
         if not isinstance(self.value, str):
-            raise self.fault(f"a text was expected, not {_shown(self.value)}")
+            raise self.fault(f"expected a text, not {_shown(self.value)}")
         return self.value
 
     def flag(self) -> bool:
@@ -131,7 +131,7 @@ class CheckedValue:
             Refused: CORRUPT for anything else.
         """
         if not isinstance(self.value, bool):
-            raise self.fault(f"True or False was expected, not {_shown(self.value)}")
+            raise self.fault(f"expected True or False, not {_shown(self.value)}")
         return self.value
 
     def naturals(self) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ class CheckedValue:
 
     def _dict(self) -> dict[Any, Any]:
         if not isinstance(self.value, dict):
-            raise self.fault(f"a dict was expected, not {_shown(self.value)}")
+            raise self.fault(f"expected a dict, not {_shown(self.value)}")
         return self.value
 
 

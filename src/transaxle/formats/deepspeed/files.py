@@ -7,14 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from transaxle.errors import refuse
+from transaxle.errors import Faults, refuse
 from transaxle.formats.builtin_formats import RANK_FILES
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.deepspeed import keys
 
 _ZERO, _MODEL, _LAYER, _EXPERT, _NUMBERED = map(re.compile, RANK_FILES)
 _MODEL_STATES = "_model_states"
-_HINT = "A checkpoint of a run whose ranks write to their own disks must be gathered into one folder first."
+_HINT = "Copy the missing files; where each machine wrote to its own disk, gather the files in one folder first."
 
 _Rank = TypeVar("_Rank", int, tuple[int, int])
 ModelRank = int
@@ -83,7 +82,7 @@ def sort_files(names: Iterable[str], folder: str) -> RankFiles:
         elif match := _LAYER.fullmatch(name):
             _claim(layers.setdefault(int(match[1]), {}), int(match[2] or 0), name, faults)
     if not model and not optimizer:
-        raise refuse("INCOMPLETE", f"no file *{keys.MODEL_END} is there", file=folder, hint=_HINT)
+        raise refuse("INCOMPLETE", f"the folder has no file *{keys.MODEL_END}", file=folder, hint=_HINT)
     _complete(model, optimizer, zero3, faults)
     if faults:
         raise faults.error()
@@ -94,7 +93,10 @@ def _claim(files_by_rank: dict[_Rank, str], rank: _Rank, name: str, faults: Faul
     other_file = files_by_rank.setdefault(rank, name)
     if other_file != name:
         faults.add(
-            "CORRUPT", f"{other_file} is of the same rank", name, hint="Remove the one that is not of this checkpoint."
+            "CORRUPT",
+            f"{other_file} belongs to the same rank",
+            name,
+            hint="Remove the file that belongs to another checkpoint.",
         )
 
 
@@ -105,7 +107,12 @@ def _complete(
     ranks = range(max(*model, *optimizer, 0) + 1)
     dp_ranks = range(max((rank for grid in (*optimizer.values(), *model.values()) for rank in grid), default=0) + 1)
     if len(ranks) * len(dp_ranks) > 1 << 20:
-        faults.add("INCOMPLETE", f"the names speak of {len(ranks)} x {len(dp_ranks)} ranks", None, hint=_HINT)
+        faults.add(
+            "INCOMPLETE",
+            f"the file names claim {len(ranks)} x {len(dp_ranks)} ranks; at most {1 << 20} are read",
+            None,
+            hint=_HINT,
+        )
         return
     for rank in ranks:
         for dp_rank in dp_ranks if zero3 else (0,):

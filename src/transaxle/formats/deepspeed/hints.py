@@ -21,7 +21,7 @@ from transaxle.formats.pickled.descriptors import Global, Object
 
 HINTS = "cuts"
 """Key of the hints among the facts about a run: parameter -> hint."""
-_CUT_AGAIN = "DeepSpeed could not cut it again: convert the checkpoint of the run itself once more."
+_CUT_AGAIN = "DeepSpeed could not cut this parameter again. Convert the run's own checkpoint once more."
 Hint = Mapping[str, Any]
 """Some of `cat_dim`, `param_n_sub_params`, `sub_param_shape` and `vocab_tensor`."""
 _SHAPE_CLASS = Global("deepspeed.checkpoint.universal_checkpoint", "SubparamShape")
@@ -116,7 +116,7 @@ def check_hint(hint: Hint, name: str, shape: Shape, file: str) -> None:
     elif parts != 1 and (not parts or not shape or shape[dim] % parts):
         problem = f"{keys.SUB_COUNT} is {parts} along dim {dim}"
     if problem:
-        message = f"{problem}, and the tensor has the shape {list(shape)}"
+        message = f"{problem}, which does not fit the tensor's shape {list(shape)}"
         raise refuse("SHAPE_MISMATCH", message, file=file, tensor=name, hint=_CUT_AGAIN)
 
 

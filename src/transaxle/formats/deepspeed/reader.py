@@ -13,10 +13,9 @@ from math import prod
 from typing import Any
 
 from transaxle.arguments import Weights
-from transaxle.errors import TransaxleError, refuse
+from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Checksum, Container, Entry, Twin
 from transaxle.formats.catalog.inline import NumbersInMemory
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.files import ModelRank as Rank
@@ -43,9 +42,9 @@ SCRIPTS = frozenset({keys.LATEST, keys.LATEST_UNIVERSAL, "zero_to_fp32.py", "zer
 """Files beside the folders of steps that mean nothing elsewhere."""
 _TIED = "tied_modules."
 _OF_A_LAYER = re.compile(r"(\d{1,6})\.")
-_WITHOUT_ZERO = "the state of an optimizer without ZeRO"
-_ONLY_LOW = "Copy the missing files; --weights lp reads the module's own weights, in low precision."
-_NO_LOW = "ZeRO-3 saves no weights in low precision: its module holds empty placeholders"
+_WITHOUT_ZERO = "state of an optimizer without ZeRO"
+_ONLY_LOW = "Copy the missing files, or use --weights lp to read the module's own weights in low precision."
+_NO_LOW = "ZeRO-3 saves no weights in low precision; the module in its files holds empty placeholders"
 
 
 @dataclass(slots=True)
@@ -102,16 +101,18 @@ def open_deepspeed(
     models, states, layers, checksums = _read(inline, files, prefix, faults)
     models = _with_experts(inline, models, files, prefix, checksums, faults)
     if weights != "lp" and not files.optimizer and any(model.shapes for ranks in models.values() for model in ranks):
-        message = f"it is of a run with ZeRO, and no file *{keys.OPTIM_END} is there, which hold its weights"
+        message = f"the run used ZeRO, which stores its weights in files *{keys.OPTIM_END}, and these are missing"
         faults.add("INCOMPLETE", message, prefix.rstrip("/") or path, hint=_ONLY_LOW)
     if faults:
         raise faults.error()
     pp, tp = degrees(models, files.layers.values(), len(files.optimizer.get(0, {})))
     catalog = _Assembly()
     table_cuts = _table_cuts(models, layers, storage, cutter) if tp > 1 else None
+    # Model ranks are numbered stage by stage: stage * tp + tensor-parallel rank.
     for stage in range(pp):
         numbers = [stage * tp + rank for rank in range(tp)]
         catalog.add(_stage([(models[n], states.get(n, ())) for n in numbers], table_cuts, faults), stage)
+    # Layer files come last: what the optimizer's files already gave in full precision has precedence.
     _add_layers(catalog, layers, _info(models[0], table_cuts, tp), tp, faults)
     if pp > 1 or layers:
         _check_layers(catalog, models, layers, faults)
@@ -192,7 +193,9 @@ def _with_experts(
                 with_experts(model, expert_files, read, faults) for model in models_with_experts[rank]
             ]
         else:
-            faults.add("INCOMPLETE", f"there are experts of model rank {rank}, and no model file", inline.path)
+            faults.add(
+                "INCOMPLETE", f"there are expert files of model rank {rank}, but its model file is missing", inline.path
+            )
     return models_with_experts
 
 
@@ -216,15 +219,15 @@ def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int =
         tp = len(next(iter(layers))) if layers else ranks
         pp = ranks // max(tp, 1)
     if pp * tp != ranks:
-        message = f"it is of a run with {pp} pipeline stages and {tp} tensor-parallel ranks; there are {ranks} in all"
+        message = f"the run had {pp} pipeline stages of {tp} tensor-parallel ranks, but {ranks} ranks have files"
         if pp * tp > ranks:
-            raise refuse("INCOMPLETE", f"{message}, and no mp_rank_{ranks:02d}", file=first_model.file)
+            raise refuse("INCOMPLETE", f"{message}; mp_rank_{ranks:02d} is missing", file=first_model.file)
         raise refuse("CORRUPT", message, file=first_model.file)
     world = first_model.root.get(keys.DP_WORLD)
     if world is not None and parts and world.natural() != parts:
-        message = f"it is of a run with {world.natural()} data-parallel ranks; there are optimizer files of {parts}"
+        message = f"the run had {world.natural()} data-parallel ranks, but there are optimizer files of {parts}"
         if world.natural() > parts:
-            raise refuse("INCOMPLETE", f"{message}, and no zero_pp_rank_{parts}", file=first_model.file)
+            raise refuse("INCOMPLETE", f"{message}; zero_pp_rank_{parts} is missing", file=first_model.file)
         raise refuse("CORRUPT", message, file=first_model.file)
     return pp, tp
 
@@ -232,6 +235,7 @@ def degrees(models: _Models, layers: Collection[Mapping[int, str]], parts: int =
 def _table_cuts(models: _Models, layers: _Layers, storage: Storage, cutter: Cutter) -> TableCuts | None:
     """Return the cuts that the tables state; None where the files state them."""
     firsts = [ranks[0] for _, ranks in sorted(models.items())]
+    # Metadata in the files is what the run itself knew, so it has precedence over any table.
     if all(model.root.get(keys.INFO) is not None for model in firsts):
         return None
     names = dict.fromkeys(
@@ -282,7 +286,7 @@ def _add_layers(
     """Add what only the layer files of a pipeline hold: the module's tensors, and parameters that are not trained."""
     for number, ranks in layers.items():
         if len(ranks) != tp:
-            message = f"there are the files of {len(ranks)} of its {tp} tensor-parallel ranks"
+            message = f"it has files of {len(ranks)} tensor-parallel ranks; the run had {tp}"
             faults.add("INCOMPLETE", message, f"layer {number}")
             continue
         for name in dict.fromkeys(name for rank in ranks for name in rank):
@@ -291,6 +295,8 @@ def _add_layers(
             shared = next(
                 (weight for weight in catalog.weights if weight.startswith(_TIED) and weight.endswith(f".{name}")), None
             )
+            # The module of a tied layer stores its weight again under the layer's number. It is trained under its tied
+            # name only.
             tied = known_weight is None and shared is not None and not _trains(catalog, number)
             entry_name = shared if tied and shared is not None else full
             if tied:
@@ -312,7 +318,7 @@ def _check_layers(catalog: _Assembly, models: _Models, layers: _Layers, faults: 
     frozen = (name for ranks in models.values() for name in ranks[0].frozen)
     numbers = {int(match[1]) for name in (*catalog.states, *frozen) if (match := _OF_A_LAYER.match(name))}
     for number in sorted(numbers - layers.keys()):
-        faults.add("INCOMPLETE", "it has parameters, and its file is missing", f"layer {number}")
+        faults.add("INCOMPLETE", "the layer has parameters, but its file is missing", f"layer {number}")
 
 
 def _beside(
@@ -323,7 +329,7 @@ def _beside(
     if len(shards) < len(rank_entries):
         raise refuse(
             "INCOMPLETE",
-            f"{len(rank_entries) - len(shards)} of {len(rank_entries)} ranks' files do not hold it",
+            f"it is missing in the files of {len(rank_entries) - len(shards)} of {len(rank_entries)} ranks",
             tensor=name,
         )
     spread = unspread(shards) if info is None else info.spread(name, tuple(shard.shape for shard in shards))
@@ -357,7 +363,7 @@ def _entries(catalog: _Assembly, inline: NumbersInMemory, weights: Weights, file
     chosen = catalog.low if weights == "lp" else catalog.weights
     for name in catalog.states if weights == "lp" else ():
         if name not in chosen and name in catalog.weights and catalog.weights[name].nbytes:
-            message = "it is trained, and no file holds it in low precision"
+            message = "no file holds this parameter in low precision"
             raise refuse("INCOMPLETE", message, file=inline.path, tensor=name, hint="Leave out --weights lp.")
     entries = {name: Entry(name, entry.dtype, entry.shape, entry.extents) for name, entry in chosen.items()}
     for name, factor in catalog.scaled.items():
@@ -367,8 +373,9 @@ def _entries(catalog: _Assembly, inline: NumbersInMemory, weights: Weights, file
         for state, entry in states.items():
             name = f"{OPTIMIZER}{parameter}/{state}"
             if name in entries:
-                raise refuse("NAME_COLLISION", f"a parameter has the name of a state of {parameter}", tensor=name)
+                raise refuse("NAME_COLLISION", f"a parameter has the same name as a state of {parameter}", tensor=name)
             entries[name] = Entry(name, entry.dtype, entry.shape, entry.extents)
+    # States of an optimizer without ZeRO; at most one of the two kinds exists.
     entries |= catalog.numbered
     return {name: entry for name, entry in entries.items() if prod(entry.shape) or entry.extents or entry.shape}
 

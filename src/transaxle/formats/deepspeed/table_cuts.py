@@ -18,10 +18,10 @@ Divider = Callable[[str, Sequence[Shape]], Division]
 Cutter = Callable[[Storage, Sequence[str]], Divider]
 """The checkpoint's files and the names of its parameters -> what cuts them; raises where no table reads the names."""
 
-UNTOLD = "the checkpoint does not say how its tensor-parallel ranks were cut, and nothing is joined by guess"
+UNTOLD = "the checkpoint does not say how it was cut over the tensor-parallel ranks, so they cannot be joined"
 HINT = (
-    "Older checkpoints do not say it. The model's table does: give --family NAME and --config FILE, or --rules FILE "
-    "for a model that has no table; see the guide on DeepSpeed checkpoints."
+    "The table of the model's family can say it: give --family NAME and --config FILE, or --rules FILE for a model "
+    "without a table. The guide on DeepSpeed checkpoints has an example."
 )
 
 

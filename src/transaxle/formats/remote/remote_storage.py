@@ -16,8 +16,7 @@ from transaxle.errors import Refusal, TransaxleError, refuse
 from transaxle.formats.remote.read_ahead import MEMORY, ReadAhead
 from transaxle.formats.remote.service import FILE, RANGES, Info, Service
 from transaxle.formats.remote.web import WEB
-from transaxle.formats.storage.names import checked_parts, is_plain
-from transaxle.formats.storage.storage import Listing, Storage
+from transaxle.formats.storage.storage import Listing, Storage, checked_parts, is_plain
 
 _TAGS = ("ETag", "etag", "generation", "blob_id", "oid", "sha256", "Content-MD5", "Digest")
 """Names under which services state the tag of an object's content; the first that exists counts."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.remote.url import harmless, scheme, shown
+from transaxle.formats.remote.url import harmless, scheme, without_secrets
 from transaxle.formats.remote.web import WEB, TooMuchError, session
 
 _CLIENTS = {
@@ -67,7 +67,7 @@ class Service:
     def __init__(self, url: str, *, writing: bool = False) -> None:
         self.scheme = scheme(url)
         """What stands before the `://`."""
-        self.shown = shown(url)
+        self.shown = without_secrets(url)
         """The URL without secrets."""
         with self._named("opening it", self.shown):
             from fsspec.core import url_to_fs

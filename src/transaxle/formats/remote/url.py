@@ -1,4 +1,4 @@
-"""URLs as users type them: which paths are URLs, and how to show one without its secrets.
+"""URLs as users type them: their parts, and how to show one without its secrets.
 
 A URL may hold a password, or in its query string a signature that opens the file to whoever reads it. Errors, reports
 and logs are read by others, so every URL and every message of a service passes through here before it is shown.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from urllib.parse import unquote, urlsplit
 
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _LOCAL = "file"
 _LOCAL_HOSTS = ("", "localhost")
 _PASSWORD = re.compile(r"(//[^/@:\s]*):[^/\s]*@")
@@ -20,11 +19,6 @@ _LONGEST = 300
 _HIDDEN = "…"
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "az": "abfs"}
 """Scheme -> another scheme for the same service."""
-
-
-def is_url(path: str) -> bool:
-    """Tell whether a path is a URL, `scheme://…`."""
-    return _URL.match(path) is not None
 
 
 def scheme(url: str) -> str:
@@ -48,9 +42,9 @@ def address(url: str) -> str:
     return "/".join((f"{_ALIASES.get(kind.lower(), kind.lower())}:/", *parts))
 
 
-def shown(url: str) -> str:
-    """Return a URL without its password and its query string; any other path as it is."""
-    return _QUERY.sub(rf"\1?{_HIDDEN}", _PASSWORD.sub(rf"\1:{_HIDDEN}@", url)) if is_url(url) else url
+def without_secrets(url: str) -> str:
+    """Return a URL without its password and its query string."""
+    return _QUERY.sub(rf"\1?{_HIDDEN}", _PASSWORD.sub(rf"\1:{_HIDDEN}@", url))
 
 
 def harmless(message: str) -> str:

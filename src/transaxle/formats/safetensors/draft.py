@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from transaxle.errors import TransaxleError
+from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.dtype import BITS, nbytes
 from transaxle.formats.safetensors.header import MAX_DIMS, METADATA, blank_seal, encode_header, room_for_seal
-from transaxle.formats.sharded.shards import Sized, lay_out_shards
+from transaxle.formats.shards import Sized, lay_out_shards
 from transaxle.formats.training_state.state_groups import KEPT, ParamGroup, encode
 
 _STEM = "model"

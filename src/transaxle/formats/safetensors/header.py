@@ -17,14 +17,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transaxle.errors import LONGEST_NAME, Code, refuse
+from transaxle.errors import LONGEST_NAME, Code, Faults, refuse
 from transaxle.formats.catalog.catalog import Entry, Extent, Spec
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.catalog.seal import DIGITS, Seal, seal_of
 from transaxle.formats.catalog.strict_json import MAX_PAIRS, NotJsonError, members, pairs_in, repeated
 from transaxle.formats.dtype import BITS
-from transaxle.formats.storage.names import too_long
-from transaxle.formats.storage.storage import Storage
+from transaxle.formats.storage.storage import Storage, too_long
 
 METADATA = "__metadata__"
 """The one key of a header that is not a tensor."""

@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from transaxle.errors import Faults
 from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Container
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.safetensors.header import Header, read_header
 from transaxle.formats.safetensors.torch_parts import NOTE, NOTES, starts
-from transaxle.formats.sharded.shard_index import read_files
+from transaxle.formats.shards import read_files
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state.state_groups import GROUPS, KEPT, decode
 
@@ -43,8 +43,7 @@ def open_safetensors(storage: Storage, path: str, member: str) -> Container:
     _check_whole(read.parts)
     sidecars = sort_sidecars(storage, read.sizes)
     metadata: dict[str, Any] = {**read.index_texts, **_merged(read.parts)}
-    groups = decode(metadata.get(KEPT, ""))
-    if groups is not None:
+    if KEPT in metadata and (groups := decode(metadata[KEPT])) is not None:
         del metadata[KEPT]
         metadata[GROUPS] = groups
     seals = tuple(header.seal for header in read.parts.values() if header.seal is not None)

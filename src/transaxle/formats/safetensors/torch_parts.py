@@ -11,8 +11,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from transaxle.errors import Faults
 from transaxle.formats.catalog.catalog import Entry
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.dtype import Shape, logical
 
 NOTE = "DCP_SHARDING_INFO"

@@ -16,16 +16,14 @@ from typing import Literal, Protocol
 import msgspec
 import xxhash
 
+from transaxle.arguments import EVERYTHING, Overwrite
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
 from transaxle.formats.format import Format
 from transaxle.formats.registry import begins_right, builtin, every_format, installed, is_of_checkpoint, is_step
 from transaxle.formats.remote.service import FILE, Service
-from transaxle.formats.storage.names import is_plain
+from transaxle.formats.storage.storage import is_plain
 
-Overwrite = bool | Literal["everything"]
-"""Whether a checkpoint may be replaced; `everything`: with everything else in its folder."""
-EVERYTHING: Literal["everything"] = "everything"
 EntryKind = Literal["file", "folder", "special"]
 
 _BESIDE = frozenset({
@@ -70,20 +68,6 @@ class _ManifestFiles(msgspec.Struct):
     """The part of the manifest that lists the checkpoint's files."""
 
     files: dict[str, _ListedFile]
-
-
-def checked_overwrite(overwrite: object) -> Overwrite:
-    """Return the `overwrite` option if it is valid.
-
-    Raises:
-        UsageError: AMBIGUOUS for anything but True, False and `everything`.
-    """
-    if overwrite is True or overwrite is False:
-        return overwrite
-    if overwrite == EVERYTHING:
-        return EVERYTHING
-    message = f"overwrite must be True, False or {EVERYTHING!r}, not {overwrite!r}"
-    raise refuse("AMBIGUOUS", message, hint=f"True replaces a checkpoint, {EVERYTHING!r} everything in its folder.")
 
 
 def several_files(target: str) -> TransaxleError:

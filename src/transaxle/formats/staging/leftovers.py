@@ -19,11 +19,12 @@ from typing import Any, Literal
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.registry import is_one_file
-from transaxle.formats.remote.url import is_url, local_path, shown
+from transaxle.formats.remote.url import local_path, without_secrets
 from transaxle.formats.staging.belongings import LocalFolder, strangers
 from transaxle.formats.staging.claim import Claim, lock, opened
 from transaxle.formats.staging.place import JOURNAL, OLD, OURS, PARTIAL, SCRATCH, make_durable, neighbour
 from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.storage import is_url
 
 _HASHED = re.compile(r"[0-9a-f]{64}")
 """Replaces a name that is too long to take our suffix."""
@@ -35,7 +36,7 @@ Outcome = Literal["found", "removed", "put back", "kept"]
 
 @dataclass(frozen=True)
 class Leftover:
-    """A hidden folder that a killed run has left."""
+    """A hidden folder that a killed run left beside its target: unfinished work, or the checkpoint it replaced."""
 
     path: str
     """Its path."""
@@ -46,12 +47,12 @@ class Leftover:
     nbytes: int
     """Bytes of the files in it."""
     outcome: Outcome = "found"
-    """What became of it."""
+    """`found` as long as nothing was done with it; then `removed`, `put back` or `kept`."""
     why: str = ""
-    """Why it was kept."""
+    """Why it was kept; empty for any other outcome."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as plain JSON data."""
+        """Return the leftover as plain JSON data."""
         return asdict(self)
 
 
@@ -71,7 +72,10 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
         if local is None:
             hint = "The service removes parts of unfinished uploads, if its rules say so."
             raise refuse(
-                "UNSUPPORTED", "a killed run leaves no folders on a remote service", file=shown(typed), hint=hint
+                "UNSUPPORTED",
+                "a killed run leaves no folders on a remote service",
+                file=without_secrets(typed),
+                hint=hint,
             )
         typed = local
     if not typed or "\0" in typed:

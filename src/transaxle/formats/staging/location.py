@@ -6,12 +6,12 @@ import os
 from typing import TYPE_CHECKING
 
 from transaxle.errors import refuse
-from transaxle.formats.remote.url import is_url, local_path, scheme
+from transaxle.formats.remote.url import local_path, scheme, without_secrets
 from transaxle.formats.storage.local import LocalStorage
-from transaxle.formats.storage.storage import Storage
+from transaxle.formats.storage.storage import Storage, is_url
 
 if TYPE_CHECKING:
-    from transaxle.formats.staging.belongings import Overwrite
+    from transaxle.arguments import Overwrite
     from transaxle.formats.staging.staging import Staging
     from transaxle.formats.staging.upload import Upload
 
@@ -54,3 +54,8 @@ def _on_this_machine(path: str) -> str:
     if local is None:
         raise refuse("UNSUPPORTED", "the URL names a file on another machine", file=path)
     return local
+
+
+def shown(path: str) -> str:
+    """Return a path as reports and errors show it: a URL without its secrets, any other path as it is."""
+    return without_secrets(path) if is_url(path) else path

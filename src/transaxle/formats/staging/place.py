@@ -16,16 +16,10 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
+from transaxle.arguments import Overwrite, read_overwrite
 from transaxle.errors import refuse
 from transaxle.formats.registry import is_one_file
-from transaxle.formats.staging.belongings import (
-    LocalFolder,
-    Overwrite,
-    checked_overwrite,
-    head_of,
-    irreplaceable,
-    replaced_file,
-)
+from transaxle.formats.staging.belongings import LocalFolder, head_of, irreplaceable, replaced_file
 from transaxle.formats.staging.syscalls import exchange, rename_new
 from transaxle.formats.storage.os_errors import failed
 
@@ -80,7 +74,7 @@ class TargetPlace:
         if not has_parent:
             message = f"the folder {self.target.parent} does not exist"
             raise refuse("IO", message, file=self.typed, hint="Create it first.")
-        self._overwrite = checked_overwrite(overwrite)
+        self._overwrite = read_overwrite(overwrite)
         self.single = self.target.name if is_file else None
         """Name of the one file to write; None for a folder."""
         self.partial = neighbour(self.target, PARTIAL)

@@ -18,20 +18,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from transaxle.arguments import Overwrite, read_overwrite
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
 from transaxle.formats.registry import holds_tensors, is_one_file, opens_checkpoint
 from transaxle.formats.remote.service import FILE, Info, Service, Stream
 from transaxle.formats.staging.belongings import (
-    Overwrite,
     RemoteFolder,
-    checked_overwrite,
     irreplaceable,
     remote_head_of,
     replaced_file,
     several_files,
 )
-from transaxle.formats.storage.names import checked_parts
+from transaxle.formats.storage.storage import checked_parts
 
 PART = 8 << 20
 """Default bytes of a part; larger if the file would have too many."""
@@ -72,7 +71,7 @@ class Upload:
             raise refuse("EXISTS", "this is the root of the store", file=self._shown, hint="Name a folder in it.")
         self.found: tuple[str, ...] = ()
         """Nothing: what a killed run has sent is not to be seen."""
-        self._overwrite = checked_overwrite(overwrite)
+        self._overwrite = read_overwrite(overwrite)
         self._part = part
         self._single: str | None = None
         self._streams: dict[str, _RemoteFile] = {}

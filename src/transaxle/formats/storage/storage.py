@@ -6,13 +6,17 @@ checkpoint, a short read is an error, nothing is memory-mapped) holds for every 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from transaxle.axes.geometry.strided import Loop
-from transaxle.errors import Refusal
+from transaxle.errors import LONGEST_NAME, Code, Refusal, refuse
 from transaxle.formats.storage.strided_reads import read_each, read_strided
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_INSIDE = "Names of files in a checkpoint are relative to its folder and stay inside it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,3 +218,31 @@ def layer(storage: Storage, kind: type[Layer]) -> Layer | None:
             return storage
         storage = storage.below
     return None
+
+
+def checked_parts(name: str) -> tuple[str, ...]:
+    """Return the parts of `a/b/c`, a relative name that stays inside its folder.
+
+    Raises:
+        Refused: PATH_ESCAPE for an empty or absolute name, for `.`, `..` or empty parts (also between backslashes,
+            which other systems read as separators), and for names that hold a NUL.
+    """
+    parts = tuple(name.split("/"))
+    if "\0" in name or any(segment in ("", ".", "..") for segment in parts) or ".." in name.split("\\"):
+        raise refuse("PATH_ESCAPE", f"{name!r} is not the name of a file inside the folder", file=name, hint=_INSIDE)
+    return parts
+
+
+def is_plain(name: str) -> bool:
+    """Tell whether a name is a single path segment, with no separator of any operating system."""
+    return name not in ("", ".", "..") and not any(character in name for character in "/\\\0")
+
+
+def too_long(name: str) -> tuple[Code, str]:
+    """Return the code and message for a tensor name beyond the cap on its length."""
+    return "UNSUPPORTED", f"its name has {len(name):,} characters; names have at most {LONGEST_NAME:,}"
+
+
+def is_url(path: str) -> bool:
+    """Tell whether a path is a URL, `scheme://…`."""
+    return _URL.match(path) is not None

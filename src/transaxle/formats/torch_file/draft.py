@@ -15,17 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from transaxle.errors import TransaxleError, refuse
+from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.catalog.seal import DIGITS, seal_of
 from transaxle.formats.dtype import PACKED, code_of, nbytes
 from transaxle.formats.pickled.allowed_globals.allowed import DTYPES, STORAGES
 from transaxle.formats.pickled.descriptors import DType, Persistent, StorageType, TensorRef
 from transaxle.formats.pickled.interpreter import Bounds
 from transaxle.formats.pickled.writer import write_pickle
-from transaxle.formats.sharded.shards import Sized, lay_out_shards
+from transaxle.formats.shards import Sized, lay_out_shards
 from transaxle.formats.torch_file.saved import BYTE_ORDER, DATA, LITTLE, PICKLE, SEALED, VERSION
 from transaxle.formats.torch_file.stored_storage import STORAGE, item_bytes
 from transaxle.formats.torch_file.zip.layout import ALIGNMENT, ZipItem, ZipLayout, lay_out

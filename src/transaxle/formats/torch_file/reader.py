@@ -7,15 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from transaxle.errors import refuse
+from transaxle.errors import Faults, refuse
 from transaxle.formats.builtin_formats import TORCH
 from transaxle.formats.catalog.catalog import Checksum, Container, Entry
 from transaxle.formats.catalog.inline import NumbersInMemory, number
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.catalog.seal import Seal
 from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.pickled.descriptors import NOTHING, Object, Quantized, Scalar, TensorRef
-from transaxle.formats.sharded.shard_index import read_files
+from transaxle.formats.shards import read_files
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.quantized_tensors import NOTE, TAKEN, PlainLayout, layout
 from transaxle.formats.torch_file.saved import read_saved

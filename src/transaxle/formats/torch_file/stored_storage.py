@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from transaxle.formats.dtype import ITEM_BITS
 from transaxle.formats.pickled.descriptors import DType, StorageType
 from transaxle.formats.pickled.fault import PickleFault, malformed
-from transaxle.formats.storage.names import is_plain
+from transaxle.formats.storage.storage import is_plain
 
 STORAGE, _MODULE = "storage", "module"
 """First items of persistent ids."""

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from transaxle.errors import refuse
-from transaxle.formats.catalog.problem_list import Faults
+from transaxle.errors import Faults, refuse
 from transaxle.formats.pickled.descriptors import NOTHING
 from transaxle.formats.training_items import TrainingItem, is_training, tops
 from transaxle.formats.training_state.state_groups import (

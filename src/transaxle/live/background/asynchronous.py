@@ -22,9 +22,8 @@ from typing import Any, Unpack
 import torch
 import torch.multiprocessing as mp
 
-from transaxle.arguments import PathLike, check_keywords
+from transaxle.arguments import Overwrite, PathLike, check_keywords
 from transaxle.errors import refuse
-from transaxle.formats.staging.belongings import Overwrite
 from transaxle.live.background.ending import at_end, fail, say
 from transaxle.live.background.save_process import Answer, Layout, Order, SnapshotForm, TensorSlot, serve
 from transaxle.live.background.spawned import Parent, without_main_script
@@ -222,7 +221,7 @@ class SaveJob:
                 say(f"the save of {self._dst} goes on; waiting for it (Ctrl-C gives it up)")
             self._wait(None)
         except KeyboardInterrupt:
-            self._answer = refuse("IO", "the save was abandoned", hint="the target is unchanged")
+            self._answer = refuse("IO", "the save was abandoned", hint="The target is unchanged.")
             self._saver.close(0.0)
         if not isinstance(self._answer, SaveReport) and not self._was_told:
             say(f"the save of {self._dst} has failed, and nobody has asked for its result:\n{self._answer}")

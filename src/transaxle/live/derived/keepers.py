@@ -18,12 +18,14 @@ _HOOK, _HOOKS, _OFFLOAD = "_hf_hook", "hooks", "offload"
 _MASTER, _PARTITION = "_hp_mapping", "ds_id"
 """DeepSpeed: where the optimizer has the values of a parameter (ZeRO-1 and 2, bf16), and what ZeRO-3 took apart."""
 _DEEPSPEED = "deepspeed.runtime"
-_BEFORE = "load into the model before deepspeed.initialize; a universal checkpoint (--to deepspeed) resumes an engine"
+_BEFORE = (
+    "Load into the model before deepspeed.initialize; to resume an engine, use a universal checkpoint (--to deepspeed)."
+)
 
 
 def partitioned(model: nn.Module) -> list[Refusal]:
     """Return a refusal for each parameter that has no values: ZeRO-3 has taken them."""
-    hint = "load before deepspeed.initialize; to continue a run, convert DeepSpeed's own checkpoint"
+    hint = "Load before deepspeed.initialize; to continue a run, convert DeepSpeed's own checkpoint."
     return [
         Refusal(
             "UNSUPPORTED", "DeepSpeed ZeRO-3 has taken its values out of the module", Where(None, own_name(name)), hint
@@ -40,7 +42,7 @@ def kept_elsewhere(model: nn.Module) -> list[Refusal]:
 
 def _offloaded(model: nn.Module) -> Iterator[Refusal]:
     message = "accelerate keeps its weights elsewhere and copies them in for each forward pass"
-    hint = "load first, then call dispatch_model, cpu_offload or disk_offload"
+    hint = "Load first, then call dispatch_model, cpu_offload or disk_offload."
     for path, module in model.named_modules():
         hook = module.__dict__.get(_HOOK)
         every = getattr(hook, _HOOKS, (hook,))
@@ -50,7 +52,7 @@ def _offloaded(model: nn.Module) -> Iterator[Refusal]:
 
 
 def _mastered(model: nn.Module) -> Iterator[Refusal]:
-    message = "the values that count are in DeepSpeed's optimizer, and its next step overwrites what is loaded"
+    message = "DeepSpeed's optimizer has its own copy of the weights; its next step would overwrite the loaded values"
     keeper: object = getattr(model, "optimizer", None)
     if type(model).__module__.startswith(_DEEPSPEED) and type(keeper).__module__.startswith(_DEEPSPEED):
         yield Refusal("UNSUPPORTED", message, Where(None, None), _BEFORE)

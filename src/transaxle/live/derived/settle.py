@@ -15,8 +15,8 @@ from transaxle.live.derived.derived import Island
 from transaxle.live.derived.trial import same, tried
 
 _NO_STATE = "its optimizer state has no name that another layout could use"
-_UNFUSED = "build the model without the fusion (torchtitan: fuse_qkv=False), or omit optimizer="
-_FLAT = "shard the model with fully_shard (FSDP2), or omit optimizer= and use FSDP.optim_state_dict"
+_UNFUSED = "Build the model without the fusion (torchtitan: fuse_qkv=False), or omit optimizer=."
+_FLAT = "Shard the model with fully_shard (FSDP2), or omit optimizer= and use FSDP.optim_state_dict."
 
 
 def untaken(islands: Iterable[Island]) -> tuple[list[Refusal], tuple[str, ...]]:
@@ -36,12 +36,6 @@ def untaken(islands: Iterable[Island]) -> tuple[list[Refusal], tuple[str, ...]]:
         problems += refusals
         omitted += (own_name(island.full(name)) for name in names)
     return problems, tuple(dict.fromkeys(omitted))
-
-
-def left_out(names: Iterable[str]) -> list[Refusal]:
-    """Return a refusal for each parameter and buffer that a state dict leaves out, and a load with it."""
-    message = "its module leaves it out of state_dict, and load_state_dict does not set it"
-    return [Refusal("MISSING_TENSOR", message, Where(None, n), "strict=False leaves it unchanged") for n in names]
 
 
 def reached(islands: Iterable[Island], loaded: Container[str]) -> set[str]:

@@ -20,7 +20,7 @@ from transaxle.torch_tensors.tensor_bytes import byte_view, same_bytes
 _SEED = 20_260
 _LOWEST, _COUNT = 1, 62
 """Numbers that any type of integers holds, and of which eight bits are no NaN in any."""
-_HINT = "load into the module before it is wrapped or fused, or report it to the author of its state_dict"
+_HINT = "Load into the module before it is wrapped or fused, or report this to the author of its state_dict."
 
 
 def tried(island: Island) -> tuple[list[Refusal], tuple[str, ...]]:

@@ -191,17 +191,18 @@ class LoadPlanner(_Translating, DefaultLoadPlanner):
             stored = known.get(name)
             where = Where(None, name)
             if stored is None and not self.allow_partial_load:
-                hint = "allow_partial_load=True loads the others"
+                hint = "Use allow_partial_load=True to load the others."
                 problems.append(Refusal("MISSING_TENSOR", "the checkpoint has no tensor for it", where, hint))
             if not isinstance(value, torch.Tensor) or not isinstance(stored, TensorStorageMetadata):
                 continue
             if tuple(stored.size) != tuple(value.shape):
-                message = f"the model's is {list(value.shape)}, the checkpoint's {list(stored.size)}"
+                message = f"its shape is {list(value.shape)} in the model, but {list(stored.size)} in the checkpoint"
                 problems.append(Refusal("SHAPE_MISMATCH", message, where))
             elif stored.properties.dtype != value.dtype:
                 here, there = code_of(value.dtype), code_of(stored.properties.dtype)
-                hint = f"transaxle.load: {decode_hint(there, here)}"
-                message = f"the model's is {here}, the checkpoint's {there}"
+                way = decode_hint(there, here)
+                hint = f"With transaxle.load it can be changed. {way}" if way else ""
+                message = f"its dtype is {here} in the model, but {there} in the checkpoint"
                 problems.append(Refusal("DTYPE_MISMATCH", message, where, hint))
         if problems:
             raise gathered(problems)

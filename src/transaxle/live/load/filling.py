@@ -14,8 +14,9 @@ from torch import nn
 from transaxle.axes.layout.bind import join_slot
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.live.derived.settle import left_out, settle, untaken
+from transaxle.live.derived.settle import settle, untaken
 from transaxle.live.load.load_plan import LoadPlan, leaves_for, read_into
+from transaxle.live.model.matching import left_out
 from transaxle.live.model.meta import materialise
 from transaxle.live.model.quantized_model import stand_in
 from transaxle.live.model.state_tensors import Leaves, State
@@ -58,9 +59,11 @@ def destinations(plan: LoadPlan, state: State, checkpoint: Checkpoint, device: t
     if isinstance(state, nn.Module):
         materialise(state, plan.stored.keys() | plan.filled_by_modules, device or _default_device())
     own = leaves_for(state, checkpoint)
-    problems, omitted = untaken(island for island in own.islands if island.path in plan.untried)
-    if problems or omitted:
-        raise gathered([*problems, *left_out(omitted)])
+    untried = [island for island in own.islands if island.path in plan.untried]
+    if untried:
+        problems, omitted = untaken(untried)
+        if problems or omitted:
+            raise gathered([*problems, *left_out(omitted)])
     values = {
         name: stand_in(own.weights[name], code, meta=False)
         for name, code in plan.quantized.anew.items()
@@ -91,7 +94,9 @@ def check_filled(landings: Mapping[str, Landing]) -> None:
         Refused: INCOMPLETE.
     """
     short = [
-        Refusal("INCOMPLETE", f"{landing.written} bytes were written, {landing.left} are missing", Where(None, name))
+        Refusal(
+            "INCOMPLETE", f"{landing.written} bytes were written, but {landing.left} are missing", Where(None, name)
+        )
         for name, landing in landings.items()
         if landing.left
     ]
@@ -118,7 +123,8 @@ def finish(plan: LoadPlan, filled: Destinations) -> int:
     for name in plan.quantized.begins:
         if name in own.weights:
             begin_anew(own.weights[name])
-    settle(own.islands, own.tensors)
+    if own.islands:
+        settle(own.islands, own.tensors)
     with torch.no_grad():
         for name in own.copies.keys() & landings.keys():
             for copy in own.copies[name]:

@@ -174,6 +174,8 @@ def _converted(
 def _check_copies(seen: View, world: World, jobs: int | None) -> None:
     """Prove stored copies equal, each pair by one rank."""
     problems: list[Refusal] = []
+    if not (seen.checkpoint.checks or seen.checkpoint.container.twins):
+        return
     checks = plan_checks(seen.checkpoint.source, seen.checkpoint.checks, problems)
     place = world.ranks.index(world.rank)
     problems += unequal(checks[place :: world.size], seen.checkpoint.container.storage, limits(jobs))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import torch
@@ -18,9 +19,9 @@ from transaxle.engine.checkpoint.peft_adapter import adapter_config
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.errors import Refusal, gathered
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
-from transaxle.live.derived.settle import left_out, reached, untaken
+from transaxle.live.derived.settle import reached, untaken
 from transaxle.live.model.live_config import sizes_that_differ
-from transaxle.live.model.matching import compared, unmatched
+from transaxle.live.model.matching import compared, left_out, unmatched
 from transaxle.live.model.meta import unloadable
 from transaxle.live.model.peft_model import adapted, seen_by
 from transaxle.live.model.quantized_model import Sorted, Weights, stand_in
@@ -103,7 +104,8 @@ def plan_load(request: LoadRequest, checkpoint: Checkpoint, world: World) -> Loa
         TransaxleError: on every rank, with every problem of every rank.
     """
     with world.together():
-        check_dtype(request.dtype)
+        if request.dtype is not None:
+            check_dtype(request.dtype)
         own = leaves_for(request.state, checkpoint)
     global_tensors = census(own.tensors, world)
     weights = Weights(own.weights, world)
@@ -116,7 +118,7 @@ def plan_load(request: LoadRequest, checkpoint: Checkpoint, world: World) -> Loa
         }
         filled = {**read_into(own, source.quantized), **stand_ins}
         optimizer = _optimizer(request.optimizer, own, source.stored)
-        unloadable_modules, omitted = untaken(() if own.kept else own.islands)
+        unloadable_modules, omitted = untaken(own.islands) if own.islands and not own.kept else ([], ())
     added = census({**stand_ins, **optimizer.states}, world)
     names = _shared_names(own, source.stored, filled, optimizer, omitted, world)
     targets = {name: tensor for name, tensor in global_tensors.items() if name not in source.quantized.gone}
@@ -129,8 +131,9 @@ def plan_load(request: LoadRequest, checkpoint: Checkpoint, world: World) -> Loa
         if request.strict:
             problems += [*_left_over(checkpoint, model, match, names), *left_out(names.omitted), *beside.lacking]
             problems += [] if optimizer.optimizers is None else taken_away(checkpoint)
-        filled_by_modules = reached(own.islands, source.stored.keys() | names.tied)
-        problems += unloadable(request.state, source.stored.keys() | names.tied | filled_by_modules)
+        filled_by_modules = reached(own.islands, source.stored.keys() | names.tied) if own.islands else set[str]()
+        if _is_on_meta(request.state, own):
+            problems += unloadable(request.state, source.stored.keys() | names.tied | filled_by_modules)
         problems += unwritable(filled)
         settings = _settings(optimizer, source.view, problems)
         if problems:
@@ -168,6 +171,12 @@ def leaves_for(state: State, checkpoint: Checkpoint) -> Leaves:
         return own
     is_adapter = adapter_config(checkpoint.container) is not None
     return seen_by(peft_model, own, checkpoint.catalog.entries.keys(), adapter=is_adapter)
+
+
+def _is_on_meta(state: State, own: Leaves) -> bool:
+    """Tell whether any tensor of a state is on the meta device; `own` is what it holds."""
+    of_module = chain(state.parameters(), state.buffers()) if isinstance(state, nn.Module) else own.tensors.values()
+    return any(tensor.is_meta for tensor in of_module)
 
 
 def read_into(own: Leaves, quantized: Sorted) -> dict[str, torch.Tensor]:

@@ -13,9 +13,9 @@ from transaxle.arguments import Config, read_source
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint
 from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Checksum
-from transaxle.formats.catalog.checksums import Tally, witness_of
+from transaxle.formats.catalog.checksums import Tally, Witness
 from transaxle.formats.catalog.sidecar_files import MANIFEST
-from transaxle.formats.storage.storage import Storage
+from transaxle.formats.storage.storage import Storage, layer
 from transaxle.live.load.planned_reads import Counting
 from transaxle.live.transport.world import World
 from transaxle.move.hashing import digest
@@ -36,7 +36,8 @@ def opened(src: CheckpointLike, config: Config | None, world: World) -> Iterator
     with world.together():
         checkpoint = open_checkpoint(read_source("src", src), config=config)
     with checkpoint:
-        refuse_different(checkpoint, world)
+        if world.size > 1:
+            refuse_different(checkpoint, world)
         yield checkpoint
 
 
@@ -72,7 +73,9 @@ def refuse_different(checkpoint: Checkpoint, world: World) -> None:
     for rank, (path, identity) in zip(world.ranks, opened_by_rank, strict=True):
         if path == first_path and identity != first_identity:
             first = world.ranks[0]
-            message = f"rank {rank} opened another checkpoint there than rank {first}: it was replaced meanwhile"
+            message = (
+                f"ranks {first} and {rank} opened different checkpoints: it was replaced while they were opening it"
+            )
             raise refuse("CORRUPT", message, file=path, hint="Load again when no other program writes to this path.")
 
 
@@ -93,7 +96,7 @@ def check_sums(storage: Storage, world: World) -> None:
         Refused: CORRUPT, on every rank.
         StorageError: IO.
     """
-    witness = witness_of(storage)
+    witness = layer(storage, Witness)
     of_all_ranks = world.gather(None if witness is None else {each: witness.tally(each) for each in witness.open()})
     if witness is None or any(tallies is None for tallies in of_all_ranks):
         return  # all ranks read the same files, which give no checksums

@@ -15,7 +15,7 @@ from transaxle.live.tensors.type_change import decode_hint, may_become
 
 _COMPARED, _LIKE = 8, 0.6
 """Names for which the closest one is looked for, and how alike the two must be."""
-_OTHER_SIZES = "build the model with the sizes that the source has"
+_OTHER_SIZES = "Build the model with the sizes that the source has."
 
 
 def compared(
@@ -51,12 +51,12 @@ def compared(
         if source is None or name in experts.broken:
             continue
         if source.shape != tensor.shape:
-            message = f"the model's is {list(tensor.shape)}, the source's {list(source.shape)}"
+            message = f"its shape is {list(tensor.shape)} in the model, but {list(source.shape)} in the source"
             problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name), sizes() or _OTHER_SIZES))
             continue
         codes = any(origin in encoded for origin in source.origins)
         if source.dtype != tensor.dtype and not may_become(source.dtype, tensor.dtype, decode if codes else dtype):
-            message = f"the model's is {tensor.dtype}, the source's {source.dtype}"
+            message = f"its dtype is {tensor.dtype} in the model, but {source.dtype} in the source"
             hint = decode_hint(source.dtype, tensor.dtype, decode)
             problems.append(Refusal("DTYPE_MISMATCH", message, Where(None, name), hint))
     return problems, missing, unexpected
@@ -71,7 +71,7 @@ def unmatched(missing: Sequence[str], unexpected: Sequence[str], source: Iterabl
             keeps none is told of in the report, and no reason to refuse.
         source: those names of the source, as it names them, that are no names of the model.
     """
-    rest = "strict=False loads the others"
+    rest = "Use strict=False to load the others."
     near = _closest(missing, (*unexpected, *source), "the source")
     lacking = [
         Refusal("MISSING_TENSOR", "the source has no tensor for it", Where(None, n), near.get(n, "") + rest)
@@ -94,5 +94,13 @@ def _closest(names: Sequence[str], others: Iterable[str], side: str) -> dict[str
     for name in names[:_COMPARED]:
         near = get_close_matches(name, by_end.get(name.rpartition(".")[2], ()), 1, _LIKE)
         if near:
-            hints[name] = f"the closest name in {side} is {near[0]}; "
+            hints[name] = f"The closest name in {side} is {near[0]}. "
     return hints
+
+
+def left_out(names: Iterable[str]) -> list[Refusal]:
+    """Return a refusal for each parameter and buffer that a state dict leaves out, and a load with it."""
+    message = "its module leaves it out of state_dict, so load_state_dict cannot set it"
+    return [
+        Refusal("MISSING_TENSOR", message, Where(None, n), "Use strict=False to leave it unchanged.") for n in names
+    ]

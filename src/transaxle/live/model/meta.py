@@ -37,7 +37,7 @@ def unloadable(model: State, loaded: Container[str]) -> list[Refusal]:
     if not isinstance(model, nn.Module):
         message, hint = (
             "it is on the meta device, which has no memory to write to",
-            "give the model itself, not its state dict",
+            "Give the model itself, not its state dict.",
         )
         tensors = leaves(model).tensors.items()
         return [Refusal("UNSUPPORTED", message, Where(None, name), hint) for name, each in tensors if each.is_meta]
@@ -47,7 +47,7 @@ def unloadable(model: State, loaded: Container[str]) -> list[Refusal]:
             continue
         what = "parameter" if parameter else "buffer"
         message = f"this {what} of shape {list(tensor.shape)} is on the meta device, and nothing gives it values"
-        hint = "build the model on a real device, or give the module a method reset_parameters"
+        hint = "Build the model on a real device, or give the module a method reset_parameters."
         problems.append(Refusal("MISSING_TENSOR", message, Where(None, name), hint))
     return problems
 
@@ -101,8 +101,8 @@ def _fill(model: nn.Module, owner: nn.Module, names: Sequence[str]) -> Iterator[
         if not left:
             return
     for name in left:
-        message = "this buffer is on the meta device, and what initialises its module gives it no values"
-        yield Refusal("MISSING_TENSOR", message, Where(None, name), "build the model on a real device")
+        message = "this buffer is on the meta device, and its module's own initialisation does not give it values"
+        yield Refusal("MISSING_TENSOR", message, Where(None, name), "Build the model on a real device.")
 
 
 def _is_unfilled(buffer: torch.Tensor | None) -> bool:

@@ -25,7 +25,7 @@ _PEFT, _MODEL, _TUNER, _WRAPPER = "peft", "PeftModel", "BaseTunerLayer", "Auxili
 _BASE, _COPIES = "base_layer", "modules_to_save"
 _INSIDE, _WHOLE = "base_model.model.", "base_model."
 """Where the base is: below a tuner, or, for adapters that are prompts, in the place of one."""
-_UNMERGE = "call unmerge_adapter() first"
+_UNMERGE = "Call unmerge_adapter() first."
 
 
 def adapted(state: object) -> Any:
@@ -68,7 +68,7 @@ def _narrowed(
 ) -> Leaves:
     taken = {id(tensor) for tensor in (*tensors.values(), *(each for some in copies.values() for each in some))}
     held = {id(weight): name for name, weight in found.weights.items()}
-    message = "a PEFT model that has it can only be loaded from a checkpoint of the whole model"
+    message = "a PEFT model with this tensor can only be loaded from a checkpoint of the whole model"
     odd = [*(island.path for island in found.islands), *found.others, *held.values()]
     problems = [*problems, *(Refusal("UNSUPPORTED", message, Where(None, name)) for name in odd)]
     untouched = tuple(name for name, tensor in found.tensors.items() if id(tensor) not in taken)
@@ -116,14 +116,18 @@ def _in_files(model: Any) -> tuple[dict[str, torch.Tensor], list[Refusal]]:
     active = model.active_adapter
     problems: list[Refusal] = []
     if not isinstance(active, str):
-        return {}, [Refusal("AMBIGUOUS", f"several adapters are active: {active}", Where(), "set_adapter(one of them)")]
+        return {}, [
+            Refusal(
+                "AMBIGUOUS", f"several adapters are active: {active}", Where(), "Call set_adapter() with one of them."
+            )
+        ]
     state = model.state_dict(keep_vars=True)
     written = sys.modules[_PEFT].get_peft_model_state_dict
     tensors = written(model, state_dict=state, adapter_name=active, save_embedding_layers=False)
     own = {id(tensor) for _, tensor in persistent(model)}
     made = [name for name, tensor in tensors.items() if id(tensor) not in own]
     message = "peft creates it only in its files; the model has no such tensor"
-    problems += (Refusal("UNSUPPORTED", message, Where(None, name), "use peft's load_adapter") for name in made)
+    problems += (Refusal("UNSUPPORTED", message, Where(None, name), "Use peft's load_adapter.") for name in made)
     return {own_name(name): tensor for name, tensor in tensors.items()}, problems
 
 

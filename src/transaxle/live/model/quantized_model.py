@@ -148,7 +148,7 @@ class Weights:
                     anew[name] = source.dtype
                     gone.update(name + suffix for suffix in STATE_SUFFIXES)  # of the scaling that the source had
                 else:
-                    message = f"the model's is {list(one.shape)}, the source's {list(source.shape)}"
+                    message = f"its shape is {list(one.shape)} in the model, but {list(source.shape)} in the source"
                     problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))
             else:
                 origins = (name,) if source is None else source.origins
@@ -199,10 +199,10 @@ def _told(name: str, parameter: torch.Tensor) -> _Weight:
 
 
 def _another(name: str, one: _Weight, other: Encoded) -> Refusal:
-    message = f"the model's is {_words(one.encoding)} ({one.quantizer}), the source's {_words(other.encoding)}"
+    message = f"the model has {_words(one.encoding)} ({one.quantizer}), but the source has {_words(other.encoding)}"
     if other.encoding == one.encoding:
         message += f" in the names of {other.convention}"
-    hint = f"{decode_hint('F8_E4M3', one.dtype)}, which is quantized again"
+    hint = f"{decode_hint('F8_E4M3', one.dtype)} The parameter then quantizes the values again."
     return Refusal("DTYPE_MISMATCH", message, Where(None, name), hint)
 
 

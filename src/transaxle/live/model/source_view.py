@@ -15,7 +15,7 @@ from transaxle.errors import Code, TransaxleError, gathered, refuse
 
 _UNREAD: Code = "UNKNOWN_FAMILY"
 _UNDECIDED: Code = "AMBIGUOUS"
-_LACKS = "is a shard missing? strict=False loads what is there"
+_LACKS = "A shard may be missing. Use strict=False to load the tensors that exist."
 _SHOWN = 3
 """Names of each side that an error shows."""
 
@@ -130,5 +130,5 @@ def _told(error: TransaxleError, wanted: Sequence[str], checkpoint: Checkpoint, 
     mine, theirs = (", ".join(names[:_SHOWN]) or "(none)" for names in (wanted, list(checkpoint)))
     unread = error.refusals[0].message
     message = f"model and source have no name in common\nmodel: {mine}\nsource: {theirs}\n{unread}"
-    hint = "is it the checkpoint of another model? If not, give family=, or a table of its names, tx.open(…, rules=…)"
+    hint = "Is it the checkpoint of another model? If not, give family=, or a table of its names: tx.open(…, rules=…)."
     return refuse(_UNREAD, message, file=checkpoint.path, hint=hint)

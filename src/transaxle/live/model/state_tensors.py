@@ -27,7 +27,7 @@ from transaxle.torch_tensors.tp_shard import mark, mark_all, part_of
 State = nn.Module | Mapping[str, Any]
 """A model, or a state dict, nested or flat."""
 _SEPARATOR = "."
-_PLAIN_ONLY = "this module keeps its values in extra state; load and save the model before it is quantized"
+_PLAIN_ONLY = "This module keeps its values in extra state: load and save the model before it is quantized."
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,14 @@ def leaves(state: State) -> Leaves:
 def _strange(name: str, value: Any, *, of_module: bool) -> Refusal | None:
     """Return why an entry can be neither saved nor loaded; None where it can."""
     if is_lazy(value):
-        message, hint = "it is a lazy parameter without a shape", "run the model once first"
+        message, hint = "it is a lazy parameter without a shape", "Run the model once first."
     elif isinstance(value, torch.Tensor) and value.is_quantized:
-        message, hint = f"it has torch's own quantized type {value.dtype}", "load and save it unquantized"
+        message, hint = (
+            f"it has torch's own quantized type {value.dtype}",
+            "Load and save the model before it is quantized.",
+        )
     elif of_module and not isinstance(value, torch.Tensor) and not name.endswith(EXTRA_STATE):
-        message, hint = f"it is a {type(value).__name__}, no tensor, in the state dict of a module", _PLAIN_ONLY
+        message, hint = f"the state dict of its module has a {type(value).__name__} here, not a tensor", _PLAIN_ONLY
     else:
         return None
     return Refusal("UNSUPPORTED", message, Where(None, name), hint)
@@ -134,7 +137,7 @@ def _copy(entry: torch.Tensor) -> torch.Tensor:
 def _check(state: object) -> None:
     """Refuse what is neither model nor state dict."""
     if not isinstance(state, nn.Module | Mapping):
-        hint = "give a torch.nn.Module, or a mapping of names to tensors"
+        hint = "Give a torch.nn.Module, or a mapping of names to tensors."
         raise refuse("UNSUPPORTED", f"a {type(state).__name__} is neither a model nor a state dict", hint=hint)
 
 
@@ -148,9 +151,9 @@ def unsavable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
     problems = []
     for name, tensor in tensors.items():
         if tensor.is_meta:
-            message, hint = "it is on the meta device, and has no values", "load or initialise the model first"
+            message, hint = "it is on the meta device and has no values", "Load or initialise the model first."
         elif tensor.layout != torch.strided:
-            message, hint = f"its layout is {tensor.layout}", "give tensor.to_dense()"
+            message, hint = f"its layout is {tensor.layout}; only dense tensors can be used", "Give tensor.to_dense()."
         else:
             continue
         problems.append(Refusal("UNSUPPORTED", message, Where(None, name), hint))
@@ -163,9 +166,9 @@ def unwritable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
     for name, tensor in tensors.items():
         local = local_of(tensor)
         if local.layout != torch.strided:
-            message, hint = f"its layout is {local.layout}", "give a dense tensor"
+            message, hint = f"its layout is {local.layout}; only dense tensors can be used", "Give a dense tensor."
         elif any(size > 1 and not step for size, step in zip(local.shape, local.stride(), strict=True)):
-            message, hint = "several of its elements share memory (`expand`)", "give tensor.contiguous()"
+            message, hint = "several of its elements share memory (`expand`)", "Give tensor.contiguous()."
         else:
             continue
         problems.append(Refusal("UNSUPPORTED", message, Where(None, name), hint))

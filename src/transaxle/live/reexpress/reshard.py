@@ -13,9 +13,9 @@ from transaxle.engine.checkpoint.settings import Settings, model_config
 from transaxle.errors import gathered, refuse
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.dtype import nbytes
-from transaxle.live.derived.settle import left_out, settle, untaken
+from transaxle.live.derived.settle import settle, untaken
 from transaxle.live.model.live_config import shared_config
-from transaxle.live.model.matching import compared, unmatched
+from transaxle.live.model.matching import compared, left_out, unmatched
 from transaxle.live.model.source_view import View, view
 from transaxle.live.model.state_tensors import Leaves, State, leaves, unwritable
 from transaxle.live.reexpress.ties import Sides, filled_by_ties, spare, torn
@@ -30,7 +30,7 @@ from transaxle.move.workers import limits
 from transaxle.torch_tensors.placement import local_shape
 from transaxle.torch_tensors.torch_arguments import Ranks
 
-_CAST = "dtypes are never changed: give both sides the same, for example {name: tensor.to(torch.bfloat16)}"
+_CAST = "Resharding never changes dtypes. Give both sides the same, for example {name: tensor.to(torch.bfloat16)}."
 _SHOWN = 3
 """Names of each side that an error shows."""
 
@@ -156,7 +156,7 @@ def _plan(sides: Sides, own_target: Leaves, seen: View, *, strict: bool) -> _Pla
             raise refuse(
                 "UNKNOWN_FAMILY",
                 message,
-                hint="check that both are the same model; if they are, give family= and dialect=",
+                hint="Check that both are the same model; if they are, give family= and dialect=.",
             )
         if strict:
             problems += [*unmatched(missing, unexpected), *left_out(omitted)]

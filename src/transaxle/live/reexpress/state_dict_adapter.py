@@ -23,8 +23,9 @@ from transaxle.engine.checkpoint.settings import Settings, model_config
 from transaxle.engine.checkpoint.stacked_experts import seen
 from transaxle.engine.number_text import plural
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
-from transaxle.live.derived.settle import left_out, settle, untaken
+from transaxle.live.derived.settle import settle, untaken
 from transaxle.live.model.live_config import own_config
+from transaxle.live.model.matching import left_out
 from transaxle.live.model.state_tensors import Leaves, State, leaves
 from transaxle.live.reexpress.placement_search import ABSENT, Choice, PlacementSearch, is_present
 from transaxle.live.sharding.global_tensors import own_census
@@ -133,8 +134,8 @@ def _expressed(state_view: Checkpoint, dialect: str) -> Checkpoint:
             raise
         call = f'state, give_back = tx.loadable_as(model, "{state_view.dialect}")'
         hint = (
-            f"if another rank holds it: build the state with  {call}  from the one in {dialect}, and then call "
-            "give_back()"
+            f"If another rank holds it, build the state with  {call}  from the one in {dialect}, and then call "
+            "give_back()."
         )
         raise gathered(replace(refusal, hint=hint) for refusal in error.refusals) from None
 
@@ -292,7 +293,7 @@ class _Adapter:
             return self._local(name, tuple(((0, size),) for size in stored.shape))
         if len(meshes) > 1 or len(distributed) < len(tensors):
             message = f"it joins tensors on different meshes: {', '.join(origins)}"
-            raise refuse("UNSUPPORTED", message, tensor=name, hint="redistribute them to one mesh first")
+            raise refuse("UNSUPPORTED", message, tensor=name, hint="Redistribute them to one mesh first.")
         mesh = meshes.pop()
         ranks = mesh.mesh.flatten().tolist()
         if self._rank not in ranks:
@@ -302,7 +303,7 @@ class _Adapter:
         if choices is None:
             placed = ", ".join(f"{o} {list(t.placements)}" for o, t in zip(origins, distributed, strict=True))
             message = f"no placement matches the parts that the ranks already hold; its sources are {placed}"
-            hint = "use tx.reshard to move parts between ranks, or redistribute the sources"
+            hint = "Use tx.reshard to move parts between ranks, or redistribute the sources."
             raise refuse("UNSUPPORTED", message, tensor=name, hint=hint)
         if not is_present(choices, coordinates[self._rank]):
             return None
@@ -318,9 +319,9 @@ class _Adapter:
         stored = self._view[name]
         transfers = self._search.transfers(name, held, self._rank)
         if transfers is None:
-            message = f"this rank has {plural(len(stored.origins), 'tensor')} of it, and needs more"
+            message = f"this rank has {plural(len(stored.origins), 'tensor')} of it, but needs more"
             raise refuse(
-                ABSENT, message, tensor=name, hint="use tx.save and tx.load, which join the parts of all ranks"
+                ABSENT, message, tensor=name, hint="Use tx.save and tx.load, which join the parts of all ranks."
             )
         self._transfers[name] = transfers
         dtype, shape = torch_dtype(stored.dtype, tensor=name), local_shape(held)
@@ -350,7 +351,7 @@ def _distributed(
     if len(placements) < len(choices):
         names = mesh.mesh_dim_names
         if names is None:
-            message = "only some ranks of the mesh have it, and the mesh dims have no names to identify which"
-            raise refuse("UNSUPPORTED", message, tensor=name, hint="give init_device_mesh the argument mesh_dim_names")
+            message = "only some ranks of the mesh have it, and without names the mesh dims do not say which"
+            raise refuse("UNSUPPORTED", message, tensor=name, hint="Give init_device_mesh the argument mesh_dim_names.")
         mesh = mesh[tuple(n for n, choice in zip(names, choices, strict=True) if not isinstance(choice, int))]
     return as_dtensor(local, mesh, placements, shape)

@@ -23,7 +23,7 @@ Pair = tuple[str, str]
 """Names of two tensors of a source."""
 _FEW = 4
 """Tensors left over of which values are compared; of more only whether they lie in the same memory."""
-_UNTIED = "the model ties these tensors, but the source has two that differ: build the model with an untied head"
+_UNTIED = "The model ties these tensors, but the source has two that differ: build the model with an untied head."
 
 
 @dataclass(frozen=True)

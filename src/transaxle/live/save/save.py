@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from transaxle.arguments import PathLike, check_keywords
+from transaxle.arguments import Overwrite, PathLike, check_keywords
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import Settings
 from transaxle.engine.plan.conversion import Prepared, make_plan, ready
 from transaxle.errors import refuse
 from transaxle.formats.registry import is_one_file
-from transaxle.formats.staging.belongings import Overwrite
 from transaxle.live.model.report import SaveReport
 from transaxle.live.model.state_tensors import State
 from transaxle.live.save.collected_state import CollectedState, collect

@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 from transaxle.arguments import (
     Config,
+    Overwrite,
     PathLike,
     Size,
     check_keywords,
@@ -19,7 +20,6 @@ from transaxle.arguments import (
 )
 from transaxle.engine.plan.conversion import SHARD_SIZE
 from transaxle.errors import refuse
-from transaxle.formats.staging.belongings import Overwrite
 from transaxle.live.model.state_tensors import State
 from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.world import World
@@ -145,5 +145,7 @@ def check_alike(settings: SaveSettings, world: World) -> None:
     for rank, other in zip(world.ranks[1:], others, strict=True):
         if other != first:
             name = next(each.name for each in fields(first) if getattr(other, each.name) != getattr(first, each.name))
-            given = f"rank {rank} gave {getattr(other, name)!r}, rank {world.ranks[0]} {getattr(first, name)!r}"
-            raise refuse("AMBIGUOUS", f"{name}: {given}", hint="give the same arguments on all ranks")
+            given = (
+                f"rank {rank} gave {getattr(other, name)!r}, but rank {world.ranks[0]} gave {getattr(first, name)!r}"
+            )
+            raise refuse("AMBIGUOUS", f"{name}: {given}", hint="Give the same arguments on all ranks.")

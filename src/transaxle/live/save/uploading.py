@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from transaxle.arguments import EVERYTHING
 from transaxle.engine.execute.commit import carry, write_known, write_rest
 from transaxle.engine.plan.conversion import Prepared
-from transaxle.formats.staging.belongings import EVERYTHING
 from transaxle.formats.staging.upload import Upload, opens
 from transaxle.live.save.memory_to_files import Moved, move
 from transaxle.live.transport.world import Clock, World

@@ -14,11 +14,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+from transaxle.arguments import Overwrite
 from transaxle.engine.copying.duplicate_checks import PlannedCheck
 from transaxle.engine.execute.commit import carry, write_known, write_rest
-from transaxle.engine.plan.conversion import PlannedTensor, Prepared
+from transaxle.engine.plan.conversion import Prepared
+from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.errors import Refusal, Where, gathered
-from transaxle.formats.staging.belongings import Overwrite
 from transaxle.formats.staging.location import staging_at
 from transaxle.formats.staging.upload import Upload
 from transaxle.formats.storage.local import LocalStorage

@@ -69,7 +69,7 @@ class Runs(torch.Tensor):
             empty = first._local.new_empty(0, **options)
             return Runs(torch.Size(args[1]), empty, tuple(((0, 0),) for _ in args[1]))
         if func not in _ON_LOCAL:
-            raise refuse("UNSUPPORTED", f"{func} on a tensor that can only be saved and loaded")
+            raise refuse("UNSUPPORTED", f"this tensor can only be saved and loaded; it does not support {func}")
         local = func(*(arg._local if isinstance(arg, Runs) else arg for arg in args), **options)
         return first if func is _ops.copy_.default else Runs(first.shape, local, first._held)
 
@@ -98,7 +98,7 @@ class Runs(torch.Tensor):
         for chunk, place in self._runs():
             if chunk.offsets == index.offset:
                 return self._local[place]
-        raise ValueError(f"{index.fqn}: no run begins at {index.offset}")
+        raise ValueError(f"{index.fqn}: this rank has no chunk that begins at {index.offset}")
 
     def _runs(self) -> list[tuple[ChunkStorageMetadata, tuple[slice, ...]]]:
         per_dim: list[list[tuple[int, int, int]]] = []

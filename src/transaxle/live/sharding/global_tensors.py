@@ -47,8 +47,8 @@ Census = Mapping[str, Global]
 _Told = tuple[str, str, tuple[int, ...], int]
 _SHOWN = 8
 """Ranks that a message names."""
-_EVERYWHERE = "give the tensor on every rank of its mesh, or on none: each rank has only its part"
-_WIDER = "call this on all ranks of the mesh, with a group that contains them (group=None: all ranks)"
+_EVERYWHERE = "Give the tensor on every rank of its mesh or on none; each rank has only its part."
+_WIDER = "Call this on all ranks of the mesh, with a group that contains them (group=None: all ranks)."
 
 
 def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
@@ -131,10 +131,12 @@ class _Heard:
         ranks, everyone = set(self._ranks), set(world.ranks)
         for mesh in meshes:
             if outside := [rank for rank in mesh if rank not in everyone]:
-                message = f"it is on ranks {_listed(mesh)}, of which {_listed(outside)} are not in the process group"
+                message = (
+                    f"its mesh has ranks {_listed(mesh)}, of which {_listed(outside)} are not in the process group"
+                )
                 yield Refusal("UNSUPPORTED", message, Where(None, name), _WIDER)
             elif lost := [rank for rank in mesh if rank not in ranks]:
-                message = f"it lies on ranks {_listed(mesh)}; rank {_listed(lost)} has no such tensor"
+                message = f"its mesh has ranks {_listed(mesh)}, but rank {_listed(lost)} does not have the tensor"
                 yield Refusal("INCOMPLETE", message, Where(None, name), _EVERYWHERE)
 
     def made(self, name: str) -> Global:

@@ -96,6 +96,8 @@ class Memory(Storage):
             local = self._local(name)
             if local.device.type == "cpu" and local.is_contiguous():
                 lent = self._lent[name] = as_bytes(local)
+            # A small range of a tensor on a device is copied alone; for a larger one the whole tensor is copied and
+            # kept, as the other ranges are usually read next.
             elif local.is_contiguous() and _APART * size <= local.nbytes:
                 return as_bytes(local.view(-1).view(torch.uint8)[offset : offset + size].cpu())
             else:
@@ -118,16 +120,20 @@ class Memory(Storage):
         """Return this rank's part of a tensor; its own copy of another's number, which a format reads when it plans."""
         rank, _, tensor = name.partition(_SEPARATOR)
         own = self._tensors.get(tensor)
+        # Numbers (a step) are read while planning, on every rank, though the catalog names one owner. They are equal on
+        # all ranks, so the own copy serves.
         if int(rank) != self._rank and (own is None or own.dim()):
-            raise refuse("IO", f"it is in the memory of rank {rank}; this is rank {self._rank}", tensor=tensor)
+            raise refuse("IO", f"rank {self._rank} cannot read it: it is in the memory of rank {rank}", tensor=tensor)
         return local_of(self._tensors[tensor])
 
     def _copied(self, name: str, local: torch.Tensor) -> Bytes:
         """Copy a tensor to the CPU; the copies that were asked for last are kept."""
+        # Taken out and put back at the end, so that the first entry is the one unused for longest.
         copied = self._kept.pop(name, None)
         if copied is None:
             copied = as_bytes(local.contiguous().cpu())
         self._kept[name] = copied
+        # The copy just made stays even if it alone exceeds the limit: it is about to be used.
         while len(self._kept) > 1 and sum(map(len, self._kept.values())) > _KEPT:
             self._kept.popitem(last=False)
         return copied
@@ -136,7 +142,7 @@ class Memory(Storage):
 def memory_of(container: Container) -> Memory:
     """Return the memory behind a container of live tensors."""
     if not isinstance(container.storage, Memory):
-        raise TypeError(f"{container.path} is no memory")
+        raise TypeError(f"{container.path} is not a model in memory")
     return container.storage
 
 
@@ -182,13 +188,18 @@ def own_entry(tensor: Global, rank: int) -> Entry:
 def _entry(tensor: Global, given: dict[int, int]) -> Entry:
     extents: list[Extent] = []
     covered: set[tuple[tuple[int, int], ...]] = set()
+    # Parts of different ranks may have chunks in common (ranks that share a key and value head): a chunk is listed
+    # once.
     for held, ranks in tensor.boxes.items():
+        # Of replicas the rank with the fewest bytes so far gives its own; the rank number breaks ties, so that all
+        # ranks agree.
         owner = min(ranks, key=lambda rank: (given.get(rank, 0), rank))
         given[owner] = given.get(owner, 0) + nbytes(tensor.dtype, local_shape(held))
         for spans, extent in _extents(tensor, held, file_of(owner, tensor.name)):
             if spans not in covered:
                 covered.add(spans)
                 extents.append(extent)
+    # No chunk is listed twice, so their sizes add up to the whole if there is no hole.
     size = sum(_count(extent.shape) for extent in extents)
     if size != _count(tensor.shape):
         message = f"all ranks together hold only {size} of its {_count(tensor.shape)} elements"

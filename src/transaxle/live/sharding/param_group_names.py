@@ -23,7 +23,7 @@ _NAMES = re.compile(rf"((?:.*\.)?{GROUPS})\.[0-9]+\.{PARAMS}")
 """Flat name of the parameters of one group, where some setting is a tensor; what stands before its number."""
 _ONE = re.compile(rf"((?:.*\.)?{GROUPS}\.)(.+)(\.[^.]+)")
 """Flat name of one setting of one parameter."""
-_HINT = "build the optimizer with the groups that the source has"
+_HINT = "Build the optimizer with the groups that the source has."
 
 
 class ParamGroupNames:
@@ -56,7 +56,9 @@ class ParamGroupNames:
             values[name] = read[sources[0]]
             other = next((source for source in sources if repr(read[source]) != repr(values[name])), None)
             if other is not None:
-                message = f"{sources[0]} is {values[name]!r} and {other} is {read[other]!r}; here they are one"
+                message = (
+                    f"{sources[0]} is {values[name]!r} and {other} is {read[other]!r}, but here they are one parameter"
+                )
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, name), _HINT))
         lists: dict[str, list[str]] = defaultdict(list)
         for name, value in values.items():
@@ -118,7 +120,7 @@ def _renamed(own: Iterable[ParamGroup], stored: Sequence[ParamGroup], problems: 
         first_of = {group_of[source]: source for source in reversed(sources)}
         if len(first_of) > 1:
             shown = " and ".join(first_of[number] for number in dict.fromkeys(map(group_of.__getitem__, sources)))
-            message = f"{shown} were trained with different settings; here they are one"
+            message = f"{shown} were trained with different settings, but here they are one parameter"
             problems.append(Refusal("UNSUPPORTED", message, Where(None, name), _HINT))
         for source in sources:
             new_names.setdefault(source, [source] if source in own_names else []).append(name)

@@ -22,8 +22,8 @@ _Peers = tuple[int, ...]
 _NAMED = 8
 """Ranks that a message names."""
 _HINT = (
-    "broadcast them from one rank, or find out why they drifted apart (a gradient that is not summed over all ranks); "
-    "check_copies=False writes one of them"
+    "Broadcast the tensor from one rank, or find out why the copies drifted apart (a gradient that is not summed over "
+    "all ranks). Use check_copies=False to write one of them."
 )
 
 

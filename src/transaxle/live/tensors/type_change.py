@@ -41,15 +41,15 @@ def may_become(stored: str, wanted: str, allowed: str | None) -> bool:
     return allowed is not None and stored in PLAIN and CASTS[allowed] == wanted
 
 
-def check_dtype(dtype: str | None) -> None:
+def check_dtype(dtype: str) -> None:
     """Refuse a `dtype=` that parameters cannot be cast to.
 
     Raises:
         Refused: UNSUPPORTED.
     """
-    if dtype is not None and dtype not in CASTS:
+    if dtype not in CASTS:
         named = ", ".join(f'dtype="{one}"' for one in CASTS)
-        raise refuse("UNSUPPORTED", f"dtype={dtype!r}: parameters cannot be cast to this type", hint=named)
+        raise refuse("UNSUPPORTED", f"parameters cannot be cast to dtype={dtype!r}", hint=f"Give {named}.")
 
 
 def is_plain(stored: str) -> bool:
@@ -61,14 +61,14 @@ def decode_hint(stored: str, wanted: str, decode: str | None = None) -> str:
     """Return what a user can do about two types that differ, although `decode` was given."""
     said = next((key for key, code in CASTS.items() if code == wanted), None)
     if stored in PLAIN and wanted.startswith(_CODES):
-        return "to quantize, use transaxle convert --encode, or a parameter of tx.quant"
+        return "To quantize, use transaxle convert --encode, or a parameter of tx.quant."
     if said is None or not stored.startswith(("F", "BF")):
         return ""
     if stored in PLAIN:
-        return f'dtype="{said}" casts what is stored to the parameter\'s type'
+        return f'Use dtype="{said}" to cast the stored values to the parameter\'s dtype.'
     if said == decode:
-        return "codes mean nothing without their scales, and these have none"
-    return f'decode="{said}" converts what is stored to the parameter\'s type'
+        return "These are codes without scales, which have no values."
+    return f'Use decode="{said}" to convert the stored tensor to the parameter\'s dtype.'
 
 
 def decoded(checkpoint: Checkpoint, decode: str | None, keep: Iterable[str] = ()) -> Checkpoint:
@@ -86,7 +86,7 @@ def decoded(checkpoint: Checkpoint, decode: str | None, keep: Iterable[str] = ()
         return checkpoint
     if decode not in CASTS:
         named = ", ".join(f'decode="{one}"' for one in CASTS)
-        raise refuse("UNSUPPORTED", f"decode={decode!r}: parameters cannot be decoded to this type", hint=named)
+        raise refuse("UNSUPPORTED", f"parameters cannot be decoded to decode={decode!r}", hint=f"Give {named}.")
     if not checkpoint.catalog.encoded and not checkpoint.catalog.refusals:
         return checkpoint  # a plain source needs no decoding, and what is of another type needs `dtype`
     return checkpoint.decode(_DECODED_AS[decode], skip=[escape(name) for name in keep])

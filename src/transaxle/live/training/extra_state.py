@@ -137,14 +137,14 @@ class Extras:
         if name in self.states:
             return None
         if name in self._others:
-            message = f"{self._saved_by} ranks saved a state each, but {self._size} load it"
-            hint = "leave it out of extra, or load with strict=False; Random(strict=False) stays as it is"
+            message = f"{self._saved_by} ranks saved a state each, but {self._size} ranks load it"
+            hint = "Leave it out of extra, or load with strict=False; Random(strict=False) stays as it is."
             return Refusal("UNSUPPORTED", message, Where(FILE, name), hint)
         return Refusal(
             "MISSING_TENSOR",
             "the source does not have this state",
             Where(FILE, name),
-            "strict=False leaves it unchanged",
+            "Use strict=False to leave it unchanged.",
         )
 
 
@@ -190,7 +190,7 @@ def _octets(value: Any, path: str, problems: list[Refusal]) -> Any:
         data = _text(as_bytes(held).tobytes())
         return {_TENSOR: {_DTYPE: code_of(held.dtype), _SHAPE: list(held.shape), _DATA: data}}
     message = f"it is a {type(value).__module__}.{type(value).__qualname__}, which is not plain data"
-    hint = "give a state_dict of numbers, texts, bytes, lists, dicts, tensors and arrays"
+    hint = "Give a state_dict of numbers, texts, bytes, lists, dicts, tensors and arrays."
     problems.append(Refusal("UNSUPPORTED", message, Where(FILE, path), hint))
     return None
 

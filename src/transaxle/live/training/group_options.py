@@ -20,7 +20,7 @@ from transaxle.live.transport.world import World
 from transaxle.torch_tensors.torch_dtype import code_of
 
 _OWN = frozenset({"foreach", "fused", "capturable", "differentiable"})
-_HINT = "build the optimizer with the groups that the source has"
+_HINT = "Build the optimizer with the groups that the source has."
 
 
 def groups_of(optimizers: Optimizers, named: Mapping[str, torch.Tensor]) -> list[ParamGroup]:
@@ -67,7 +67,7 @@ def all_groups(mine: Sequence[ParamGroup], world: World) -> list[ParamGroup]:
             first = found.setdefault(key, {**said, PARAMS: []})
             for name in group[PARAMS]:
                 if held.setdefault(name, key[1]) != key[1]:
-                    message = f"rank {rank} trains it with {key[1]}, another rank with {held[name]}"
+                    message = f"rank {rank} trains it with {key[1]}, but another rank with {held[name]}"
                     problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, name)))
                 elif name not in first[PARAMS]:
                     first[PARAMS].append(name)
@@ -104,7 +104,9 @@ def settings_for(
             first, second = found[-1], taken[other]
             unlike = [key for key in {**first, **second} if repr(first.get(key)) != repr(second.get(key))]
             said = "; ".join(f"{key}: {first.get(key)!r} and {second.get(key)!r}" for key in unlike)
-            message = f"the source trains {mine[0]} and {other} with different settings ({said}); here they are one"
+            message = (
+                f"the source trains {mine[0]} and {other} with different settings ({said}), but here they are one group"
+            )
             problems.append(Refusal("UNSUPPORTED", message, Where(None, f"optimizer group {number}"), _HINT))
     return found, problems
 

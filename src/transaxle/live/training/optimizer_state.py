@@ -29,7 +29,7 @@ _PARAMS = "params"
 _ON_DEVICE = ("capturable", "fused")
 """Settings of a group under which its counters live on the parameters' device."""
 _TOO_EARLY = (
-    "build the optimizer from this model's parameters, after fully_shard or parallelize_module has replaced them"
+    "Build the optimizer from this model's parameters, after fully_shard or parallelize_module has replaced them"
 )
 _NUMBERS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 """Python's numbers, and the types of the tensors that stand for them."""
@@ -134,7 +134,7 @@ def taken_away(checkpoint: Checkpoint) -> list[Refusal]:
     if manifest is None or any(split_slot(name)[1] for name in (*container.entries, *container.left)):
         return []
     message = "the checkpoint lists this file, but it is missing"
-    hint = "copy it; strict=False, or omitting optimizer=, loads the model alone"
+    hint = "Copy the file. To load only the model, use strict=False or omit optimizer=."
     files = [file for file in manifest.files if file.startswith(f"{STATE_FOLDER}/")]
     return [Refusal("INCOMPLETE", message, Where(file), hint) for file in files]
 
@@ -212,7 +212,7 @@ def _is_encoded(state: torch.Tensor) -> bool:
 
 def _encoded(name: str, state: torch.Tensor) -> Refusal:
     message = f"it is a {type(local_of(state)).__name__}, whose values are codes with scales"
-    hint = "torch's own dcp.save of get_optimizer_state_dict stores such state; omit optimizer= to save the model alone"
+    hint = "Store such state with torch's own dcp.save of get_optimizer_state_dict, and omit optimizer= here."
     return Refusal("UNSUPPORTED", message, Where(None, name), hint)
 
 

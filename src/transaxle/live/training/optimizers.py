@@ -22,8 +22,8 @@ from transaxle.quant.modules.masters import MasterWeights
 AnyOptimizer = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 """An optimizer, a wrapper or container of some, or several of them; each parameter is in one."""
 _STATE, _DEFAULTS, _STEP = "state", "defaults", "step"
-_GIVE = "give the torch optimizers inside it, as a list; put its other state into extra="
-CARRY = 'extra={"optimizer": optimizer} keeps its state_dict() as it is, for the same ranks and shards'
+_GIVE = "Give the torch optimizers inside it as a list, and put its other state into extra=."
+CARRY = 'Use extra={"optimizer": optimizer} to keep its state_dict() as it is, for the same ranks and shards.'
 """What can be done with state that has no place beside its parameter."""
 _DEEPEST = 4
 """Levels of lists and dicts in an attribute that are looked through."""
@@ -106,7 +106,7 @@ def apart(given: Any) -> Optimizers:
                 if first != number:
                     names = " and ".join(type(walk.members[each]).__name__ for each in (first, number))
                     message = f"optimizers {first} and {number} ({names}) share a parameter, of {list(parameter.shape)}"
-                    hint = "give each parameter to one optimizer"
+                    hint = "Give each parameter to one optimizer."
                     walk.problems.append(Refusal("NAME_COLLISION", message, Where(None, "optimizer parameter"), hint))
     if walk.problems:
         raise gathered(walk.problems)
@@ -130,7 +130,7 @@ class _Walk:
                 for each in several:
                     self.into(each)
             else:
-                self._refuse(given, "this is not an optimizer", "give a torch optimizer, or a list or dict of them")
+                self._refuse(given, "this is not an optimizer", "Give a torch optimizer, or a list or dict of them.")
             return
         if id(given) in self._seen:
             return
@@ -139,9 +139,9 @@ class _Walk:
         if inner:
             self._wrapper(given, inner)
         elif not isinstance(given, Optimizer):
-            self._refuse(given, "this is not a torch optimizer, and has none inside", CARRY)
+            self._refuse(given, "this is not a torch optimizer, and does not contain one", CARRY)
         elif _is_of(given, _ZERO):
-            hint = "overlap_with_ddp=False builds it at once"
+            hint = "Use overlap_with_ddp=False, which builds it at once."
             self._refuse(given, "the optimizer inside does not exist yet, or is a functional one", hint)
         else:
             self.members.append(given)
@@ -160,11 +160,11 @@ class _Walk:
         if not mine or _is_of(given, _ZERO):
             return
         if not mine & theirs or theirs - mine:
-            message = "the optimizers inside have other tensors than it: copies, or flat buffers"
-            self._refuse(given, message, "save it with its own framework; transaxle reads DeepSpeed's checkpoints")
+            message = "the optimizers inside train other tensors than its parameters: copies, or flat buffers"
+            self._refuse(given, message, "Save it with its own framework; transaxle reads DeepSpeed's checkpoints.")
         elif mine - theirs:
             count = len(mine - theirs)
-            self._refuse(given, f"{count} of its {len(mine)} parameters belong to none of the optimizers inside", _GIVE)
+            self._refuse(given, f"no optimizer inside has {count} of its {len(mine)} parameters", _GIVE)
         else:
             self._check(given, members, _GIVE)
 
@@ -248,9 +248,9 @@ def _stray(one: Any, members: Sequence[Optimizer]) -> Iterator[str]:
         if not isinstance(key, torch.Tensor):
             yield f"state under {key!r}"
         elif id(key) not in held:
-            yield f"state of a tensor of {list(key.shape)} that is none of its parameters"
+            yield f"state of a tensor of {list(key.shape)} that is not among its parameters"
         elif held[id(key)].state.get(key) is not state:
-            yield f"state of its own of a parameter of {list(key.shape)}"
+            yield f"its own state for a parameter of {list(key.shape)}"
 
 
 def _elsewhere(one: Any) -> Iterator[str]:
@@ -301,7 +301,7 @@ def _told(one: Any, members: Sequence[Optimizer]) -> Iterator[str]:
     settings = sum(_tensors(settings_of(group)) for each in members for group in each.param_groups)
     there, known = _tensors(said), sum(_tensors(state) for each in members for state in each.state.values())
     if not known <= there <= known + settings:
-        yield f"its state_dict() has {there} tensors, and the state {known}"
+        yield f"its state_dict() has {there} tensors, but the states have {known}"
 
 
 def _tensors(value: Any) -> int:

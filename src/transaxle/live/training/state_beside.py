@@ -58,7 +58,7 @@ class Beside:
         self._extras = Extras(storage.read(FILE, 0, storage.size(FILE)) if there else None, world)
         self._items = checkpoint.container.training
         self._all = stored
-        known = set(tops(self._items))
+        known = set(tops(self._items)) if self._items else set()
         self._trained = [name for name in extra if name in known and f"{EXTRA}/{name}" not in self._extras.states]
         """Extras that are training state of the source's own kind."""
         self.scalars: dict[str, Any] = {}
@@ -75,8 +75,8 @@ class Beside:
         ]
         for name in self._trained:
             odd = nested(self._items, name, lambda _: None)[1]
-            message = f"it contains more than plain data, and nothing is unpickled here: {'; '.join(odd)}"
-            hint = "leave it out of extra, and restore that part yourself"
+            message = f"it is not plain data, and a load never unpickles objects: {'; '.join(odd)}"
+            hint = "Leave it out of extra, and restore that part yourself."
             self.problems += [Refusal("UNSUPPORTED", message, Where(None, name), hint)] if odd else []
 
     def _lacking(self, key: str, known: Collection[str]) -> Refusal | None:
@@ -84,7 +84,7 @@ class Beside:
         problems = self._extras.lacking(key)
         if problems is None or not known:
             return problems
-        return replace(problems, hint=f"the source has {', '.join(sorted(known))}; {problems.hint}")
+        return replace(problems, hint=f"The source has {', '.join(sorted(known))}. {problems.hint}")
 
     def read(self) -> None:
         """Read everything; nothing is changed yet.

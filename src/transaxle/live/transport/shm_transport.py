@@ -30,11 +30,13 @@ class ShmTransport:
 
     def prepare(self, need: int) -> None:
         """Make room for so many bytes of every rank; collective over the world, which must ask for equally many."""
+        # All ranks ask for the same size, so all skip the collective calls below, or none does.
         if need <= self._half:
             return
         self._half = -(-max(need, _GRAIN) // _GRAIN) * _GRAIN
         self.close()
         try:
+            # Failure is not an error: a rank without a region is unreachable, and its bytes take the network.
             self._own = Region(2 * self._half)
         except (OSError, ValueError):
             self._own = None
@@ -43,6 +45,7 @@ class ShmTransport:
         others = {rank: address for rank, address in addresses.items() if rank != self._world.rank}
         mapped = {rank: None if address is None else seen(address) for rank, address in others.items()}
         self._seen = {rank: region for rank, region in mapped.items() if region is not None}
+        # Every rank must know who sees whom: sender and receiver have to choose the same way without another message.
         seen_by_rank = self._world.gather(frozenset(self._seen))
         self._readers = {
             sender: frozenset(
@@ -58,7 +61,7 @@ class ShmTransport:
     def room(self, start: int, size: int) -> Bytes:
         """Return room in this rank's region, for the round that comes."""
         if self._own is None:
-            raise ValueError("this rank has no region")
+            raise ValueError("this rank has no shared memory")
         begin = self._turn * self._half + start
         return self._own.bytes[begin : begin + size]
 
@@ -69,6 +72,7 @@ class ShmTransport:
 
     def flip(self) -> None:
         """End a round: what is written next goes to the other half."""
+        # Readers may still be reading the half just exchanged, so the next round writes to the other one.
         self._turn = 1 - self._turn
 
     def close(self) -> None:

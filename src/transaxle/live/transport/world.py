@@ -33,8 +33,8 @@ def collective() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        message = f"a rank was lost, or did not answer in time: {error}"
-        raise refuse("IO", message, hint="look at the first error of the other ranks") from error
+        message = f"a rank died or did not answer in time: {error}"
+        raise refuse("IO", message, hint="Look at the first error of the other ranks.") from error
 
 
 class World:
@@ -65,6 +65,7 @@ class World:
         """Return every rank's item, in the order of `ranks`; a small one costs one collective."""
         if self.size == 1:
             return [item]
+        # `frombuffer` needs writable memory, hence the bytearray.
         octets = torch.frombuffer(bytearray(pickle.dumps(item)), dtype=torch.uint8).to(self.device)
         # Sizes are not known yet: a first page of fixed size carries each item's length and its beginning.
         page = torch.zeros(_PAGE, dtype=torch.uint8, device=self.device)
@@ -73,6 +74,7 @@ class World:
         pages = self._all_gather(page)
         sizes = [int(each[:_SIZE].view(torch.int64)) for each in pages]
         rests = [page[:0]] * self.size
+        # All ranks see the same sizes, so either all join the second collective, or none.
         if (longest := max(sizes) - (_PAGE - _SIZE)) > 0:
             rest = torch.zeros(longest, dtype=torch.uint8, device=self.device)
             beyond = octets[_PAGE - _SIZE :]

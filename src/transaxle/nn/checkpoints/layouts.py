@@ -1,7 +1,7 @@
-"""Expert layouts of frameworks, to and from grouped layers in one step: names, gate|up, transposes.
+"""Expert layouts of frameworks and grouped layers, converted in one step: names, order of gate and up, transposes.
 
-For the state dict of a module that holds one layer's experts. A whole model's is converted by `transaxle.load`,
-`transaxle.state_dict_as` and `transaxle.convert`, whose tables have these lines too, and know DTensors.
+This is for the state dict of one layer's experts. `transaxle.load`, `transaxle.state_dict_as` and `transaxle.convert`
+do the same for whole models, and understand DTensors.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def family() -> Family:
 def _dialect(label: str) -> Dialect:
     dialect = family().dialect(label)
     if dialect is None:
-        raise refuse("AMBIGUOUS", f"no expert layout {label!r}; known: {', '.join(family().labels)}")
+        raise refuse("AMBIGUOUS", f"there is no expert layout {label!r}; known are {', '.join(family().labels)}")
     return dialect
 
 
 def recognised(names: list[str]) -> Dialect | None:
-    """Return the layout that reads most of some names; None where none reads any."""
+    """Return the layout that reads most of the names; None if no layout reads any."""
     grouped = group(split_slot(name)[0] for name in names)
     scored = [(score(grouped, dialect), dialect) for dialect in family().dialects]
     fitting = [(matched, dialect) for (matched, prefix), dialect in scored if matched and not prefix]
@@ -51,25 +51,29 @@ def recognised(names: list[str]) -> Dialect | None:
 
 
 def experts_as(state: Mapping[str, Any], layout: str, *, prefix: str = "", source: str | None = None) -> dict[str, Any]:
-    """Return a state dict with one layer's experts in another layout; what else is in it stays as it is.
+    """Return a state dict with one layer's experts in another layout; other entries stay as they are.
 
     Args:
-        state: any state dict, with states of an optimizer as `optim/<parameter>/<state>`; it is left as it is.
+        state: any state dict, which is not changed. Optimizer states are named `optim/<parameter>/<state>`.
         layout: `stacked`, `separate`, `hf`, `transformers`, `torchtitan`, `torchtitan@0.2` or `automodel`.
-        prefix: what stands before the experts' names, such as `model.layers.0.mlp.experts.`
-        source: the layout that they are in; None: recognised by the names.
+        prefix: prefix of the experts' names, such as `model.layers.0.mlp.experts.`
+        source: their present layout; None: it is recognised by the names.
 
     Raises:
-        Refused: MISSING_TENSOR for experts that lack; SHAPE_MISMATCH; UNSUPPORTED for DTensors, and for codes whose
-            scales would be in the way.
-        UsageError: AMBIGUOUS for a layout that there is not, or that is not recognised.
+        Refused: MISSING_TENSOR for missing experts; SHAPE_MISMATCH; UNSUPPORTED for DTensors, and for codes, which
+            cannot be moved without their scales.
+        UsageError: AMBIGUOUS for an unknown layout, or names of no known layout.
     """
     target = _dialect(layout)
     own, rest = _divided(state, prefix)
     origin = recognised(list(own)) if source is None else _dialect(source)
     if origin is None:
         first = ", ".join(list(own)[:3]) or "(none)"
-        raise refuse("AMBIGUOUS", f"no expert layout reads {first}", hint=f"layouts: {', '.join(family().labels)}")
+        raise refuse(
+            "AMBIGUOUS",
+            f"no expert layout reads the names {first}",
+            hint=f"Give source= one of {', '.join(family().labels)}.",
+        )
     sizes = Sizes(family(), {})
     bound = bind(tuple(own), family(), origin, sizes)
     _refuse_codes({name: value for name, value in own.items() if name not in bound.unknown})
@@ -94,9 +98,9 @@ def _refuse_codes(own: Mapping[str, torch.Tensor]) -> None:
         if value.dtype.itemsize == 1:
             raise refuse(
                 "UNSUPPORTED",
-                f"codes of {value.dtype}: their scales have to follow",
+                f"its codes of {value.dtype} cannot be moved without their scales",
                 tensor=name,
-                hint="transaxle.load and transaxle.convert move codes and scales together",
+                hint="Use transaxle.load or transaxle.convert, which move codes and scales together.",
             )
 
 
@@ -113,12 +117,12 @@ def _translated(owner: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -
 
 
 def accept_layouts(module: nn.Module) -> nn.Module:
-    """Let a module with grouped layers `linear_fc1` and `linear_fc2` load its experts in any layout; return it.
+    """Let a module with grouped layers `linear_fc1` and `linear_fc2` load experts in any layout; return the module.
 
-    A hook of the layers themselves would not do: they see names under their own only.
+    The hook belongs to this module, since each layer sees only the names below its own.
 
     Args:
-        module: owner of the two layers, of which the first computes gate and up.
+        module: the owner of both layers; the first computes gate and up.
     """
     module.register_load_state_dict_pre_hook(_translated)
     return module

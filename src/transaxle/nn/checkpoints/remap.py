@@ -1,4 +1,4 @@
-"""The remap of grouped parameters in state dicts: N names and one tensor are two dialects of one table.
+"""Rename and restack grouped parameters in state dicts: N tensors and one stack are two dialects of one table.
 
 One implementation for the module, for containers of modules, and for optimizer state; `transaxle.load` and the DCP
 planners use the same (`transaxle.axes.translation.expert_sets`, `transaxle.axes.translation.grouped`) on what is in
@@ -27,7 +27,7 @@ EXTRA_STATE = "_extra_state"
 
 
 def remapped(state: Mapping[str, Any], prefix: str, layer: Layer) -> dict[str, Any]:
-    """Return a state dict in which a layer's parameters are under the names that it has itself.
+    """Return a state dict whose entries have the names and the form (one stack, or N) of a layer's parameters.
 
     Args:
         state: any state dict; it is left as it is.
@@ -99,7 +99,7 @@ def _elsewhere(name: str, prefix: str, layer: Layer) -> bool:
 
 
 def refuse_codes(state: Mapping[str, Any], prefix: str, parameters: Mapping[str, torch.Tensor | None]) -> None:
-    """Refuse codes for parameters that hold values: torch would copy them as if they were numbers.
+    """Refuse codes for parameters that are not quantized: torch would copy the codes as if they were values.
 
     Args:
         state: a state dict.
@@ -115,8 +115,10 @@ def refuse_codes(state: Mapping[str, Any], prefix: str, parameters: Mapping[str,
         if parameter is None or is_quantized(parameter) or not isinstance(entry, torch.Tensor):
             continue
         if entry.dtype.itemsize == 1 and parameter.dtype.itemsize > 1:
-            message = f"codes of {entry.dtype} for a parameter of {parameter.dtype}, which is not quantized"
-            hint = "GroupedLinear(..., recipe=...) for one that is; transaxle.load(..., decode=...) for values"
+            message = (
+                f"the state dict has codes of {entry.dtype}, but the parameter is {parameter.dtype} and not quantized"
+            )
+            hint = "Make the layer with recipe= to load codes, or load values with transaxle.load(..., decode=...)."
             problems.append(Refusal("DTYPE_MISMATCH", message, Where(None, f"{prefix}{name}"), hint))
     if problems:
         raise gathered(problems)

@@ -1,4 +1,4 @@
-"""Carries a translation out on torch tensors: what `transaxle.axes` says of names and shapes, done to a state dict."""
+"""Carry out a translation of `transaxle.axes` on the torch tensors of a state dict."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ def _distributed(target: Target, origins: list[str], tensors: Mapping[str, torch
         return first[next(iter(target.index.values()))].clone()
     raise refuse(
         "UNSUPPORTED",
-        f"{target.rule}\nits sources are DTensors, and it is no stack of them",
+        f"{target.rule}\nits sources are DTensors, which can only be stacked or taken out of a stack here",
         tensor=target.name,
-        hint="transaxle.state_dict_as, or transaxle.load, which work out placements",
+        hint="Use transaxle.state_dict_as or transaxle.load, which work out the placements.",
     )
 
 

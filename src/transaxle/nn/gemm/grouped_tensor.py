@@ -1,7 +1,7 @@
 """Grouped tensors: the matrices of N experts as one tensor of three dims, in one buffer.
 
-The tensor itself is a plain one, a `QuantizedTensor`, or a DTensor of either; those know how to shard, pickle, stack
-and move without leaving their codes. What is here is the view of it as N members.
+The tensor itself is plain, a `QuantizedTensor`, or a DTensor of either, and is sharded, pickled, stacked and moved by
+those classes. This module gives the view of it as N members.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from transaxle.torch_tensors.torch_arguments import Device, read_device, read_op
 
 @dataclass(frozen=True, slots=True)
 class GroupedTensor:
-    """N matrices of one shape in one buffer."""
+    """N matrices of equal shape in one buffer, seen as one tensor [N, rows, columns] or as N members."""
 
     data: torch.Tensor
     """[N, rows, columns]: plain, quantized, or this rank's and others' parts of such a one."""
 
     def __post_init__(self) -> None:
         if self.data.dim() != 3:
-            raise refuse("SHAPE_MISMATCH", f"{list(self.data.shape)}, expected [tensors, rows, columns]")
+            raise refuse("SHAPE_MISMATCH", f"expected a tensor [tensors, rows, columns], got {list(self.data.shape)}")
 
     @classmethod
     def make_grouped_tensor(
@@ -39,7 +39,7 @@ class GroupedTensor:
         device: Device | None = None,
         dtype: DType | None = None,
     ) -> GroupedTensor:
-        """Make the buffer of N members, of zeros.
+        """Make a grouped tensor of zeros.
 
         Args:
             num_tensors: N.
@@ -54,22 +54,22 @@ class GroupedTensor:
 
     @classmethod
     def stack(cls, members: Sequence[torch.Tensor]) -> GroupedTensor:
-        """Put matrices into one buffer; quantized ones as they are, codes and scales."""
+        """Copy matrices into one buffer; quantized ones keep their codes and scales."""
         return cls(torch.stack(list(members)))
 
     @property
     def num_tensors(self) -> int:
-        """N."""
+        """Number of members."""
         return self.data.shape[0]
 
     @property
     def quantizer(self) -> Quantizer | None:
-        """What made the codes; None where the members are plain."""
+        """The quantizer that made the codes; None for plain members."""
         return self.data.quantizer if isinstance(self.data, QuantizedTensor) else None
 
     @property
     def quantized_tensors(self) -> list[torch.Tensor]:
-        """The members, as views: what is written into one is in the buffer. Quantized ones have their own scales."""
+        """The members as views: writing into one changes the buffer. Quantized members have their own scales."""
         return self.split_into_quantized_tensors()
 
     def split_into_quantized_tensors(self) -> list[torch.Tensor]:

@@ -1,6 +1,6 @@
 """Chooses how a grouped linear layer multiplies: one grouped product, of values or of float8 codes, or one per expert.
 
-Nothing else decides that, and the choice can be printed with its reasons.
+The whole decision is made here, and it can be printed with its reasons.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ MOST = 1023
 """Experts that a CUDA device takes at once: torch prepares a product in one block of threads."""
 SCALES = ("cuda",)
 """Devices that multiply float8 codes in groups."""
-_BACK = "the gradient of the input is a product of values, as there are no columnwise codes"
-_ASKED = "codes are multiplied, and inputs rounded for it, after force_path('scaled')"
+_BACK = "the gradient of the input multiplies values, since the weights have no columnwise codes"
+_ASKED = "values are multiplied; force_path('scaled') would multiply codes and round the inputs"
 
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """How a layer multiplies, and why not otherwise."""
+    """The way a layer multiplies, with the reasons against the other ways."""
 
     way: Way
     """`grouped`, `per_expert` or `scaled`."""
@@ -51,7 +51,7 @@ class Path:
 
     def __str__(self) -> str:
         chosen_by = "forced" if self.forced else "chosen"
-        nothing = "nothing stands against it" if self.way == SCALED else "nothing stands against a grouped product"
+        nothing = "no obstacle" if self.way == SCALED else "no obstacle to a grouped product"
         return f"{self.way} ({chosen_by}): {'; '.join((*(self.against or (nothing,)), *self.values))}"
 
 
@@ -66,21 +66,21 @@ def path(
     columnwise: bool = False,
     experts: int = 1,
 ) -> Path:
-    """Choose a way.
+    """Choose how a layer multiplies.
 
     Args:
-        dtype: of the values that are multiplied.
-        device: where they are.
+        dtype: dtype of the values that are multiplied.
+        device: device of the input.
         features: output and input features.
-        capability: compute capability of the device; asked for if not given.
-        forced: what the user wants. MXFP8 codes are multiplied where they can be, those of float8 with one scale only
-            where the user says `scaled`; either rounds inputs and gradients.
-        quantizer: of the weights; None: they are not quantized.
+        capability: compute capability of the device; None: torch is asked.
+        forced: the way that the user wants; None: choose. MXFP8 codes are multiplied wherever possible, float8 codes
+            with one scale only with `scaled`; both round inputs and gradients.
+        quantizer: quantizer of the weights; None for plain weights.
         columnwise: whether the weights have columnwise codes.
-        experts: how many weights there are.
+        experts: number of weights.
 
     Raises:
-        Refused: UNSUPPORTED for a grouped product that is wanted, and cannot be.
+        Refused: UNSUPPORTED if the forced way is not possible.
     """
     capability = capability_of(device.index) if capability is None and device.type == "cuda" else capability
     kind = kind_of(quantizer)
@@ -91,8 +91,8 @@ def path(
     if forced == SCALED:
         against += of_codes
     if forced in (GROUPED, SCALED) and against:
-        hint = "force_path(None) lets it choose"
-        raise refuse("UNSUPPORTED", f"no {forced} product: {'; '.join(against)}", hint=hint)
+        hint = "Call force_path(None) to let the layer choose."
+        raise refuse("UNSUPPORTED", f"a {forced} product is not possible: {'; '.join(against)}", hint=hint)
     codes = kind is not None and kind.chosen and not against and not of_codes
     way = forced or (SCALED if codes else PER_EXPERT if against else GROUPED)
     if way == SCALED:
@@ -115,11 +115,11 @@ def _against(
         yield f"no grouped product on {device.type}"
     known = ON_CUDA if device.type == "cuda" else ON_CPU
     if dtype not in known:
-        yield f"{dtype} on {device.type}, which multiplies {', '.join(map(str, known))} in groups"
+        yield f"{device.type} multiplies only {', '.join(map(str, known))} in groups, not {dtype}"
     if capability is not None and capability[0] not in CAPABLE:
-        yield f"compute capability {capability}, where torch reads the offsets back"
+        yield f"at compute capability {capability} torch copies the offsets to the host"
     if device.type == "cuda" and experts > MOST:
-        yield f"{experts} experts, more than {MOST}"
+        yield f"{experts} experts are more than the {MOST} that torch multiplies at once"
 
 
 def _against_codes(
@@ -133,19 +133,19 @@ def _against_codes(
     """Yield the reasons against a product of codes, without those against any grouped product."""
     if kind is None:
         kind_of_weights = "plain" if quantizer is None else str(quantizer)
-        yield f"weights are {kind_of_weights}, no codes that are multiplied in groups"
+        yield f"weights are {kind_of_weights}, and no device multiplies these in groups of codes"
     if device.type not in SCALES:
         yield f"no product of float8 codes on {device.type}"
     if dtype != torch.bfloat16:
-        yield f"the result is {dtype}, and would be {torch.bfloat16}"
+        yield f"the result must be {torch.bfloat16}, not {dtype}"
     if kind is None:
         return
     if capability is not None and capability not in kind.capabilities:
-        yield f"compute capability {capability}, where torch has no kernel for {kind.what}"
+        yield f"torch has no kernel for {kind.what} at compute capability {capability}"
     if device.type in SCALES and kind.builds and not any(word in _build() for word in kind.builds):
-        yield f"torch was built without {kind.builds[0]}, the kernels for {kind.what}"
+        yield f"torch was built without {kind.builds[0]}, which has the kernels for {kind.what}"
     if any(size % kind.step for size in features):
-        yield f"weights of {features[0]} x {features[1]}, no multiples of {kind.step}"
+        yield f"weights of {features[0]} x {features[1]} are not multiples of {kind.step}"
 
 
 @cache

@@ -64,8 +64,12 @@ def together(parameters: Sequence[torch.Tensor]) -> QuantizedTensor:
     first = parameters[0].detach()
     stack = first if first.dim() == 3 else torch.stack([parameter.detach() for parameter in parameters])
     if not isinstance(stack, QuantizedTensor):
-        hint = "force_path(None) multiplies values"
-        raise refuse("UNSUPPORTED", "no scaled product: experts are not all quantized in one way", hint=hint)
+        hint = "Call force_path(None) to multiply values."
+        raise refuse(
+            "UNSUPPORTED",
+            "a scaled product is not possible: the experts are not all quantized in the same way",
+            hint=hint,
+        )
     return stack
 
 

@@ -1,7 +1,7 @@
-"""How the rows of an input are divided among experts: on the device, and never read back from there.
+"""How the rows of an input are divided among experts, without copying numbers from a device back to the host.
 
-What is on the host (a list, a CPU tensor) is looked at and refused if it is wrong. What is on the device is not looked
-at: negative numbers count as none, and rows past the input's end are left out, so that no offset leads outside.
+Numbers on the host (a list, a CPU tensor) are checked. Numbers on a device are not, as the host would have to wait:
+negative ones count as zero, and rows past the end of the input are left out, so that no offset leads outside.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INTEGERS = (torch.int32, torch.int64)
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """Rows of each expert, one after the other from the first row on."""
+    """The rows of each expert: consecutive, from the first row of the input on."""
 
     offsets: torch.Tensor
     """Row at which each expert ends; int32 [experts], on the device of the input."""
@@ -37,17 +37,17 @@ class Splits:
         return self.counts is not None and sum(self.counts) == self.rows
 
     def experts(self) -> torch.Tensor:
-        """Return the number of each row's expert, int64 [rows]; rows past the end have that of no expert."""
+        """Return each row's expert, int64 [rows]; for rows past the last expert's the number of experts."""
         rows = torch.arange(self.rows, dtype=torch.int32, device=self.offsets.device)
         return torch.searchsorted(self.offsets, rows, right=True)
 
     def past(self) -> torch.Tensor:
-        """Return which rows are past the last expert's, bool [rows, 1]."""
+        """Return a mask of the rows that belong to no expert, bool [rows, 1]."""
         rows = torch.arange(self.rows, dtype=torch.int32, device=self.offsets.device)
         return (rows >= self.offsets[-1:]).unsqueeze(1)
 
     def empty(self) -> torch.Tensor:
-        """Return which experts have no rows, bool [experts, 1, 1]."""
+        """Return a mask of the experts without rows, bool [experts, 1, 1]."""
         before = torch.nn.functional.pad(self.offsets[:-1], (1, 0))
         return (self.offsets == before).view(-1, 1, 1)
 
@@ -64,23 +64,26 @@ def on_host(m_splits: Sequence[int] | torch.Tensor) -> bool:
 
 
 def splits(m_splits: Sequence[int] | torch.Tensor, experts: int, rows: int, device: torch.device) -> Splits:
-    """Return the offsets of numbers of rows.
+    """Return the offsets that follow from the number of rows of each expert.
 
     Args:
         m_splits: rows of each expert; a list or an int32 or int64 tensor on any device.
-        experts: how many there are.
-        rows: of the input.
-        device: of the input.
+        experts: number of experts.
+        rows: rows of the input.
+        device: device of the input.
 
     Raises:
-        Refused: SHAPE_MISMATCH, DTYPE_MISMATCH for what is no such list; SHAPE_MISMATCH for numbers on the host that
-            are negative or more than the rows; UNSUPPORTED for these while a CUDA graph is captured.
+        Refused: SHAPE_MISMATCH, DTYPE_MISMATCH for anything else; SHAPE_MISMATCH for numbers on the host that are
+            negative or sum to more than the rows; UNSUPPORTED for numbers on the host during capture of a CUDA graph.
     """
     if isinstance(m_splits, torch.Tensor):
         if m_splits.dtype not in INTEGERS:
-            raise refuse("DTYPE_MISMATCH", f"m_splits is {m_splits.dtype}, expected one of {INTEGERS}")
+            raise refuse("DTYPE_MISMATCH", f"m_splits must be {' or '.join(map(str, INTEGERS))}, not {m_splits.dtype}")
         if tuple(m_splits.shape) != (experts,):
-            raise refuse("SHAPE_MISMATCH", f"m_splits is {list(m_splits.shape)}, expected [{experts}]: one per expert")
+            raise refuse(
+                "SHAPE_MISMATCH",
+                f"m_splits must have the shape [{experts}], one number per expert, not {list(m_splits.shape)}",
+            )
         if not on_host(m_splits):
             ends = m_splits.to(device).clamp(0, rows).cumsum(0).clamp(max=rows)  # int64; clamped first: no overflow
             return Splits(ends.to(torch.int32), rows, None)
@@ -98,8 +101,10 @@ def _sent(ends: list[int], device: torch.device) -> torch.Tensor:
     if device.type != "cuda" or torch.compiler.is_compiling():
         return torch.tensor(ends, dtype=torch.int32, device=device)
     if torch.cuda.is_current_stream_capturing():
-        message = "m_splits is on the host, and a CUDA graph is being captured, which would have no others"
-        raise refuse("UNSUPPORTED", message, hint="give a tensor on the device")
+        message = (
+            "m_splits is on the host while a CUDA graph is being captured; the graph would always use these numbers"
+        )
+        raise refuse("UNSUPPORTED", message, hint="Give m_splits as a tensor on the device.")
     return torch.tensor(ends, dtype=torch.int32, pin_memory=True).to(device, non_blocking=True)
 
 
@@ -119,32 +124,32 @@ def _numbers(m_splits: Sequence[Any]) -> tuple[int, ...]:
     except TypeError:
         whole = False
     if not whole:
-        raise refuse("DTYPE_MISMATCH", f"m_splits is {m_splits!r}, expected whole numbers, one per expert")
+        raise refuse("DTYPE_MISMATCH", f"m_splits must be whole numbers, one per expert, not {m_splits!r}")
     return numbers
 
 
 def _check(counts: tuple[int, ...], experts: int, rows: int) -> None:
     if len(counts) != experts:
-        raise refuse("SHAPE_MISMATCH", f"m_splits has {len(counts)} numbers, expected {experts}: one per expert")
+        raise refuse("SHAPE_MISMATCH", f"m_splits must have {experts} numbers, one per expert, not {len(counts)}")
     for expert, count in enumerate(counts):
         if count < 0:
-            raise refuse("SHAPE_MISMATCH", f"m_splits has {count} rows for expert {expert}")
+            raise refuse("SHAPE_MISMATCH", f"m_splits must not be negative, but has {count} rows for expert {expert}")
     if sum(counts) > rows:
-        raise refuse("SHAPE_MISMATCH", f"m_splits sums to {sum(counts)}, the input has {rows} rows")
+        raise refuse("SHAPE_MISMATCH", f"m_splits sums to {sum(counts)}, but the input has only {rows} rows")
 
 
 @torch.compiler.disable(reason="one product per expert needs m_splits on the host")  # type: ignore[untyped-decorator]
 def read_back(m_splits: torch.Tensor, rows: int) -> tuple[int, ...]:
-    """Copy numbers of rows from the device to the host, which waits for it; the same rules as on the device.
+    """Copy the numbers from the device to the host, which waits for it, and clip them as the device would.
 
     Raises:
-        Refused: UNSUPPORTED while a CUDA graph is captured: there is nothing to wait for.
+        Refused: UNSUPPORTED while a CUDA graph is captured, when the host cannot wait for the device.
     """
     if m_splits.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise refuse(
             "UNSUPPORTED",
-            "one product per expert needs m_splits on the host, and a CUDA graph is being captured",
-            hint="layer.path(x) says why there is no grouped product; or give m_splits as a list",
+            "one product per expert needs m_splits on the host, but a CUDA graph is being captured",
+            hint="Ask layer.path(x) why there is no grouped product, or give m_splits as a list.",
         )
     counts, left = [], rows
     for count in m_splits.tolist():

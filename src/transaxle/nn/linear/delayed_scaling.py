@@ -1,4 +1,4 @@
-"""Gradients that come after FSDP2 has sharded the parameters again: reduced here, since FSDP2 does not see them."""
+"""Delayed gradients of weights: FSDP2 has sharded the parameters again before they exist, so they are reduced here."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _IGNORED = "_ddp_ignored"
 
 
 def refuse_data_parallel(parameters: Iterable[torch.Tensor]) -> None:
-    """Refuse a forward of DistributedDataParallel: it is done with reducing gradients before there are any.
+    """Refuse delayed gradients inside DistributedDataParallel, which reduces gradients before these exist.
 
     Args:
-        parameters: whose gradients come later. Those that it was told to ignore are somebody else's affair.
+        parameters: the parameters with delayed gradients. Those that DDP was told to ignore are accepted.
 
     Raises:
         Refused: UNSUPPORTED.
@@ -30,9 +30,9 @@ def refuse_data_parallel(parameters: Iterable[torch.Tensor]) -> None:
         return
     if any(each.requires_grad and not getattr(each, _IGNORED, False) for each in parameters):
         message = (
-            "delay_wgrad_compute in DistributedDataParallel, which reduces gradients before backward_dw() makes them"
+            "delay_wgrad_compute does not work in DistributedDataParallel: it reduces gradients before backward_dw()"
         )
-        raise refuse("UNSUPPORTED", message, hint="fully_shard, or delay_wgrad_compute=False")
+        raise refuse("UNSUPPORTED", message, hint="Use fully_shard, or delay_wgrad_compute=False.")
 
 
 def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
@@ -41,10 +41,10 @@ def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
 
 
 def placed(grad: torch.Tensor, parameter: torch.Tensor, before: DeviceMesh | None) -> torch.Tensor:
-    """Return a gradient placed as its parameter is now. Collective where the parameter has been sharded since.
+    """Return a gradient with the placements that its parameter has now; collective if it was sharded since.
 
-    It becomes the mean over the mesh dims that the parameter did not have when it was multiplied: those of FSDP2, for
-    which a rank's gradient is that of its own rows only.
+    It becomes the mean over the mesh dims that the parameter did not have when it was multiplied. Those are FSDP2's,
+    on which each rank computed the gradient from its own rows only.
 
     Args:
         grad: of all that this rank multiplied; of the parameter's dtype.

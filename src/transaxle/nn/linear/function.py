@@ -1,4 +1,4 @@
-"""The grouped product as one operation of autograd."""
+"""The grouped product as one autograd function."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from transaxle.quant import QuantizedTensor
 
 
 class Sink(Protocol):
-    """Takes gradients of weights elsewhere than to `.grad`."""
+    """Receives gradients of weights that do not go to `.grad` at once: delayed ones, and those for `main_grad`."""
 
     def take(self, pending: Pending) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Take gradients, now or later; return those of weights and of biases that autograd is to have."""
+        """Accept gradients; return those of weights and biases that autograd should still get."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Everything from which gradients of weights and biases are computed."""
+    """The tensors from which delayed gradients of weights and biases are computed."""
 
     grad: torch.Tensor
     """Of the output, [rows, out]."""
@@ -37,7 +37,7 @@ class Pending:
     """Whether weights, and whether biases, are trained."""
 
     def versions(self) -> tuple[int, ...]:
-        """Return numbers that differ once one of the tensors has been changed in place."""
+        """Return version numbers, which change when one of the tensors is changed in place."""
         return tuple(0 if tensor.is_inference() else tensor._version for tensor in (self.grad, self.x))
 
     def weight(self) -> torch.Tensor | None:

@@ -1,6 +1,6 @@
 """`GroupedLinear`: N linear layers of one size, each for its own rows of the input.
 
-Names and meaning are TransformerEngine's. No environment variable has a part in it.
+Names and meaning of arguments are TransformerEngine's. No environment variable changes anything.
 """
 
 from __future__ import annotations
@@ -42,27 +42,28 @@ CAST = (torch.float32, torch.bfloat16, torch.float16)
 class GroupedLinear(GroupedParameters):
     """N linear layers of one size; layer `i` is applied to the next `m_splits[i]` rows.
 
-    After `divide` these are the layers of this rank, of which `experts` are the numbers among all N.
+    After `divide` only the layers of this rank remain; `experts` has their numbers among all N.
 
     Args:
-        num_gemms: N.
-        in_features: size of a row.
+        num_gemms: N, the number of layers.
+        in_features: size of a row of the input.
         out_features: size of a row of the output.
-        bias: whether there are biases.
-        return_bias: return the biases beside the output, and do not add them.
-        params_dtype: of the parameters; None: torch's default.
-        device: of the parameters; `meta` leaves them without values until `to_empty` and `reset_parameters`, or a load.
-        init_method: gives each weight [out, in] its values; None: normal, 0.023.
-        fuse_wgrad_accumulation: add gradients of weights to `main_grad` of the parameters; where a parameter has
-            `overwrite_main_grad` set, put them there.
-        delay_wgrad_compute: leave gradients of weights and biases to `backward_dw`.
-        save_original_input: keep the input for backward as it was given, not as it is multiplied.
+        bias: whether the layers have biases.
+        return_bias: return the biases with the output instead of adding them.
+        params_dtype: dtype of the parameters; None: torch's default.
+        device: device of the parameters; `meta` leaves them without values until `to_empty` and
+            `reset_parameters`, or a load.
+        init_method: fills each weight [out, in] in place; None: normal with standard deviation 0.023.
+        fuse_wgrad_accumulation: add gradients of weights to the parameters' `main_grad`; parameters with
+            `overwrite_main_grad` set have it overwritten.
+        delay_wgrad_compute: compute gradients of weights and biases in `backward_dw`, not in backward.
+        save_original_input: keep the given input for backward, not the cast or quantized one.
         single_grouped_weight: one parameter `weight` [N, out, in] in place of `weight0`, `weight1`, …
         single_grouped_bias: one parameter `bias` [N, out] in place of `bias0`, `bias1`, …
-        recipe: how weights are quantized; None: they are not.
+        recipe: how weights are quantized; None: they are plain.
 
     Raises:
-        Refused: SHAPE_MISMATCH for sizes that are none; UNSUPPORTED for what does not go together.
+        Refused: SHAPE_MISMATCH for invalid sizes; UNSUPPORTED for options that do not fit together.
     """
 
     def __init__(
@@ -85,11 +86,14 @@ class GroupedLinear(GroupedParameters):
     ) -> None:
         super().__init__()
         if num_gemms < 1 or in_features < 0 or out_features < 0:
-            raise refuse("SHAPE_MISMATCH", f"{num_gemms} layers of {in_features} to {out_features} features")
+            raise refuse(
+                "SHAPE_MISMATCH",
+                f"sizes must not be negative, nor num_gemms 0: {num_gemms=}, {in_features=}, {out_features=}",
+            )
         if single_grouped_bias and not bias:
-            raise refuse("UNSUPPORTED", "single_grouped_bias without bias", hint="bias=True")
+            raise refuse("UNSUPPORTED", "single_grouped_bias=True needs a bias", hint="Add bias=True.")
         if return_bias and not bias:
-            raise refuse("UNSUPPORTED", "return_bias without bias", hint="bias=True")
+            raise refuse("UNSUPPORTED", "return_bias=True needs a bias", hint="Add bias=True.")
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.use_bias, self.return_bias = bias, return_bias
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -106,14 +110,14 @@ class GroupedLinear(GroupedParameters):
             self.quantize_(recipe)
 
     def quantize_(self, recipe: Quantizer) -> GroupedLinear:
-        """Quantize the weights, each expert's by itself, in place; return the layer. See `transaxle.quant.quantize_`.
+        """Quantize each expert's weights separately, in place; return the layer. See `transaxle.quant.quantize_`.
 
         Raises:
-            Refused: UNSUPPORTED for weights that are quantized or sharded already, and for delayed scaling of a layer
-                that keeps its original input.
+            Refused: UNSUPPORTED for weights that are already quantized or sharded, and for delayed scaling together
+                with `save_original_input`.
         """
         if any(is_quantized(weight) for _, weight in self._named(WEIGHT)):
-            raise refuse("UNSUPPORTED", "the weights are quantized already", hint="quantize once, before sharding")
+            raise refuse("UNSUPPORTED", "the weights are quantized already", hint="Quantize once, before sharding.")
         quantize_(self, recipe)
         return self
 
@@ -121,13 +125,13 @@ class GroupedLinear(GroupedParameters):
         """Refuse a recipe that the layer cannot compute with.
 
         Raises:
-            Refused: UNSUPPORTED for delayed scaling of a layer that keeps its original input.
+            Refused: UNSUPPORTED for delayed scaling together with `save_original_input`.
         """
         if self.save_original_input and isinstance(recipe, DelayedScaling):
             raise refuse(
                 "UNSUPPORTED",
-                "save_original_input with delayed scaling: backward would scale the input by another history",
-                hint="save_original_input=False, or a recipe that scales by the values at hand",
+                "save_original_input does not work with delayed scaling: backward would scale by another history",
+                hint="Use save_original_input=False, or a recipe that scales by the current values.",
             )
 
     def _weights(self, inp: torch.Tensor) -> list[torch.Tensor]:
@@ -136,25 +140,25 @@ class GroupedLinear(GroupedParameters):
         return self._own(WEIGHT) or [torch.empty(none, dtype=self._dtype(inp), device=inp.device)]
 
     def force_path(self, way: Way | None) -> GroupedLinear:
-        """Say which way the layer goes; None lets it choose. Return the layer.
+        """Choose how the layer multiplies; None lets it choose itself. Return the layer.
 
         Args:
-            way: `grouped` or `per_expert`, which compute the same; or `scaled`, where weights are float8 and the device
-                multiplies their codes: rows of inputs and gradients are then rounded to float8 too.
+            way: `grouped` or `per_expert`, which compute the same; or `scaled`, which multiplies the codes of float8
+                weights and also rounds the rows of inputs and gradients to float8.
 
         Raises:
-            UsageError: AMBIGUOUS for a way that there is not.
+            UsageError: AMBIGUOUS for an unknown way.
         """
         if way is not None and way not in WAYS:
-            raise refuse("AMBIGUOUS", f"no way {way!r}; known: {', '.join(WAYS)}")
+            raise refuse("AMBIGUOUS", f"there is no way {way!r}; known are {', '.join(WAYS)}")
         self._forced, self._cached = way, None
         return self
 
     def path(self, inp: torch.Tensor) -> Path:
-        """Return the way that the layer goes for an input, and why.
+        """Return how the layer multiplies an input, and why.
 
         Raises:
-            Refused: UNSUPPORTED for one that is forced, and cannot be.
+            Refused: UNSUPPORTED if the forced way is not possible.
         """
         return self._path(self._dtype(inp), inp.device, self._weights(inp)[0])
 
@@ -176,28 +180,30 @@ class GroupedLinear(GroupedParameters):
         out: torch.Tensor | None = None,
         dgrad_out: torch.Tensor | None = None,
     ) -> Made:
-        """Return [..., out]: row by row the product with the weight of the row's expert, plus its bias.
+        """Return [..., out]: each row times its expert's weight, plus its bias.
 
-        Rows past the last expert's are zeros, in the output and in the gradient of the input.
+        Rows past the last expert's give zeros, in the output and in the gradient of the input.
 
         Args:
             inp: [..., in]; plain or quantized.
-            m_splits: rows of each expert: a list, or an int32 or int64 tensor on any device. What is on the device is
-                not read back where the path is `grouped`.
+            m_splits: rows of each expert: a list, or an int32 or int64 tensor on any device. On the
+                `grouped` path numbers on the device are not copied to the host.
             is_first_microbatch: True: keep the weights as they are multiplied (cast, dequantized, in one piece) for
-                the microbatches after this one; False: use these; None: make them anew.
-            out: where the output is written: of its shape, or rows. It may be used again for the next call. A larger
-                buffer of which it is a part becomes part of autograd's graph; `out=buffer.detach()[…]` does not.
-            dgrad_out: where the gradient of the input is written: of its shape, or rows.
+                later microbatches; False: use the kept ones; None: prepare them for this call only.
+            out: buffer for the output, with its shape or as rows; it may be reused for the next call. If it is part
+                of a larger buffer, that enters autograd's graph, unless you give `out=buffer.detach()[…]`.
+            dgrad_out: buffer for the gradient of the input, with its shape or as rows.
 
         Returns:
-            The output; with `return_bias` also the biases, which are not added.
+            The output; with `return_bias` a pair of the output and the biases, which are not added.
 
         Raises:
             Refused: SHAPE_MISMATCH, DTYPE_MISMATCH, UNSUPPORTED.
         """
         if inp.dim() < 1 or inp.shape[-1] != self.in_features:
-            raise refuse("SHAPE_MISMATCH", f"the input is {list(inp.shape)}, expected [..., {self.in_features}]")
+            raise refuse(
+                "SHAPE_MISMATCH", f"the input must have the shape [..., {self.in_features}], not {list(inp.shape)}"
+            )
         weights = self._weights(inp)
         if torch.compiler.is_compiling() and (
             self.delay_wgrad_compute or any(isinstance(tensor, QuantizedTensor) for tensor in (inp, *weights))
@@ -230,7 +236,11 @@ class GroupedLinear(GroupedParameters):
         """
         dtype = self._dtype(rows)
         if not _is_autocast(rows) and dtype != weights[0].dtype:
-            raise refuse("DTYPE_MISMATCH", f"an input of {dtype} and weights of {weights[0].dtype}", hint="autocast")
+            raise refuse(
+                "DTYPE_MISMATCH",
+                f"the input is {dtype}, but the weights are {weights[0].dtype}",
+                hint="Cast the input, or use autocast.",
+            )
         chosen = self._path(dtype, rows.device, weights[0])
         experts = weights[0].shape[0] if weights[0].dim() > 2 else len(weights)
         split = self._splits(m_splits, experts, rows, chosen)
@@ -265,28 +275,35 @@ class GroupedLinear(GroupedParameters):
         return self._cached
 
     def need_backward_dw(self) -> bool:
-        """Tell whether `backward_dw` has anything to do with this layer."""
+        """Tell whether this layer delays gradients, so that `backward_dw` must be called."""
         return self.delay_wgrad_compute
 
     def backward_dw(self) -> None:
-        """Compute the gradients of weights and biases that the oldest unfinished backward left out.
+        """Compute the gradients of weights and biases that the oldest backward without them left out.
 
-        Nothing happens in a layer that does not delay them. Under FSDP2 every rank calls it, after backward: gradients
-        become means over the ranks that share the parameters, in the type of these, and are cut as they are.
+        In a layer that does not delay them it does nothing. Under FSDP2 every rank must call it after backward:
+        gradients become means over the ranks that share the parameters, with the parameters' dtype and sharding.
 
         Raises:
-            Refused: UNSUPPORTED where no backward left any, or they do not fit the parameters of now.
+            Refused: UNSUPPORTED if no backward left any, if its tensors were changed in place, or if the gradients no
+                longer fit the parameters.
         """
         if not self.delay_wgrad_compute:
             return
         if not self._pending:
             raise refuse(
-                "UNSUPPORTED", "backward_dw() without a backward before it", hint="call it once after each backward"
+                "UNSUPPORTED",
+                "backward_dw() was called without a backward before it",
+                hint="Call it once after each backward.",
             )
         pending, versions, meshes = self._pending.popleft()
         if pending.versions() != versions:
             message = "the input, or the gradient of the output, was changed in place after backward"
-            raise refuse("UNSUPPORTED", message, hint="backward_dw() before, and no dgrad_out in their memory")
+            raise refuse(
+                "UNSUPPORTED",
+                message,
+                hint="Call backward_dw() before changing them, and do not put dgrad_out into their memory.",
+            )
         with torch.no_grad():
             weight = pending.weight()
             if weight is not None and self.fuse_wgrad_accumulation:
@@ -296,7 +313,7 @@ class GroupedLinear(GroupedParameters):
                 self._to_grad(stem, grad, meshes)
 
     def take(self, pending: Pending) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Take gradients of weights, for `backward_dw` or for `main_grad`; see `Sink`."""
+        """Accept gradients of weights, for `backward_dw` or for `main_grad`; see `Sink`."""
         if self.delay_wgrad_compute:
             meshes = {name: mesh_of(parameter) for stem in self._names for name, parameter in self._named(stem)}
             self._pending.append((pending, pending.versions(), meshes))
@@ -334,8 +351,8 @@ class GroupedLinear(GroupedParameters):
             gradient = placed(part, parameter, meshes[name])
             local, own = (stored_local(tensor) for tensor in (gradient, parameter))
             if local.shape != own.shape:
-                message = f"the gradient is {list(local.shape)}, the parameter has become {list(own.shape)}"
-                hint = "backward_dw() before the parameter is replaced or divided"
+                message = f"the gradient is {list(local.shape)}, but the parameter is now {list(own.shape)}"
+                hint = "Call backward_dw() before the parameter is replaced or divided."
                 raise refuse("UNSUPPORTED", message, tensor=name, hint=hint)
             if parameter.grad is None:
                 parameter.grad = gradient
@@ -343,7 +360,7 @@ class GroupedLinear(GroupedParameters):
                 parameter.grad.add_(gradient)  # where it is: it may be a part of a larger buffer
 
     def pack(self, *, fresh: bool = False) -> None:
-        """See `GroupedParameters`; what was kept of the parameters for other microbatches goes."""
+        """See `GroupedParameters.pack`; weights kept for other microbatches are dropped."""
         self._cached = None
         super().pack(fresh=fresh)
 
@@ -368,7 +385,7 @@ def _check_main(trained: Sequence[tuple[str, nn.Parameter, torch.Tensor]]) -> No
         main = getattr(parameter, MAIN_GRAD, None)
         if main is None or main.shape != part.shape:
             actual = "there is none" if main is None else f"it is {list(main.shape)}"
-            message = f"main_grad of {list(part.shape)} is needed, {actual}"
+            message = f"fuse_wgrad_accumulation needs a main_grad of {list(part.shape)}, but {actual}"
             problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))
     if problems:
         raise gathered(problems)
@@ -406,4 +423,4 @@ def _fitting(
     """Refuse a buffer for a result that the result does not fit."""
     if buffer is not None and (tuple(buffer.shape), buffer.dtype, buffer.device) != (shape, dtype, device):
         actual = f"{buffer.dtype} {list(buffer.shape)} on {buffer.device}"
-        raise refuse("SHAPE_MISMATCH", f"{name} is {actual}, expected {dtype} {list(shape)} on {device}")
+        raise refuse("SHAPE_MISMATCH", f"{name} must be {dtype} {list(shape)} on {device}, not {actual}")

@@ -1,7 +1,7 @@
 """Optimizer state of grouped parameters: moments follow their parameters from N names to one tensor and back.
 
-Works on state dicts by parameter names, as `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives
-them. `transaxle.load(..., optimizer=...)` and the DCP planners need none of it.
+It takes state dicts with parameter names, as `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` gives
+them. `transaxle.load(..., optimizer=...)` and the DCP planners do this by themselves.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ _FLAT_STATE, _FLAT_GROUPS = f"{STATE}.", f"{GROUPS}."
 
 
 def optimizer_state_as(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return an optimizer's state dict under the names of a model whose grouped layers may be of the other form.
+    """Return an optimizer's state dict in the form (one stack, or N) that a model's grouped layers have.
 
     Args:
-        state: `{"state": {parameter: {"exp_avg": tensor, …}}, "param_groups": [{"params": [names], …}]}`; it is left
-            as it is. Flattened, as `StateDictOptions(flatten_optimizer_state_dict=True)` makes it, too.
-        model: the model that it is for.
+        state: `{"state": {parameter: {"exp_avg": tensor, …}}, "param_groups": [{"params": [names], …}]}`; it is not
+            changed. The flat form of `StateDictOptions(flatten_optimizer_state_dict=True)` works too.
+        model: the model that will load it.
 
     Returns:
-        A new dict, flat where that was. Numbers that N parameters have (a step) must be equal to become one.
+        A new dict, flat if `state` was. Numbers of N parameters (a step) must be equal to become one.
 
     Raises:
         Refused: UNEQUAL_COPIES for numbers that differ; INCOMPLETE, SHAPE_MISMATCH for another set of experts;
-            UNSUPPORTED for experts that are trained with different settings, and for a state dict by positions.
+            UNSUPPORTED for experts trained with different settings, and for parameters without names.
     """
     if STATE not in state and any(name.startswith((_FLAT_STATE, _FLAT_GROUPS)) for name in state):
         return _flattened(optimizer_state_as(_nested(state), model))
@@ -56,8 +56,12 @@ def optimizer_state_as(state: Mapping[str, Any], model: nn.Module) -> dict[str, 
     renamed: dict[str, list[str]] = {}
     trained = {name for group in state.get(GROUPS, []) for name in group[PARAMS]} | states.keys()
     if not all(isinstance(name, str) for name in trained):
-        hint = "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) has names"
-        raise refuse("UNSUPPORTED", "states by positions, which do not tell their parameters", hint=hint)
+        hint = "Use get_optimizer_state_dict of torch.distributed.checkpoint.state_dict, which has names."
+        raise refuse(
+            "UNSUPPORTED",
+            "the state dict numbers its parameters; without their names they cannot be regrouped",
+            hint=hint,
+        )
     for path, module in unwrapped(model).named_modules():
         if isinstance(module, GroupedLinear):
             name, layer = own_name(path), module.layer()
@@ -105,7 +109,7 @@ def _move(
     if len(lacking) == len(names):
         return
     if lacking and not stem.copies:
-        raise refuse("INCOMPLETE", f"{', '.join(lacking)} have no state, the others have", tensor=stem.single)
+        raise refuse("INCOMPLETE", f"{', '.join(lacking)} have no state, but the other experts do", tensor=stem.single)
     values = {(name, slot): value for name, state in old_states.items() for slot, value in state.items()}
     number_slots = {slot for (_, slot), value in values.items() if not isinstance(value, torch.Tensor)}
     tensors = {join_slot(*key): torch.as_tensor(value) for key, value in values.items()}
@@ -133,7 +137,7 @@ def _groups(groups: Iterable[ParamGroup], renamed: Mapping[str, list[str]]) -> l
         for name in group[PARAMS]:
             if group_of.setdefault(name, number) != number:
                 both = f"{group_of[name]} and {number}"
-                message = f"its parts are of groups {both}: no optimizer trains parts differently"
+                message = f"its parts are in the parameter groups {both}; one parameter can only be in one"
                 problems.append(Refusal("UNSUPPORTED", message, Where(None, name)))
     if problems:
         raise gathered(problems)

@@ -1,8 +1,8 @@
-"""Initial values of a part of the experts: the ones that the whole layer would get from the same seed.
+"""Initial values of some of the experts, equal to those of the whole layer with the same seed.
 
-A generator gives its numbers one after the other, so whoever starts with those of expert 3 has to have drawn those of
-the three before. Every rank draws every expert and keeps what it has: afterwards all generators are where that of a
-whole layer is, and what is drawn next agrees too.
+A generator gives its numbers in order, so the values of expert 3 come after those of the three experts before it.
+Every rank therefore draws every expert and keeps only its own. Afterwards all generators are in the state that a whole
+layer would leave, so that later draws agree too.
 """
 
 from __future__ import annotations

@@ -94,24 +94,28 @@ class GroupedParameters(QuantizedEntries):
         return self._names[WEIGHT]
 
     def divide(self, mesh: DeviceMesh) -> Self:
-        """Share out the experts over ranks, and keep those of this one, in place; return the layer.
+        """Divide the experts over the ranks of a mesh, in place, keeping those of this rank; return the layer.
 
-        A rank gets what `torch.chunk` gives it, which may be nothing. One parameter for all becomes a DTensor, cut
-        along the experts. Of one parameter for each, those of other ranks go, and the rest keep their names: `weight5`
-        is the same on whichever rank it is. `m_splits` then has the rows of this rank's experts.
+        Each rank gets the experts that `torch.chunk` gives it, possibly none. A single parameter becomes a DTensor, cut
+        along the experts. Of one parameter per expert, only this rank's remain, and keep their names: `weight5` is the
+        same expert on every rank. `m_splits` then counts the rows of this rank's experts only.
 
         Args:
-            mesh: of one dim. What shards the layer further comes afterwards, and takes other dims.
+            mesh: a mesh of one dim. Sharding on other mesh dims, such as `fully_shard`, comes afterwards.
 
         Raises:
-            Refused: UNSUPPORTED for a mesh of several dims, and for parameters that are quantized or sharded already.
+            Refused: UNSUPPORTED for a mesh of several dims, and for parameters that are already quantized or sharded.
         """
         if mesh.ndim != 1:
-            raise refuse("UNSUPPORTED", f"a mesh of {mesh.ndim} dims for ep", hint='one of them: mesh["ep"]')
+            raise refuse(
+                "UNSUPPORTED",
+                f"ep must be a mesh of one dim, not of {mesh.ndim}",
+                hint='Give one of its dims, mesh["ep"].',
+            )
         parameters: list[torch.Tensor] = [each for each in self._parameters.values() if each is not None]
         if self.ep is not None or any(isinstance(each, DTensor) or is_quantized(each) for each in parameters):
-            message = "its parameters are quantized, sharded or shared out already"
-            raise refuse("UNSUPPORTED", message, hint="divide the layer first")
+            message = "its parameters are already quantized, sharded or divided over ranks"
+            raise refuse("UNSUPPORTED", message, hint="Divide the layer first.")
         start, stop = torch_chunk(self.num_gemms, mesh.size(), mesh.get_local_rank())
         self.experts, self.ep = range(start, stop), mesh
         for stem in self._shapes():
@@ -132,8 +136,8 @@ class GroupedParameters(QuantizedEntries):
     def reset_parameters(self) -> None:
         """Give weights their initial values, and biases zeros.
 
-        Weights that are sharded or shared out get what those of the whole layer would from the same seed: a rank draws
-        every expert's, and keeps what it has of them. Where they are quantized, all ranks call it.
+        Sharded or divided weights get the values that the whole layer would get from the same seed: each rank draws
+        every expert and keeps its part. For quantized weights all ranks must call it.
         """
         weights = self._own(WEIGHT)
         if not any(weight.is_meta for weight in weights) and (weights or self.ep is not None):
@@ -174,7 +178,7 @@ class GroupedParameters(QuantizedEntries):
             put_values(quantized, whole)
 
     def held(self, name: str) -> tuple[Intervals, ...]:
-        """Return for each dim of the whole parameter which positions this rank has.
+        """Return, for each dim of a whole parameter, the positions that this rank has.
 
         Args:
             name: of one of its own.
@@ -194,8 +198,8 @@ class GroupedParameters(QuantizedEntries):
         parameters = [parameter for name in self._names[stem] if (parameter := by_name.get(name)) is not None]
         if len(parameters) != (len(self._names[stem]) if stem == WEIGHT or self.use_bias else 0):
             lacking = ", ".join(name for name in self._names[stem] if self._parameters.get(name) is None)
-            hint = "torch.nn.utils.parametrize.remove_parametrizations makes it one again"
-            raise refuse("UNSUPPORTED", f"no parameter of the layer any more: {lacking}", hint=hint)
+            hint = "Call torch.nn.utils.parametrize.remove_parametrizations to make them parameters again."
+            raise refuse("UNSUPPORTED", f"these are no longer parameters of the layer: {lacking}", hint=hint)
         return [local_with_grad(parameter) for parameter in parameters]
 
     def _members(self, stem: str) -> list[torch.Tensor]:
@@ -211,20 +215,22 @@ class GroupedParameters(QuantizedEntries):
         """The weights as one tensor.
 
         Raises:
-            Refused: UNSUPPORTED where they are one parameter per expert.
+            Refused: UNSUPPORTED if each expert has its own parameter.
         """
         if not self.single_grouped_weight:
-            raise refuse("UNSUPPORTED", "one weight per expert", hint="single_grouped_weight=True")
+            raise refuse(
+                "UNSUPPORTED", "the layer has one weight per expert", hint="Make it with single_grouped_weight=True."
+            )
         return GroupedTensor(self._parameters[WEIGHT])  # type: ignore[arg-type]
 
     @torch.no_grad()
     def pack(self, *, fresh: bool = False) -> None:
-        """Move plain parameters of the experts into one buffer, unless they are in one: then forward copies nothing.
+        """Move the experts' plain parameters into one buffer, unless they are in one, so that forward copies nothing.
 
-        Parameters that somebody has put into a larger buffer stay there: optimizers and collectives work on it.
+        Parameters that are part of a larger buffer stay there, since optimizers and collectives may work on it.
 
         Args:
-            fresh: whether nobody else can refer to their memory yet.
+            fresh: whether the parameters are new, so that nothing else can refer to their memory.
         """
         for stem in (WEIGHT, BIAS):
             parameters = [parameter for _, parameter in self._named(stem)]

@@ -1,4 +1,4 @@
-"""`MoE`: a mixture of experts made of two grouped layers. It computes what Qwen3-MoE's does, and is to be read."""
+"""`MoE`: a mixture of experts made of two grouped layers. It computes what Qwen3-MoE's does, in readable code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transaxle.torch_tensors.torch_arguments import Device, read_device, read_op
 class Experts(nn.Module):
     """Gated experts: `linear_fc1` computes gate and up, `linear_fc2` brings them down.
 
-    A module of its own, so that `fully_shard` can have another mesh for it than for the rest.
+    It is a separate module so that `fully_shard` can use another mesh for it than for the rest.
 
     Args:
         hidden_size: of a row.
@@ -75,7 +75,7 @@ class Experts(nn.Module):
 
 
 class Gated(nn.Module):
-    """A gated feed-forward layer: what every token passes through beside its experts.
+    """A gated feed-forward layer, through which every token passes in addition to its experts.
 
     Args:
         hidden_size: of a row.
@@ -103,9 +103,9 @@ class Gated(nn.Module):
 
 
 class MoE(nn.Module):
-    """A router, and the experts it chooses among; in place of a transformer's feed-forward layer.
+    """A mixture of experts: a router and its experts, in place of a transformer's feed-forward layer.
 
-    Each token goes to the `top_k` experts that softmax finds most probable, and becomes the sum of their answers,
+    Each token goes to the `top_k` experts with the largest softmax probabilities, and becomes the sum of their outputs,
     weighted by these probabilities. Names in a state dict are `gate.weight`, `experts.linear_fc1.weight{e}` and
     `experts.linear_fc2.weight{e}` (without numbers, where experts are one tensor), and `shared_experts.…`; it loads
     experts in the layouts of other frameworks too.
@@ -116,13 +116,13 @@ class MoE(nn.Module):
         num_experts: how many there are, on all ranks together.
         top_k: experts for each token.
         norm_topk_prob: let the probabilities of a token's experts sum to one.
-        shared_intermediate_size: of one more layer that all tokens pass through, added to the sum; 0: there is none.
+        shared_intermediate_size: inner size of a layer that all tokens pass through, added to the sum; 0: none.
         single_grouped_weight: one parameter for all experts in place of one for each.
-        ep: mesh of one dim whose ranks share out the experts, as `torch.chunk` does; None: each rank has all. Tokens
-            stay where they are: those for other ranks' experts are sent there and back, for which their numbers are
-            read by the host once.
+        ep: mesh of one dim over whose ranks the experts are divided as by `torch.chunk`; None: each rank has all.
+            Tokens for experts of other ranks are sent there and back, for which the host waits once per forward for
+            their numbers.
         params_dtype: of the parameters; None: torch's default.
-        device: of the parameters. Without `meta` each rank has all experts of the layer for a moment.
+        device: of the parameters. Unless it is `meta`, each rank briefly holds all experts of the layer.
 
     Raises:
         Refused: SHAPE_MISMATCH for more experts per token than there are; UNSUPPORTED for a mesh of several dims.
@@ -144,7 +144,7 @@ class MoE(nn.Module):
     ) -> None:
         super().__init__()
         if not 0 < top_k <= num_experts:
-            raise refuse("SHAPE_MISMATCH", f"{top_k} of {num_experts} experts for each token")
+            raise refuse("SHAPE_MISMATCH", f"top_k must be between 1 and num_experts={num_experts}, not {top_k}")
         dtype, where = read_optional_dtype("params_dtype", params_dtype), read_device("device", device)
         self.hidden_size, self.num_experts, self.top_k = hidden_size, num_experts, top_k
         self.norm_topk_prob, self.ep = norm_topk_prob, ep

@@ -1,7 +1,7 @@
-"""Dropout of activations that all ranks have alike: all drop the same ones.
+"""Dropout of activations that are the same on all ranks: every rank must drop the same elements.
 
-Each rank draws from a generator of its own, and attention dropout of uneven heads leaves those apart even where they
-were seeded alike. Ranks that drop different elements of a residual stream would each compute another model.
+Each rank draws from its own generator, and attention dropout on uneven heads makes these diverge even after equal
+seeds. Ranks that drop different elements of a residual stream would each compute another model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CutDropout(nn.Dropout):
 
 
 def drop_alike(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    """Let all ranks drop the same of what they have alike."""
+    """Make dropout of activations that all ranks share drop the same elements on each."""
     for module in model.modules():
         for child in module.children():
             if type(child) is nn.Dropout and not _is_between(module, model, plan):
@@ -57,17 +57,19 @@ def drop_alike(model: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
 
 
 def random_refusals(model: nn.Module, plan: Plan) -> Iterator[Refusal]:
-    """Yield what would be drawn differently by ranks that compute the same."""
+    """Yield a refusal for each source of noise that would differ between ranks computing the same values."""
     for path, module in model.named_modules():
         for name in _NOISE:
             if getattr(module, name, None):
-                message = f"{name}={getattr(module, name)} is drawn by each rank for itself, and changes what all share"
+                message = (
+                    f"{name}={getattr(module, name)}: each rank would draw other noise for values that all ranks share"
+                )
                 yield Refusal("UNSUPPORTED", message, Where(None, path), f"Set {name} to 0.")
         for name, child in module.named_children():
             if not isinstance(child, _DropoutNd) or not child.p:
                 continue
             if type(child) is not nn.Dropout or _is_between(module, model, plan):
-                message = f"{child}: whether all ranks have alike what it drops, or each its own, is not known"
+                message = f"{child}: it is not known whether its input is the same on all ranks or a part on each"
                 where = Where(None, f"{path}.{name}" if path else name)
                 yield Refusal("UNSUPPORTED", message, where, "Set its p to 0.")
 

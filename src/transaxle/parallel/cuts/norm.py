@@ -1,4 +1,4 @@
-"""The norm of a cut model's gradients: every element of the whole model once, whoever holds it."""
+"""The gradient norm of a cut model, in which each element of the whole model counts once."""
 
 from __future__ import annotations
 
@@ -42,30 +42,32 @@ class _Sum:
 
 
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale the gradients of a cut model down to a norm, in place; collective over all ranks that hold any of it.
+    """Clip the gradients of a cut model to a 2-norm, in place; collective over all ranks that hold any of it.
 
-    `torch.nn.utils.clip_grad_norm_` does the same where all parameters are DTensors on one mesh. Where some are parts,
-    it raises; where none are DTensors, it takes this rank's part for the whole.
+    `torch.nn.utils.clip_grad_norm_` does the same if all parameters are DTensors on one mesh. If only some are, it
+    raises; if none are, it would take this rank's part for the whole model.
 
     Args:
-        model: cut by `tensor_parallel`; its experts may be shared out, and `fully_shard` may have sharded it.
+        model: a model cut by `tensor_parallel`; its experts may be divided, and `fully_shard` may have sharded it.
         max_norm: the largest 2-norm.
 
     Returns:
-        The norm before.
+        The norm before clipping.
 
     Raises:
-        Refused: UNSUPPORTED for a model that is not cut, and for one that has got other parameters since.
+        Refused: UNSUPPORTED for a model that is not cut, and for parameters added after the cut.
     """
     mark_all(model)
     found = [(name, parameter, kept) for name, parameter, kept in everything(model) if parameter.grad is not None]
     if not found:
-        raise refuse("UNSUPPORTED", "no parameter of this model is cut and has a gradient")
+        raise refuse("UNSUPPORTED", "no cut parameter of this model has a gradient")
     known = {id(parameter) for _, parameter, _ in found}
     others = [name for name, each in model.named_parameters() if each.grad is not None and id(each) not in known]
     if others:
-        message = f"{len(others)} parameters were not in the model when it was cut: {', '.join(others[:4])}"
-        raise refuse("UNSUPPORTED", message, hint="their ranks are not known: clip their gradients by themselves")
+        message = f"{len(others)} parameters with gradients were added after the model was cut: {', '.join(others[:4])}"
+        raise refuse(
+            "UNSUPPORTED", message, hint="Clip their gradients separately; which ranks share them is not known."
+        )
     layers = [layer for layer in model.modules() if isinstance(layer, GroupedLinear) and layer.ep is not None]
     none = torch.zeros((), dtype=torch.float64, device=local_of(found[0][1]).device)
     rest, shared_out = _Sum(none.clone(), None), {layer.ep: _Sum(none.clone(), _group(layer)) for layer in layers}

@@ -1,4 +1,4 @@
-"""Tensors and hooks that refuse to have a rank's part taken for the whole parameter.
+"""Guards against torch taking a rank's part of a parameter for the whole: tensors and hooks that refuse.
 
 DeepSpeed wants ordinary tensors in a state dict, and pickles them. `torch.distributed.checkpoint` would save such a
 tensor as if it were the whole parameter: one rank's part would be all that is saved. The moments that an optimizer
@@ -56,8 +56,8 @@ _OPTIMIZER = "_get_optim_state_dict"
 _MODEL, _FULL = "_get_model_state_dict", "full_state_dict"
 """Its function for the state of a model, and the option by which it would make whole tensors; it cannot here."""
 _METHODS = {
-    "save_pretrained": 'tx.save(model, path, to="hf")',
-    "resize_token_embeddings": "resize them before the cut",
+    "save_pretrained": 'Call tx.save(model, path, to="hf") instead.',
+    "resize_token_embeddings": "Resize the embeddings before the model is cut.",
 }
 """Methods of a transformers model that would take a rank's part for the whole -> what to do instead."""
 
@@ -77,8 +77,8 @@ def no_names(name: str, *, always: bool) -> Mapping[str, str]:
     whole = asks == _MODEL and getattr(caller.f_locals.get("info"), _FULL, False)
     if not always and asks != _OPTIMIZER and not whole:
         return {}
-    message = "this rank's part of a parameter, and torch's state dicts would take it, or its moments, for the whole"
-    raise refuse("UNSUPPORTED", message, tensor=name, hint="give model and optimizer to tx.save and tx.load")
+    message = "it is this rank's part of a parameter; torch's state dicts would take it, or its moments, for the whole"
+    raise refuse("UNSUPPORTED", message, tensor=name, hint="Give model and optimizer to tx.save and tx.load.")
 
 
 def refuse_methods(model: nn.Module) -> None:
@@ -93,6 +93,8 @@ def _no_method(name: str, hint: str, *_args: Any, **_kwargs: Any) -> NoReturn:
 
 
 def _refusal(name: str | None, tensor: torch.Tensor) -> TransaxleError:
-    message = f"{list(tensor.shape)} is this rank's part of a parameter, and torch's checkpoint takes it for the whole"
-    hint = "tx.save and tx.load the model, or cut it with dtensor=True"
+    message = (
+        f"{list(tensor.shape)} is this rank's part of a parameter, which torch's checkpoint would take for the whole"
+    )
+    hint = "Use tx.save and tx.load, or cut the model with dtensor=True."
     return refuse("UNSUPPORTED", message, tensor=name, hint=hint)

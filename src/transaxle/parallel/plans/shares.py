@@ -1,4 +1,4 @@
-"""Shares out a cut axis: which of its indices each tensor-parallel rank has.
+"""Divide a cut axis: which of its indices each tensor-parallel rank has.
 
 An index is never split: one of `g` is a group of query heads with the key and value head that they share. Where there
 are more ranks than groups, several ranks share a group: each has some of its query heads, and all of them its key and
@@ -51,12 +51,12 @@ def share_out(
     if inner is None or count * sizes[inner] < ranks:
         most = count if inner is None else count * sizes[inner]
         what = f"{axis}={count}" if inner is None else f"({axis} {inner})={count}x{sizes[inner]}={most}"
-        raise refuse("SHAPE_MISMATCH", f"{what} over {ranks} ranks: a cut would go through one of them")
+        raise refuse("SHAPE_MISMATCH", f"{what} cannot be divided over {ranks} ranks without cutting through one")
     ranges: list[Ranges] = []
     for index, (first, last) in enumerate(_spans(ranks, count)):
         if sizes[inner] < last - first:
-            message = f"{last - first} ranks share one of {axis}={count}, which has {inner}={sizes[inner]} only"
-            raise refuse("SHAPE_MISMATCH", f"{message}: a cut would go through one of them")
+            message = f"{last - first} ranks would share one of {axis}={count}, which has only {inner}={sizes[inner]}"
+            raise refuse("SHAPE_MISMATCH", f"{message} to divide")
         ranges += [{axis: (index, index + 1), inner: span} for span in _spans(sizes[inner], last - first)]
     return Shares(axis, tuple(ranges))
 
@@ -72,7 +72,7 @@ def _spans(count: int, parts: int) -> list[tuple[int, int]]:
 
 def _explicit(axis: str, count: int, ranks: int, widths: Sequence[int]) -> list[tuple[int, int]]:
     if len(widths) != ranks or sum(widths) != count or min(widths, default=0) < 1:
-        message = f"widths {list(widths)} of {axis} over {ranks} ranks; it has {count}, and every rank needs some"
+        message = f"widths {list(widths)} do not divide {axis}={count} over {ranks} ranks, with at least one for each"
         raise refuse("SHAPE_MISMATCH", message)
     ends = [sum(widths[: rank + 1]) for rank in range(ranks)]
     return list(zip([0, *ends], ends, strict=False))

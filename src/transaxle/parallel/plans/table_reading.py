@@ -79,7 +79,10 @@ def read(model: nn.Module) -> Reading:
     owners = {f"{path}.{name}" if path else name: (path, name) for path, name in _parameters(model)}
     recognised = recognise(list(owners), config, builtin())
     if not recognised.family.cuts:
-        raise refuse("UNSUPPORTED", f"the table of {recognised.family.name} has no `cut` statement")
+        raise refuse(
+            "UNSUPPORTED",
+            f"the table of {recognised.family.name} has no `cut` statement, so it does not say how to cut the model",
+        )
     sizes = Sizes(recognised.family, config)
     bound = bind(list(owners), recognised.family, recognised.dialect, sizes, recognised.prefix)
     problems = [
@@ -96,8 +99,12 @@ def read(model: nn.Module) -> Reading:
             assert parameter is not None
             shape = tuple(parameter.shape)
             if isinstance(parameter, DTensor) and not _is_shared_out(model.get_submodule(module), parameter):
-                message = f"it is sharded already: {parameter.placements}"
-                problems.append(Refusal("UNSUPPORTED", message, Where(None, name), "Cut it first."))
+                message = f"it is already sharded, as {parameter.placements}"
+                problems.append(
+                    Refusal(
+                        "UNSUPPORTED", message, Where(None, name), "Call tensor_parallel before sharding the model."
+                    )
+                )
                 continue
             problems += _check(name, parameter, line.expression, known)
             options = tuple(_options(line.expression, recognised.family.cuts))
@@ -134,10 +141,14 @@ def _check(name: str, parameter: nn.Parameter, expression: Expression, sizes: Ma
     lacking = sorted(axis for axis in expression.axes if axis not in sizes)
     if lacking:
         yield Refusal(
-            "UNKNOWN_AXIS", f"{expression.text}: the model's config does not tell {', '.join(lacking)}", where
+            "UNKNOWN_AXIS",
+            f"{expression.text}: the model's config does not give the size of {', '.join(lacking)}",
+            where,
         )
     elif (wanted := list(expression.layout(sizes).shape)) != shape:
-        yield Refusal("SHAPE_MISMATCH", f"{expression.text} is {wanted} by the model's config, it is {shape}", where)
+        yield Refusal(
+            "SHAPE_MISMATCH", f"{expression.text}\nexpected {wanted} by the model's config, got {shape}", where
+        )
 
 
 def _options(expression: Expression, cuts: tuple[Cuttable, ...]) -> Iterator[Option]:

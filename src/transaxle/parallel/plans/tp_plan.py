@@ -174,7 +174,7 @@ class _Planner:
                 hint = f"; the closest is {close[0]}" if close else ""
                 self._refuse(pattern, f"the model has no such module with parameters{hint}", "MISSING_TENSOR")
             if kind not in _DIMS:
-                self._refuse(pattern, f"{kind!r} is no kind of cut; these are: {', '.join(_DIMS)}")
+                self._refuse(pattern, f"there is no kind of cut {kind!r}; known are {', '.join(_DIMS)}")
                 continue
             by_module |= dict.fromkeys(matched, (pattern, kind, rows))
         return by_module
@@ -219,7 +219,7 @@ class _Planner:
                     others = ", ".join(sorted(mine - {weight.name})[:4])
                     self._refuse(
                         weight.module,
-                        f"{axis}={weight.sizes[axis]} is cut in {others}, and here it is not: all or none",
+                        f"{axis}={weight.sizes[axis]} is cut in {others}, but not here; cut it in all or none",
                     )
         return dict(groups)
 
@@ -253,7 +253,7 @@ class _Planner:
         widths = {each.module: rows for each in members for rows in [self._indices(each, axis)] if rows is not None}
         if len(set(widths.values())) > 1:
             texts = ", ".join(f"{module} {list(rows)}" for module, rows in widths.items())
-            self._refuse(members[0].module, f"the rules share out {axis}={sizes[axis]} in several ways: {texts}")
+            self._refuse(members[0].module, f"the rules divide {axis}={sizes[axis]} in different ways: {texts}")
             return None
         try:
             return share_out(axis, sizes, self._ranks, self._family.within.get(axis), next(iter(widths.values()), None))
@@ -271,7 +271,7 @@ class _Planner:
         for rank, count in enumerate(rows):
             if count % unit:
                 message = f"{count} rows on rank {rank} are {count / unit:g} times the {unit} rows of one {axis}"
-                self._refuse(weight.module, f"{message} in {weight.expression.text}: a cut would go through it")
+                self._refuse(weight.module, f"{message} in {weight.expression.text}; give a multiple")
                 return None
         return tuple(count // unit for count in rows)
 
@@ -319,7 +319,7 @@ class _Planner:
         if None not in dims and last == {True, False}:
             return Role.REGION
         shapes = ", ".join(f"{weight.own} {list(weight.shape)}" for weight in weights)
-        self._refuse(path, f"how to cut a {type(module).__name__} with {shapes} is not known")
+        self._refuse(path, f"it is not known how to cut a {type(module).__name__} with {shapes}")
         return Role.LOCAL
 
     def _heads(
@@ -337,7 +337,7 @@ class _Planner:
             if inner is None or len(parents) > 1 or share is None:
                 text = nested[0].expression.text
                 self._refuse(
-                    nested[0].module, f"{axis} counts heads ({text}), and `cut tp = … within {axis}` is missing"
+                    nested[0].module, f"{axis} counts heads ({text}), but the table has no `cut tp = … within {axis}`"
                 )
                 continue
             sizes = members[0].sizes

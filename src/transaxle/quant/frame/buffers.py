@@ -22,7 +22,7 @@ STATE = (HISTORY, SCALED_FOR)
 
 
 def is_cut(encoding: Encoding, name: str, dims: int = 2) -> bool:
-    """Whether a buffer has a row for each row of the matrix; in a stack (3 dims), for each matrix: all buffers have."""
+    """Whether a buffer has one row for each row of the matrix. In a stack (3 dims) every buffer has one per matrix."""
     return dims > 2 or name in (DATA, COLUMN_DATA) or (name == SCALE and encoding.tile[0] == 1)
 
 

@@ -93,7 +93,7 @@ class Frame:
 
     @property
     def tall(self) -> bool:
-        """Whether it matters where in the whole the rows lie."""
+        """Whether scales cover several rows, so that it matters where in the whole matrix these rows lie."""
         return self.matrix is None and tall(self.encoding, columnwise=self.columnwise)
 
     def buffers(self, skip: int, rows: int) -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ class Frame:
         return {name: by_name[name] for name in (*COMPONENTS, *STATE) if name in by_name}
 
     def taken(self, skip: int, rows: int, change: Callable[[torch.Tensor], torch.Tensor]) -> Frame:
-        """Return a frame of some of the rows whose buffers are what `change` makes of these."""
+        """Return a frame of some of the rows, with `change` applied to each buffer (a copy, a move)."""
         return replace(
             self,
             cut={name: change(buffer[skip : skip + rows]) for name, buffer in self.cut.items()},
@@ -117,7 +117,7 @@ class Frame:
         return is_cut(self.encoding, name, 1 + len(self.row))
 
     def member(self, place: int) -> Frame:
-        """Return one matrix of a stack, as a view: what is written into it is in the stack."""
+        """Return one matrix of a stack as a view; writing into it changes the stack."""
         assert self.matrix is not None
         of_matrix = {name: buffer[place] for name, buffer in self.cut.items()}
         return Frame(
@@ -139,9 +139,9 @@ class Frame:
             self.of.drop(name)
 
     def operands(self, skip: int, rows: int, *, columnwise: bool = False) -> tuple[Components, Encoding]:
-        """Return what gives the values of some of the rows: their buffers, and the encoding to read them by.
+        """Return the buffers of some of the rows, and the encoding by which to dequantize them.
 
-        Rows that start inside a tile, and those with padding after them, get a scale each.
+        Rows that begin inside a tile or have padding after them get one scale per row, and an encoding that says so.
         """
         codes, stored = (COLUMN_DATA, COLUMN_SCALE) if columnwise else (DATA, SCALE)
         encoding = columnwise_of(self.encoding) if columnwise else self.encoding

@@ -35,15 +35,17 @@ def sent(frame: Frame, skip: int, height: int, mesh: DeviceMesh) -> tuple[tuple[
     world = mesh.size()
     if frame.width is not None:
         raise refuse(
-            "UNSUPPORTED", f"{frame.columns} of {frame.width} columns on each rank", hint="fully_shard along dim 0"
+            "UNSUPPORTED",
+            f"each rank has {frame.columns} of {frame.width} columns; FSDP2 gathers whole rows",
+            hint="Call fully_shard so that it cuts dim 0.",
         )
     padded = -(-frame.whole // world)
     start = min(padded * mesh.get_local_rank(), frame.whole)
     if height and frame.tall and frame.start + skip != start:
         raise refuse(
             "UNSUPPORTED",
-            f"rows from {frame.start + skip} of {frame.whole}; FSDP2 gathers rows from {start} of {world} ranks",
-            hint="fully_shard along dim 0, over one mesh dim",
+            f"this rank's rows start at {frame.start + skip} of {frame.whole}; FSDP2 on {world} ranks expects {start}",
+            hint="Call fully_shard so that it cuts dim 0, over one mesh dim.",
         )
     buffers = []
     for name, buffer in frame.cut.items():

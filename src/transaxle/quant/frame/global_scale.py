@@ -1,9 +1,8 @@
-"""Quantize rows of a matrix as if the whole of it were here: amaxes are reduced over the ranks that have the rest.
+"""Quantize a rank's rows exactly as if the whole matrix were here: amaxes are reduced over all ranks.
 
-Where elements of several ranks share an amax, the largest magnitudes of all tiles are reduced, as integers, which
-keeps NaN. A rank then has fewer rows of a tile than the tile has; in place of the missing ones it sets a row that holds
-the tile's amax, quantizes, and drops it. So there is one rule for codes, the kernels', with the same bits as if the
-matrix lay in one piece.
+Where a tile lies on several ranks, the amaxes of all tiles are reduced over them, as integers, which keeps NaN. A rank
+may then hold only some rows of a tile. In place of the others it puts one row that contains the tile's amax, quantizes,
+and drops that row. So only the kernels know the rule for codes, and the bits are those of the matrix in one piece.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Place:
 def place(
     x: torch.Tensor, group: dist.ProcessGroup | None, start: int | None, whole: int | None, share: Share | None = None
 ) -> Place:
-    """Return where rows lie, from what is given; what is not is found by asking the ranks of the group.
+    """Return where rows lie in the whole matrix; what is not given follows from the row counts of all ranks.
 
     Raises:
         Refused: `SHAPE_MISMATCH` for rows that are not inside.
@@ -55,7 +54,7 @@ def place(
         start, whole = sum(rows_of_ranks[: dist.get_rank(group)]), sum(rows_of_ranks)
     first, total = start or 0, rows if whole is None else whole
     if first < 0 or first + rows > total:
-        raise refuse("SHAPE_MISMATCH", f"rows {first} to {first + rows} of a matrix of {total}")
+        raise refuse("SHAPE_MISMATCH", f"rows {first} to {first + rows} lie outside a matrix of {total} rows")
     return Place(first, total, group, None if share is None else share.group)
 
 
@@ -69,7 +68,7 @@ def frame_of(
         x: [M, K] or [E, M, K].
         at: where they lie.
         old: what a matrix replaces; its history decides the scale in delayed scaling.
-        most: the amax of the whole matrix, where it is known.
+        most: the amax of the whole matrix; None: it is computed and reduced here.
     """
     if x.device.type == "meta":
         empty = blank(quantizer, (at.whole, *x.shape[1:]), x.device)
@@ -111,7 +110,7 @@ def _stack(quantizer: Quantizer, x: torch.Tensor, at: Place) -> Frame:
 
 
 def stacked(buffers: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return buffers of several matrices as one; those of eight bits as bytes, which torch stacks always."""
+    """Stack the buffers of several matrices; those of 8 bits as bytes, since torch cannot stack every float8 type."""
     kind = buffers[0].dtype
     if kind.itemsize > 1:
         return torch.stack(list(buffers))

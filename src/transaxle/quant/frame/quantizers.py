@@ -37,7 +37,7 @@ Float8Code = Literal["F8_E4M3", "F8_E5M2"]
 
 
 class Quantizer(ABC):
-    """A kind of scaling. Equal ones make equal codes."""
+    """How a matrix is quantized: an encoding, and how its scales are found. Equal quantizers make equal codes."""
 
     __slots__ = ()
 
@@ -48,7 +48,7 @@ class Quantizer(ABC):
 
     @property
     def over(self) -> tuple[int, int] | None:
-        """Elements that share an amax, where they are more than a tile."""
+        """Rows and columns that share an amax, if that is more than one tile; None otherwise."""
         return None
 
     @property
@@ -58,12 +58,12 @@ class Quantizer(ABC):
 
     @property
     def state_sizes(self) -> Mapping[str, int]:
-        """Float32 buffers that a tensor keeps beside its codes to scale the next values by, and their length."""
+        """Name -> length of each float32 buffer that a tensor keeps for scaling its next values; empty without any."""
         return {}
 
     @property
     def grain(self) -> tuple[int, int]:
-        """Elements along rows and columns that share an amax; 0 for all of them."""
+        """Rows and columns that share an amax; 0 stands for all of them."""
         rows, columns = self.encoding.tile if self.over is None else self.over
         return rows, columns
 
@@ -81,8 +81,8 @@ class Quantizer(ABC):
             x: [M, K] of bfloat16, float16 or float32.
             group: the ranks that hold the rows of one matrix, in order. Amaxes are reduced over them, so that codes and
                 scales are those of the matrix quantized in one piece, bit for bit. Each rank calls this.
-            start: the matrix's row that is the first of `x`; found by asking the ranks if not given.
-            whole: rows of the matrix, likewise.
+            start: row of the whole matrix at which `x` begins. Without it the ranks exchange their row counts.
+            whole: number of rows of the whole matrix; likewise.
 
         Raises:
             Refused: `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED` for what cannot be quantized.
@@ -109,8 +109,8 @@ class Float8CurrentScaling(Quantizer):
 class DelayedScaling(Quantizer):
     """One float32 scale for the tensor, from the largest amax of the last times it was quantized.
 
-    The first time its own amax is taken. After that values get the scale of the largest amax in the history, and their
-    own goes into it, where the oldest drops out. If the largest is zero, infinite or NaN, the scale stays.
+    The first values are scaled by their own amax. Later ones are scaled by the largest amax in the history; then their
+    own amax enters the history, and the oldest leaves it. If the largest is zero, infinite or NaN, the scale stays.
     """
 
     code: Float8Code = "F8_E4M3"
@@ -125,13 +125,13 @@ class DelayedScaling(Quantizer):
 
     @property
     def state_sizes(self) -> Mapping[str, int]:
-        """The history, and the amax that the next scale is of."""
+        """Lengths of the history, and of the amax from which the next scale is computed."""
         return {"amax_history": self.length, "scaled_for": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class Float8Block(Quantizer):
-    """A float32 scale for each block: of 128 x 128 elements (weights) or 1 x 128 (activations)."""
+    """One float32 scale for each block of 128 x 128 elements (weights) or 1 x 128 (activations)."""
 
     block: tuple[int, int] = (128, 128)
     """Rows and columns of a block."""
@@ -148,7 +148,7 @@ class Float8Block(Quantizer):
 
 @dataclass(frozen=True, slots=True)
 class MXFP8(Quantizer):
-    """An E8M0 scale for each 32 elements of a row and, on request, other codes for each 32 of a column."""
+    """One E8M0 scale for every 32 elements of a row; with `columnwise`, also codes scaled along columns."""
 
     code: Float8Code = "F8_E4M3"
     """Type of the codes."""
@@ -163,7 +163,10 @@ class MXFP8(Quantizer):
 
 @dataclass(frozen=True, slots=True)
 class NVFP4(Quantizer):
-    """An E4M3 scale for each 16 elements of a row, on request others for each 16 of a column, and one amax for all."""
+    """4-bit codes with one E4M3 scale for every 16 elements of a row, and one amax for the tensor.
+
+    With `columnwise` there are also codes scaled along columns.
+    """
 
     square: bool = False
     """Whether 16 x 16 elements share an amax, so that the transpose has the same scales: the rule for weights."""
@@ -179,7 +182,7 @@ class NVFP4(Quantizer):
 
     @property
     def over(self) -> tuple[int, int] | None:
-        """Elements that share an amax, where they are more than a tile."""
+        """Rows and columns that share an amax, if that is more than one tile; None otherwise."""
         return (16, 16) if self.square else None
 
 

@@ -1,8 +1,8 @@
-"""Shares: what a rank has of a quantized matrix that tensor parallelism has cut, along rows or columns.
+"""Shares: a rank's part of a quantized matrix that tensor parallelism has cut along rows or columns.
 
-Such cuts lie on borders of tiles, so a share is quantized like a matrix of its own. What it has in common with the
-others is what the whole matrix has one of: a scale, an amax, a history. Those are of all ranks together, and equal on
-each. Everything else is a part of the whole matrix's buffers, and FSDP2 may cut it once more, between any two rows.
+Cuts lie on borders of tiles, so each share can be quantized like a separate matrix. The exception are buffers of which
+the whole matrix has only one: a scale, an amax, a history. They are computed over all ranks, and equal on each. All
+other buffers are parts of the whole matrix's, and FSDP2 may cut a share once more, between any two rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from transaxle.quant.kernels.components import columnwise_of
 from transaxle.torch_tensors.placement import along
 from transaxle.torch_tensors.tensor_bytes import with_plain_bytes
 
-_HINT = "cut it over fewer ranks; say in the plan how many rows each rank has; or leave it plain (filter=, decode=)"
+_HINT = (
+    "Cut it over fewer ranks, give the rows of each rank in the plan, or do not quantize it (filter=, or decode= when "
+    "loading)."
+)
 _MATRIX = 2
 """Dims of a matrix; any before them count matrices."""
 
@@ -58,7 +61,7 @@ class Share:
         return next(n for n in range(mesh.ndim) if dist.get_process_group_ranks(mesh.get_group(n)) == ranks)
 
     def step(self, quantizer: Quantizer, name: str) -> int:
-        """Return how many elements along the dim there are for one position of a buffer; 0 if it is not cut."""
+        """Return how many elements of the cut dim one position of a buffer stands for; 0 if it is not cut."""
         axis = self.dim - len(self.shape)
         if axis < -_MATRIX or name == ORIGIN:
             return 1
@@ -76,7 +79,7 @@ class Share:
         return buffers_of(quantizer, self.shape, columnwise=name in (COLUMN_DATA, COLUMN_SCALE) or None)[name][1]
 
     def holds(self, quantizer: Quantizer, name: str) -> tuple[Intervals, ...]:
-        """Return which positions of a whole buffer this rank has, by dim."""
+        """Return, for each dim of a whole buffer, the positions that this rank has."""
         step, shape = self.step(quantizer, name), self.whole_of(quantizer, name)
         return tuple(self._spans(step) if step and dim == self.dim else whole(n) for dim, n in enumerate(shape))
 
@@ -99,9 +102,9 @@ def _encoding(quantizer: Quantizer, name: str) -> Encoding:
 
 
 def tile_of(quantizer: Quantizer, shape: Sequence[int], dim: int, *, columnwise: bool) -> int:
-    """Return the elements along a dim that no cut may separate, since they have scales in common; 1: there are none.
+    """Return how many adjacent elements along a dim share a scale, so that no cut may separate them; at least 1.
 
-    What a whole matrix has one of stops no cut.
+    A scale of the whole matrix does not count: every rank keeps it.
     """
     axis = dim - len(shape)
     if axis < -_MATRIX:
@@ -119,14 +122,14 @@ def tile_of(quantizer: Quantizer, shape: Sequence[int], dim: int, *, columnwise:
 def misplaced(
     quantizer: Quantizer, shape: Sequence[int], dim: int, held: Sequence[Intervals], *, columnwise: bool = False
 ) -> Refusal | None:
-    """Return what is wrong with cuts of a matrix: the first that goes through a tile; None if there is none.
+    """Return the refusal of the first cut that goes through a tile; None if all cuts lie between tiles.
 
     Args:
         quantizer: of the matrix.
         shape: of the whole.
         dim: that is cut.
         held: for each rank the positions that it has.
-        columnwise: there are codes for both directions, whatever the quantizer makes.
+        columnwise: whether there are columnwise codes too, even if the quantizer makes none.
     """
     tile = tile_of(quantizer, shape, dim, columnwise=columnwise or quantizer.columnwise)
     for rank, intervals in enumerate(held):
@@ -135,8 +138,8 @@ def misplaced(
             if start % tile or (stop % tile and not last):
                 at = start if start % tile else stop
                 message = (
-                    f"rank {rank} of {len(held)} has [{start}, {stop}) of dim {dim} of {list(shape)}; {at} = "
-                    f"{at // tile} x {tile} + {at % tile} is inside a tile of {tile} in {quantizer.encoding.name}"
+                    f"rank {rank} of {len(held)} would get [{start}, {stop}) of dim {dim} of {list(shape)}; {at} = "
+                    f"{at // tile} x {tile} + {at % tile} lies inside a tile of {tile} ({quantizer.encoding.name})"
                 )
                 return Refusal("BLOCK_MISALIGNED", message, hint=_HINT)
     return None

@@ -1,11 +1,11 @@
-"""Usages: the codes by rows, those by columns, and how the ones follow from the others.
+"""Rowwise and columnwise codes of one matrix, and when the latter follow from the former.
 
-Codes by columns lie in the same places as those by rows, so that a cut between two rows cuts both; only their tiles run
-down. A kernel reads them as the rows of the transpose, which is how TransformerEngine keeps those of nvfp4: packed
-along the columns, with the scales transposed too. `turned` gives these bytes.
+Columnwise codes are stored in the same order as rowwise ones, so a cut between two rows cuts both; only their tiles run
+down the columns. A kernel reads them as rows of the transposed matrix, which is how TransformerEngine stores those of
+nvfp4: packed along the columns, with transposed scales. `turned` gives these bytes.
 
-Where squares share a scale (nvfp4 weights) an element has the same code and the same scale in both directions. Then the
-codes by columns follow from those by rows, raw. Elsewhere they are roundings of their own, which only values give.
+Where square tiles share a scale (nvfp4 weights), an element has the same code and scale in both directions, and
+columnwise codes are copied from the rowwise ones. Elsewhere the two are rounded separately, which needs the values.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _PACKED = 4
 
 
 def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
-    """Return a frame with columnwise codes too where those of all its rows follow from the rowwise ones; else itself.
+    """Return the frame with columnwise codes added where they follow from the rowwise ones; otherwise the frame itself.
 
-    A shard's do not: scales of its first and last squares would be needed on ranks that do not take part.
+    They never follow for a shard: scales of its first and last squares are needed on ranks that are not asked here.
     """
     over, turned = frame.quantizer.over, columnwise_of(frame.encoding)
     if over is None or turned is None or over != (turned.tile[0], frame.encoding.tile[1]):
@@ -54,27 +54,30 @@ def both_ways(frame: Frame, skip: int, rows: int) -> Frame:
 def turned(frame: Frame, skip: int, shape: tuple[int, ...]) -> Frame:
     """Return the frame of a matrix's transpose, or of the transposes of a stack's matrices, as a copy.
 
-    Its codes by rows are the columnwise ones of the frame and, where it has any, the other way round. An nvfp4 amax
-    is for both: they differ where there are random Hadamard transforms only.
+    Its rowwise codes are the frame's columnwise ones. Where the frame has stored columnwise codes, its rowwise ones
+    become columnwise in turn. One nvfp4 amax serves both directions; only random Hadamard transforms need two.
 
     Args:
-        frame: of the matrix, or of the stack.
-        skip: row of it that is the first one; of a stack, matrix.
-        shape: of the tensor that looks at it: [M, K] or [E, M, K].
+        frame: buffers of the matrix, or of the stack.
+        skip: first row to use; in a stack, the first matrix.
+        shape: shape of the tensor: [M, K] or [E, M, K].
 
     Raises:
-        Refused: `UNSUPPORTED` where columnwise codes neither are there nor follow from the others; `BLOCK_MISALIGNED`
-            for rows of a matrix, and views of another shape; `SHAPE_MISMATCH` for an odd number of rows of 4 bits.
+        Refused: `UNSUPPORTED` without columnwise codes that are stored or can be derived; `BLOCK_MISALIGNED` for some
+            rows of a matrix, and for views of another shape; `SHAPE_MISMATCH` for an odd number of rows of 4-bit codes.
     """
     height = shape[0]
     if shape != (height, *frame.row) or (frame.matrix is None and (frame.start + skip, height) != (0, frame.whole)):
-        raise refuse("BLOCK_MISALIGNED", f"{height} rows of {frame.whole}: only whole matrices are transposed")
+        raise refuse(
+            "BLOCK_MISALIGNED",
+            f"only a whole matrix can be transposed, not {height} of its {frame.whole} rows or another view",
+        )
     source = frame if frame.columnwise else both_ways(frame, skip, height)
     if not source.columnwise:
         raise refuse(
             "UNSUPPORTED",
-            f"{frame.quantizer}: there are no columnwise codes",
-            hint="quantize both ways (columnwise=True), or dequantize()",
+            f"this tensor of {frame.quantizer} has no columnwise codes, which the transpose needs",
+            hint="Quantize both ways (columnwise=True), or transpose the values that dequantize() gives.",
         )
     buffers, bits = source.buffers(skip, height), frame.encoding.code_bits
     names = ((DATA, COLUMN_DATA), (SCALE, COLUMN_SCALE), (COLUMN_DATA, DATA), (COLUMN_SCALE, SCALE))
@@ -93,7 +96,10 @@ def _turned(buffer: torch.Tensor, bits: int) -> torch.Tensor:
     raw = buffer.view(torch.uint8)
     if bits == _PACKED:
         if raw.shape[-2] % 2:
-            raise refuse("SHAPE_MISMATCH", f"{raw.shape[-2]} rows of codes of 4 bits do not fill whole bytes")
+            raise refuse(
+                "SHAPE_MISMATCH",
+                f"{raw.shape[-2]} rows of 4-bit codes do not fill whole bytes; the number of rows must be even",
+            )
         raw = torch.stack([raw & 15, raw >> 4], -1).flatten(-2)
     raw = raw.transpose(-1, -2)
     if bits == _PACKED:

@@ -126,14 +126,14 @@ def quantize_groups(
     _ends(offsets, x)
     alone = rowwise and not columnwise and over is None and encoding.tile[0] == 1
     if swizzled and not (alone and encoding.scale == "F8_E8M0"):
-        raise refuse("UNSUPPORTED", f"{encoding.name}: swizzled are E8M0 scales of codes by rows alone")
+        raise refuse("UNSUPPORTED", f"{encoding.name}: only E8M0 scales of rowwise codes can be swizzled")
     x, groups = x.detach(), offsets.shape[0]
     wanted = group_layout(
         encoding, (x.shape[0], x.shape[1]), groups, rowwise=rowwise, columnwise=columnwise, swizzled=swizzled
     )
     parts = allocated(wanted, x.device) if out is None else fitting(out, wanted, x.device)
     if swizzled and parts.scale_inv is not None and not parts.scale_inv.is_contiguous():
-        raise refuse("UNSUPPORTED", "swizzled scales are one piece", tensor="scale_inv")
+        raise refuse("UNSUPPORTED", "the buffer for swizzled scales must be contiguous", tensor="scale_inv")
     most = parts.amax
     if encoding.tile == _PER_TENSOR:
         most = torch.empty(groups, dtype=torch.float32, device=x.device)
@@ -161,7 +161,10 @@ def quantize_rows(x: torch.Tensor, offsets: torch.Tensor, encoding: Encoding) ->
     _known(encoding)
     _ends(offsets, x)
     if encoding.tile != _PER_TENSOR:
-        raise refuse("UNSUPPORTED", f"{encoding.name}: rows have a scale for each tile; use quantize")
+        raise refuse(
+            "UNSUPPORTED",
+            f"{encoding.name} has a scale for each tile; quantize_rows is for encodings with one for the tensor",
+        )
     codes = torch.empty(tuple(x.shape), dtype=DTYPES[encoding.code], device=x.device)
     scales = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
     _side(x.device).quantize_rows(x.detach(), offsets, encoding, codes, scales)
@@ -188,9 +191,9 @@ def dequantize(
     rowwise = components.data is not None
     codes = components.data if rowwise else components.columnwise_data
     if codes is None:
-        raise refuse("MISSING_TENSOR", "there are no codes, neither rowwise nor columnwise")
+        raise refuse("MISSING_TENSOR", "components has neither rowwise nor columnwise codes")
     if codes.dim() != 2:
-        raise refuse("SHAPE_MISMATCH", f"codes of shape {list(codes.shape)}, expected a matrix")
+        raise refuse("SHAPE_MISMATCH", f"the codes must be a matrix, not of shape {list(codes.shape)}")
     shape = codes.shape[0], codes.shape[1] * (8 // encoding.code_bits)
     parts = fitting(components, layout(encoding, shape, rowwise=rowwise, columnwise=not rowwise), codes.device)
     if dtype not in VALUES:
@@ -200,10 +203,10 @@ def dequantize(
     if tuple(out.shape) != shape or out.dtype != dtype or out.device != codes.device:
         raise refuse(
             "SHAPE_MISMATCH",
-            f"out is {out.dtype} {list(out.shape)} on {out.device}, expected {dtype} {list(shape)} on {codes.device}",
+            f"out must be {dtype} {list(shape)} on {codes.device}, not {out.dtype} {list(out.shape)} on {out.device}",
         )
     if out.shape[1] > 1 and out.stride(1) != 1:
-        raise refuse("UNSUPPORTED", "the rows of out are not contiguous")
+        raise refuse("UNSUPPORTED", "the rows of out must be contiguous")
     turned = encoding if rowwise else columnwise_of(encoding)
     scales = parts.scale_inv if rowwise else parts.columnwise_scale_inv
     assert turned is not None
@@ -230,7 +233,7 @@ def _side(device: torch.device) -> Any:
         return cuda
     if device.type != "cpu":
         raise refuse(
-            "UNSUPPORTED", f"there are no kernels for {device}", hint="move the tensor to a CPU or a CUDA device"
+            "UNSUPPORTED", f"there are no kernels for {device}", hint="Move the tensor to a CPU or a CUDA device."
         )
     from transaxle.quant.kernels import host
 
@@ -249,33 +252,35 @@ def _number(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
     if value.dtype != torch.float32 or value.numel() != 1 or value.device != device:
         raise refuse(
             "SHAPE_MISMATCH",
-            f"an amax or scale: {value.dtype} {list(value.shape)} on {value.device}, expected one float32 on {device}",
+            f"amax and scale must be one float32 on {device}, not {value.dtype} {list(value.shape)} on {value.device}",
         )
     return value.reshape(1)
 
 
 def _not_a_value(dtype: torch.dtype) -> TransaxleError:
-    return refuse("DTYPE_MISMATCH", f"{dtype}, expected one of {', '.join(map(str, VALUES))}")
+    return refuse("DTYPE_MISMATCH", f"the dtype must be one of {', '.join(map(str, VALUES))}, not {dtype}")
 
 
 def _values(x: torch.Tensor) -> None:
     if x.dtype not in VALUES:
         raise _not_a_value(x.dtype)
     if x.dim() != 2:
-        raise refuse("SHAPE_MISMATCH", f"a tensor of shape {list(x.shape)}, expected a matrix")
+        raise refuse("SHAPE_MISMATCH", f"expected a matrix, not a tensor of shape {list(x.shape)}")
 
 
 def _ends(offsets: torch.Tensor, x: torch.Tensor) -> None:
     if offsets.dtype != torch.int32 or offsets.dim() != 1 or offsets.device != x.device or not offsets.is_contiguous():
         actual = f"{offsets.dtype} {list(offsets.shape)} on {offsets.device}"
-        raise refuse("SHAPE_MISMATCH", f"offsets: {actual}, expected int32 [groups] on {x.device}, contiguous")
+        raise refuse("SHAPE_MISMATCH", f"offsets must be contiguous int32 [groups] on {x.device}, not {actual}")
 
 
 def _known(encoding: Encoding) -> None:
     """Refuse encodings that the kernels have no rule or no tiles for."""
     if (encoding.scale, encoding.has_global) not in _SCALES or encoding.code not in DTYPES:
-        more = ", and one for the tensor" if encoding.has_global else ""
-        raise refuse("UNSUPPORTED", f"{encoding.name}: codes {encoding.code} with scales {encoding.scale}{more}")
+        more = " and one for the tensor" if encoding.has_global else ""
+        raise refuse(
+            "UNSUPPORTED", f"{encoding.name}: no kernels for codes {encoding.code} with scales {encoding.scale}{more}"
+        )
     if encoding.tile != _PER_TENSOR and not _regular(encoding.tile):
         raise refuse("UNSUPPORTED", f"{encoding.name}: no kernels for tiles {encoding.tile}")
 
@@ -288,11 +293,14 @@ def _regular(tile: tuple[int, ...]) -> bool:
 def _fits(encoding: Encoding, *, amax: Any, scale: Any, rowwise: bool, columnwise: bool) -> None:
     per_tensor = encoding.tile == _PER_TENSOR
     if amax is not None and not (per_tensor or encoding.has_global):
-        raise refuse("UNSUPPORTED", f"{encoding.name} has an amax for each tile; none can be given")
+        raise refuse("UNSUPPORTED", f"{encoding.name} finds an amax for each tile, so amax= cannot be given")
     if scale is not None and (amax is not None or not per_tensor):
-        raise refuse("UNSUPPORTED", f"{encoding.name}: a scale is given for float8 only, and instead of an amax")
+        raise refuse(
+            "UNSUPPORTED",
+            f"{encoding.name}: scale= is only for float8 with one scale for the tensor, and not together with amax=",
+        )
     if not (rowwise or columnwise):
-        raise refuse("UNSUPPORTED", "nothing to make: neither rowwise nor columnwise codes were asked for")
+        raise refuse("UNSUPPORTED", "rowwise and columnwise are both False, so there is nothing to make")
 
 
 def _shared(encoding: Encoding, over: tuple[int, int] | None, *, columnwise: bool) -> None:
@@ -302,7 +310,10 @@ def _shared(encoding: Encoding, over: tuple[int, int] | None, *, columnwise: boo
     tiles = [encoding.tile, encoding.tile[::-1]] if columnwise else [encoding.tile]
     whole = all(step and not size % step for tile in tiles for size, step in zip(over, tile, strict=True))
     if not whole or not _regular(over) or (columnwise and over[0] != over[1]):
-        raise refuse("UNSUPPORTED", f"{encoding.name}: an amax over {over} elements, with tiles of {encoding.tile}")
+        raise refuse(
+            "UNSUPPORTED",
+            f"{encoding.name}: over={over} does not consist of whole tiles of {encoding.tile}, or is too large",
+        )
 
 
 __all__ = ["Components", "amax", "dequantize", "first_tiles", "quantize", "quantize_groups", "quantize_rows"]

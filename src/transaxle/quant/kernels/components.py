@@ -42,9 +42,9 @@ class Components:
 
 
 def columnwise_of(encoding: Encoding) -> Encoding | None:
-    """Return the encoding of the columnwise buffers, None where the format has none of its own.
+    """Return the encoding of the columnwise buffers; None for a format that has none.
 
-    Those of mxfp8 and nvfp4: its tiles turned by a quarter. Of the others a transposed matrix is quantized (`x.t()`).
+    mxfp8 and nvfp4 have them, with the two sides of a tile swapped. For other formats quantize the transpose (`x.t()`).
     """
     rows, columns = encoding.tile
     if (encoding.scale, encoding.code_bits) not in (("F8_E8M0", 8), ("F8_E4M3", 4)):
@@ -65,11 +65,14 @@ def layout(
     if columnwise and turned is None:
         raise refuse(
             "UNSUPPORTED",
-            f"{encoding.name} has no columnwise codes of its own",
-            hint="quantize the transposed matrix: quantize(x.t(), ...)",
+            f"{encoding.name} has no separate columnwise codes",
+            hint="Quantize the transposed matrix instead: quantize(x.t(), ...).",
         )
     if encoding.code_bits == 4 and shape[1] % 2:
-        raise refuse("SHAPE_MISMATCH", f"rows of {shape[1]} codes of 4 bits do not fill whole bytes")
+        raise refuse(
+            "SHAPE_MISMATCH",
+            f"rows of {shape[1]} 4-bit codes do not fill whole bytes; the number of columns must be even",
+        )
     buffers: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
     for wanted, of, stem in ((rowwise, encoding, ""), (columnwise, turned, "columnwise_")):
         if wanted and of is not None:
@@ -84,11 +87,10 @@ def layout(
 def group_layout(
     encoding: Encoding, shape: tuple[int, int], groups: int, *, rowwise: bool, columnwise: bool, swizzled: bool = False
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the same for a matrix whose rows are quantized group by group.
+    """Return dtype and shape of each buffer of a matrix whose rows are quantized group by group.
 
-    What a matrix has one of, each group has. Tiles of several rows start anew in each group: there is room for the
-    rows of tiles of any groups, one more for each than the matrix would have whole. Swizzled scales are padded, those
-    of each group by themselves.
+    Each group has its own amax and scale for the tensor. Tiles of several rows start anew in each group, so there is
+    one row of tiles more for each group than the matrix alone would have. Swizzled scales are padded group by group.
 
     Raises:
         Refused: see `layout`.
@@ -110,7 +112,7 @@ def group_layout(
 
 
 def first_tiles(offsets: torch.Tensor, rows: int, high: int) -> torch.Tensor:
-    """Return at which row of tiles each group's begin, int64 [groups], where the offsets are.
+    """Return the row of tiles at which each group begins: int64 [groups], on the device of the offsets.
 
     Args:
         offsets: row at which each group ends.
@@ -132,7 +134,7 @@ def allocated(wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: to
 def fitting(
     components: Components, wanted: dict[str, tuple[torch.dtype, tuple[int, ...]]], device: torch.device
 ) -> Components:
-    """Return the buffers asked for, once each is there and has its dtype, shape, device and unit column stride.
+    """Return the wanted buffers, after checking that each has the right dtype, shape, device and unit column stride.
 
     Raises:
         Refused: `MISSING_TENSOR`, `DTYPE_MISMATCH`, `SHAPE_MISMATCH` or `UNSUPPORTED`: all that is wrong, at once.
@@ -142,15 +144,15 @@ def fitting(
         buffer = present.get(name)
         where = Where(tensor=name)
         if buffer is None:
-            wrong.append(Refusal("MISSING_TENSOR", f"the buffer {name!r} is not there", where))
+            wrong.append(Refusal("MISSING_TENSOR", f"the buffer {name!r} is missing", where))
         elif buffer.dtype != dtype:
-            wrong.append(Refusal("DTYPE_MISMATCH", f"{buffer.dtype}, expected {dtype}", where))
+            wrong.append(Refusal("DTYPE_MISMATCH", f"expected {dtype}, got {buffer.dtype}", where))
         elif tuple(buffer.shape) != shape:
-            wrong.append(Refusal("SHAPE_MISMATCH", f"{list(buffer.shape)}, expected {list(shape)}", where))
+            wrong.append(Refusal("SHAPE_MISMATCH", f"expected {list(shape)}, got {list(buffer.shape)}", where))
         elif buffer.device != device:
-            wrong.append(Refusal("UNSUPPORTED", f"lies on {buffer.device}, the matrix on {device}", where))
+            wrong.append(Refusal("UNSUPPORTED", f"it is on {buffer.device}, but the matrix is on {device}", where))
         elif buffer.shape[-1] > 1 and buffer.stride(-1) != 1:
-            wrong.append(Refusal("UNSUPPORTED", "its rows are not contiguous", where))
+            wrong.append(Refusal("UNSUPPORTED", "its rows must be contiguous", where))
     if wrong:
         raise gathered(wrong)
     return Components(**{name: present[name] for name in wanted})

@@ -106,7 +106,7 @@ def _spans(offsets: torch.Tensor, rows: int) -> list[tuple[int, int]]:
     """
     ends = [0, *offsets.tolist()]
     if sorted(ends) != ends or ends[-1] > rows:
-        raise refuse("SHAPE_MISMATCH", f"groups end at rows {ends[1:]} of {rows}; each ends after the one before it")
+        raise refuse("SHAPE_MISMATCH", f"offsets must not decrease and must stay within {rows} rows; got {ends[1:]}")
     return list(itertools.pairwise(ends))
 
 

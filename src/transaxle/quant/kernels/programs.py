@@ -69,6 +69,7 @@ def as_float(raw):
 @triton.jit
 def sign_of(raw):
     """Sign bits (int32, 128 or 0) of what was loaded. A NaN has one too, which arithmetic would lose."""
+    # The top byte of the input, whatever its width, has the sign in its highest bit.
     high = raw.to(tl.uint32, bitcast=True) >> 24 if raw.dtype == tl.float32 else raw.to(tl.uint16, bitcast=True) >> 8
     return high.to(tl.int32) & 0x80
 
@@ -82,11 +83,17 @@ def rounded(value, mantissa: tl.constexpr, bias: tl.constexpr, largest: tl.const
     """
     size = value.to(tl.int32, bitcast=True) & ABS
     shift: tl.constexpr = 23 - mantissa
+    # Round to nearest even on the bits: adding just under half of the last kept bit, plus that bit itself, carries
+    # exactly when rounding must go up.
     normal = (size + ((1 << (shift - 1)) - 1) + ((size >> shift) & 1)) >> shift
+    # A carry out of the mantissa runs into the exponent, as it should; then the exponent is rebased.
     normal = tl.minimum(normal - ((127 - bias) << mantissa), largest)
+    # At this size a float32 has one subnormal step of the target as its last bit, so the addition itself rounds, ties
+    # to even, in hardware.
     magic: tl.constexpr = (127 + 24 - bias - mantissa) << 23
     step = tl.full(value.shape, magic, tl.int32).to(tl.float32, bitcast=True)
     small = (size.to(tl.float32, bitcast=True) + step).to(tl.int32, bitcast=True) - magic
+    # Below the smallest normal number of the target.
     code = tl.where(size < ((128 - bias) << 23), small, normal)
     return tl.where(size > INFINITY, nan, code)
 
@@ -128,6 +135,7 @@ def float8_values(code, mantissa: tl.constexpr, native: tl.constexpr):
 def nibble_values(code):
     """Float32 values of E2M1 codes (int32, 0 to 15): 0, 0.5, 1, 1.5, 2, 3, 4, 6 and the same below zero."""
     size = code & 7
+    # E2M1 has bias 1: moving exponent and mantissa to the place of float32's leaves 126 to add to the exponent.
     normal = (size + (126 << 1)) << 22
     value = tl.where(size > 1, normal, size * (126 << 23))
     return (value | ((code & 8) << 28)).to(tl.float32, bitcast=True)
@@ -136,6 +144,7 @@ def nibble_values(code):
 @triton.jit
 def power_of_two(code):
     """Float32 values of E8M0 codes (int32): two to the code minus 127; 255 is NaN."""
+    # Code 0 is 2^-127, which in float32 is subnormal: its highest mantissa bit.
     bits = tl.where(code == 0, 0x00400000, tl.where(code == 255, NAN, code << 23))
     return bits.to(tl.float32, bitcast=True)
 
@@ -149,6 +158,7 @@ def e8m0_scale(amax, code_max: tl.constexpr):
     # Adding all ones below the exponent rounds up; of a subnormal the first mantissa bit stands for 2^-127, code 0.
     up = (bits + tl.where(bits < 0x800000, 0x3FFFFF, 0x7FFFFF)) >> 23
     code = up.to(tl.int32) - (bits >= INFINITY).to(tl.int32)
+    # The inverse of 2^(code-127) has the exponent 254 - code; for code 254 that is the subnormal 2^-127.
     by = tl.where(code >= 254, tl.where(code == 254, 0x400000, NAN), (254 - code) << 23)
     return code, tl.where(code == 0, 1.0, by.to(tl.float32, bitcast=True))
 
@@ -160,6 +170,7 @@ def float8_scale(amax, code_max: tl.constexpr, largest: tl.constexpr, even: tl.c
     `largest` is the largest finite number of the input's dtype: the scale where the quotient overflows.
     """
     scale = tl.div_rn(tl.full(amax.shape, code_max, tl.float32), amax)
+    # A tiny amax overflows the quotient; zeros, infinities and NaN get the scale 1 below.
     scale = tl.where(scale == float("inf"), largest, scale)
     scale = tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
     if even:
@@ -183,9 +194,12 @@ def smaller(value, limit):
 def e4m3_scale(amax, total, code_max: tl.constexpr, scale_max: tl.constexpr):
     """E4M3 code of a block and what its elements are multiplied by; `total` is the tensor's amax (a scalar)."""
     whole = tl.zeros([1], tl.float32) + total
+    # Factor that brings the tensor's amax to the largest block scale times the largest code.
     spread = smaller(tl.div_rn(tl.full([1], scale_max * code_max, tl.float32), whole), LARGEST)
     spread = tl.where((whole == 0) | (spread == 0), 1.0, spread)
     by, back = tl.max(spread * (1.0 / code_max), axis=0), tl.max(inverse(spread), axis=0)
+    # Elements are multiplied by the inverse of the scale as stored, not of the exact one, so that dequantizing undoes
+    # just that.
     code = rounded(amax * by, 3, 7, 0x7E, 0x7F).to(tl.uint8)
     return code, smaller(inverse(float8_values(code, 3, False) * back), LARGEST)
 
@@ -201,6 +215,7 @@ def scale_place(rows, columns, row_stride, swizzled: tl.constexpr):
     """Offsets of a grid of scales; `swizzled`: as `transaxle.quant.kernels.swizzle` says, in rows padded to 4."""
     if swizzled:
         down, along = rows.to(tl.int64)[:, None], columns.to(tl.int64)[None, :]
+        # Blocks of 128 x 4 scales, 512 bytes each; within one, rows 0, 32, 64 and 96 are neighbours.
         block = (down // 128) * (row_stride // 4) + along // 4
         offsets = block * 512 + (down % 32) * 16 + (down % 128) // 32 * 4 + along % 4
     else:
@@ -214,6 +229,7 @@ def tile_max(x, rows: tl.constexpr, columns: tl.constexpr):
     high: tl.constexpr = x.shape[0] // rows
     wide: tl.constexpr = x.shape[1] // columns
     size = x.to(tl.int32, bitcast=True) & ABS
+    # As integers: the order of magnitudes is the same, and NaN, whose bits are the largest, is not lost.
     most = tl.max(tl.reshape(size, [high, rows, wide, columns]), axis=3)
     return tl.max(most, axis=1).to(tl.float32, bitcast=True)
 
@@ -269,6 +285,7 @@ def store_codes(x, raw, codes, row, column, height, width, stride, mantissa: tl.
     down = row + tl.arange(0, x.shape[0])
     if mantissa == 1:
         nibbles = rounded(x, 1, 1, 7, 7) | (sign_of(raw) >> 4)
+        # Neighbours along a row share a byte, the first in the low half.
         low, high = tl.split(tl.reshape(nibbles, [x.shape[0], x.shape[1] // 2, 2]))
         along = column // 2 + tl.arange(0, x.shape[1] // 2)
         inside = (down[:, None] < height) & (along[None, :] < width // 2)
@@ -295,6 +312,7 @@ def quantize_block(
         scale = tl.load(total + tl.arange(0, 1))
         if scheme == TENSOR:
             scale = float8_scale(scale, 448.0 if mantissa == 3 else 57344.0, largest, even)
+        # Every program has the same scale; the first one stores it.
         tl.store(scales + tl.arange(0, 1), inverse(scale), mask=row + column == 0)
         scaled = as_float(raw) * scale[:, None]
         store_codes(scaled, raw, codes, row, column, height, width, code_row, mantissa, native)
@@ -352,6 +370,7 @@ def amax_program(x, most, height, width, x_row, x_column, block_rows: tl.constex
         inside = (down[:, None] < height) & (along[None, :] < width)
         value = as_float(tl.load(x + place(down, along, x_row, x_column), mask=inside, other=0))
         largest = tl.maximum(largest, value.to(tl.int32, bitcast=True) & ABS)
+    # Atomic over integers: the result does not depend on the order of the programs.
     tl.atomic_max(most, tl.max(tl.max(largest, axis=1), axis=0), sem="relaxed")
 
 
@@ -405,6 +424,8 @@ def dequantize_program(
     if scheme == TENSOR:
         value *= tl.load(scales)
     else:
+        # A block is either inside one tile or made of whole tiles; in both cases this many elements of it share a
+        # scale.
         share_rows: tl.constexpr = min(rows, block_rows)
         share_columns: tl.constexpr = min(columns, block_columns)
         tile_rows = (row + share_rows * tl.arange(0, block_rows // share_rows)) // rows

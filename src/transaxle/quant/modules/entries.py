@@ -1,4 +1,4 @@
-"""Entries of state dicts: a quantized weight is several plain tensors there, under names of their own.
+"""State dicts of quantized modules: a quantized weight appears as several plain tensors, each with its own name.
 
 `weight` holds the codes and `weight_scale_inv` the scales, as DeepSeek-V3 names them; `weight_amax` and the rest follow
 the same pattern. Files and checkpoints need to know nothing of quantized tensors, and dtypes in them are the real ones.
@@ -36,9 +36,9 @@ _MADE_OF = "_made_of"
 
 
 def entries(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return codes, scales and state of a parameter by the suffix of their names; the codes have none.
+    """Return codes, scales and state of a parameter by the suffix of their names; the suffix of the codes is empty.
 
-    They share its memory: what is written into them, as DCP does when it loads, is in the model.
+    They share the parameter's memory: whatever is written into them, as DCP does when it loads, changes the model.
     """
     inner = _local(parameter)
     if inner.device.type != "meta":
@@ -54,7 +54,7 @@ def entries(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def parts_of(parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], tuple[Intervals, ...]]]:
-    """Return of which whole the entries of a quantized parameter are parts, where they do not say so themselves.
+    """Return which parts of whole tensors the entries of a parameter are, where no DTensor says so.
 
     Args:
         parameter: what this rank has of one that tensor parallelism has cut in a way that no DTensor can say, or such
@@ -72,7 +72,7 @@ def parts_of(parameter: torch.Tensor) -> dict[str, tuple[tuple[int, ...], tuple[
 
 
 def suffix_of(name: str, quantizer: Quantizer) -> str:
-    """Return what follows the codes' name in that of an entry; nothing for the codes.
+    """Return the suffix of an entry's name; empty for the codes.
 
     Scales made to reach elsewhere than usual mean other values, so their names say how far they reach
     (`transaxle.encodings.conventions.convention`).
@@ -125,7 +125,7 @@ def _entry(buffer: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placemen
 
 
 class QuantizedEntries(nn.Module):
-    """What a module with quantized parameters does with state dicts; mixed into its class."""
+    """Mixin of modules with quantized parameters: state dicts hold and accept plain entries."""
 
     def __getattr__(self, name: str) -> Any:
         """Resolve the names of entries, as torch's `get_model_state_dict` needs."""
@@ -224,14 +224,14 @@ def _local(parameter: torch.Tensor) -> QuantizedTensor:
 
 
 def layout_of(parameter: torch.Tensor) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return type and whole shape of each entry that a quantized parameter has, by suffix."""
+    """Return, by suffix, dtype and whole shape of each entry of a quantized parameter."""
     quantizer = _local(parameter).quantizer
     wanted = buffers_of(quantizer, whole_shape(parameter))
     return {suffix_of(name, quantizer): layout for name, layout in wanted.items()}
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of a quantized parameter, in values, whatever ranks have of it."""
+    """Return the shape of a whole quantized parameter, counted in values, however it is cut over ranks."""
     share = share_of(parameter)
     return tuple(parameter.shape) if share is None else share.shape
 
@@ -242,7 +242,7 @@ def _taken(parameter: torch.Tensor) -> list[str]:
 
 
 def is_state(suffix: str) -> bool:
-    """Whether an entry holds state for scaling the next values, and none of the present ones."""
+    """Whether an entry holds state for scaling the next values, not codes or scales of the present ones."""
     return suffix in STATE_SUFFIXES
 
 
@@ -323,13 +323,13 @@ def _faults(key: str, weight: torch.Tensor, loaded_entries: dict[str, Any]) -> l
         where, entry = Where(tensor=f"{key}{suffix}"), loaded_entries.get(suffix)
         if entry is None:
             if not is_state(suffix):
-                faults.append(Refusal("MISSING_TENSOR", f"{quantizer} needs it", where))
+                faults.append(Refusal("MISSING_TENSOR", f"{quantizer} needs this entry", where))
         elif entry.dtype != dtype:
-            hint = "load it into a model in that encoding, or convert the checkpoint with --decode and --encode"
-            faults.append(Refusal("DTYPE_MISMATCH", f"{entry.dtype}, expected {dtype}: {quantizer}", where, hint))
+            hint = "Load it into a model with that encoding, or convert the checkpoint with --decode and --encode."
+            faults.append(Refusal("DTYPE_MISMATCH", f"{quantizer} needs {dtype}, got {entry.dtype}", where, hint))
         elif tuple(entry.shape) not in (shape, own.get(suffix)):
-            hint = "another length of history: leave it out of the state dict to begin anew" if is_state(suffix) else ""
-            faults.append(Refusal("SHAPE_MISMATCH", f"{list(entry.shape)}, expected {list(shape)}", where, hint))
+            hint = "Leave it out of the state dict to begin a history of the new length." if is_state(suffix) else ""
+            faults.append(Refusal("SHAPE_MISMATCH", f"expected {list(shape)}, got {list(entry.shape)}", where, hint))
     return faults
 
 
@@ -376,7 +376,7 @@ def _quantized(key: str, weight: torch.Tensor, values: torch.Tensor) -> torch.Te
     """Quantize values from a checkpoint that is not quantized."""
     inner = _local(weight)
     if tuple(values.shape) not in (whole_shape(weight), tuple(weight.shape)):
-        raise refuse("SHAPE_MISMATCH", f"{list(values.shape)}, expected {list(whole_shape(weight))}", tensor=key)
+        raise refuse("SHAPE_MISMATCH", f"expected {list(whole_shape(weight))}, got {list(values.shape)}", tensor=key)
     warnings.warn(f"{key}: {values.dtype} values are quantized once, by {inner.quantizer}", stacklevel=2)
     return _anew(weight, _part(values, weight, ORIGIN))
 
@@ -390,7 +390,10 @@ def _write(key: str, weight: torch.Tensor, loaded: torch.Tensor) -> None:
     inner = _local(weight)
     if inner.device.type == "meta":
         raise refuse(
-            "UNSUPPORTED", "the parameter is on the meta device", tensor=key, hint="to_empty(), or assign=True"
+            "UNSUPPORTED",
+            "the parameter is on the meta device",
+            tensor=key,
+            hint="Call model.to_empty(device=...) first, or load with assign=True.",
         )
     assert isinstance(loaded, QuantizedTensor)
     source: Frame = loaded.frame

@@ -1,7 +1,7 @@
 """Master weights: the values that an optimizer updates while the model holds codes.
 
-To torch and to `transaxle.save` it is an optimizer of the model's own parameters, whose state holds a master beside the
-moments. So everything that finds an optimizer's state by its parameters finds the masters too.
+Torch and `transaxle.save` see an ordinary optimizer of the model's parameters, whose state has a `master` beside the
+moments. So whatever finds an optimizer's state by its parameters finds the masters too.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ Parameters = Iterable[torch.Tensor] | Iterable[Mapping[str, Any]]
 
 
 class MasterWeights(Optimizer):
-    """Any torch optimizer, on masters of the quantized parameters; other parameters it updates as they are.
+    """A torch optimizer that updates high-precision masters of the quantized parameters, and other parameters directly.
 
-    Make it after `fully_shard`, and after a model that is not loaded together with it (`transaxle.load(model, src,
-    optimizer=masters)`) has been loaded. After each step the masters are quantized into the parameters, with amaxes
-    reduced over the ranks that share a matrix, so that codes do not depend on how it is cut.
+    Create it after `fully_shard`, and after loading the model, unless both are loaded together
+    (`transaxle.load(model, src, optimizer=masters)`). Each step ends by quantizing the masters into the parameters.
+    Amaxes are reduced over the ranks that share a matrix, so that the codes do not depend on how it is cut.
 
     Args:
-        parameters: of the model, or groups of them.
-        optimizer: makes the optimizer, given these: `functools.partial(torch.optim.AdamW, lr=1e-3)`.
-        dtype: of the masters.
+        parameters: parameters of the model, or groups of them as torch's optimizers take them.
+        optimizer: makes the inner optimizer, given the parameters or groups with masters in place of quantized ones:
+            `functools.partial(torch.optim.AdamW, lr=1e-3)`.
+        dtype: dtype of the masters.
     """
 
     def __init__(
@@ -84,12 +85,12 @@ class MasterWeights(Optimizer):
 
     @property
     def masters(self) -> list[torch.Tensor]:
-        """The masters, in the order of the quantized parameters: of the same shape and placements, plain."""
+        """The masters as plain tensors, in the order of the quantized parameters, with their shapes and placements."""
         return [master for _, master in self._pairs()]
 
     @property
     def states(self) -> dict[torch.Tensor, dict[str, Any]]:
-        """The state of every parameter that has any, masters included, which `state` leaves out."""
+        """State of every parameter that has any, with the masters, which `state` does not contain."""
         masters = {parameter: {MASTER: master} for parameter, master in self._pairs()}
         return {
             parameter: {**self.state.get(parameter, {}), **masters.get(parameter, {})}
@@ -116,11 +117,11 @@ class MasterWeights(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the masters with the parameters' gradients, and quantize them into the parameters.
 
-        The codes of a parameter without a gradient, such as a frozen one, stay as they are; its values quantized again
-        can have others. So do those of a group whose learning rate is 0, by which torch makes state that is not there.
+        A parameter without a gradient, such as a frozen one, keeps its codes: quantizing its values again could change
+        them. So does a group with learning rate 0, since torch uses such a step to create missing state.
 
         Args:
-            closure: computes the loss and the gradients anew.
+            closure: recomputes the loss and the gradients, and returns the loss.
         """
         loss = None
         if closure is not None:
@@ -146,11 +147,11 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def restart(self, values: Mapping[torch.Tensor, torch.Tensor | None] | None = None) -> None:
-        """Set the masters anew after other codes were written into the parameters.
+        """Reset the masters after new codes were written into the parameters.
 
         Args:
-            values: by parameter, this rank's part of the values that its codes were made of; None: the values of the
-                codes. Other masters stay. Not given: all masters start from codes.
+            values: parameter -> this rank's part of the values from which its codes were made, or None to use the
+                dequantized codes; masters of other parameters stay. Without `values` all masters restart from codes.
         """
         for number, group in enumerate(self.param_groups):
             for place, parameter in enumerate(group[_PARAMS]):
@@ -162,7 +163,7 @@ class MasterWeights(Optimizer):
                 self._put(number, place, placed_like(parameter, local.detach().to(self._dtype)))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return settings and state as torch's optimizers do; of a quantized parameter, `master` is part of it."""
+        """Return settings and state as torch's optimizers do; a quantized parameter's state includes its `master`."""
         state_dict: dict[str, Any] = super().state_dict()
         states = self.states
         state_dict[_STATE] = {number: states.get(each, {}) for number, (each, _) in enumerate(self._both())}
@@ -170,10 +171,10 @@ class MasterWeights(Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over state of `state_dict`. The parameters' codes stay as they are: they have a checkpoint of their own.
+        """Load what `state_dict` returned. The parameters' codes do not change; they are loaded with the model.
 
         Raises:
-            Refused: MISSING_TENSOR, UNEXPECTED_TENSOR, SHAPE_MISMATCH where the masters are those of other parameters.
+            Refused: MISSING_TENSOR, UNEXPECTED_TENSOR, SHAPE_MISMATCH if the masters belong to other parameters.
         """
         keys = [key for group in state_dict[_GROUPS] for key in group[_PARAMS]]
         states = {key: dict(state) for key, state in state_dict[_STATE].items()}
@@ -254,11 +255,15 @@ def _faults(key: Any, values: torch.Tensor | None, master: torch.Tensor | None) 
     """What is wrong with the values given for a master."""
     where = Where(tensor=f"{key}.{MASTER}")
     if master is None:
-        return [] if values is None else [Refusal("UNEXPECTED_TENSOR", "the parameter is not quantized", where)]
+        return (
+            []
+            if values is None
+            else [Refusal("UNEXPECTED_TENSOR", "the parameter is not quantized, so it has no master", where)]
+        )
     if values is None:
-        hint = "state of an optimizer without masters: put the parameters' values under this name"
-        return [Refusal("MISSING_TENSOR", "the parameter is quantized, and has a master", where, hint)]
+        hint = "In the state of an optimizer without masters, add the values of the parameter under this name."
+        return [Refusal("MISSING_TENSOR", "the parameter is quantized, so the state must have its master", where, hint)]
     if tuple(values.shape) != tuple(master.shape):
-        message = f"{list(values.shape)}, expected {list(master.shape)}"
+        message = f"expected {list(master.shape)}, got {list(values.shape)}"
         return [Refusal("SHAPE_MISMATCH", message, where)]
     return []

@@ -14,7 +14,7 @@ from transaxle.torch_tensors.local_tensor import stored_local
 
 
 def share_of(parameter: torch.Tensor) -> Share | None:
-    """What a quantized parameter is a part of, where tensor parallelism has cut it."""
+    """The share that this rank has of a quantized parameter cut by tensor parallelism; None if it was not cut."""
     inner = stored_local(parameter)
     assert isinstance(inner, QuantizedTensor)
     return inner.frame.share
@@ -27,9 +27,9 @@ def cut_along(parameter: DTensor) -> int | None:
 
 
 def group_of(parameter: torch.Tensor) -> dist.ProcessGroup | None:
-    """The ranks that hold the rows of a parameter's copy that this rank has a part of.
+    """The ranks that together hold all rows of this rank's copy of a parameter (FSDP2's); None without such a cut.
 
-    Those among which tensor parallelism has cut it are others, which the tensor itself knows.
+    Ranks of a tensor-parallel cut are not among them; the tensor's share knows those.
     """
     if not isinstance(parameter, DTensor):
         return None
@@ -41,7 +41,7 @@ def group_of(parameter: torch.Tensor) -> dist.ProcessGroup | None:
     if len(cut) > 1 or not isinstance(placement, Shard | _StridedShard) or placement.dim:
         raise refuse(
             "UNSUPPORTED",
-            f"a quantized parameter with placements {parameter.placements}",
-            hint="cut it along dim 0, over one mesh dim",
+            f"a quantized parameter cannot have the placements {parameter.placements}",
+            hint="Cut it along dim 0, over one mesh dim.",
         )
     return parameter.device_mesh.get_group(cut[0])

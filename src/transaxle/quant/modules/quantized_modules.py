@@ -1,4 +1,4 @@
-"""Modules with quantized weights: of a model that exists, and of one that is being built."""
+"""Quantize the weights of a model: in place, or while it is being built."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Filter = Callable[[str, nn.Module], bool]
 
 @runtime_checkable
 class Quantizable(Protocol):
-    """A module that says itself what of it is quantized, as `transaxle.nn.GroupedLinear` does."""
+    """A module that chooses itself which of its parameters are quantized, as `transaxle.nn.GroupedLinear` does."""
 
     def quantizable(self) -> Sequence[str]:
-        """Return names of its own parameters."""
+        """Return the names of its own parameters that can be quantized."""
 
     def check_recipe(self, recipe: Quantizer) -> None:
-        """Refuse what it cannot compute with.
+        """Refuse a recipe that the module cannot compute with.
 
         Raises:
             Refused: UNSUPPORTED.
@@ -52,7 +52,7 @@ class Cut(Protocol):
         """What this rank has; None where it has all."""
 
     def misplaced(self, quantizer: Quantizer) -> Refusal | None:
-        """Return what stands against a quantizer's tiles: a cut that goes through one."""
+        """Return the refusal of a cut that goes through a tile of a quantizer; None if all lie between tiles."""
 
 
 EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
@@ -72,25 +72,25 @@ def quantize_(
     *,
     preserve_high_precision_init: bool = False,
 ) -> list[str]:
-    """Quantize the weights of linear and grouped layers, and experts' stacks, in place; of meta models too.
+    """Quantize the weights of linear and grouped layers, and stacks of experts, in place; on the meta device too.
 
-    Call it before `fully_shard`, and before `tensor_parallel` or, on all of its ranks, after it. Stacks are parameters
-    named as in `EXPERTS`, as the experts of transformers have them.
+    Call it before `fully_shard`, and either before `tensor_parallel` or after it, on all of its ranks. Stacks of
+    experts are parameters with the names in `EXPERTS`, those of transformers.
 
-    A weight that a module of another kind shares, as an embedding does a head's, is left as it is. Layers that share a
-    weight share the quantized one.
+    A weight that is also used by a module of another kind (a head tied to an embedding) is not quantized. Layers that
+    share a weight also share the quantized one.
 
     Args:
-        model: what to change.
-        recipe: how.
-        filter: which layers and modules of experts; all of them if not given.
+        model: the model, which is changed.
+        recipe: how weights are quantized.
+        filter: chooses layers and modules of experts; without it all are quantized.
         preserve_high_precision_init: keep the values for `MasterWeights`, which otherwise starts from the codes.
 
     Returns:
-        Names of the weights that are quantized now.
+        Names of the weights that were quantized.
 
     Raises:
-        Refused: `UNSUPPORTED` for weights that are sharded already, and for a recipe that a layer cannot compute with;
+        Refused: `UNSUPPORTED` for weights that are already sharded, and for a recipe that a layer cannot compute with;
             `BLOCK_MISALIGNED` where tensor parallelism has cut a weight inside a tile.
     """
     wanted = [
@@ -152,8 +152,12 @@ def _faults(name: str, key: str, module: nn.Module, recipe: Quantizer) -> list[R
     kind = type(weight)
     sharded = isinstance(weight, DTensor) and (cut is None or weight.device_mesh != cut.mesh)
     if sharded or kind not in (torch.Tensor, DTensor):
-        hint = "quantize the model before it is sharded; of experts that ranks share out, each has to be a parameter"
-        problems.append(Refusal("UNSUPPORTED", f"a weight of {kind.__name__}", Where(tensor=name), hint))
+        hint = "Quantize the model before it is sharded; with expert parallelism, give each expert its own parameter."
+        problems.append(
+            Refusal(
+                "UNSUPPORTED", f"a weight of the class {kind.__name__} cannot be quantized", Where(tensor=name), hint
+            )
+        )
     wrong = None if cut is None else cut.misplaced(recipe)
     if wrong is not None:
         problems.append(replace(wrong, where=Where(tensor=name)))
@@ -172,15 +176,14 @@ def quantized_init(
     filter: Callable[[nn.Module], bool] | None = None,  # noqa: A002 - the word for it
     preserve_high_precision_init: bool = False,
 ) -> Iterator[None]:
-    """Quantize linear and grouped layers, and experts' stacks, of models built in this block, when it ends.
+    """Context manager: when the block ends, quantize the layers and stacks of experts of models built in it.
 
-    Works for any code that makes `torch.nn.Linear` modules, or copies of them as `torch.nn.TransformerEncoder` does,
-    Hugging Face models and `torch.device("meta")` included.
-    What was quantized in the block, by a recipe of its own, stays as it is.
+    It works for any code that creates `torch.nn.Linear` modules or copies them, as `torch.nn.TransformerEncoder` does,
+    including Hugging Face models and `torch.device("meta")`. Weights that the block itself quantized stay as they are.
 
     Args:
-        recipe: how.
-        filter: which layers; all of them if not given, but for those that share their weight with an embedding.
+        recipe: how weights are quantized.
+        filter: chooses layers; without it all are quantized except those that share a weight with an embedding.
         preserve_high_precision_init: keep the values for `MasterWeights`, which otherwise starts from the codes.
     """
     built: dict[int, nn.Module] = {}

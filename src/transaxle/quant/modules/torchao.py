@@ -1,6 +1,6 @@
-"""torchao's quantized tensors and ours, each from the other on the same codes and scales: nothing is quantized anew.
+"""Conversion between torchao's quantized tensors and ours, with the same codes and scales; nothing is requantized.
 
-torchao is imported where one of its tensors is made; those that come are told by the name of their class.
+torchao is imported only to make one of its tensors; a given tensor is recognised by the name of its class.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ _MATRIX = 2
 def from_torchao(tensor: torch.Tensor) -> QuantizedTensor:
     """Return a `Float8Tensor`, `MXTensor` or `NVFP4Tensor` of torchao as a tensor of ours, which shares its codes.
 
-    Scales are shared too, unless they lie in the order of a kernel. A per-row `Float8Tensor` becomes blocks of one row.
+    Scales are shared too, unless they are in a kernel's swizzled order. A per-row `Float8Tensor` becomes blocks of one
+    row.
 
     Raises:
-        Refused: `UNSUPPORTED` for what has no equal encoding here, and why; `LOSSY` for a global scale of nvfp4 that is
-            that of no float32 amax.
+        Refused: `UNSUPPORTED` for a tensor without an exact equivalent here, with the reason; `LOSSY` for a global
+            scale of nvfp4 that no float32 amax gives.
     """
     kind = type(tensor).__name__
     make = _READERS.get(kind)
     if make is None:
-        raise _unequal(kind, f"not one of {', '.join(_READERS)}")
+        raise _unequal(kind, f"only {', '.join(_READERS)} can be read")
     source: Any = tensor
     if source.dtype not in kernels.VALUES:
-        raise _unequal(kind, f"values of {source.dtype}")
+        raise _unequal(kind, f"its values are {source.dtype}")
     if source.qdata.dim() > 1 and source.qdata.stride(-2) < source.qdata.stride(-1):
-        raise _unequal(kind, "it is transposed", hint="transpose it back")
+        raise _unequal(kind, "it is transposed", hint="Transpose it back.")
     quantizer, buffers = make(source)
     return from_components(quantizer, buffers, tuple(tensor.shape), source.dtype)
 
@@ -50,11 +51,11 @@ def from_torchao(tensor: torch.Tensor) -> QuantizedTensor:
 def to_torchao(tensor: QuantizedTensor) -> torch.Tensor:
     """Return a matrix, rows of one or a stack of them as torchao's class for its encoding, which shares its codes.
 
-    Columnwise codes stay behind, as does the history of delayed scaling.
+    Columnwise codes and the history of delayed scaling are not passed on.
 
     Raises:
-        Refused: `UNSUPPORTED` for what torchao has no equal of, and why; `BLOCK_MISALIGNED` for rows that are not whole
-            tiles.
+        Refused: `UNSUPPORTED` for a tensor without an exact equivalent in torchao, with the reason;
+            `BLOCK_MISALIGNED` for rows that are not whole tiles.
     """
     if tuple(tensor.shape) != (tensor.height, *tensor.frame.row):
         raise _unequal(str(tensor.quantizer), "it is a view of another shape")
@@ -90,31 +91,35 @@ def _nvfp4_of(tensor: QuantizedTensor, parts: dict[str, torch.Tensor]) -> torch.
 
     encoding = tensor.quantizer.encoding
     if encoding.scale_max != NVFP4_ENCODING.scale_max:
-        raise _unequal(str(tensor.quantizer), f"torchao's block scales reach {NVFP4_ENCODING.scale_max}")
+        raise _unequal(str(tensor.quantizer), f"torchao uses block scales up to {NVFP4_ENCODING.scale_max} only")
     total = (parts[AMAX].double() / _TOTAL).float()
     total = total.reshape(()) if tensor.dim() == _MATRIX else total.view(-1, 1, 1)
     return cast(torch.Tensor, NVFP4Tensor(parts[DATA], parts[SCALE], encoding.tile[1], tensor.dtype, total))
 
 
 def _cut_short(quantizer: Quantizer, size: int, step: int) -> TransaxleError:
-    return _unequal(str(quantizer), f"torchao has no tiles that are cut short, and {size} are not whole ones of {step}")
+    return _unequal(str(quantizer), f"torchao needs whole tiles, but {size} is not a multiple of {step}")
 
 
 def _float8(source: Any) -> tuple[Quantizer, dict[str, torch.Tensor]]:
     *leading, rows, columns = source.qdata.shape
     block, code = list(source.block_size), _CODES[source.qdata.dtype]
     if len(block) != len(leading) + _MATRIX or any(step != 1 for step in block[:-2]):
-        raise _unequal("Float8Tensor", f"one scale for {block} of {list(source.qdata.shape)}: more than a matrix")
+        raise _unequal(
+            "Float8Tensor", f"one scale covers {block} of {list(source.qdata.shape)}, which is more than a matrix"
+        )
     high, wide = block[-2:]
     scale = source.scale.view(*leading, -(-rows // high), -(-columns // wide))
     if scale.dtype != torch.float32:
-        raise _unequal("Float8Tensor", f"scales of {scale.dtype}, not float32")
+        raise _unequal("Float8Tensor", f"its scales are {scale.dtype}, not float32")
     if (high, wide) == (rows, columns):
         return Float8CurrentScaling(code=code), {DATA: source.qdata, SCALE: scale.flatten(-2)}
     if high == 1 and wide == columns and columns <= _WIDEST:
         wide = 1 << (columns - 1).bit_length()
     if high & (high - 1) or wide & (wide - 1) or high * wide > _WIDEST:
-        raise _unequal("Float8Tensor", f"blocks of {high} x {wide}: not powers of two, or more than {_WIDEST} elements")
+        raise _unequal(
+            "Float8Tensor", f"its blocks of {high} x {wide} must be powers of two, of at most {_WIDEST} elements"
+        )
     return Float8Block(block=(high, wide), code=code, power_of_two=False), {DATA: source.qdata, SCALE: scale}
 
 
@@ -123,24 +128,29 @@ def _mx(source: Any) -> tuple[Quantizer, dict[str, torch.Tensor]]:
     quantizer = MXFP8(code="F8_E4M3" if code is None else code)
     if code is None or source.block_size != quantizer.encoding.tile[1]:
         raise _unequal(
-            "MXTensor", f"elements of {source.elem_dtype}, {source.block_size} to a scale; there is mxfp8 only"
+            "MXTensor",
+            f"it has elements of {source.elem_dtype}, {source.block_size} to a scale; only mxfp8 can be read",
         )
     return quantizer, {DATA: source.qdata, SCALE: _scales(source, source.block_size)}
 
 
 def _nvfp4(source: Any) -> tuple[Quantizer, dict[str, torch.Tensor]]:
     if source.block_size != NVFP4_ENCODING.tile[1]:
-        raise _unequal("NVFP4Tensor", f"{source.block_size} elements to a scale, not {NVFP4_ENCODING.tile[1]}")
+        raise _unequal("NVFP4Tensor", f"it has {source.block_size} elements to a scale, not {NVFP4_ENCODING.tile[1]}")
     leading = source.qdata.shape[:-2]
     total = source.per_tensor_scale
     if total is None:  # as if it were one
         total = torch.ones((), device=source.qdata.device)
     if total.numel() not in (1, leading.numel()) or (leading.numel() > 1 and total.numel() == 1):
-        raise _unequal("NVFP4Tensor", f"{total.numel()} global scales for a stack of {leading.numel()} matrices")
+        raise _unequal("NVFP4Tensor", f"it has {total.numel()} global scales for a stack of {leading.numel()} matrices")
     total = total.float().reshape(*leading, 1)
     amax = (total.double() * _TOTAL).float()
     if not torch.equal((amax.double() / _TOTAL).float(), total):
-        raise refuse("LOSSY", f"no float32 amax has the global scale {total.tolist()}", hint="dequantize()")
+        raise refuse(
+            "LOSSY",
+            f"no float32 amax gives the global scale {total.tolist()}",
+            hint="Quantize the values that dequantize() gives.",
+        )
     return NVFP4(), {DATA: source.qdata.view(torch.uint8), SCALE: _scales(source, source.block_size), AMAX: amax}
 
 
@@ -157,8 +167,8 @@ def _scales(source: Any, block: int) -> torch.Tensor:
     return compact[: torch.Size((*leading, rows)).numel(), :across].reshape(*leading, rows, across).view(scale.dtype)
 
 
-def _unequal(kind: str, why: str, *, hint: str = "dequantize() it, and quantize the values") -> TransaxleError:
-    return refuse("UNSUPPORTED", f"{kind} has no equal: {why}", hint=hint)
+def _unequal(kind: str, why: str, *, hint: str = "Quantize the values that dequantize() gives.") -> TransaxleError:
+    return refuse("UNSUPPORTED", f"{kind} has no exact equivalent: {why}", hint=hint)
 
 
 _READERS = {"Float8Tensor": _float8, "MXTensor": _mx, "NVFP4Tensor": _nvfp4}

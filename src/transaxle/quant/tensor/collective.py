@@ -29,9 +29,9 @@ def padded(tensor: QuantizedTensor, rows: int) -> QuantizedTensor:
 
 
 def all_gather(tensor: QuantizedTensor, group_size: int, group: Any) -> QuantizedTensor:
-    """Gather the rows of a matrix, or the matrices of a stack, that ranks have equally many of; padding is at the end.
+    """Gather the rows of a matrix, or the matrices of a stack; every rank has equally many, padding is at the end.
 
-    What stands for tiles of several rows is on every rank already.
+    Scales of tiles of several rows are already on every rank.
 
     Raises:
         Refused: `BLOCK_MISALIGNED` for a view of another shape, or some of the columns; `UNSUPPORTED` for a part that
@@ -39,12 +39,12 @@ def all_gather(tensor: QuantizedTensor, group_size: int, group: Any) -> Quantize
     """
     frame = tensor.frame
     if not is_whole(tensor) or frame.width is not None:
-        raise refused("all_gather", tensor, "it is not rows of a matrix")
+        raise refused("all_gather", tensor, "it must be whole rows of a matrix")
     if frame.share is not None:
         raise refuse(
             "UNSUPPORTED",
-            f"all_gather of {list(tensor.shape)}, a rank's part of {list(frame.share.shape)}",
-            hint="full_tensor() of the entries of state_dict(), which are plain; or tx.save",
+            f"all_gather of {list(tensor.shape)}, which is a rank's part of {list(frame.share.shape)}",
+            hint="Call full_tensor() on the entries of state_dict(), which are plain tensors, or use tx.save.",
         )
     cut = {}
     for name, buffer in frame.cut.items():

@@ -50,7 +50,7 @@ def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise refuse(
             "UNSUPPORTED",
             f"{func} writes into a quantized tensor, or returns a view of one",
-            hint="dequantize() first; quantize_() or copy_() put values back",
+            hint="Call dequantize() first, and put values back with quantize_() or copy_().",
         )
     return _on_values(func, args, kwargs)
 
@@ -99,7 +99,7 @@ def _view(tensor: QuantizedTensor, size: Sequence[int], **_: Any) -> QuantizedTe
     known = prod(step for step in size if step != -1)
     shape = tuple(tensor.numel() // known if step == -1 and known else max(step, 0) for step in size)
     if prod(shape) != tensor.numel():
-        raise refuse("SHAPE_MISMATCH", f"a view of shape {list(size)} of {list(tensor.shape)}")
+        raise refuse("SHAPE_MISMATCH", f"a tensor of shape {list(tensor.shape)} cannot be viewed as {list(size)}")
     return QuantizedTensor(tensor.frame, tensor.skip, tensor.height, tensor.dtype, shape)
 
 
@@ -109,10 +109,14 @@ def _as_strided(
     columns, offset = tensor.frame.columns, storage_offset or 0
     adjacent = all(stride[dim] == prod(size[dim + 1 :]) or size[dim] <= 1 for dim in range(len(size)))
     if not adjacent or not columns or offset % columns or prod(size) % columns:
-        raise refused("as_strided", tensor, f"size {list(size)}, {list(stride)} from {offset} is not whole rows")
+        raise refused(
+            "as_strided",
+            tensor,
+            f"size {list(size)} with strides {list(stride)} from {offset} does not select whole rows",
+        )
     first, rows = offset // columns, prod(size) // columns
     if first + rows > tensor.height:
-        raise refuse("SHAPE_MISMATCH", f"{prod(size)} elements from {offset} of {tensor.numel()}")
+        raise refuse("SHAPE_MISMATCH", f"{prod(size)} elements from {offset} lie outside the tensor's {tensor.numel()}")
     return QuantizedTensor(tensor.frame, tensor.skip + first, rows, tensor.dtype, tuple(size))
 
 
@@ -127,7 +131,7 @@ def _slice(
     first, last, _ = slice(start, end).indices(tensor.shape[along])
     size = max(last - first, 0)
     if step != 1:
-        raise refused("slice", tensor, f"a step of {step}")
+        raise refused("slice", tensor, f"the step must be 1, not {step}")
     if size == tensor.shape[along]:
         return _detach(tensor)
     if tensor.dim() == 1 and tensor.height != 1 and tensor.frame.columns:
@@ -137,7 +141,7 @@ def _slice(
     if along == 0:
         return _rows(tensor, first, size)
     if tensor.frame.matrix is not None:
-        raise refused("slice", tensor, "a stack is cut between matrices")
+        raise refused("slice", tensor, "a stack can only be cut between matrices, along dim 0")
     return _columns(tensor, first, size)
 
 
@@ -147,7 +151,7 @@ def _select(tensor: QuantizedTensor, dim: int, index: int) -> torch.Tensor:
     if matrix is None or dim % tensor.dim() or not is_whole(tensor):
         return cast(torch.Tensor, _on_values(aten.select.int, (tensor, dim, index), {}))
     if not -tensor.height <= index < tensor.height:
-        raise IndexError(f"matrix {index} of a stack of {tensor.height}")
+        raise IndexError(f"index {index} is out of range for a stack of {tensor.height} matrices")
     frame = tensor.frame.member(tensor.skip + index % tensor.height)
     return QuantizedTensor(frame, 0, matrix[0], tensor.dtype)
 
@@ -155,7 +159,7 @@ def _select(tensor: QuantizedTensor, dim: int, index: int) -> torch.Tensor:
 def _unbind(tensor: QuantizedTensor, dim: int = 0) -> list[torch.Tensor]:
     """The matrices of a stack, as views."""
     if tensor.frame.matrix is None or dim % tensor.dim() or not is_whole(tensor):
-        raise refused("unbind", tensor, "only a stack of matrices has parts with scales of their own")
+        raise refused("unbind", tensor, "only the matrices of a stack have scales of their own")
     return [_select(tensor, 0, place) for place in range(tensor.height)]
 
 
@@ -165,7 +169,7 @@ def _columns(tensor: QuantizedTensor, first: int, size: int) -> QuantizedTensor:
     step = max(tensor.quantizer.grain[1], encoding.tile[1])
     last = first + size
     if step and (first % step or (last % step and last != frame.columns)):
-        raise refused("slice", tensor, f"columns {first} to {last} cut tiles of {step}")
+        raise refused("slice", tensor, f"columns {first} to {last} would cut tiles of {step} columns")
     per_byte = 8 // encoding.code_bits
 
     def cut(name: str, buffer: torch.Tensor) -> torch.Tensor:
@@ -241,10 +245,12 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
         raise refuse(
             "DTYPE_MISMATCH",
             f"codes of {source.quantizer} cannot become codes of {target.quantizer}",
-            hint="copy source.dequantize() to quantize it again",
+            hint="Copy source.dequantize() to quantize it again.",
         )
     if target.shape != source.shape or target.frame.row != source.frame.row:
-        raise refuse("SHAPE_MISMATCH", f"{list(source.shape)} into {list(target.shape)}")
+        raise refuse(
+            "SHAPE_MISMATCH", f"a tensor of {list(source.shape)} cannot be copied into one of {list(target.shape)}"
+        )
     check_common(target, source)
     target.adopt(source.frame, source.skip, source.height)
     return target

@@ -44,8 +44,8 @@ def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
     if not isinstance(target, QuantizedTensor):
         raise refuse(
             "UNSUPPORTED",
-            f"values assigned to {tuple(target.shape)} of a quantized {tuple(tensor.shape)}",
-            hint="assign rows that are slices, or dequantize() and copy_() all of it",
+            f"{tuple(target.shape)} of a quantized {tuple(tensor.shape)} cannot be assigned: this index gives a copy",
+            hint="Assign to a slice of rows, or change the values that dequantize() gives and copy_() them back.",
         )
     given = value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=tensor.dtype, device=tensor.device)
     target.copy_(given)

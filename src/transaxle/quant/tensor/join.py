@@ -16,38 +16,43 @@ from transaxle.quant.tensor.tensor import QuantizedTensor, same_buffers
 
 
 def is_whole(tensor: QuantizedTensor) -> bool:
-    """Whether it has the dims of its frame: it is no view of another shape."""
+    """Whether a tensor has the dims of its frame, so that it is not a view of another shape."""
     return tuple(tensor.shape) == (tensor.height, *tensor.frame.row)
 
 
 def refused(what: str, tensor: QuantizedTensor, why: str) -> TransaxleError:
-    """Return the refusal of an operation that no codes and scales are the result of."""
+    """Return the refusal of an operation whose result cannot be expressed in codes and scales."""
     return refuse(
-        "BLOCK_MISALIGNED", f"{what} of {tuple(tensor.shape)} in {tensor.quantizer}: {why}", hint="dequantize() first"
+        "BLOCK_MISALIGNED",
+        f"{what} of {tuple(tensor.shape)} in {tensor.quantizer}: {why}",
+        hint="Call dequantize() first.",
     )
 
 
 def cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Put matrices together along a dim that keeps tiles whole; with plain tensors among them, their values."""
+    """Concatenate along a dim, keeping codes where tiles stay whole; with plain tensors among them, use the values."""
     parts = [tensor for tensor in tensors if isinstance(tensor, QuantizedTensor)]
     if len(parts) < len(tensors):
         return torch.cat([t.dequantize() if isinstance(t, QuantizedTensor) else t for t in tensors], dim)
     first = parts[0]
     if any(part.quantizer.encoding != first.quantizer.encoding for part in parts) or not all(map(is_whole, parts)):
-        raise refused("cat", first, "the tensors are not matrices of one encoding")
+        raise refused("cat", first, "the tensors must be matrices, or stacks, with one encoding")
     parts = [part for part in parts if part.numel()] or parts[:1]
     first = parts[0]
     if any(part.dim() != first.dim() for part in parts):
-        raise refuse("SHAPE_MISMATCH", f"cat of {', '.join(str(list(part.shape)) for part in parts)}")
+        raise refuse(
+            "SHAPE_MISMATCH",
+            f"cat needs tensors with as many dims, not {', '.join(str(list(part.shape)) for part in parts)}",
+        )
     if not dim % first.dim():
         return _cat_rows(parts)
     if first.frame.matrix is not None:
-        raise refused("cat", first, "stacks are put together along their first dim")
+        raise refused("cat", first, "stacks can only be joined along their first dim")
     return _cat_columns(parts)
 
 
 def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Stack matrices of one quantizer; of anything else, and along other dims, the values.
+    """Stack matrices of one quantizer along dim 0, keeping codes; in any other case stack the values.
 
     Raises:
         Refused: `BLOCK_MISALIGNED` for rows of matrices that are not whole tiles.
@@ -71,7 +76,7 @@ def stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
 
 
 def alone(part: QuantizedTensor) -> dict[str, torch.Tensor]:
-    """Return the buffers of rows of a matrix as those of a matrix of their own."""
+    """Return the buffers of some rows of a matrix as those of a separate matrix."""
     frame, buffers = part.frame, part.frame.buffers(part.skip, part.height)
     first = frame.start + part.skip
     last = first + part.height
@@ -80,7 +85,7 @@ def alone(part: QuantizedTensor) -> dict[str, torch.Tensor]:
         if buffer is not None and buffer.dim() > 1:
             step = _step(frame, columnwise=name == COLUMN_SCALE)
             if first % step or (last % step and last != frame.whole):
-                raise refused("stack", part, f"rows {first} to {last} cut tiles of {step}")
+                raise refused("stack", part, f"rows {first} to {last} would cut tiles of {step} rows")
             buffers[name] = buffer[first // step : -(-last // step)]
     return buffers
 
@@ -135,8 +140,8 @@ def _step(frame: Frame, *, columnwise: bool) -> int:
 def _differing(parts: list[QuantizedTensor]) -> TransaxleError:
     return refuse(
         "UNEQUAL_COPIES",
-        f"{len(parts)} tensors of {parts[0].quantizer} under differing scales of whole tensors",
-        hint="quantize them with one amax: quantize(x, group=...)",
+        f"the {len(parts)} tensors of {parts[0].quantizer} have different global scales; the result can have only one",
+        hint="Quantize them with one amax: quantize(x, group=...).",
     )
 
 
@@ -145,12 +150,15 @@ def _cat_columns(parts: list[QuantizedTensor]) -> QuantizedTensor:
     frame, step = first.frame, max(first.quantizer.grain[1], first.frame.encoding.tile[1])
     place = (frame.start + first.skip, frame.whole, first.height)
     if any((part.frame.start + part.skip, part.frame.whole, part.height) != place for part in parts):
-        raise refused("cat", first, "the tensors are not the same rows")
+        raise refused("cat", first, "the tensors must be columns of the same rows")
     if step and any(part.frame.columns % step for part in parts[:-1]):
         raise refused("cat", first, f"tiles of {step} columns would not stay whole")
     flat = [{n: b for n, b in part.frame.shared.items() if b.dim() == 1} for part in parts]
     if not all(same_buffers(of_part, flat[0]) for of_part in flat):
-        raise refuse("UNEQUAL_COPIES", f"{len(parts)} tensors of {first.quantizer} under differing scales")
+        raise refuse(
+            "UNEQUAL_COPIES",
+            f"the {len(parts)} tensors of {first.quantizer} have different global scales; the result can have only one",
+        )
     both = all(part.frame.columnwise for part in parts)
     buffers_of_parts = [part.frame.buffers(part.skip, part.height) for part in parts]
     joined = {}

@@ -23,7 +23,7 @@ _CAPABLE = (8, 9)
 
 
 def multiplies(x: torch.Tensor, weight: QuantizedTensor) -> bool:
-    """Whether the device multiplies this weight's codes as they are."""
+    """Whether the device can multiply this weight's codes directly."""
     matrix = weight.frame.matrix is None and weight.dim() == 2
     if not matrix or x.device.type != "cuda" or weight.frame.encoding.tile != (WHOLE, WHOLE):
         return False

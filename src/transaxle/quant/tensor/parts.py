@@ -22,10 +22,10 @@ def part_of(tensor: QuantizedTensor, share: Share) -> QuantizedTensor:
 
 
 def check_common(target: QuantizedTensor, source: QuantizedTensor) -> None:
-    """Refuse a copy into a part of a matrix that would give it a scale, an amax or a history of its own.
+    """Refuse a copy into a part of a matrix that would replace the scale, amax or history it shares with other ranks.
 
     Raises:
-        Refused: `UNEQUAL_COPIES`: the other ranks' codes would be left under theirs.
+        Refused: `UNEQUAL_COPIES`: the other ranks would keep the old ones.
     """
     frame, share = target.frame, target.frame.share
     if target.is_meta or source.is_meta:
@@ -42,8 +42,8 @@ def check_common(target: QuantizedTensor, source: QuantizedTensor) -> None:
     if not same_buffers({name: mine[name] for name in names}, {name: given[name] for name in names}):
         raise refuse(
             "UNEQUAL_COPIES",
-            f"{list(source.shape)} have {', '.join(names)} of their own, and become a part of a larger matrix",
-            hint="copy_() values on every rank that has a part, or load_state_dict()",
+            f"the source {list(source.shape)} has its own {', '.join(names)}, which the parts on all ranks must share",
+            hint="Call copy_() with values on every rank that has a part, or use load_state_dict().",
         )
 
 

@@ -1,7 +1,7 @@
-"""`QuantizedTensor`: a matrix, or a stack of them, that lives as codes and scales and passes for a tensor of values.
+"""`QuantizedTensor`: a matrix, or a stack of them, stored as codes and scales and usable as a tensor of values.
 
-The wrapper has no memory of its own: its storage is empty and its data pointer 0. What operations do with it is
-written down in `transaxle.quant.tensor.dispatch`, how FSDP2 gathers it in `transaxle.quant.frame.gather`.
+The wrapper has no memory of its own: its storage is empty and its data pointer 0. `transaxle.quant.tensor.dispatch`
+defines what operations do with it, `transaxle.quant.frame.gather` how FSDP2 gathers it.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ OPERATIONS: list[Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]] = []
 
 
 class QuantizedTensor(torch.Tensor):
-    """Rows of a quantized matrix [M, K], or matrices of a stack [E, M, K], each with scales of its own.
+    """A tensor stored as codes and scales: a matrix [M, K], some of its rows, or a stack [E, M, K] of matrices.
 
-    Made by a quantizer or by `from_components`. Views by rows, and matrices of a stack, share codes and scales with
-    what they are views of.
+    Each matrix of a stack has its own scales. A quantizer or `from_components` makes the tensor. Views of rows and of
+    matrices of a stack share its codes and scales. Most operations use the dequantized values and return plain tensors.
     """
 
     frame: Frame
@@ -87,23 +87,23 @@ class QuantizedTensor(torch.Tensor):
 
     @property
     def quantizer(self) -> Quantizer:
-        """What made the codes."""
+        """The quantizer that made the codes."""
         return self.frame.quantizer
 
     @property
     def components(self) -> dict[str, torch.Tensor]:
-        """Codes and scales as plain tensors that share memory with this: `data`, `scale_inv`, of nvfp4 `amax`.
+        """Codes and scales as plain tensors that share this tensor's memory: `data`, `scale_inv`; for nvfp4 `amax`.
 
-        On request of the quantizer, `columnwise_data` and `columnwise_scale_inv` come after them.
-        Compact: without padding and not swizzled. Of a shard, what stands for tiles of several rows is there whole. Of
-        a stack each has one more dim than of a matrix, before the others: `scale_inv` of float8 is [E, 1].
+        If the quantizer makes columnwise codes, `columnwise_data` and `columnwise_scale_inv` follow. All are compact:
+        not padded and not swizzled. A shard has the whole matrix's scales where tiles span several rows. In a stack
+        each has a leading dim E: `scale_inv` of float8 is [E, 1].
         """
         buffers = self.frame.buffers(self.skip, self.height)
         return {name: buffers[name] for name in COMPONENTS if name in buffers}
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
-        """What the next values are scaled by, where that is not their own amax: `amax_history` and `scaled_for`."""
+        """State of delayed scaling, from which the next scale follows: `amax_history` and `scaled_for`; else empty."""
         buffers = self.frame.buffers(self.skip, self.height)
         return {name: buffers[name] for name in STATE if name in buffers}
 
@@ -111,15 +111,14 @@ class QuantizedTensor(torch.Tensor):
         """Return the values as a plain tensor, in this tensor's dtype or another: code times scale, rounded once.
 
         Args:
-            dtype: of the values; this tensor's if not given.
-            columnwise: read the columnwise codes.
+            dtype: dtype of the values: bfloat16, float16 or float32; None: this tensor's.
+            columnwise: read the columnwise codes instead of the rowwise ones.
 
         Raises:
-            Refused: `DTYPE_MISMATCH` for a dtype that is not bfloat16, float16 or float32; `MISSING_TENSOR` where there
-                are no columnwise codes.
+            Refused: `DTYPE_MISMATCH` for any other dtype; `MISSING_TENSOR` without columnwise codes.
         """
         if columnwise and not self.frame.columnwise:
-            raise refuse("MISSING_TENSOR", f"{self.quantizer}: there are no columnwise codes", tensor=COLUMN_DATA)
+            raise refuse("MISSING_TENSOR", f"{self.quantizer}: the tensor has no columnwise codes", tensor=COLUMN_DATA)
         wanted = self.dtype if dtype is None else read_dtype("dtype", dtype)
         if self.device.type == "meta":
             return torch.empty(self.shape, dtype=wanted, device=self.device)
@@ -129,18 +128,18 @@ class QuantizedTensor(torch.Tensor):
         return kernels.dequantize(parts, encoding, wanted)[:, : self.frame.columns].view(self.shape)
 
     def quantize_(self, values: torch.Tensor, *, group: Ranks | None = None) -> QuantizedTensor:
-        """Put other values here, quantized in the same way, into the same buffers.
+        """Quantize new values into this tensor's buffers, with the same quantizer; return the tensor.
 
         Args:
             values: a plain tensor of this shape.
-            group: the ranks that hold the other rows, if there are any. Each of them calls this.
+            group: the ranks that hold the other rows of the matrix; all of them must call this. None: there are none.
 
         Raises:
-            Refused: `SHAPE_MISMATCH`; `UNSUPPORTED` for a shard without a group, where tiles may lie on other ranks.
+            Refused: `SHAPE_MISMATCH`; `UNSUPPORTED` for a shard without `group` whose scales depend on other rows.
         """
         group = read_group("group", group)
         if values.shape != self.shape:
-            raise refuse("SHAPE_MISMATCH", f"values {list(values.shape)} for a tensor {list(self.shape)}")
+            raise refuse("SHAPE_MISMATCH", f"expected values of shape {list(self.shape)}, got {list(values.shape)}")
         frame = self.frame
         alone = self.height == frame.whole
         grain = frame.quantizer.grain[0]
@@ -148,8 +147,8 @@ class QuantizedTensor(torch.Tensor):
         if reduced and group is None and not (alone or frame.blank):
             raise refuse(
                 "UNSUPPORTED",
-                f"{self.height} of {frame.whole} rows: their scales depend on the others",
-                hint="quantize_(values, group=...) on every rank of the group, or MasterWeights",
+                f"this tensor has {self.height} of {frame.whole} rows, and their scales depend on the other rows",
+                hint="Call quantize_(values, group=...) on every rank of the group, or use MasterWeights.",
             )
         wide = values.detach().reshape(self.height, *frame.row)
         if wide.dtype not in kernels.VALUES:
@@ -167,25 +166,25 @@ class QuantizedTensor(torch.Tensor):
         return self
 
     def retyped(self, values: torch.Tensor) -> QuantizedTensor:
-        """Return these codes for values of another dtype, and where those lie; other values are quantized first.
+        """Return this tensor in the dtype and on the device of `values`; values that differ from its own are quantized.
 
         Raises:
-            Refused: `UNSUPPORTED` for other values of a part that tensor parallelism has cut: others may have none.
+            Refused: `UNSUPPORTED` for differing values of a tensor-parallel part: other ranks might not get any.
         """
         here = cast(QuantizedTensor, self.detach().to(values.device))
         if not values.is_meta and not torch.equal(values, here.dequantize(values.dtype)):
             share = self.frame.share
             if share is not None:
-                message = f"other values as the data of {list(self.shape)}, a rank's part of {list(share.shape)}"
-                raise refuse("UNSUPPORTED", message, hint="copy_() them on every rank that has a part")
+                message = f"{list(self.shape)} is a rank's part of {list(share.shape)}; .data cannot give it new values"
+                raise refuse("UNSUPPORTED", message, hint="Call copy_() with them on every rank that has a part.")
             here.quantize_(values)
         return QuantizedTensor(here.frame, here.skip, here.height, values.dtype, tuple(self.shape))
 
     def adopt(self, source: Frame, skip: int, rows: int) -> None:
-        """Copy buffers of another frame of the same encoding into this one's, raw.
+        """Copy codes and scales of another frame with the same encoding into this tensor's buffers.
 
         Raises:
-            Refused: `BLOCK_MISALIGNED` or `UNEQUAL_COPIES` where other rows here would be left under wrong scales.
+            Refused: `BLOCK_MISALIGNED` or `UNEQUAL_COPIES` if other rows here would be left with wrong scales.
         """
         frame = self.frame
         if frame.columnwise and not source.columnwise:
@@ -197,24 +196,24 @@ class QuantizedTensor(torch.Tensor):
             raise refuse(
                 "BLOCK_MISALIGNED",
                 f"rows from {there} of {source.whole} cannot become rows from {here} of {frame.whole}: "
-                "tiles would be cut elsewhere",
-                hint="dequantize() the source to quantize it again",
+                "their tiles begin elsewhere",
+                hint="Copy the values that source.dequantize() gives.",
             )
         if frame.tall and there < self.skip and frame.blank:
             raise refuse(
                 "BLOCK_MISALIGNED",
-                f"rows from {there} of {source.whole} cannot lie {self.skip} rows below others, which would be outside",
-                hint="dequantize() the source to quantize it again",
+                f"rows from {there} of {source.whole} cannot begin at row {self.skip}: the rows above would be outside",
+                hint="Copy the values that source.dequantize() gives.",
             )
         if not covers and not same_buffers(frame.shared, source.shared):
             raise refuse(
                 "UNEQUAL_COPIES",
-                f"{self.height} of {used} rows: the others would be left under scales that are not theirs",
-                hint="copy the whole tensor",
+                f"copying {self.height} of {used} rows would leave the other rows with scales that are not theirs",
+                hint="Copy the whole tensor.",
             )
         lengths = [name for name in STATE if name in frame.cut and name in source.cut]
         if any(frame.cut[name].shape[1:] != source.cut[name].shape[1:] for name in lengths):
-            raise refuse("SHAPE_MISMATCH", f"the history of {source.quantizer} into one of {frame.quantizer}")
+            raise refuse("SHAPE_MISMATCH", f"a history of {source.quantizer} does not fit {frame.quantizer}")
         if frame.blank:
             frame.start, frame.whole, frame.blank = there - self.skip, source.whole, False
             frame.width = source.width
@@ -231,12 +230,12 @@ class QuantizedTensor(torch.Tensor):
         _refresh(frame, source)
 
     def transposed(self) -> QuantizedTensor:
-        """Return the transpose, raw: its codes are the columnwise ones; see `transaxle.quant.frame.usage`."""
+        """Return the transpose without requantizing: its codes are the columnwise ones."""
         turned = usage.turned(self.frame, self.skip, tuple(self.shape))
         return QuantizedTensor(turned, 0, turned.rows, self.dtype)
 
     def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> tuple[tuple[torch.Tensor, ...], Any]:
-        """Return the codes, and scales that are cut, as bytes to gather; see `transaxle.quant.frame.gather`."""
+        """Called by FSDP2: return codes, and scales that are cut with the rows, as bytes to gather."""
         return gather.sent(self.frame, self.skip, self.height, mesh)
 
     def fsdp_post_all_gather(
@@ -247,13 +246,13 @@ class QuantizedTensor(torch.Tensor):
         *,
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """Return the whole matrix around the gathered bytes, or put it into `out`, which was made so before."""
+        """Called by FSDP2: return the whole matrix made of the gathered bytes, or put it into an earlier `out`."""
         frame = gather.received(all_gather_outputs, metadata)
         if out is None:
             return QuantizedTensor(frame, 0, frame.whole, param_dtype), ()
         inner = stored_local(out)
         if not isinstance(inner, QuantizedTensor) or inner.dtype != param_dtype:
-            message = f"gathered into {type(inner).__name__} of {inner.dtype}, expected quantized {param_dtype}"
+            message = f"out must be a quantized tensor of {param_dtype}, not {type(inner).__name__} of {inner.dtype}"
             raise refuse("UNSUPPORTED", message)
         inner.frame.cut, inner.frame.shared = frame.cut, frame.shared
         return None
@@ -289,14 +288,16 @@ class QuantizedTensor(torch.Tensor):
         return self.reduced(torch.clone)
 
     def reduced(self, change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
-        """Return what pickles hold: a function of this module, numbers, and what `change` makes of the buffers.
+        """Return what a pickle stores: a function of this module, plain numbers, and the buffers after `change`.
 
         Raises:
-            Refused: `UNSUPPORTED` for a part that tensor parallelism has cut: its ranks cannot be pickled.
+            Refused: `UNSUPPORTED` for a tensor-parallel part: its process group cannot be pickled.
         """
         if self.frame.share is not None:
-            message = f"{list(self.shape)} is a rank's part of {list(self.frame.share.shape)}, and would forget of what"
-            raise refuse("UNSUPPORTED", message, hint="save state_dict(), which has its codes and scales")
+            message = (
+                f"{list(self.shape)} is a rank's part of {list(self.frame.share.shape)}, which a pickle cannot record"
+            )
+            raise refuse("UNSUPPORTED", message, hint="Save state_dict(), which has its codes and scales.")
         frame = self.frame.taken(self.skip, self.height, change)
         settings = {name: getattr(frame.quantizer, name) for name in _settings(frame.quantizer)}
         # plain pickle cannot read float8 tensors back
@@ -376,10 +377,14 @@ def quantized(
     With a share the matrix, or stack, is that part of a whole one, and every rank of the share's group calls this.
     """
     if x.dim() not in (2, 3):
-        raise refuse("SHAPE_MISMATCH", f"a tensor of shape {list(x.shape)}, expected a matrix or a stack of them")
+        raise refuse(
+            "SHAPE_MISMATCH", f"expected a matrix or a stack of matrices, not a tensor of shape {list(x.shape)}"
+        )
     if isinstance(x, QuantizedTensor):
         raise refuse(
-            "UNSUPPORTED", f"the tensor is quantized already, by {x.quantizer}", hint="x.dequantize() to do it again"
+            "UNSUPPORTED",
+            f"the tensor is quantized already, by {x.quantizer}",
+            hint="Quantize x.dequantize() to do it again.",
         )
     plain = x.detach()
     frame = frame_of(quantizer, plain, place(plain, group, start, whole, share))
@@ -396,24 +401,23 @@ def from_components(
     start: int = 0,
     whole: int | None = None,
 ) -> QuantizedTensor:
-    """Make a quantized tensor of codes and scales, which it shares memory with.
+    """Make a quantized tensor from codes and scales; it shares their memory.
 
     Args:
-        quantizer: what made them.
-        components: `data`, `scale_inv` and what else `QuantizedTensor.components` and `.state` have. State that is
-            missing begins anew.
-        shape: [M, K], of a stack [E, M, K]: each of the components has the E before its other dims.
-        dtype: of the values.
-        start: of a shard, the matrix's row that is its first one; of a stack, the matrix.
-        whole: of a shard, rows of the matrix. Scales of tiles of several rows are those of all of it.
+        quantizer: the quantizer that made them.
+        components: the entries of `QuantizedTensor.components` and `.state`; missing state starts new.
+        shape: [M, K], or [E, M, K] for a stack, whose components all have a leading dim E.
+        dtype: dtype of the values: bfloat16, float16 or float32.
+        start: for a shard, the row of the whole matrix at which it begins; in a stack, the matrix.
+        whole: for a shard, the rows of the whole matrix; scales of tiles of several rows are those of the whole.
 
     Raises:
-        Refused: `MISSING_TENSOR`, `UNEXPECTED_TENSOR`, `DTYPE_MISMATCH` or `SHAPE_MISMATCH`: all that is wrong at once.
+        Refused: `MISSING_TENSOR`, `UNEXPECTED_TENSOR`, `DTYPE_MISMATCH` or `SHAPE_MISMATCH`: every problem at once.
     """
     dtype = read_dtype("dtype", dtype)
     if len(shape) not in (2, 3) or dtype not in kernels.VALUES:
         expected = "a matrix of bfloat16, float16 or float32, or a stack of them"
-        raise refuse("SHAPE_MISMATCH", f"{dtype} {list(shape)}, expected {expected}")
+        raise refuse("SHAPE_MISMATCH", f"expected {expected}, not {dtype} {list(shape)}")
     both = COLUMN_DATA in components
     encoding, wrong = quantizer.encoding, []
     here = buffers_of(quantizer, shape, columnwise=both)
@@ -424,11 +428,11 @@ def from_components(
         buffer = components.get(name)
         if buffer is None:
             if name not in STATE:
-                wrong.append(Refusal("MISSING_TENSOR", f"the buffer {name!r} is not there", Where(tensor=name)))
+                wrong.append(Refusal("MISSING_TENSOR", f"the buffer {name!r} is missing", Where(tensor=name)))
         elif buffer.dtype != kind:
-            wrong.append(Refusal("DTYPE_MISMATCH", f"{buffer.dtype}, expected {kind}", Where(tensor=name)))
+            wrong.append(Refusal("DTYPE_MISMATCH", f"expected {kind}, got {buffer.dtype}", Where(tensor=name)))
         elif tuple(buffer.shape) != size or buffer.device != device:
-            message = f"{list(buffer.shape)} on {buffer.device}, expected {list(size)} on {device}"
+            message = f"expected {list(size)} on {device}, got {list(buffer.shape)} on {buffer.device}"
             wrong.append(Refusal("SHAPE_MISMATCH", message, Where(tensor=name)))
     wrong += [
         Refusal("UNEXPECTED_TENSOR", f"{quantizer} has no such buffer", Where(tensor=name))
@@ -449,13 +453,13 @@ def rebuilt(
     at: tuple[int, int],
     flags: tuple[bool, bool],
 ) -> torch.Tensor:
-    """Make a tensor of what was pickled: names, plain numbers and buffers.
+    """Make a tensor from what was pickled: names, plain numbers and buffers.
 
     Raises:
-        Refused: `UNSUPPORTED` for a quantizer that there is not; what `from_components` refuses.
+        Refused: `UNSUPPORTED` for an unknown quantizer; what `from_components` refuses.
     """
     if kind not in QUANTIZERS:
-        raise refuse("UNSUPPORTED", f"a tensor quantized by {kind}; {', '.join(QUANTIZERS)} are known")
+        raise refuse("UNSUPPORTED", f"the pickle names the quantizer {kind}; known are {', '.join(QUANTIZERS)}")
     quantizer = QUANTIZERS[kind](**settings)
     *leading, packed = buffers[DATA].shape
     stored = (*leading, packed * (8 // quantizer.encoding.code_bits))

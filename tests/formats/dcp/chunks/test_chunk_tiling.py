@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.formats.catalog.problem_list import Faults
+from transaxle.errors import Faults
 from transaxle.formats.dcp.chunks.chunk_tiling import (
     MAX_CORNERS,
     ChunkBox,

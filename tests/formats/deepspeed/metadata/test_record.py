@@ -346,18 +346,18 @@ def both(record: dict[str, Any], key: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("key", "value", "said"),
     [
-        (keys.SUB_SHAPE, ((), -1), "no sizes of parts"),
-        (keys.SUB_SHAPE, (), "empty"),
-        (keys.SUB_SHAPE, ((8, 0, 8), -1), "no sizes of parts"),
-        (keys.SUB_SHAPE, ((8, 4, 5), -1), "48 elements|no view of a parameter of"),
-        (keys.SUB_SHAPE, (5, -1), "5 equal parts of 16"),
-        (keys.SUB_SHAPE, ((8, 4, 4), (1, 2)), "parts outside of dim 0"),
-        (keys.SUB_SHAPE, ("8", -1), "a count was expected"),
-        (keys.SHARD_WIDTHS, [[4, 4], [2, 2]], "widths of 2 parts, it has 3"),
-        (keys.SHARD_WIDTHS, [[4, 4], [2, 2], [2, 3]], "sum to 5, the part has 4"),
+        (keys.SUB_SHAPE, ((), -1), "part sizes must be positive"),
+        (keys.SUB_SHAPE, (), "at least one dim"),
+        (keys.SUB_SHAPE, ((8, 0, 8), -1), "part sizes must be positive"),
+        (keys.SUB_SHAPE, ((8, 4, 5), -1), "48 elements|cannot be a view of a parameter of"),
+        (keys.SUB_SHAPE, (5, -1), "16 rows cannot be divided into 5 equal parts"),
+        (keys.SUB_SHAPE, ((8, 4, 4), (1, 2)), "a dim other than the cut one, 0"),
+        (keys.SUB_SHAPE, ("8", -1), "expected a count"),
+        (keys.SHARD_WIDTHS, [[4, 4], [2, 2]], "widths of 2 parts, but it has 3"),
+        (keys.SHARD_WIDTHS, [[4, 4], [2, 2], [2, 3]], "sum to 5, but the part has 4"),
         (keys.SHARD_WIDTHS, [[4, 4], [2, 2], [4]], "1 ranks, not 2"),
-        (keys.SHARD_WIDTHS, [[8, 0], [4, 0], [4, 0]], "two different cuts"),
-        (keys.PARTITION_DIM, 2, "2, its shape has 2 dims"),
+        (keys.SHARD_WIDTHS, [[8, 0], [4, 0], [4, 0]], "describe different cuts"),
+        (keys.PARTITION_DIM, 2, "2, but the shape has only 2 dims"),
         (keys.PARTITION_DIM, None, "not cut"),
         (keys.REPLICATED, True, "cut along dim 0"),
         (keys.PARTITION_TYPE, "diagonal", "diagonal"),
@@ -376,12 +376,12 @@ def test_what_does_not_add_up_is_refused(key: str, value: object, said: str) -> 
     [
         (keys.SUB_SIZES, (8, 4, 5), "(8, 4, 4)|[8, 4, 4]"),
         (keys.SUB_SIZES, (), "[8, 4, 4]"),
-        (keys.LOGICAL_SHAPE, (8, 6), "is [16, 3]"),
+        (keys.LOGICAL_SHAPE, (8, 6), "gives [16, 3]"),
         (keys.PARTITION_SIZES, (9, 7), "sum to [8, 8]"),
-        (keys.INFO_VERSION, 0.5, "0.5; up to 0.4"),
-        (keys.SHARD_WIDTHS, [[8, 0], [4, 0], [4, 0]], "and outside of it"),
+        (keys.INFO_VERSION, 0.5, "0.5; versions up to 0.4"),
+        (keys.SHARD_WIDTHS, [[8, 0], [4, 0], [4, 0]], " in the record itself"),
         (keys.CONVERSION, None, "is missing"),
-        (keys.IS_BIAS, 1, "and outside of it"),
+        (keys.IS_BIAS, 1, " in the record itself"),
     ],
 )
 def test_what_is_said_twice_must_agree(key: str, value: object, said: str) -> None:
@@ -393,7 +393,7 @@ def test_what_is_said_twice_must_agree(key: str, value: object, said: str) -> No
 def test_an_affine_map_of_another_cut_is_refused() -> None:
     record = fused()
     record[keys.CONVERSION][keys.AFFINE] = affine.write(by_widths((16, 3), 0, [[8, 8]]))
-    assert "two different cuts" in str(refused(record))
+    assert "describe different cuts" in str(refused(record))
     record[keys.CONVERSION][keys.AFFINE] = affine.write(by_widths((3, 16), 1, [[8, 8]]))
     assert "[3, 16]" in str(refused(record))
 
@@ -432,7 +432,7 @@ def test_records_older_than_the_versions_are_read() -> None:
     spread = read(record, NAME, 4).spread
     assert spread is not None
     assert same(spread, by_widths((16, 3), 0, [[2] * 4, [1] * 4, [1] * 4]))
-    assert "parts of [8, 4, 4] rows are cut over 3 ranks" in str(refused(record, 3))
+    assert "parts of [8, 4, 4] rows cannot be cut evenly over 3 ranks" in str(refused(record, 3))
 
 
 def test_a_reason_is_kept_and_refused() -> None:
@@ -463,13 +463,13 @@ def test_padded_vocabularies_are_said_by_the_caller() -> None:
 
 
 def test_records_of_another_degree_are_refused() -> None:
-    with pytest.raises(TransaxleError, match="of 2 ranks, the model of 4"):
+    with pytest.raises(TransaxleError, match="describes 2 ranks, but the model has 4"):
         collected({NAME: Record.cut("column", (16, 3), 0, [[8, 8]])}, 4)
 
 
 def test_an_unknown_version_of_the_metadata_is_refused() -> None:
     info = collected({NAME: Record.cut("column", (16, 3), 0, [[8, 8]])}, 2)
-    with pytest.raises(TransaxleError, match=r"version 0\.7; up to 0\.4"):
+    with pytest.raises(TransaxleError, match=r"version 0\.7; versions up to 0\.4"):
         UniversalInfo(CheckedValue(info | {keys.INFO_VERSION: 0.7}, FILE), 2)
 
 

@@ -129,7 +129,7 @@ def test_forms_that_disagree_are_refused() -> None:
     ("sizes", "widths", "said"),
     [
         ([8, 4, 4], [[4, 4], [2, 2]], "3 parts on 2 ranks"),
-        ([8, 4, 4], [[4, 5], [2, 2], [2, 2]], "sum to 9, the part has 8"),
+        ([8, 4, 4], [[4, 5], [2, 2], [2, 2]], "sum to 9, but the part has 8"),
         ([8, 4, 5], [[4, 4], [2, 2], [2, 3]], "48 elements"),
         ([], [], "empty"),
     ],

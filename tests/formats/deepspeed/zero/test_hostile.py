@@ -64,7 +64,7 @@ def test_a_missing_rank_is_named(copied: Callable[[str], Path], tmp_path: Path, 
 def test_the_last_rank_is_missed_too(copied: Callable[[str], Path], tmp_path: Path) -> None:
     source = copied(CASE)
     (source / TAG / OPTIM.format(1)).unlink()
-    assert "no zero_pp_rank_1" in str(refused(source, tmp_path, "INCOMPLETE"))
+    assert "zero_pp_rank_1 is missing" in str(refused(source, tmp_path, "INCOMPLETE"))
 
 
 def test_two_files_of_one_rank_are_named(copied: Callable[[str], Path], tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_a_missing_model_rank_is_named(copied: Callable[[str], Path], tmp_path: 
 def test_a_missing_expert_is_named(copied: Callable[[str], Path], tmp_path: Path) -> None:
     source = copied("ep2-z1-w2")
     (source / TAG / "layer_1_expert_2_mp_rank_00_model_states.pt").unlink()
-    assert "[2] in mixture 1" in str(refused(source, tmp_path, "INCOMPLETE"))
+    assert "[2] of mixture 1" in str(refused(source, tmp_path, "INCOMPLETE"))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_dense_group_on_some_ranks_only_is_refused(copied: Callable[[str], Pat
 
     for rank in (0, 1):
         edit(source / TAG / OPTIM.format(rank), change)
-    assert "is no expert" in str(refused(source, tmp_path, "UNSUPPORTED"))
+    assert "is not an expert" in str(refused(source, tmp_path, "UNSUPPORTED"))
 
 
 @pytest.mark.parametrize("name", ["layer_03-model_01-model_states.pt", "layer_03-model_00-model_states.pt"])
@@ -133,7 +133,7 @@ def test_a_weight_that_is_in_no_layers_file_is_named(copied: Callable[[str], Pat
     edit(source / TAG / "layer_03-model_states.pt", lambda held: held.pop("ln.weight"))
     with tx.open(source) as ck:
         assert "3.ln.weight" in ck
-    with pytest.raises(tx.TransaxleError, match="no file holds it in low precision") as caught:
+    with pytest.raises(tx.TransaxleError, match="no file holds this parameter in low precision") as caught:
         tx.open(source, weights="lp")
     assert (caught.value.code, caught.value.where.tensor) == ("INCOMPLETE", "3.ln.weight")
 
@@ -205,7 +205,7 @@ def test_tensor_parallel_ranks_are_not_joined_by_guess(copied: Callable[[str], P
     source = copied("tp2-fused")
     for rank in (0, 1):
         edit(source / TAG / f"mp_rank_{rank:02d}_model_states.pt", lambda held: held.pop(INFO))
-    assert "by guess" in str(refused(source, tmp_path, "UNSUPPORTED"))
+    assert "cannot be joined" in str(refused(source, tmp_path, "UNSUPPORTED"))
 
 
 def test_what_autotp_could_not_describe_is_refused(copied: Callable[[str], Path], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from transaxle.formats.catalog.problem_list import Faults
+from transaxle.errors import Faults
 
 MAX_CORNERS = 1 << 22
 """Cap on the corners of one tensor's chunks, two along each dim that is cut: a million chunks, if two dims are cut."""

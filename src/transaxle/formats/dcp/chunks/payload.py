@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from transaxle.errors import Refusal, TransaxleError, Where
+from transaxle.errors import Faults, Refusal, TransaxleError, Where
 from transaxle.formats.catalog.catalog import Checksum, Entry, Extent
 from transaxle.formats.catalog.inline import number
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.dcp.chunks.stencil import Stencils
 from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
 from transaxle.formats.dtype import Shape, logical, nbytes

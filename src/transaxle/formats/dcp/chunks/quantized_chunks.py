@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from transaxle.errors import Faults
 from transaxle.formats.catalog.catalog import Entry, Extent, Twin
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.dcp.chunks.payload import QuantizedChunk
 from transaxle.formats.dcp.metadata import SavedChunk
 from transaxle.formats.dtype import Shape

@@ -35,7 +35,7 @@ def maps_of(info: CheckedValue) -> dict[str, CheckedValue]:
     version = affine.get(keys.AFFINE_VERSION)
     if version is None or version.natural() != keys.AFFINE_CURRENT:
         version_text = "no version" if version is None else f"version {version.value}"
-        message = f"the {keys.AFFINE} has {version_text}; version {keys.AFFINE_CURRENT} is known"
+        message = f"the {keys.AFFINE} has {version_text}; only version {keys.AFFINE_CURRENT} can be read"
         raise refuse("UNSUPPORTED", message, file=info.file)
     return dict(affine[keys.AFFINE_PARAMS].named())
 
@@ -55,12 +55,17 @@ def read(node: CheckedValue, ranks: int) -> Spread:
     entries = node[keys.RANKS]
     by_rank = {_rank(entries, key): entry for key, entry in entries.items()}
     if sorted(by_rank) != list(range(ranks)):
-        message = f"the metadata describes ranks {sorted(by_rank)[:10]}, the checkpoint has {ranks}"
+        message = f"the metadata describes the ranks {sorted(by_rank)[:10]}, but the checkpoint has {ranks} ranks"
         raise refuse("SHAPE_MISMATCH", message, file=node.file, tensor=node.path[-1])
     shards = tuple(by_rank[rank][keys.SHARD_SHAPE].naturals() for rank in range(ranks))
     pieces = [by_rank[rank][keys.PIECES].list() for rank in range(ranks)]
     if sum(map(len, pieces)) > MOST_PIECES:
-        raise refuse("UNSUPPORTED", f"more than {MOST_PIECES} pieces", file=node.file, tensor=node.path[-1])
+        raise refuse(
+            "UNSUPPORTED",
+            f"the metadata cuts it into more than {MOST_PIECES} pieces",
+            file=node.file,
+            tensor=node.path[-1],
+        )
     blocks, holders, pieces_with_blocks = [], dict[tuple[Shape, Shape], set[int]](), []
     for rank, listed in enumerate(pieces):
         blocks_of_rank = []
@@ -76,7 +81,7 @@ def read(node: CheckedValue, ranks: int) -> Spread:
     for piece, block in pieces_with_blocks:
         if set(piece[keys.LOCATIONS].naturals()) != holders[block.start, block.shape]:
             holding_ranks = sorted(holders[block.start, block.shape])
-            raise piece.fault(f"{keys.LOCATIONS} are not the ranks that hold it, {holding_ranks}")
+            raise piece.fault(f"{keys.LOCATIONS} must list the ranks that hold this piece, {holding_ranks}")
     return Spread(shape, shards, tuple(blocks))
 
 
@@ -119,7 +124,7 @@ def _position(index: Shape, strides: Shape) -> int:
 def _rank(entries: CheckedValue, key: object) -> int:
     text = str(key) if isinstance(key, int | str) and not isinstance(key, bool) else ""
     if not text.isascii() or not text.isdecimal() or len(text) > len(str(MOST_PIECES)):
-        raise entries.fault("its keys must be ranks")
+        raise entries.fault("the keys must be numbers of ranks")
     return int(text)
 
 
@@ -128,7 +133,7 @@ def _block(piece: CheckedValue, shape: Shape, shard: Shape) -> ShardBlock:
     scale = piece.get(keys.SCALE)
     factor = 1.0 if scale is None else scale.real()
     if factor == 0:
-        raise piece.fault("a scale of zero cannot be undone")
+        raise piece.fault("the scale is zero, so the values are lost")
     start, at = (
         _start(piece[side], sizes, full_shape) for side, full_shape in ((keys.SOURCE, shape), (keys.DEST, shard))
     )
@@ -139,33 +144,36 @@ def _start(place: CheckedValue, sizes: Shape, full_shape: Shape) -> Shape:
     """Return the first index of a strided view that must be a box of a row-major array."""
     offset_and_strides = place.list()
     if len(offset_and_strides) != 2:
-        raise place.fault("an offset and strides were expected")
+        raise place.fault(f"expected an offset and strides, not {len(offset_and_strides)} items")
     offset, strides = offset_and_strides[0].natural(), offset_and_strides[1].naturals()
     if len(sizes) != len(full_shape) or len(strides) != len(full_shape):
         raise place.fault(f"{len(sizes)} sizes and {len(strides)} strides do not fit {len(full_shape)} dims")
     if 0 in sizes:
         return (0,) * len(full_shape)
     dense = row_major(full_shape)
+    # A dim of size 1 is never stepped along, so its stride is arbitrary.
     if any(size > 1 and step != want for size, step, want in zip(sizes, strides, dense, strict=True)):
-        message = f"strides {list(strides)} make no box of {list(full_shape)}"
+        message = f"strides {list(strides)} do not select a box of {list(full_shape)}"
         raise refuse("UNSUPPORTED", message, file=place.file, tensor=" > ".join(place.path))
     start = []
     for step in dense:
+        # Row-major strides make the offset a mixed-radix number whose digits are the first index.
         index, offset = divmod(offset, step) if step else (0, offset)
         start.append(index)
     if offset or any(first + size > most for first, size, most in zip(start, sizes, full_shape, strict=True)):
-        raise place.fault(f"a box of {list(sizes)} at {start} lies outside of {list(full_shape)}")
+        raise place.fault(f"a box of {list(sizes)} at {start} lies outside the shape {list(full_shape)}")
     return tuple(start)
 
 
 def _check_shard(entries: CheckedValue, rank: int, held: Sequence[ShardBlock], shard: Shape) -> None:
     """Check that the pieces of a rank fill its shard once."""
     filled = sum(block.size for block in held)
+    # Equal counts could hide one overlap and one hole, so overlaps are looked for as well.
     twice = any(
         all(a < b + n and b < a + m for a, m, b, n in zip(one.at, one.shape, two.at, two.shape, strict=True))
         for number, one in enumerate(held)
         for two in held[:number]
     )
     if filled != prod(shard) or twice:
-        what = "overlap" if twice else f"hold {filled} elements"
-        raise entries.fault(f"the pieces of rank {rank} {what}; its shard {list(shard)} has {prod(shard)}")
+        problem = "overlap" if twice else f"have {filled} elements"
+        raise entries.fault(f"the pieces of rank {rank} {problem}, but must fill its shard {list(shard)} exactly once")

@@ -48,7 +48,7 @@ class Categories:
         version = info.get(keys.INFO_VERSION)
         self.version = 0.0 if version is None else version.real()
         if self.version > keys.INFO_CURRENT:
-            message = f"the metadata is of version {self.version}; up to {keys.INFO_CURRENT} is known"
+            message = f"the metadata has version {self.version}; versions up to {keys.INFO_CURRENT} can be read"
             raise refuse("UNSUPPORTED", message, file=info.file)
         # Lists without a list of what is unsupported were written by a training framework, not by AutoTP.
         self._of_framework = info.get(keys.UNSUPPORTED_PATTERNS) is None
@@ -84,7 +84,7 @@ class Categories:
         kind = self.kind(name)
         if kind in (keys.REPLICATED_PATTERNS, keys.AVERAGED_PATTERNS):
             if len(set(shards)) > 1:
-                raise self._fault(name, f"all ranks hold it, but in different shapes: {_listed(shards)}")
+                raise self._fault(name, f"every rank holds all of it, but in different shapes: {_listed(shards)}")
             return whole(shards[0], len(shards))
         if kind == keys.SUB_PARAMS:
             return self._parts(name, self.fused(name), shards)
@@ -92,7 +92,7 @@ class Categories:
         rows = self._rows(name, shards, dim)
         if kind == keys.HALVES_PATTERNS:
             if any(count % 2 for count in rows):
-                raise self._fault(name, f"shards of {rows} rows do not consist of two halves")
+                raise self._fault(name, f"shards of {rows} rows cannot be split into two halves")
             halves = tuple(count // 2 for count in rows)
             return by_widths(_joined(shards, dim), dim, (halves, halves))
         return by_widths(_joined(shards, dim), dim, (rows,))
@@ -111,12 +111,12 @@ class Categories:
         padded = self._info.get(keys.PADDED_VOCABULARY)
         rows = self._info.get(keys.TRUE_VOCABULARY)
         if rows is None:
-            raise self._fault(name, f"it is a padded vocabulary, and {keys.TRUE_VOCABULARY} is missing", "CORRUPT")
+            raise self._fault(name, f"it is a padded vocabulary, but {keys.TRUE_VOCABULARY} is missing", "CORRUPT")
         have = spread.shape[0] if spread.shape else 0
         if padded is not None and padded.natural() != have:
-            raise self._fault(name, f"{keys.PADDED_VOCABULARY} is {padded.natural()}, its shards have {have} rows")
+            raise self._fault(name, f"{keys.PADDED_VOCABULARY} is {padded.natural()}, but its shards have {have} rows")
         if rows.natural() > have:
-            raise self._fault(name, f"{keys.TRUE_VOCABULARY} is {rows.natural()}, its shards have {have} rows")
+            raise self._fault(name, f"{keys.TRUE_VOCABULARY} is {rows.natural()}, but its shards have only {have} rows")
         return clipped(spread, rows.natural())
 
     @property
@@ -143,7 +143,7 @@ class Categories:
         """
         kinds = self._kinds(name)
         if len(kinds) > 1:
-            raise self._fault(name, f"it is in several lists: {', '.join(kinds)}", "CORRUPT")
+            raise self._fault(name, f"several lists match it: {', '.join(kinds)}", "CORRUPT")
         return kinds[0] if kinds else ""
 
     def fused(self, name: str) -> Fused:
@@ -159,6 +159,7 @@ class Categories:
         row-parallel.
         """
         lists = [key for key in (*self._cuts(), keys.SUB_PARAMS) if self._match(key, name)]
+        # The list of fused parameters is the more exact of the two.
         return [keys.SUB_PARAMS] if lists == [keys.ROW_PATTERNS, keys.SUB_PARAMS] else lists
 
     @staticmethod
@@ -172,9 +173,11 @@ class Categories:
     def _rows(self, name: str, shards: Sequence[Shape], dim: int) -> tuple[int, ...]:
         """Return the size of every shard along the dim in which they are joined; all others must be equal."""
         if any(len(shape) <= dim for shape in shards):
-            raise self._fault(name, f"it is cut along dim {dim}, but has the shapes {_listed(shards)}")
+            raise self._fault(name, f"it is cut along dim {dim}, which not all of its shards have: {_listed(shards)}")
         if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shards}) > 1:
-            raise self._fault(name, f"shards that are joined along dim {dim} differ in others: {_listed(shards)}")
+            raise self._fault(
+                name, f"the shards are joined along dim {dim}, but differ in another dim: {_listed(shards)}"
+            )
         return tuple(shape[dim] for shape in shards)
 
     def _parts(self, name: str, fused: Fused, shards: Sequence[Shape]) -> Spread:
@@ -185,15 +188,16 @@ class Categories:
         if widths is None:
             uneven = [size for size in parts if size % len(shards)]
             if uneven:
-                message = f"parts of {uneven} rows are cut over {len(shards)} ranks, and the metadata "
-                raise self._fault(name, f"{message}(version {self.version}) does not say how", "UNSUPPORTED")
+                message = f"parts of {uneven} rows cannot be cut evenly over {len(shards)} ranks, and the metadata "
+                raise self._fault(name, f"{message}(version {self.version}) gives no widths", "UNSUPPORTED")
+            # Before version 0.4 only even cuts could be described.
             widths = tuple((size // len(shards),) * len(shards) for size in parts)
         if len(widths) != len(parts) or any(len(part_widths) != len(shards) for part_widths in widths):
-            raise self._fault(name, f"widths {_listed(widths)} for {len(parts)} parts on {len(shards)} ranks")
+            raise self._fault(name, f"widths {_listed(widths)} do not fit {len(parts)} parts on {len(shards)} ranks")
         for size, part_widths in zip(parts, widths, strict=True):
             if sum(part_widths) != size:
                 raise self._fault(
-                    name, f"widths {list(part_widths)} sum to {sum(part_widths)}, the part has {size} rows"
+                    name, f"widths {list(part_widths)} sum to {sum(part_widths)}, but the part has {size} rows"
                 )
         logical = _resolved(fused, parts, total)
         if logical is None or prod(logical) != total:
@@ -203,10 +207,12 @@ class Categories:
     def _equal_parts(self, name: str, count: int, shards: Sequence[Shape], dim: int) -> tuple[int, ...]:
         """Return the sizes of equal parts: before version 0.4 only their number was kept."""
         if self.version >= keys.INFO_CURRENT:
-            raise self._fault(name, f"{keys.SUB_PARAMS} must give the parts' sizes, not {count}", "CORRUPT")
+            raise self._fault(
+                name, f"{keys.SUB_PARAMS} must give the sizes of the parts, not only their number {count}", "CORRUPT"
+            )
         rows = sum(self._rows(name, shards, dim))
         if count < 1 or rows % count:
-            raise self._fault(name, f"{rows} rows are not {count} equal parts")
+            raise self._fault(name, f"{rows} rows cannot be divided into {count} equal parts")
         return (rows // count,) * count
 
     def _read_fused(self) -> list[tuple[str, Fused]]:
@@ -218,11 +224,11 @@ class Categories:
             sizes = tuple(size_of(item) for item in entry[keys.SHAPE].list())
             dim = entry[keys.PARTITION_DIM].natural()
             if dim >= len(sizes):
-                raise entry.fault(f"{keys.PARTITION_DIM} is {dim}, its shape has {len(sizes)} dims")
+                raise entry.fault(f"{keys.PARTITION_DIM} is {dim}, but its shape has only {len(sizes)} dims")
             for text in entry[keys.PATTERNS].texts():
                 width_lists = widths_by_pattern.get(text)
                 if width_lists is None and self.version >= keys.INFO_CURRENT:
-                    message = f"version {self.version} must give {keys.SHARD_WIDTHS} for {text!r}, and does not"
+                    message = f"{keys.SHARD_WIDTHS} for {text!r} is missing; version {self.version} requires it"
                     raise entry.fault(message)
                 part_widths = None if width_lists is None else tuple(item.naturals() for item in width_lists.list())
                 fused.append((text, Fused(sizes, dim, part_widths)))
@@ -247,7 +253,7 @@ def size_of(node: CheckedValue) -> int | tuple[int, ...]:
     if node.is_list:
         sizes = node.naturals()
         if not sizes:
-            raise node.fault("a list of part sizes is empty")
+            raise node.fault("the list of part sizes is empty")
         return sizes
     return -1 if node.value in (-1, None) else node.natural()
 

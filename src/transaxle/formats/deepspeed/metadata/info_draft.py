@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from transaxle.errors import refuse
-from transaxle.formats.catalog.problem_list import Faults
+from transaxle.errors import Faults, refuse
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.metadata import affine
 from transaxle.formats.deepspeed.metadata.name_patterns import escaped
@@ -59,7 +58,7 @@ def collected(
             reasons[pattern] = record_or_shape.reason or ""
             continue
         if len(record_or_shape.spread.shards) != ranks:
-            message = f"its record is of {len(record_or_shape.spread.shards)} ranks, the model of {ranks}"
+            message = f"its record describes {len(record_or_shape.spread.shards)} ranks, but the model has {ranks}"
             faults.add("SHAPE_MISMATCH", message, keys.RECORD, name)
         maps[pattern] = affine.write(record_or_shape.spread)
         if record_or_shape.replicated:
@@ -92,16 +91,21 @@ def _rows(vocabulary: Vocabulary, parameters: Mapping[str, Record | Shape], faul
     padded_sizes: dict[int, str] = {}
     for name in vocabulary.names:
         if name not in parameters:
-            raise refuse("MISSING_TENSOR", "the model has no such parameter", file=keys.INFO, tensor=name)
+            raise refuse(
+                "MISSING_TENSOR",
+                "it is listed as a vocabulary, but the model has no such parameter",
+                file=keys.INFO,
+                tensor=name,
+            )
         record_or_shape = parameters[name]
         shape = record_or_shape.original if isinstance(record_or_shape, Record) else record_or_shape
         if not shape or shape[0] < vocabulary.rows:
-            message = f"a vocabulary of {vocabulary.rows} words, in a parameter of {list(shape)}"
+            message = f"the vocabulary has {vocabulary.rows} words, but the parameter has the shape {list(shape)}"
             faults.add("SHAPE_MISMATCH", message, keys.INFO, name)
             continue
         padded_sizes.setdefault(shape[0], name)
     if len(padded_sizes) > 1:
-        message = f"its vocabularies are padded to different sizes: {sorted(padded_sizes)}"
+        message = f"the model's vocabularies are padded to different sizes: {sorted(padded_sizes)}"
         faults.add("SHAPE_MISMATCH", message, keys.INFO, next(iter(padded_sizes.values())))
     padded = [(keys.PADDED_VOCABULARY, size) for size in padded_sizes if size != vocabulary.rows]
     return {keys.TRUE_VOCABULARY: vocabulary.rows, **dict(padded)}

@@ -50,7 +50,7 @@ class Patterns:
 
 
 def _unsupported(error: PatternError) -> TransaxleError:
-    hint = "Write patterns as escaped names, or with what other regular expressions have but `\\1`, `\\b` and `(?=`."
+    hint = "Write the patterns as escaped names, or as regular expressions without `\\1`, `\\b` and `(?=`."
     return refuse("UNSUPPORTED", f"name patterns: {error}", hint=hint)
 
 

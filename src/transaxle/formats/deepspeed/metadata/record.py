@@ -163,7 +163,7 @@ def read(record: Mapping[str, Any], name: str, ranks: int) -> Record:
         node = CheckedValue(dict(record), keys.RECORD)
         version = node.get(keys.INFO_VERSION)
         if version is not None and version.real() > keys.INFO_CURRENT:
-            message = f"it is of version {version.value}; up to {keys.INFO_CURRENT} is known"
+            message = f"the record has version {version.value}; versions up to {keys.INFO_CURRENT} can be read"
             raise refuse("UNSUPPORTED", message)
         _check_conversion(node)
         reader = _RecordReader(node, ranks)
@@ -182,7 +182,7 @@ class _RecordReader:
         self._node, self._ranks = node, ranks
         kind = node[keys.PARTITION_TYPE].text()
         if kind not in (keys.COLUMN, keys.ROW):
-            raise node.fault(f"{keys.PARTITION_TYPE} is {kind!r}; {keys.COLUMN!r} and {keys.ROW!r} are known")
+            raise node.fault(f"{keys.PARTITION_TYPE} must be {keys.COLUMN!r} or {keys.ROW!r}, not {kind!r}")
         self._kind = cast("LayerKind", kind)
         dim = node.get(keys.PARTITION_DIM)
         self._dim = None if dim is None else dim.natural()
@@ -208,20 +208,21 @@ class _RecordReader:
         )  # fmt: skip
         if _flag(self._node, keys.REPLICATED) != record.replicated:
             cut_text = "not cut" if self._dim is None else f"cut along dim {self._dim}"
-            raise self._node.fault(f"{keys.REPLICATED} is {not record.replicated}, and it is {cut_text}")
+            raise self._node.fault(f"{keys.REPLICATED} is {not record.replicated}, but the parameter is {cut_text}")
         self._check_counts(record)
         if record.reason is not None:
             return record
         widths, drawn = self._widths(), self._drawn()
         if record.dim is None:
             spread = whole(self._logical, self._ranks)
+        # Cuts that widths cannot express come as an affine map only.
         elif widths is None and drawn is not None:
             spread = drawn
         else:
             widths = self._even() if widths is None else widths
             spread = by_widths(self._logical, record.dim, widths)
         if drawn is not None and not same(drawn, spread):
-            raise self._node.fault(f"its widths and its {keys.AFFINE} describe two different cuts")
+            raise self._node.fault(f"the widths and the {keys.AFFINE} describe different cuts")
         _check_placed(spread, self._logical)
         return replace(record, spread=spread, widths=widths)
 
@@ -234,16 +235,16 @@ class _RecordReader:
             counts = ", ".join(f"{key} {list(shape)} has {prod(shape)} elements" for key, shape in shapes.items())
             raise _mismatch(counts)
         if record.dim is not None and record.dim >= len(record.logical):
-            raise _mismatch(f"{keys.PARTITION_DIM} is {record.dim}, its shape has {len(record.logical)} dims")
+            raise _mismatch(f"{keys.PARTITION_DIM} is {record.dim}, but the shape has only {len(record.logical)} dims")
         if record.dim is None or record.reason is not None:
             return
         logical, sizes = self._resolved(record.dim)
         if logical != record.logical:
-            message = f"{keys.SUB_SHAPE} {list(record.view or ())} of {list(record.original)} is {list(logical)}"
-            raise _mismatch(f"{message}, {keys.LOGICAL_SHAPE} is {list(record.logical)}")
+            message = f"{keys.SUB_SHAPE} {list(record.view or ())} of {list(record.original)} gives {list(logical)}"
+            raise _mismatch(f"{message}, but {keys.LOGICAL_SHAPE} is {list(record.logical)}")
         sub_sizes = self._node.get(keys.SUB_SIZES)
         if sub_sizes is not None and sub_sizes.naturals() != sizes:
-            message = f"{keys.SUB_SIZES} is {list(sub_sizes.naturals())}; by its shape its parts have {list(sizes)}"
+            message = f"{keys.SUB_SIZES} is {list(sub_sizes.naturals())}, but the shape gives parts of {list(sizes)}"
             raise _mismatch(message)
 
     def _widths(self) -> Widths | None:
@@ -258,7 +259,7 @@ class _RecordReader:
         _check_widths(self._parts, self._resolved(self._dim)[1], self._ranks)
         sums = tuple(map(sum, zip(*self._parts, strict=True)))
         if whole_widths is not None and whole_widths != (sums,):
-            message = f"{keys.PARTITION_SIZES} is {list(whole_widths[0])}, its widths sum to {list(sums)}"
+            message = f"{keys.PARTITION_SIZES} is {list(whole_widths[0])}, but the widths sum to {list(sums)}"
             raise _mismatch(message)
         return self._parts
 
@@ -272,7 +273,9 @@ class _RecordReader:
         sizes = self._resolved(cast("int", self._dim))[1]
         uneven = [size for size in sizes if size % self._ranks]
         if uneven:
-            message = f"parts of {uneven} rows are cut over {self._ranks} ranks, and it does not say how"
+            message = (
+                f"parts of {uneven} rows cannot be cut evenly over {self._ranks} ranks, and the record gives no widths"
+            )
             raise refuse("UNSUPPORTED", message)
         return tuple((size // self._ranks,) * self._ranks for size in sizes)
 
@@ -283,7 +286,7 @@ class _RecordReader:
             return None
         spread = affine.read(node, self._ranks)
         if spread.shape != self._logical:
-            message = f"its {keys.AFFINE} is of the shape {list(spread.shape)}, {keys.LOGICAL_SHAPE} is "
+            message = f"the {keys.AFFINE} has the shape {list(spread.shape)}, but {keys.LOGICAL_SHAPE} is "
             raise _mismatch(f"{message}{list(self._logical)}")
         return spread
 
@@ -308,14 +311,17 @@ def resolved(view: View | None, dim: int, shape: Shape, count: int | None) -> tu
     """
     asked = shape if view is None else view
     if dim >= len(asked):
-        raise _mismatch(f"{keys.PARTITION_DIM} is {dim}, its shape has {len(asked)} dims")
+        raise _mismatch(f"{keys.PARTITION_DIM} is {dim}, but the shape has only {len(asked)} dims")
     parts = -1 if view is None else asked[dim]
+    # DeepSpeed writes the size of a fused bias where a weight has the number of its parts; one list of widths tells
+    # them apart.
     sized = isinstance(parts, int) and parts > 1 and count == 1
     if any(isinstance(size, tuple) for at, size in enumerate(asked) if at != dim):
-        raise _mismatch(f"{keys.SUB_SHAPE} {list(asked)} has parts outside of dim {dim}, which is the one that is cut")
+        raise _mismatch(f"{keys.SUB_SHAPE} {list(asked)} has parts in a dim other than the cut one, {dim}")
     counted = view is not None and not sized
     sizes = [_known(size, counted=counted and at == dim) for at, size in enumerate(asked)]
     unknown = [at for at, size in enumerate(sizes) if size == -1]
+    # Several unknown sizes can only be solved if the view keeps the dims of the parameter.
     if len(unknown) > 1 and len(sizes) == len(shape):
         for at in unknown:
             sizes[at] = shape[at]
@@ -323,13 +329,15 @@ def resolved(view: View | None, dim: int, shape: Shape, count: int | None) -> tu
         product_of_known = prod(size for size in sizes if size != -1)
         sizes[unknown[0]] = prod(shape) // product_of_known if product_of_known else 0
     if -1 in sizes or prod(sizes) != prod(shape):
-        raise _mismatch(f"{keys.SUB_SHAPE} {list(asked)} is no view of a parameter of {list(shape)}")
+        raise _mismatch(f"{keys.SUB_SHAPE} {list(asked)} cannot be a view of a parameter of shape {list(shape)}")
     logical = tuple(sizes)
     if isinstance(parts, tuple):
         return logical, parts
     equal = 1 if parts == -1 or sized else parts
     if logical[dim] % equal:
-        raise _mismatch(f"{keys.SUB_SHAPE} {list(asked)} asks for {equal} equal parts of {logical[dim]} rows")
+        raise _mismatch(
+            f"{keys.SUB_SHAPE} {list(asked)}: {logical[dim]} rows cannot be divided into {equal} equal parts"
+        )
     return logical, (logical[dim] // equal,) * equal
 
 
@@ -348,16 +356,16 @@ def _view(node: CheckedValue | None) -> View | None:
         if item.is_list:
             sizes = item.naturals()
             if not sizes or 0 in sizes:
-                raise item.fault(f"{list(sizes)} are no sizes of parts")
+                raise item.fault(f"part sizes must be positive, not {list(sizes)}")
             found.append(sizes)
         elif item.value == -1:
             found.append(-1)
         elif item.natural():
             found.append(item.natural())
         else:
-            raise item.fault("a size of 0 makes no view")
+            raise item.fault("a size must not be 0")
     if not found:
-        raise node.fault("it is empty")
+        raise node.fault("the shape must have at least one dim")
     return tuple(found)
 
 
@@ -379,7 +387,7 @@ def _check_conversion(node: CheckedValue) -> None:
     for key in _REPEATED:
         one, other = (_plain(side.get(key)) for side in (node, conversion))
         if one != other:
-            raise conversion.fault(f"{key} is {other}, and outside of it {one}")
+            raise conversion.fault(f"{key} is {other} here, but {one} in the record itself")
 
 
 def _plain(node: CheckedValue | None) -> object:
@@ -391,20 +399,20 @@ def _plain(node: CheckedValue | None) -> object:
 def _check_widths(widths: Sequence[Sequence[int]], sizes: Sequence[int], ranks: int | None) -> None:
     """Check that there are widths for every part and rank, and that they sum to the part."""
     if len(widths) != len(sizes):
-        raise _mismatch(f"widths of {len(widths)} parts, it has {len(sizes)}: {list(sizes)}")
+        raise _mismatch(f"there are widths of {len(widths)} parts, but it has {len(sizes)} parts: {list(sizes)}")
     for size, each in zip(sizes, widths, strict=True):
         if len(each) != (len(widths[0]) if ranks is None else ranks) or not each:
-            raise _mismatch(f"widths {list(each)} of a part are of {len(each)} ranks, not {ranks or len(widths[0])}")
+            raise _mismatch(f"widths {list(each)} are for {len(each)} ranks, not {ranks or len(widths[0])}")
         if sum(each) != size:
-            raise _mismatch(f"widths {list(each)} sum to {sum(each)}, the part has {size} rows")
+            raise _mismatch(f"widths {list(each)} sum to {sum(each)}, but the part has {size} rows")
 
 
 def _check_placed(spread: Spread, shape: Shape) -> None:
     if spread.shape != shape:
-        raise _mismatch(f"its places are of a parameter of {list(spread.shape)}, it has the shape {list(shape)}")
+        raise _mismatch(f"its pieces belong to a parameter of shape {list(spread.shape)}, but it has {list(shape)}")
     missing = owners(spread).missing
     if missing:
-        raise refuse("INCOMPLETE", f"{missing} of its elements are on no rank")
+        raise refuse("INCOMPLETE", f"no rank holds {missing} of its elements")
 
 
 def _merged(shard: Shape, dims: int) -> Shape:

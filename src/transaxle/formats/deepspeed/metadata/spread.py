@@ -159,6 +159,7 @@ def _agree(first_blocks: Sequence[ShardBlock], second_blocks: Sequence[ShardBloc
             shared_in_b = _overlap(b, a.start, a.shape)
             if shared_in_b is None or shared.at != shared_in_b.at or a.scale != b.scale:
                 return False
+            # Both sides cover as many elements; if all of them are common, the two are the same.
             common += shared.size
     return common == sum(block.size for block in first_blocks)
 
@@ -181,6 +182,7 @@ def owners(spread: Spread) -> Owners:
     for rank, blocks in enumerate(spread.blocks):
         for block in blocks:
             remaining = [block]
+            # Later ranks keep only what no earlier one holds; the rest are copies, to be compared with the owner's.
             for owner in tuple(owned):
                 copy = _overlap(block, owner.block.start, owner.block.shape)
                 original = _overlap(owner.block, block.start, block.shape)
@@ -207,6 +209,7 @@ def _without(block: ShardBlock, hole: ShardBlock) -> Iterator[ShardBlock]:
                 )
                 if piece is not None:
                     yield piece
+        # The next dim only considers what this one has in common with the hole, so the pieces are disjoint.
         low[dim], shape[dim] = first, last - first
 
 
@@ -237,7 +240,7 @@ def folded(spread: Spread, shards: Sequence[Shape]) -> Spread:
     merged = tuple((prod(shard[:extra]), *shard[extra:]) if folds else shard for shard in spread.shards)
     if tuple(shards) != merged:  # before anything is done for every row that the metadata speaks of
         want, got = (", ".join(str(list(shape)) for shape in shapes[:8]) for shapes in (merged, tuple(shards)))
-        raise refuse("SHAPE_MISMATCH", f"the metadata describes shards of {want}; they have the shapes {got}")
+        raise refuse("SHAPE_MISMATCH", f"by the metadata the shards have the shapes {want}, but they have {got}")
     if not folds:
         return spread
     heads = [shard[:extra] for shard in spread.shards]
@@ -257,6 +260,7 @@ def _folded(block: ShardBlock, whole_head: Shape, shard_head: Shape) -> Iterator
     for index in product(*map(range, outer)):
         start = sum((b + i) * step for b, i, step in zip(block.start, (*index, 0), source, strict=False))
         at = sum((b + i) * step for b, i, step in zip(block.at, (*index, 0), dest, strict=False))
+        # Adjacent on both sides: one longer run, so that folding whole dims gives a single box.
         if runs and runs[-1][0] + runs[-1][2] == start and runs[-1][1] + runs[-1][2] == at:
             runs[-1] = (runs[-1][0], runs[-1][1], runs[-1][2] + inner)
         else:

@@ -47,17 +47,19 @@ class UniversalInfo:
         """
         reason = self._categories.unsupported(name)
         if reason is not None:
-            message = f"DeepSpeed says that it cannot tell how this was cut: {reason}"
+            message = f"DeepSpeed itself could not describe how it was cut: {reason}"
             raise refuse("UNSUPPORTED", message, file=self._file, tensor=name)
         patterns = self._patterns.match(name)
         if len(patterns) > 1:
-            raise refuse("CORRUPT", f"several affine descriptions match it: {patterns}", file=self._file, tensor=name)
+            raise refuse(
+                "CORRUPT", f"several patterns of the affine map match it: {patterns}", file=self._file, tensor=name
+            )
         described = self._named(name, lambda: affine.read(self._maps[patterns[0]], self._ranks)) if patterns else None
         if described is not None:
             unfolded = described
             described = self._named(name, lambda: folded(unfolded, shards))
         if described is None and not self._categories.any:
-            raise refuse("UNSUPPORTED", "the metadata does not describe it", file=self._file, tensor=name)
+            raise refuse("UNSUPPORTED", "the metadata does not say how it was cut", file=self._file, tensor=name)
         if described is None or (not described.scaled and self._categories.names(name)):
             listed = self._named(name, lambda: self._categories.spread(name, shards))
             described = listed if described is None else self._agreed(name, described, listed)
@@ -68,8 +70,8 @@ class UniversalInfo:
         finer = self._categories.only_rows(name) and _along(described, 1) and described.shards == listed.shards
         if described.shape != listed.shape or not (finer or same(described, listed)):
             message = (
-                f"its two descriptions disagree: the affine one has shape {list(described.shape)}, "
-                f"the lists give {list(listed.shape)}, or other places"
+                f"its two descriptions disagree in shape or cut: the affine map gives {list(described.shape)}, "
+                f"the lists give {list(listed.shape)}"
             )
             raise refuse("CORRUPT", message, file=self._file, tensor=name)
         return described

@@ -17,16 +17,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any
 
-from transaxle.errors import TransaxleError
+from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.hints import HINTS, Hint, written
 from transaxle.formats.deepspeed.zero.training_run import CLASS, CLIENT, FIELDS
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap
-from transaxle.formats.storage.names import is_plain
+from transaxle.formats.storage.storage import is_plain
 from transaxle.formats.torch_file.draft import reference, surround
 from transaxle.formats.training_state.state import OPTIMIZER
 
@@ -108,14 +107,14 @@ def _check(spec: Spec, parameter: str, state: str, file: str, places: Mapping[st
     """Report the obstacles to writing a tensor: its name becomes a folder and a file."""
     shown = spec.name.encode("utf-8", "backslashreplace").decode()
     if not is_plain(parameter) or not is_plain(state):
-        message = f"it would become the folder {parameter!r} and the file {state!r}, which are no plain names"
+        message = f"it would become the folder {parameter!r} and the file {state!r}, which are not plain names"
         faults.add("PATH_ESCAPE", message, None, shown)
     elif parameter.startswith(_UNNAMED):
-        faults.add("UNSUPPORTED", "it is the state of a parameter whose name is not known", None, shown)
+        faults.add("UNSUPPORTED", "it is optimizer state of a parameter whose name is unknown", None, shown)
     elif shown != spec.name or max(len(parameter.encode()), len(f"{state}{keys.STATE_END}".encode())) > _LONGEST:
-        faults.add("UNSUPPORTED", "file systems do not allow its name", None, shown)
+        faults.add("UNSUPPORTED", "its name is not allowed as a file name: too long, or not valid Unicode", None, shown)
     if state == keys.STEP and prod(spec.shape) != 1:
-        faults.add("SHAPE_MISMATCH", f"a step is one number; this has the shape {list(spec.shape)}", None, shown)
+        faults.add("SHAPE_MISMATCH", f"a step must be one number, but has the shape {list(spec.shape)}", None, shown)
     if file in places:
         faults.add("NAME_COLLISION", "two tensors have this name", None, shown)
     try:

@@ -13,10 +13,9 @@ from math import prod
 from typing import Any
 
 from transaxle.arguments import Weights
-from transaxle.errors import TransaxleError, refuse
+from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Checksum, Container, Entry, Extent
 from transaxle.formats.catalog.inline import NumbersInMemory
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.checked_value import CheckedValue
@@ -81,19 +80,20 @@ def open_universal(storage: Storage, path: str, member: str, weights: Weights = 
         tensors = _parameter(inline, f"{prefix}{keys.ZERO_FOLDER}", parameter, shapes, files, checksums, hints, faults)
         entries |= tensors
     if not parameters:
-        faults.add("INCOMPLETE", "it holds no parameters", f"{prefix}{keys.ZERO_FOLDER}")
+        faults.add("INCOMPLETE", "the folder has no parameters", f"{prefix}{keys.ZERO_FOLDER}")
     if not faults:
         _check_all_there(entries, parameters, shapes, faults)
     if faults:
         raise faults.error()
     _add_step(entries, settings, inline)
+    # Trained parameters come from the folder of each; the model files only add what is not trained.
     trained = {name for model in models for shapes_of in model.shapes for name in shapes_of}
     others = {name: entry for name, entry in stage.weights.items() if name not in entries and name not in trained}
     if weights == "lp":
         others = {name: entry for name, entry in stage.low.items() if prod(entry.shape)}
         missing = [name for name in entries if not name.startswith(OPTIMIZER) and name not in others]
         if missing:
-            message = f"its model files do not hold {missing[0]} in low precision"
+            message = f"the model files do not hold {missing[0]} in low precision"
             raise refuse("UNSUPPORTED", message, file=path, hint="Leave out --weights lp.")
     entries |= {name: Entry(name, entry.dtype, entry.shape, entry.extents) for name, entry in others.items()}
     ties = {alias: name for model in models for alias, name in model.shared.items() if name in entries}
@@ -180,7 +180,9 @@ def _by_rank(models: Sequence[RankModel]) -> dict[int, list[RankModel]]:
 def _settings(inline: NumbersInMemory, prefix: str, checksums: list[Checksum]) -> tuple[CheckedValue, list[str]]:
     file = f"{prefix}{keys.ZERO_FOLDER}/{keys.OPTIMIZER_FILE}"
     if keys.OPTIMIZER_FILE not in inline.listing(f"{prefix}{keys.ZERO_FOLDER}").everything():
-        raise refuse("INCOMPLETE", "the file with its settings is missing", file=file, hint="Copy the missing file.")
+        raise refuse(
+            "INCOMPLETE", "the file with the optimizer's settings is missing", file=file, hint="Copy the missing file."
+        )
     saved = read_saved(inline, file)
     checksums.extend(saved.checksums)
     return CheckedValue(saved.value, file), [file]
@@ -218,12 +220,12 @@ def _check_all_there(entries: Mapping[str, Entry], parameters: Sequence[str], sh
     trained = [name for name, shape in shapes.on_first_rank.items() if prod(shape)]
     for name in dict.fromkeys((*parameters, *trained)):
         if name not in entries:
-            faults.add("INCOMPLETE", f"there is no {keys.FP32}{keys.STATE_END} of it", keys.ZERO_FOLDER, name)
+            faults.add("INCOMPLETE", f"its file {keys.FP32}{keys.STATE_END} is missing", keys.ZERO_FOLDER, name)
     for name, entry in entries.items():
         parameter, slash, state = name.removeprefix(OPTIMIZER).rpartition("/")
         weights = entries.get(parameter) if slash and name.startswith(OPTIMIZER) else None
         if weights is not None and entry.shape and entry.shape != weights.shape:
-            message = f"its {state} has the shape {list(entry.shape)}, its weights have {list(weights.shape)}"
+            message = f"its {state} has the shape {list(entry.shape)}, but its weights have {list(weights.shape)}"
             faults.add("SHAPE_MISMATCH", message, f"{keys.ZERO_FOLDER}/{parameter}/{state}{keys.STATE_END}", parameter)
 
 
@@ -248,7 +250,12 @@ def _check_states(entries: Mapping[str, Entry], groups: Sequence[Mapping[str, An
                 for state in other_states - states
             }
             for state in sorted(missing):
-                faults.add("INCOMPLETE", f"there is no {state}{keys.STATE_END} of it", keys.ZERO_FOLDER, name)
+                faults.add(
+                    "INCOMPLETE",
+                    f"its file {state}{keys.STATE_END} is missing, but other parameters of its group have one",
+                    keys.ZERO_FOLDER,
+                    name,
+                )
     if faults:
         raise faults.error()
 
@@ -258,20 +265,22 @@ def _tensor(tensors: Tensors, name: str, node: CheckedValue, parameter: str, sta
     if state == keys.STEP:
         step_entry = tensors.number(name, node)
         if step_entry is None:
-            raise node.fault("a number was expected")
+            raise node.fault("expected a number")
         return step_entry
     if node.is_dict:
         if node.get(keys.EXPERT) is not None and node[keys.EXPERT].flag():
-            raise refuse("UNSUPPORTED", "it is stacked over experts", file=node.file, tensor=name)
+            raise refuse(
+                "UNSUPPORTED", "it is a stack of experts, which cannot be read yet", file=node.file, tensor=name
+            )
         entry = tensors.tensor(name, node[keys.PARAM])
         return _checked(entry, parameter, shapes, node.file)
     entry = tensors.tensor(name, node)
     shape = shapes.on_first_rank.get(parameter)
     if shape is None:
-        message = f"it is a flat tensor, and no file {_MODEL} says what its shape is"
+        message = f"it is stored flat, and no file {_MODEL} gives its shape"
         raise refuse("INCOMPLETE", message, file=node.file, tensor=name)
     if entry.shape != (prod(shape),):
-        message = f"it has {list(entry.shape)} elements, a parameter of {list(shape)} has {prod(shape)}"
+        message = f"it has the shape {list(entry.shape)}, but a parameter of {list(shape)} has {prod(shape)} elements"
         raise refuse("CORRUPT", message, file=node.file, tensor=name)
     return _viewed(entry, shape)
 
@@ -279,13 +288,17 @@ def _tensor(tensors: Tensors, name: str, node: CheckedValue, parameter: str, sta
 def _checked(entry: Entry, parameter: str, shapes: _Shapes, file: str) -> Entry:
     """Check a tensor's shape against the model files."""
     first_rank_shape, logical = shapes.on_first_rank.get(parameter), shapes.logical.get(parameter)
+    # With several ranks the model files show only the first rank's shard; the whole shape is in the metadata, if
+    # anywhere.
     want = logical if shapes.ranks > 1 else first_rank_shape
     if want is not None and prod(want) != prod(entry.shape):
         message = (
-            f"it has the shape {list(entry.shape)}, and the model file says {list(want)}; "
-            "DeepSpeed 0.19.8 writes the first rank's part only of what is not trained"
+            f"it has the shape {list(entry.shape)}, but {list(want)} by the model file; "
+            "DeepSpeed 0.19.8 writes only the first rank's part of parameters that are not trained"
         )
         raise refuse("INCOMPLETE", message, file=file, tensor=entry.name)
+    # DeepSpeed stores fused parameters with their sub-parameters as a dim of their own; the module has these dims
+    # merged.
     if first_rank_shape is not None and len(first_rank_shape) < len(entry.shape):
         extra = len(entry.shape) - len(first_rank_shape) + 1
         return _viewed(entry, (prod(entry.shape[:extra]), *entry.shape[extra:]) if first_rank_shape else ())
@@ -296,7 +309,12 @@ def _viewed(entry: Entry, shape: Shape) -> Entry:
     """Return a dense tensor in another shape."""
     extent = entry.extents[0]
     if extent.strides is not None:
-        raise refuse("UNSUPPORTED", "it is no dense tensor", file=extent.file, tensor=entry.name)
+        raise refuse(
+            "UNSUPPORTED",
+            "it is stored with strides; a dense tensor is required here",
+            file=extent.file,
+            tensor=entry.name,
+        )
     return Entry(entry.name, entry.dtype, shape, (Extent((0,) * len(shape), shape, extent.file, extent.offset),))
 
 
@@ -310,7 +328,7 @@ def _add_step(entries: dict[str, Entry], settings: CheckedValue, inline: Numbers
         return
     step_entry = Tensors(inline, settings.file).number(keys.STEP, step)
     if step_entry is None:
-        raise step.fault("a number was expected")
+        raise step.fault("expected a number")
     parameters = {name.removeprefix(OPTIMIZER).rpartition("/")[0] for name in entries if name.startswith(OPTIMIZER)}
     for parameter in sorted(parameters):
         name = f"{OPTIMIZER}{parameter}/{keys.STEP}"

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from transaxle.errors import refuse
+from transaxle.errors import Faults, refuse
 from transaxle.formats.catalog.catalog import Entry
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.zero.ranks import RankModel, RankState
 
@@ -48,13 +47,18 @@ class ExpertShares:
         if sharing == total:
             return [self._states]
         if not 0 < sharing < total or total % sharing:
-            message = f"group {group} is cut over {sharing} ranks, and there are the files of {total}"
+            message = (
+                f"group {group} is cut over {sharing} ranks, which does not divide the {total} ranks that have files"
+            )
             raise refuse("CORRUPT", message, file=self._states[0].file)
         for name in self._model.shapes[group]:
             if _split(name)[1] is None:
-                message = f"it is cut over {sharing} of {total} ranks, but is no expert of DeepSpeed's own"
+                message = f"it is cut over {sharing} of {total} ranks, but is not an expert of DeepSpeed's MoE layer"
                 raise refuse("UNSUPPORTED", message, file=self._model.file, tensor=name)
+        # Number of expert-parallel ranks; each has `sharing` data-parallel ranks with the same experts.
         ranks = total // sharing
+        # By default expert-parallel ranks are neighbours, so ranks with the same experts are `ranks` apart; with data
+        # parallelism first they are neighbours themselves.
         if self._strided:
             return [self._states[rank::ranks] for rank in range(ranks)]
         return [self._states[rank * sharing : (rank + 1) * sharing] for rank in range(ranks)]
@@ -116,11 +120,11 @@ def with_experts(
     for layer, count in wanted:
         missing = [expert for expert in range(min(count, 1 << 16)) if (layer, expert) not in files]
         if missing:
-            message = f"the files of its experts {missing[:8]} in mixture {layer} are missing"
+            message = f"the files of the experts {missing[:8]} of mixture {layer} are missing"
             faults.add("INCOMPLETE", message, model.file)
     module = dict(model.module)
     for file in files.values():
         for name, entry in read.get(file, {}).items():
             if module.setdefault(name, entry) is not entry:
-                faults.add("NAME_COLLISION", "it is in another file too", file, name)
+                faults.add("NAME_COLLISION", "another file has the same tensor", file, name)
     return replace(model, module=module)

@@ -86,6 +86,7 @@ def runs(position: Position, width: int, parts: int) -> Iterator[FlatRun]:
     stop = position.start + position.size
     if not width or position.start >= stop:
         return
+    # Only the parts that the parameter touches, and none beyond the last rank's.
     for dp_rank in range(position.start // width, min((stop - 1) // width + 1, parts)):
         low, high = max(position.start, dp_rank * width), min(stop, (dp_rank + 1) * width)
         yield FlatRun(low - position.start, high - position.start, dp_rank, low - dp_rank * width)
@@ -93,6 +94,7 @@ def runs(position: Position, width: int, parts: int) -> Iterator[FlatRun]:
 
 def shard_width(size: int, parts: int) -> int:
     """Return the elements that every rank keeps of a parameter under ZeRO-3; the last ones may be padding."""
+    # Rounded up: the last ranks may have fewer real elements than this, or none.
     return -(-size // parts)
 
 

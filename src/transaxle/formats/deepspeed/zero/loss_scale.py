@@ -27,15 +27,18 @@ def unscaled(entry: Entry, factor: float, inline: NumbersInMemory) -> Entry:
     """
     dtype = numpy_dtype(entry.dtype)
     if entry.nbytes > _LARGEST or entry.dtype not in ("F32", "F16", "BF16", "F64"):
-        message = f"it is held times {factor}, and is {entry.nbytes} bytes of {entry.dtype}"
+        message = f"it is stored multiplied by {factor}; {entry.nbytes} bytes of {entry.dtype} cannot be divided again"
         raise refuse("UNSUPPORTED", message, tensor=entry.name)
     stored = _values(entry, dtype, inline)
     with np.errstate(all="ignore"):
+        # In extended precision, then rounded to the stored dtype.
         divided = (stored.astype(np.longdouble) / np.longdouble(factor)).astype(dtype)
         rescaled = (divided.astype(np.longdouble) * np.longdouble(factor)).astype(dtype)
+        # Rounding back to the same bits is not enough: the division itself must have been exact.
         exact = divided.astype(np.longdouble) * np.longdouble(factor) == stored.astype(np.longdouble)
     if rescaled.tobytes() != stored.tobytes() or not bool(np.all(exact | np.isnan(stored.astype(np.float64)))):
-        message = f"it is held times {factor}; dividing rounds {int(np.count_nonzero(~exact))} of its values"
+        count = int(np.count_nonzero(~exact))
+        message = f"it is stored multiplied by {factor}, and dividing would round {count} of its values"
         raise refuse("LOSSY", message, tensor=entry.name)
     place = inline.add(divided.tobytes())
     extent = Extent((0,) * len(entry.shape), entry.shape, place.file, place.offset)

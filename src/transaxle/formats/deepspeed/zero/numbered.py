@@ -59,5 +59,5 @@ def _entry(reader: Tensors, name: str, leaf: Leaf) -> Entry:
         return reader.tensor(name, node)
     number = reader.number(name, node)
     if number is None:
-        raise node.fault("a number was expected")
+        raise node.fault("expected a number")
     return number

@@ -90,15 +90,15 @@ class Tensors:
         """
         value = node.value
         if not isinstance(value, TensorRef | Object):
-            raise node.fault("a tensor was expected")
+            raise node.fault("expected a tensor")
         try:
             entry, repeated = place(name, value, self.file)
         except ViewFault as fault:
             raise refuse(fault.code, fault.message, file=self.file, tensor=name, hint=fault.hint) from None
         if repeated:
-            raise node.fault("its strides repeat elements")
+            raise node.fault("its strides use elements more than once")
         if entry.dtype not in BITS:
-            raise refuse("UNSUPPORTED", f"a tensor of {entry.dtype}", file=self.file, tensor=name)
+            raise refuse("UNSUPPORTED", f"tensors of {entry.dtype} cannot be read", file=self.file, tensor=name)
         return entry
 
     def vector(self, node: CheckedValue) -> Vector:
@@ -109,10 +109,10 @@ class Tensors:
         """
         entry = self.tensor(" > ".join(node.path), node)
         if len(entry.shape) != 1 or any(extent.strides not in (None, (1,)) for extent in entry.extents):
-            raise node.fault(f"a flat buffer was expected, not a tensor of {list(entry.shape)}")
+            raise node.fault(f"expected a flat buffer, not a tensor of shape {list(entry.shape)}")
         extents = entry.extents
         if len(extents) > 1:
-            raise node.fault("a flat buffer was expected")
+            raise node.fault("expected a flat buffer in one piece")
         extent = extents[0] if extents else Extent((0,), (0,), self.file, 0)
         return Vector(entry.dtype, entry.shape[0], extent.file, extent.offset)
 
@@ -145,9 +145,13 @@ def read_state(inline: NumbersInMemory, file: str) -> RankState:
     root = CheckedValue(saved.value, file)[keys.STATE]
     stage = _stage(root)
     if stage > 3:
-        raise root.fault(f"{keys.ZERO_STAGE} {stage} is not known")
+        raise root.fault(f"{keys.ZERO_STAGE} must be at most 3, not {stage}")
     if root.get(keys.PARTITION_GROUPS) is not None:
-        raise refuse("UNSUPPORTED", "its groups are cut over expert-parallel ranks", file=file)
+        raise refuse(
+            "UNSUPPORTED",
+            "its parameter groups are cut over expert-parallel ranks, which cannot be read yet",
+            file=file,
+        )
     reader = Tensors(inline, file)
     base = root[keys.STATE] if stage == 3 else root[keys.BASE_STATE]
     masters = root[keys.MASTER_ZERO3 if stage == 3 else keys.MASTER].list()
@@ -164,7 +168,7 @@ def read_state(inline: NumbersInMemory, file: str) -> RankState:
         for _, group_settings in settings:
             _note_odd(reader, group_settings)
     if len(states) != len(masters):
-        raise base.fault(f"{len(states)} groups of states for {len(masters)} of weights")
+        raise base.fault(f"it has states of {len(states)} groups, but weights of {len(masters)}")
     step = _common_step(root, settings)
     groups = [_group(reader, master, state, step) for master, state in zip(masters, states, strict=True)]
     return RankState(file, stage, tuple(groups), root, tuple(settings), reader.left, saved.checksums)
@@ -214,7 +218,7 @@ def _group(
     if step is not None and keys.STEP not in numbers and state is not None:
         entry = reader.number(keys.STEP, step)
         if entry is None:
-            raise step.fault("a number was expected")
+            raise step.fault("expected a number")
         numbers[keys.STEP] = entry
     return BufferedGroup(vectors, numbers)
 
@@ -230,7 +234,11 @@ def read_model(inline: NumbersInMemory, file: str) -> RankModel:
     root = CheckedValue(saved.value, file)
     reader = Tensors(inline, file)
     if any(root.get(key) is not None for key in keys.EXPERT_LAYERS):
-        raise refuse("UNSUPPORTED", "its experts are cut over expert-parallel ranks", file=file)
+        raise refuse(
+            "UNSUPPORTED",
+            "its experts are cut over expert-parallel ranks (AutoEP), which cannot be read yet",
+            file=file,
+        )
     shapes = root.get(keys.PARAM_SHAPES)
     module = root.get(keys.MODULE)
     frozen, fragments = root.get(keys.FROZEN_SHAPES), root.get(keys.FROZEN_FRAGMENTS)
@@ -300,7 +308,7 @@ def _plain(node: CheckedValue, depth: int, budget: list[int]) -> Any:
     value = node.value
     budget[0] -= 1
     if budget[0] < 0:
-        raise node.fault(f"it describes more than {_MOST} values")
+        raise node.fault(f"it has more than {_MOST} values")
     if depth < 0:
         return None
     if isinstance(value, str | int | float | bool) or value is None:

@@ -38,14 +38,15 @@ def merge_shards(name: str, shards: Sequence[RankShard], spread: Spread) -> tupl
     Raises:
         Refused: DTYPE_MIXED; INCOMPLETE where no rank holds an element; LOSSY for scaled moments (see `reader`).
     """
+    # A rank without elements has an empty tensor, whose dtype does not matter.
     holders = [shard for shard, blocks in zip(shards, spread.blocks, strict=True) if blocks]
     if len({shard.dtype for shard in holders}) > 1:
         kinds = ", ".join(dict.fromkeys(shard.dtype for shard in holders))
-        raise refuse("DTYPE_MIXED", f"its shards have the types {kinds}", file=shards[0].file, tensor=name)
+        raise refuse("DTYPE_MIXED", f"its shards have different dtypes: {kinds}", file=shards[0].file, tensor=name)
     dtype = (holders or list(shards))[0].dtype
     owned: Owners = owners(spread)
     if owned.missing:
-        message = f"{owned.missing} of its elements are on no rank"
+        message = f"no rank holds {owned.missing} of its elements"
         raise refuse("INCOMPLETE", message, file=shards[0].file, tensor=name)
     chunks = tuple(extent for holding in owned.holdings for extent in _taken(shards, holding, holding.block.start))
     twins = [
@@ -82,6 +83,7 @@ def _taken(shards: Sequence[RankShard], holding: RankBlock, start: Shape) -> Ite
             continue
         sizes = tuple(stop_index - start_index for start_index, stop_index in zip(low, high, strict=True))
         strides = extent.strides or row_major(extent.shape)
+        # Elements of the extent before the part that is taken.
         skipped = sum((a - b) * step for a, b, step in zip(low, extent.start, strides, strict=True))
         yield Extent(
             tuple(s + a - b for s, a, b in zip(start, low, block.at, strict=True)),
@@ -104,7 +106,7 @@ def scaled(spread: Spread) -> ShardBlock | None:
 def scaled_moment(name: str, block: ShardBlock, file: str) -> TransaxleError:
     """Build the refusal of optimizer state that belongs to a scaled parameter."""
     message = (
-        f"its parameter is held times {block.scale}; the moments would follow, but the optimizer's settings "
-        "would not, and training would take another path"
+        f"its parameter is stored multiplied by {block.scale}: the moments could be divided too, but the optimizer's "
+        "settings could not, so training would continue differently"
     )
     return refuse("UNSUPPORTED", message, file=file, tensor=name)

@@ -6,9 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
-from transaxle.errors import TransaxleError, refuse
+from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Entry, Extent, Twin
-from transaxle.formats.catalog.problem_list import Faults
 from transaxle.formats.deepspeed import keys
 from transaxle.formats.deepspeed.metadata.spread import Spread
 from transaxle.formats.deepspeed.metadata.universal_info import UniversalInfo
@@ -64,14 +63,17 @@ def assemble(
         shards = [_untrained(rank, name) for rank in ranks]
         if any(name in rank.trained for rank in ranks):
             _trained(stage, name, ranks, spreads, faults)
+        # Frozen parameters and buffers: they must be on every tensor-parallel rank.
         elif all(shard is not None for shard in shards):
             present = [shard for shard in shards if shard is not None]
             buffer = name in ranks[0].models[0].buffers
             _put(stage.weights, name, present, spreads.of(name, present, buffer=buffer), stage, faults)
         if all(name in rank.models[0].module for rank in ranks):
             low = [_dense(rank.models[0].module[name], rank.models[0].file) for rank in ranks]
+            # What is not trained exists once, in the module: it is both the full and the low precision weight.
             if name not in ranks[0].trained and name in stage.weights:
                 stage.low[name] = stage.weights[name]
+            # Under ZeRO-3 the module holds empty placeholders of its trained parameters, which are no weights.
             elif any(prod(shard.shape) for shard in low) or not any(name in rank.trained for rank in ranks):
                 _put(stage.low, name, low, spreads.of(name, low), stage, faults)
     return stage
@@ -98,6 +100,7 @@ class _Spreads:
     def of(self, name: str, shards: Sequence[RankShard], *, buffer: bool = False) -> Spread | None:
         """Return the spread; None where there is none, which has been noted."""
         shapes = tuple(shard.shape for shard in shards)
+        # Buffers of equal shape are taken as copies: the metadata lists parameters only.
         if self._ranks == 1 or (buffer and len(set(shapes)) == 1):
             return unspread(shards)
         key = name, shapes
@@ -128,7 +131,7 @@ def _trained(stage: Stage, name: str, ranks: Sequence[ModelRank], spreads: _Spre
             shard = _empty(rank, name, first.states[state].dtype) if item is None else item.states.get(state)
             if shard is None:
                 file = rank.models[0].file
-                faults.add("INCOMPLETE", f"this rank has no {state} of it, others have", file, name)
+                faults.add("INCOMPLETE", f"this rank has no {state} of it, but other ranks do", file, name)
                 return
             shards.append(shard)
         spread = spreads.of(name, shards)
@@ -147,6 +150,7 @@ def _trained(stage: Stage, name: str, ranks: Sequence[ModelRank], spreads: _Spre
         item = rank.trained.get(name)
         for key, entry in () if item is None or item is first else item.numbers.items():
             first_entry = first.numbers.get(key, entry)
+            # A step belongs to a group, so all its parameters refer to the same bytes: one comparison is enough.
             if (first_entry.extents, entry.extents) not in stage.compared and first_entry is not entry:
                 stage.compared.add((first_entry.extents, entry.extents))
                 stage.twins.append(
@@ -171,7 +175,7 @@ def _put(
     block = scaled(spread)
     if block is not None:
         if any(other_block.scale != block.scale for blocks in spread.blocks for other_block in blocks):
-            faults.add("UNSUPPORTED", "its parts are held times different numbers", shards[0].file, name)
+            faults.add("UNSUPPORTED", "its ranks store it multiplied by different numbers", shards[0].file, name)
         stage.scaled[name] = block.scale
 
 
@@ -202,7 +206,10 @@ def _untrained(rank: ModelRank, name: str) -> RankShard | None:
         if len(rank.models) == 1 and entry.shape == (size,):  # ZeRO-3 on one data-parallel rank
             return _gathered(rank.models, name, shape)
         raise refuse(
-            "CORRUPT", f"it has {list(entry.shape)}, the file says {list(shape)}", file=first_model.file, tensor=name
+            "CORRUPT",
+            f"it has the shape {list(entry.shape)}, but the file lists {list(shape)}",
+            file=first_model.file,
+            tensor=name,
         )
     return _dense(entry, first_model.file)
 
@@ -221,7 +228,7 @@ def _gathered(models: Sequence[RankModel], name: str, shape: Shape) -> RankShard
         low, high = min(dp_rank * width, size), min((dp_rank + 1) * width, size)
         length = 0 if entry is None else prod(entry.shape)
         if entry is None or length < high - low or (len(entry.shape) != 1 and length):
-            message = f"this rank must hold {high - low} of its {size} elements, and has {length}"
+            message = f"this rank must hold {high - low} of its {size} elements, but has {length}"
             raise refuse("INCOMPLETE", message, file=model.file, tensor=name)
         extent = entry.extents[0] if entry.extents else Extent((0,), (0,), model.file, 0)
         vectors.append(Vector(entry.dtype, length, extent.file, extent.offset))
@@ -229,5 +236,7 @@ def _gathered(models: Sequence[RankModel], name: str, shape: Shape) -> RankShard
             intervals.append(FlatRun(low, high, dp_rank, 0))
     kinds = {vector.dtype for vector in vectors}
     if len(kinds) > 1:
-        raise refuse("DTYPE_MIXED", f"its ranks keep it as {sorted(kinds)}", file=models[0].file, tensor=name)
+        raise refuse(
+            "DTYPE_MIXED", f"its ranks store it in different dtypes: {sorted(kinds)}", file=models[0].file, tensor=name
+        )
     return RankShard(vectors[0].dtype, shape, extents(shape, intervals, vectors), models[0].file)

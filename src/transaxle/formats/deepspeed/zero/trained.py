@@ -30,7 +30,7 @@ from transaxle.formats.deepspeed.zero.ranks import RankModel, RankState
 from transaxle.formats.deepspeed.zero.shard import RankShard
 from transaxle.formats.pickled.descriptors import Object
 
-_OF_ONE_RUN = "Files of two runs are mixed: keep those of one."
+_OF_ONE_RUN = "The folder mixes files of two runs; keep those of one."
 _SLACK = 16
 """Elements per rank by which a vector may exceed its parameters: it is padded for alignment."""
 
@@ -64,15 +64,22 @@ def trained(model: RankModel, states: Sequence[RankState]) -> tuple[dict[str, Tr
     """
     stages = {state.stage for state in states}
     if len(stages) > 1:
-        raise refuse("CORRUPT", f"its ranks were saved at the stages {sorted(stages)}", file=states[0].file)
+        raise refuse(
+            "CORRUPT",
+            f"its ranks were saved with different ZeRO stages: {sorted(stages)}",
+            file=states[0].file,
+            hint=_OF_ONE_RUN,
+        )
     counts = {len(state.groups) for state in states}
     if len(counts) > 1:
-        raise refuse("CORRUPT", f"its ranks have {sorted(counts)} groups", file=states[0].file)
+        raise refuse(
+            "CORRUPT", f"its ranks have different numbers of parameter groups: {sorted(counts)}", file=states[0].file
+        )
     _check_counts(states)
     parameters: dict[str, Trained] = {}
     for group, name, shape, intervals, buffers in _placed_parameters(model, states, zero3=stages == {3}):
         if name in parameters:
-            raise refuse("NAME_COLLISION", "it is in two groups", file=model.file, tensor=name)
+            raise refuse("NAME_COLLISION", "it is in two parameter groups", file=model.file, tensor=name)
         shards = {
             state: RankShard(_dtype(state, vectors, states), shape, extents(shape, intervals, vectors), states[0].file)
             for state, vectors in buffers.items()
@@ -87,7 +94,7 @@ def _check_counts(states: Sequence[RankState]) -> None:
     for state, counts in zip(states[1:], other_counts, strict=True):
         if counts != first_counts:
             message = (
-                f"{keys.PARTITION_COUNT} is {list(counts or ())}, and {list(first_counts or ())} in {states[0].file}"
+                f"{keys.PARTITION_COUNT} is {list(counts or ())}, but {list(first_counts or ())} in {states[0].file}"
             )
             raise refuse("CORRUPT", message, file=state.file, hint=_OF_ONE_RUN)
     if first_counts is not None and len(first_counts) != len(states[0].groups):
@@ -112,7 +119,7 @@ def _placed_parameters(model: RankModel, states: Sequence[RankState], *, zero3: 
         yield from _zero3(model, states)
         return
     if len(model.shapes) != len(states[0].groups):
-        message = f"{len(model.shapes)} groups of parameters, {len(states[0].groups)} of flat buffers"
+        message = f"there are {len(model.shapes)} groups of parameters, but {len(states[0].groups)} of flat buffers"
         raise refuse("CORRUPT", message, file=model.file)
     shares = experts.ExpertShares(model, states)
     for group, shapes in enumerate(model.shapes):
@@ -129,9 +136,11 @@ def _placed(
     """Yield the parameters of a group with their intervals in the buffers of the ranks that share it."""
     width = _width(states, group, masters)
     places, used = positions(shapes, _paddings(states[0], group, len(shapes)))
+    # What is left over must be the padding for alignment: more would mean that shapes and buffers are of different
+    # runs.
     slack = width * len(states) - used
     if not 0 <= slack < _SLACK * len(states) or not _adds_up(states, group, slack, _sum(masters) - used):
-        message = f"group {group}: its parameters take {used} elements, its buffers have {width * len(states)}"
+        message = f"group {group}: its parameters need {used} elements, but its buffers have {width * len(states)}"
         raise refuse("CORRUPT", message, file=states[0].file)
     cut = {place.name: list(runs(place, width, len(states))) for place in places}
     _check_map(states, group, cut)
@@ -149,12 +158,13 @@ def _buffers(states: Sequence[RankState], group: int) -> dict[str, list[Vector]]
 def _width(states: Sequence[RankState], group: int, masters: Sequence[Vector]) -> int:
     """Return the elements of each rank's part of a group's vector; the files may have dropped its padding."""
     lengths = [vector.length for vector in masters]
+    # Elastic checkpoints store the buffers without their padding. With it added, all parts must be equal again.
     padded = {length + _padding(state, group) for length, state in zip(lengths, states, strict=True)}
     if len(padded) == 1:
         return padded.pop()
     if len(set(lengths)) == 1:
         return lengths[0]
-    message = f"group {group}: the ranks' buffers have {lengths[:8]} elements, which are no equal parts"
+    message = f"group {group}: the ranks' buffers have {lengths[:8]} elements, which are not equal parts"
     raise refuse("CORRUPT", message, file=states[0].file)
 
 
@@ -173,6 +183,7 @@ def _adds_up(states: Sequence[RankState], group: int, slack: int, more: int) -> 
     """
     if any(state.root.get(keys.GROUP_PADDINGS) is None for state in states):
         return True
+    # The recorded paddings must equal what is left over of the equal parts, or of the buffers as they are stored.
     return sum(_padding(state, group) for state in states) in (slack, more)
 
 
@@ -188,14 +199,14 @@ def _paddings(state: RankState, group: int, count: int) -> Sequence[int]:
         return (0,) * count
     paddings = _nth(listed, group).naturals()
     if len(paddings) != count:
-        raise listed.fault(f"{len(paddings)} paddings for {count} parameters of group {group}")
+        raise listed.fault(f"there are {len(paddings)} paddings for the {count} parameters of group {group}")
     return paddings
 
 
 def _nth(node: CheckedValue, index: int) -> CheckedValue:
     items = node.list()
     if index >= len(items):
-        raise node.fault(f"it has {len(items)} items; group {index} has none")
+        raise node.fault(f"it has only {len(items)} items, so none for group {index}")
     return items[index]
 
 
@@ -208,7 +219,7 @@ def _check_inside(
             vector, end = vectors[run.part], run.at + run.stop - run.start
             if end > vector.length:
                 code: Code = "CORRUPT" if vector.length else "INCOMPLETE"
-                message = f"its {state} ends at element {end} of a buffer that has {vector.length}"
+                message = f"its {state} ends at element {end}, but the buffer has only {vector.length}"
                 raise refuse(code, message, file=states[run.part].file, tensor=place.name)
 
 
@@ -226,11 +237,11 @@ def _check_map(states: Sequence[RankState], group: int, cut: Mapping[str, Sequen
         }
         recorded = {name: _fragment(node) for name, node in _nth(listed, group).named()}
         for name in [*expected, *recorded]:
+            # A parameter that a rank does not hold is either absent or recorded with zero elements.
             if expected.get(name, (0, 0)) != recorded.get(name, (0, 0)):
                 start, count = expected.get(name, (0, 0))
-                message = (
-                    f"by its lengths it has {count} elements from {start}, {keys.MAPPINGS} says {recorded.get(name)}"
-                )
+                said = recorded.get(name)
+                message = f"by the lengths it has {count} elements from {start}, but {keys.MAPPINGS} says {said}"
                 raise refuse("CORRUPT", message, file=state.file, tensor=name)
 
 
@@ -247,15 +258,16 @@ def _zero3(model: RankModel, states: Sequence[RankState]) -> Iterator[_PlacedPar
     parts, groups = len(states), len(states[0].groups)
     names = dict.fromkeys(name for state in states for group in state.groups for name in group.vectors)
     nothing = Vector("", 0, "", 0)
+    # Flattened to one list, rank by rank and group by group: buffer number rank * groups + group.
     buffers = {name: [group.vectors.get(name, nothing) for state in states for group in state.groups] for name in names}
     lengths = [vector.length for vector in buffers[keys.FP32]]
     if any(lengths[dp_rank * groups : (dp_rank + 1) * groups] != lengths[:groups] for dp_rank in range(parts)):
-        raise refuse("CORRUPT", "the ranks' buffers differ in length", file=states[0].file)
+        raise refuse("CORRUPT", "the buffers of its ranks differ in length", file=states[0].file)
     ends = list(accumulate(lengths[:groups]))
     shapes = [(name, shape) for group in model.shapes for name, shape in group.items()]
     used = sum(shard_width(prod(shape), parts) for _, shape in shapes)
     if used != (ends[-1] if ends else 0):
-        message = f"its parameters take {used} elements of each rank, the buffers have {ends[-1] if ends else 0}"
+        message = f"its parameters need {used} elements on each rank, but the buffers have {ends[-1] if ends else 0}"
         raise refuse("CORRUPT", message, file=states[0].file)
     at = 0
     for name, shape in shapes:
@@ -264,12 +276,14 @@ def _zero3(model: RankModel, states: Sequence[RankState]) -> Iterator[_PlacedPar
         intervals = [
             run
             for dp_rank in range(parts)
+            # The buffers of a rank follow one another: an interval may lie in any of them, or continue in the next.
             for run in _split(min(dp_rank * width, size), min((dp_rank + 1) * width, size), at, ends, dp_rank * groups)
         ]
         place = Position(name, shape, at)
         _check_inside(place, intervals, buffers, [state for state in states for _ in state.groups])
         group = next((number for number, end in enumerate(ends) if at < end), 0)
         yield group, name, shape, intervals, buffers
+        # Every rank reserves the same width for a parameter, also where its run is shorter or empty.
         at += width
 
 
@@ -286,12 +300,15 @@ def _split(start: int, stop: int, at: int, ends: Sequence[int], base: int) -> It
 def _dtype(state: str, vectors: Sequence[Vector], states: Sequence[RankState]) -> str:
     dtypes = dict.fromkeys(vector.dtype for vector in vectors if vector.dtype)
     if len(dtypes) > 1:
-        raise refuse("DTYPE_MIXED", f"its ranks keep {state} as {', '.join(dtypes)}", file=states[0].file)
+        raise refuse(
+            "DTYPE_MIXED", f"its ranks store {state} in different dtypes: {', '.join(dtypes)}", file=states[0].file
+        )
     return next(iter(dtypes), "F32")
 
 
 def _steps(parameters: Mapping[str, Trained], states: Sequence[RankState]) -> Iterator[Twin]:
     """Yield the numbers of each group that every rank keeps, as copies of the first rank's."""
+    # Reversed, so that of several parameters of a group the first one remains.
     first = {item.group: name for name, item in reversed(list(parameters.items()))}
     for group, name in first.items():
         for state in states[1:]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Checksum
-from transaxle.formats.storage.names import checked_parts
+from transaxle.formats.storage.storage import checked_parts
 from transaxle.formats.torch_file.zip.window import FileWindow
 
 LOCAL, CENTRAL, DESCRIPTOR = b"PK\x03\x04", b"PK\x01\x02", b"PK\x07\x08"

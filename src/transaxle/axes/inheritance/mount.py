@@ -1,0 +1,186 @@
+"""Mounted tables: another family as a part of one, such as a vision tower beside a language model.
+
+family llava
+mount llama from text_config                  # with its own names; its config keys are those in text_config
+mount vit as vision from vision_config        # its axes, tensors and formulas are called vision_l, vision_q, …
+dialect hf
+mount llama under language_model.             # the lines of its dialect hf, with this before every name
+mount vision under vision_tower. like hf
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from transaxle.axes.inheritance.section import Sections, find
+from transaxle.axes.inheritance.statement import (
+    AXES,
+    AXIS,
+    ENCODINGS,
+    IGNORE,
+    LET,
+    LOSSY,
+    MOUNT,
+    PRECISE,
+    TENSOR,
+    WORD,
+    Statement,
+    keyed,
+    split_when,
+)
+from transaxle.errors import Refusal
+
+if TYPE_CHECKING:
+    from transaxle.axes.inheritance.written import Written
+
+_MOUNT = re.compile(rf"mount\s+({WORD})(?:\s+as\s+({WORD}))?(?:\s+from\s+({WORD}(?:\.{WORD})*))?")
+_UNDER = re.compile(rf"mount\s+({WORD})\s+under\s+(\S+\.)(?:\s+like\s+({WORD}(?:@[\w.]+)?))?")
+_TOKEN = re.compile(rf"'[^']*'|\"[^\"]*\"|\.\s*{WORD}|{WORD}|[0-9]+[A-Za-z_]\w*")
+_HOLE = re.compile(rf"\{{((?:[0-9]+\*)?)({WORD})(?:([+-])({WORD}))?")
+_GRAMMAR = frozenset({"and", "or", "not", "if", "else", "in", "True", "False", "None", "len"})
+"""Words of formulas that are no keys."""
+
+
+@dataclass(frozen=True)
+class _Mounted:
+    """A family that is mounted."""
+
+    base: Written
+    """It as it is written."""
+    prefix: str
+    """What stands before its names: `vision_`, or nothing."""
+    key: str
+    """The config key under which its own keys are; empty where they are beside the others."""
+    names: frozenset[str]
+    """Names of its axes, tensors and formulas."""
+
+    def renamed(self, text: str) -> str:
+        """Return a text in which its names have their prefix."""
+        return re.sub(WORD, lambda match: self._name(match[0]), text)
+
+    def _name(self, word: str) -> str:
+        return f"{self.prefix}{word}" if word in self.names else word
+
+    def _hole(self, hole: re.Match[str]) -> str:
+        factor, axis, sign, shift = hole.groups("")
+        return f"{{{factor}{self._name(axis)}{sign}{self._name(shift)}"
+
+    def formula(self, text: str) -> str:
+        """Return a formula over its names as they are here, and its keys where they are here."""
+
+        def word(match: re.Match[str]) -> str:
+            found = match[0]
+            if found[0] in "'\"." or found[0].isdigit() or found in _GRAMMAR or found in ENCODINGS:
+                return found
+            if found in self.names:
+                return self.prefix + found
+            return f"{self.key}.{found}" if self.key else found
+
+        return _TOKEN.sub(word, text)
+
+    def statement(self, statement: Statement) -> Iterable[Statement]:
+        """Yield a statement of the family in its parts, with the names and keys that they have here."""
+        for (kind, _), part in keyed(statement):
+            text, when = split_when(part.text)
+            if kind in (AXIS, LET):
+                head, equals, size = text.partition("=")
+                word, name = head.split()
+                said = f"{word} {self._name(name)}{equals}{self.formula(size)}"
+                if word != AXES:
+                    said = said.replace("=", " = ", 1)
+            elif kind == TENSOR:
+                said = self.renamed(text)
+            elif kind == PRECISE:
+                said = f"{PRECISE} {self._name(text.split()[1])}"
+            else:
+                word, _, rest = text.partition(" ")
+                mesh, equals, rest = rest.partition("=") if word == "cut" else ("", "", rest)
+                said = f"{word} {mesh}{equals}{self.renamed(rest)}"
+            yield part.saying(said if when is None else f"{said} when {self.formula(when)}")
+
+    def line(self, statement: Statement, under: str) -> Statement:
+        """Return a spelled-out line of a dialect of the family as it is here."""
+        word = statement.head if statement.kind == statement.head else ""
+        text, when = split_when(statement.text[len(word) :].strip())
+        name, equals, rest = text.partition("=")
+        expression, lossy, arithmetic = rest.partition(LOSSY)
+        name = _HOLE.sub(
+            lambda hole: "{" + hole[1] + self._name(hole[2]) + (hole[3] or "") + self._name(hole[4] or ""), name
+        )
+        said = f"{word} {under}{name.strip()} {equals} {self.renamed(expression.strip())}{lossy}{arithmetic}".strip()
+        if word == IGNORE:
+            return statement.saying(said)
+        return statement.saying(said if when is None else f"{said} when {self.formula(when)}")
+
+
+class Mounts:
+    """Replaces a family's `mount` statements by what they stand for.
+
+    Args:
+        bases: finds families and blocks.
+        problems: filled with what is wrong.
+    """
+
+    def __init__(self, bases: Callable[[str], Written | None], problems: list[Refusal]) -> None:
+        self._bases = bases
+        self._problems = problems
+        self._mounted: dict[str, _Mounted] = {}
+
+    def family(self, statements: Iterable[Statement]) -> list[Statement]:
+        """Return the statements of a family."""
+        result: list[Statement] = []
+        for statement in statements:
+            if statement.head == MOUNT:
+                result.extend(self._family(statement))
+            else:
+                result.append(statement)
+        return result
+
+    def _family(self, statement: Statement) -> list[Statement]:
+        match = _MOUNT.fullmatch(statement.text)
+        base = None if match is None else self._bases(match[1])
+        if match is None or base is None:
+            wanted = "'mount FAMILY [as NAME] [from CONFIG_KEY]'" if match is None else "a known family after 'mount'"
+            self._problems.append(statement.problem(wanted, match[1] if match is not None else ""))
+            return []
+        name, alias, key = match.groups()
+        if (alias or name) in self._mounted:
+            self._problems.append(statement.problem("each mounted family once; 'as NAME' gives it another name", name))
+            return []
+        taken = [part for each in base.statements if each.head not in ("model_type", "wrapper") for part in keyed(each)]
+        names = frozenset(name for (kind, name), _ in taken if kind in (AXIS, LET, TENSOR))
+        mounted = _Mounted(base, f"{alias}_" if alias else "", key or "", names)
+        self._mounted[alias or name] = mounted
+        return [part for _, each in taken for part in mounted.statement(each)]
+
+    def dialect(self, label: str, statements: Iterable[Statement]) -> list[Statement]:
+        """Return the statements of a dialect."""
+        result: list[Statement] = []
+        for statement in statements:
+            if statement.head == MOUNT:
+                result.extend(self._dialect(label, statement))
+            else:
+                result.append(statement)
+        return result
+
+    def _dialect(self, label: str, statement: Statement) -> list[Statement]:
+        match = _UNDER.fullmatch(statement.text)
+        if match is None:
+            self._problems.append(statement.problem("'mount NAME under PREFIX. [like DIALECT]'"))
+            return []
+        name, under, like = match.groups()
+        mounted = self._mounted.get(name)
+        if mounted is None:
+            known = ", ".join(self._mounted) or "none"
+            self._problems.append(statement.problem(f"a family that is mounted above: {known}", name))
+            return []
+        found = find(mounted.base.sections, like or label)
+        if found is None:
+            wanted = f"a dialect of {mounted.base.name} after 'like': {', '.join(mounted.base.sections)}"
+            self._problems.append(statement.problem(wanted, like or ""))
+            return []
+        lines = Sections(mounted.base.sections, self._problems).flat(found.label)
+        return [mounted.line(line, under) for line in lines]

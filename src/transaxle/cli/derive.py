@@ -1,0 +1,136 @@
+"""`transaxle derive`: writes the table of a converter, read off from where it puts every number."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from transaxle.cli import options
+from transaxle.cli.command import Command
+from transaxle.cli.screen.quantities import plural
+from transaxle.cli.screen.screen import Screen
+from transaxle.cli.tracing import silence
+from transaxle.derivation.sources import Table, family_name, from_folders, from_transformers
+from transaxle.derivation.writing.table import Labels
+from transaxle.engine.checkpoint.settings import CONFIG
+from transaxle.errors import refuse
+
+
+@click.command(
+    "derive",
+    cls=Command,
+    examples=(
+        ("transaxle derive glm4_moe -o glm4_moe.rules", "what transformers does with this model type"),
+        ("transaxle derive my-model/config.json", "the same, with the flags of this config"),
+        ("transaxle derive --number hub/ numbered/", "a copy whose elements are numbered, for your converter"),
+        ("transaxle derive numbered/ converted/ -o my.rules", "what your converter did with it"),
+    ),
+    help="""Derive a table from a converter.
+
+    SOURCE is a model type of transformers, a config.json or the folder of one: tiny models with numbered elements are
+    saved by the installed transformers, and the table follows from where each number went. It is proved on a config of
+    other sizes before it is printed.
+
+    Or SOURCE is a pair of folders: a checkpoint with numbered elements (--number makes one), and what your converter
+    made of it. Several pairs, of models of different sizes, show which sizes hang together.
+
+    What no table can say (values that are changed, dropped or invented) is listed, never guessed.""",
+)
+@click.argument("source", nargs=-1, required=True, type=click.Path())
+@click.option(
+    "-o", "--output", metavar="FILE", type=click.Path(), help="Write the table to FILE instead of printing it."
+)
+@click.option("--family", metavar="NAME", help="Name of the family.  [default: the model type]")
+@click.option("--dialects", metavar="FIRST:SECOND", default="hf:converted", show_default=True,
+              help="Of pairs of folders: names of the two dialects.")  # fmt: skip
+@click.option("--number", is_flag=True, help="Write a copy of the first folder, with numbered elements, to the second.")
+@options.printing
+def command(
+    screen: Screen, source: Sequence[str], output: str | None, family: str | None, dialects: str, number: bool
+) -> int:
+    """Derive a table."""
+    screen.consequence = "nothing was written"
+    if number:
+        return _number(screen, source)
+    if output is not None and Path(output).exists():
+        raise refuse("EXISTS", "the file already exists", file=output, hint="Choose another name, or remove the file.")
+    with screen.working("tracing"), silence():
+        table = _table(source, family, dialects)
+    if output is not None:
+        table.save(output)
+    if screen.as_json:
+        screen.document(_facts(table, output))
+    else:
+        _print(screen, table, output)
+    return 0
+
+
+def _table(source: Sequence[str], family: str | None, dialects: str) -> Table:
+    if len(source) == 1:
+        model_type, config = model_of(source[0])
+        return from_transformers(model_type, config, family)
+    if len(source) % 2:
+        raise click.UsageError("give one model type or config.json, or pairs of folders: BEFORE AFTER …")
+    first, colon, second = dialects.partition(":")
+    if not (colon and first.isidentifier() and second.isidentifier() and first != second):
+        raise click.BadParameter(f"{dialects!r} is not FIRST:SECOND; write for example hf:mine")
+    pairs = [(source[at], source[at + 1]) for at in range(0, len(source), 2)]
+    return from_folders(pairs, Labels(family_name(family or "derived"), dialects=(first, second)))
+
+
+def model_of(source: str) -> tuple[str, dict[str, Any] | None]:
+    """Return the model type that is meant, and its config where one is given.
+
+    Raises:
+        Refused: CORRUPT for a config without a model type.
+    """
+    path = Path(source)
+    path = path / CONFIG if path.is_dir() else path
+    if not path.is_file():
+        return source, None
+    try:
+        config = json.loads(path.read_text("utf-8"))
+        return str(config["model_type"]), config
+    except (ValueError, KeyError, TypeError) as error:
+        raise refuse("CORRUPT", f"no config with a model_type: {error}", file=str(path)) from None
+
+
+def _number(screen: Screen, source: Sequence[str]) -> int:
+    from transaxle.derivation.numbering import number_elements
+
+    if len(source) != 2:
+        raise click.UsageError("--number takes two folders: FROM TO")
+    count = number_elements(*source)
+    if screen.as_json:
+        screen.document({"path": source[1], "elements": count})
+    else:
+        screen.line((source[1], "bold"), f": {count:,} elements, numbered from 1")
+    return 0
+
+
+def _facts(table: Table, output: str | None) -> dict[str, Any]:
+    return {
+        "family": table.family,
+        "path": output,
+        "rules": table.text,
+        "traces": table.traces,
+        "proved": table.proved,
+        "left_out": list(table.left_out),
+    }
+
+
+def _print(screen: Screen, table: Table, output: str | None) -> None:
+    say = screen.note if output is None else screen.line
+    if output is None:
+        for line in table.text.splitlines():
+            screen.line(line)
+    else:
+        screen.line((output, "bold"), f": family {table.family}, {plural(table.text.count(chr(10)), 'line')}")
+    proof = "exact both ways on one of other sizes" if table.proved else "exact both ways on itself; no other was given"
+    say(f"  from {plural(table.traces, 'trace')}, {proof}")
+    for note in table.left_out:
+        say(f"  not in the table: {note}")

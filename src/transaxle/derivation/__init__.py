@@ -1,0 +1,1 @@
+"""Tables by tracing: where a converter puts every number says what its table is."""

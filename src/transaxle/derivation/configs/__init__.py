@@ -1,0 +1,1 @@
+"""What configs and names say: sizes, conditions, and what to call things."""

@@ -1,0 +1,84 @@
+"""Proof: a table's conversions against a trace that it was not derived from, both ways, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file, save_file
+
+from transaxle.derivation.fitting.trace import Trace
+from transaxle.derivation.writing.table import Labels
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+from transaxle.engine.execute.execute import execute
+from transaxle.engine.plan.conversion import make_plan
+from transaxle.errors import TransaxleError
+from transaxle.move.workers import limits
+
+Tensors = Mapping[str, npt.NDArray[Any]]
+_LISTED = 3
+"""Names that a problem lists."""
+
+
+def prove(text: str, trace: Trace, labels: Labels) -> tuple[str, ...]:
+    """Convert the tensors of a trace with a table, in both directions, and compare with what the converter made.
+
+    Returns:
+        What is wrong; nothing where both directions are exact.
+    """
+    sides = [_tensors(trace.hub, trace), _tensors(trace.memory, trace)]
+    problems = []
+    with tempfile.TemporaryDirectory(prefix="transaxle-proof-") as scratch:
+        rules = Path(scratch, "table.rules")
+        rules.write_text(text, "utf-8")
+        for source, target in ((0, 1), (1, 0)):
+            folder = Path(scratch, f"from-{source}")
+            folder.mkdir()
+            save_file(dict(sides[source]), folder / "model.safetensors")
+            (folder / "config.json").write_text(json.dumps(trace.config), "utf-8")
+            direction = f"{labels.dialects[source]} -> {labels.dialects[target]}"
+            try:
+                made = _converted(folder, Path(scratch, f"to-{target}"), rules, labels, source, target)
+            except TransaxleError as error:
+                problems.append(f"{direction}: {error}")
+                continue
+            problems += [f"{direction}: {fault}" for fault in differences(made, sides[target])]
+    return tuple(problems)
+
+
+def differences(made: Tensors, wanted: Tensors) -> list[str]:
+    """Return how two sets of tensors differ in names, shapes or bytes."""
+    missing, extra = sorted(wanted.keys() - made.keys()), sorted(made.keys() - wanted.keys())
+    unlike = [name for name in made.keys() & wanted.keys() if not _same(made[name], wanted[name])]
+    found = (("lacks", missing), ("has besides", extra), ("differs in", sorted(unlike)))
+    return [f"{word} {', '.join(names[:_LISTED])}{_more(names)}" for word, names in found if names]
+
+
+def _more(names: list[str]) -> str:
+    return f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+
+
+def _same(one: npt.NDArray[Any], other: npt.NDArray[Any]) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+
+
+def _tensors(numbers: Tensors, trace: Trace) -> dict[str, npt.NDArray[Any]]:
+    """Return the numbers as tensors: 32 bits hold them all."""
+    flags = {name: np.zeros(shape, np.bool_) for name, shape in trace.unnumbered.items()}
+    return {**{name: np.array(each, np.int32, order="C") for name, each in numbers.items()}, **flags}
+
+
+def _converted(folder: Path, out: Path, rules: Path, labels: Labels, source: int, target: int) -> Tensors:
+    first, second = labels.dialects[source], labels.dialects[target]
+    with open_checkpoint(str(folder), rules=str(rules), family=labels.family, dialect=first) as checkpoint:
+        prepared = make_plan(checkpoint, f"safetensors:{second}", target=str(out))
+        execute(prepared, str(out), sync=False, limit=limits(1, None))
+    made: dict[str, npt.NDArray[Any]] = {}
+    for path in out.glob("*.safetensors"):
+        made.update(load_file(path))
+    return made

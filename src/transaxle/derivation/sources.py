@@ -1,0 +1,200 @@
+"""What a table is derived from: a model type of transformers, a function, or folders of a user's."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from transaxle.derivation.fitting.trace import Numbers, Trace, Underivable, told
+from transaxle.derivation.proof import prove
+from transaxle.derivation.writing.from_traces import Derived, derive
+from transaxle.derivation.writing.table import Labels
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from transaxle.engine.checkpoint.settings import CONFIG, stored_config
+from transaxle.errors import TransaxleError, refuse
+
+Tensors = Mapping[str, Any]
+"""A state dict: numpy arrays or torch tensors."""
+_LEAST = 2
+"""Fewest traces of a model type: one to derive from, and one of other sizes to prove the table with."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """A derived table."""
+
+    family: str
+    """Name of its family."""
+    text: str
+    """The table, as `--rules` reads it."""
+    left_out: tuple[str, ...]
+    """What the converter does that no table says: tensors that it drops or invents."""
+    traces: int
+    """Number of traces that it follows from."""
+    proved: bool
+    """Whether it converted a trace that it does not follow from, of other sizes, exactly and both ways."""
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the table to a new file.
+
+        Raises:
+            FileExistsError: the file exists.
+        """
+        with Path(path).open("x", encoding="utf-8") as file:
+            file.write(self.text)
+
+
+def family_name(text: str) -> str:
+    """Return a text as the name of a family."""
+    return re.sub(r"\W", "_", text)
+
+
+def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, family: str | None = None) -> Table:
+    """Derive the table of a model type: `hf`, what `save_pretrained` writes, and `transformers`, what is in memory.
+
+    Args:
+        model_type: the word that config.json has.
+        config: a config of the model, whose flags and kinds of layers count; None: the default one.
+        family: name of the family; None: the model type's.
+
+    Raises:
+        Refused: UNSUPPORTED where no table says what transformers does, or torch or transformers are not installed.
+        UsageError: UNKNOWN_FAMILY where transformers does not know the model type.
+    """
+    from transaxle.derivation.tracing.transformers_models import Peer, trace, variants
+
+    peer = Peer()
+    labels = Labels(
+        family or family_name(model_type),
+        (model_type,),
+        comments=(
+            f"{model_type}: hf is what save_pretrained writes, transformers what is in memory.",
+            f"Derived from transformers {peer.version} by tracing: `transaxle derive {model_type}`.",
+        ),
+    )
+    with _refusing(model_type):
+        traces = [trace(peer, model) for model, _ in variants(peer, model_type, config)]
+        if len(traces) < _LEAST:
+            raise Underivable(f"{len(traces)} of its tiny configs can be built, and a proof needs {_LEAST}")
+        table = derive(traces[:-1], labels, peer.aliases(model_type))
+        problems = prove(table.text, traces[-1], labels)
+        if problems:  # a size or a condition may have fitted a key by accident
+            table = derive(traces[:-1], labels, peer.aliases(model_type), sparse=True)
+            problems = prove(table.text, traces[-1], labels)
+    if problems:
+        raise _no_table(model_type, "a config of other sizes disproves the derived table: " + "; ".join(problems))
+    return _table(table, labels, proved=True)
+
+
+def from_function(
+    convert: Callable[[dict[str, Any]], Mapping[str, Any]],
+    samples: Sequence[Tensors],
+    configs: Sequence[Mapping[str, Any]] = (),
+    labels: Labels | None = None,
+) -> Table:
+    """Derive the table of a converter in Python.
+
+    Args:
+        convert: a function from a state dict of the first dialect to one of the second.
+        samples: state dicts of the first dialect, of numpy arrays or torch tensors whose values do not matter; several,
+            of different sizes, show which sizes hang together.
+        configs: the config of each sample.
+        labels: names of the family and its dialects.
+
+    Raises:
+        Refused: UNSUPPORTED where no table says what the function does.
+    """
+    from transaxle.derivation.tracing.function_trace import trace_function
+
+    labels = labels or Labels("derived", dialects=("hf", "converted"))
+    if not samples:
+        raise TypeError("samples: give at least one state dict")
+    with _refusing(labels.family):
+        pairs = [trace_function(convert, sample) for sample in samples]
+        traces = [
+            Trace(hub, memory, dict(configs[at]) if at < len(configs) else {}) for at, (hub, memory) in enumerate(pairs)
+        ]
+        return _proved(traces, labels)
+
+
+def from_folders(pairs: Sequence[tuple[str, str]], labels: Labels) -> Table:
+    """Derive a table from pairs of checkpoints: numbered elements, and what a converter made of them.
+
+    Args:
+        pairs: (before, after), of different sizes; `number_elements` makes the first of each.
+        labels: names of the family and its dialects.
+
+    Raises:
+        Refused: UNSUPPORTED where no table says what the converter did.
+    """
+    traces = []
+    with _refusing(labels.family):
+        for before, after in pairs:
+            with open_checkpoint(before) as first, open_checkpoint(after) as second:
+                config = stored_config(first.container.storage) if CONFIG in first.container.carried else {}
+                traces.append(Trace(_numbers(first), _numbers(second), config))
+        if not labels.model_types and isinstance(traces[0].config.get("model_type"), str):
+            labels = Labels(labels.family, (traces[0].config["model_type"],), labels.dialects, labels.comments)
+        return _proved(traces, labels)
+
+
+def _proved(traces: Sequence[Trace], labels: Labels) -> Table:
+    """Derive a table from all traces but the last, and prove it with that; of one, it follows and is not proved."""
+    said = [told(trace) for trace in traces]
+    traces, notes = [trace for trace, _ in said], tuple(dict.fromkeys(note for _, each in said for note in each))
+    last = len(traces) > 1
+    table = derive(traces[:-1] if last else traces, labels)
+    problems = prove(table.text, traces[-1], labels)
+    if problems and last:
+        table, problems = derive(traces, labels), ()
+        problems = prove(table.text, traces[-1], labels)
+        last = False
+    if problems:
+        raise Underivable("the derived table does not do what the converter did: " + "; ".join(problems))
+    return _table(table, labels, proved=last, notes=notes)
+
+
+def _table(table: Derived, labels: Labels, *, proved: bool, notes: tuple[str, ...] = ()) -> Table:
+    return Table(labels.family, table.text, (*notes, *table.left_out), table.traces, proved)
+
+
+def _numbers(checkpoint: Checkpoint) -> dict[str, Numbers]:
+    """Read numbered tensors.
+
+    Raises:
+        Underivable: a tensor has values that are no whole numbers.
+    """
+    found = {}
+    for name in checkpoint:
+        values = np.asarray(checkpoint[name].read())
+        numbers: Numbers = values.astype(np.int64)
+        if values.size and (not bool((numbers == values).all()) or int(numbers.min()) < 1):
+            raise Underivable(f"{name}: its values are no whole numbers from 1 on; they were not numbered, or changed")
+        found[name] = numbers
+    return found
+
+
+class _refusing:  # noqa: N801 - reads as a clause: with _refusing(what)
+    """Turns what no table says into a refusal."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+
+    def __enter__(self) -> None:
+        """Do nothing yet."""
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        """Raise the refusal."""
+        if isinstance(error, Underivable):
+            raise _no_table(self.what, str(error)) from None
+
+
+def _no_table(what: str, why: str) -> TransaxleError:
+    hint = "write the table by hand (docs/how-to/add-a-family.md), or keep all names with --to FORMAT:identity"
+    return refuse("UNSUPPORTED", f"no table can be derived for {what}: {why}", hint=hint)

@@ -1,0 +1,233 @@
+"""Traces of transformers: what `save_pretrained` writes of a model with numbered elements.
+
+Only here torch and transformers are imported, and only when a trace is made.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from transaxle.derivation.fitting.trace import Numbers, Shape, Trace, Underivable, combined, digits, passes
+from transaxle.derivation.tracing.tiny_configs import DEEP, OWN, PLAIN, RATIO, VARIANTS, tiny
+from transaxle.errors import refuse
+
+HEADS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_CTC_MAPPING_NAMES",
+    "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
+    "MODEL_MAPPING_NAMES",
+)
+"""transformers' registers of model classes, the most wanted first."""
+_EXACT = {"float32": 1 << 24, "float64": 1 << 52, "int64": 1 << 62, "int32": 1 << 30}
+"""dtype -> how many numbers a pass through it can carry."""
+_BASE = 1 << 24
+_MOST = 60_000_000
+"""Elements of the largest model that is traced."""
+
+
+class Peer:
+    """The installed transformers.
+
+    Raises:
+        Refused: UNSUPPORTED where it is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            import torch
+            import transformers
+        except ImportError as error:
+            hint = "pip install 'transaxle[demo]' installs both"
+            raise refuse("UNSUPPORTED", f"tracing needs torch and transformers: {error}", hint=hint) from None
+        transformers.logging.set_verbosity_error()
+        transformers.utils.logging.disable_progress_bar()
+        self.torch: Any = torch
+        self.transformers: Any = transformers
+
+    @property
+    def version(self) -> str:
+        """Version of transformers."""
+        return str(self.transformers.__version__)
+
+    def model_types(self) -> list[str]:
+        """Return every model type that it knows."""
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+        return sorted(CONFIG_MAPPING_NAMES)
+
+    def config_class(self, model_type: str) -> Any:
+        """Return the class of a model type's configs.
+
+        Raises:
+            UsageError: UNKNOWN_FAMILY for a type that it does not know.
+        """
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+        if model_type not in CONFIG_MAPPING:
+            raise refuse("UNKNOWN_FAMILY", f"transformers {self.version} has no model type {model_type!r}")
+        return CONFIG_MAPPING[model_type]
+
+    def model_classes(self, model_type: str, architectures: Sequence[str] = ()) -> list[Any]:
+        """Return the classes that a config names, or those that transformers registers for the type, the best first.
+
+        Raises:
+            Refused: UNSUPPORTED where there is none.
+        """
+        from transformers.models.auto import modeling_auto
+
+        names = list(architectures)
+        for register in HEADS:
+            entry = getattr(modeling_auto, register, {}).get(model_type) or ()
+            names += [entry] if isinstance(entry, str) else list(entry)
+        found = [getattr(self.transformers, name, None) for name in dict.fromkeys(names)]
+        classes = [each for each in found if hasattr(each, "save_pretrained")]
+        if not classes:
+            raise refuse("UNSUPPORTED", f"transformers {self.version} has no model class for {model_type!r}")
+        return classes
+
+    def aliases(self, model_type: str) -> dict[str, list[str]]:
+        """Return config keys that transformers reads as one."""
+        found: dict[str, list[str]] = {}
+        for alias, key in (getattr(self.config_class(model_type), "attribute_map", None) or {}).items():
+            found.setdefault(key, []).append(alias)
+            found.setdefault(alias, []).append(key)
+        return found
+
+
+def variants(peer: Peer, model_type: str, base: Mapping[str, Any] | None = None) -> Iterator[tuple[Any, int]]:
+    """Yield a model for each variant that can be built, on the meta device, with the number of its variant."""
+    config_class = peer.config_class(model_type)
+    base = dict(base) if base else config_class().to_dict()
+    model_classes = peer.model_classes(model_type, base.get("architectures") or ())
+    for variant in range(VARIANTS):
+        for model_class in model_classes:
+            model = _built(peer, config_class, model_class, base, variant)
+            if model is not None:
+                model_classes = [model_class]  # the other variants are of the class that could be built first
+                yield model, variant
+                break
+
+
+def _built(peer: Peer, config_class: Any, model_class: Any, base: Mapping[str, Any], variant: int) -> Any:
+    """Build a variant; where its sizes do not fit each other, one with fewer changes."""
+    for sizes, flip in (
+        (OWN, True),
+        (PLAIN, True),
+        (OWN, False),
+        (PLAIN, False),
+        (RATIO, True),
+        (RATIO, False),
+        (DEEP, False),
+    ):
+        settings = tiny(base, variant, sizes=sizes, flip=flip)
+        try:
+            with warnings.catch_warnings(), peer.torch.device("meta"):
+                warnings.simplefilter("ignore")  # a size that would be slow is still a size
+                model = model_class(config_class.from_dict(settings))
+        except Exception:  # noqa: BLE001 - any model's own complaint about sizes that do not fit
+            continue
+        if sum(p.numel() for p in model.parameters()) <= _MOST:
+            return model.to_empty(device="cpu").float()
+    return None
+
+
+def trace(peer: Peer, model: Any) -> Trace:
+    """Number a model's elements, save it, and return both sides.
+
+    Raises:
+        Underivable: values were changed on the way.
+    """
+    tensors, most = _numbered(model)
+    carried: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    count = passes(most, _BASE)
+    config: dict[str, Any] = {}
+    for position in range(count):
+        with peer.torch.no_grad():
+            for tensor, numbers in tensors:
+                part = digits(numbers, _BASE, position)
+                tensor.copy_(peer.torch.from_numpy(part).reshape(tensor.shape).to(tensor.dtype))
+        memory = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        with saved(model) as folder:
+            carried.append((loaded(folder), memory))
+            config = json.loads((folder / "config.json").read_text("utf-8"))
+    return _combined(carried, config)
+
+
+@contextmanager
+def saved(model: Any) -> Iterator[Path]:
+    """Save a model, and give the folder."""
+    with tempfile.TemporaryDirectory(prefix="transaxle-trace-") as folder:
+        model.save_pretrained(folder, max_shard_size="50GB")
+        yield Path(folder)
+
+
+def loaded(folder: Path) -> dict[str, Any]:
+    """Return the tensors of a folder."""
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors.update(load_file(path))
+    return tensors
+
+
+def _numbered(model: Any) -> tuple[list[tuple[Any, Numbers]], int]:
+    """Return every storage of the model with the numbers it is to carry."""
+    model.tie_weights()
+    tensors, seen, start = [], set(), 1
+    for tensor in (*model.parameters(), *model.buffers()):
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.data_ptr() in seen or not tensor.numel():
+            continue
+        seen.add(tensor.data_ptr())
+        if dtype not in _EXACT:
+            tensor.data.zero_()
+            continue
+        tensors.append((tensor, np.arange(start, start + tensor.numel(), dtype=np.int64)))
+        start += tensor.numel()
+    return tensors, start
+
+
+def _combined(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: dict[str, Any]) -> Trace:
+    """Put the passes together; what carries no numbers must be the same on both sides."""
+    sides: list[dict[str, Numbers]] = []
+    plain: list[dict[str, Any]] = []
+    for side in (0, 1):
+        first = carried[0][side]
+        held = {name: str(t.dtype).removeprefix("torch.") in _EXACT and t.numel() > 0 for name, t in first.items()}
+        sides.append(
+            {
+                name: combined([_whole(name, each[side][name]) for each in carried], _BASE)
+                for name, numbered in held.items()
+                if numbered
+            }
+        )
+        plain.append({name: first[name] for name, numbered in held.items() if not numbered})
+    unnumbered: dict[str, Shape] = {}
+    for name, tensor in plain[0].items():
+        other = plain[1].get(name)
+        if other is None or other.shape != tensor.shape:
+            raise Underivable(f"{name} holds flags, and is elsewhere in memory")
+        unnumbered[name] = tuple(tensor.shape)
+    return Trace(sides[0], sides[1], config, unnumbered)
+
+
+def _whole(name: str, tensor: Any) -> Numbers:
+    values = tensor.double().numpy() if tensor.is_floating_point() else tensor.numpy()
+    numbers: Numbers = values.astype(np.int64)
+    if not bool((numbers == values).all()) or (numbers.size and int(numbers.min()) < 0):
+        raise Underivable(f"{name}: its values are changed, not only moved")
+    return numbers

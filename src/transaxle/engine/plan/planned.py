@@ -1,0 +1,213 @@
+"""Plans: frozen, JSON-able data that says every byte a conversion will move, and every reason why it may not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from transaxle.axes.layout.relayout import Target
+from transaxle.axes.notation.computed import Steps
+from transaxle.encodings.arithmetic.codec import Error
+from transaxle.encodings.encoding import Role
+from transaxle.engine.copying.duplicate_checks import PlannedCheck
+from transaxle.engine.views.encode import Step
+from transaxle.errors import Refusal
+from transaxle.move.transfer import Transfer
+
+Action = Literal["decoded", "encoded", "averaged", "cast"]
+
+
+class Recoded(msgspec.Struct, frozen=True):
+    """A tensor whose values are decoded, encoded, averaged or cast."""
+
+    name: str
+    """Table name: the target's if it is encoded, the source's otherwise."""
+    action: Action
+    """What is done."""
+    encoding: str
+    """The encoding it is decoded from or encoded to; empty for averages; for casts, the dtype it had."""
+    convention: str
+    """The convention of that encoding."""
+    dtype: str
+    """Safetensors code of the plain values."""
+    shape: tuple[int, ...]
+    """Elements along each dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A recoded tensor and how far its values are from the source's."""
+
+    what: Recoded
+    """The tensor."""
+    error: Error
+    """Difference of decoded values from the products of code and scale; of encoded values, read back, from those
+    given; of replicas from their mean; of cast values from the originals.
+    """
+    infinite: int = 0
+    """Number of finite values that became infinite."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain JSON data."""
+        error_data: dict[str, Any] = {"max_abs": self.error.max, "rms": self.error.rms, "exact": self.error.exact}
+        if self.infinite:
+            error_data["infinite"] = self.infinite
+        data: dict[str, Any] = msgspec.to_builtins(self.what)
+        return {**data, "shape": list(self.what.shape), **error_data}
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor:
+    """One tensor to be written."""
+
+    name: str
+    """Stored name in the target."""
+    dtype: str
+    """Safetensors code."""
+    shape: tuple[int, ...]
+    """As stored."""
+    target: Target
+    """Where its values come from."""
+    step: Step | None = None
+    """How its values become one buffer of an encoding; None: they are written as they are."""
+
+
+class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
+    """A tensor to be written, and where its bytes come from."""
+
+    name: str
+    """Stored name in the target."""
+    dtype: str
+    """Safetensors code."""
+    shape: tuple[int, ...]
+    """Logical elements along each dim."""
+    places: tuple[Transfer, ...]
+    """Destinations of its bytes: consecutive runs in order, each as the transfer that would read it back."""
+    nbytes: int
+    """Size in bytes."""
+    rule: str
+    """The target dialect's line, as written."""
+    transfers: tuple[Transfer, ...]
+    """Reads that fill it, sorted by target position."""
+    arithmetic: Steps | None = None
+    """Arithmetic on every value, where the user allowed it."""
+    step: Step | None = None
+    """How the transferred values are encoded; None: they are written as they are."""
+
+    @property
+    def codes_of(self) -> str | None:
+        """Table name of the tensor whose codes these are, if it is encoded here."""
+        return self.step.tensor if self.step is not None and self.step.role == Role.CODES else None
+
+
+class Route(msgspec.Struct, frozen=True):
+    """One line of a plan, as people read it."""
+
+    component: str
+    """Logical tensors."""
+    source: tuple[str, ...]
+    """Rules of the source dialect."""
+    target: str
+    """Rule of the target dialect."""
+    tensors: int
+    """Target tensors of this line."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a conversion will do, as plain data: it can be printed, compared, stored and run.
+
+    Byte counts are exact. A plan with `refusals` cannot be run.
+    """
+
+    source: str
+    """Path of the source, as typed."""
+    source_format: str
+    """Container format of the source."""
+    format: str
+    """Container format of the target."""
+    family: str | None
+    """Model family."""
+    from_dialect: str | None
+    """Dialect of the source."""
+    dialect: str
+    """Dialect of the target."""
+    tensors: tuple[PlannedTensor, ...]
+    """The tensors to write, in file order."""
+    checks: tuple[PlannedCheck, ...]
+    """Pairs of source copies that must prove equal before anything is written."""
+    routes: tuple[Route, ...]
+    """The plan by rules, for people."""
+    files: dict[str, int]
+    """Target files and their sizes, including copied ones."""
+    carried: tuple[str, ...]
+    """Files copied beside the tensors."""
+    kept: tuple[str, ...]
+    """Source tensors without a line in the target dialect: written under their own names."""
+    ignored: tuple[str, ...]
+    """Source tensors, files and notes that are left behind."""
+    aliases: dict[str, str]
+    """Target name -> target name of the tensor it is tied to."""
+    axes: dict[str, int]
+    """Axis sizes, as far as they are the same in every layer."""
+    refusals: tuple[Refusal, ...]
+    """Reasons why the conversion cannot run; empty if it can."""
+    recoded: tuple[Recoded, ...] = ()
+    """Tensors that are decoded or encoded."""
+    allow_lossy: bool = False
+    """Whether a cast may turn finite values into infinities."""
+    stayed: tuple[str, ...] = ()
+    """Plain source tensors that keep their dtype where others are cast."""
+    counted: dict[str, int] = {}
+    """Name axes whose size only the names show -> that size: a missing last index would go unnoticed."""
+
+    @property
+    def band(self) -> int:
+        """Bytes of values that must be in memory at once to encode the largest tensor."""
+        return max((tensor.step.band for tensor in self.tensors if tensor.step is not None), default=0)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of all target files."""
+        return sum(self.files.values())
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of source tensors that are moved."""
+        return sum(transfer.size for tensor in self.tensors for transfer in tensor.transfers)
+
+    @property
+    def carried_files(self) -> tuple[PlannedTensor, ...]:
+        """The carried files, each as a tensor of bytes under the file's name."""
+        sizes = [(name, self.files[name]) for name in self.carried]
+        return tuple(
+            PlannedTensor(name, "U8", (size,), (transfer,), size, "", (transfer,))
+            for name, size in sizes
+            for transfer in [Transfer(name, 0, 0, size)]
+        )
+
+    @property
+    def copies(self) -> int:
+        """Number of box copies."""
+        return sum(len(tensor.transfers) for tensor in self.tensors)
+
+    @property
+    def contiguous(self) -> int:
+        """Number of box copies that are one byte range on both sides."""
+        return sum(not transfer.loops for tensor in self.tensors for transfer in tensor.transfers)
+
+    def as_json(self, *, copies: bool = True) -> dict[str, Any]:
+        """Return the plan as plain JSON data; without `copies` the single byte ranges are left out."""
+        data: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(self, refusals=()))
+        data["refusals"] = [refusal.as_json() for refusal in self.refusals]
+        data |= {
+            "bytes_read": self.bytes_read,
+            "bytes_written": self.bytes_written,
+            "copies": self.copies,
+            "contiguous": self.contiguous,
+        }
+        if not copies:
+            for tensor in data["tensors"]:
+                del tensor["transfers"]
+        return data

@@ -1,1 +1,0 @@
-"""Checkpoints cut into several files, and the index that names them."""

@@ -1,0 +1,393 @@
+"""Issue 17, tables that inherit: what is read is the spelled-out table, and nothing is lost on the way to it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.axes.apply import Store, arange, carried, only, same, translated
+from transaxle import families
+from transaxle.axes.inheritance import written
+from transaxle.axes.notation import tables
+from transaxle.axes.notation.family import Family
+from transaxle.errors import Refused
+from transaxle.families import builtin
+
+BASE = """
+block norms
+  axes l=layers d=hidden
+  n : l d
+dialect hf
+  layers.{l}.norm = n[d]
+dialect other
+  {block}.n = n[d]
+
+family base like norms
+  model_type base_model
+  wrapper base_vl
+  axes f=inner c=2*f
+  let sparse = l % 2 == 0
+  up    : l f d when sparse
+  gate  : l f d
+  bias  : l f when biased
+  extra : l f
+  tie extra = bias when tied
+  precise bias extra
+  cut tp = f (l d)
+  cut tp = d of up bias
+dialect hf
+  layers.{l}.up    = up[f d]
+  layers.{l}.gate  = gate[f d]
+  layers.{l}.bias  = bias[f]
+  layers.{l}.extra = extra[f]
+  ignore layers.{l}.buffer
+dialect other
+  place block = blocks.{l} when not extra
+  place block = tail.{l}   when extra or biased
+  {block}.up_gate   = [[up:f | gate:f] d] when up
+  {block}.gate      = gate[f d] when not up
+  {block}.bias      = bias[f]
+  {block}.extra     = extra[f]
+  ignore {block}.buffer
+dialect short like hf, layers. = h.
+"""
+
+
+def lines(family: Family, label: str) -> list[str]:
+    """The lines of a dialect, with their conditions."""
+    dialect = family.dialect(label)
+    assert dialect is not None
+    return [line.text + (f" when {line.when.text}" if line.when else "") for line in dialect.lines]
+
+
+def child(text: str) -> Family:
+    """The last family of the base's file with this text below it."""
+    return tables.read(BASE + text, file="my.rules")[-1]
+
+
+def faults(text: str) -> list[tuple[int, str]]:
+    """Line in `text`, and message, of every problem of the base's file with this text below it."""
+    with pytest.raises(Refused) as caught:
+        child(text)
+    above = BASE.count("\n")
+    found = []
+    for refusal in caught.value.refusals:
+        assert refusal.code == "CORRUPT"
+        match = re.fullmatch(r"my\.rules, line (\d+)", refusal.where.file or "")
+        assert match is not None
+        found.append((int(match[1]) - above, refusal.message))
+    return found
+
+
+def test_a_family_takes_over_a_block_and_places_give_a_line_each() -> None:
+    base_family = child("")
+    assert base_family.tensors.keys() == {"n", "up", "gate", "bias", "extra"}
+    assert lines(base_family, "hf")[0] == "layers.{l}.norm = n[d]"
+    assert lines(base_family, "other") == [
+        "blocks.{l}.n = n[d] when not extra",
+        "tail.{l}.n = n[d] when extra or biased",
+        "blocks.{l}.up_gate = [[up:f | gate:f] d] when not extra and up",
+        "tail.{l}.up_gate = [[up:f | gate:f] d] when (extra or biased) and up",
+        "blocks.{l}.gate = gate[f d] when not extra and not up",
+        "tail.{l}.gate = gate[f d] when (extra or biased) and not up",
+        "blocks.{l}.bias = bias[f] when not extra",
+        "tail.{l}.bias = bias[f] when extra or biased",
+        "blocks.{l}.extra = extra[f] when not extra",
+        "tail.{l}.extra = extra[f] when extra or biased",
+    ]
+    other = base_family.dialect("other")
+    assert other is not None
+    assert [name.text for name in other.ignored] == ["blocks.{l}.buffer", "tail.{l}.buffer"]
+    assert lines(base_family, "short")[1] == "h.{l}.up = up[f d]"
+
+
+def test_what_identifies_a_family_is_not_taken_over() -> None:
+    family = child("family heir like base\n")
+    assert (family.name, family.model_types, family.wrappers) == ("heir", ("heir",), ())
+    assert child("family heir like base\n model_type own\n").model_types == ("own",)
+
+
+def test_everything_else_is_taken_over_and_replaced_by_what_it_speaks_of() -> None:
+    family = child(
+        "family heir like base\n  axes f=wide w=f\n  let sparse = even\n  let even = l in listed\n  bias : l f\n"
+        "  new : l w\n  tie extra = bias\n  cut tp = d of gate\n"
+        "dialect hf\n  layers.{l}.g = gate[d f]\n  new.{l} = new[w]\n"
+    )
+    assert {axis: size.text for axis, size in family.axes.items() if size is not None} == {
+        "l": "layers", "d": "hidden", "f": "wide", "c": "2*f", "w": "f",
+    }  # fmt: skip
+    assert family.tensors["up"].when is not None
+    assert family.tensors["up"].when({"l": 3, "listed": [3]}) is True
+    assert family.tensors["bias"].when is None
+    assert [(tie.alias, tie.when.text) for tie in family.ties] == [("extra", "True")]
+    assert family.precise == {"bias", "extra"}
+    assert [(cut.text, cut.tensors) for cut in family.cuts] == [
+        ("f", None), ("(l d)", None), ("d", frozenset({"gate"})),
+    ]  # fmt: skip
+    assert lines(family, "hf") == [
+        "layers.{l}.norm = n[d]",
+        "layers.{l}.up = up[f d]",
+        "layers.{l}.g = gate[d f]",
+        "layers.{l}.bias = bias[f]",
+        "layers.{l}.extra = extra[f]",
+        "new.{l} = new[w]",
+    ]
+    # A dialect that is like hf is like the hf of this family.
+    assert lines(family, "short")[2] == "h.{l}.g = gate[d f]"
+
+
+def test_a_family_leaves_tensors_out_with_all_that_speaks_of_them() -> None:
+    family = child("family heir like base\n  without bias up\n dialects hf\n")
+    assert family.tensors.keys() == {"n", "gate", "extra"}
+    assert family.ties == ()
+    assert family.precise == {"extra"}
+    assert [cut.text for cut in family.cuts] == ["f", "(l d)"]
+    assert family.labels == ("hf",)
+    assert lines(family, "hf") == [
+        "layers.{l}.norm = n[d]",
+        "layers.{l}.gate = gate[f d]",
+        "layers.{l}.extra = extra[f]",
+    ]
+    family = child(
+        "family heir like base\n  without axis c\n  without tie extra\n  without cut f d\n  without let sparse\n"
+        "  up : l f d\n"
+    )
+    assert "c" not in family.axes
+    assert family.ties == ()
+    assert [cut.text for cut in family.cuts] == ["(l d)"]
+    assert family.named == {}
+
+
+def test_a_dialect_that_is_kept_stays_whole_without_the_one_that_it_is_like() -> None:
+    family = child("family heir like base\n  dialects short\n")
+    assert family.labels == ("short",)
+    assert lines(family, "short")[:2] == ["h.{l}.norm = n[d]", "h.{l}.up = up[f d]"]
+
+
+def test_a_dialect_may_begin_anew_or_go_on_under_other_prefixes() -> None:
+    family = child(
+        "family heir like base\n  dialects hf other\ndialect other like hf\n  x.{l} = up[f d]\n"
+        "dialect hf, layers. = text.layers.\ndialect last like other\n  without extra\n"
+    )
+    assert lines(family, "other")[1] == "x.{l} = up[f d]"
+    assert lines(family, "hf")[0] == "text.layers.{l}.norm = n[d]"
+    assert "text.layers.{l}.extra = extra[f]" not in lines(family, "last")
+    hf = family.dialect("hf")
+    assert hf is not None
+    assert [name.text for name in hf.ignored] == ["text.layers.{l}.buffer"]
+    with pytest.raises(Refused, match=r"no name there begins with 'layers\."):  # short was like hf, layers. = h.
+        child("family heir like base\ndialect hf, layers. = text.\n  without n\n")
+
+
+def test_places_of_a_family_can_be_others() -> None:
+    family = child("family heir like base\ndialect other\n  place block = model.{l}\n")
+    assert lines(family, "other")[:2] == ["model.{l}.n = n[d]", "model.{l}.up_gate = [[up:f | gate:f] d] when up"]
+
+
+PROBLEMS = [
+    ("family heir like nothing", 1, "a family or a block after 'like', declared above or known; 'nothing' is none"),
+    ("family heir like base,", 1, "'family NAME' or 'family NAME like NAME, NAME'"),
+    ("family heir like later\nfamily later", 1, "declared above or known; 'later' is none"),
+    ("family heir\n without up", 2, "a family that is like another: this one takes nothing over"),
+    ("family heir like base\n without nothing", 2, "a tensor that it takes over; 'nothing' is none"),
+    ("family heir like base\n without axis q", 2, "an axis that it takes over; 'q' is none"),
+    ("family heir like base\n dialects hf nope", 2, "dialects that it takes over, of hf, other, short; 'nope' is none"),
+    ("family heir like base\n gate : l d", 2, "a line for gate in dialect hf too: with other axes than before"),
+    ("family heir like base\ndialect other\n g.{l} = gate[f d]", 3, "a line for up too: without one, up would go"),
+    ("family heir like base\n without gate\n", 2, "a line for up too: without one, up would go with the line"),
+    ("family heir like base\ndialect x like hf, h. = g.", 2, "no name there begins with 'h.'"),
+    ("family heir like base\ndialect x like hf, layers. = g", 2, "prefixes as 'OLD. = NEW.', or whole names"),
+    ("family heir like base\ndialect x, layers. = g.", 2, "'like DIALECT' before new prefixes"),
+    ("family heir like base\ndialect x like last\ndialect last", 2, "a dialect after 'like'; this family has: hf"),
+    ("family heir like base\ndialect hf 2.0", 2, "a new dialect, or another version; 'hf' is declared already"),
+    ("family heir like base\ndialect x like hf\n without norm", 3, "a tensor that this dialect takes over; 'norm'"),
+    ("family heir like base\ndialect hf\n place x\n", 3, "'place NAME = BEGINNING when CONDITION'"),
+    ("family heir like base\ndialect hf\n layers.{l}.norm = gate[f d]\n", 3, "each stored name once"),
+    ("dialect x of base like hf\n  layers.{l}.norm = up[f d]", 2, "each stored name once"),
+    ("family heir like base\ndialect hf\n (a|b = gate[f d]\n", 3, "alternatives as (one|other)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "line", "expected"), PROBLEMS, ids=[str(i) for i in range(len(PROBLEMS))])
+def test_what_would_go_wrong_silently_is_refused_where_it_is_written(text: str, line: int, expected: str) -> None:
+    found = faults(text + "\n")
+    assert found[0][0] == line
+    assert expected in found[0][1]
+    assert "column" in found[0][1]
+
+
+def test_a_statement_that_does_not_fit_the_heir_is_shown_where_it_is_taken_from() -> None:
+    with pytest.raises(Refused) as caught:
+        child("family heir like base\n  without axis f\n")
+    refusal = caught.value.refusals[0]
+    assert "axes f=inner" not in refusal.message
+    assert refusal.where.file == "my.rules, line 15"
+    assert refusal.hint == "family heir takes this over from base: say it anew, or leave it out"
+
+
+def test_a_name_with_alternatives_is_read_in_all_and_written_in_the_first() -> None:
+    family = only(
+        "family toy\n axes l=n d\n w : l d\n v : d\ndialect hf\n (model|backbone|).layers.{l}.w = w[d]\n v = v[d]\n"
+        " also old_v = v[d]\ndialect b\n b.{l} = w[d]\n v = v[d]\n".replace("|)", ")")
+    )
+    w, v = arange(2, 3), arange(3, start=50)
+    want = {"model.layers.0.w": w[0], "model.layers.1.w": w[1], "v": v}
+    older = {"backbone.layers.0.w": w[0], "backbone.layers.1.w": w[1], "old_v": v}
+    mixed = {"model.layers.0.w": w[0], "backbone.layers.1.w": w[1], "v": v}
+    middle = {"b.0": w[0], "b.1": w[1], "v": v}
+    for stored in (want, older, mixed):
+        same(carried(family, "hf", "b", Store(stored), {"n": 2}), middle)
+        same(carried(family, "hf", "hf", Store(stored), {"n": 2}), want)
+    same(carried(family, "b", "hf", Store(middle), {"n": 2}), want)
+
+
+def test_numbers_in_names_can_be_multiplied() -> None:
+    family = only(
+        "family toy\n axes l=n d\n w : l d\n v : l d\ndialect hf\n w.{l} = w[d]\n v.{l} = v[d]\n"
+        "dialect b\n net.{2*l} = w[d]\n net.{2*l+1} = v[d]\n"
+    )
+    w, v = arange(3, 4), arange(3, 4, start=100)
+    apart = {**{f"w.{layer}": w[layer] for layer in range(3)}, **{f"v.{layer}": v[layer] for layer in range(3)}}
+    net = {f"net.{2 * layer + odd}": part[layer] for layer in range(3) for odd, part in enumerate((w, v))}
+    same(carried(family, "hf", "b", Store(apart), {"n": 3}), net)
+    same(carried(family, "b", "hf", Store(net), {"n": 3}), apart)
+    missing = {name: part for name, part in net.items() if name != "net.3"}
+    (refusal,) = translated(family, "b", "hf", Store(missing), {"n": 3}).refusals
+    assert refusal.code == "MISSING_TENSOR"
+    assert "net.3" in refusal.message
+
+
+def test_names_of_one_tensor_and_replicated_axes_are_read_if_all_copies_are_equal() -> None:
+    family = only(
+        "family toy\n axes g=g c=c n=n d=d\n w : g c d\ndialect hf\n (w|old) = w[(g c) d]\n"
+        "dialect b\n w = w[(g n c) d]\n"
+    )
+    w = arange(2, 3, 4)
+    config = {"g": 2, "c": 3, "d": 4, "n": 2}
+    single, repeated = {"w": w.reshape(6, 4)}, {"w": w[:, None].expand(2, 2, 3, 4).reshape(12, 4)}
+    same(carried(family, "hf", "b", Store(single), config), repeated)
+    same(carried(family, "b", "hf", Store(repeated), config), single)
+    checks = translated(family, "b", "hf", Store(repeated), config).checks
+    assert [check.why for check in checks] == ["w = w[(g n c) d]: copies are equal"]
+    checks = translated(family, "hf", "b", Store({**single, "old": single["w"]}), config).checks
+    assert [check.why for check in checks] == ["w = w[(g c) d] and old = w[(g c) d] hold the same tensor"]
+
+
+MOUNTED = (
+    """
+family tower
+  axes l=layers L=layers d=width f=inner
+  axis h = len(kinds) // 2 if kinds else heads.count
+  let wide = kinds[l] == "l" and 'd' in names
+  q : l d h when wide and not biased
+  n : d optional
+  tie n = q when tied
+  precise n
+  cut tp = (l d) of q
+  cut tp = h within f
+dialect hf
+  (model|m).{l}.q_{l}.{h} = q[d] lossy: 2 * q
+""".replace(".q_{l}.{h} = q[d]", ".q = q[(h d)]")
+    + """  t.{l+L}.x = n[d] when wide or mxfp4
+  ignore {x}.l
+dialect other like hf
+
+family whole
+  axes l=depth
+  w : l
+  mount tower as eye from vision.config
+  mount tower as ear
+dialect hf
+  w.{l} = w[]
+  mount eye under eye.
+dialect other
+  mount ear under a.ear. like hf
+""".replace("  ignore {x}.l\n", "  ignore l.{l}\n")
+)
+
+
+def test_a_family_is_mounted_in_another() -> None:
+    family = tables.read(MOUNTED)[1]
+    assert family.written is not None
+    said = [" ".join(statement.text.split()) for statement in family.written.statements]
+    assert said[2:13] == [
+        "axes eye_l=vision.config.layers",
+        "axes eye_L=vision.config.layers",
+        "axes eye_d=vision.config.width",
+        "axes eye_f=vision.config.inner",
+        "axis eye_h = len(vision.config.kinds) // 2 if vision.config.kinds else vision.config.heads.count",
+        "let eye_wide = vision.config.kinds[eye_l] == \"l\" and 'd' in vision.config.names",
+        "eye_q : eye_l eye_d eye_h when eye_wide and not vision.config.biased",
+        "eye_n : eye_d when None",
+        "tie eye_n = eye_q when vision.config.tied",
+        "precise eye_n",
+        "cut tp = (eye_l eye_d) of eye_q",
+    ]
+    assert said[13] == "cut tp = eye_h within eye_f"
+    assert "axes ear_d=width" in said
+    assert lines(family, "hf") == [
+        "w.{l} = w[]",
+        "eye.model.{eye_l}.q = eye_q[(eye_h eye_d)]",
+        "eye.m.{eye_l}.q = eye_q[(eye_h eye_d)]",
+        "eye.t.{eye_l+eye_L}.x = eye_n[eye_d] when eye_wide or mxfp4",
+    ]
+    hf, other = family.dialect("hf"), family.dialect("other")
+    assert hf is not None
+    assert other is not None
+    assert hf.lines[1].lossy is not None
+    assert [line.read_only for line in hf.lines] == [False, False, True, False]
+    assert [name.text for name in hf.ignored] == ["eye.l.{eye_l}"]
+    assert other.lines[0].text == "a.ear.model.{ear_l}.q = ear_q[(ear_h ear_d)]"
+    eye = family.tensors["eye_q"].when
+    assert eye is not None
+    nested = {"vision": {"config": {"kinds": ["l"], "names": "d", "biased": False}}}
+    assert eye({**nested, "eye_l": 0, "kinds": [], "biased": True}) is True
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("family x\n mount base of y", "'mount FAMILY [as NAME] [from CONFIG_KEY]'"),
+        ("family x\n mount nothing", "a known family after 'mount'"),
+        ("family x\n mount base\n mount base", "each mounted family once"),
+        ("family x\n mount base\ndialect hf\n mount base under a", "'mount NAME under PREFIX. [like DIALECT]'"),
+        ("family x\n mount base\ndialect hf\n mount other under a.", "a family that is mounted above: base"),
+        ("family x\n mount base\ndialect new\n mount base under a.", "a dialect of base after 'like': hf, other"),
+        ("family x\n axes f=3\n mount base\n", "each axis once; 'f' is declared above"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_mount_is_shown_at_it(text: str, expected: str) -> None:
+    assert expected in faults(text + "\n")[0][1] or expected in str(faults(text + "\n"))
+
+
+@pytest.mark.parametrize("name", sorted(builtin().entries))
+def test_the_printed_table_is_the_whole_one(name: str) -> None:
+    """Read by itself, without anything to take over from, it gives the same family."""
+    family = builtin()[name]
+    assert family.written is not None
+    text = family.written.spelled()
+    again = only(text)
+    assert " like " not in text
+    assert again.axes == family.axes
+    assert again.tensors == family.tensors
+    assert (again.model_types, again.wrappers, again.ties) == (family.model_types, family.wrappers, family.ties)
+    assert (again.cuts, again.within, again.precise) == (family.cuts, family.within, family.precise)
+    assert again.labels == family.labels
+    for one, other in zip(again.dialects, family.dialects, strict=True):
+        assert [(line.text, line.when, line.lossy, line.read_only) for line in one.lines] == [
+            (line.text, line.when, line.lossy, line.read_only) for line in other.lines
+        ]
+        assert [name.text for name in one.ignored] == [name.text for name in other.ignored]
+
+
+def test_every_block_is_taken_over_by_a_family() -> None:
+    """A block that no family takes over is checked by nobody."""
+    text = (Path(families.__file__).parent / families.BLOCKS).read_text("utf-8")
+    blocks = written.read(text, families.BLOCKS, (), written.nothing).written
+    users = [*blocks.values(), *(family.written for family in builtin().values() if family.written is not None)]
+    taken = {name for user in users for name in user.like}
+    assert blocks.keys() <= taken
+    assert all(block.block for block in blocks.values())
+    assert not blocks.keys() & builtin().keys()

@@ -1,0 +1,99 @@
+"""Tables of converters: derived, read by our own parser, and proved on other weights and sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+import transaxle as tx
+from transaxle.axes.notation import tables
+from transaxle.derivation.numbering import number_elements
+from transaxle.derivation.sources import from_folders
+from transaxle.derivation.writing.table import Labels
+
+CONFIGS = ({"layers": 2, "heads": 3, "width": 10, "ffn": 7}, {"layers": 3, "heads": 2, "width": 6, "ffn": 5})
+LAST = {"layers": 4, "heads": 5, "width": 14, "ffn": 9}
+
+
+def _before(config: dict[str, int], dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    heads, width, ffn = config["heads"], config["width"], config["ffn"]
+    layers = [f"model.layers.{at}." for at in range(config["layers"])]
+    shapes = {"gate": (ffn, width), "up": (ffn, width), "q": (heads * 4, width), "norm": (width,)}
+    return {f"{layer}{name}": torch.zeros(shape, dtype=dtype) for layer in layers for name, shape in shapes.items()}
+
+
+def pack(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Fuse gate and up, interleave the two halves of every head, and rename."""
+    packed = {}
+    for layer in sorted({name.rpartition(".")[0] for name in state}):
+        target = layer.replace("model.layers", "blocks")
+        packed[f"{target}.gate_up"] = torch.cat([state[f"{layer}.gate"], state[f"{layer}.up"]]).T.contiguous()
+        q = state[f"{layer}.q"]
+        packed[f"{target}.q"] = q.reshape(-1, 2, 2, q.shape[1]).transpose(1, 2).reshape(q.shape)
+        packed[f"{target}.norm"] = state[f"{layer}.norm"]
+    return packed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_function_becomes_a_table(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The last sample proves it; and on random weights the engine does what the function does."""
+    samples = [_before(config, dtype) for config in (*CONFIGS, LAST)]
+    table = tx.derive(pack, samples=samples, configs=(*CONFIGS, LAST), dialects=("hf", "packed"))
+    assert (table.proved, table.left_out) == (True, ())
+    (family,) = tables.read(table.text)
+    assert family.axes["l"] is not None
+    assert family.axes["l"].text == "layers"
+    table.save(tmp_path / "pack.rules")
+    weights = {name: torch.randn(each.shape) for name, each in samples[-1].items()}
+    _save(tmp_path / "in", weights)
+    tx.convert(
+        tmp_path / "in", tmp_path / "out", to="packed", rules=tmp_path / "pack.rules", config=LAST, family="pack"
+    )
+    made = load_file(tmp_path / "out" / "model.safetensors")
+    assert made.keys() == pack(weights).keys()
+    assert all(np.array_equal(made[name], each.numpy()) for name, each in pack(weights).items())
+
+
+def _save(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    folder.mkdir()
+    save_file({name: each.numpy() for name, each in tensors.items()}, folder / "model.safetensors")
+
+
+def test_what_no_table_says_is_listed_and_not_guessed() -> None:
+    def loses(state: dict[str, Any]) -> dict[str, Any]:
+        kept = {name: each for name, each in state.items() if not name.endswith("norm")}
+        return {**kept, "table": torch.full((3,), 0.0)}
+
+    table = tx.derive(loses, samples=[_before(config) for config in CONFIGS])
+    assert "table is made of nothing" in table.left_out
+    assert "model.layers.0.norm is dropped" in table.left_out
+    assert "norm" not in table.text
+
+
+def test_changed_values_are_refused() -> None:
+    with pytest.raises(tx.TransaxleError, match="values are changed") as caught:
+        tx.derive(lambda state: {name: each * 0.5 for name, each in state.items()}, samples=[_before(LAST)])
+    assert caught.value.code == "UNSUPPORTED"
+
+
+def test_a_pair_of_folders_becomes_a_table(tmp_path: Path) -> None:
+    pairs = []
+    for at, config in enumerate(CONFIGS):
+        _save(tmp_path / f"hub{at}", _before(config))
+        number_elements(str(tmp_path / f"hub{at}"), str(tmp_path / f"in{at}"))
+        numbered = load_file(tmp_path / f"in{at}" / "model.safetensors")
+        assert sorted(int(n) for each in numbered.values() for n in each.ravel()) == list(
+            range(1, 1 + sum(each.size for each in numbered.values()))
+        )
+        _save(tmp_path / f"out{at}", pack({name: torch.from_numpy(each) for name, each in numbered.items()}))
+        pairs.append((str(tmp_path / f"in{at}"), str(tmp_path / f"out{at}")))
+    with pytest.raises(tx.TransaxleError, match="exists"):
+        number_elements(str(tmp_path / "hub0"), str(tmp_path / "in0"))
+    one = from_folders(pairs[:1], Labels("packed", dialects=("hf", "mine")))
+    assert not one.proved
+    assert "[layers_gate:x | layers_up:x]" in one.text
