@@ -1,4 +1,4 @@
-"""Writes what the program itself knows: parts of the reference, and the index of the families.
+"""Writes what the program itself knows: parts of the reference, the index of the families, and tables spelled out.
 
     python docs/generate.py [--check]
 
@@ -21,7 +21,7 @@ from transaxle.cli.command import NAME
 from transaxle.cli.program import COMMANDS, program
 from transaxle.cli.screen.explanations import EXPLANATIONS
 from transaxle.errors import CODES, refuse
-from transaxle.families import INDEX, index
+from transaxle.families import INDEX, SPELLED, index, is_traced, read_all, spelling
 
 REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = Path(families.__file__).parent
@@ -75,21 +75,35 @@ def _page(before: str) -> str:
     return _PART.sub(lambda match: f"{match[1]}\n{''.join(PARTS[match[2]]())}\n{match[3]}", before)
 
 
-def _index(_before: str) -> str:
-    return msgspec.json.format(msgspec.json.encode(index()), indent=1).decode() + "\n"
+def _json(content: bytes) -> str:
+    return msgspec.json.format(content, indent=1).decode() + "\n"
+
+
+def _data() -> dict[Path, str]:
+    """Return the files of the families that follow from their tables: the index, and each table by hand spelled out."""
+    found = {FAMILIES / INDEX: _json(msgspec.json.encode(index()))}
+    for name, (family, file) in read_all().items():
+        if not is_traced(file):
+            found[FAMILIES / SPELLED / f"{name}.json"] = _json(spelling.encode(family))
+    return found
 
 
 def main() -> int:
     """Write the generated parts, or with `--check` say which pages are out of date."""
     stale = []
     check = "--check" in sys.argv[1:]
-    for page, written in (*((page, _page) for page in sorted(REFERENCE.glob("*.md"))), (FAMILIES / INDEX, _index)):
-        before = page.read_text("utf-8") if page.exists() else ""
-        after = written(before)
-        if after != before:
-            stale.append(page)
+    written = _data()
+    written |= {page: _page(page.read_text("utf-8")) for page in sorted(REFERENCE.glob("*.md"))}
+    for path in sorted({*written, *(FAMILIES / SPELLED).glob("*.json")}):
+        if path not in written:
+            stale.append(path)
             if not check:
-                page.write_text(after, "utf-8")
+                path.unlink()
+        elif not path.exists() or path.read_text("utf-8") != written[path]:
+            stale.append(path)
+            if not check:
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(written[path], "utf-8")
     if check and stale:
         sys.stderr.write(f"out of date, run `python docs/generate.py`: {', '.join(page.name for page in stale)}\n")
         return 1

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import tiny
+from transaxle.axes.notation.family import Family
 from transaxle.axes.notation.tables import read
 from transaxle.families import Families, builtin, entry_of
 
@@ -50,7 +51,7 @@ from transaxle.cli import main
 with redirect_stdout(StringIO()):
     code = main(sys.argv[1:])
 files = sys.modules.get("transaxle.families")
-tables = files and files._in_file.cache_info().currsize
+tables = files and files._shipped_family.cache_info().currsize
 print(json.dumps({"code": code, "modules": sorted(sys.modules), "tables": tables}))
 """
 
@@ -77,15 +78,15 @@ def test_more_families_are_no_more_tables_to_read(monkeypatch: pytest.MonkeyPatc
         (family,) = read(table.replace("{}", str(number)))
         entries[family.name] = entry_of(family, f"more{number}.rules")
     opened: list[str] = []
+    known = builtin()["qwen3_moe"]
 
-    def opening(file: str) -> dict[str, object]:
-        opened.append(file)
-        return dict(known.items()) if file == "qwen3_moe.rules" else {}
+    def opening(name: str, _file: str) -> Family:
+        opened.append(name)
+        return known
 
-    known = {name: builtin()[name] for name, entry in builtin().entries.items() if entry.file == "qwen3_moe.rules"}
-    monkeypatch.setattr("transaxle.families._in_file", opening)
+    monkeypatch.setattr("transaxle.families._shipped_family", opening)
     families = Families(entries, closed=True)
-    assert [family.name for family in families.of_types(["qwen3_moe"])] == list(known)
+    assert [family.name for family in families.of_types(["qwen3_moe"])] == [known.name]
     skeletons = {skeleton: 1 for dialect in entries["qwen3_moe"].dialects.values() for skeleton in dialect}
     next(families.that_may_read(skeletons))
-    assert not [file for file in opened if file.startswith("more")]
+    assert not [name for name in opened if name.startswith("more")]

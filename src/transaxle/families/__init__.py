@@ -3,9 +3,10 @@
 Adding a family is adding a file here, or passing it with `--rules`. Those in `traced/` were derived from a peer by
 tracing (`transaxle derive`): they know two dialects, and answer to a `model_type` or to their own name, never to names
 of tensors alone.
-A table is read when its family is needed. What there is to choose from, `index.json` says: which file a family is in,
-the values of `model_type` that mean it, its dialects, its axes, and the skeletons of the names that each dialect reads.
-It follows from the tables: `python docs/generate.py` writes it, and a test compares.
+A family is read when it is needed. What there is to choose from, `index.json` says: which file a family is in, the
+values of `model_type` that mean it, its dialects, its axes, and the skeletons of the names that each dialect reads.
+Tables by hand take parts over from each other; `spelled/` has each of their families whole, as data.
+Both follow from the tables: `python docs/generate.py` writes them, and a test compares.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transaxle.axes.inheritance import written
 from transaxle.axes.inheritance.written import File, Written
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Family
+from transaxle.families import spelling
 from transaxle.plugins import plugins
 
 GROUP = "transaxle.families"
@@ -31,6 +33,8 @@ BLOCKS = "blocks.rules"
 """The file of the blocks: parts that families take over, and none themselves."""
 TRACED = "traced"
 """Folder of the tables that were derived by tracing."""
+SPELLED = "spelled"
+"""Folder of the other families, spelled out."""
 _SUFFIX = ".rules"
 _DECLARES = re.compile(r"^(?:family|block)\s+(\w+)", re.MULTILINE)
 
@@ -50,7 +54,12 @@ class Entry(msgspec.Struct, frozen=True):
     @property
     def traced(self) -> bool:
         """Whether its table was derived by tracing."""
-        return self.file.startswith(f"{TRACED}/")
+        return is_traced(self.file)
+
+
+def is_traced(file: str) -> bool:
+    """Tell whether the families of a table were derived by tracing."""
+    return file.startswith(f"{TRACED}/")
 
 
 class Families(Mapping[str, Family]):
@@ -92,7 +101,7 @@ class Families(Mapping[str, Family]):
         if name and name not in self.entries and self.everything is not self:
             return self.everything[name]
         if name not in self._read and name in self.entries:
-            self._read = {**_in_file(self.entries[name].file), **self._read}
+            self._read[name] = _shipped_family(name, self.entries[name].file)
         return self._read[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -161,8 +170,8 @@ def entry_of(family: Family, file: str = "") -> Entry:
     return msgspec.structs.replace(entry, dialects={d.label: skeletons.get(d.label, ()) for d in family.dialects})
 
 
-def index() -> dict[str, Entry]:
-    """Parse and check every built-in table, and return the index of them all."""
+def read_all() -> dict[str, tuple[Family, str]]:
+    """Parse and check every built-in table; return the families by name, in order, each with the file of its table."""
     from importlib.resources import files
 
     top = files(__name__)
@@ -186,10 +195,15 @@ def index() -> dict[str, Entry]:
         return read[file].written.get(name)
 
     return {
-        family.name: entry_of(family, file)
+        family.name: (family, file)
         for file, text in texts.items()
         for family in tables.read(text, file=file, bases=base)
     }
+
+
+def index() -> dict[str, Entry]:
+    """Return the index of every family that ships, from the tables."""
+    return {name: entry_of(family, file) for name, (family, file) in read_all().items()}
 
 
 @cache
@@ -199,9 +213,12 @@ def builtin() -> Families:
 
 
 @cache
-def _in_file(file: str) -> Mapping[str, Family]:
-    """Return the families of a table that ships; it is not checked again, as writing the index has done that."""
-    return tables.index(tables.read(_shipped(file).decode("utf-8"), file=file, checked=True, bases=base))
+def _shipped_family(name: str, file: str) -> Family:
+    """Return a family that ships; it is not checked again, as writing the index has done that."""
+    if not is_traced(file):
+        return spelling.decode(_shipped(f"{SPELLED}/{name}.json"))
+    (family,) = tables.read(_shipped(file).decode("utf-8"), file=file, checked=True, bases=base)
+    return family
 
 
 @cache

@@ -365,9 +365,9 @@ def test_what_is_wrong_with_a_mount_is_shown_at_it(text: str, expected: str) -> 
 @pytest.mark.parametrize("name", sorted(builtin().entries))
 def test_the_printed_table_is_the_whole_one(name: str) -> None:
     """Read by itself, without anything to take over from, it gives the same family."""
-    family = builtin()[name]
-    assert family.written is not None
-    text = family.written.spelled()
+    family, whole = builtin()[name], families.base(name)
+    assert whole is not None
+    text = whole.spelled()
     again = only(text)
     assert " like " not in text
     assert again.axes == family.axes
@@ -386,7 +386,7 @@ def test_every_block_is_taken_over_by_a_family() -> None:
     """A block that no family takes over is checked by nobody."""
     text = (Path(families.__file__).parent / families.BLOCKS).read_text("utf-8")
     blocks = written.read(text, families.BLOCKS, (), written.nothing).written
-    users = [*blocks.values(), *(family.written for family in builtin().values() if family.written is not None)]
+    users = [*blocks.values(), *(each for each in map(families.base, builtin()) if each is not None)]
     taken = {name for user in users for name in user.like}
     assert blocks.keys() <= taken
     assert all(block.block for block in blocks.values())

@@ -559,7 +559,7 @@ def test_what_is_refused(saved: Saved, tmp_path: Path, hostile: Hostile) -> None
     )
     assert not (folder / MARKER).exists()
     assert {one for one in set(sys.modules) - modules if not one.startswith("transaxle")} == set()
-    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors
+    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors  # others, of before, may be closed meanwhile
 
 
 def test_there_are_enough_of_them() -> None:
