@@ -6,8 +6,6 @@ are converted into each other with the shipped table; both must be the peer's by
 
 from __future__ import annotations
 
-import json
-import warnings
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,10 +13,10 @@ from typing import Any
 
 import pytest
 
-import transaxle as tx
+from tests.oracles.peer_bytes import both_ways
 from transaxle import families
 from transaxle.derivation.sources import from_transformers
-from transaxle.derivation.tracing.transformers_models import Peer, loaded, saved, variants
+from transaxle.derivation.tracing.transformers_models import Peer, variants
 from transaxle.families import builtin
 
 SAMPLE = ("glm4_moe", "gpt_neox", "qwen2_vl", "jamba")
@@ -41,49 +39,10 @@ def _models(model_type: str) -> Iterator[tuple[Any, int]]:
     yield models[-1]
 
 
-def _randomise(model: Any) -> None:
-    torch = _peer().torch
-    generator = torch.Generator().manual_seed(17)
-    model.tie_weights()
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.is_floating_point():
-                tensor.copy_(torch.randn(tensor.shape, generator=generator))
-            else:
-                tensor.zero_()
-
-
-def _write(folder: Path, tensors: dict[str, Any], config: str) -> None:
-    from safetensors.torch import save_file
-
-    folder.mkdir()
-    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(config, "utf-8")
-
-
-def _same(made: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    torch = _peer().torch
-    problems = sorted(made.keys() ^ wanted.keys())
-    return problems + [n for n in made.keys() & wanted.keys() if not torch.equal(made[n], wanted[n])]
-
-
 def check(model_type: str, tmp_path: Path) -> None:
     """Convert the peer's bytes both ways with the shipped table, and compare with what the peer has."""
-    for model, _ in _models(model_type):
-        _randomise(model)
-        memory = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-        with saved(model) as folder, warnings.catch_warnings():
-            hub, config = loaded(folder), (folder / "config.json").read_text("utf-8")
-            warnings.simplefilter("ignore")  # what transformers says of sizes that are slow
-            again = type(model).from_pretrained(folder).float().state_dict()
-        assert json.loads(config)["model_type"] == model_type
-        assert _same(again, memory) == [], "transformers does not load what it saved"
-        _write(tmp_path / "hub", hub, config)
-        _write(tmp_path / "memory", memory, config)
-        tx.convert(tmp_path / "hub", tmp_path / "to", to="safetensors:transformers", sync=False)
-        assert _same(loaded(tmp_path / "to"), memory) == []
-        tx.convert(tmp_path / "memory", tmp_path / "back", to="safetensors:hf", sync=False)
-        assert _same(loaded(tmp_path / "back"), hub) == []
+    for model, number in _models(model_type):
+        both_ways(model, tmp_path / str(number), model_type)
 
 
 def _statements(text: str) -> list[str]:

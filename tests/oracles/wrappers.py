@@ -51,8 +51,8 @@ def shrunk(config: Any) -> Any:
     return config
 
 
-def build(model_type: str) -> Any:
-    """A tiny model of a type, its weights drawn; None where it does not build from a tiny config."""
+def build(model_type: str, **changes: Any) -> Any:
+    """A tiny model of a type, its weights drawn; None where it does not build from a tiny config with these changes."""
     import transformers
     from transformers import AutoConfig
 
@@ -60,6 +60,8 @@ def build(model_type: str) -> Any:
         for factory in AUTO:
             try:
                 config = shrunk(AutoConfig.for_model(model_type))
+                if changes:
+                    config = AutoConfig.for_model(**{**config.to_dict(), **changes})
                 make = getattr(transformers, factory)
                 with torch.device("meta"):
                     count = sum(p.numel() for p in make.from_config(config).parameters())

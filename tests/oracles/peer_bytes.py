@@ -1,0 +1,84 @@
+"""transformers' own bytes: what `save_pretrained` writes of a model and what the model holds, converted both ways."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import transaxle as tx
+
+Tensors = dict[str, torch.Tensor]
+
+
+def randomise(model: Any) -> None:
+    """Give every weight a value of its own."""
+    generator = torch.Generator().manual_seed(17)
+    model.tie_weights()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator))
+            else:
+                tensor.zero_()
+
+
+def memory(model: Any) -> Tensors:
+    """What the model holds, buffers that are never stored left out."""
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def loaded(folder: Path) -> Tensors:
+    """The tensors of a folder."""
+    tensors: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors.update(load_file(path))
+    return tensors
+
+
+def write(folder: Path, tensors: Tensors, config: str) -> None:
+    """Write one file, and the config beside it."""
+    folder.mkdir()
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(config, "utf-8")
+
+
+def differing(made: Tensors, wanted: Tensors) -> list[str]:
+    """Names that only one side has, or whose values differ."""
+    problems = sorted(made.keys() ^ wanted.keys())
+    return problems + [n for n in made.keys() & wanted.keys() if not torch.equal(made[n], wanted[n])]
+
+
+def both_ways(model: Any, folder: Path, model_type: str | None = None, config: dict[str, Any] | None = None) -> None:
+    """Assert that a model's two sides are converted into each other, bit for bit.
+
+    Args:
+        model: built by transformers; its weights are drawn anew.
+        folder: where files go; it must not exist.
+        model_type: what its config must say.
+        config: config.json in place of the one that transformers writes.
+
+    Raises:
+        TransaxleError: it is refused.
+    """
+    randomise(model)
+    inside = memory(model)
+    folder.mkdir(parents=True)
+    model.save_pretrained(folder / "saved")
+    hub, text = loaded(folder / "saved"), (folder / "saved/config.json").read_text("utf-8")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what transformers says of sizes that are slow
+        again = memory(type(model).from_pretrained(folder / "saved").float())
+    assert model_type is None or json.loads(text)["model_type"] == model_type
+    assert differing(again, inside) == [], "transformers does not load what it saved"
+    text = text if config is None else json.dumps(config)
+    write(folder / "hub", hub, text)
+    write(folder / "memory", inside, text)
+    tx.convert(folder / "hub", folder / "to", to="safetensors:transformers", sync=False)
+    assert differing(loaded(folder / "to"), inside) == []
+    tx.convert(folder / "memory", folder / "back", to="safetensors:hf", sync=False)
+    assert differing(loaded(folder / "back"), hub) == []
