@@ -140,11 +140,11 @@ def test_overwrite_spares_what_is_no_checkpoint(ck: Path, transaxle: Transaxle) 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--to", "torchtitn"], "did you mean torchtitan?"),
+        (["--to", "torchtitn"], "Did you mean torchtitan?"),
         (["--to", "hf", "--axis", "q=3"], "no family has an axis 'q'"),
         (["--to", "hf", "--axis", "g"], "is not AXIS=SIZE"),
         (["--to", "hf", "--axis", "g=2", "--axis", "g=3"], "given twice"),
-        (["--to", "hf", "--family", "qwen3-moe"], "did you mean qwen3_moe?"),
+        (["--to", "hf", "--family", "qwen3-moe"], "Did you mean qwen3_moe?"),
         (["--to", "hf", "--shard-size", "many"], "is not a size"),
         (["--to", "hf", "--memory", "0"], "is not a size"),
         (["--to", "hf", "--jobs", "0"], "--jobs"),

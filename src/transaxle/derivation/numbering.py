@@ -33,7 +33,7 @@ def number_elements(src: str, dst: str) -> int:
     """
     target = Path(dst)
     if target.exists():
-        raise refuse("EXISTS", f"{dst} exists", hint="name a folder that does not exist")
+        raise refuse("EXISTS", f"{dst} exists", hint="Name a folder that does not exist.")
     with open_checkpoint(src) as checkpoint:
         shapes = {name: checkpoint[name].shape for name in checkpoint}
         carried = [member for member in checkpoint.container.carried if member.endswith(".json")]

@@ -196,5 +196,5 @@ class _refusing:  # noqa: N801 - reads as a clause: with _refusing(what)
 
 
 def _no_table(what: str, why: str) -> TransaxleError:
-    hint = "write the table by hand (docs/how-to/add-a-family.md), or keep all names with --to FORMAT:identity"
+    hint = "Write the table by hand (docs/how-to/add-a-family.md), or keep all names with --to FORMAT:identity."
     return refuse("UNSUPPORTED", f"no table can be derived for {what}: {why}", hint=hint)

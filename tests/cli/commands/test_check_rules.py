@@ -149,7 +149,7 @@ def test_a_family_that_ships_is_replaced_aloud(here: Path, transaxle: Transaxle)
 
 def test_hints_for_a_forgotten_colon_and_for_like_on_its_own_line(here: Path, transaxle: Transaxle) -> None:
     Path("toy.rules").write_text(SOUND.replace("embed : v d", "embed v d"))
-    assert "is a ':' missing after 'embed'?" in transaxle("check-rules", "toy.rules").err
+    assert "Is a ':' missing after 'embed'?" in transaxle("check-rules", "toy.rules").err
     Path("toy.rules").write_text(SOUND.replace("embed : v d", "wraper toy_vl"))
     outcome = transaxle("check-rules", "toy.rules")
     assert "missing after" not in outcome.err

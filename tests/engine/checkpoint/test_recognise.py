@@ -93,7 +93,7 @@ def test_what_the_user_says_is_believed() -> None:
     assert found(PLAIN, family="qwen3") == ("qwen3", "hf", "")
     assert found(PLAIN, {"model_type": "unheard_of"}, family="llama")[0] == "llama"
     assert found(PLAIN, dialect="automodel") == ("llama", "automodel", "")
-    with refused("UNKNOWN_FAMILY", "did you mean llama"):
+    with refused("UNKNOWN_FAMILY", "Did you mean llama"):
         found(PLAIN, family="lama")
 
 
@@ -119,7 +119,7 @@ def test_a_dialect_that_reads_nothing() -> None:
 
 
 def test_close_names_are_pointed_out() -> None:
-    with refused("UNKNOWN_FAMILY", "closest: "):
+    with refused("UNKNOWN_FAMILY", "Closest: "):
         found(tuple(name.replace("model.layers", "model.layer") for name in NAMES if "layers" in name))
 
 

@@ -78,7 +78,7 @@ def divide(
         raise refuse(
             "AMBIGUOUS",
             f"{expression.text}\nshards of {shard_shapes} give {list(shape)} in several ways: split along {ways}",
-            hint="in the rules file, restrict a cut to the tensors it is meant for:  cut tp = AXIS of TENSOR",
+            hint="In the rules file, restrict a cut to the tensors it is meant for:  cut tp = AXIS of TENSOR.",
         )
     for _, division in divisions.values():
         return division
@@ -88,7 +88,7 @@ def divide(
         f"here: {allowed}"
     )
     raise refuse(
-        "SHAPE_MISMATCH", message, hint="a `cut` statement in a rules file says which axes are split:  --rules FILE"
+        "SHAPE_MISMATCH", message, hint="A `cut` statement in a rules file says which axes are split:  --rules FILE."
     )
 
 

@@ -81,7 +81,7 @@ def unknown_axis(axis: str, rule: str, shape: Shape | None = None) -> TransaxleE
     return refuse(
         "UNKNOWN_AXIS",
         f"{rule}\nthe size of axis {axis} is needed{shape_note}",
-        hint=f"give it with --axis {axis}=N, or the model's config.json with --config FILE",
+        hint=f"Give it with --axis {axis}=N, or the model's config.json with --config FILE.",
     )
 
 

@@ -180,5 +180,5 @@ def _misaligned(
         "BLOCK_MISALIGNED",
         "\n".join([target.rule, head, *lines[:_LISTED], *more]),
         tensor=target.name,
-        hint="choose a dialect that keeps these tiles whole, or decode the tensor:  --decode bf16",
+        hint="Choose a dialect that keeps these tiles whole, or decode the tensor:  --decode bf16.",
     )

@@ -85,7 +85,7 @@ class Hole:
             raise refuse(
                 "UNKNOWN_AXIS",
                 f"the size of axis {axis} is needed to number {{{self.axis}{self.shift}}}",
-                hint=f"give it with --axis {axis}=N, or the model's config.json with --config FILE",
+                hint=f"Give it with --axis {axis}=N, or the model's config.json with --config FILE.",
             )
         return sign * sizes[axis]
 

@@ -56,7 +56,7 @@ def overlapping(lines: Iterable[Line], family: Family) -> Iterator[tuple[Line, L
         pairs += len(with_holes) + len(fixed)
         if pairs > _PAIRS:
             message = f"{line.text}\nthe names of more than {_PAIRS:,} pairs of lines differ in digits only"
-            raise refuse("CORRUPT", message, hint="write the numbers as holes, as in layers.{l}")
+            raise refuse("CORRUPT", message, hint="Write the numbers as holes, as in layers.{l}.")
         for earlier, earlier_runs in (*with_holes, *fixed):
             if line.when is None and earlier.when is None and line.name == earlier.name:
                 continue  # the reader of tables says so where the second one stands

@@ -142,7 +142,7 @@ class _TableParser:
     def keep(self, error: TransaxleError) -> None:
         hint = ""
         if self.family is not None and self.current.owner not in ("", self.family.name):
-            hint = f"family {self.family.name} takes this over from {self.current.owner}: say it anew, or leave it out"
+            hint = f"Family {self.family.name} takes this over from {self.current.owner}: say it anew, or leave it out."
         self.problems.extend(
             replace(refusal, where=self.current.where, hint=hint or refusal.hint) for refusal in error.refusals
         )
@@ -290,7 +290,7 @@ class _TableParser:
             wanted = f"{', '.join(map(repr, self.statements))} or 'TENSOR : AXES'"
             head, *words = statement.split()
             colon_forgotten = any(word in self.family.axes for word in words) and not {":", "="} & set(statement)
-            raise self.expected(wanted, hint=f"is a ':' missing after {head!r}?" if colon_forgotten else HINT)
+            raise self.expected(wanted, hint=f"Is a ':' missing after {head!r}?" if colon_forgotten else HINT)
         name, axes = match[1], tuple(match[2].split())
         self.unreserved(name)
         if name in self.family.tensors:

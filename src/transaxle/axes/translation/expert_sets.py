@@ -235,7 +235,7 @@ def _packing(experts: ExpertSet, single: Shape) -> Packing:
     more = len(single) - len(shape)
     if experts.rest and (not single or single[0] != count or more != 1):
         message = f"{list(single)} is not one scale for each of {count} experts"
-        raise refuse("UNSUPPORTED", message, tensor=experts.whole, hint="quantize each expert's weight by itself")
+        raise refuse("UNSUPPORTED", message, tensor=experts.whole, hint="Quantize each expert's weight by itself.")
     if more == 1:
         if single[0] != count:
             raise _count(experts, str(single[0]))

@@ -378,7 +378,7 @@ class _Translator:
                     yield name
                 elif homeless and clean:
                     message = f"{line.text}\n{', '.join(homeless)} does not fit into dialect {self.target.label}"
-                    hint = "add a line for it with --rules, or choose another dialect"
+                    hint = "Add a line for it with --rules, or choose another dialect."
                     self.refuse([Refusal("UNSUPPORTED", message, Where(None, name), hint)])
 
     def _aliases(self) -> dict[str, str]:

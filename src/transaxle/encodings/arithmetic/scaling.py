@@ -63,7 +63,7 @@ def scales(encoding: Encoding, amax: Reals, *, widest: float, tensor: float | No
     raise refuse(
         "UNSUPPORTED",
         f"{encoding.name}: codes {encoding.code} with scales {encoding.scale}{more} can be read, but not written",
-        hint="encode to float8, float8_block, mxfp8, mxfp4 or nvfp4",
+        hint="Encode to float8, float8_block, mxfp8, mxfp4 or nvfp4.",
     )
 
 

@@ -110,7 +110,7 @@ class Convention:
         if encoding.name not in self.holds:
             readable = ", ".join(sorted(self.holds))
             message = f"the convention `{self.name}` can only hold {readable}; found {encoding.name}"
-            raise refuse("UNSUPPORTED", message, hint="decode the tensors, or write them in their own convention")
+            raise refuse("UNSUPPORTED", message, hint="Decode the tensors, or write them in their own convention.")
         return self.four if encoding.code_bits < 8 else self.eight
 
     def buffers(self, table_name: str, encoding: Encoding) -> dict[Role, str]:
@@ -195,7 +195,7 @@ class Convention:
         unit = self.block or _PAIR
         if not shape or shape[-1] % unit:
             message = f"{encoding.name} needs rows of a multiple of {unit}; found {list(shape)}"
-            raise refuse("SHAPE_MISMATCH", message, hint="decode this tensor, or skip it")
+            raise refuse("SHAPE_MISMATCH", message, hint="Decode this tensor, or skip it.")
         packed_dims = (shape[-1] // self.block, self.block // _PAIR) if self.block else (shape[-1] // _PAIR,)
         return _BYTES, (*shape[:-1], *packed_dims)
 

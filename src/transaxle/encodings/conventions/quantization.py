@@ -111,7 +111,7 @@ def read(
     if method not in METHODS:
         method_text = repr(method) if METHOD in section else "missing"
         message = f"{location}.{METHOD} is {method_text}; known: {', '.join(METHODS)}"
-        raise refuse("UNSUPPORTED", message, file=file, hint="to move the files as they are, give no dialect")
+        raise refuse("UNSUPPORTED", message, file=file, hint="To move the files as they are, give no dialect.")
     try:
         return Quantization(
             method, METHODS[method](section, location), tuple(path for path, _ in sections), section, file

@@ -160,7 +160,7 @@ class _SectionWriter:
                 message = (
                     f"other tensors of the module {module_of(name)} stay encoded; a config can list only whole modules"
                 )
-                raise refuse("UNSUPPORTED", message, tensor=name, hint="decode all of them, or none")
+                raise refuse("UNSUPPORTED", message, tensor=name, hint="Decode all of them, or none.")
         names = {tensor.convention for tensor in encoded.values()}
         self.source = source if source is not None and names <= set(source.conventions) else None
         if self.source is None and len(names) > 1:
@@ -171,7 +171,7 @@ class _SectionWriter:
                 "UNSUPPORTED",
                 message,
                 file=CONFIG,
-                hint="encode to the encoding that the checkpoint already has, or decode that one",
+                hint="Encode to the encoding that the checkpoint already has, or decode that one.",
             )
         self.method = _METHODS.get(min(names)) if self.source is None else self.source.method
         self.old: Section = {METHOD: self.method} if self.source is None else deepcopy(dict(self.source.section))
@@ -196,7 +196,7 @@ class _SectionWriter:
         kinds = " and ".join(sorted({str(_in_words(kind)) for kind in self._kinds()}))
         message = f"a {SECTION} of the method {self.method} cannot describe tensors stored as {kinds}"
         raise refuse(
-            "UNSUPPORTED", message, file=CONFIG, hint="decode some of them, or encode all of them in the same way"
+            "UNSUPPORTED", message, file=CONFIG, hint="Decode some of them, or encode all of them in the same way."
         )
 
     def _agrees(self, section: Section) -> bool:

@@ -165,7 +165,7 @@ def _described(name: str, text: object) -> Described | None:
 
 
 def _unread(name: str, parts: tuple[str, ...], code: Code, message: str) -> Described:
-    hint = "save it dequantized with torchao, or move the file as it is" if code == "UNSUPPORTED" else ""
+    hint = "Save it dequantized with torchao, or move the file as it is." if code == "UNSUPPORTED" else ""
     return Described(None, parts, (Refusal(code, message, Where(None, name), hint),))
 
 

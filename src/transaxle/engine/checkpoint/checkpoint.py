@@ -261,7 +261,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         from transaxle.engine.views.decoded import DTYPES, decoded
 
         if to not in DTYPES:
-            raise refuse("AMBIGUOUS", f"cannot decode to {to!r}", hint=f"choose one of: {', '.join(DTYPES)}")
+            raise refuse("AMBIGUOUS", f"cannot decode to {to!r}", hint=f"Choose one of: {', '.join(DTYPES)}.")
         catalog = self.stored.catalog
         if catalog.refusals:
             raise gathered(catalog.refusals)

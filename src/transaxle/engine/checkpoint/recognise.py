@@ -48,7 +48,7 @@ def pick_family(label: str, families: Mapping[str, Family]) -> Family:
     if label in families:
         return families[label]
     close = difflib.get_close_matches(label, families, 1)
-    hint = f"did you mean {close[0]}?" if close else "add one with --rules FILE"
+    hint = f"Did you mean {close[0]}?" if close else "add one with --rules FILE"
     raise refuse("UNKNOWN_FAMILY", f"no family {label!r}; known: {', '.join(families)}", hint=hint)
 
 
@@ -70,7 +70,7 @@ def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dia
         raise refuse(
             "AMBIGUOUS",
             f"family {family.name} has no dialect {label!r}; it has: {', '.join(family.labels)}, {IDENTITY}{besides}",
-            hint=f"did you mean {close[0]}?" if close else "add one with --rules FILE",
+            hint=f"Did you mean {close[0]}?" if close else "add one with --rules FILE",
         )
     return match
 
@@ -161,7 +161,8 @@ def recognise(
     best = _most_complete([r for r in readings if r.matched == most], grouped)
     distinct = {(r.family.name, _reading(r, grouped)): r for r in reversed(best)}
     if len(distinct) > 1 and types and family is None and not candidates:
-        raise _unknown_type(types, _ways(types))
+        ways = _ways(types)
+        raise _unknown_type(types, f"{ways[0].upper()}{ways[1:]}")
     if len(distinct) > 1:
         listed = ", ".join(f"{r.family.name}:{r.dialect.label}" for r in best)
         names_only = "" if types else " (there is no config.json to decide)"
@@ -169,11 +170,11 @@ def recognise(
             "AMBIGUOUS",
             f"several tables fit equally well: {listed} each read {most} of {len(names)} names in different "
             f"ways{names_only}",
-            hint="choose with --config FILE, or with --family NAME and --from DIALECT (config=, family=, dialect=)",
+            hint="Choose with --config FILE, or with --family NAME and --from DIALECT (config=, family=, dialect=).",
         )
     chosen = best[0]
     if family is None and types and not any(t in chosen.family.model_types for t in types):
-        look = f"its names look like {chosen.family.name}: if that is right, give --family {chosen.family.name}"
+        look = f"Its names look like {chosen.family.name}: if that is right, give --family {chosen.family.name}"
         raise _unknown_type(types, f"{look}; or {_ways(types)}")
     return chosen
 
@@ -202,7 +203,8 @@ def _nothing(
     wanted = f"dialect {dialect!r} knows none" if dialect else "no table knows any"
     first_names = ", ".join(names[:3]) or "(no tensors)"
     model = f" (config.json has model_type {types[0]!r})" if types else ""
-    hint = f"closest: {close[0]}; if it is not that, {_ways(types)}" if close else _ways(types)
+    ways = _ways(types)
+    hint = f"Closest: {close[0]}; if it is not that, {ways}" if close else f"{ways[0].upper()}{ways[1:]}"
     return refuse("UNKNOWN_FAMILY", f"{wanted} of the tensor names: {first_names}{model}", hint=hint)
 
 
@@ -214,9 +216,9 @@ def _ways(types: Sequence[str]) -> str:
     """Return what can be done with a model that no table knows: its model type may be one that transformers knows."""
     own = 'convert it under its own names, into any format, with --to FORMAT:identity (to="FORMAT:identity")'
     if not types:
-        return f"{own}, or add a table with --rules FILE"
+        return f"{own}, or add a table with --rules FILE."
     name = types[0]
-    return f"{own}, or derive its table:  transaxle derive {name} -o {name}.rules,  and give --rules {name}.rules"
+    return f"{own}, or derive its table:  transaxle derive {name} -o {name}.rules,  and give --rules {name}.rules."
 
 
 class StoredNames:

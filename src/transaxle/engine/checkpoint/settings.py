@@ -126,7 +126,7 @@ def settings(
         known = {axis for entry in families.everything.entries.values() for axis in entry.axes}
     for axis in given:
         if axis not in known:
-            raise refuse("UNKNOWN_AXIS", f"no family has an axis {axis!r}", hint=f"axes: {', '.join(sorted(known))}")
+            raise refuse("UNKNOWN_AXIS", f"no family has an axis {axis!r}", hint=f"Axes: {', '.join(sorted(known))}.")
     return Settings(
         read_optional_text("format", format, "safetensors"),
         read_optional_text("family", family, "qwen3_moe"),

@@ -96,7 +96,7 @@ class StoredTensor:
         rows = prod(shape[:-1])
         if not shape or (rows and len(flat) % rows):
             message = f"rows of {list(shape)} elements of {self.dtype} do not fill whole bytes"
-            raise refuse("UNSUPPORTED", message, tensor=self.name, hint="use tobytes() for the raw bytes")
+            raise refuse("UNSUPPORTED", message, tensor=self.name, hint="Use tobytes() for the raw bytes.")
         return flat.reshape(*shape[:-1], len(flat) // rows if rows else packed_width(self.dtype, shape[-1]))
 
     def tobytes(self) -> bytes:

@@ -47,7 +47,7 @@ def steps(target: Target, *, allowed: bool) -> Steps | None:
         )
     if not allowed:
         message = f"{target.rule}\nthe values are computed and rounded: {rules(target)}"
-        raise refuse("LOSSY", message, tensor=target.name, hint="allow it with --allow-lossy")
+        raise refuse("LOSSY", message, tensor=target.name, hint="Allow it with --allow-lossy.")
     return changes[0]
 
 

@@ -96,7 +96,7 @@ def _in_bytes(entry: Entry, bits: int, move: Move) -> Move:
             "UNSUPPORTED",
             f"{entry.dtype} elements have {bits} bits, and this layout would split a byte between two tensors",
             tensor=entry.name,
-            hint="choose a layout that keeps the rows whole, or decode the tensor:  --decode bf16",
+            hint="Choose a layout that keeps the rows whole, or decode the tensor:  --decode bf16.",
         )
     scaled = [(n, s * bits // 8, t * bits // 8) for n, s, t in outer]
     run = (count * bits // 8, 1, 1)

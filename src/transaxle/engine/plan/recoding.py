@@ -57,7 +57,7 @@ def displaced(checkpoint: Checkpoint, names: Collection[str]) -> Iterator[Refusa
         if line.by_form and slot == WEIGHT:
             for name in changing.intersection(names_of_line.values()):
                 message = f"{line.text}\nthe order of the dims depends on the encoding, which this conversion changes"
-                hint = f"name the dialect, so that the dims are reordered:  --to FORMAT:{checkpoint.dialect}"
+                hint = f"Name the dialect, so that the dims are reordered:  --to FORMAT:{checkpoint.dialect}."
                 yield Refusal("UNSUPPORTED", message, Where(None, name), hint)
 
 

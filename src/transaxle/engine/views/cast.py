@@ -154,7 +154,7 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
         UsageError: AMBIGUOUS for an unknown type, where no tensor is plain, and for a pattern that none of them has.
     """
     if to not in CASTS:
-        raise refuse("AMBIGUOUS", f"cannot cast to {to!r}", hint=f"choose one of: {', '.join(CASTS)}")
+        raise refuse("AMBIGUOUS", f"cannot cast to {to!r}", hint=f"Choose one of: {', '.join(CASTS)}.")
     container, dtype = catalog.container, CASTS[to]
     beside = set(training_only(catalog.entries, catalog.entries))
     plain = [
@@ -201,7 +201,7 @@ def refuse_infinite(errors: Mapping[str, tuple[Error, int]], dtype: str) -> None
     Raises:
         Refused: LOSSY, with every tensor that has such values.
     """
-    hint = "bf16 has the range of fp32; leave these tensors out with --skip NAME, or allow it with --allow-lossy"
+    hint = "Leave them out with --skip NAME, allow it with --allow-lossy, or use bf16, which has the range of fp32."
     problems = [
         Refusal("LOSSY", f"{count:,} finite values would become infinite in {dtype}", Where(None, name), hint)
         for name, (_, count) in errors.items()

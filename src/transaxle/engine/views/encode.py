@@ -48,7 +48,7 @@ class Encode:
     def __post_init__(self) -> None:
         if self.encoding not in METHODS:
             raise refuse(
-                "AMBIGUOUS", f"cannot encode to {self.encoding!r}", hint=f"choose one of: {', '.join(METHODS)}"
+                "AMBIGUOUS", f"cannot encode to {self.encoding!r}", hint=f"Choose one of: {', '.join(METHODS)}."
             )
 
 
@@ -178,7 +178,7 @@ def choose(view: View, wanted: Encode, components: Mapping[str, Sequence[str]]) 
     """
     buffers = {stored for one in view.encoded.values() for stored in one.parts.values()}
     plain = {name: target for name, target in view.targets.items() if name not in buffers and _is_weight(target)}
-    hint = "choose the tensors with --only PATTERN"
+    hint = "Choose the tensors with --only PATTERN."
     if not wanted.only and not components:
         raise refuse("AMBIGUOUS", "no table says which tensors are weights of linear layers", hint=hint)
     linear = [name for name, target in plain.items() if _is_linear(target, components.get(name, ()))]
