@@ -9,6 +9,7 @@ import pytest
 
 from transaxle.axes.notation.family import Family
 from transaxle.axes.notation.formula import Formula
+from transaxle.axes.notation.name import Name
 from transaxle.axes.notation.tables import read
 from transaxle.families import base, builtin, is_traced, read_all, spelling
 
@@ -51,7 +52,8 @@ def _dump(value: Any) -> Any:
     if isinstance(value, Formula):
         return value.text
     if is_dataclass(value):
-        kept = [each.name for each in fields(value) if each.name not in ("written", "start")]
+        left_out = {Family: "text", Name: "start"}.get(type(value))
+        kept = [each.name for each in fields(value) if each.name != left_out]
         return type(value).__name__, {name: _dump(getattr(value, name)) for name in kept}
     if isinstance(value, dict):
         return [(key, _dump(each)) for key, each in value.items()]

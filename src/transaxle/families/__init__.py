@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache, cached_property
+from dataclasses import replace
+from functools import cache, cached_property, partial
 from pkgutil import get_data
 from types import ModuleType
 
@@ -216,7 +217,7 @@ def builtin() -> Families:
 def _shipped_family(name: str, file: str) -> Family:
     """Return a family that ships; it is not checked again, as writing the index has done that."""
     if not is_traced(file):
-        return spelling.decode(_shipped(f"{SPELLED}/{name}.json"))
+        return replace(spelling.decode(_shipped(f"{SPELLED}/{name}.json")), text=partial(base, name))
     (family,) = tables.read(_shipped(file).decode("utf-8"), file=file, checked=True, bases=base)
     return family
 

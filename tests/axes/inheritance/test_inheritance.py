@@ -224,7 +224,7 @@ def test_a_statement_that_does_not_fit_the_heir_is_shown_where_it_is_taken_from(
     refusal = caught.value.refusals[0]
     assert "axes f=inner" not in refusal.message
     assert refusal.where.file == "my.rules, line 15"
-    assert refusal.hint == "family heir takes this over from base: say it anew, or leave it out"
+    assert refusal.hint == "Family heir takes this over from base: say it anew, or leave it out."
 
 
 def test_a_name_with_alternatives_is_read_in_all_and_written_in_the_first() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap, defaultdict
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
@@ -161,8 +161,13 @@ class Family:
     """
     precise: frozenset[str] = frozenset()
     """Logical tensors that keep their dtype where all others are cast."""
-    written: Written | None = field(default=None, repr=False)
-    """The table as text, spelled out."""
+    text: Callable[[], Written | None] | None = field(default=None, repr=False)
+    """Finds the table as text; None for a family that was made in memory."""
+
+    @property
+    def written(self) -> Written | None:
+        """The table as text, with all that it takes over; None for a family that was made in memory."""
+        return None if self.text is None else self.text()
 
     def dialect(self, label: str) -> Dialect | None:
         """Return the dialect of that name (its newest version) or `name@version`; None where there is none."""

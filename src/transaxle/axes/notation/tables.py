@@ -33,6 +33,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from transaxle.axes.inheritance import written
 from transaxle.axes.inheritance.section import Section, Sections
@@ -106,7 +107,7 @@ class _TableParser:
                 self.read_dialects(owner, tuple(owner.sections))
         for name, added in file.added.items():
             self.lines = {}
-            self.touch(replace(self.known[name], written=added))
+            self.touch(replace(self.known[name], text=partial(_itself, added)))
             self.read_dialects(added, file.new[name])
         if self.problems:
             raise gathered(self.sorted_problems())
@@ -192,7 +193,7 @@ class _TableParser:
         self.dialect = None
         self.sizes, self.tensors, self.named, self.used, self.lines = {}, {}, {}, set(), {}
         name = owner.name
-        self.touch(Family(name, (name,), self.sizes, self.tensors, named=self.named, written=owner))
+        self.touch(Family(name, (name,), self.sizes, self.tensors, named=self.named, text=partial(_itself, owner)))
         for statement in owner.statements:
             self.run(statement)
 
@@ -416,6 +417,10 @@ class _TableParser:
             forms = "'norm - 1', '2 * norm + 1' or '-exp(A_log)'"
             raise self.expected(f"arithmetic such as {forms} after '{LOSSY.strip()}'")
         return Arithmetic(text.strip(), steps)
+
+
+def _itself(written: Written) -> Written:
+    return written
 
 
 def read(

@@ -25,7 +25,7 @@ from transaxle.engine.checkpoint.manifest import load, stale
 from transaxle.engine.checkpoint.recognise import pick_family
 from transaxle.engine.checkpoint.settings import settings
 from transaxle.errors import Refusal, TransaxleError
-from transaxle.families import base, builtin
+from transaxle.families import builtin
 from transaxle.formats.registry import every_format, writable
 from transaxle.formats.torch_file.quantized_tensors import NOTE
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
@@ -83,9 +83,8 @@ def command(screen: Screen, path: str | None, source_options: dict[str, Any]) ->
 def _print_table(screen: Screen, name: str, rules: str | None) -> int:
     """Print the table of a family as it is read: nothing in it is taken over from another."""
     family = pick_family(name, settings(rules=rules).families)
-    written = family.written or base(name)
-    assert written is not None  # a family of a user's table has its text, one that ships is found
-    text = written.spelled()
+    assert family.written is not None  # only families made in memory have no text
+    text = family.written.spelled()
     if screen.as_json:
         screen.document({"family": family.name, "dialects": list(family.labels), "table": text})
     else:
