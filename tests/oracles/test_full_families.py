@@ -36,6 +36,9 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
     ("layer_types", ["full_attention", "full_attention"]), ("layer_types", ["sliding_attention", "full_attention"]),
     ("mlp_layer_types", ["dense", "sparse"]), ("mlp_layer_types", ["sparse", "sparse"]), ("moe_layer_freq", 2),
     ("shared_intermediate_size", 0), ("moe_layer_start_index", 1), ("moe_layer_interval", 2),
+    ("shared_intermediate_size", 16), ("num_dense_layers", 0), ("moe_layers", [1]), ("moe_layer_end_index", 0),
+    ("indexer_types", ["full", "shared"]), ("num_attention_heads_per_layer", [4, 8]), ("gating", "per-element"),
+    ("moe_layer_start_index", 0), ("prefix_dense_intermediate_size", 24), ("kv_channels", 16), ("block_size", 8),
     ("tie_word_embeddings", True), ("tie_word_embeddings", False),
 )  # fmt: skip
 """Keys, with values that change what is stored in some family; every flag is changed as well."""
@@ -116,7 +119,8 @@ def _peer_cut(style: str, tensor: torch.Tensor, is_bias: bool) -> torch.Tensor |
 
 def _plan(model: Any) -> dict[str, str]:
     """The styles of all modules, by patterns of full names."""
-    prefix = f"{model.base_model_prefix}." if model.base_model_prefix else ""
+    base = model.base_model_prefix
+    prefix = f"{base}." if hasattr(model, base) else "model." if base else ""
     inner = getattr(model.config, "base_model_tp_plan", None) or {}
     outer = getattr(type(model), "_tp_plan", None) or {}
     return {**{f"{prefix}{key}": style for key, style in inner.items()}, **outer}

@@ -21,6 +21,12 @@ _SIZES = {
     "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
     "v_head_dim": 8, "image_size": 28, "patch_size": 14, "first_k_dense_replace": 1, "decoder_hidden_size": 32,
 }  # fmt: skip
+_FILLED = {
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "hunyuan_v1_moe": {"head_dim": 8},
+}
+"""Model types whose default config lacks what a model needs, with values for it."""
+_LISTS = frozenset({"layer_types", "mlp_layer_types", "layers_block_type", "num_attention_heads_per_layer"})
 _VOCABULARY = 97
 _MOST = 8_000_000
 """Parameters of a model that is still tiny."""
@@ -37,6 +43,8 @@ def types() -> list[str]:
 def shrunk(config: Any) -> Any:
     from transformers import PreTrainedConfig
 
+    for key, value in _FILLED.get(config.model_type, {}).items():
+        setattr(config, key, value)
     for key, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             shrunk(value)
@@ -46,7 +54,7 @@ def shrunk(config: Any) -> Any:
             setattr(config, key, _VOCABULARY)
         elif key.endswith("_token_id") and type(value) is int and value >= _VOCABULARY:
             setattr(config, key, 1)
-        elif key in ("layer_types", "mlp_layer_types", "layers_block_type") and isinstance(value, list):
+        elif key in _LISTS and isinstance(value, list):
             setattr(config, key, value[:2])
     return config
 

@@ -14,6 +14,7 @@ from transaxle.errors import Refusal, TransaxleError, Where, refuse
 HINT = "the grammar is on the documentation's page Notation: docs/reference/notation.md"
 """Where errors of the grammar send the reader."""
 WORD = r"[A-Za-z_][A-Za-z0-9_]*"
+_TEXT = re.compile(r'"[^"]*"')
 MODEL_TYPE, WRAPPER, AXES, AXIS, LET, TIE, CUT, PRECISE = (
     "model_type", "wrapper", "axes", "axis", "let", "tie", "cut", "precise",
 )  # fmt: skip
@@ -168,7 +169,7 @@ def in_order(statements: Sequence[Statement]) -> list[Statement]:
     if len(names) != len(statements):  # one is declared twice: the reader of tables says so
         return list(statements)
     needs = {
-        name: set(re.findall(WORD, statement.text.partition("=")[2])) & names.keys() - {name}
+        name: set(re.findall(WORD, _TEXT.sub("", statement.text.partition("=")[2]))) & names.keys() - {name}
         for name, statement in names.items()
     }
     try:
