@@ -150,7 +150,7 @@ class Mounts:
         if (alias or name) in self._mounted:
             self._problems.append(statement.problem("each mounted family once; 'as NAME' gives it another name", name))
             return []
-        taken = [part for each in base.statements if each.head not in ("model_type", "wrapper") for part in keyed(each)]
+        taken = [part for each in base.statements if each.head not in ("model_type", "wrapper", "alike") for part in keyed(each)]
         names = frozenset(name for (kind, name), _ in taken if kind in (AXIS, LET, TENSOR))
         mounted = _Mounted(base, f"{alias}_" if alias else "", key or "", names)
         self._mounted[alias or name] = mounted

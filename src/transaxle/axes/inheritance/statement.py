@@ -14,8 +14,8 @@ from transaxle.errors import Refusal, TransaxleError, Where, refuse
 HINT = "the grammar is on the documentation's page Notation: docs/reference/notation.md"
 """Where errors of the grammar send the reader."""
 WORD = r"[A-Za-z_][A-Za-z0-9_]*"
-MODEL_TYPE, WRAPPER, AXES, AXIS, LET, TIE, CUT, PRECISE = (
-    "model_type", "wrapper", "axes", "axis", "let", "tie", "cut", "precise",
+MODEL_TYPE, WRAPPER, ALIKE, AXES, AXIS, LET, TIE, CUT, PRECISE = (
+    "model_type", "wrapper", "alike", "axes", "axis", "let", "tie", "cut", "precise",
 )  # fmt: skip
 """Words that begin a family's statements; whatever begins with none of them declares a tensor."""
 WITHOUT, KEEP = "without", "dialects"
@@ -137,7 +137,7 @@ def keyed(statement: Statement) -> Iterator[tuple[tuple[str, str], Statement]]:
             yield from _keyed_cuts(statement)
         case "axis" | "let" | "tie":
             yield (words[0], rest.partition("=")[0].strip()), statement
-        case "model_type" | "wrapper":
+        case "model_type" | "wrapper" | "alike":
             yield (words[0], ""), statement
         case _:
             yield (TENSOR, statement.text.partition(":")[0].strip()), statement
