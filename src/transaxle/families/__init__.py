@@ -49,8 +49,8 @@ class Entry(msgspec.Struct, frozen=True):
     axes: tuple[str, ...]
     """Its axes."""
     dialects: dict[str, tuple[str, ...]]
-    """Label of each dialect, in table order -> skeletons of the names by which it is found: none for a traced table, and
-    for a family that is `alike` another."""
+    """Label of each dialect, in table order -> skeletons of the names by which it is found; of a traced table, and of a
+    family that is `alike` another, none."""
 
     @property
     def traced(self) -> bool:
@@ -130,8 +130,9 @@ class Families(Mapping[str, Family]):
         return matching if matching or not wanted or self.everything is self else self.everything.of_types(wanted)
 
     def that_answer_to_names(self) -> list[Family]:
-        """Return the families that names of tensors alone may show: those that were derived by tracing take no part, nor
-        do those that are `alike` another.
+        """Return the families that names of tensors alone may show.
+
+        Those that were derived by tracing take no part, nor do those that are `alike` another.
         """
         return [self[name] for name, entry in self.everything.entries.items() if any(entry.dialects.values())]
 
@@ -169,7 +170,8 @@ class Families(Mapping[str, Family]):
 def entry_of(family: Family, file: str = "") -> Entry:
     """Return the index's entry of a family."""
     entry = Entry(file, family.model_types, tuple(family.axes), {})
-    skeletons = {} if entry.traced or family.alike else {dialect.label: tuple(dialect.by_skeleton) for dialect in family.dialects}
+    by_names = () if entry.traced or family.alike else family.dialects
+    skeletons = {dialect.label: tuple(dialect.by_skeleton) for dialect in by_names}
     return msgspec.structs.replace(entry, dialects={d.label: skeletons.get(d.label, ()) for d in family.dialects})
 
 
