@@ -48,7 +48,7 @@ def shrunk(config: Any) -> Any:
     for key, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             shrunk(value)
-        elif key in _SIZES and type(value) is int:
+        elif key in _SIZES and (type(value) is int or (key == "head_dim" and value is None)):
             setattr(config, key, _SIZES[key])
         elif key in ("vocab_size", "vocabulary_size") and type(value) is int and value > 1000:
             setattr(config, key, _VOCABULARY)

@@ -50,7 +50,8 @@ class Entry(msgspec.Struct, frozen=True):
     axes: tuple[str, ...]
     """Its axes."""
     dialects: dict[str, tuple[str, ...]]
-    """Label of each dialect, in table order -> skeletons of the names that it reads; of a traced table none."""
+    """Label of each dialect, in table order -> skeletons of the names by which it is found; of a traced table, and of a
+    family that is `alike` another, none."""
 
     @property
     def traced(self) -> bool:
@@ -130,8 +131,11 @@ class Families(Mapping[str, Family]):
         return matching if matching or not wanted or self.everything is self else self.everything.of_types(wanted)
 
     def that_answer_to_names(self) -> list[Family]:
-        """Return the families that names of tensors alone may show: those that were derived by tracing take no part."""
-        return [self[name] for name, entry in self.everything.entries.items() if not entry.traced]
+        """Return the families that names of tensors alone may show.
+
+        Those that were derived by tracing take no part, nor do those that are `alike` another.
+        """
+        return [self[name] for name, entry in self.everything.entries.items() if any(entry.dialects.values())]
 
     def that_may_read(self, skeletons: Mapping[str, int]) -> Iterator[tuple[int, Family]]:
         """Yield each family with an upper bound of the names that one of its dialects reads, the largest bound first.
@@ -167,7 +171,8 @@ class Families(Mapping[str, Family]):
 def entry_of(family: Family, file: str = "") -> Entry:
     """Return the index's entry of a family."""
     entry = Entry(file, family.model_types, tuple(family.axes), {})
-    skeletons = {} if entry.traced else {dialect.label: tuple(dialect.by_skeleton) for dialect in family.dialects}
+    by_names = () if entry.traced or family.alike else family.dialects
+    skeletons = {dialect.label: tuple(dialect.by_skeleton) for dialect in by_names}
     return msgspec.structs.replace(entry, dialects={d.label: skeletons.get(d.label, ()) for d in family.dialects})
 
 

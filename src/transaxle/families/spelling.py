@@ -50,6 +50,7 @@ class _Spelled(msgspec.Struct, frozen=True, omit_defaults=True):
     within: dict[str, str] = {}
     precise: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()
+    alike: str = ""
 
 
 def encode(family: Family) -> bytes:
@@ -72,6 +73,7 @@ def encode(family: Family) -> bytes:
         within=dict(family.within),
         precise=tuple(sorted(family.precise)),
         wrappers=family.wrappers,
+        alike=family.alike,
     )
     return msgspec.json.encode(spelled)
 
@@ -122,5 +124,6 @@ def decode(data: bytes) -> Family:
             for d in spelled.dialects
         ),
         wrappers=spelled.wrappers,
+        alike=spelled.alike,
         precise=frozenset(spelled.precise),
     )

@@ -373,6 +373,7 @@ def test_the_printed_table_is_the_whole_one(name: str) -> None:
     assert again.axes == family.axes
     assert again.tensors == family.tensors
     assert (again.model_types, again.wrappers, again.ties) == (family.model_types, family.wrappers, family.ties)
+    assert again.alike == family.alike
     assert (again.cuts, again.within, again.precise) == (family.cuts, family.within, family.precise)
     assert again.labels == family.labels
     for one, other in zip(again.dialects, family.dialects, strict=True):

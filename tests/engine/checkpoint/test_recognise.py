@@ -68,6 +68,27 @@ def test_names_alone_tell_the_family(names: tuple[str, ...], family: str) -> Non
     assert found(names) == (family, "hf", "")
 
 
+@pytest.mark.parametrize("family", ["mistral", "granite", "smollm3"])
+def test_a_family_alike_another_is_never_meant_by_names_alone(family: str) -> None:
+    assert found(PLAIN)[0] == "llama"
+    assert found(PLAIN, {"model_type": family})[0] == family
+    assert found(PLAIN, family=family)[0] == family
+
+
+@pytest.mark.parametrize(("alike", "family"), [(("one",), "two"), (("two",), "one"), (("one", "two"), "three")])
+def test_a_checkpoint_is_what_is_alike_nothing_else(tmp_path: Path, alike: tuple[str, ...], family: str) -> None:
+    table = TWINS
+    for name in alike:
+        table = table.replace(f"family {name}\n", f"family {name}\n  alike other\n")
+    rules = tmp_path / "twins.rules"
+    rules.write_text(table)
+    source = checkpoints.write(tmp_path / "source", {name: np.zeros(4, np.float32) for name in "ab"})
+    with tx.open(source, rules=rules) as checkpoint:
+        assert checkpoint.family == family
+    with tx.open(source, rules=rules, family=alike[0]) as checkpoint:
+        assert checkpoint.family == alike[0]
+
+
 def test_the_config_decides_between_families_of_the_same_names() -> None:
     assert found(PLAIN, {"model_type": "llama"})[0] == "llama"
     assert found(PLAIN, {"model_type": "mixtral", "text_config": {"model_type": "llama"}})[0] == "llama"

@@ -15,8 +15,8 @@ HINT = "the grammar is on the documentation's page Notation: docs/reference/nota
 """Where errors of the grammar send the reader."""
 WORD = r"[A-Za-z_][A-Za-z0-9_]*"
 _TEXT = re.compile(r'"[^"]*"')
-MODEL_TYPE, WRAPPER, AXES, AXIS, LET, TIE, CUT, PRECISE = (
-    "model_type", "wrapper", "axes", "axis", "let", "tie", "cut", "precise",
+MODEL_TYPE, WRAPPER, ALIKE, AXES, AXIS, LET, TIE, CUT, PRECISE = (
+    "model_type", "wrapper", "alike", "axes", "axis", "let", "tie", "cut", "precise",
 )  # fmt: skip
 """Words that begin a family's statements; whatever begins with none of them declares a tensor."""
 WITHOUT, KEEP = "without", "dialects"
@@ -138,7 +138,7 @@ def keyed(statement: Statement) -> Iterator[tuple[tuple[str, str], Statement]]:
             yield from _keyed_cuts(statement)
         case "axis" | "let" | "tie":
             yield (words[0], rest.partition("=")[0].strip()), statement
-        case "model_type" | "wrapper":
+        case "model_type" | "wrapper" | "alike":
             yield (words[0], ""), statement
         case _:
             yield (TENSOR, statement.text.partition(":")[0].strip()), statement

@@ -17,6 +17,7 @@ from functools import partial
 from transaxle.axes.inheritance.mount import Mounts
 from transaxle.axes.inheritance.section import Section, Sections, find, laid_over, merged, opened
 from transaxle.axes.inheritance.statement import (
+    ALIKE,
     AXIS,
     CUT,
     KEEP,
@@ -38,9 +39,9 @@ from transaxle.axes.inheritance.statement import (
 from transaxle.errors import Refusal, TransaxleError, Where
 
 _FAMILY = re.compile(rf"(family|block)\s+({WORD})(?:\s+like\s+({WORD}(?:\s*,\s*{WORD})*))?")
-_ORDER = (MODEL_TYPE, WRAPPER, LET, AXIS, TENSOR, TIE, PRECISE, CUT, WITHIN)
+_ORDER = (MODEL_TYPE, WRAPPER, ALIKE, LET, AXIS, TENSOR, TIE, PRECISE, CUT, WITHIN)
 """Order of a family's statements where it takes some over."""
-_NOT_TAKEN = frozenset({MODEL_TYPE, WRAPPER})
+_NOT_TAKEN = frozenset({MODEL_TYPE, WRAPPER, ALIKE})
 """What identifies a family is its own."""
 _REMOVABLE = frozenset({AXIS, LET, TIE, CUT})
 _ARTICLES = {AXIS: "an"}

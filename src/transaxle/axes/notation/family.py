@@ -159,6 +159,8 @@ class Family:
     """Values of `model_type` of larger models that contain this one under `text_config`, and whose tensor names the
     dialects read as well.
     """
+    alike: str = ""
+    """Another family with the same names, for which names of tensors alone never mean this one."""
     precise: frozenset[str] = frozenset()
     """Logical tensors that keep their dtype where all others are cast."""
     text: Callable[[], Written | None] | None = field(default=None, repr=False)

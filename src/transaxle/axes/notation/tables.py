@@ -3,6 +3,7 @@
     family toy
       model_type toy
       wrapper toy_vl                             # models around it, with this one in their text_config
+      alike game                                 # has the same names: names alone never mean this one
       axes  l=num_layers d=hidden_size f=intermediate_size
       axis  r = heads[l] // kv_heads              # one axis, a formula with spaces
       up    : l f d
@@ -91,6 +92,7 @@ class _TableParser:
         self.statements = {
             "model_type": self.model_type,
             "wrapper": self.wrapper,
+            "alike": self.alike,
             "axes": self.axes,
             "axis": self.axis,
             "let": self.let,
@@ -204,6 +206,13 @@ class _TableParser:
     def wrapper(self, text: str) -> None:
         assert self.family is not None
         self.touch(replace(self.family, wrappers=tuple(text.split()[1:])))
+
+    def alike(self, text: str) -> None:
+        assert self.family is not None
+        words = text.split()[1:]
+        if len(words) != 1:
+            raise self.expected("'alike FAMILY'")
+        self.touch(replace(self.family, alike=words[0]))
 
     def axes(self, text: str) -> None:
         for item in text.split()[1:]:

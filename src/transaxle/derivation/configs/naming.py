@@ -10,6 +10,7 @@ from transaxle.axes.notation.number_format import WORDS
 RESERVED = frozenset(
     {*WORDS, "family", "dialect", "axes", "axis", "let", "tie", "cut", "precise", "wrapper", "model_type", "ignore"}
     | {
+        "alike",
         "when",
         "optional",
         "lossy",
