@@ -37,6 +37,12 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
     ("mlp_layer_types", ["dense", "sparse"]), ("mlp_layer_types", ["sparse", "sparse"]), ("moe_layer_freq", 2),
     ("shared_intermediate_size", 0), ("moe_layer_start_index", 1), ("moe_layer_interval", 2),
     ("tie_word_embeddings", True), ("tie_word_embeddings", False),
+    ("layer_types", ["linear_attention", "full_attention"]), ("layer_types", ["conv", "full_attention"]),
+    ("layers_block_type", ["full_attention", "mlp"]), ("layers_block_type", ["moe", "linear_attention", "moe"]),
+    ("attn_layer_indices", [1]), ("attn_layer_period", 2), ("attn_layer_offset", 1), ("num_experts", 1),
+    ("num_dense_layers", 1), ("num_local_experts", 0), ("mamba_n_groups", 2), ("n_groups", 4), ("n_inner", 48),
+    ("moe_latent_size", 24), ("num_kv_heads", 2), ("num_ln_in_parallel_attn", 1), ("word_embed_proj_dim", 16),
+    ("mamba_d_ssm", 32), ("linear_num_value_heads", 2),
 )  # fmt: skip
 """Keys, with values that change what is stored in some family; every flag is changed as well."""
 _RANKS = 2

@@ -20,6 +20,9 @@ _SIZES = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
     "v_head_dim": 8, "image_size": 28, "patch_size": 14, "first_k_dense_replace": 1, "decoder_hidden_size": 32,
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_num_heads": 4, "mamba_head_dim": 8,
+    "num_kv_heads": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 16,
 }  # fmt: skip
 _VOCABULARY = 97
 _MOST = 8_000_000
@@ -46,8 +49,10 @@ def shrunk(config: Any) -> Any:
             setattr(config, key, _VOCABULARY)
         elif key.endswith("_token_id") and type(value) is int and value >= _VOCABULARY:
             setattr(config, key, 1)
-        elif key in ("layer_types", "mlp_layer_types", "layers_block_type") and isinstance(value, list):
+        elif key in ("layer_types", "mlp_layer_types", "layers_block_type", "attention_layers") and isinstance(value, list):
             setattr(config, key, value[:2])
+        elif key == "attention_types" and isinstance(value, list):
+            setattr(config, key, [[kinds, 1] for kinds, _ in value])
     return config
 
 
