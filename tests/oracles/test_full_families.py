@@ -40,6 +40,12 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
     ("indexer_types", ["full", "shared"]), ("num_attention_heads_per_layer", [4, 8]), ("gating", "per-element"),
     ("moe_layer_start_index", 0), ("prefix_dense_intermediate_size", 24), ("kv_channels", 16), ("block_size", 8),
     ("tie_word_embeddings", True), ("tie_word_embeddings", False),
+    ("layer_types", ["linear_attention", "full_attention"]), ("layer_types", ["conv", "full_attention"]),
+    ("layers_block_type", ["full_attention", "mlp"]), ("layers_block_type", ["moe", "linear_attention", "moe"]),
+    ("attn_layer_indices", [1]), ("attn_layer_period", 2), ("attn_layer_offset", 1), ("num_experts", 1),
+    ("num_dense_layers", 1), ("num_local_experts", 0), ("mamba_n_groups", 2), ("n_groups", 4), ("n_inner", 48),
+    ("moe_latent_size", 24), ("num_kv_heads", 1), ("num_ln_in_parallel_attn", 1), ("word_embed_proj_dim", 16),
+    ("mamba_d_ssm", 32), ("linear_num_value_heads", 2),
 )  # fmt: skip
 """Keys, with values that change what is stored in some family; every flag is changed as well."""
 _RANKS = 2

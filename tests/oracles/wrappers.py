@@ -20,16 +20,31 @@ _SIZES = {
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
     "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
     "v_head_dim": 8, "image_size": 28, "patch_size": 14, "first_k_dense_replace": 1, "decoder_hidden_size": 32,
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_ssm": 64, "mamba_num_heads": 4, "mamba_head_dim": 8,
+    "num_kv_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 16,
 }  # fmt: skip
 _FILLED = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "hunyuan_v1_moe": {"head_dim": 8},
 }
 """Model types whose default config lacks what a model needs, with values for it."""
-_LISTS = frozenset({"layer_types", "mlp_layer_types", "layers_block_type", "num_attention_heads_per_layer"})
+_LISTS = frozenset({"layer_types", "mlp_layer_types", "layers_block_type", "num_attention_heads_per_layer", "attention_layers"})
 _VOCABULARY = 97
 _MOST = 8_000_000
 """Parameters of a model that is still tiny."""
+_MIXED = {
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid"),
+        {"layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "bamba": {"attn_layer_indices": [1]},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
+}
+"""Layers of every kind, where a tiny config would not have them."""
 AUTO = ("AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM", "AutoModel")
 
 
@@ -56,6 +71,8 @@ def shrunk(config: Any) -> Any:
             setattr(config, key, 1)
         elif key in _LISTS and isinstance(value, list):
             setattr(config, key, value[:2])
+        elif key == "attention_types" and isinstance(value, list):
+            setattr(config, key, [[kinds, 1] for kinds, _ in value])
     return config
 
 
@@ -68,8 +85,9 @@ def build(model_type: str, **changes: Any) -> Any:
         for factory in AUTO:
             try:
                 config = shrunk(AutoConfig.for_model(model_type))
-                if changes:
-                    config = AutoConfig.for_model(**{**config.to_dict(), **changes})
+                if changes or model_type in _MIXED:
+                    given = {**config.to_dict(), **_MIXED.get(model_type, {}), **changes}
+                    config = AutoConfig.for_model(**given)
                 make = getattr(transformers, factory)
                 with torch.device("meta"):
                     count = sum(p.numel() for p in make.from_config(config).parameters())

@@ -156,6 +156,9 @@ def test_a_family_leaves_tensors_out_with_all_that_speaks_of_them() -> None:
     )
     assert "c" not in family.axes
     assert family.ties == ()
+    nested = "family heir like base\n  cut tp = d within f\nfamily other like heir\n  without cut {}\n"
+    assert child(nested.format("d")).within == {}
+    assert child(nested.format("f")).within == {"f": "d"}
     assert [cut.text for cut in family.cuts] == ["(l d)"]
     assert family.named == {}
 

@@ -147,7 +147,7 @@ def keyed(statement: Statement) -> Iterator[tuple[tuple[str, str], Statement]]:
 def _keyed_cuts(statement: Statement) -> Iterator[tuple[tuple[str, str], Statement]]:
     match = _CUT.fullmatch(statement.text)
     if match is None or (match[2] or "").startswith(WITHIN):
-        yield (WITHIN, match[2] if match is not None else statement.text), statement
+        yield (WITHIN, match[1] if match is not None else statement.text), statement
         return
     for item in _CUT_ITEM.findall(match[1]):
         yield (
