@@ -48,7 +48,7 @@ def shrunk(config: Any) -> Any:
             setattr(config, key, 1)
         elif key in ("layer_types", "mlp_layer_types", "layers_block_type") and isinstance(value, list):
             setattr(config, key, value[:2])
-    if getattr(config, "stage_names", None) and getattr(config, "num_hidden_layers", 0) == 2:  # noqa: PLR2004 - as above
+    if getattr(config, "stage_names", None) and getattr(config, "num_hidden_layers", 0) == 2:
         config.stage_names = ["stem", "stage1", "stage2"]
         config.set_output_features_output_indices(out_features=None, out_indices=None)
     return config
