@@ -48,6 +48,18 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
     ("mamba_d_ssm", 32), ("linear_num_value_heads", 2),
 )  # fmt: skip
 """Keys, with values that change what is stored in some family; every flag is changed as well."""
+OTHERS: dict[str, tuple[str, ...]] = {
+    "bert": ("BertModel", "BertForMaskedLM", "BertForPreTraining"),
+    "roberta": ("RobertaModel", "RobertaForMaskedLM"),
+    "xlm-roberta": ("XLMRobertaModel", "XLMRobertaForMaskedLM"),
+    "electra": ("ElectraModel", "ElectraForMaskedLM"),
+    "distilbert": ("DistilBertForMaskedLM",),
+    "modernbert": ("ModernBertForMaskedLM",),
+    "bart": ("BartForConditionalGeneration",),
+    "whisper": ("WhisperForConditionalGeneration",),
+}
+"""Model type -> classes besides the one that the automatic classes choose first, where the table has these too."""
+_PARTS = ("text_config", "vision_config")
 _RANKS = 2
 
 
@@ -59,12 +71,32 @@ def variants(model_type: str) -> Iterator[tuple[str, Any]]:
     config = base.config.to_dict()
     changes = [(key, value) for key, value in NUMBERS if key in config and config[key] != value]
     changes += [(key, not value) for key, value in config.items() if type(value) is bool and key not in dict(NUMBERS)]
+    for part in (key for key in _PARTS if isinstance(config.get(key), dict)):
+        inner = config[part]
+        nested = [(key, value) for key, value in NUMBERS if key in inner and inner[key] != value]
+        nested += [(key, not value) for key, value in inner.items() if type(value) is bool]
+        changes += [(part, {**inner, key: value}) for key, value in nested]
     seen = {_stored(base)}
     for key, value in changes:
         model = wrappers.build(model_type, **{key: value})
         if model is not None and _stored(model) not in seen:
             seen.add(_stored(model))
             yield f"{key}={value}", model
+    yield from _other_classes(model_type, type(base))
+
+
+def _other_classes(model_type: str, taken: type) -> Iterator[tuple[str, Any]]:
+    """Models of a type that other classes of transformers make, of those that `OTHERS` names."""
+    import transformers
+    from transformers import AutoConfig
+
+    for name in OTHERS.get(model_type, ()):
+        assert name != taken.__name__
+        with quiet():
+            config = wrappers.shrunk(AutoConfig.for_model(model_type))
+            for tied in (True, False):
+                untied = AutoConfig.for_model(**{**config.to_dict(), "tie_word_embeddings": tied})
+                yield f"{name} tie_word_embeddings={tied}", getattr(transformers, name)(untied).eval()
 
 
 def _stored(model: Any) -> tuple[object, ...]:
@@ -104,6 +136,8 @@ def check_short_config(model_type: str, folder: Path) -> str:
 # Cuts.
 
 
+_EVEN = 96
+"""A vocabulary that two ranks can share out."""
 _CUT_DIMS = {"colwise": -2, "packed_colwise": -2, "rowwise": -1, "packed_rowwise": -1}
 _AROUND = ("_gather_output", "_split_input")
 """Ends of the styles that gather what is not theirs: there, parts of a fused tensor need not be the ranks' own."""
@@ -125,11 +159,19 @@ def _peer_cut(style: str, tensor: torch.Tensor, is_bias: bool) -> torch.Tensor |
 
 def _plan(model: Any) -> dict[str, str]:
     """The styles of all modules, by patterns of full names."""
+    from transformers import PreTrainedModel
+
     base = model.base_model_prefix
     prefix = f"{base}." if hasattr(model, base) else "model." if base else ""
     inner = getattr(model.config, "base_model_tp_plan", None) or {}
     outer = getattr(type(model), "_tp_plan", None) or {}
-    return {**{f"{prefix}{key}": style for key, style in inner.items()}, **outer}
+    parts = {
+        f"{name}.{key}": style
+        for name, part in model.named_modules()
+        if isinstance(part, PreTrainedModel) and part.config is not model.config
+        for key, style in (getattr(part.config, "base_model_tp_plan", None) or {}).items()
+    }
+    return {**{f"{prefix}{key}": style for key, style in inner.items()}, **parts, **outer}
 
 
 def _style(plan: Mapping[str, str], name: str) -> str | None:
@@ -139,7 +181,9 @@ def _style(plan: Mapping[str, str], name: str) -> str | None:
 
 def check_cuts(model_type: str, folder: Path) -> int:
     """Hold the table's cuts of every tensor against the peer's; return how many tensors it cuts."""
-    model = wrappers.build(model_type, vocab_size=96) or wrappers.build(model_type)
+    model = wrappers.build(model_type, vocab_size=_EVEN) or wrappers.build(model_type)
+    if "text_config" in (config := model.config.to_dict()):
+        model = wrappers.build(model_type, text_config={**config["text_config"], "vocab_size": _EVEN})
     tensors = memory(model)
     plan = _plan(model)
     config = {**model.config.to_dict(), "model_type": model_type}

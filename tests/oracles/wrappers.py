@@ -73,6 +73,9 @@ def shrunk(config: Any) -> Any:
             setattr(config, key, value[:2])
         elif key == "attention_types" and isinstance(value, list):
             setattr(config, key, [[kinds, 1] for kinds, _ in value])
+    if getattr(config, "stage_names", None) and getattr(config, "num_hidden_layers", 0) == 2:
+        config.stage_names = ["stem", "stage1", "stage2"]
+        config.set_output_features_output_indices(out_features=None, out_indices=None)
     return config
 
 
