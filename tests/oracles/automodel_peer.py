@@ -1,7 +1,7 @@
 """nemo-automodel 0.7.0: its own state-dict adapters and models, for the families it has.
 
-Adapters: `Qwen3MoeStateDictAdapter`, `Step3p5StateDictAdapter`, `DeepSeekV3StateDictAdapter` and
-`GPTOSSStateDictAdapter`. Its Llama, Qwen2 and Qwen3 keep HF names
+Adapters: `Qwen3MoeStateDictAdapter`, `Step3p5StateDictAdapter`, `DeepSeekV3StateDictAdapter`,
+`Glm4MoeStateDictAdapter` and `GPTOSSStateDictAdapter`. Its Llama, Qwen2 and Qwen3 keep HF names
 and have no adapter; when embeddings are tied, its `ModelState` drops the head before a save. It has no
 Mixtral.
 """
@@ -18,7 +18,13 @@ from tests.oracles import hub
 from tests.oracles.hub import Config, Tensors
 from tests.oracles.quiet import quiet
 
-ADAPTED = {"qwen3_moe": "Qwen3Moe", "step3p5": "Step3p5", "deepseek_v3": "DeepseekV3", "gpt_oss": "GptOss"}
+ADAPTED = {
+    "qwen3_moe": "Qwen3Moe",
+    "step3p5": "Step3p5",
+    "deepseek_v3": "DeepseekV3",
+    "gpt_oss": "GptOss",
+    "glm4_moe": "Glm4Moe",
+}
 _ADAPTERS = {"deepseek_v3": "DeepSeekV3", "gpt_oss": "GPTOSS"}
 """Where an adapter is called otherwise than its model."""
 PLAIN = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}

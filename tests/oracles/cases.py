@@ -156,6 +156,18 @@ _SQUARE_MLA = {
 }
 """kv_b is 24 by 14; the rest is square."""
 
+_GLM = {
+    "n_routed_experts": 6,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "num_nextn_predict_layers": 0,
+    "use_qk_norm": True,
+}
+
+_SQUARE_GLM = {"n_routed_experts": 16, "n_shared_experts": 1, "moe_intermediate_size": 16, "use_qk_norm": False}
+
 _OSS = {
     "intermediate_size": 24,
     "num_local_experts": 6,
@@ -253,6 +265,7 @@ _NO_TITAN = _without(TORCHTITAN, of=_DENSE)
 _MIXTRAL = (TRANSFORMERS, MEGATRON, TE)
 _STEPS = (TRANSFORMERS, AUTOMODEL)
 _OSSES = (TRANSFORMERS, TORCHTITAN, TITAN_HF, AUTOMODEL, MEGATRON)
+_GLMS = _without(TORCHTITAN)
 _MIXTRAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 2}
 
 PLANS: dict[str, dict[str, Plan]] = {
@@ -344,6 +357,13 @@ PLANS: dict[str, dict[str, Plan]] = {
         "asymmetric": Plan({**_SIZES, **_GEMMA, **_UNTIED}, (TRANSFORMERS,)),
         "square": Plan({**_SQUARE, **_GEMMA, **_UNTIED}, (TRANSFORMERS,)),
         "tied": Plan({**_SIZES, **_GEMMA}, (TRANSFORMERS,)),
+    },
+    "glm4_moe": {
+        "asymmetric": Plan({**_SIZES, **_GLM, **_BIAS}, _GLMS, fp32_bias=True),
+        "square": Plan({**_SQUARE, **_GLM, **_SQUARE_GLM}, _GLMS, fp32_bias=True),
+        "tied": Plan({**_SIZES, **_GLM, **_TIED}, (TRANSFORMERS,), fp32_bias=True),
+        # transformers leaves this layer out.
+        "ahead": Plan({**_SIZES, **_GLM, "num_nextn_predict_layers": 1}, _GLMS[1:], fp32_bias=True, ahead=1),
     },
 }
 

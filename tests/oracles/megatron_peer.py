@@ -97,6 +97,7 @@ _NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight")
 _PARTS = {"mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2")}
 _ROUTER = "mlp.router.weight"
 _OSS = "gpt_oss"
+_GLM = "glm4_moe"
 _QWEN_PARTS = ("mlp.experts", "gate_proj", "up_proj", "down_proj")
 
 
@@ -288,6 +289,7 @@ def local_model(config: Config) -> Iterator[Any]:
                     share_embeddings_and_output_weights=known.tie_word_embeddings,
                     position_embedding_type="rope",
                     rotary_base=known.rope_parameters["rope_theta"],
+                    rotary_percent=known.rope_parameters.get("partial_rotary_factor", 1.0),
                 )
             yield built.eval()
         finally:
@@ -351,6 +353,9 @@ def _transformer_config(known: Any) -> Any:
             "v_head_dim": known.v_head_dim,
             "rope_type": "rope",
             "rotary_base": known.rope_parameters["rope_theta"],
+        }
+    if hasattr(known, "n_shared_experts"):
+        moe |= {
             "moe_shared_expert_intermediate_size": known.moe_intermediate_size * known.n_shared_experts,
             "moe_router_score_function": "sigmoid",
             "moe_router_num_groups": known.n_group,
@@ -361,6 +366,7 @@ def _transformer_config(known: Any) -> Any:
             "mtp_num_layers": known.num_nextn_predict_layers or None,
         }
     oss = known.model_type == _OSS
+    norms = known.model_type.startswith("qwen3") or kind is MLATransformerConfig
     if oss:
         moe |= {"softmax_type": "learnable", "glu_linear_offset": 1.0, "activation_func_clamp_value": 7.0}
     return kind(
@@ -373,8 +379,8 @@ def _transformer_config(known: Any) -> Any:
         gated_linear_unit=True,
         activation_func=quick_gelu if oss else torch.nn.functional.silu,
         add_bias_linear=oss,
-        add_qkv_bias=known.model_type == "qwen2",
-        qk_layernorm=known.model_type.startswith("qwen3") or kind is MLATransformerConfig,
+        add_qkv_bias=known.model_type == "qwen2" or (known.model_type == _GLM and known.attention_bias),
+        qk_layernorm=getattr(known, "use_qk_norm", norms),
         normalization="RMSNorm",
         layernorm_epsilon=known.rms_norm_eps,
         use_cpu_initialization=True,

@@ -29,6 +29,7 @@ MOVING = {
     "gpt_oss": 85,
     "phi3": 2,
     "gemma3": 2,
+    "glm4_moe": 50,
 }
 """Pairs that must at least differ in some name, shape or byte: what a test of copies would not see."""
 
@@ -43,6 +44,7 @@ CONFIGLESS = {
     "gpt_oss": 30,
     "phi3": 0,
     "gemma3": 2,
+    "glm4_moe": 6,
 }
 """Pairs that need no config: what they move apart is told by shapes. Latent attention always needs one: a dim holds two
 parts per head, and no shape tells how wide each is. So does one projection for q, k and v."""
