@@ -108,7 +108,7 @@ def _number(screen: Screen, source: Sequence[str]) -> int:
     if screen.as_json:
         screen.document({"path": source[1], "elements": count})
     else:
-        screen.line((source[1], "bold"), f": {count:,} elements, numbered from 1")
+        screen.line((source[1], "bold"), f": {count:,} elements, each with a number of its own")
     return 0
 
 

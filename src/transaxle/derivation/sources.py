@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from transaxle.derivation.fitting.trace import Numbers, Trace, Underivable, told
+from transaxle.derivation.fitting.trace import Trace, Underivable, told
+from transaxle.derivation.numbering import numbered
 from transaxle.derivation.proof import prove
 from transaxle.derivation.writing.from_traces import Derived, derive
 from transaxle.derivation.writing.table import Labels
-from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
 from transaxle.errors import TransaxleError, refuse
 
@@ -138,7 +137,7 @@ def from_folders(pairs: Sequence[tuple[str, str]], labels: Labels) -> Table:
         for before, after in pairs:
             with open_checkpoint(before) as first, open_checkpoint(after) as second:
                 config = stored_config(first.container.storage) if CONFIG in first.container.carried else {}
-                traces.append(Trace(_numbers(first), _numbers(second), config))
+                traces.append(Trace(*numbered(first, second), config))
         if not labels.model_types and isinstance(traces[0].config.get("model_type"), str):
             labels = Labels(labels.family, (traces[0].config["model_type"],), labels.dialects, labels.comments)
         return _proved(traces, labels)
@@ -162,22 +161,6 @@ def _proved(traces: Sequence[Trace], labels: Labels) -> Table:
 
 def _table(table: Derived, labels: Labels, *, proved: bool, notes: tuple[str, ...] = ()) -> Table:
     return Table(labels.family, table.text, (*notes, *table.left_out), table.traces, proved)
-
-
-def _numbers(checkpoint: Checkpoint) -> dict[str, Numbers]:
-    """Read numbered tensors.
-
-    Raises:
-        Underivable: a tensor has values that are no whole numbers.
-    """
-    found = {}
-    for name in checkpoint:
-        values = np.asarray(checkpoint[name].read())
-        numbers: Numbers = values.astype(np.int64)
-        if values.size and (not bool((numbers == values).all()) or int(numbers.min()) < 1):
-            raise Underivable(f"{name}: its values are no whole numbers from 1 on; they were not numbered, or changed")
-        found[name] = numbers
-    return found
 
 
 class _refusing:  # noqa: N801 - reads as a clause: with _refusing(what)

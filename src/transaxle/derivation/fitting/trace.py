@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
-"""A tensor whose elements have numbers of their own, from 1 on; tensors that share their values share their numbers."""
+"""A tensor whose elements have numbers of their own, from 1 on; tensors that share values share numbers."""
 Shape = tuple[int, ...]
 HUB, MEMORY = "hub", "memory"
 """The two sides of a trace: what the converter wrote (the first dialect), and what it was given (the second)."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from transaxle.derivation.fitting.element_numbers import FLOOR
 from transaxle.derivation.fitting.trace import Numbers, Shape, Trace, Underivable, combined, digits, passes
 from transaxle.derivation.tracing.tiny_configs import DEEP, OWN, PLAIN, RATIO, VARIANTS, tiny
 from transaxle.errors import refuse
@@ -185,9 +186,9 @@ def loaded(folder: Path) -> dict[str, Any]:
 
 
 def _numbered(model: Any) -> tuple[list[tuple[Any, Numbers]], int]:
-    """Return every storage of the model with the numbers it is to carry."""
+    """Return every storage of the model with the numbers it is to carry, from `FLOOR` on."""
     model.tie_weights()
-    tensors, seen, start = [], set(), 1
+    tensors, seen, start = [], set(), FLOOR
     for tensor in (*model.parameters(), *model.buffers()):
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.data_ptr() in seen or not tensor.numel():
@@ -210,7 +211,7 @@ def _combined(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: 
         held = {name: str(t.dtype).removeprefix("torch.") in _EXACT and t.numel() > 0 for name, t in first.items()}
         sides.append(
             {
-                name: combined([_whole(name, each[side][name]) for each in carried], _BASE)
+                name: _places(combined([_whole(name, each[side][name]) for each in carried], _BASE))
                 for name, numbered in held.items()
                 if numbered
             }
@@ -223,6 +224,11 @@ def _combined(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: 
             raise Underivable(f"{name} holds flags, and is elsewhere in memory")
         unnumbered[name] = tuple(tensor.shape)
     return Trace(sides[0], sides[1], config, unnumbered)
+
+
+def _places(numbers: Numbers) -> Numbers:
+    """Return the elements that have some numbers, from 1 on; 0 for constants, which are below."""
+    return np.maximum(numbers - (FLOOR - 1), 0)
 
 
 def _whole(name: str, tensor: Any) -> Numbers:
