@@ -173,6 +173,33 @@ def test_values_that_are_not_only_moved_are_refused(
     assert caught.value.code == "UNSUPPORTED"
 
 
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (None, "it returned None"),
+        ([1], "it returned a value of type list"),
+        ({"a": 3}, "its 'a' is a value of type int"),
+    ],
+)
+def test_a_function_that_returns_no_state_dict(returned: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=f"^the converter must return .*{words}$"):
+        tx.derive(lambda _: returned, samples=[_before(LAST)])
+
+
+def test_a_function_without_a_name() -> None:
+    assert tx.derive(lambda state: pack(state), samples=[_before(LAST)]).family == "derived"  # noqa: PLW0108
+
+
+def test_numbers_in_names_that_no_dots_separate() -> None:
+    def flat(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name.replace(".", "_"): each for name, each in state.items()}
+
+    with pytest.raises(tx.TransaxleError) as caught:
+        tx.derive(flat, samples=[_before(LAST)])
+    assert "in no name of the other dialect" in str(caught.value)
+    assert "dots separate them" in caught.value.hint
+
+
 def test_a_folder_that_is_not_numbered_is_refused(tmp_path: Path) -> None:
     """Numbers 1, 2, 3 … would be those of ranges that a converter makes."""
     tensors = {"a": torch.arange(1, 7).float()}

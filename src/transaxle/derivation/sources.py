@@ -175,9 +175,9 @@ class _refusing:  # noqa: N801 - reads as a clause: with _refusing(what)
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Raise the refusal."""
         if isinstance(error, Underivable):
-            raise _no_table(self.what, str(error)) from None
+            raise _no_table(self.what, str(error), error.hint) from None
 
 
-def _no_table(what: str, why: str) -> TransaxleError:
-    hint = "Write the table by hand (docs/how-to/add-a-family.md), or keep all names with --to FORMAT:identity."
-    return refuse("UNSUPPORTED", f"no table can be derived for {what}: {why}", hint=hint)
+def _no_table(what: str, why: str, hint: str = "") -> TransaxleError:
+    by_hand = "Write the table by hand (docs/how-to/add-a-family.md), or keep all names with --to FORMAT:identity."
+    return refuse("UNSUPPORTED", f"no table can be derived for {what}: {why}", hint=hint or by_hand)

@@ -18,7 +18,16 @@ SIDES = (HUB, MEMORY)
 
 
 class Underivable(Exception):
-    """No table in the notation says what the converter did."""
+    """No table in the notation says what the converter did.
+
+    Args:
+        why: what no table says.
+        hint: what the user can do; nothing: write the table by hand.
+    """
+
+    def __init__(self, why: str, hint: str = "") -> None:
+        super().__init__(why)
+        self.hint = hint
 
 
 @dataclass(frozen=True)

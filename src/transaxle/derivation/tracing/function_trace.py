@@ -85,7 +85,7 @@ def _state_dict(returned: object) -> Tensors:
 
 
 def _kind(value: object) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"
+    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def _came_from(name: str, runs: Sequence[Any], base: int, places: Sequence[Places]) -> Numbers:
