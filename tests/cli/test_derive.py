@@ -76,14 +76,76 @@ def test_a_file_is_never_replaced(here: Path, transaxle: Transaxle) -> None:
         (("no_such_type",), 2, ["UNKNOWN_FAMILY"]),
         (("config.json",), 3, ["CORRUPT"]),
         (("absent", "folders"), 4, ["IO"]),
+        (("absent/config.json",), 4, ["IO"]),
+        (("absent.json",), 4, ["IO"]),
+        (("absent/",), 4, ["IO"]),
+        (("empty",), 4, ["IO"]),
+        (("no_such_type", "-o", "absent/its.rules"), 4, ["IO"]),
     ],
 )
 def test_what_cannot_be_derived(
     words: tuple[str, ...], code: int, refused: list[str], here: Path, transaxle: Transaxle
 ) -> None:
     Path("config.json").write_text("{}")
+    Path("empty").mkdir()
     outcome = transaxle("derive", *words, "--json")
     assert (outcome.code, outcome.codes) == (code, refused)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("absent/config.json",), "no such file"),
+        (("empty",), "there is no config.json in it"),
+        (("config.json",), "it has no model_type"),
+        ((UNSHIPPED, "-o", "absent/its.rules"), "the folder absent does not exist"),
+    ],
+)
+def test_wrong_paths_are_named_before_the_peer_is_asked(
+    words: tuple[str, ...], said: str, here: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transaxle.derivation.tracing.transformers_models.Peer", None)
+    Path("config.json").write_text("{}")
+    Path("empty").mkdir()
+    outcome = transaxle("derive", *words)
+    assert outcome.code in {3, 4}
+    assert said in " ".join(outcome.err.split())
+    assert not (here / "absent").exists()
+
+
+def test_a_model_type_with_a_slip(here: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle("derive", "debertaa")
+    assert outcome.code == 2
+    assert "Did you mean deberta or" in " ".join(outcome.err.split())
+
+
+def test_too_few_tiny_configs_ask_for_the_real_one(here: Path, transaxle: Transaxle) -> None:
+    """With the folder, the hint is another: it has been given."""
+    outcome = transaxle("derive", "zaya")
+    assert (outcome.code, "transaxle derive FOLDER -o zaya.rules" in " ".join(outcome.err.split())) == (3, True)
+    assert "validate_architecture" in outcome.err
+    Path("config.json").write_text(json.dumps({"model_type": "timm_wrapper"}))
+    outcome = transaxle("derive", str(here))
+    assert outcome.code == 3
+    assert "none of its tiny configs can be built" in " ".join(outcome.err.split())
+    assert "derive FOLDER" not in outcome.err
+
+
+def test_a_conversion_that_cannot_be_is_refused_before_a_table_is_derived(
+    here: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transaxle.derivation.sources.from_transformers", None)
+    _source(here / "hub", 2, 5)
+    Path("there").mkdir()
+    arguments = ("--to", "transformers", "--derive")
+    outcome = transaxle("convert", "hub", "there", *arguments, "--json")
+    assert (outcome.code, outcome.codes) == (2, ["EXISTS"])
+    outcome = transaxle("convert", "hub", "no/where", *arguments, "--json")
+    assert (outcome.code, outcome.codes) == (4, ["IO"])
+    Path("hub", "config.json").write_text("{}")
+    outcome = transaxle("convert", "hub", "out", *arguments)
+    assert outcome.code == 2
+    assert "its config.json has no model_type" in " ".join(outcome.err.split())
 
 
 def test_a_model_type_that_no_table_knows(here: Path, transaxle: Transaxle) -> None:
@@ -98,8 +160,11 @@ def test_a_model_type_that_no_table_knows(here: Path, transaxle: Transaxle) -> N
     model.save_pretrained(here / "hub")
     refusal = transaxle("convert", "hub", "no", "--to", "transformers")
     assert refusal.code == 2
-    assert f"transaxle derive {UNSHIPPED}" in " ".join(refusal.err.split())
-    assert transaxle("convert", "hub", "out", "--to", "transformers", "--derive").code == 0
+    assert "--derive (of convert and plan)" in " ".join(refusal.err.split())
+    assert f"transaxle derive FOLDER -o {UNSHIPPED}.rules" in " ".join(refusal.err.split())
+    derived = transaxle("convert", "hub", "out", "--to", "transformers", "--derive")
+    assert derived.code == 0
+    assert f"transaxle derive hub -o {UNSHIPPED}.rules" in " ".join((derived.out + derived.err).split())
     assert transaxle("derive", UNSHIPPED, "-o", "its.rules").code == 0
     assert [family.name for family in tables.read(Path("its.rules").read_text(), file="its.rules")] == [UNSHIPPED]
     assert transaxle("convert", "hub", "again", "--to", "transformers", "--rules", "its.rules").code == 0

@@ -78,9 +78,10 @@ def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, 
         ),
     )
     with _refusing(model_type):
-        traces = [trace(peer, model) for model, _ in variants(peer, model_type, config)]
+        complaints: list[str] = []
+        traces = [trace(peer, model) for model, _ in variants(peer, model_type, config, complaints)]
         if len(traces) < _LEAST:
-            raise Underivable(f"{len(traces)} of its tiny configs can be built, and a proof needs {_LEAST}")
+            raise _too_few(len(traces), model_type, complaints, bare=config is None)
         table = derive(traces[:-1], labels, peer.aliases(model_type))
         problems = prove(table.text, traces[-1], labels)
         if problems:  # a size or a condition may have fitted a key by accident
@@ -89,6 +90,17 @@ def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, 
     if problems:
         raise _no_table(model_type, "a config of other sizes disproves the derived table: " + "; ".join(problems))
     return _table(table, labels, proved=True)
+
+
+def _too_few(built: int, model_type: str, complaints: Sequence[str], *, bare: bool) -> Underivable:
+    """Return why too few tiny models can be built, with what the first of them said."""
+    why = f"{built or 'none'} of its tiny configs can be built, and a proof needs {_LEAST}"
+    first = f" (the first that cannot: {complaints[0]})" if complaints else ""
+    hint = (
+        "The tiny configs are made of the default config. Give the model's own instead, its folder or config.json:  "
+        f"transaxle derive FOLDER -o {family_name(model_type)}.rules."
+    )
+    return Underivable(why + first, hint if bare else "")
 
 
 def from_function(

@@ -91,8 +91,10 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "known table has this checkpoint's `model_type` and tensor names. A family is never guessed from shapes.",
         "no table knows any of the tensor names: wte.weight, wpe.weight, ln_f.weight "
         "(config.json has model_type 'gpt2')",
-        "If it is a known model under another name, give its family: --family NAME. Otherwise write a table of a few "
-        "lines and pass it with --rules FILE. To change only the file format, keep all names: "
+        "If it is a known model under another name, give its family: --family NAME. Otherwise --derive (of convert and "
+        "plan) derives its table from the installed transformers; `transaxle derive FOLDER -o NAME.rules` keeps the "
+        "table for all commands, with --rules NAME.rules. A model that transformers does not know needs a table of a "
+        "few lines by hand. To change only the file format, keep all names: "
         "--to safetensors:identity.",
     ),
     "UNKNOWN_AXIS": Explanation(
