@@ -173,3 +173,16 @@ def test_a_model_type_that_no_table_knows(here: Path, transaxle: Transaxle) -> N
         found = load_file(here / folder / MODEL)
         assert all(np.array_equal(found[name], memory[name]) for name in found)
         assert found.keys() >= load_file(here / "hub" / MODEL).keys()
+
+
+def test_a_table_that_does_not_fit_says_so(here: Path, transaxle: Transaxle) -> None:
+    """Two keys that were equal where the table was derived: a real model is refused, and told what to do."""
+    Path("its.rules").write_text(
+        "family of_mine\n  model_type of_mine\n  axes d=width e=depth\n  a : d\n\ndialect hf\n  a = a[d]\n"
+    )
+    save_file({"a": np.zeros(5, np.float32)}, "model.safetensors")
+    Path("config.json").write_text(json.dumps({"model_type": "of_mine", "depth": 2, "width": 3}))
+    outcome = transaxle("convert", MODEL, here / "out", "--to", "hf", "--rules", "its.rules", "--config", "config.json")
+    assert outcome.code == 3
+    said = " ".join(outcome.err.split())
+    assert "the table does not fit it: correct its axes, and give it with --rules" in said

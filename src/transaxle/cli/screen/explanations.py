@@ -114,7 +114,9 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "model.layers.0.self_attn.q_proj.weight\n    q[(g r c) d]\n    expected [4096, 2048] (c=128, d=2048, "
         "g*r=32), got [2048, 2048]",
         "Compare config.json with the checkpoint (transaxle info). Check the sizes that you gave with --axis or "
-        "--config: they override all others. A model that really is different needs a table of its own.",
+        "--config: they override all others. A model that really is different needs a table of its own. "
+        "A derived table may take a size from a key that was equal by chance in all configs that it follows from: "
+        "`transaxle info --family NAME` prints the table, for you to correct its axes and give it with --rules.",
     ),
     "DTYPE_MISMATCH": Explanation(
         "A tensor does not have the dtype that the target requires.",
