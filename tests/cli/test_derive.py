@@ -175,6 +175,26 @@ def test_a_model_type_that_no_table_knows(here: Path, transaxle: Transaxle) -> N
         assert found.keys() >= load_file(here / "hub" / MODEL).keys()
 
 
+def test_sizes_that_are_equal_in_all_tiny_configs(here: Path, transaxle: Transaxle) -> None:
+    """The config of a real model tells `projection_dim` from `hidden_size`, and the table then names neither."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    torch.manual_seed(0)
+    text = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"vocab_size": 50, "type_vocab_size": 2, "max_position_embeddings": 20}
+    vision = {"hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision |= {"image_size": 16, "patch_size": 8}
+    config = AutoConfig.for_model("chinese_clip", projection_dim=24, text_config=text, vision_config=vision)
+    model = AutoModel.from_config(config)
+    model.save_pretrained(here / "hub")
+    arguments = ("convert", "hub", "out", "--to", "transformers", "--derive")
+    assert transaxle(*arguments).code == 0
+    memory = {name: each.numpy() for name, each in model.state_dict().items()}
+    found = load_file(here / "out" / MODEL)
+    assert all(np.array_equal(found[name], memory[name]) for name in found)
+
+
 def test_a_table_that_does_not_fit_says_so(here: Path, transaxle: Transaxle) -> None:
     """Two keys that were equal where the table was derived: a real model is refused, and told what to do."""
     Path("its.rules").write_text(

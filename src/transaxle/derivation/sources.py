@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transaxle.derivation.fitting.trace import Trace, Underivable, told
+from transaxle.derivation.fitting.trace import Shape, Trace, Underivable, told
 from transaxle.derivation.numbering import numbered
-from transaxle.derivation.proof import prove
+from transaxle.derivation.proof import misfits, prove
 from transaxle.derivation.writing.from_traces import Derived, derive
 from transaxle.derivation.writing.table import Labels
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
@@ -20,6 +20,8 @@ from transaxle.errors import TransaxleError, refuse
 
 Tensors = Mapping[str, Any]
 """A state dict: numpy arrays or torch tensors."""
+_LISTED = 6
+"""Problems of a table that a refusal lists."""
 _LEAST = 2
 """Fewest traces of a model type: one to derive from, and one of other sizes to prove the table with."""
 
@@ -66,7 +68,7 @@ def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, 
         Refused: UNSUPPORTED where no table says what transformers does, or torch or transformers are not installed.
         UsageError: UNKNOWN_FAMILY where transformers does not know the model type.
     """
-    from transaxle.derivation.tracing.transformers_models import Peer, trace, variants
+    from transaxle.derivation.tracing.transformers_models import Peer, shapes, trace, variants
 
     peer = Peer()
     labels = Labels(
@@ -82,14 +84,28 @@ def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, 
         traces = [trace(peer, model) for model, _ in variants(peer, model_type, config, complaints)]
         if len(traces) < _LEAST:
             raise _too_few(len(traces), model_type, complaints, bare=config is None)
-        table = derive(traces[:-1], labels, peer.aliases(model_type))
-        problems = prove(table.text, traces[-1], labels)
+        real = {} if config is None else shapes(peer, model_type, config)
+
+        def derived(*, sparse: bool = False) -> tuple[Derived, str]:
+            table = derive(traces[:-1], labels, peer.aliases(model_type), sparse=sparse)
+            return table, _disproved(table, traces[-1], labels, real, config or {})
+
+        table, problems = derived()
         if problems:  # a size or a condition may have fitted a key by accident
-            table = derive(traces[:-1], labels, peer.aliases(model_type), sparse=True)
-            problems = prove(table.text, traces[-1], labels)
+            table, problems = derived(sparse=True)
     if problems:
-        raise _no_table(model_type, "a config of other sizes disproves the derived table: " + "; ".join(problems))
+        raise _no_table(model_type, problems)
     return _table(table, labels, proved=True)
+
+
+def _disproved(
+    table: Derived, trace: Trace, labels: Labels, real: Mapping[str, Shape], config: Mapping[str, Any]
+) -> str:
+    """Return what a trace of other sizes, or the shapes of the real model, disprove of a table; or nothing."""
+    problems, by = prove(table.text, trace, labels), "a config of other sizes"
+    if not problems:
+        problems, by = misfits(table.text, real, config, labels), "the config that was given"
+    return f"{by} disproves the derived table: {'; '.join(problems[:_LISTED])}" if problems else ""
 
 
 def _too_few(built: int, model_type: str, complaints: Sequence[str], *, bare: bool) -> Underivable:

@@ -138,6 +138,19 @@ def variants(
                 break
 
 
+def shapes(peer: Peer, model_type: str, config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Return the shapes of a model of the config's own sizes, which takes no memory; nothing if it cannot be built."""
+    for model_class in peer.model_classes(model_type, config.get("architectures") or ()):
+        try:
+            with warnings.catch_warnings(), peer.torch.device("meta"):
+                warnings.simplefilter("ignore")
+                model = model_class(peer.config_class(model_type).from_dict(dict(config)))
+        except Exception:  # noqa: BLE001 - tiny ones may be of the next class
+            continue
+        return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {}
+
+
 def _settings(base: Mapping[str, Any], variant: int) -> Iterator[dict[str, Any]]:
     """Yield the configs of a variant; where sizes of one do not fit each other, the next one has fewer changes."""
     for sizes, flip in (
