@@ -269,13 +269,14 @@ def derive(
         samples: for a function: state dicts of numpy arrays or torch tensors whose values do not matter. Several, of
             models of different sizes, show which sizes hang together; the last one proves the table.
         configs: for a function: the config of each sample.
-        family: name of the family.
+        family: name of the family; None: the model type's or the function's, of a lambda `derived`.
         dialects: for a function: names of what it takes and what it gives.
 
     Returns:
         The table; `.text` is what `--rules` reads, `.left_out` lists what no table can say.
 
     Raises:
+        TypeError: the function returns no mapping of names to arrays or tensors.
         Refused: UNSUPPORTED where no table says what the converter does.
         UsageError: UNKNOWN_FAMILY for a model type that transformers does not know.
     """
@@ -287,7 +288,8 @@ def derive(
         return from_transformers(converter, model_config(config), family)
     if not callable(converter):
         raise wrong_type("converter", "a model type or a function", converter)
-    name = family_name(family or str(getattr(converter, "__name__", "derived")))
+    own_name = str(getattr(converter, "__name__", "derived"))
+    name = family_name(family or ("derived" if own_name == "<lambda>" else own_name))
     return from_function(converter, samples, configs, Labels(name, dialects=dialects))
 
 

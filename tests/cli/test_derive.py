@@ -76,14 +76,76 @@ def test_a_file_is_never_replaced(here: Path, transaxle: Transaxle) -> None:
         (("no_such_type",), 2, ["UNKNOWN_FAMILY"]),
         (("config.json",), 3, ["CORRUPT"]),
         (("absent", "folders"), 4, ["IO"]),
+        (("absent/config.json",), 4, ["IO"]),
+        (("absent.json",), 4, ["IO"]),
+        (("absent/",), 4, ["IO"]),
+        (("empty",), 4, ["IO"]),
+        (("no_such_type", "-o", "absent/its.rules"), 4, ["IO"]),
     ],
 )
 def test_what_cannot_be_derived(
     words: tuple[str, ...], code: int, refused: list[str], here: Path, transaxle: Transaxle
 ) -> None:
     Path("config.json").write_text("{}")
+    Path("empty").mkdir()
     outcome = transaxle("derive", *words, "--json")
     assert (outcome.code, outcome.codes) == (code, refused)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("absent/config.json",), "no such file"),
+        (("empty",), "there is no config.json in it"),
+        (("config.json",), "it has no model_type"),
+        ((UNSHIPPED, "-o", "absent/its.rules"), "the folder absent does not exist"),
+    ],
+)
+def test_wrong_paths_are_named_before_the_peer_is_asked(
+    words: tuple[str, ...], said: str, here: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transaxle.derivation.tracing.transformers_models.Peer", None)
+    Path("config.json").write_text("{}")
+    Path("empty").mkdir()
+    outcome = transaxle("derive", *words)
+    assert outcome.code in {3, 4}
+    assert said in " ".join(outcome.err.split())
+    assert not (here / "absent").exists()
+
+
+def test_a_model_type_with_a_slip(here: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle("derive", "debertaa")
+    assert outcome.code == 2
+    assert "Did you mean deberta or" in " ".join(outcome.err.split())
+
+
+def test_too_few_tiny_configs_ask_for_the_real_one(here: Path, transaxle: Transaxle) -> None:
+    """With the folder, the hint is another: it has been given."""
+    outcome = transaxle("derive", "zaya")
+    assert (outcome.code, "transaxle derive FOLDER -o zaya.rules" in " ".join(outcome.err.split())) == (3, True)
+    assert "validate_architecture" in outcome.err
+    Path("config.json").write_text(json.dumps({"model_type": "timm_wrapper"}))
+    outcome = transaxle("derive", str(here))
+    assert outcome.code == 3
+    assert "none of its tiny configs can be built" in " ".join(outcome.err.split())
+    assert "derive FOLDER" not in outcome.err
+
+
+def test_a_conversion_that_cannot_be_is_refused_before_a_table_is_derived(
+    here: Path, transaxle: Transaxle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transaxle.derivation.sources.from_transformers", None)
+    _source(here / "hub", 2, 5)
+    Path("there").mkdir()
+    arguments = ("--to", "transformers", "--derive")
+    outcome = transaxle("convert", "hub", "there", *arguments, "--json")
+    assert (outcome.code, outcome.codes) == (2, ["EXISTS"])
+    outcome = transaxle("convert", "hub", "no/where", *arguments, "--json")
+    assert (outcome.code, outcome.codes) == (4, ["IO"])
+    Path("hub", "config.json").write_text("{}")
+    outcome = transaxle("convert", "hub", "out", *arguments)
+    assert outcome.code == 2
+    assert "its config.json has no model_type" in " ".join(outcome.err.split())
 
 
 def test_a_model_type_that_no_table_knows(here: Path, transaxle: Transaxle) -> None:
@@ -98,8 +160,11 @@ def test_a_model_type_that_no_table_knows(here: Path, transaxle: Transaxle) -> N
     model.save_pretrained(here / "hub")
     refusal = transaxle("convert", "hub", "no", "--to", "transformers")
     assert refusal.code == 2
-    assert f"transaxle derive {UNSHIPPED}" in " ".join(refusal.err.split())
-    assert transaxle("convert", "hub", "out", "--to", "transformers", "--derive").code == 0
+    assert "--derive (of convert and plan)" in " ".join(refusal.err.split())
+    assert f"transaxle derive FOLDER -o {UNSHIPPED}.rules" in " ".join(refusal.err.split())
+    derived = transaxle("convert", "hub", "out", "--to", "transformers", "--derive")
+    assert derived.code == 0
+    assert f"transaxle derive hub -o {UNSHIPPED}.rules" in " ".join((derived.out + derived.err).split())
     assert transaxle("derive", UNSHIPPED, "-o", "its.rules").code == 0
     assert [family.name for family in tables.read(Path("its.rules").read_text(), file="its.rules")] == [UNSHIPPED]
     assert transaxle("convert", "hub", "again", "--to", "transformers", "--rules", "its.rules").code == 0
@@ -108,3 +173,36 @@ def test_a_model_type_that_no_table_knows(here: Path, transaxle: Transaxle) -> N
         found = load_file(here / folder / MODEL)
         assert all(np.array_equal(found[name], memory[name]) for name in found)
         assert found.keys() >= load_file(here / "hub" / MODEL).keys()
+
+
+def test_sizes_that_are_equal_in_all_tiny_configs(here: Path, transaxle: Transaxle) -> None:
+    """The config of a real model tells `projection_dim` from `hidden_size`, and the table then names neither."""
+    import torch
+    from transformers import AutoConfig, AutoModel
+
+    torch.manual_seed(0)
+    text = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text |= {"vocab_size": 50, "type_vocab_size": 2, "max_position_embeddings": 20}
+    vision = {"hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
+    vision |= {"image_size": 16, "patch_size": 8}
+    config = AutoConfig.for_model("chinese_clip", projection_dim=24, text_config=text, vision_config=vision)
+    model = AutoModel.from_config(config)
+    model.save_pretrained(here / "hub")
+    arguments = ("convert", "hub", "out", "--to", "transformers", "--derive")
+    assert transaxle(*arguments).code == 0
+    memory = {name: each.numpy() for name, each in model.state_dict().items()}
+    found = load_file(here / "out" / MODEL)
+    assert all(np.array_equal(found[name], memory[name]) for name in found)
+
+
+def test_a_table_that_does_not_fit_says_so(here: Path, transaxle: Transaxle) -> None:
+    """Two keys that were equal where the table was derived: a real model is refused, and told what to do."""
+    Path("its.rules").write_text(
+        "family of_mine\n  model_type of_mine\n  axes d=width e=depth\n  a : d\n\ndialect hf\n  a = a[d]\n"
+    )
+    save_file({"a": np.zeros(5, np.float32)}, "model.safetensors")
+    Path("config.json").write_text(json.dumps({"model_type": "of_mine", "depth": 2, "width": 3}))
+    outcome = transaxle("convert", MODEL, here / "out", "--to", "hf", "--rules", "its.rules", "--config", "config.json")
+    assert outcome.code == 3
+    said = " ".join(outcome.err.split())
+    assert "the table does not fit it: correct its axes, and give it with --rules" in said

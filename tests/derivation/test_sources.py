@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as torch_file
 
 import transaxle as tx
 from transaxle.axes.notation import tables
@@ -81,14 +83,140 @@ def test_changed_values_are_refused() -> None:
     assert caught.value.code == "UNSUPPORTED"
 
 
+INVENTED: dict[str, Callable[[int], torch.Tensor]] = {
+    "arange": torch.arange,
+    "arange from 1": lambda n: torch.arange(1, n + 1).float(),
+    "arange reversed": lambda n: torch.arange(n, 0, -1),
+    "one": lambda _: torch.ones(1),
+    "ones": torch.ones,
+    "zeros": torch.zeros,
+    "twos": lambda n: torch.full((2, n), 2.0),
+}
+
+
+def _with(extra: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**pack(state), "extra": extra}
+
+
+@pytest.mark.parametrize("values", INVENTED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_function_invents_is_listed(values: str, dtype: torch.dtype) -> None:
+    samples = [_before(config, dtype) for config in (*CONFIGS, LAST)]
+
+    def invents(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return _with(INVENTED[values](state["model.layers.0.norm"].numel()), state)
+
+    table = tx.derive(invents, samples=samples)
+    assert table.left_out == ("extra is made of nothing",)
+    assert "extra" not in table.text
+
+
+@pytest.mark.parametrize("values", INVENTED)
+def test_what_a_converter_of_folders_invents_is_listed(values: str, tmp_path: Path) -> None:
+    pair = _numbered_pair(tmp_path, lambda state: _with(INVENTED[values](LAST["width"]), state))
+    table = from_folders([pair], Labels("packed"))
+    assert table.left_out == ("extra is made of nothing",)
+    assert "extra" not in table.text
+
+
+def _numbered_pair(
+    folder: Path, convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
+) -> tuple[str, str]:
+    _save(folder / "hub", _before(LAST))
+    number_elements(str(folder / "hub"), str(folder / "in"))
+    numbered = load_file(folder / "in" / "model.safetensors")
+    (folder / "out").mkdir()
+    made = convert({name: torch.from_numpy(each) for name, each in numbered.items()})
+    torch_file(made, folder / "out" / "model.safetensors")
+    return str(folder / "in"), str(folder / "out")
+
+
+def _beside(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {**state, "model.layers.0.norm": torch.cat([state["model.layers.0.norm"], torch.ones(1)])}
+
+
+def _padded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([each, torch.zeros(2, *each.shape[1:])]) for name, each in state.items()}
+
+
+def _rounded(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each.bfloat16() for name, each in state.items()}
+
+
+def _sorted(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each.flatten().sort().values.reshape(each.shape) for name, each in state.items()}
+
+
+def _halved(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: each * 0.5 for name, each in state.items()}
+
+
+@pytest.mark.parametrize(
+    ("convert", "words"),
+    [
+        (_beside, "layers.0.norm: some of its values"),
+        (_padded, "of its"),
+        (_rounded, "bfloat16"),
+        (_sorted, "layers"),
+        (_halved, "changed"),
+    ],
+)
+def test_values_that_are_not_only_moved_are_refused(
+    convert: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(tx.TransaxleError, match=words) as caught:
+        tx.derive(convert, samples=[_before(config) for config in (*CONFIGS, LAST)])
+    assert caught.value.code == "UNSUPPORTED"
+    pair = _numbered_pair(tmp_path, convert)
+    with pytest.raises(tx.TransaxleError, match=words) as caught:
+        from_folders([pair], Labels("packed"))
+    assert caught.value.code == "UNSUPPORTED"
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (None, "it returned None"),
+        ([1], "it returned a value of type list"),
+        ({"a": 3}, "its 'a' is a value of type int"),
+    ],
+)
+def test_a_function_that_returns_no_state_dict(returned: Any, words: str) -> None:
+    with pytest.raises(TypeError, match=f"^the converter must return .*{words}$"):
+        tx.derive(lambda _: returned, samples=[_before(LAST)])
+
+
+def test_a_function_without_a_name() -> None:
+    assert tx.derive(lambda state: pack(state), samples=[_before(LAST)]).family == "derived"  # noqa: PLW0108
+
+
+def test_numbers_in_names_that_no_dots_separate() -> None:
+    def flat(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name.replace(".", "_"): each for name, each in state.items()}
+
+    with pytest.raises(tx.TransaxleError) as caught:
+        tx.derive(flat, samples=[_before(LAST)])
+    assert "in no name of the other dialect" in str(caught.value)
+    assert "dots separate them" in caught.value.hint
+
+
+def test_a_folder_that_is_not_numbered_is_refused(tmp_path: Path) -> None:
+    """Numbers 1, 2, 3 … would be those of ranges that a converter makes."""
+    tensors = {"a": torch.arange(1, 7).float()}
+    _save(tmp_path / "in", tensors)
+    _save(tmp_path / "out", tensors)
+    with pytest.raises(tx.TransaxleError, match="derive --number"):
+        from_folders([(str(tmp_path / "in"), str(tmp_path / "out"))], Labels("mine"))
+
+
 def test_a_pair_of_folders_becomes_a_table(tmp_path: Path) -> None:
     pairs = []
     for at, config in enumerate(CONFIGS):
         _save(tmp_path / f"hub{at}", _before(config))
         number_elements(str(tmp_path / f"hub{at}"), str(tmp_path / f"in{at}"))
         numbered = load_file(tmp_path / f"in{at}" / "model.safetensors")
-        assert sorted(int(n) for each in numbered.values() for n in each.ravel()) == list(
-            range(1, 1 + sum(each.size for each in numbered.values()))
+        assert len({int(n) for each in numbered.values() for n in each.ravel()}) == sum(
+            e.size for e in numbered.values()
         )
         _save(tmp_path / f"out{at}", pack({name: torch.from_numpy(each) for name, each in numbered.items()}))
         pairs.append((str(tmp_path / f"in{at}"), str(tmp_path / f"out{at}")))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from transaxle.cli.screen.screen import Screen
 from transaxle.cli.tracing import silence
 from transaxle.derivation.sources import Table, family_name, from_folders, from_transformers
 from transaxle.derivation.writing.table import Labels
-from transaxle.engine.checkpoint.settings import CONFIG
+from transaxle.engine.checkpoint.settings import CONFIG, model_config
 from transaxle.errors import refuse
 
 
@@ -56,8 +56,8 @@ def command(
     screen.consequence = "nothing was written"
     if number:
         return _number(screen, source)
-    if output is not None and Path(output).exists():
-        raise refuse("EXISTS", "the file already exists", file=output, hint="Choose another name, or remove the file.")
+    if output is not None:
+        _check_place(output)
     with screen.working("tracing"), silence():
         table = _table(source, family, dialects)
     if output is not None:
@@ -67,6 +67,15 @@ def command(
     else:
         _print(screen, table, output)
     return 0
+
+
+def _check_place(output: str) -> None:
+    """Refuse a file that cannot be written, before anything is derived."""
+    path = Path(output)
+    if os.path.lexists(path):
+        raise refuse("EXISTS", "the file already exists", file=output, hint="Choose another name, or remove the file.")
+    if not path.parent.is_dir():
+        raise refuse("IO", f"the folder {path.parent} does not exist", file=output, hint="Create it first.")
 
 
 def _table(source: Sequence[str], family: str | None, dialects: str) -> Table:
@@ -87,16 +96,21 @@ def model_of(source: str) -> tuple[str, dict[str, Any] | None]:
 
     Raises:
         Refused: CORRUPT for a config without a model type.
+        StorageError: IO for a path that leads to no config.
     """
     path = Path(source)
-    path = path / CONFIG if path.is_dir() else path
-    if not path.is_file():
+    if not path.exists() and "/" not in source and os.sep not in source and path.suffix != ".json":
         return source, None
-    try:
-        config = json.loads(path.read_text("utf-8"))
-        return str(config["model_type"]), config
-    except (ValueError, KeyError, TypeError) as error:
-        raise refuse("CORRUPT", f"no config with a model_type: {error}", file=str(path)) from None
+    if path.is_dir() and not Path(path, CONFIG).exists():
+        hint = "Name a folder that has one. If it is the model type that you mean, run this in another folder."
+        raise refuse("IO", f"there is no {CONFIG} in it", file=source, hint=hint)
+    config = model_config(source)
+    assert config is not None
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        hint = "Add the model_type by which transformers knows the model, or give that word instead of the file."
+        raise refuse("CORRUPT", "it has no model_type", file=source, hint=hint)
+    return model_type, dict(config)
 
 
 def _number(screen: Screen, source: Sequence[str]) -> int:
@@ -108,7 +122,7 @@ def _number(screen: Screen, source: Sequence[str]) -> int:
     if screen.as_json:
         screen.document({"path": source[1], "elements": count})
     else:
-        screen.line((source[1], "bold"), f": {count:,} elements, numbered from 1")
+        screen.line((source[1], "bold"), f": {count:,} elements, each with a number of its own")
     return 0
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 
 import click
 
+from transaxle.arguments import Overwrite
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-from transaxle.errors import Code, TransaxleError
+from transaxle.engine.checkpoint.settings import CONFIG
+from transaxle.errors import Code, TransaxleError, refuse
+from transaxle.formats.staging.location import staging_at
 
 _UNKNOWN: Code = "UNKNOWN_FAMILY"
 
@@ -25,19 +29,32 @@ def silence() -> Iterator[None]:
         yield
 
 
-def with_table(screen: Screen, src: str, source_options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options for `open_checkpoint` with a derived table in them, where no other table knows the model."""
+def with_table(
+    screen: Screen, src: str, source_options: dict[str, Any], check: Callable[[], None] | None = None
+) -> dict[str, Any]:
+    """Return the options for `open_checkpoint` with a derived table in them, where no other table knows the model.
+
+    Args:
+        screen: where it is said.
+        src: the checkpoint.
+        source_options: the options so far.
+        check: refuses what would be in vain, before a table is derived.
+    """
     with open_checkpoint(src, **source_options) as source:
         try:
             _ = source.recognised
         except TransaxleError as error:
-            model_type = source.config.get("model_type")
-            if error.code != _UNKNOWN or not isinstance(model_type, str):
+            if error.code != _UNKNOWN or source_options.get("family") is not None:
                 raise
+            model_type = source.config.get("model_type")
+            if not isinstance(model_type, str):
+                raise _no_type(error, has_config=bool(source.config) or CONFIG in source.container.carried) from None
             config = dict(source.config)
         else:
             return source_options
-    from transaxle.derivation.sources import from_transformers
+    if check is not None:
+        check()
+    from transaxle.derivation.sources import family_name, from_transformers
 
     with screen.working("tracing"), silence():
         table = from_transformers(model_type, config)
@@ -45,5 +62,27 @@ def with_table(screen: Screen, src: str, source_options: dict[str, Any]) -> dict
     click.get_current_context().call_on_close(folder.cleanup)
     rules = Path(folder.name, f"{table.family}.rules")
     table.save(rules)
-    screen.note(f"derived a table for {model_type} from {table.traces} traces of the installed transformers")
+    said = source_options.get("config") or (src if Path(src, CONFIG).is_file() else model_type)
+    screen.note(
+        f"derived a table for {model_type} from {table.traces} traces of the installed transformers, for this command "
+        f"only; info, verify and diff need it as a file:  transaxle derive {shlex.quote(said)} -o "
+        f"{family_name(model_type)}.rules,  and then --rules {family_name(model_type)}.rules"
+    )
     return {**source_options, "rules": str(rules)}
+
+
+def check_target(dst: str, *, overwrite: Overwrite, resume: bool, **_: object) -> None:
+    """Refuse a target that no conversion may be put at; one that is resumed may be finished."""
+    if not resume:
+        staging_at(dst, overwrite=overwrite).look({}, {})
+
+
+def _no_type(error: TransaxleError, *, has_config: bool) -> TransaxleError:
+    """Return the refusal of a model of which transformers cannot be asked."""
+    why = "its config.json has no model_type" if has_config else "it has no config.json"
+    first = error.refusals[0]
+    return refuse(
+        _UNKNOWN,
+        f"{first.message}; and --derive cannot tell what to ask transformers for: {why}",
+        hint="Give a config.json with the model_type, --config FILE.",
+    )

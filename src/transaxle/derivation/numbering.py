@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+from transaxle.derivation.fitting.element_numbers import FLOOR, Places, drawn, laid_out, room
+from transaxle.derivation.fitting.trace import Numbers, Underivable
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import refuse
 
-_EXACT = 1 << 24
-"""Numbers that a 32-bit float holds exactly."""
+_EXACT = {np.float32: 1 << 24, np.float64: 1 << 52}
+"""Type -> numbers that it holds exactly."""
 
 
 def number_elements(src: str, dst: str) -> int:
-    """Write a checkpoint of the same names and shapes whose elements are the numbers from 1 on.
+    """Write a checkpoint of the same names and shapes in which every element is a number of its own.
 
-    They are 32-bit floats, or 64-bit ones where there are more than 2**24 of them: a converter that casts to a smaller
-    type would make different numbers equal, and deriving a table from its result is then refused.
+    They are 32-bit floats, or 64-bit ones where there are more than four million of them: a converter that casts to a
+    smaller type would make different numbers equal, and deriving a table from its result is then refused.
 
     Args:
         src: the checkpoint.
@@ -38,14 +42,45 @@ def number_elements(src: str, dst: str) -> int:
         shapes = {name: checkpoint[name].shape for name in checkpoint}
         carried = [member for member in checkpoint.container.carried if member.endswith(".json")]
     total = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
-    dtype = np.float32 if total < _EXACT else np.float64
-    tensors, start = {}, 1
-    for name, shape in shapes.items():
-        count = int(np.prod(shape, dtype=np.int64))
-        tensors[name] = np.arange(start, start + count).astype(dtype).reshape(shape)
-        start += count
+    dtype = next(each for each, most in _EXACT.items() if total <= room(most))
+    numbers = laid_out(drawn(total, _EXACT[dtype]).astype(dtype), shapes)
     target.mkdir(parents=True)
-    save_file(tensors, target / "model.safetensors")
+    save_file(numbers, target / "model.safetensors")
     for member in carried:
         shutil.copyfile(Path(src, member), target / member)
     return total
+
+
+def numbered(before: Checkpoint, after: Checkpoint) -> tuple[dict[str, Numbers], dict[str, Numbers]]:
+    """Return the elements of a numbered checkpoint, and where a converter put them.
+
+    Of a tensor that the converter made of nothing, all are zero.
+
+    Raises:
+        Underivable: the first one is not numbered, or values of the second one are changed.
+    """
+    given = {name: np.asarray(before[name].read()) for name in before}
+    for name, values in given.items():
+        if not bool((values >= FLOOR).all() and (values == np.floor(values)).all()):
+            raise Underivable(f"{name}: its values are no numbers that `transaxle derive --number` gives")
+    flat = [values.ravel().astype(np.int64) for values in given.values()]
+    places = Places(np.concatenate([np.zeros(0, np.int64), *flat]))
+    hub = {name: places.of(values.astype(np.int64)) for name, values in given.items()}
+    return hub, {name: _came_from(name, np.asarray(after[name].read()), places) for name in after}
+
+
+def _came_from(name: str, values: npt.NDArray[Any], places: Places) -> Numbers:
+    """Return the element that each value of a tensor came from; 0 for zeros, and for all of one made of nothing."""
+    with np.errstate(invalid="ignore"):
+        whole = values.astype(np.int64)
+        exact = whole == values
+    found = np.where(exact, places.of(whole), 0)
+    if bool(((found > 0) | (values == 0)).all()) or bool((exact & (whole >= 0) & (whole < FLOOR)).all()):
+        return found
+    if values.dtype.itemsize < np.dtype(np.float32).itemsize and not bool((np.abs(values) < FLOOR).all()):
+        raise Underivable(
+            f"{name}: the converter casts it to {values.dtype}, which does not hold the numbers; leave the cast out"
+        )
+    if bool(found.any()):
+        raise Underivable(f"{name}: some of its values come from elements, others from nowhere")
+    raise Underivable(f"{name}: its values are changed, not only moved, or made of nothing")

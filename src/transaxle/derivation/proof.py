@@ -12,15 +12,20 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
-from transaxle.derivation.fitting.trace import Trace
+from transaxle.axes.layout.bind import bind
+from transaxle.axes.layout.solve import fill
+from transaxle.axes.notation import tables
+from transaxle.axes.notation.family import Sizes
+from transaxle.derivation.fitting.trace import Shape, Trace
 from transaxle.derivation.writing.table import Labels
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.execute.execute import execute
 from transaxle.engine.plan.conversion import make_plan
-from transaxle.errors import TransaxleError
+from transaxle.errors import Code, TransaxleError
 from transaxle.move.workers import limits
 
 Tensors = Mapping[str, npt.NDArray[Any]]
+_MISFIT: Code = "SHAPE_MISMATCH"
 _LISTED = 3
 """Names that a problem lists."""
 
@@ -48,6 +53,33 @@ def prove(text: str, trace: Trace, labels: Labels) -> tuple[str, ...]:
                 problems.append(f"{direction}: {error}")
                 continue
             problems += [f"{direction}: {fault}" for fault in differences(made, sides[target])]
+    return tuple(problems)
+
+
+def misfits(text: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], labels: Labels) -> tuple[str, ...]:
+    """Hold a table against the shapes of a real model, whose sizes are in other ratios than those of tiny ones.
+
+    Args:
+        text: the table.
+        shapes: name in memory -> shape.
+        config: the model's config.
+        labels: names of the family and its dialects.
+
+    Returns:
+        What the table says of these shapes, and is not so.
+    """
+    (family,) = tables.read(text)
+    dialect = family.dialect(labels.dialects[1])
+    assert dialect is not None  # the table has it by this name
+    sizes, problems = Sizes(family, config), []
+    bound = bind(tuple(shapes), family, dialect, sizes) if shapes else None
+    for (line, _), names in bound.names.items() if bound else ():
+        for position, name in names.items():
+            try:
+                fill(line.expression, shapes[name], sizes.at(dict(zip(line.name.axes, position, strict=True))))
+            except TransaxleError as error:  # of sizes that nothing tells, nothing is said
+                if error.code == _MISFIT:
+                    problems.append(f"{name}: {error.refusals[0].message}")
     return tuple(problems)
 
 

@@ -9,18 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from transaxle.derivation.fitting.trace import Numbers, Trace, Underivable, told
-from transaxle.derivation.proof import prove
+from transaxle.derivation.fitting.trace import Shape, Trace, Underivable, told
+from transaxle.derivation.numbering import numbered
+from transaxle.derivation.proof import misfits, prove
 from transaxle.derivation.writing.from_traces import Derived, derive
 from transaxle.derivation.writing.table import Labels
-from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
 from transaxle.errors import TransaxleError, refuse
 
 Tensors = Mapping[str, Any]
 """A state dict: numpy arrays or torch tensors."""
+_LISTED = 6
+"""Problems of a table that a refusal lists."""
 _LEAST = 2
 """Fewest traces of a model type: one to derive from, and one of other sizes to prove the table with."""
 
@@ -67,7 +68,7 @@ def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, 
         Refused: UNSUPPORTED where no table says what transformers does, or torch or transformers are not installed.
         UsageError: UNKNOWN_FAMILY where transformers does not know the model type.
     """
-    from transaxle.derivation.tracing.transformers_models import Peer, trace, variants
+    from transaxle.derivation.tracing.transformers_models import Peer, shapes, trace, variants
 
     peer = Peer()
     labels = Labels(
@@ -79,17 +80,43 @@ def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, 
         ),
     )
     with _refusing(model_type):
-        traces = [trace(peer, model) for model, _ in variants(peer, model_type, config)]
+        complaints: list[str] = []
+        traces = [trace(peer, model) for model, _ in variants(peer, model_type, config, complaints)]
         if len(traces) < _LEAST:
-            raise Underivable(f"{len(traces)} of its tiny configs can be built, and a proof needs {_LEAST}")
-        table = derive(traces[:-1], labels, peer.aliases(model_type))
-        problems = prove(table.text, traces[-1], labels)
+            raise _too_few(len(traces), model_type, complaints, bare=config is None)
+        real = {} if config is None else shapes(peer, model_type, config)
+
+        def derived(*, sparse: bool = False) -> tuple[Derived, str]:
+            table = derive(traces[:-1], labels, peer.aliases(model_type), sparse=sparse)
+            return table, _disproved(table, traces[-1], labels, real, config or {})
+
+        table, problems = derived()
         if problems:  # a size or a condition may have fitted a key by accident
-            table = derive(traces[:-1], labels, peer.aliases(model_type), sparse=True)
-            problems = prove(table.text, traces[-1], labels)
+            table, problems = derived(sparse=True)
     if problems:
-        raise _no_table(model_type, "a config of other sizes disproves the derived table: " + "; ".join(problems))
+        raise _no_table(model_type, problems)
     return _table(table, labels, proved=True)
+
+
+def _disproved(
+    table: Derived, trace: Trace, labels: Labels, real: Mapping[str, Shape], config: Mapping[str, Any]
+) -> str:
+    """Return what a trace of other sizes, or the shapes of the real model, disprove of a table; or nothing."""
+    problems, by = prove(table.text, trace, labels), "a config of other sizes"
+    if not problems:
+        problems, by = misfits(table.text, real, config, labels), "the config that was given"
+    return f"{by} disproves the derived table: {'; '.join(problems[:_LISTED])}" if problems else ""
+
+
+def _too_few(built: int, model_type: str, complaints: Sequence[str], *, bare: bool) -> Underivable:
+    """Return why too few tiny models can be built, with what the first of them said."""
+    why = f"{built or 'none'} of its tiny configs can be built, and a proof needs {_LEAST}"
+    first = f" (the first that cannot: {complaints[0]})" if complaints else ""
+    hint = (
+        "The tiny configs are made of the default config. Give the model's own instead, its folder or config.json:  "
+        f"transaxle derive FOLDER -o {family_name(model_type)}.rules."
+    )
+    return Underivable(why + first, hint if bare else "")
 
 
 def from_function(
@@ -138,7 +165,7 @@ def from_folders(pairs: Sequence[tuple[str, str]], labels: Labels) -> Table:
         for before, after in pairs:
             with open_checkpoint(before) as first, open_checkpoint(after) as second:
                 config = stored_config(first.container.storage) if CONFIG in first.container.carried else {}
-                traces.append(Trace(_numbers(first), _numbers(second), config))
+                traces.append(Trace(*numbered(first, second), config))
         if not labels.model_types and isinstance(traces[0].config.get("model_type"), str):
             labels = Labels(labels.family, (traces[0].config["model_type"],), labels.dialects, labels.comments)
         return _proved(traces, labels)
@@ -164,22 +191,6 @@ def _table(table: Derived, labels: Labels, *, proved: bool, notes: tuple[str, ..
     return Table(labels.family, table.text, (*notes, *table.left_out), table.traces, proved)
 
 
-def _numbers(checkpoint: Checkpoint) -> dict[str, Numbers]:
-    """Read numbered tensors.
-
-    Raises:
-        Underivable: a tensor has values that are no whole numbers.
-    """
-    found = {}
-    for name in checkpoint:
-        values = np.asarray(checkpoint[name].read())
-        numbers: Numbers = values.astype(np.int64)
-        if values.size and (not bool((numbers == values).all()) or int(numbers.min()) < 1):
-            raise Underivable(f"{name}: its values are no whole numbers from 1 on; they were not numbered, or changed")
-        found[name] = numbers
-    return found
-
-
 class _refusing:  # noqa: N801 - reads as a clause: with _refusing(what)
     """Turns what no table says into a refusal."""
 
@@ -192,9 +203,9 @@ class _refusing:  # noqa: N801 - reads as a clause: with _refusing(what)
     def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         """Raise the refusal."""
         if isinstance(error, Underivable):
-            raise _no_table(self.what, str(error)) from None
+            raise _no_table(self.what, str(error), error.hint) from None
 
 
-def _no_table(what: str, why: str) -> TransaxleError:
-    hint = "Write the table by hand (docs/how-to/add-a-family.md), or keep all names with --to FORMAT:identity."
-    return refuse("UNSUPPORTED", f"no table can be derived for {what}: {why}", hint=hint)
+def _no_table(what: str, why: str, hint: str = "") -> TransaxleError:
+    by_hand = "Write the table by hand (docs/how-to/add-a-family.md), or keep all names with --to FORMAT:identity."
+    return refuse("UNSUPPORTED", f"no table can be derived for {what}: {why}", hint=hint or by_hand)

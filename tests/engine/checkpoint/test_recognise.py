@@ -11,7 +11,7 @@ import pytest
 
 import transaxle as tx
 from tests import checkpoints
-from transaxle.engine.checkpoint.recognise import recognise
+from transaxle.engine.checkpoint.recognise import pick_family, recognise
 from transaxle.errors import Code
 from transaxle.families import builtin
 
@@ -116,6 +116,20 @@ def test_what_the_user_says_is_believed() -> None:
     assert found(PLAIN, dialect="automodel") == ("llama", "automodel", "")
     with refused("UNKNOWN_FAMILY", "Did you mean llama"):
         found(PLAIN, family="lama")
+
+
+@pytest.mark.parametrize(("said", "family"), [("kimi_k2", "deepseek_v3"), ("deberta-v2", "deberta_v2")])
+def test_a_model_type_of_one_family_is_its_name_too(said: str, family: str) -> None:
+    assert pick_family(said, builtin()).name == family
+
+
+def test_an_unknown_family_lists_close_ones_only() -> None:
+    with pytest.raises(tx.TransaxleError) as caught:
+        pick_family("lama", builtin())
+    assert f"{len(builtin())} are known" in str(caught.value)
+    assert str(caught.value).count(",") < 8
+    with refused("UNKNOWN_FAMILY", "no family 'zzzz'; ", "--rules FILE"):
+        pick_family("zzzz", builtin())
 
 
 def test_an_unknown_model_type_is_refused_with_what_its_names_look_like() -> None:

@@ -18,6 +18,10 @@ from transaxle.errors import TransaxleError, refuse
 Shape = tuple[int, ...]
 """Elements along each dim."""
 
+_NOT_ITS_TABLE = (
+    "If the config is this model's own, the table does not fit it: correct its axes, and give it with --rules (rules=)."
+)
+
 
 def unknown(node: Node, sizes: Mapping[str, int]) -> list[str]:
     """Return the axes of a dim that have no size, each once."""
@@ -71,7 +75,7 @@ def fill(expression: Expression, shape: Shape, sizes: Mapping[str, int]) -> dict
 
 def mismatch(expression: Expression, expected: str, shape: Shape) -> TransaxleError:
     """Build the refusal of a shape that a rule does not explain."""
-    return refuse("SHAPE_MISMATCH", f"{expression.text}\nexpected {expected}, got {list(shape)}")
+    return refuse("SHAPE_MISMATCH", f"{expression.text}\nexpected {expected}, got {list(shape)}", hint=_NOT_ITS_TABLE)
 
 
 def unknown_axis(axis: str, rule: str, shape: Shape | None = None) -> TransaxleError:

@@ -91,8 +91,10 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "known table has this checkpoint's `model_type` and tensor names. A family is never guessed from shapes.",
         "no table knows any of the tensor names: wte.weight, wpe.weight, ln_f.weight "
         "(config.json has model_type 'gpt2')",
-        "If it is a known model under another name, give its family: --family NAME. Otherwise write a table of a few "
-        "lines and pass it with --rules FILE. To change only the file format, keep all names: "
+        "If it is a known model under another name, give its family: --family NAME. Otherwise --derive (of convert and "
+        "plan) derives its table from the installed transformers; `transaxle derive FOLDER -o NAME.rules` keeps the "
+        "table for all commands, with --rules NAME.rules. A model that transformers does not know needs a table of a "
+        "few lines by hand. To change only the file format, keep all names: "
         "--to safetensors:identity.",
     ),
     "UNKNOWN_AXIS": Explanation(
@@ -112,7 +114,9 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "model.layers.0.self_attn.q_proj.weight\n    q[(g r c) d]\n    expected [4096, 2048] (c=128, d=2048, "
         "g*r=32), got [2048, 2048]",
         "Compare config.json with the checkpoint (transaxle info). Check the sizes that you gave with --axis or "
-        "--config: they override all others. A model that really is different needs a table of its own.",
+        "--config: they override all others. A model that really is different needs a table of its own. "
+        "A derived table may take a size from a key that was equal by chance in all configs that it follows from: "
+        "`transaxle info --family NAME` prints the table, for you to correct its axes and give it with --rules.",
     ),
     "DTYPE_MISMATCH": Explanation(
         "A tensor does not have the dtype that the target requires.",

@@ -114,7 +114,15 @@ def _find_axes(part: Part, axes: Unions[Place]) -> None:
                     axes.join(own, place)
                 part.axes[coordinate] = place
         if there:
-            raise Underivable(f"{part.patterns[1].text}: an index of it is in no name of the other dialect")
+            raise _of_no_name(part.patterns[1])
+
+
+def _of_no_name(pattern: Pattern) -> Underivable:
+    return Underivable(
+        f"{pattern.text}: an index of it is in no name of the other dialect",
+        hint="Numbers in names count layers or experts only if dots separate them, as in layers.0.weight; give the "
+        "tensors such names on both sides, or write the table by hand (docs/how-to/add-a-family.md).",
+    )
 
 
 def _coordinates(part: Part) -> list[Coordinate]:
@@ -140,7 +148,7 @@ def _partner(part: Part, one: Coordinate, others: Sequence[Coordinate], axes: Un
     """Return the index of the other side that always has the same value."""
     fitting = [other for other in others if IN_NAME in (one[0], other[0])]
     if not fitting:
-        raise Underivable(f"{part.patterns[0].text}: an index of it is in no name of the other dialect")
+        raise _of_no_name(part.patterns[0])
     place = _place(part, one)
     for other in fitting:
         counted = _place(part, other)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
-"""A tensor whose elements have numbers of their own, from 1 on; tensors that share their values share their numbers."""
+"""A tensor whose elements have numbers of their own, from 1 on; tensors that share values share numbers."""
 Shape = tuple[int, ...]
 HUB, MEMORY = "hub", "memory"
 """The two sides of a trace: what the converter wrote (the first dialect), and what it was given (the second)."""
@@ -18,7 +18,16 @@ SIDES = (HUB, MEMORY)
 
 
 class Underivable(Exception):
-    """No table in the notation says what the converter did."""
+    """No table in the notation says what the converter did.
+
+    Args:
+        why: what no table says.
+        hint: what the user can do; nothing: write the table by hand.
+    """
+
+    def __init__(self, why: str, hint: str = "") -> None:
+        super().__init__(why)
+        self.hint = hint
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,17 @@
-"""Traces of functions: a converter in Python, given numbered state dicts."""
+"""Traces of functions: a converter in Python, given state dicts that are numbered in two ways.
+
+What is the same in both runs comes from no element, and what comes from an element comes from it in both.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from transaxle.derivation.fitting.element_numbers import Places, laid_out, shuffled
 from transaxle.derivation.fitting.trace import Numbers, Underivable, combined, digits, passes
 
 _EXACT = {
@@ -14,45 +19,52 @@ _EXACT = {
     "int64": 1 << 62, "int32": 1 << 30, "int16": 1 << 14, "int8": 1 << 7, "uint8": 1 << 8,
 }  # fmt: skip
 """dtype -> how many numbers one pass through it can carry."""
+Tensors = Mapping[str, Any]
+Values = npt.NDArray[Any]
 
 
 def trace_function(
-    convert: Callable[[dict[str, Any]], Mapping[str, Any]], sample: Mapping[str, Any]
+    convert: Callable[[dict[str, Any]], Tensors], sample: Tensors
 ) -> tuple[dict[str, Numbers], dict[str, Numbers]]:
-    """Send a numbered state dict through a function, in as many passes as its dtypes need.
+    """Send a state dict through a function, numbered in two ways, in as many passes as its dtypes need.
 
     Args:
         convert: state dict -> state dict.
         sample: names and tensors; values do not matter.
 
     Returns:
-        The numbers on both sides.
+        The numbers on both sides; of a tensor that the function makes of nothing, zeros.
 
     Raises:
         Underivable: values are changed, or a dtype holds no numbers.
+        TypeError: the function returns no state dict.
     """
-    numbers: dict[str, Numbers] = {}
-    start = 1
-    for name, tensor in sample.items():
-        shape = tuple(tensor.shape)
-        count = int(np.prod(shape, dtype=np.int64))
-        numbers[name] = np.arange(start, start + count, dtype=np.int64).reshape(shape)
-        start += count
-    base = min(_base(name, tensor) for name, tensor in sample.items())
-    carried = []
-    for position in range(passes(start, base)):
-        given = {name: _filled(tensor, digits(numbers[name], base, position)) for name, tensor in sample.items()}
-        carried.append({name: _read(name, tensor) for name, tensor in convert(given).items()})
-    if any(each.keys() != carried[0].keys() for each in carried):
+    shapes = {name: tuple(tensor.shape) for name, tensor in sample.items()}
+    total = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
+    base = min((_base(name, tensor) for name, tensor in sample.items()), default=1 << 24)
+    numberings = shuffled(total)
+    runs = []
+    for numbers in numberings:
+        tensors = laid_out(numbers, shapes)
+        for position in range(passes(total + 1, base)):
+            given = {name: _filled(tensor, digits(tensors[name], base, position)) for name, tensor in sample.items()}
+            runs.append(_state_dict(convert(given)))
+    if any(each.keys() != runs[0].keys() for each in runs):
         raise Underivable("the function gives other names for other values")
-    return numbers, {name: combined([each[name] for each in carried], base) for name in carried[0]}
+    places = [Places(numbers) for numbers in numberings]
+    memory = {name: _came_from(name, [run[name] for run in runs], base, places) for name in runs[0]}
+    return laid_out(np.arange(1, total + 1), shapes), memory
 
 
 def _base(name: str, tensor: Any) -> int:
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = _dtype(tensor)
     if dtype not in _EXACT:
         raise Underivable(f"{name} is {dtype}, which holds no numbers; give it as another type")
     return _EXACT[dtype]
+
+
+def _dtype(tensor: Any) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _filled(tensor: Any, values: Numbers) -> Any:
@@ -62,9 +74,72 @@ def _filled(tensor: Any, values: Numbers) -> Any:
     return tensor.new_tensor(values.tolist()).reshape(tuple(tensor.shape)).to(tensor.dtype)
 
 
-def _read(name: str, tensor: Any) -> Numbers:
-    values = tensor if isinstance(tensor, np.ndarray) else tensor.detach().cpu().double().numpy()
-    numbers: Numbers = values.astype(np.int64)
-    if not bool((numbers == values).all()) or (numbers.size and int(numbers.min()) < 0):
-        raise Underivable(f"{name}: its values are changed, not only moved")
-    return numbers
+def _state_dict(returned: object) -> Tensors:
+    """Return what a function returned, if it is a state dict."""
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"the converter must return a mapping of names to tensors; it returned {_kind(returned)}")
+    for name, tensor in returned.items():
+        if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
+            raise TypeError(f"the converter must return arrays or tensors; its {name!r} is {_kind(tensor)}")
+    return returned
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a value of type {type(value).__name__}"
+
+
+def _came_from(name: str, runs: Sequence[Any], base: int, places: Sequence[Places]) -> Numbers:
+    """Return the element that each value of a tensor came from; 0 for zeros, and for all of a tensor made of nothing.
+
+    Args:
+        name: the tensor's name.
+        runs: the tensor from each pass of the first numbering, and then of the second.
+        base: how many numbers a pass carries.
+        places: the elements of both numberings.
+    """
+    values = [_read(tensor) for tensor in runs]
+    if any(each.shape != values[0].shape for each in values):
+        raise Underivable(f"{name}: the function gives it another shape for other values")
+    half = len(values) // 2
+    first, second = values[:half], values[half:]
+    constant = np.ones(values[0].shape, bool)
+    for one, other in zip(first, second, strict=True):
+        constant &= (one == other) | ((one != one) & (other != other))
+    if bool(constant.all()):
+        return np.zeros(values[0].shape, np.int64)
+    moved = [where.of(_carried(each, base)) for where, each in zip(places, (first, second), strict=True)]
+    if bool(((moved[0] != moved[1]) | (moved[0] == 0))[~constant].any()):
+        raise Underivable(f"{name}: its values are changed, not only moved{_narrowed(runs[0], base)}")
+    if any(bool(each[constant].any()) for each in first):
+        raise Underivable(
+            f"{name}: some of its values come from elements, others from nowhere{_narrowed(runs[0], base)}"
+        )
+    return np.where(constant, 0, moved[0])
+
+
+def _read(tensor: Any) -> Values:
+    values: Values = np.asarray(tensor if isinstance(tensor, np.ndarray) else _of_torch(tensor))
+    return values
+
+
+def _of_torch(tensor: Any) -> Values:
+    values = tensor.detach().cpu()
+    array: Values = values.double().numpy() if values.dtype.is_floating_point else values.numpy()
+    return array
+
+
+def _carried(values: Sequence[Values], base: int) -> Numbers:
+    """Return the numbers that the passes carried; 0 for a value that no pass gave."""
+    whole = np.ones(values[0].shape, bool)
+    for each in values:
+        whole &= (each >= 0) & (each < base) & (each == np.floor(each))
+    return combined([np.where(whole, each, 0).astype(np.int64) for each in values], base)
+
+
+def _narrowed(tensor: Any, base: int) -> str:
+    """Return what became of values whose type holds fewer numbers than the samples'."""
+    dtype = _dtype(tensor)
+    holds = _EXACT.get(dtype, 0)
+    if holds >= base:
+        return ""
+    return f"; it is {dtype}, which does not hold all numbers: leave the cast out, or give samples of {dtype}"

@@ -10,11 +10,14 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
 
+from transaxle.derivation.fitting.element_numbers import FLOOR
 from transaxle.derivation.fitting.trace import Numbers, Shape, Trace, Underivable, combined, digits, passes
 from transaxle.derivation.tracing.tiny_configs import DEEP, OWN, PLAIN, RATIO, VARIANTS, tiny
 from transaxle.errors import refuse
@@ -34,6 +37,8 @@ HEADS = (
 _EXACT = {"float32": 1 << 24, "float64": 1 << 52, "int64": 1 << 62, "int32": 1 << 30}
 """dtype -> how many numbers a pass through it can carry."""
 _BASE = 1 << 24
+_LONGEST = 240
+"""Characters of a model's complaint."""
 _MOST = 60_000_000
 """Elements of the largest model that is traced."""
 
@@ -77,7 +82,9 @@ class Peer:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         if model_type not in CONFIG_MAPPING:
-            raise refuse("UNKNOWN_FAMILY", f"transformers {self.version} has no model type {model_type!r}")
+            close = get_close_matches(model_type, self.model_types(), 3)
+            hint = f"Did you mean {' or '.join(close)}?" if close else "Give the model type that its config.json has."
+            raise refuse("UNKNOWN_FAMILY", f"transformers {self.version} has no model type {model_type!r}", hint=hint)
         return CONFIG_MAPPING[model_type]
 
     def model_classes(self, model_type: str, architectures: Sequence[str] = ()) -> list[Any]:
@@ -107,22 +114,45 @@ class Peer:
         return found
 
 
-def variants(peer: Peer, model_type: str, base: Mapping[str, Any] | None = None) -> Iterator[tuple[Any, int]]:
-    """Yield a model for each variant that can be built, on the meta device, with the number of its variant."""
+def variants(
+    peer: Peer, model_type: str, base: Mapping[str, Any] | None = None, complaints: list[str] | None = None
+) -> Iterator[tuple[Any, int]]:
+    """Yield a model for each variant that can be built, on the meta device, with the number of its variant.
+
+    Args:
+        peer: the installed transformers.
+        model_type: the word that config.json has.
+        base: the config that is made tiny; None: the default one.
+        complaints: gets what a model says where it cannot be built, as one line.
+    """
+    complaints = [] if complaints is None else complaints
     config_class = peer.config_class(model_type)
     base = dict(base) if base else config_class().to_dict()
     model_classes = peer.model_classes(model_type, base.get("architectures") or ())
     for variant in range(VARIANTS):
         for model_class in model_classes:
-            model = _built(peer, config_class, model_class, base, variant)
+            model = _built(peer, config_class, model_class, tuple(_settings(base, variant)), complaints)
             if model is not None:
                 model_classes = [model_class]  # the other variants are of the class that could be built first
                 yield model, variant
                 break
 
 
-def _built(peer: Peer, config_class: Any, model_class: Any, base: Mapping[str, Any], variant: int) -> Any:
-    """Build a variant; where its sizes do not fit each other, one with fewer changes."""
+def shapes(peer: Peer, model_type: str, config: Mapping[str, Any]) -> dict[str, Shape]:
+    """Return the shapes of a model of the config's own sizes, which takes no memory; nothing if it cannot be built."""
+    for model_class in peer.model_classes(model_type, config.get("architectures") or ()):
+        try:
+            with warnings.catch_warnings(), peer.torch.device("meta"):
+                warnings.simplefilter("ignore")
+                model = model_class(peer.config_class(model_type).from_dict(dict(config)))
+        except Exception:  # noqa: BLE001 - tiny ones may be of the next class
+            continue
+        return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {}
+
+
+def _settings(base: Mapping[str, Any], variant: int) -> Iterator[dict[str, Any]]:
+    """Yield the configs of a variant; where sizes of one do not fit each other, the next one has fewer changes."""
     for sizes, flip in (
         (OWN, True),
         (PLAIN, True),
@@ -132,15 +162,25 @@ def _built(peer: Peer, config_class: Any, model_class: Any, base: Mapping[str, A
         (RATIO, False),
         (DEEP, False),
     ):
-        settings = tiny(base, variant, sizes=sizes, flip=flip)
+        yield tiny(base, variant, sizes=sizes, flip=flip)
+
+
+def _built(
+    peer: Peer, config_class: Any, model_class: Any, attempts: Sequence[dict[str, Any]], complaints: list[str]
+) -> Any:
+    """Build a model of the first config that fits."""
+    for settings in attempts:
         try:
             with warnings.catch_warnings(), peer.torch.device("meta"):
                 warnings.simplefilter("ignore")  # a size that would be slow is still a size
                 model = model_class(config_class.from_dict(settings))
-        except Exception:  # noqa: BLE001 - any model's own complaint about sizes that do not fit
+        except Exception as error:  # noqa: BLE001 - any model's own complaint about sizes that do not fit
+            complaints.append(shorten(f"{type(error).__name__}: {error}", _LONGEST))
             continue
-        if sum(p.numel() for p in model.parameters()) <= _MOST:
+        count = sum(p.numel() for p in model.parameters())
+        if count <= _MOST:
             return model.to_empty(device="cpu").float()
+        complaints.append(f"its smallest model has {count:,} parameters")
     return None
 
 
@@ -185,9 +225,9 @@ def loaded(folder: Path) -> dict[str, Any]:
 
 
 def _numbered(model: Any) -> tuple[list[tuple[Any, Numbers]], int]:
-    """Return every storage of the model with the numbers it is to carry."""
+    """Return every storage of the model with the numbers it is to carry, from `FLOOR` on."""
     model.tie_weights()
-    tensors, seen, start = [], set(), 1
+    tensors, seen, start = [], set(), FLOOR
     for tensor in (*model.parameters(), *model.buffers()):
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.data_ptr() in seen or not tensor.numel():
@@ -210,7 +250,7 @@ def _combined(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: 
         held = {name: str(t.dtype).removeprefix("torch.") in _EXACT and t.numel() > 0 for name, t in first.items()}
         sides.append(
             {
-                name: combined([_whole(name, each[side][name]) for each in carried], _BASE)
+                name: _places(combined([_whole(name, each[side][name]) for each in carried], _BASE))
                 for name, numbered in held.items()
                 if numbered
             }
@@ -223,6 +263,11 @@ def _combined(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: 
             raise Underivable(f"{name} holds flags, and is elsewhere in memory")
         unnumbered[name] = tuple(tensor.shape)
     return Trace(sides[0], sides[1], config, unnumbered)
+
+
+def _places(numbers: Numbers) -> Numbers:
+    """Return the elements that have some numbers, from 1 on; 0 for constants, which are below."""
+    return np.maximum(numbers - (FLOOR - 1), 0)
 
 
 def _whole(name: str, tensor: Any) -> Numbers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +24,8 @@ from transaxle.formats.catalog.catalog import Container
 
 IDENTITY = "identity"
 """The dialect of every checkpoint: each tensor under its own name."""
+_CLOSE = 8
+"""Names of families that a refusal lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +42,25 @@ class Recognised:
     """Number of names that the dialect reads."""
 
 
-def pick_family(label: str, families: Mapping[str, Family]) -> Family:
-    """Return a family by name.
+def pick_family(label: str, families: Families) -> Family:
+    """Return a family by its name, or by a model type that no other family has.
 
     Raises:
-        UsageError: UNKNOWN_FAMILY, with the closest name.
+        UsageError: UNKNOWN_FAMILY, with the closest names.
     """
     if label in families:
         return families[label]
-    close = difflib.get_close_matches(label, families, 1)
-    hint = f"Did you mean {close[0]}?" if close else "add one with --rules FILE"
-    raise refuse("UNKNOWN_FAMILY", f"no family {label!r}; known: {', '.join(families)}", hint=hint)
+    of_type = families.of_types([label])
+    if len(of_type) == 1:
+        return of_type[0]
+    close = difflib.get_close_matches(label, families, _CLOSE)
+    if of_type:
+        close = [family.name for family in of_type]
+    near = f"close to it: {', '.join(close)}; " if close else ""
+    hint = (
+        f"Did you mean {close[0]}?" if close else "Add one with --rules FILE; `transaxle info` lists those there are."
+    )
+    raise refuse("UNKNOWN_FAMILY", f"no family {label!r}; {near}{len(families)} are known", hint=hint)
 
 
 def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dialect:
@@ -217,8 +228,12 @@ def _ways(types: Sequence[str]) -> str:
     own = 'convert it under its own names, into any format, with --to FORMAT:identity (to="FORMAT:identity")'
     if not types:
         return f"{own}, or add a table with --rules FILE."
-    name = types[0]
-    return f"{own}, or derive its table:  transaxle derive {name} -o {name}.rules,  and give --rules {name}.rules."
+    name = re.sub(r"\W", "_", types[0])
+    return (
+        f"{own}; or let --derive (of convert and plan) derive its table from transformers; or keep a derived table:  "
+        f"transaxle derive FOLDER -o {name}.rules  (FOLDER has its config.json; often the model type alone will do), "
+        f"and give --rules {name}.rules."
+    )
 
 
 class StoredNames:
@@ -277,17 +292,14 @@ class StoredNames:
     def recognition(self) -> Recognised | TransaxleError:
         """Family and dialect of the stored names, or why they are not known."""
         settings = self._settings
-        family, dialect = settings.family, settings.dialect
-        manifest_family = settings.families.get(self.manifest.family or "") if self.manifest is not None else None
-        if self.manifest is not None and manifest_family is not None:
-            family = family or manifest_family.name
-            if (
-                dialect is None
-                and family == manifest_family.name
-                and manifest_family.dialect(self.manifest.dialect) is not None
-            ):
-                dialect = self.manifest.dialect
+        dialect = settings.dialect
         try:
+            family = settings.family and pick_family(settings.family, settings.families).name
+            known = None if self.manifest is None else settings.families.get(self.manifest.family or "")
+            if self.manifest is not None and known is not None:
+                family = family or known.name
+                if dialect is None and family == known.name and known.dialect(self.manifest.dialect) is not None:
+                    dialect = self.manifest.dialect
             if ADAPTER_CONFIG in self._container.carried:
                 check_model(self._container)
             return recognise(tuple(self.catalog.entries), self.config, settings.families, family, dialect)
