@@ -29,15 +29,15 @@ _FILLED = {
     "hunyuan_v1_moe": {"head_dim": 8},
 }
 """Model types whose default config lacks what a model needs, with values for it."""
-_LISTS = frozenset({"layer_types", "mlp_layer_types", "layers_block_type", "num_attention_heads_per_layer", "attention_layers"})
+_LISTS = frozenset(
+    {"layer_types", "mlp_layer_types", "layers_block_type", "num_attention_heads_per_layer", "attention_layers"}
+)
 _VOCABULARY = 97
 _MOST = 8_000_000
 """Parameters of a model that is still tiny."""
-_MIXED = {
-    **dict.fromkeys(
-        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid"),
-        {"layer_types": ["linear_attention", "full_attention"]},
-    ),
+_GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")
+_MIXED: dict[str, dict[str, Any]] = {
+    **{each: {"layer_types": ["linear_attention", "full_attention"]} for each in _GATED},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},

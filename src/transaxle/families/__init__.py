@@ -1,8 +1,8 @@
 """The families that ship with Transaxle: one `.rules` file each, read by `transaxle.axes.notation.tables`.
 
 Adding a family is adding a file here, or passing it with `--rules`. Those in `traced/` were derived from a peer by
-tracing (`transaxle derive`): they know two dialects, and answer to a `model_type` or to their own name, never to names
-of tensors alone.
+tracing (`transaxle derive`) and know two dialects; those in `typed/` are by hand. Both answer to a `model_type` or to
+their own name, never to names of tensors alone.
 A family is read when it is needed. What there is to choose from, `index.json` says: which file a family is in, the
 values of `model_type` that mean it, its dialects, its axes, and the skeletons of the names that each dialect reads.
 Tables by hand take parts over from each other; `spelled/` has each of their families whole, as data.
@@ -34,6 +34,10 @@ BLOCKS = "blocks.rules"
 """The file of the blocks: parts that families take over, and none themselves."""
 TRACED = "traced"
 """Folder of the tables that were derived by tracing."""
+TYPED = "typed"
+"""Folder of tables by hand that answer to a `model_type` or to their own name only: many models have names like theirs,
+and another layout.
+"""
 SPELLED = "spelled"
 """Folder of the other families, spelled out."""
 _SUFFIX = ".rules"
@@ -171,8 +175,8 @@ class Families(Mapping[str, Family]):
 def entry_of(family: Family, file: str = "") -> Entry:
     """Return the index's entry of a family."""
     entry = Entry(file, family.model_types, tuple(family.axes), {})
-    by_names = () if entry.traced or family.alike else family.dialects
-    skeletons = {dialect.label: tuple(dialect.by_skeleton) for dialect in by_names}
+    by_type = entry.traced or family.alike or file.startswith(f"{TYPED}/")
+    skeletons = {} if by_type else {dialect.label: tuple(dialect.by_skeleton) for dialect in family.dialects}
     return msgspec.structs.replace(entry, dialects={d.label: skeletons.get(d.label, ()) for d in family.dialects})
 
 
@@ -182,7 +186,7 @@ def read_all() -> dict[str, tuple[Family, str]]:
 
     top = files(__name__)
     found = [(item.name, item) for item in top.iterdir()]
-    found += [(f"{TRACED}/{item.name}", item) for item in (top / TRACED).iterdir()]
+    found += [(f"{folder}/{item.name}", item) for folder in (TRACED, TYPED) for item in (top / folder).iterdir()]
     texts = {
         file: item.read_text("utf-8")
         for file, item in sorted(found, key=lambda each: ("/" in each[0], each[0]))
