@@ -68,7 +68,35 @@ def known_families() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |\n"
 
 
-PARTS: dict[str, Callable[[], Iterator[str]]] = {"commands": commands, "codes": codes, "families": known_families}
+def model_types() -> Iterator[str]:
+    """Yield what becomes of every model type of transformers: counts, those that are exact, and why others are not."""
+    record = msgspec.json.decode((REFERENCE / "model-types.json").read_bytes())
+    outcomes: dict[str, tuple[str, str]] = record["types"]
+    built = {name: (table, said) for name, (table, said) in outcomes.items() if said != "does not build"}
+    exact = {name: table for name, (table, said) in built.items() if said == "exact"}
+    yield f"transformers {record['transformers']} has {len(outcomes)} model types. "
+    yield f"{len(outcomes) - len(built)} have no model class, or none that a tiny config builds. "
+    yield f"Of the other {len(built)}, {len(exact)} are exact both ways "
+    yield f"({100 * len(exact) / len(built):.1f} %):\n"
+    for table, title in (
+        ("by hand", "with a table by hand"),
+        ("by tracing", "with a shipped table that was derived"),
+        ("derived", "with a table that `--derive` makes"),
+    ):
+        names = [name for name, its in exact.items() if its == table]
+        yield f"\n- **{title}** ({len(names)}): {', '.join(f'`{name}`' for name in names)}\n"
+    yield "\n| not exact | table | why |\n|---|---|---|\n"
+    for name, (table, said) in built.items():
+        if said != "exact":
+            yield f"| `{name}` | {table} | {said.replace('|', '/')} |\n"
+
+
+PARTS: dict[str, Callable[[], Iterator[str]]] = {
+    "commands": commands,
+    "codes": codes,
+    "families": known_families,
+    "model_types": model_types,
+}
 
 
 def _page(before: str) -> str:

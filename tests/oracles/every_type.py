@@ -1,0 +1,117 @@
+"""What becomes of every model type of the installed transformers: converted both ways, held against its own bytes.
+
+    python -m tests.oracles.every_type [TYPE ...]
+
+writes the outcomes to `docs/reference/model-types.json`, of which the documentation shows a table. A type with a
+shipped table uses that; for any other one a table is derived, as `convert --derive` does.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+RECORD = Path(__file__).parents[2] / "docs/reference/model-types.json"
+EXACT, UNBUILT, WRONG = "exact", "does not build", "WRONG"
+HAND, TRACED, DERIVED = "by hand", "by tracing", "derived"
+_LONGEST = 160
+_SECONDS = 240
+"""Longest time for one type; a trace of the largest tiny model takes some ten seconds."""
+
+
+def outcome(model_type: str) -> tuple[str, str]:
+    """Return which table a type has, and `exact`, `does not build`, or why it is refused.
+
+    Raises:
+        AssertionError: something was converted, and is not the peer's.
+    """
+    from tests.oracles.peer_bytes import both_ways
+    from tests.oracles.quiet import quiet
+    from transaxle.derivation.sources import from_transformers
+    from transaxle.errors import TransaxleError
+    from transaxle.families import builtin
+
+    entries = [entry for entry in builtin().entries.values() if model_type in entry.model_types]
+    table = DERIVED if not entries else TRACED if all(entry.traced for entry in entries) else HAND
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        try:
+            models = _built(model_type)
+            if not models:
+                return table, UNBUILT
+            rules = None
+            if not entries:
+                rules = Path(folder, "derived.rules")
+                rules.write_text(from_transformers(model_type).text, "utf-8")
+            both_ways(models[-1], Path(folder, "files"), rules=rules)
+        except TransaxleError as error:
+            return table, _short(error)
+        except AssertionError as error:
+            if "transformers does not load" in str(error):
+                return table, f"transformers: {_short(error)}"
+            raise
+        except Exception as error:  # noqa: BLE001 - of the peer: the model's class, its saving, its loading
+            return table, f"transformers: {type(error).__name__}: {_short(error)}"
+    return table, EXACT
+
+
+def _built(model_type: str) -> list[Any]:
+    from transaxle.derivation.tracing.transformers_models import Peer, variants
+    from transaxle.errors import TransaxleError
+
+    try:
+        return [model for model, _ in variants(Peer(), model_type)]
+    except TransaxleError:  # no class of models has such a config
+        return []
+
+
+def _short(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} …"
+
+
+def recorded() -> dict[str, Any]:
+    """The record: `transformers`, the version, and `types`, model type -> [table, outcome]."""
+    return dict(json.loads(RECORD.read_text("utf-8")))
+
+
+def installed_types() -> list[str]:
+    """Every model type of the installed transformers."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    return sorted(CONFIG_MAPPING_NAMES)
+
+
+def _pool() -> Any:
+    """One process, replaced now and then: peers keep what they have made."""
+    return multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=25)
+
+
+def main(types: list[str]) -> int:
+    """Walk the types, all where none is given, and write the record."""
+    import transformers
+
+    found = recorded()["types"] if RECORD.exists() else {}
+    pool = _pool()
+    for model_type in types or installed_types():
+        try:
+            found[model_type] = list(pool.apply_async(outcome, (model_type,)).get(_SECONDS))
+        except AssertionError as error:
+            found[model_type] = ["", f"{WRONG}: {_short(error)}"]
+        except multiprocessing.TimeoutError:
+            found[model_type] = ["", f"no answer after {_SECONDS} s"]
+            pool.terminate()
+            pool = _pool()
+        sys.stdout.write(f"{model_type}: {', '.join(found[model_type])}\n")
+        sys.stdout.flush()
+    pool.terminate()
+    record = {"transformers": transformers.__version__, "types": dict(sorted(found.items()))}
+    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    return 1 if any(outcome.startswith(WRONG) for _, outcome in found.values()) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
