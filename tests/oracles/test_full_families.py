@@ -42,6 +42,8 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
     ("tie_word_embeddings", True), ("tie_word_embeddings", False),
 )  # fmt: skip
 """Keys, with values that change what is stored in some family; every flag is changed as well."""
+SENSELESS = {("mimo_v2_flash", "num_key_value_heads", 4)}
+"""Changes that transformers builds and no table can mean: more kv heads than query heads."""
 _RANKS = 2
 
 
@@ -55,6 +57,8 @@ def variants(model_type: str) -> Iterator[tuple[str, Any]]:
     changes += [(key, not value) for key, value in config.items() if type(value) is bool and key not in dict(NUMBERS)]
     seen = {_stored(base)}
     for key, value in changes:
+        if (model_type, key, value) in SENSELESS:
+            continue
         model = wrappers.build(model_type, **{key: value})
         if model is not None and _stored(model) not in seen:
             seen.add(_stored(model))
