@@ -58,12 +58,15 @@ _NEVER_DENSE = {"first_k_dense_replace": 0}
 _BALANCED = {"moe_router_enable_expert_bias": True}
 _MIMO = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 8, "swa_v_head_dim": 8}
 _NORMED = {"use_qk_norm": True}
+_USUAL = (Case({"tie_word_embeddings": True}), Case({"tie_word_embeddings": False}))
 CASES: dict[str, tuple[Case, ...]] = {
     "deepseek_v3": (Case(_MLA), Case({**_MLA, "q_lora_rank": None})),
     "deepseek_v32": (Case({**_MLA, **_LATE}, _DENSE),),
+    "ernie4_5_moe": (Case(),),
     "glm4_moe": (Case(), Case({"use_qk_norm": True, "attention_bias": True}), Case({"n_shared_experts": 2})),
     "glm4_moe_lite": (Case(_MLA), Case({**_MLA, **_ALL_SPARSE}, _NEVER_DENSE)),
     "glm_moe_dsa": (Case({**_MLA, **_LATE}, _DENSE),),
+    "gpt_oss": (Case(),),
     "hy_v3": (Case({}, _BALANCED), Case({**_ALL_SPARSE, "num_shared_experts": 2}, {**_BALANCED, **_NEVER_DENSE})),
     "laguna": (Case({"gating": "per-head"}), Case({"gating": "per-element", "num_attention_heads_per_layer": [4, 8]})),
     "mimo_v2_flash": (
@@ -74,9 +77,9 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
     ),
     "minimax_m2": (Case({}, _NORMED),),
-    "mixtral": (Case(), Case({"tie_word_embeddings": True})),
+    "qwen3_moe": (Case(), Case({"attention_bias": True})),
 }
-"""Other cases than the one that is wrappers' own tiny model."""
+"""Other cases than `_USUAL`."""
 UNKNOWN = {
     "deepseek_v3": Case({**_MLA, "attention_bias": True}),
     "deepseek_v32": Case({**_MLA, **_LATE, "attention_bias": True}, _DENSE),
@@ -113,7 +116,7 @@ def _check(model_type: str, case: Case, folder: Path) -> None:
 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_automodel_holds_what_we_write(model_type: str, tmp_path: Path) -> None:
-    for number, case in enumerate(CASES.get(model_type, (Case(),))):
+    for number, case in enumerate(CASES.get(model_type, _USUAL)):
         _check(model_type, case, tmp_path / str(number))
 
 
