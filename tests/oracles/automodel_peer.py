@@ -11,9 +11,12 @@ one, with the adapter that this class makes for itself, and transformers' class 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -69,7 +72,7 @@ def own(config: Config) -> Any | None:
         if entry is None:
             return None
         kind = registry.resolve_custom_config_cls(config["model_type"])
-        configured = kind(**config) if kind else hub.configuration(config)
+        configured = _read(config, kind)
         built = getattr(import_module(entry[0]), entry[1])(configured, backend=_backend(config["model_type"])).float()
     if hasattr(built, "state_dict_adapter"):
         built.state_dict_adapter.dtype = torch.float32
@@ -107,6 +110,15 @@ def to_hub(config: Config, native: Tensors) -> Tensors | None:
     with _undisturbed():
         converted: Tensors = adapter.to_hf(dict(native))
     return converted
+
+
+def _read(config: Config, kind: Any | None) -> Any:
+    """A config.json as `from_pretrained` reads it."""
+    from transformers import AutoConfig
+
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config), "utf-8")
+        return (kind or AutoConfig).from_pretrained(folder)
 
 
 def _tied(config: Config, model: Any) -> Tensors:
