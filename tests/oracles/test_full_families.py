@@ -42,7 +42,7 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
     ("tie_word_embeddings", True), ("tie_word_embeddings", False),
 )  # fmt: skip
 """Keys, with values that change what is stored in some family; every flag is changed as well."""
-SENSELESS = {("mimo_v2_flash", "num_key_value_heads", 4)}
+SENSELESS: tuple[tuple[str, str, Any], ...] = (("mimo_v2_flash", "num_key_value_heads", 4),)
 """Changes that transformers builds and no table can mean: more kv heads than query heads."""
 _RANKS = 2
 
