@@ -4,11 +4,19 @@ Adapters: `Qwen3MoeStateDictAdapter`, `Step3p5StateDictAdapter`, `DeepSeekV3Stat
 `Glm4MoeStateDictAdapter` and `GPTOSSStateDictAdapter`. Its Llama, Qwen2 and Qwen3 keep HF names
 and have no adapter; when embeddings are tied, its `ModelState` drops the head before a save. It has no
 Mixtral.
+
+`held` and `to_hub` need no list of families: they take Automodel's own class for a config.json, where its registry has
+one, with the adapter that this class makes for itself, and transformers' class where it has none.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -59,6 +67,82 @@ def module(config: Config) -> Any:
     with quiet(), torch.device("meta"), patch.object(torch.cuda, "current_device", lambda: 0):
         built = getattr(import_module(f"{_PACKAGE}.{family}.model"), f"{kind}ForCausalLM")
         return built(_configuration(config), backend=_backend(family))
+
+
+def own(config: Config) -> Any | None:
+    """Automodel's own model for a config.json, of fp32 weights; None where it trains transformers'."""
+    with _undisturbed():
+        from nemo_automodel._transformers import registry
+
+        entry = registry.MODEL_ARCH_MAPPING.get(config["architectures"][0])
+        if entry is None:
+            return None
+        kind = registry.resolve_custom_config_cls(config["model_type"])
+        configured = _read(config, kind)
+        built = getattr(import_module(entry[0]), entry[1])(configured, backend=_backend(config["model_type"])).float()
+    if hasattr(built, "state_dict_adapter"):
+        built.state_dict_adapter.dtype = torch.float32
+    return built
+
+
+def held(config: Config, stored: Tensors, trained: Any) -> Tensors:
+    """What Automodel's `ModelState` says that its model of this config.json holds, once it holds these HF tensors.
+
+    Args:
+        config: the config.json.
+        stored: the HF tensors beside it.
+        trained: transformers' model of them, which Automodel trains where it has none of its own.
+
+    Raises:
+        RuntimeError: the adapter gives other names or shapes than the model has.
+    """
+    model = own(config)
+    with _undisturbed():
+        from nemo_automodel.components.checkpoint.stateful_wrappers import ModelState
+
+        if model is not None:
+            adapter = getattr(model, "state_dict_adapter", None)
+            native = dict(stored) if adapter is None else adapter.from_hf(dict(stored))
+            model.load_state_dict({**_tied(config, model), **native})
+        state: Tensors = ModelState(trained if model is None else model).state_dict()
+    return {name: value.detach() for name, value in state.items() if not name.endswith("_extra_state")}
+
+
+def to_hub(config: Config, native: Tensors) -> Tensors | None:
+    """What the adapter of Automodel's own model makes of its tensors; None without one."""
+    adapter = getattr(own(config), "state_dict_adapter", None)
+    if adapter is None:
+        return None
+    with _undisturbed():
+        converted: Tensors = adapter.to_hf(dict(native))
+    return converted
+
+
+def _read(config: Config, kind: Any | None) -> Any:
+    """A config.json as `from_pretrained` reads it."""
+    from transformers import AutoConfig
+
+    with TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(config), "utf-8")
+        return (kind or AutoConfig).from_pretrained(folder)
+
+
+def _tied(config: Config, model: Any) -> Tensors:
+    """The head of a model that ties it: no file has it, and loading the embedding loads it too."""
+    return {HEAD: model.state_dict()[HEAD]} if config["tie_word_embeddings"] else {}
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Without noise, without a CUDA device, and with transformers' own config classes where Automodel puts others."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    classes = dict(CONFIG_MAPPING._extra_content)
+    try:
+        with quiet(), patch.object(torch.cuda, "current_device", lambda: 0):
+            yield
+    finally:
+        CONFIG_MAPPING._extra_content = classes
 
 
 def _adapter(config: Config) -> Any:

@@ -60,6 +60,8 @@ OTHERS: dict[str, tuple[str, ...]] = {
 }
 """Model type -> classes besides the one that the automatic classes choose first, where the table has these too."""
 _PARTS = ("text_config", "vision_config")
+SENSELESS: tuple[tuple[str, str, Any], ...] = (("mimo_v2_flash", "num_key_value_heads", 4),)
+"""Changes that transformers builds and no table can mean: more kv heads than query heads."""
 _RANKS = 2
 
 
@@ -78,6 +80,8 @@ def variants(model_type: str) -> Iterator[tuple[str, Any]]:
         changes += [(part, {**inner, key: value}) for key, value in nested]
     seen = {_stored(base)}
     for key, value in changes:
+        if (model_type, key, value) in SENSELESS:
+            continue
         model = wrappers.build(model_type, **{key: value})
         if model is not None and _stored(model) not in seen:
             seen.add(_stored(model))

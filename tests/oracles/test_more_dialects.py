@@ -1,0 +1,130 @@
+"""The dialect `automodel` of tables by hand against NeMo Automodel itself: every model type of every table that has it.
+
+Automodel's own model is built from the config.json, its adapter loads the files into it, and what it then holds must be
+what we write, bit for bit. Where it has no model of its own, it holds what transformers does.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+
+import transaxle as tx
+from tests.oracles import automodel_peer, cases, wrappers
+from tests.oracles.hub import Config
+from tests.oracles.peer_bytes import Tensors, differing, loaded, randomise, write
+from tests.oracles.quiet import quiet
+from tests.oracles.test_full_families import ABSENT
+from transaxle.errors import TransaxleError
+from transaxle.families import builtin
+
+pytestmark = [
+    pytest.mark.peers,
+    pytest.mark.skipif(bool(cases.MISSING), reason=f"not installed: {', '.join(cases.MISSING)}"),
+]
+
+AUTOMODEL = cases.AUTOMODEL
+OTHERWISE = {"deepseek_v2"}
+"""Model types of a table whose automodel is another type's: Automodel has no model of theirs."""
+TYPES = sorted(
+    {
+        model_type
+        for entry in builtin().entries.values()
+        if not entry.traced and any(dialect == AUTOMODEL for dialect in entry.dialects)
+        for model_type in entry.model_types
+    }
+    - ABSENT
+    - OTHERWISE
+)
+
+
+class Case(NamedTuple):
+    """A tiny model: what differs from wrappers' own, and keys of hub files that transformers does not write."""
+
+    changes: Mapping[str, Any] = MappingProxyType({})
+    more: Mapping[str, Any] = MappingProxyType({})
+
+
+_MLA = {"qk_head_dim": 12}
+_LATE = {"mlp_layer_types": ["dense", "sparse"]}
+_ALL_SPARSE = {"mlp_layer_types": ["sparse", "sparse"]}
+_DENSE = {"first_k_dense_replace": 1}
+_NEVER_DENSE = {"first_k_dense_replace": 0}
+_BALANCED = {"moe_router_enable_expert_bias": True}
+_MIMO = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 8, "swa_v_head_dim": 8}
+_NORMED = {"use_qk_norm": True}
+_USUAL = (Case({"tie_word_embeddings": True}), Case({"tie_word_embeddings": False}))
+CASES: dict[str, tuple[Case, ...]] = {
+    "deepseek_v3": (Case(_MLA), Case({**_MLA, "q_lora_rank": None})),
+    "deepseek_v32": (Case({**_MLA, **_LATE}, _DENSE),),
+    "ernie4_5_moe": (Case(),),
+    "glm4_moe": (Case(), Case({"use_qk_norm": True, "attention_bias": True}), Case({"n_shared_experts": 2})),
+    "glm4_moe_lite": (Case(_MLA), Case({**_MLA, **_ALL_SPARSE}, _NEVER_DENSE)),
+    "glm_moe_dsa": (Case({**_MLA, **_LATE}, _DENSE),),
+    "gpt_oss": (Case(),),
+    "hy_v3": (Case({}, _BALANCED), Case({**_ALL_SPARSE, "num_shared_experts": 2}, {**_BALANCED, **_NEVER_DENSE})),
+    "laguna": (Case({"gating": "per-head"}), Case({"gating": "per-element", "num_attention_heads_per_layer": [4, 8]})),
+    "mimo_v2_flash": (
+        Case({}, {**_MIMO, "hybrid_layer_pattern": [0, 1], "moe_layer_freq": [0, 1]}),
+        Case(
+            {"layer_types": ["sliding_attention", "full_attention"], "num_key_value_heads": 1, **_ALL_SPARSE},
+            {**_MIMO, "hybrid_layer_pattern": [1, 0], "moe_layer_freq": [1, 1], "swa_num_key_value_heads": 2},
+        ),
+    ),
+    "minimax_m2": (Case({}, _NORMED),),
+    "qwen3_moe": (Case(), Case({"attention_bias": True})),
+}
+"""Other cases than `_USUAL`."""
+UNKNOWN = {
+    "deepseek_v3": Case({**_MLA, "attention_bias": True}),
+    "deepseek_v32": Case({**_MLA, **_LATE, "attention_bias": True}, _DENSE),
+    "glm4_moe_lite": Case({**_MLA, "attention_bias": True}),
+    "hy_v3": Case({"mlp_bias": True}, _BALANCED),
+    "laguna": Case({"gating": "per-head", "attention_bias": True}),
+}
+"""Models with biases that transformers has and Automodel's own model has not."""
+
+
+def _made(model_type: str, case: Case, folder: Path) -> tuple[Any, Tensors, Config]:
+    """A model with random weights, the files that transformers stores of it, and its config.json."""
+    model = wrappers.build(model_type, **case.changes)
+    assert model is not None
+    randomise(model)
+    with quiet():
+        model.save_pretrained(folder / "saved")
+    config = {**json.loads((folder / "saved/config.json").read_text("utf-8")), **case.more}
+    return model, loaded(folder / "saved"), config
+
+
+def _check(model_type: str, case: Case, folder: Path) -> None:
+    model, stored, config = _made(model_type, case, folder)
+    held = automodel_peer.held(config, stored, model)
+    back = automodel_peer.to_hub(config, held)
+    assert back is None or differing(back, stored) == [], "Automodel does not give back what it took"
+    write(folder / "hub", stored, json.dumps(config))
+    write(folder / "held", held, json.dumps(config))
+    tx.convert(folder / "hub", folder / "to", to=f"safetensors:{AUTOMODEL}", sync=False)
+    assert differing(loaded(folder / "to"), held) == []
+    tx.convert(folder / "held", folder / "back", to="safetensors:hf", sync=False)
+    assert differing(loaded(folder / "back"), stored) == []
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_automodel_holds_what_we_write(model_type: str, tmp_path: Path) -> None:
+    for number, case in enumerate(CASES.get(model_type, _USUAL)):
+        _check(model_type, case, tmp_path / str(number))
+
+
+@pytest.mark.parametrize("model_type", UNKNOWN)
+def test_biases_that_automodel_does_not_have_have_no_line(model_type: str, tmp_path: Path) -> None:
+    model, stored, config = _made(model_type, UNKNOWN[model_type], tmp_path)
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*bias"):
+        automodel_peer.held(config, stored, model)
+    write(tmp_path / "hub", stored, json.dumps(config))
+    with pytest.raises(TransaxleError, match="bias"):
+        tx.convert(tmp_path / "hub", tmp_path / "to", to=f"safetensors:{AUTOMODEL}", strict=True, sync=False)
