@@ -136,7 +136,7 @@ def test_plan_exits_with_what_convert_would(
 
 
 @pytest.mark.parametrize(
-    ("options", "source"), [((), "missing"), (("--format", "dcp"), "ck"), (("--axis", "z=1"), "ck")]
+    ("options", "source"), [((), "missing"), (("--format", "dcp"), "ck"), (("--axis", "no_such_axis=1"), "ck")]
 )
 def test_so_it_does_where_the_source_does_not_open(
     options: tuple[str, ...], source: str, ck: Path, transaxle: Transaxle
