@@ -54,8 +54,9 @@ class Entry(msgspec.Struct, frozen=True):
     axes: tuple[str, ...]
     """Its axes."""
     dialects: dict[str, tuple[str, ...]]
-    """Label of each dialect, in table order -> skeletons of the names by which it is found; of a traced table, and of a
-    family that is `alike` another, none."""
+    """Label of each dialect, in table order -> skeletons of the names by which it is found. Tables in `traced/` and
+    `typed/` have none, nor has a family that is `alike` another.
+    """
 
     @property
     def traced(self) -> bool:
@@ -137,14 +138,14 @@ class Families(Mapping[str, Family]):
     def that_answer_to_names(self) -> list[Family]:
         """Return the families that names of tensors alone may show.
 
-        Those that were derived by tracing take no part, nor do those that are `alike` another.
+        Tables in `traced/` and `typed/` take no part, nor do families that are `alike` another.
         """
         return [self[name] for name, entry in self.everything.entries.items() if any(entry.dialects.values())]
 
     def that_may_read(self, skeletons: Mapping[str, int]) -> Iterator[tuple[int, Family]]:
         """Yield each family with an upper bound of the names that one of its dialects reads, the largest bound first.
 
-        Tables that were derived by tracing take no part: too many models have names like theirs.
+        Families that do not answer to names take no part: the index has no skeletons of theirs.
 
         Args:
             skeletons: skeleton -> number of names at hand with it. A prefix may precede the names of a table.
@@ -160,8 +161,6 @@ class Families(Mapping[str, Family]):
         counts = list(skeletons.values())
         bounds = []
         for name, entry in self.entries.items():
-            if entry.traced:
-                continue
             most = 0
             for skeletons_read in entry.dialects.values():
                 positions_read = {key for skeleton in skeletons_read for key in tails.get(skeleton, ())}
@@ -174,10 +173,9 @@ class Families(Mapping[str, Family]):
 
 def entry_of(family: Family, file: str = "") -> Entry:
     """Return the index's entry of a family."""
-    entry = Entry(file, family.model_types, tuple(family.axes), {})
-    by_type = entry.traced or family.alike or file.startswith(f"{TYPED}/")
-    skeletons = {} if by_type else {dialect.label: tuple(dialect.by_skeleton) for dialect in family.dialects}
-    return msgspec.structs.replace(entry, dialects={d.label: skeletons.get(d.label, ()) for d in family.dialects})
+    by_type = bool(family.alike) or file.startswith((f"{TRACED}/", f"{TYPED}/"))
+    skeletons = {dialect.label: () if by_type else tuple(dialect.by_skeleton) for dialect in family.dialects}
+    return Entry(file, family.model_types, tuple(family.axes), skeletons)
 
 
 def read_all() -> dict[str, tuple[Family, str]]:
