@@ -11,23 +11,36 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import click
 import msgspec
 
 from transaxle import families
+from transaxle.axes.notation.family import Family
 from transaxle.cli.command import NAME
 from transaxle.cli.program import COMMANDS, program
 from transaxle.cli.screen.explanations import EXPLANATIONS
 from transaxle.errors import CODES, refuse
-from transaxle.families import INDEX, SPELLED, index, is_traced, read_all, spelling
+from transaxle.families import INDEX, SPELLED, Entry, index, is_traced, read_all, spelling
 
 REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = Path(families.__file__).parent
 WIDTH = 92
 _PEER = re.compile(r"Derived from transformers ([0-9.]+[0-9])")
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@cache
+def _tables() -> dict[str, tuple[Family, str]]:
+    """Return the families that ship and their files, read once from the tables."""
+    return read_all()
+
+
+@cache
+def _entries() -> dict[str, Entry]:
+    return index(_tables())
 
 
 def commands() -> Iterator[str]:
@@ -60,7 +73,7 @@ def codes() -> Iterator[str]:
 def known_families() -> Iterator[str]:
     """Yield the table of families: what each is, its dialects, and what it was compared with."""
     yield "| family | model types | dialects | made | compared with |\n|---|---|---|---|---|\n"
-    for name, entry in index().items():
+    for name, entry in _entries().items():
         text = (FAMILIES / entry.file).read_text("utf-8")
         peer = _PEER.search(text)
         made = ("by tracing", f"transformers {peer[1]}") if entry.traced and peer else ("by hand", "see the table")
@@ -109,8 +122,8 @@ def _json(content: bytes) -> str:
 
 def _data() -> dict[Path, str]:
     """Return the files of the families that follow from their tables: the index, and each table by hand spelled out."""
-    found = {FAMILIES / INDEX: _json(msgspec.json.encode(index()))}
-    for name, (family, file) in read_all().items():
+    found = {FAMILIES / INDEX: _json(msgspec.json.encode(_entries()))}
+    for name, (family, file) in _tables().items():
         if not is_traced(file):
             found[FAMILIES / SPELLED / f"{name}.json"] = _json(spelling.encode(family))
     return found

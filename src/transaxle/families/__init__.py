@@ -209,9 +209,9 @@ def read_all() -> dict[str, tuple[Family, str]]:
     }
 
 
-def index() -> dict[str, Entry]:
-    """Return the index of every family that ships, from the tables."""
-    return {name: entry_of(family, file) for name, (family, file) in read_all().items()}
+def index(tables: Mapping[str, tuple[Family, str]]) -> dict[str, Entry]:
+    """Return the index of the families that `read_all` gives."""
+    return {name: entry_of(family, file) for name, (family, file) in tables.items()}
 
 
 @cache
