@@ -38,8 +38,8 @@ LAYERS, EXPERTS = 15, 32
 BASE = "import numpy"
 INDEX = """
 import sys, msgspec
-from transaxle.families import index, read_all
-sys.stdout.buffer.write(msgspec.json.encode(index(read_all())))
+from transaxle.families import read_all
+sys.stdout.buffer.write(msgspec.json.encode(read_all().index()))
 """
 
 Times = dict[str, tuple[float, float]]

@@ -18,12 +18,11 @@ import click
 import msgspec
 
 from transaxle import families
-from transaxle.axes.notation.family import Family
 from transaxle.cli.command import NAME
 from transaxle.cli.program import COMMANDS, program
 from transaxle.cli.screen.explanations import EXPLANATIONS
 from transaxle.errors import CODES, refuse
-from transaxle.families import INDEX, SPELLED, Entry, index, is_traced, read_all, spelling
+from transaxle.families import BLOCKS, INDEX, SPELLED, Entry, Tables, is_traced, read_all, spelling
 
 REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = Path(families.__file__).parent
@@ -33,14 +32,13 @@ _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 @cache
-def _tables() -> dict[str, tuple[Family, str]]:
-    """Return the families that ship and their files, read once from the tables."""
+def _tables() -> Tables:
     return read_all()
 
 
 @cache
-def _entries() -> dict[str, Entry]:
-    return index(_tables())
+def _index() -> dict[str, Entry]:
+    return _tables().index()
 
 
 def commands() -> Iterator[str]:
@@ -73,7 +71,7 @@ def codes() -> Iterator[str]:
 def known_families() -> Iterator[str]:
     """Yield the table of families: what each is, its dialects, and what it was compared with."""
     yield "| family | model types | dialects | made | compared with |\n|---|---|---|---|---|\n"
-    for name, entry in _entries().items():
+    for name, entry in _index().items():
         text = (FAMILIES / entry.file).read_text("utf-8")
         peer = _PEER.search(text)
         made = ("by tracing", f"transformers {peer[1]}") if entry.traced and peer else ("by hand", "see the table")
@@ -121,9 +119,10 @@ def _json(content: bytes) -> str:
 
 
 def _data() -> dict[Path, str]:
-    """Return the files of the families that follow from their tables: the index, and each table by hand spelled out."""
-    found = {FAMILIES / INDEX: _json(msgspec.json.encode(_entries()))}
-    for name, (family, file) in _tables().items():
+    """Return the files that follow from the tables: the two indices, and each table by hand spelled out."""
+    indices = {INDEX: _index(), BLOCKS: _tables().blocks}
+    found = {FAMILIES / file: _json(msgspec.json.encode(content)) for file, content in indices.items()}
+    for name, (family, file) in _tables().families.items():
         if not is_traced(file):
             found[FAMILIES / SPELLED / f"{name}.json"] = _json(spelling.encode(family))
     return found

@@ -5,33 +5,33 @@ tracing (`transaxle derive`) and know two dialects; those in `typed/` are by han
 their own name, never to names of tensors alone.
 A family is read when it is needed. What there is to choose from, `index.json` says: which file a family is in, the
 values of `model_type` that mean it, its dialects, its axes, and the skeletons of the names that each dialect reads.
+`blocks.json` says which file a block is in: a part that families take over, and no family itself.
 Tables by hand take parts over from each other; `spelled/` has each of their families whole, as data.
-Both follow from the tables: `python docs/generate.py` writes them, and a test compares.
+All this follows from the tables: `python docs/generate.py` writes it, and a test compares.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from pkgutil import get_data
 from types import ModuleType
 
 import msgspec
 
-from transaxle.axes.inheritance import written
-from transaxle.axes.inheritance.written import File, Written
+from transaxle.axes.inheritance.written import Written
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Family
 from transaxle.families import spelling
+from transaxle.families.written_tables import WrittenTables
 from transaxle.plugins import plugins
 
 GROUP = "transaxle.families"
 """Entry points of packages that add families: each names a Python package that has `.rules` files in it."""
 INDEX = "index.json"
-BLOCKS = "blocks.rules"
-"""The file of the blocks: parts that families take over, and none themselves."""
+BLOCKS = "blocks.json"
 TRACED = "traced"
 """Folder of the tables that were derived by tracing."""
 TYPED = "typed"
@@ -41,7 +41,7 @@ and another layout.
 SPELLED = "spelled"
 """Folder of the other families, spelled out."""
 _SUFFIX = ".rules"
-_DECLARES = re.compile(r"^(?:family|block)\s+(\w+)", re.MULTILINE)
+_DECLARES = re.compile(r"^(family|block)\s+(\w+)", re.MULTILINE)
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -178,8 +178,26 @@ def entry_of(family: Family, file: str = "") -> Entry:
     return Entry(file, family.model_types, tuple(family.axes), skeletons)
 
 
-def read_all() -> dict[str, tuple[Family, str]]:
-    """Parse and check every built-in table; return the families by name, in order, each with the file of its table."""
+@dataclass(frozen=True)
+class Tables:
+    """Every built-in table, parsed and checked."""
+
+    families: Mapping[str, tuple[Family, str]]
+    """The families by name, in order, each with the file of its table."""
+    blocks: Mapping[str, str]
+    """Every block -> the file it is in."""
+
+    def index(self) -> dict[str, Entry]:
+        """Return the index of the families."""
+        return {name: entry_of(family, file) for name, (family, file) in self.families.items()}
+
+
+def read_all() -> Tables:
+    """Parse and check every built-in table.
+
+    Raises:
+        Refused: CORRUPT, with every problem of the first table that is not sound.
+    """
     from importlib.resources import files
 
     top = files(__name__)
@@ -190,34 +208,26 @@ def read_all() -> dict[str, tuple[Family, str]]:
         for file, item in sorted(found, key=lambda each: ("/" in each[0], each[0]))
         if file.endswith(_SUFFIX)
     }
-    homes = {name: file for file, text in texts.items() for name in _DECLARES.findall(text)}
-    read: dict[str, File] = {}
-
-    def base(name: str) -> Written | None:
-        file = homes.get(name)
-        if file is None:
-            return None
-        if file not in read:
-            read[file] = File()  # tables that are like each other find nothing here
-            read[file] = written.read(texts[file], file, (), base)
-        return read[file].written.get(name)
-
-    return {
+    declared = [(word, name, file) for file, text in texts.items() for word, name in _DECLARES.findall(text)]
+    find = WrittenTables({name: file for _, name, file in declared}, texts.__getitem__).base
+    families = {
         family.name: (family, file)
         for file, text in texts.items()
-        for family in tables.read(text, file=file, bases=base)
+        for family in tables.read(text, file=file, bases=find)
     }
-
-
-def index(tables: Mapping[str, tuple[Family, str]]) -> dict[str, Entry]:
-    """Return the index of the families that `read_all` gives."""
-    return {name: entry_of(family, file) for name, (family, file) in tables.items()}
+    return Tables(families, {name: file for word, name, file in declared if word == "block"})
 
 
 @cache
 def builtin() -> Families:
     """Return every family that ships, by name."""
     return Families(msgspec.json.decode(_shipped(INDEX), type=dict[str, Entry]))
+
+
+@cache
+def blocks() -> Mapping[str, str]:
+    """Return every block that ships, with the file it is in."""
+    return msgspec.json.decode(_shipped(BLOCKS), type=dict[str, str])
 
 
 @cache
@@ -230,15 +240,15 @@ def _shipped_family(name: str, file: str) -> Family:
 
 
 @cache
-def _written_in(file: str) -> File:
-    """Return the families and blocks of a file that ships as they are written."""
-    return written.read(_shipped(file).decode("utf-8"), file, (), base)
+def _written() -> WrittenTables:
+    """Return the tables that ship as they are written."""
+    homes = {**blocks(), **{name: entry.file for name, entry in builtin().entries.items()}}
+    return WrittenTables(homes, lambda file: _shipped(file).decode("utf-8"))
 
 
 def base(name: str) -> Written | None:
     """Return a family or a block that ships as it is written, with all that it takes over; None where there is none."""
-    entry = builtin().entries.get(name)
-    return _written_in(BLOCKS if entry is None else entry.file).written.get(name)
+    return _written().base(name)
 
 
 def _shipped(file: str) -> bytes:

@@ -9,7 +9,6 @@ import pytest
 
 from tests.axes.apply import Store, arange, carried, only, same, translated
 from transaxle import families
-from transaxle.axes.inheritance import written
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Family
 from transaxle.errors import Refused
@@ -388,11 +387,25 @@ def test_the_printed_table_is_the_whole_one(name: str) -> None:
 
 def test_every_block_is_taken_over_by_a_family() -> None:
     """A block that no family takes over is checked by nobody."""
-    text = (Path(families.__file__).parent / families.BLOCKS).read_text("utf-8")
-    blocks = written.read(text, families.BLOCKS, (), written.nothing).written
-    files = {entry.file for entry in builtin().entries.values()}
-    users = [*blocks.values(), *(each for file in files for each in families._written_in(file).written.values())]
+    names = families.blocks()
+    blocks = [block for block in map(families.base, names) if block is not None]
+    users = [*blocks, *(user for user in map(families.base, builtin().entries) if user is not None)]
     taken = {name for user in users for name in user.like}
-    assert blocks.keys() <= taken
-    assert all(block.block for block in blocks.values())
-    assert not blocks.keys() & builtin().keys()
+    assert len(blocks) == len(names)
+    assert all(block.block for block in blocks)
+    assert names.keys() <= taken | set(re.findall(r"^ +mount (\w+)", "\n".join(_tables_that_ship()), re.MULTILINE))
+
+
+def test_a_name_is_declared_once_in_all_tables() -> None:
+    """Of two blocks of one name in two files, only one would be found from elsewhere."""
+    declared = re.findall(r"^(?:family|block) +(\w+)", "\n".join(_tables_that_ship()), re.MULTILINE)
+    assert sorted(declared) == sorted([*families.blocks(), *builtin().entries])
+
+
+def _tables_that_ship() -> list[str]:
+    return [path.read_text("utf-8") for path in Path(families.__file__).parent.rglob("*.rules")]
+
+
+def test_a_block_in_the_file_of_a_family_is_found_too() -> None:
+    (heir,) = tables.read("family heir like t5_encoder\n", bases=families.base)
+    assert heir.tensors
