@@ -85,7 +85,7 @@ class Families(Mapping[str, Family]):
         self, entries: Mapping[str, Entry], own: Mapping[str, Family] | None = None, *, closed: bool = False
     ) -> None:
         own = own or {}
-        self.entries = {**entries, **{name: entry_of(family) for name, family in own.items()}}
+        self.entries = {**entries, **{name: _own_entry(family, entries) for name, family in own.items()}}
         """Those at hand: that ship, and of a user's table."""
         self._own = own
         self._read = dict(own)
@@ -101,8 +101,7 @@ class Families(Mapping[str, Family]):
         if self._closed:
             return self
         added = {name: family for name, family in installed().items() if name not in self.entries}
-        shipped = {name: entry for name, entry in self.entries.items() if name not in self._own}
-        return Families(shipped, {**self._own, **added}, closed=True)
+        return Families(self.entries, {**self._own, **added}, closed=True)
 
     def __getitem__(self, name: str) -> Family:
         if name and name not in self.entries and self.everything is not self:
@@ -123,7 +122,7 @@ class Families(Mapping[str, Family]):
     def replaces(self, name: str) -> bool:
         """Tell whether a user's table declares a built-in family anew; adding dialects to one replaces nothing."""
         own = self._own.get(name)
-        return own is not None and name in builtin().entries and own.tensors is not builtin()[name].tensors
+        return own is not None and name in builtin().entries and not _adds_dialects(own)
 
     def only(self, name: str) -> Families:
         """Return this family alone."""
@@ -171,11 +170,29 @@ class Families(Mapping[str, Family]):
             yield most, self[name]
 
 
-def entry_of(family: Family, file: str = "") -> Entry:
-    """Return the index's entry of a family."""
-    by_type = bool(family.alike) or file.startswith((f"{TRACED}/", f"{TYPED}/"))
+def entry_of(family: Family, file: str = "", *, by_type: bool = False) -> Entry:
+    """Return the index's entry of a family.
+
+    Args:
+        family: the family.
+        file: file of its table; empty for a user's.
+        by_type: it answers to a `model_type` or to its own name only, wherever its table is.
+    """
+    by_type = by_type or bool(family.alike) or file.startswith((f"{TRACED}/", f"{TYPED}/"))
     skeletons = {dialect.label: () if by_type else tuple(dialect.by_skeleton) for dialect in family.dialects}
     return Entry(file, family.model_types, tuple(family.axes), skeletons)
+
+
+def _own_entry(family: Family, entries: Mapping[str, Entry]) -> Entry:
+    """Return the entry of a family of a user's table; more dialects do not make a family answer to names."""
+    known = entries.get(family.name)
+    silent = known is not None and not any(known.dialects.values())
+    return entry_of(family, by_type=silent and _adds_dialects(family))
+
+
+def _adds_dialects(family: Family) -> bool:
+    """Tell whether a family of a user's table is one that ships, with more dialects."""
+    return family.name in builtin().entries and family.tensors is builtin()[family.name].tensors
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import transaxle as tx
 from tests import checkpoints
 from transaxle.engine.checkpoint.recognise import pick_family, recognise
 from transaxle.errors import Code
-from transaxle.families import builtin
+from transaxle.families import builtin, with_rules
 
 NAMES = tuple(checkpoints.shapes())
 CONFIG = checkpoints.CONFIG
@@ -73,6 +73,18 @@ def test_a_family_alike_another_is_never_meant_by_names_alone(family: str) -> No
     assert found(PLAIN)[0] == "llama"
     assert found(PLAIN, {"model_type": family})[0] == family
     assert found(PLAIN, family=family)[0] == family
+
+
+@pytest.mark.parametrize("family", ["mistral", "granite", "olmoe", "bert", "altclip"])
+def test_a_dialect_more_does_not_make_a_family_answer_to_names(family: str) -> None:
+    """Its other dialects have names that many models have, and another layout."""
+    added = with_rules(f"dialect mine of {family} like hf\n", "mine.rules")
+    for families in (added, added.everything):
+        assert not any(families.entries[family].dialects.values())
+        assert [each.name for each in families.of_types(builtin()[family].model_types)] == [family]
+    assert family not in [each.name for each in added.that_answer_to_names()]
+    anew = with_rules(f"family {family}\n  axes d=width\n  a : d\ndialect hf\n  a = a[d]\n", "mine.rules")
+    assert anew.entries[family].dialects == anew.everything.entries[family].dialects == {"hf": ("a",)}
 
 
 @pytest.mark.parametrize(("alike", "family"), [(("one",), "two"), (("two",), "one"), (("one", "two"), "three")])
