@@ -11,12 +11,12 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from transaxle.derivation.fitting.element_numbers import FLOOR, Places, drawn, laid_out, room
-from transaxle.derivation.fitting.trace import Numbers, Underivable
+from transaxle.derivation.fitting.trace import EXACT, Numbers, Underivable
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import refuse
 
-_EXACT = {np.float32: 1 << 24, np.float64: 1 << 52}
-"""Type -> numbers that it holds exactly."""
+_DTYPES = ("float32", "float64")
+"""dtypes of numbered checkpoints, the preferred one first."""
 
 
 def number_elements(src: str, dst: str) -> int:
@@ -42,8 +42,8 @@ def number_elements(src: str, dst: str) -> int:
         shapes = {name: checkpoint[name].shape for name in checkpoint}
         carried = [member for member in checkpoint.container.carried if member.endswith(".json")]
     total = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
-    dtype = next(each for each, most in _EXACT.items() if total <= room(most))
-    numbers = laid_out(drawn(total, _EXACT[dtype]).astype(dtype), shapes)
+    dtype = next(each for each in _DTYPES if total <= room(EXACT[each]))
+    numbers = laid_out(drawn(total, EXACT[dtype]).astype(dtype), shapes)
     target.mkdir(parents=True)
     save_file(numbers, target / "model.safetensors")
     for member in carried:

@@ -15,6 +15,11 @@ Shape = tuple[int, ...]
 HUB, MEMORY = "hub", "memory"
 """The two sides of a trace: what the converter wrote (the first dialect), and what it was given (the second)."""
 SIDES = (HUB, MEMORY)
+EXACT = {
+    "float64": 1 << 52, "float32": 1 << 24, "float16": 1 << 11, "bfloat16": 1 << 8,
+    "int64": 1 << 62, "int32": 1 << 30, "int16": 1 << 14, "int8": 1 << 7, "uint8": 1 << 8,
+}  # fmt: skip
+"""dtype -> how many whole numbers, from 0 on, it holds exactly; other dtypes carry no numbers."""
 
 
 class Underivable(Exception):
@@ -46,6 +51,11 @@ class Trace:
     def side(self, side: str) -> Mapping[str, Numbers]:
         """Return the tensors of one side."""
         return self.hub if side == HUB else self.memory
+
+
+def dtype_of(tensor: Any) -> str:
+    """Return the dtype of a numpy array or a torch tensor, as `EXACT` calls it."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def digits(numbers: Numbers, base: int, position: int) -> Numbers:

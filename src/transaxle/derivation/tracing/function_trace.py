@@ -12,13 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from transaxle.derivation.fitting.element_numbers import Places, laid_out, shuffled
-from transaxle.derivation.fitting.trace import Numbers, Underivable, combined, digits, passes
+from transaxle.derivation.fitting.trace import EXACT, Numbers, Underivable, combined, digits, dtype_of, passes
 
-_EXACT = {
-    "float64": 1 << 52, "float32": 1 << 24, "float16": 1 << 11, "bfloat16": 1 << 8,
-    "int64": 1 << 62, "int32": 1 << 30, "int16": 1 << 14, "int8": 1 << 7, "uint8": 1 << 8,
-}  # fmt: skip
-"""dtype -> how many numbers one pass through it can carry."""
 Tensors = Mapping[str, Any]
 Values = npt.NDArray[Any]
 
@@ -57,14 +52,10 @@ def trace_function(
 
 
 def _base(name: str, tensor: Any) -> int:
-    dtype = _dtype(tensor)
-    if dtype not in _EXACT:
+    dtype = dtype_of(tensor)
+    if dtype not in EXACT:
         raise Underivable(f"{name} is {dtype}, which holds no numbers; give it as another type")
-    return _EXACT[dtype]
-
-
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return EXACT[dtype]
 
 
 def _filled(tensor: Any, values: Numbers) -> Any:
@@ -138,8 +129,8 @@ def _carried(values: Sequence[Values], base: int) -> Numbers:
 
 def _narrowed(tensor: Any, base: int) -> str:
     """Return what became of values whose type holds fewer numbers than the samples'."""
-    dtype = _dtype(tensor)
-    holds = _EXACT.get(dtype, 0)
+    dtype = dtype_of(tensor)
+    holds = EXACT.get(dtype, 0)
     if holds >= base:
         return ""
     return f"; it is {dtype}, which does not hold all numbers: leave the cast out, or give samples of {dtype}"

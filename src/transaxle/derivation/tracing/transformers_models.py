@@ -18,7 +18,17 @@ from typing import Any
 import numpy as np
 
 from transaxle.derivation.fitting.element_numbers import FLOOR
-from transaxle.derivation.fitting.trace import Numbers, Shape, Trace, Underivable, combined, digits, passes
+from transaxle.derivation.fitting.trace import (
+    EXACT,
+    Numbers,
+    Shape,
+    Trace,
+    Underivable,
+    combined,
+    digits,
+    dtype_of,
+    passes,
+)
 from transaxle.derivation.tracing.tiny_configs import DEEP, OWN, PLAIN, RATIO, VARIANTS, tiny
 from transaxle.errors import refuse
 
@@ -34,9 +44,8 @@ HEADS = (
     "MODEL_MAPPING_NAMES",
 )
 """transformers' registers of model classes, the most wanted first."""
-_EXACT = {"float32": 1 << 24, "float64": 1 << 52, "int64": 1 << 62, "int32": 1 << 30}
-"""dtype -> how many numbers a pass through it can carry."""
-_BASE = 1 << 24
+_BASE = EXACT["float32"]
+"""Numbers that one pass carries: models are traced in 32 bits."""
 _LONGEST = 240
 """Characters of a model's complaint."""
 _MOST = 60_000_000
@@ -229,16 +238,20 @@ def _numbered(model: Any) -> tuple[list[tuple[Any, Numbers]], int]:
     model.tie_weights()
     tensors, seen, start = [], set(), FLOOR
     for tensor in (*model.parameters(), *model.buffers()):
-        dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.data_ptr() in seen or not tensor.numel():
             continue
         seen.add(tensor.data_ptr())
-        if dtype not in _EXACT:
+        if not _carries(tensor):
             tensor.data.zero_()
             continue
         tensors.append((tensor, np.arange(start, start + tensor.numel(), dtype=np.int64)))
         start += tensor.numel()
     return tensors, start
+
+
+def _carries(tensor: Any) -> bool:
+    """Tell whether the dtype of a tensor carries the numbers of a pass."""
+    return EXACT.get(dtype_of(tensor), 0) >= _BASE
 
 
 def _combined(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: dict[str, Any]) -> Trace:
@@ -247,7 +260,7 @@ def _combined(carried: Sequence[tuple[dict[str, Any], dict[str, Any]]], config: 
     plain: list[dict[str, Any]] = []
     for side in (0, 1):
         first = carried[0][side]
-        held = {name: str(t.dtype).removeprefix("torch.") in _EXACT and t.numel() > 0 for name, t in first.items()}
+        held = {name: _carries(tensor) and tensor.numel() > 0 for name, tensor in first.items()}
         sides.append(
             {
                 name: _places(combined([_whole(name, each[side][name]) for each in carried], _BASE))
