@@ -17,19 +17,17 @@ from typing import TYPE_CHECKING
 
 from transaxle.axes.inheritance.section import Sections, find
 from transaxle.axes.inheritance.statement import (
-    ALIKE,
     AXES,
     AXIS,
     ENCODINGS,
+    IDENTIFYING,
     IGNORE,
     LET,
     LOSSY,
-    MODEL_TYPE,
     MOUNT,
     PRECISE,
     TENSOR,
     WORD,
-    WRAPPER,
     Statement,
     keyed,
     split_when,
@@ -153,8 +151,7 @@ class Mounts:
         if (alias or name) in self._mounted:
             self._problems.append(statement.problem("each mounted family once; 'as NAME' gives it another name", name))
             return []
-        named = (MODEL_TYPE, WRAPPER, ALIKE)
-        taken = [part for each in base.statements if each.head not in named for part in keyed(each)]
+        taken = [part for each in base.statements if each.head not in IDENTIFYING for part in keyed(each)]
         names = frozenset(name for (kind, name), _ in taken if kind in (AXIS, LET, TENSOR))
         mounted = _Mounted(base, f"{alias}_" if alias else "", key or "", names)
         self._mounted[alias or name] = mounted

@@ -19,6 +19,8 @@ MODEL_TYPE, WRAPPER, ALIKE, AXES, AXIS, LET, TIE, CUT, PRECISE = (
     "model_type", "wrapper", "alike", "axes", "axis", "let", "tie", "cut", "precise",
 )  # fmt: skip
 """Words that begin a family's statements; whatever begins with none of them declares a tensor."""
+IDENTIFYING = frozenset({MODEL_TYPE, WRAPPER, ALIKE})
+"""Those that say which models a family is of; no other family takes them over."""
 WITHOUT, KEEP = "without", "dialects"
 """Words that begin what a family leaves out of what it takes over."""
 MOUNT = "mount"

@@ -20,6 +20,7 @@ from transaxle.axes.inheritance.statement import (
     ALIKE,
     AXIS,
     CUT,
+    IDENTIFYING,
     KEEP,
     LET,
     MODEL_TYPE,
@@ -41,8 +42,6 @@ from transaxle.errors import Refusal, TransaxleError, Where
 _FAMILY = re.compile(rf"(family|block)\s+({WORD})(?:\s+like\s+({WORD}(?:\s*,\s*{WORD})*))?")
 _ORDER = (MODEL_TYPE, WRAPPER, ALIKE, LET, AXIS, TENSOR, TIE, PRECISE, CUT, WITHIN)
 """Order of a family's statements where it takes some over."""
-_NOT_TAKEN = frozenset({MODEL_TYPE, WRAPPER, ALIKE})
-"""What identifies a family is its own."""
 _REMOVABLE = frozenset({AXIS, LET, TIE, CUT})
 _ARTICLES = {AXIS: "an"}
 _MOST_LINES, _LONGEST_LINE, _MOST_DIALECTS = 10_000, 1_000, 100
@@ -239,7 +238,7 @@ class _Own:
 
 
 def _taken(statements: Iterable[Statement]) -> tuple[Statement, ...]:
-    return tuple(statement for statement in statements if statement.head not in _NOT_TAKEN)
+    return tuple(statement for statement in statements if statement.head not in IDENTIFYING)
 
 
 @dataclass
