@@ -420,6 +420,36 @@ def test_hard_things_are_done_in_one_place() -> None:
     assert uses == PRIMITIVES
 
 
+def _texts(node: ast.AST) -> Iterator[str]:
+    """How the literal texts of an expression begin."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.JoinedStr):
+        yield from _texts(node.values[0])
+    elif isinstance(node, ast.IfExp):
+        yield from (text for branch in (node.body, node.orelse) for text in _texts(branch))
+
+
+def _hints(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Call):
+        name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        given = [keyword.value for keyword in node.keywords if keyword.arg == "hint"]
+        yield from (text for each in given + node.args[3:4] * (name == "Refusal") for text in _texts(each))
+    elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]).endswith(("hint", "HINT", "_OUT")):
+        yield from _texts(node.value) if isinstance(node.targets[0], ast.Name) else ()
+
+
+def test_hints_are_sentences() -> None:
+    found = [
+        (text, _where(module))
+        for module in MODULES
+        for node in ast.walk(ast.parse(module.read_text("utf-8")))
+        for text in _hints(node)
+    ]
+    assert len(found) > 200
+    assert [each for each in found if each[0][:1].islower()] == []
+
+
 def test_everything_but_the_training_side_imports_without_torch() -> None:
     """Import the doorway and every core module in a process where torch cannot be imported."""
     training = {room for room, entry in HOUSE.items() if entry.needs & TRAINING}

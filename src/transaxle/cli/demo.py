@@ -95,7 +95,7 @@ def _needed() -> None:
         import transformers
     except ImportError as error:
         message = f"the demo needs torch and transformers: {error}"
-        raise refuse("UNSUPPORTED", message, hint="pip install 'transaxle[demo]'") from None
+        raise refuse("UNSUPPORTED", message, hint="Install them:  pip install 'transaxle[demo]'") from None
     del torch, transformers
 
 

@@ -126,7 +126,7 @@ def test_unknown_tensors_are_kept_and_listed(here: Path, transaxle: Transaxle) -
         "refused, nothing was written (3 reasons)\n"
         "  UNEXPECTED_TENSOR  extra.[0-1,4].scale x3\n"
         "      dialect torchtitan has no line for this tensor\n"
-        "      omit --strict\n"
+        "      Omit --strict.\n"
         "  for details: transaxle explain UNEXPECTED_TENSOR\n"
     )
     assert not Path("strict").exists()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 
-HINT = "the grammar is on the documentation's page Notation: docs/reference/notation.md"
+HINT = "The grammar is on the documentation's page Notation: docs/reference/notation.md."
 """Where errors of the grammar send the reader."""
 WORD = r"[A-Za-z_][A-Za-z0-9_]*"
 _TEXT = re.compile(r'"[^"]*"')

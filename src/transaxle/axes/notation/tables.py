@@ -338,8 +338,8 @@ class _TableParser:
             for first, second, name in () if self.checked else overlapping(dialect.lines, self.family):
                 message = f"{first.text}\n{second.text}\nboth lines match {name!r} (dialect {dialect.label})"
                 hint = (
-                    "give both lines conditions (when ...) that exclude each other, or write one line for all these "
-                    "names"
+                    "Give both lines conditions (when ...) that exclude each other, or write one line for all these "
+                    "names."
                 )
                 self.problems.append(Refusal("CORRUPT", message, self.places[second].where, hint))
         except TransaxleError as error:

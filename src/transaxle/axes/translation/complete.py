@@ -37,8 +37,8 @@ def incomplete(holdings: Holdings, tied: Mapping[str, str]) -> list[Refusal]:
     tail = [f"… and {more}{' or more' if len(missing) == _COUNTED else ' more'}"] if more > 0 else []
     table = ", or the table lacks a line for it" if bound.unknown else ""
     hint = (
-        f"check whether a shard is missing{table}; a part of a checkpoint can be converted under its own names:  --to "
-        "FORMAT:identity"
+        f"Check whether a shard is missing{table}; a part of a checkpoint can be converted under its own names:  --to "
+        "FORMAT:identity."
     )
     return [Refusal("MISSING_TENSOR", "\n".join([head, *missing[:_LISTED], *tail]), Where(), hint)]
 

@@ -64,7 +64,7 @@ class Peer:
             import torch
             import transformers
         except ImportError as error:
-            hint = "pip install 'transaxle[demo]' installs both"
+            hint = "Install them:  pip install 'transaxle[demo]'"
             raise refuse("UNSUPPORTED", f"tracing needs torch and transformers: {error}", hint=hint) from None
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()

@@ -33,7 +33,7 @@ TRAINED = frozenset({DEEPSEEK, TE, TE_HALVED})
 """Conventions under which training saves the entries of quantized weights."""
 ASIDE = ("columnwise_data", "columnwise_scale_inv", "amax_history", "scaled_for")
 """Suffixes of buffers that only training needs; they follow the name of the codes and `_`."""
-_OUT = 'to="dcp" keeps it as it is; transaxle convert --decode bf16 --to hf writes the decoded values'
+_OUT = 'Keep it as it is with to="dcp", or write the decoded values:  transaxle convert --decode bf16 --to hf.'
 _AT_ONCE = 256
 """Matrices that are compared at a time."""
 
@@ -154,5 +154,5 @@ def _inexact(tensor: Encoded, amax: float, to: Convention, dtype: str) -> Refusa
     message = (
         f"its amax is {amax!r}: values of {dtype} would change, because no float32 scale gives {factor} in {to.name}"
     )
-    hint = _OUT if dtype != "F32" else f"model.bfloat16() keeps the codes, and loses precision; {_OUT}"
+    hint = _OUT if dtype != "F32" else f"To keep the codes and lose precision, use model.bfloat16(). {_OUT}"
     return Refusal("UNSUPPORTED", message, Where(None, tensor.name), hint)

@@ -363,7 +363,7 @@ CheckpointLike: TypeAlias = PathLike | Checkpoint
 
 def nothing_encoded(to: str) -> TransaxleError:
     """Build the refusal of `decode` for a checkpoint without encoded tensors."""
-    hint = f'to cast plain tensors, use --dtype {to} (dtype="{to}")'
+    hint = f'To cast plain tensors, use --dtype {to} (dtype="{to}").'
     return refuse("AMBIGUOUS", "nothing to decode: the checkpoint has no encoded tensors", hint=hint)
 
 

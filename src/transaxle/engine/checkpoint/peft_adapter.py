@@ -13,7 +13,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 """peft's description of an adapter."""
 _KIND, _BASE = "peft_type", "base_model_name_or_path"
 _HINT = (
-    "load it with tx.load(peft_model, …), merge it first (merge_and_unload), or keep its names: --to FORMAT:identity"
+    "Load it with tx.load(peft_model, …), merge it first (merge_and_unload), or keep its names:  --to FORMAT:identity."
 )
 
 

@@ -81,7 +81,7 @@ def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dia
         raise refuse(
             "AMBIGUOUS",
             f"family {family.name} has no dialect {label!r}; it has: {', '.join(family.labels)}, {IDENTITY}{besides}",
-            hint=f"Did you mean {close[0]}?" if close else "add one with --rules FILE",
+            hint=f"Did you mean {close[0]}?" if close else "Add one with --rules FILE.",
         )
     return match
 
@@ -172,8 +172,7 @@ def recognise(
     best = _most_complete([r for r in readings if r.matched == most], grouped)
     distinct = {(r.family.name, _reading(r, grouped)): r for r in reversed(best)}
     if len(distinct) > 1 and types and family is None and not candidates:
-        ways = _ways(types)
-        raise _unknown_type(types, f"{ways[0].upper()}{ways[1:]}")
+        raise _unknown_type(types, _sentence(_ways(types)))
     if len(distinct) > 1:
         listed = ", ".join(f"{r.family.name}:{r.dialect.label}" for r in best)
         names_only = "" if types else " (there is no config.json to decide)"
@@ -215,12 +214,16 @@ def _nothing(
     first_names = ", ".join(names[:3]) or "(no tensors)"
     model = f" (config.json has model_type {types[0]!r})" if types else ""
     ways = _ways(types)
-    hint = f"Closest: {close[0]}; if it is not that, {ways}" if close else f"{ways[0].upper()}{ways[1:]}"
+    hint = f"Closest: {close[0]}; if it is not that, {ways}" if close else _sentence(ways)
     return refuse("UNKNOWN_FAMILY", f"{wanted} of the tensor names: {first_names}{model}", hint=hint)
 
 
 def _unknown_type(types: Sequence[str], hint: str) -> TransaxleError:
     return refuse("UNKNOWN_FAMILY", f"config.json has model_type {types[0]!r}, which no table knows", hint=hint)
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def _ways(types: Sequence[str]) -> str:

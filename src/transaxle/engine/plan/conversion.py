@@ -185,7 +185,7 @@ def _recoded(
 
 def _without_line(name: str, dialect: str) -> Refusal:
     message = f"dialect {dialect} has no line for this tensor"
-    return Refusal("UNEXPECTED_TENSOR", message, Where(None, name), "omit --strict")
+    return Refusal("UNEXPECTED_TENSOR", message, Where(None, name), "Omit --strict.")
 
 
 def _viewed(

@@ -165,7 +165,7 @@ def cast_to(catalog: Catalog, to: str, only: Sequence[str], skip: Sequence[str],
     plain = [name for name in plain if name not in beside]
     if not plain:
         message = "no plain floating-point tensor to cast; integers, codes and scales are not cast"
-        raise refuse("AMBIGUOUS", message, hint='to decode encoded tensors, use --decode (decode="bf16")')
+        raise refuse("AMBIGUOUS", message, hint='To decode encoded tensors, use --decode (decode="bf16").')
     usual = [name for name in plain if split_slot(name)[1] == WEIGHT and name not in keep]
     wanted = frozenset(chosen(plain, only, skip, "plain floating-point tensor", usual))
     source = Source(container, None)

@@ -31,7 +31,7 @@ _LEFT_PLAIN = frozenset({"embed", "head", "router", "norm", "bias", "sinks"})
 """Words in the names of logical tensors that nobody quantizes; `mtp_norm` consists of two words."""
 _ALSO_PLAIN = frozenset({"eh_proj", "mtp_proj"})
 """Whole names of logical tensors that nobody quantizes."""
-_WAY_OUT = "leave it out with --skip, or name others with --only"
+_WAY_OUT = "Leave it out with --skip, or name others with --only."
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ StoredForm = tuple[str, Shape]
 
 _SCALE = "scale"
 """Part of the name of every buffer of scales."""
-_WAY_OUT = "to keep the tensors exactly as stored:  --to FORMAT:identity"
+_WAY_OUT = "To keep the tensors exactly as stored:  --to FORMAT:identity."
 """Hint for buffers that do not fit together."""
 
 

@@ -35,5 +35,5 @@ def chosen(
 
 def _idle(pattern: str, names: Sequence[str], noun: str) -> Refusal:
     close = get_close_matches(pattern, names, 1, 0.5) or names[:1]
-    hint = f"Names look like {close[0]}; * stands for any text." if close else f"there is no {noun}"
+    hint = f"Names look like {close[0]}; * stands for any text." if close else f"There is no {noun}."
     return Refusal("AMBIGUOUS", f"no {noun} has a name like {pattern!r}", hint=hint)

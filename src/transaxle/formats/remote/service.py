@@ -78,7 +78,7 @@ class Service:
                 client_and_path = url_to_fs(url, **({"skip_instance_cache": True} if writing else {}), **options)
             except ImportError as error:
                 package = _CLIENTS.get(self.scheme)
-                hint = f"pip install '{package}'" if package else harmless(str(error))
+                hint = f"Install one:  pip install '{package}'" if package else harmless(str(error))
                 message = f"no installed package can open {self.scheme}:// URLs"
                 raise refuse("UNSUPPORTED", message, file=self.shown, hint=hint) from None
             except ValueError as error:
