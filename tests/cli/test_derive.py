@@ -67,7 +67,25 @@ def test_a_file_is_never_replaced(here: Path, transaxle: Transaxle) -> None:
     Path("my.rules").write_text("mine")
     outcome = transaxle("derive", UNSHIPPED, "-o", "my.rules", "--json")
     assert (outcome.code, outcome.codes) == (2, ["EXISTS"])
+    outcome = transaxle("derive", UNSHIPPED, "-o", "my.rules", "--overwrite", "--json")
+    assert (outcome.code, outcome.codes) == (2, ["EXISTS"])
     assert Path("my.rules").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--overwrite", UNSHIPPED), "--overwrite needs -o FILE"),
+        (("--number", "a", "b", "-o", "c.rules"), "--number takes two folders"),
+        (("--number", "a", "b", "--overwrite"), "--number takes two folders"),
+    ],
+)
+def test_options_without_an_effect_are_refused(
+    words: tuple[str, ...], said: str, here: Path, transaxle: Transaxle
+) -> None:
+    outcome = transaxle("derive", *words)
+    assert outcome.code == 2
+    assert said in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -9,12 +9,14 @@ from typing import Any
 
 import click
 
+from transaxle.arguments import Overwrite
 from transaxle.cli import options
 from transaxle.cli.command import Command
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
 from transaxle.cli.tracing import silence
 from transaxle.derivation.sources import Table, family_name, from_folders, from_transformers
+from transaxle.derivation.table_file import check_place
 from transaxle.derivation.writing.table import Labels
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
 from transaxle.errors import refuse
@@ -47,35 +49,37 @@ from transaxle.errors import refuse
 @click.option("--family", metavar="NAME", help="Name of the family.  [default: the model type]")
 @click.option("--dialects", metavar="FIRST:SECOND", default="hf:converted", show_default=True,
               help="Of pairs of folders: names of the two dialects.")  # fmt: skip
+@options.overwriting("table", "Replace the table in FILE; `=everything` replaces any file.")
 @click.option("--number", is_flag=True, help="Write a copy of the first folder, with numbered elements, to the second.")
 @options.printing
 def command(
-    screen: Screen, source: Sequence[str], output: str | None, family: str | None, dialects: str, number: bool
+    screen: Screen,
+    source: Sequence[str],
+    output: str | None,
+    family: str | None,
+    dialects: str,
+    number: bool,
+    overwrite: Overwrite,
 ) -> int:
     """Derive a table."""
     screen.consequence = "nothing was written"
     if number:
+        if output or family or overwrite:
+            raise click.UsageError("--number takes two folders, FROM TO, and writes no table")
         return _number(screen, source)
+    if overwrite and output is None:
+        raise click.UsageError("--overwrite needs -o FILE")
     if output is not None:
-        _check_place(output)
+        check_place(output, overwrite=overwrite)
     with screen.working("tracing"), silence():
         table = _table(source, family, dialects)
     if output is not None:
-        table.save(output)
+        table.save(output, overwrite=overwrite)
     if screen.as_json:
         screen.document(_facts(table, output))
     else:
         _print(screen, table, output)
     return 0
-
-
-def _check_place(output: str) -> None:
-    """Refuse a file that cannot be written, before anything is derived."""
-    path = Path(output)
-    if os.path.lexists(path):
-        raise refuse("EXISTS", "the file already exists", file=output, hint="Choose another name, or remove the file.")
-    if not path.parent.is_dir():
-        raise refuse("IO", f"the folder {path.parent} does not exist", file=output, hint="Create it first.")
 
 
 def _table(source: Sequence[str], family: str | None, dialects: str) -> Table:

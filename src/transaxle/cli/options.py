@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from transaxle.arguments import parse_size
+from transaxle.arguments import EVERYTHING, Overwrite, parse_size
 from transaxle.cli.command import Bare
 from transaxle.cli.screen.refusals import failed, interrupted
 from transaxle.cli.screen.screen import Screen
@@ -45,6 +45,23 @@ def _axes(_ctx: click.Context, _param: click.Parameter, typed: tuple[str, ...]) 
         if sizes.setdefault(axis, int(count)) != int(count):
             raise click.BadParameter(f"axis {axis} is given twice: {sizes[axis]} and {count}")
     return sizes
+
+
+def _overwrite(_ctx: click.Context, _param: click.Parameter, typed: str | None) -> Overwrite:
+    return EVERYTHING if typed == EVERYTHING else typed is not None
+
+
+def overwriting(what: str, text: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Return the option `--overwrite`; the command gets it as the Python functions take it.
+
+    Args:
+        what: what it replaces without a value.
+        text: its help.
+    """
+    choice = click.Choice([what, EVERYTHING])
+    return click.option(
+        "--overwrite", cls=Bare, bare=what, metavar=f"[={EVERYTHING}]", type=choice, callback=_overwrite, help=text
+    )
 
 
 def completing(names: Callable[[], Sequence[str]]) -> Callable[..., list[CompletionItem]]:
@@ -129,10 +146,9 @@ _WORKING = (
                  help="Memory for all buffers together.  [default: 64MB]"),
 )  # fmt: skip
 _WRITING = (
-    click.option("--overwrite", cls=Bare, bare="checkpoint", metavar="[=everything]",
-                 type=click.Choice(["checkpoint", "everything"]),
-                 help="Replace the checkpoint at DST once the new one is complete; `=everything` also deletes the "
-                      "other files in its folder."),
+    overwriting("checkpoint",
+                "Replace the checkpoint at DST once the new one is complete; `=everything` also deletes the other "
+                "files in its folder."),
     click.option("--resume", is_flag=True, help="Continue an interrupted conversion."),
     click.option("--verify", "check", is_flag=True,
                  help="Read the result back, check it against its manifest and compare it with SRC."),
@@ -201,15 +217,8 @@ def planning(body: Callable[..., int]) -> Callable[..., int]:
 
 
 def writing(body: Callable[..., int]) -> Callable[..., int]:
-    """Add the options on how the result reaches its place; the command gets `overwrite` as the Python functions take
-    it.
-    """
-
-    @functools.wraps(body)
-    def command(*args: Any, overwrite: str | None, **other_options: Any) -> int:
-        return body(*args, overwrite="everything" if overwrite == "everything" else bool(overwrite), **other_options)
-
-    return _with(_WRITING, command)
+    """Add the options on how the result reaches its place."""
+    return _with(_WRITING, body)
 
 
 def decoding(body: Callable[..., int]) -> Callable[..., int]:

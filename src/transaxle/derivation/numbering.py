@@ -37,7 +37,7 @@ def number_elements(src: str, dst: str) -> int:
     """
     target = Path(dst)
     if target.exists():
-        raise refuse("EXISTS", f"{dst} exists", hint="Name a folder that does not exist.")
+        raise refuse("EXISTS", "the target already exists", file=dst, hint="Name a folder that does not exist.")
     with open_checkpoint(src) as checkpoint:
         shapes = {name: checkpoint[name].shape for name in checkpoint}
         carried = [member for member in checkpoint.container.carried if member.endswith(".json")]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from transaxle.arguments import Overwrite, PathLike
 from transaxle.derivation.fitting.trace import Shape, Trace, Underivable, told
 from transaxle.derivation.numbering import numbered
 from transaxle.derivation.proof import misfits, prove
+from transaxle.derivation.table_file import write_table
 from transaxle.derivation.writing.from_traces import Derived, derive
 from transaxle.derivation.writing.table import Labels
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
@@ -41,14 +41,18 @@ class Table:
     proved: bool
     """Whether it converted a trace that it does not follow from, of other sizes, exactly and both ways."""
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the table to a new file.
+    def save(self, path: PathLike, *, overwrite: Overwrite = False) -> None:
+        """Write the table to a file.
+
+        Args:
+            path: the file.
+            overwrite: replace a table that is there; `everything`: any file.
 
         Raises:
-            FileExistsError: the file exists.
+            UsageError: EXISTS for a file that must stay; AMBIGUOUS for an invalid `overwrite`.
+            StorageError: IO where the folder is missing; NO_SPACE.
         """
-        with Path(path).open("x", encoding="utf-8") as file:
-            file.write(self.text)
+        write_table(self.text, path, overwrite=overwrite)
 
 
 def family_name(text: str) -> str:
