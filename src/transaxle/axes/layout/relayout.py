@@ -128,6 +128,11 @@ class Target:
         return origins[0].name if len(origins) == 1 and origins[0].layout is self.layout else None
 
     @property
+    def undescribed(self) -> bool:
+        """Whether no table describes it: it is a stored tensor as it is, under its own name."""
+        return [part.component for part in self.parts] == [IDENTITY]
+
+    @property
     def computed(self) -> bool:
         """Whether a line of its source or its own has arithmetic."""
         return any(rule is not None for part in self.parts for rule in part.arithmetic)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any
 
-from transaxle.axes.layout.relayout import IDENTITY, Check, Target
+from transaxle.axes.layout.relayout import Check, Target
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.layout.tile import Tile, scales
 from transaxle.axes.translation.translate import Translation
@@ -266,12 +266,11 @@ class _BufferFollower:
 
     def _follow(self, target: Target, tensor: Encoded) -> None:
         """Add a target for each buffer of an encoded tensor."""
-        moved_whole = _is_moved_whole(target, tensor)
-        convention = CONVENTIONS[tensor.convention] if moved_whole else written_as(tensor)
+        convention = CONVENTIONS[tensor.convention] if target.undescribed else written_as(tensor)
         parts: dict[Role, str] = {}
         for role, buffer, checks in list(self._buffers(target, tensor)):  # all of them, or none
             stored = self.catalog.container.entries[tensor.parts[role]]
-            if moved_whole:
+            if target.undescribed:
                 name, described = stored.name, (stored.dtype, stored.shape)
             else:
                 name = convention.stored(target.name, role, tensor.encoding)
@@ -346,11 +345,6 @@ def _merged(target: Target, role: Role, first: Target, second: Target) -> str:
         f"{target.rule}\nit has one {role} for the tensors of {first_name} and {second_name}, whose values differ; "
         "--decode bf16 avoids this"
     )
-
-
-def _is_moved_whole(target: Target, tensor: Encoded) -> bool:
-    """Tell whether a target is a stored tensor as it is, under its own name."""
-    return target.name == tensor.name and [part.component for part in target.parts] == [IDENTITY]
 
 
 def written_as(tensor: Encoded) -> Convention:
