@@ -17,6 +17,7 @@ from transaxle.axes.layout.solve import fill
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Sizes
 from transaxle.derivation.fitting.trace import Shape, Trace
+from transaxle.derivation.tracing.saved_folder import loaded
 from transaxle.derivation.writing.table import Labels
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.execute.execute import execute
@@ -110,7 +111,4 @@ def _converted(folder: Path, out: Path, rules: Path, labels: Labels, source: int
     with open_checkpoint(str(folder), rules=str(rules), family=labels.family, dialect=first) as checkpoint:
         prepared = make_plan(checkpoint, f"safetensors:{second}", target=str(out))
         execute(prepared, str(out), sync=False, limit=limits(1, None))
-    made: dict[str, npt.NDArray[Any]] = {}
-    for path in out.glob("*.safetensors"):
-        made.update(load_file(path))
-    return made
+    return loaded(out, load_file)

@@ -29,6 +29,7 @@ from transaxle.derivation.fitting.trace import (
     dtype_of,
     passes,
 )
+from transaxle.derivation.tracing.saved_folder import loaded
 from transaxle.derivation.tracing.tiny_configs import DEEP, OWN, PLAIN, RATIO, VARIANTS, tiny
 from transaxle.errors import refuse
 
@@ -199,6 +200,8 @@ def trace(peer: Peer, model: Any) -> Trace:
     Raises:
         Underivable: values were changed on the way.
     """
+    from safetensors.torch import load_file
+
     tensors, most = _numbered(model)
     carried: list[tuple[dict[str, Any], dict[str, Any]]] = []
     count = passes(most, _BASE)
@@ -210,7 +213,7 @@ def trace(peer: Peer, model: Any) -> Trace:
                 tensor.copy_(peer.torch.from_numpy(part).reshape(tensor.shape).to(tensor.dtype))
         memory = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         with saved(model) as folder:
-            carried.append((loaded(folder), memory))
+            carried.append((loaded(folder, load_file), memory))
             config = json.loads((folder / "config.json").read_text("utf-8"))
     return _combined(carried, config)
 
@@ -221,16 +224,6 @@ def saved(model: Any) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="transaxle-trace-") as folder:
         model.save_pretrained(folder, max_shard_size="50GB")
         yield Path(folder)
-
-
-def loaded(folder: Path) -> dict[str, Any]:
-    """Return the tensors of a folder."""
-    from safetensors.torch import load_file
-
-    tensors: dict[str, Any] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        tensors.update(load_file(path))
-    return tensors
 
 
 def _numbered(model: Any) -> tuple[list[tuple[Any, Numbers]], int]:
