@@ -280,7 +280,7 @@ def derive(
         Refused: UNSUPPORTED where no table says what the converter does.
         UsageError: UNKNOWN_FAMILY for a model type that transformers does not know.
     """
-    from transaxle.derivation.sources import family_name, from_function, from_transformers
+    from transaxle.derivation.sources import UNNAMED, family_name, from_function, from_transformers
     from transaxle.derivation.writing.table import Labels
 
     family = read_optional_text("family", family, "glm4_moe")
@@ -288,8 +288,8 @@ def derive(
         return from_transformers(converter, model_config(config), family)
     if not callable(converter):
         raise wrong_type("converter", "a model type or a function", converter)
-    own_name = str(getattr(converter, "__name__", "derived"))
-    name = family_name(family or ("derived" if own_name == "<lambda>" else own_name))
+    own_name = str(getattr(converter, "__name__", UNNAMED))
+    name = family_name(family or (UNNAMED if own_name == "<lambda>" else own_name))
     return from_function(converter, samples, configs, Labels(name, dialects=dialects))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,32 @@ def test_a_folder_that_is_not_numbered_is_refused(tmp_path: Path) -> None:
     _save(tmp_path / "out", tensors)
     with pytest.raises(tx.TransaxleError, match="derive --number"):
         from_folders([(str(tmp_path / "in"), str(tmp_path / "out"))], Labels("mine"))
+
+
+def test_a_copy_is_numbered_whatever_the_source_is(tmp_path: Path) -> None:
+    """A file alone has its config beside it."""
+    _save(tmp_path / "hub", _before(CONFIGS[0]))
+    (tmp_path / "hub" / "config.json").write_text("{}")
+    for name, source in (("folder", tmp_path / "hub"), ("file", tmp_path / "hub" / "model.safetensors")):
+        assert number_elements(str(source), str(tmp_path / name)) == sum(
+            e.numel() for e in _before(CONFIGS[0]).values()
+        )
+    assert (tmp_path / "folder" / "config.json").read_text() == "{}"
+    with pytest.raises(tx.TransaxleError, match=r"the folder .*absent does not exist"):
+        number_elements(str(tmp_path / "hub"), str(tmp_path / "absent" / "numbered"))
+
+
+def test_nothing_is_left_of_a_copy_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_numbers: object, path: Path) -> None:
+        path.write_text("half")
+        raise OSError(errno.ENOSPC, "no space")
+
+    _save(tmp_path / "hub", _before(CONFIGS[0]))
+    monkeypatch.setattr("transaxle.derivation.numbering.save_file", full)
+    with pytest.raises(tx.TransaxleError) as caught:
+        number_elements(str(tmp_path / "hub"), str(tmp_path / "numbered"))
+    assert caught.value.code == "NO_SPACE"
+    assert not (tmp_path / "numbered").exists()
 
 
 def test_a_pair_of_folders_becomes_a_table(tmp_path: Path) -> None:

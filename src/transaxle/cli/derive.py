@@ -15,7 +15,7 @@ from transaxle.cli.command import Command
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
 from transaxle.cli.tracing import silence
-from transaxle.derivation.sources import Table, family_name, from_folders, from_transformers
+from transaxle.derivation.sources import UNNAMED, Table, family_name, from_folders, from_transformers
 from transaxle.derivation.table_file import check_place
 from transaxle.derivation.writing.table import Labels
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
@@ -46,7 +46,7 @@ from transaxle.errors import refuse
 @click.option(
     "-o", "--output", metavar="FILE", type=click.Path(), help="Write the table to FILE instead of printing it."
 )
-@click.option("--family", metavar="NAME", help="Name of the family.  [default: the model type]")
+@click.option("--family", metavar="NAME", help="Name of the family.  [default: the model type; of folders, `derived`]")
 @click.option("--dialects", metavar="FIRST:SECOND", default="hf:converted", show_default=True,
               help="Of pairs of folders: names of the two dialects.")  # fmt: skip
 @options.overwriting("table", "Replace the table in FILE; `=everything` replaces any file.")
@@ -92,7 +92,7 @@ def _table(source: Sequence[str], family: str | None, dialects: str) -> Table:
     if not (colon and first.isidentifier() and second.isidentifier() and first != second):
         raise click.BadParameter(f"{dialects!r} is not FIRST:SECOND; write for example hf:mine")
     pairs = [(source[at], source[at + 1]) for at in range(0, len(source), 2)]
-    return from_folders(pairs, Labels(family_name(family or "derived"), dialects=(first, second)))
+    return from_folders(pairs, Labels(family_name(family or UNNAMED), dialects=(first, second)))
 
 
 def model_of(source: str) -> tuple[str, dict[str, Any] | None]:

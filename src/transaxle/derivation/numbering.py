@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transaxle.derivation.fitting.element_numbers import FLOOR, Places, drawn, l
 from transaxle.derivation.fitting.trace import EXACT, Numbers, Underivable
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import refuse
+from transaxle.formats.storage.os_errors import failed
 
 _DTYPES = ("float32", "float64")
 """dtypes of numbered checkpoints, the preferred one first."""
@@ -34,20 +36,35 @@ def number_elements(src: str, dst: str) -> int:
 
     Raises:
         UsageError: EXISTS where `dst` is there.
+        StorageError: IO where the folder around it is missing; NO_SPACE.
+        TransaxleError: what `open_checkpoint` raises.
     """
     target = Path(dst)
-    if target.exists():
+    if os.path.lexists(target):
         raise refuse("EXISTS", "the target already exists", file=dst, hint="Name a folder that does not exist.")
+    if not target.parent.is_dir():
+        raise refuse("IO", f"the folder {target.parent} does not exist", file=dst, hint="Create it first.")
     with open_checkpoint(src) as checkpoint:
         shapes = {name: checkpoint[name].shape for name in checkpoint}
-        carried = [member for member in checkpoint.container.carried if member.endswith(".json")]
+        storage = checkpoint.container.storage
+        members = [member for member in checkpoint.container.carried if member.endswith(".json")]
+        beside = {member: storage.read(member, 0, storage.size(member)) for member in members}
     total = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
     dtype = next(each for each in _DTYPES if total <= room(EXACT[each]))
     numbers = laid_out(drawn(total, EXACT[dtype]).astype(dtype), shapes)
-    target.mkdir(parents=True)
-    save_file(numbers, target / "model.safetensors")
-    for member in carried:
-        shutil.copyfile(Path(src, member), target / member)
+    try:
+        target.mkdir()
+    except OSError as error:
+        raise failed(error, "creating the folder", dst) from error
+    try:
+        save_file(numbers, target / "model.safetensors")
+        for member, content in beside.items():
+            (target / member).write_bytes(content)
+    except BaseException as error:
+        shutil.rmtree(target, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise failed(error, "writing the numbered copy", dst) from error
+        raise
     return total
 
 
@@ -62,7 +79,11 @@ def numbered(before: Checkpoint, after: Checkpoint) -> tuple[dict[str, Numbers],
     given = {name: np.asarray(before[name].read()) for name in before}
     for name, values in given.items():
         if not bool((values >= FLOOR).all() and (values == np.floor(values)).all()):
-            raise Underivable(f"{name}: its values are no numbers that `transaxle derive --number` gives")
+            raise Underivable(
+                f"{name}: its values are no numbers that `transaxle derive --number` gives",
+                f"Number it first:  transaxle derive --number {before.path} NUMBERED,  send NUMBERED through the "
+                "converter, and give both.",
+            )
     flat = [values.ravel().astype(np.int64) for values in given.values()]
     places = Places(np.concatenate([np.zeros(0, np.int64), *flat]))
     hub = {name: places.of(values.astype(np.int64)) for name, values in given.items()}
@@ -79,7 +100,8 @@ def _came_from(name: str, values: npt.NDArray[Any], places: Places) -> Numbers:
         return found
     if values.dtype.itemsize < np.dtype(np.float32).itemsize and not bool((np.abs(values) < FLOOR).all()):
         raise Underivable(
-            f"{name}: the converter casts it to {values.dtype}, which does not hold the numbers; leave the cast out"
+            f"{name}: the converter casts it to {values.dtype}, which does not hold the numbers",
+            "Leave the cast out here; the table is the same, and `convert --dtype` casts.",
         )
     if bool(found.any()):
         raise Underivable(f"{name}: some of its values come from elements, others from nowhere")

@@ -20,6 +20,8 @@ from transaxle.errors import TransaxleError, refuse
 
 Tensors = Mapping[str, Any]
 """A state dict: numpy arrays or torch tensors."""
+UNNAMED = "derived"
+"""Family of a converter without a name."""
 _LISTED = 6
 """Problems of a table that a refusal lists."""
 _LEAST = 2
@@ -53,6 +55,10 @@ class Table:
             StorageError: IO where the folder is missing; NO_SPACE.
         """
         write_table(self.text, path, overwrite=overwrite)
+
+
+def _name_of(labels: Labels) -> str:
+    return "this converter" if labels.family == UNNAMED else labels.family
 
 
 def family_name(text: str) -> str:
@@ -143,10 +149,10 @@ def from_function(
     """
     from transaxle.derivation.tracing.function_trace import trace_function
 
-    labels = labels or Labels("derived", dialects=("hf", "converted"))
+    labels = labels or Labels(UNNAMED, dialects=("hf", "converted"))
     if not samples:
         raise TypeError("samples: give at least one state dict")
-    with _refusing(labels.family):
+    with _refusing(_name_of(labels)):
         pairs = [trace_function(convert, sample) for sample in samples]
         traces = [
             Trace(hub, memory, dict(configs[at]) if at < len(configs) else {}) for at, (hub, memory) in enumerate(pairs)
@@ -165,7 +171,7 @@ def from_folders(pairs: Sequence[tuple[str, str]], labels: Labels) -> Table:
         Refused: UNSUPPORTED where no table says what the converter did.
     """
     traces = []
-    with _refusing(labels.family):
+    with _refusing(_name_of(labels)):
         for before, after in pairs:
             with open_checkpoint(before) as first, open_checkpoint(after) as second:
                 config = stored_config(first.container.storage) if CONFIG in first.container.carried else {}
