@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from transaxle.derivation.sources import Table
 
 
+_CONVERTED = ("hf", "converted")
+"""Dialects of a function's table: what it takes and what it gives."""
+
+
 class Opening(Reading, total=False):
     """How a checkpoint is opened; see `Reading` for the rest."""
 
@@ -259,7 +263,7 @@ def derive(
     samples: Sequence[Mapping[str, Any]] = (),
     configs: Sequence[Mapping[str, Any]] = (),
     family: str | None = None,
-    dialects: tuple[str, str] = ("hf", "converted"),
+    dialects: tuple[str, str] = _CONVERTED,
 ) -> Table:
     """Derive a table from what a converter does with numbered elements.
 
@@ -276,18 +280,26 @@ def derive(
         The table; `.text` is what `--rules` reads, `.left_out` lists what no table can say.
 
     Raises:
-        TypeError: the function returns no mapping of names to arrays or tensors.
+        TypeError: the samples are no mappings of names to arrays or tensors, or the function returns none; an argument
+            that is not for such a converter.
+        ValueError: `configs` is not one for each sample, or `dialects` not two different names.
         Refused: UNSUPPORTED where no table says what the converter does.
         UsageError: UNKNOWN_FAMILY for a model type that transformers does not know.
     """
-    from transaxle.derivation.sources import UNNAMED, family_name, from_function, from_transformers
+    from transaxle.derivation.sources import UNNAMED, are_dialects, family_name, from_function, from_transformers
     from transaxle.derivation.writing.table import Labels
 
     family = read_optional_text("family", family, "glm4_moe")
     if isinstance(converter, str):
+        if samples or configs or dialects != _CONVERTED:
+            raise TypeError("samples, configs and dialects are for a function, not for a model type")
         return from_transformers(converter, model_config(config), family)
     if not callable(converter):
         raise wrong_type("converter", "a model type or a function", converter)
+    if config is not None:
+        raise TypeError("config is for a model type; for a function, give configs, one for each sample")
+    if not are_dialects(dialects):
+        raise ValueError(f"dialects must be two different names, such as ('hf', 'mine'); got {dialects!r}")
     own_name = str(getattr(converter, "__name__", UNNAMED))
     name = family_name(family or (UNNAMED if own_name == "<lambda>" else own_name))
     return from_function(converter, samples, configs, Labels(name, dialects=dialects))

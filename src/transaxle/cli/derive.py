@@ -15,7 +15,7 @@ from transaxle.cli.command import Command
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
 from transaxle.cli.tracing import silence
-from transaxle.derivation.sources import UNNAMED, Table, family_name, from_folders, from_transformers
+from transaxle.derivation.sources import UNNAMED, Table, are_dialects, family_name, from_folders, from_transformers
 from transaxle.derivation.table_file import check_place
 from transaxle.derivation.writing.table import Labels
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
@@ -88,8 +88,8 @@ def _table(source: Sequence[str], family: str | None, dialects: str) -> Table:
         return from_transformers(model_type, config, family)
     if len(source) % 2:
         raise click.UsageError("give one model type or config.json, or pairs of folders: BEFORE AFTER …")
-    first, colon, second = dialects.partition(":")
-    if not (colon and first.isidentifier() and second.isidentifier() and first != second):
+    first, _, second = dialects.partition(":")
+    if not are_dialects((first, second)):
         raise click.BadParameter(f"{dialects!r} is not FIRST:SECOND; write for example hf:mine")
     pairs = [(source[at], source[at + 1]) for at in range(0, len(source), 2)]
     return from_folders(pairs, Labels(family_name(family or UNNAMED), dialects=(first, second)))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transaxle.arguments import Overwrite, PathLike
+from transaxle.axes.inheritance.statement import WORD
 from transaxle.derivation.fitting.trace import Shape, Trace, Underivable, told
 from transaxle.derivation.numbering import numbered
 from transaxle.derivation.proof import misfits, prove
@@ -59,6 +60,13 @@ class Table:
 
 def _name_of(labels: Labels) -> str:
     return "this converter" if labels.family == UNNAMED else labels.family
+
+
+def are_dialects(names: object) -> bool:
+    """Tell whether something is a pair of names that the two dialects of a table can have."""
+    if not isinstance(names, tuple | list) or len(names) != 2 or names[0] == names[1]:
+        return False
+    return all(isinstance(name, str) and re.fullmatch(WORD, name) for name in names)
 
 
 def family_name(text: str) -> str:
@@ -145,13 +153,16 @@ def from_function(
         labels: names of the family and its dialects.
 
     Raises:
+        TypeError: `samples` are no state dicts, or the function returns none.
+        ValueError: there is not one config for each sample.
         Refused: UNSUPPORTED where no table says what the function does.
     """
-    from transaxle.derivation.tracing.function_trace import trace_function
+    from transaxle.derivation.tracing.function_trace import check_samples, trace_function
 
     labels = labels or Labels(UNNAMED, dialects=("hf", "converted"))
-    if not samples:
-        raise TypeError("samples: give at least one state dict")
+    check_samples(samples)
+    if configs and len(configs) != len(samples):
+        raise ValueError(f"configs must be one for each of the {len(samples)} samples; there are {len(configs)}")
     with _refusing(_name_of(labels)):
         pairs = [trace_function(convert, sample) for sample in samples]
         traces = [

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from transaxle.arguments import wrong_type
 from transaxle.derivation.fitting.element_numbers import Places, laid_out, shuffled
 from transaxle.derivation.fitting.trace import EXACT, Numbers, Underivable, combined, digits, dtype_of, passes
 
@@ -65,14 +66,35 @@ def _filled(tensor: Any, values: Numbers) -> Any:
     return tensor.new_tensor(values.tolist()).reshape(tuple(tensor.shape)).to(tensor.dtype)
 
 
+def check_samples(samples: object) -> None:
+    """Refuse samples that are no state dicts.
+
+    Raises:
+        TypeError: they are no sequence of mappings from names to arrays or tensors, or there is nothing in them.
+    """
+    if not isinstance(samples, Sequence) or isinstance(samples, str | bytes) or not samples:
+        raise wrong_type("samples", "a list of state dicts, at least one", samples)
+    for sample in samples:
+        if not isinstance(sample, Mapping) or not sample:
+            raise wrong_type("samples", "a list of state dicts, none of them empty", sample)
+        for name, tensor in sample.items():
+            if not _is_tensor(tensor):
+                raise TypeError(f"samples must hold arrays or tensors; {name!r} is {_kind(tensor)}")
+
+
 def _state_dict(returned: object) -> Tensors:
     """Return what a function returned, if it is a state dict."""
-    if not isinstance(returned, Mapping):
-        raise TypeError(f"the converter must return a mapping of names to tensors; it returned {_kind(returned)}")
+    if not isinstance(returned, Mapping) or not returned:
+        kind = "an empty one" if isinstance(returned, Mapping) else _kind(returned)
+        raise TypeError(f"the converter must return a mapping of names to tensors; it returned {kind}")
     for name, tensor in returned.items():
-        if not hasattr(tensor, "shape") or not hasattr(tensor, "dtype"):
+        if not _is_tensor(tensor):
             raise TypeError(f"the converter must return arrays or tensors; its {name!r} is {_kind(tensor)}")
     return returned
+
+
+def _is_tensor(value: object) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def _kind(value: object) -> str:
