@@ -22,6 +22,7 @@ Numpy at most, no torch, no files. One noun a module, from the small to the larg
     holdings     what a bound checkpoint has of each logical tensor
     complete     what it lacks
     agree        what must prove equal in it
+    undecided_lines  lines whose conditions only its names can decide
     translate    a checkpoint in another dialect: all of the above
     retile       which source tile each target tile lies in
     tile         block scales, which follow the codes wherever every tile stays whole

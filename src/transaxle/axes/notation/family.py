@@ -92,6 +92,11 @@ class Line:
         """The rule as written, for errors."""
         return f"{self.name.text} = {self.expression.text}"
 
+    @property
+    def whole(self) -> str:
+        """The rule with its condition."""
+        return self.text if self.when is None else f"{self.text} when {self.when.text}"
+
     @cached_property
     def by_form(self) -> bool:
         """Whether its condition asks in which encoding a tensor is."""

@@ -1,9 +1,8 @@
-"""Arranging: how a checkpoint holds the experts that are wanted, and what is wrong with them as a set.
+"""Translation: a bound checkpoint in another dialect, target tensor by target tensor, with everything that stands
+against it.
 
-The one place that recognises another number of experts, a part of them, and both forms at once, for `load_state_dict`,
-`transaxle.load` and the DCP planners alike. It sees names and shapes only, and runs before anything is written. A layer
-says itself what it wants (`transaxle.nn.checkpoints.remap`); in a state dict the names do: `weight0`, `weight1`, … and
-`bias0`, … are experts, and a tensor is a stack of them where the other side has it in another form.
+Each target line asks for its logical tensors; the source's lines that hold them are gathered by the indices in the
+target's name. What the target has no line for keeps its name. Nothing is read but names and shapes.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, s
 from transaxle.axes.translation.agree import agreements
 from transaxle.axes.translation.complete import incomplete
 from transaxle.axes.translation.holdings import Holdings, LineSources, SourceTensor, solved
+from transaxle.axes.translation.undecided_lines import LineConditions
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 
 
@@ -98,6 +98,7 @@ class _Translator:
         used = dict.fromkeys(line.expression for line, _ in bound.names)
         self.basis = unify([*used, *(line.expression for line in self.lines)], self.tied)
         self.holdings = Holdings(bound, stored, self.sizes, self.basis)
+        self.conditions = LineConditions(self.lines, self.holdings)
         self._layouts: dict[Hashable, Layout] = {}
         self._varying = tuple(sorted(self.sizes.varying))
         self._used: set[tuple[str, str]] = set()
@@ -159,13 +160,15 @@ class _Translator:
             return
         rewritten = self.basis.rewrite(line.expression)
         # None (not known yet) counts as possible: the encoding of the tensor, known below, decides then.
-        possible_keys = [key for key in keys if self.holdings.holds(line.when, self._index(line, key)) is not False]
+        possible_keys = [key for key in keys if self.conditions.holds(line, self._index(line, key)) is not False]
         for key, name in self._names(line, slot, possible_keys):
             index = self._index(line, key)
             by_component = {component: sources[key] for component, sources in parts.items() if key in sources}
             forms = self._forms(name, by_component)
-            if line.by_form and len(forms) == 1 and self.holdings.holds(line.when, index, forms[0].encoding) is False:
+            encoding = forms[0].encoding if len(forms) == 1 else None
+            if line.by_form and self.conditions.holds(line, index, encoding) is False:
                 continue
+            self.refuse(self.conditions.rivals(line, index, encoding))
             missing = [component for component in parts if component not in by_component]
             if missing:
                 # Where a source was refused already, its absence here is only a consequence.
