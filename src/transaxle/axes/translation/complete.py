@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import islice
 
 from transaxle.axes.layout.bind import WEIGHT, Index
@@ -18,12 +18,12 @@ _ASKED = 300_000
 """Cap on the absent tensors for which the conditions are evaluated; no model has as many."""
 
 
-def incomplete(holdings: Holdings, tied: Mapping[str, str]) -> list[Refusal]:
+def incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
     """Refuse a checkpoint that lacks tensors of its family.
 
     Args:
         holdings: the checkpoint.
-        tied: logical tensors that need not be stored, with the one they equal.
+        tied: logical tensors that need not be stored, as they equal others.
     """
     budget = iter(range(_ASKED))
     missing = list(islice(_lacking(holdings, tied, budget), _COUNTED))
@@ -43,7 +43,7 @@ def incomplete(holdings: Holdings, tied: Mapping[str, str]) -> list[Refusal]:
     return [Refusal("MISSING_TENSOR", "\n".join([head, *missing[:_LISTED], *tail]), Where(), hint)]
 
 
-def _lacking(holdings: Holdings, tied: Mapping[str, str], budget: Iterator[int]) -> Iterator[str]:
+def _lacking(holdings: Holdings, tied: Container[str], budget: Iterator[int]) -> Iterator[str]:
     for tensor in holdings.bound.family.tensors.values():
         lines = holdings.sources.get((tensor.name, WEIGHT), [])
         if lines:

@@ -90,13 +90,15 @@ class _Translator:
         self.refusals: dict[tuple[str, ...], Refusal] = {}
         self.checks: list[Check] = []
         self.sizes = solved(bound, stored, sizes)
-        self.tied = {tie.alias: tie.original for tie in bound.family.ties if self.sizes.holds(tie.when, {})}
+        self.tied = self.sizes.originals
         # Only lines of tensors that the source has: a table may describe far more than one model uses.
         self.lines = self._target_lines()
         # Both dialects are rewritten over common axes (one may merge what the other splits), so that their pieces can
         # meet.
         used = dict.fromkeys(line.expression for line, _ in bound.names)
-        self.basis = unify([*used, *(line.expression for line in self.lines)], self.tied)
+        self.basis = unify(
+            [*used, *(line.expression for line in self.lines)], {alias: chain[-1] for alias, chain in self.tied.items()}
+        )
         self.holdings = Holdings(bound, stored, self.sizes, self.basis)
         self.conditions = LineConditions(self.lines, self.holdings)
         self._layouts: dict[Hashable, Layout] = {}
@@ -143,7 +145,7 @@ class _Translator:
     def _target_lines(self) -> tuple[Line, ...]:
         """Return the target's lines for what the source holds; conditions on the index are left to `_build`."""
         present = {name for line, _ in self.bound.names for name in line.expression.components}
-        present |= {alias for alias, original in self.tied.items() if original in present}
+        present |= {alias for alias, chain in self.tied.items() if not present.isdisjoint(chain)}
         written = [line for line in self.target.lines if not line.read_only]
         lines = [line for line in written if present.intersection(line.expression.components)]
         return tuple(line for line in lines if line.name.axes or self.sizes.holds(line.when, {}) is not False)
@@ -221,9 +223,11 @@ class _Translator:
         Where several lines of the source hold it, they complete each other; a tensor that two lines hold is taken once.
         """
         gathered: dict[Index, _ComponentSources] = {}
-        # A tied tensor that is not stored is read from the one it is tied to.
-        stored_as = component if (component, slot) in self.holdings.sources else self.tied.get(component, component)
-        for line_sources in self.holdings.sources.get((stored_as, slot), ()):
+        # A tied tensor that is not stored is read from the first that is, of those that it is tied to.
+        for name in (component, *self.tied.get(component, ())):
+            if (name, slot) in self.holdings.sources:
+                break
+        for line_sources in self.holdings.sources.get((name, slot), ()):
             for key, place in self._keyed(line_sources, line):
                 entry = gathered.setdefault(key, _ComponentSources(line_sources, {}))
                 # Lines complete each other only if they number the same axes in names: a stack and single tensors would
@@ -386,12 +390,16 @@ class _Translator:
 
     def _aliases(self) -> dict[str, str]:
         """Return the target names that are one tensor by a tie."""
-        pairs = (
-            (name, self._single.get((self.tied[component], slot, index)))
-            for (component, slot, index), name in self._single.items()
-            if component in self.tied
-        )
-        return {alias: original for alias, original in pairs if original is not None}
+        aliases: dict[str, str] = {}
+        for (component, slot, index), name in self._single.items():
+            written = [
+                self._single[original, slot, index]
+                for original in self.tied.get(component, ())
+                if (original, slot, index) in self._single
+            ]
+            if written:
+                aliases[name] = written[-1]
+        return aliases
 
 
 def _single_source(origin: Origin, name: str, dtype: str, rule: str) -> Target:
