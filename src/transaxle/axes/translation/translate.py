@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot
+from transaxle.axes.layout.inseparable import NOTHING, inseparable
 from transaxle.axes.layout.relayout import Check, Origin, Stored, Target, TargetPart, unchanged
 from transaxle.axes.layout.solve import unknown_axis, with_products
 from transaxle.axes.layout.unify import unify
@@ -99,7 +100,10 @@ class _Translator:
         self.basis = unify(
             [*used, *(line.expression for line in self.lines)], {alias: chain[-1] for alias, chain in self.tied.items()}
         )
-        self.holdings = Holdings(bound, stored, self.sizes, self.basis)
+        parties = [*(line for line, _ in bound.names), *self.lines]
+        tied = {name for alias, chain in self.tied.items() for name in (alias, *chain)}
+        self.whole = inseparable(parties, bound.family.tensors, tied, self.basis)
+        self.holdings = Holdings(bound, stored, self.sizes, self.basis, self.whole)
         self.conditions = LineConditions(self.lines, self.holdings)
         self._layouts: dict[Hashable, Layout] = {}
         self._varying = tuple(sorted(self.sizes.varying))
@@ -356,6 +360,8 @@ class _Translator:
                     message = f"axis {axis} is {sizes[axis]} in {owner[axis]} and {count} in {component}"
                     raise refuse("SHAPE_MISMATCH", f"{line.text}\n{message}")
                 sizes[axis] = count
+        if NOTHING in sizes:  # the sources stand for a sum that is moved whole
+            rewritten = self.whole[line.expression]
         for axis in rewritten.padding:
             sizes.setdefault(axis, 0)
         sizes = with_products(sizes, rewritten)
