@@ -6,12 +6,14 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import islice
 
 from transaxle.axes.layout.bind import WEIGHT, Index
-from transaxle.axes.notation.family import LogicalTensor
+from transaxle.axes.notation.family import Line, LogicalTensor
 from transaxle.axes.translation.holdings import Holdings, LineSources
 from transaxle.errors import Refusal, Where
 
 _LISTED = 20
 """Cap on the missing tensors that a refusal names."""
+_BESIDE = 4
+"""Target tensors that a refusal names beside the first one of its rule."""
 _COUNTED = 10_000
 """Cap on the missing tensors that are counted: a config that claims a billion layers must not keep us busy."""
 _ASKED = 300_000
@@ -26,7 +28,8 @@ def incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
         tied: logical tensors that need not be stored, as they equal others.
     """
     budget = iter(range(_ASKED))
-    missing = list(islice(_lacking(holdings, tied, budget), _COUNTED))
+    # A stored tensor of several logical ones is missing once.
+    missing = list(islice(_each_once(_lacking(holdings, tied, budget)), _COUNTED))
     if not missing and next(budget, None) is None:
         missing = [f"(the config claims more layers or experts than can be checked: {_ASKED} of them are missing)"]
     if not missing:
@@ -41,6 +44,29 @@ def incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
         "FORMAT:identity"
     )
     return [Refusal("MISSING_TENSOR", "\n".join([head, *missing[:_LISTED], *tail]), Where(), hint)]
+
+
+def unfilled(lacking: Mapping[tuple[Line, tuple[str, ...]], Sequence[str]]) -> Iterator[Refusal]:
+    """Yield one refusal for each rule whose tensors lack parts.
+
+    Args:
+        lacking: rule and the logical tensors that the source does not have -> names of target tensors that need them.
+    """
+    for (line, missing), names in lacking.items():
+        first, *others = names
+        message = f"{line.text}\nneeds {', '.join(missing)}, which the source does not have here"
+        if others:
+            more = [f"… and {len(others) - _BESIDE:,} more"] if len(others) > _BESIDE else []
+            message += f"\nnor for {', '.join([*others[:_BESIDE], *more])}"
+        yield Refusal("MISSING_TENSOR", message, Where(None, first))
+
+
+def _each_once(names: Iterator[str]) -> Iterator[str]:
+    seen = set[str]()
+    for name in names:
+        if name not in seen:
+            seen.add(name)
+            yield name
 
 
 def _lacking(holdings: Holdings, tied: Container[str], budget: Iterator[int]) -> Iterator[str]:

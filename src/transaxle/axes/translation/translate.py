@@ -7,6 +7,7 @@ target's name. What the target has no line for keeps its name. Nothing is read b
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -20,7 +21,7 @@ from transaxle.axes.notation.expression import Expression, Layout
 from transaxle.axes.notation.family import Dialect, Line, Sizes
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, same
 from transaxle.axes.translation.agree import agreements
-from transaxle.axes.translation.complete import incomplete
+from transaxle.axes.translation.complete import incomplete, unfilled
 from transaxle.axes.translation.holdings import Holdings, LineSources, SourceTensor, solved
 from transaxle.axes.translation.undecided_lines import LineConditions
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
@@ -89,6 +90,7 @@ class _Translator:
         self.target = target
         self.recode = recode
         self.refusals: dict[tuple[str, ...], Refusal] = {}
+        self.lacking: dict[tuple[Line, tuple[str, ...]], list[str]] = defaultdict(list)
         self.checks: list[Check] = []
         self.sizes = solved(bound, stored, sizes)
         self.tied = self.sizes.originals
@@ -119,6 +121,7 @@ class _Translator:
                     self._build(line, slot, built)
                 except TransaxleError as error:
                     self.refuse(error.refusals)
+        self.refuse(unfilled(self.lacking))
         if not partial:
             self.refuse(incomplete(self.holdings, self.tied))
         checks, unequal = agreements(self.holdings, self.tied)
@@ -179,8 +182,7 @@ class _Translator:
             if missing:
                 # Where a source was refused already, its absence here is only a consequence.
                 if self.holdings.broken.isdisjoint((component, slot) for component in missing):
-                    message = f"{line.text}\nneeds {', '.join(missing)}, which the source does not have here"
-                    self.refuse([Refusal("MISSING_TENSOR", message, Where(None, name))])
+                    self.lacking[line, tuple(missing)].append(name)
                 continue
             if name in built:
                 message = f"{line.text}\nwrites the same name as {built[name].rule}"
