@@ -70,12 +70,16 @@ def _each_once(names: Iterator[str]) -> Iterator[str]:
 
 
 def _lacking(holdings: Holdings, tied: Container[str], budget: Iterator[int]) -> Iterator[str]:
+    known_sizes = holdings.sizes.at({})
     for tensor in holdings.bound.family.tensors.values():
+        # Of no dense layers, or of zero experts, nothing is stored.
+        numbered = holdings.bound.family.name_axes.intersection(tensor.axes)
+        if any(known_sizes.get(axis) == 0 for axis in numbered):
+            continue
         lines = holdings.sources.get((tensor.name, WEIGHT), [])
         if lines:
             yield from _missing_names(holdings, lines, tensor, budget)
         elif tensor.name not in tied and _must_exist(holdings, tensor, budget):
-            numbered = not holdings.bound.family.name_axes.isdisjoint(tensor.axes)
             yield f"{tensor.name} (in no layer)" if numbered else tensor.name
 
 

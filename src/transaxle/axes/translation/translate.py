@@ -91,6 +91,7 @@ class _Translator:
         self.recode = recode
         self.refusals: dict[tuple[str, ...], Refusal] = {}
         self.lacking: dict[tuple[Line, tuple[str, ...]], list[str]] = defaultdict(list)
+        self.empty: list[str] = []
         self.checks: list[Check] = []
         self.sizes = solved(bound, stored, sizes)
         self.tied = self.sizes.originals
@@ -137,7 +138,13 @@ class _Translator:
             built[name] = replace(unchanged(name, self.stored[name]), dtype=form.dtype, encoding=form.encoding)
         refusals = tuple(self.refusals.values())
         return Translation(
-            built, tuple(self.checks), kept_names, self.bound.ignored, self._aliases(), refusals, self.sizes.at({})
+            built,
+            tuple(self.checks),
+            kept_names,
+            (*self.bound.ignored, *self.empty),
+            self._aliases(),
+            refusals,
+            self.sizes.at({}),
         )
 
     def refuse(self, refusals: Iterable[Refusal], tensor: str | None = None) -> None:
@@ -379,7 +386,8 @@ class _Translator:
     def _unplaced(self) -> Iterator[str]:
         """Yield stored tensors that the target dialect has no place for: they keep their names, like unknown ones.
 
-        A tensor of which only some parts have a place cannot be kept whole: that is refused.
+        A tensor of which only some parts have a place cannot be kept whole: that is refused. One without elements has
+        no place where its axis of size 0 numbers the target's tensors (zero experts): it is left out.
         """
         # A copy that only a check reads counts as used.
         sides = (side for check in self.checks for side in (check.first, check.second))
@@ -387,14 +395,27 @@ class _Translator:
         clean = not self.refusals
         for (line, _), names in self.bound.names.items():
             components = line.expression.components
+            nowhere = self._numbers_nothing(line)
             for name in names.values():
                 homeless = [component for component in components if (name, component) not in used]
                 if len(homeless) == len(components):
-                    yield name
+                    if nowhere:
+                        self.empty.append(name)
+                    else:
+                        yield name
                 elif homeless and clean:
                     message = f"{line.text}\n{', '.join(homeless)} does not fit into dialect {self.target.label}"
                     hint = "Add a line for it with --rules, or choose another dialect."
                     self.refuse([Refusal("UNSUPPORTED", message, Where(None, name), hint)])
+
+    def _numbers_nothing(self, line: Line) -> bool:
+        """Tell whether every target tensor of a stored line would have a number of an axis of size 0 in its name."""
+        known = self.sizes.at({})
+        empty = {axis for axis in line.expression.axes if known.get(axis) == 0}
+        wanted = [
+            other for other in self.lines if not set(other.expression.components).isdisjoint(line.expression.components)
+        ]
+        return bool(empty and wanted) and all(not empty.isdisjoint(other.name.axes) for other in wanted)
 
     def _aliases(self) -> dict[str, str]:
         """Return the target names that are one tensor by a tie."""
