@@ -246,6 +246,82 @@ def test_a_name_with_alternatives_is_read_in_all_and_written_in_the_first() -> N
     same(carried(family, "b", "hf", Store(middle), {"n": 2}), want)
 
 
+PLACES = """
+family places
+  axes l=layers d=width
+  w : l d
+  u : l d
+  v : d
+dialect hf
+  place tower = vision.{l}          when tall
+  place tower = tower.{l}           when not tall
+  place old   = (a|b).{l}
+"""
+
+
+def whole_lines(family: Family, label: str) -> list[str]:
+    dialect = family.dialect(label)
+    assert dialect is not None
+    return [("also " if line.read_only else "") + line.whole for line in dialect.lines]
+
+
+def test_places_stand_inside_alternatives_and_hold_some() -> None:
+    family = only(PLACES + "  ({tower}|{tower}.x|{old}).w = w[d]\n  {old}.u = u[d] when deep or d == 2\n  v = v[d]\n")
+    assert whole_lines(family, "hf") == [
+        "vision.{l}.w = w[d] when tall",
+        "tower.{l}.w = w[d] when not tall",
+        "also vision.{l}.x.w = w[d] when tall",
+        "also tower.{l}.x.w = w[d] when not tall",
+        "also a.{l}.w = w[d]",
+        "also b.{l}.w = w[d]",
+        "a.{l}.u = u[d] when deep or d == 2",
+        "also b.{l}.u = u[d] when deep or d == 2",
+        "v = v[d]",
+    ]
+    tall = {"layers": 2, "width": 3, "tall": True}
+    store = Store({f"vision.{i}.x.w": arange(3, start=i) for i in range(2)} | {"v": arange(3)})
+    store.put("b.0.u", arange(3))
+    store.put("a.1.u", arange(3, start=9))
+    found = carried(family, "hf", "hf", store, tall)
+    assert set(found) == {"vision.0.w", "vision.1.w", "a.0.u", "a.1.u", "v"}
+
+
+def test_alternatives_stand_inside_each_other() -> None:
+    family = only(
+        PLACES + "  ((m|n.(o|p)).{l}|{old}).w = w[d]\n  u.{l} = u[d]\n  v = v[d]\n  ignore ({tower}|{old}).r\n"
+    )
+    first, *others = [line.split(" = ")[0] for line in whole_lines(family, "hf")]
+    assert first == "m.{l}.w"
+    assert sorted(others) == [
+        "also a.{l}.w", "also b.{l}.w", "also n.o.{l}.w", "also n.p.{l}.w", "u.{l}", "v",
+    ]  # fmt: skip
+    hf = family.dialect("hf")
+    assert hf is not None
+    assert [name.text for name in hf.ignored] == ["vision.{l}.r", "tower.{l}.r", "a.{l}.r", "b.{l}.r"]
+
+
+def test_new_prefixes_reach_into_alternatives() -> None:
+    family = only(
+        PLACES + "  (m|n|).x.{l}.w = w[d]\n  {tower}.u = u[d]\n  (q|r).v = v[d]\n"
+        "dialect renamed like hf, m. = text.m., r. = s., vision. = pictures.\n"
+    )
+    assert whole_lines(family, "renamed") == [
+        "text.m.x.{l}.w = w[d]",
+        "also n.x.{l}.w = w[d]",
+        "also .x.{l}.w = w[d]",
+        "pictures.{l}.u = u[d] when tall",
+        "tower.{l}.u = u[d] when not tall",
+        "q.v = v[d]",
+        "also s.v = v[d]",
+    ]
+
+
+def test_too_many_alternatives_are_refused() -> None:
+    table = PLACES + "  " + ".".join(["(a|b)"] * 7) + ".{l}.w = w[d]\n"
+    with pytest.raises(Refused, match="at most 64 names for one line"):
+        only(table)
+
+
 def test_numbers_in_names_can_be_multiplied() -> None:
     family = only(
         "family toy\n axes l=n d\n w : l d\n v : l d\ndialect hf\n w.{l} = w[d]\n v.{l} = v[d]\n"
