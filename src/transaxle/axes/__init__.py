@@ -13,6 +13,7 @@ Numpy at most, no torch, no files. One noun a module, from the small to the larg
     family       families, dialects and sizes as values; `tables` reads them from text
     unify        axes that a conversion never separates are one
     solve        sizes that shapes imply
+    inseparable  sums that a conversion never takes apart move whole
     piece        a layout, whole or cut, as boxes with their places; two of them meet in a copy
     chunk        which positions of a dim a rank of a mesh holds
     ranges       which positions of a stored dim belong to some indices of its axes
@@ -22,6 +23,7 @@ Numpy at most, no torch, no files. One noun a module, from the small to the larg
     holdings     what a bound checkpoint has of each logical tensor
     complete     what it lacks
     agree        what must prove equal in it
+    undecided_lines  lines whose conditions only its names can decide
     translate    a checkpoint in another dialect: all of the above
     retile       which source tile each target tile lies in
     tile         block scales, which follow the codes wherever every tile stays whole

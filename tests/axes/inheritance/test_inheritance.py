@@ -245,6 +245,82 @@ def test_a_name_with_alternatives_is_read_in_all_and_written_in_the_first() -> N
     same(carried(family, "b", "hf", Store(middle), {"n": 2}), want)
 
 
+PLACES = """
+family places
+  axes l=layers d=width
+  w : l d
+  u : l d
+  v : d
+dialect hf
+  place tower = vision.{l}          when tall
+  place tower = tower.{l}           when not tall
+  place old   = (a|b).{l}
+"""
+
+
+def whole_lines(family: Family, label: str) -> list[str]:
+    dialect = family.dialect(label)
+    assert dialect is not None
+    return [("also " if line.read_only else "") + line.whole for line in dialect.lines]
+
+
+def test_places_stand_inside_alternatives_and_hold_some() -> None:
+    family = only(PLACES + "  ({tower}|{tower}.x|{old}).w = w[d]\n  {old}.u = u[d] when deep or d == 2\n  v = v[d]\n")
+    assert whole_lines(family, "hf") == [
+        "vision.{l}.w = w[d] when tall",
+        "tower.{l}.w = w[d] when not tall",
+        "also vision.{l}.x.w = w[d] when tall",
+        "also tower.{l}.x.w = w[d] when not tall",
+        "also a.{l}.w = w[d]",
+        "also b.{l}.w = w[d]",
+        "a.{l}.u = u[d] when deep or d == 2",
+        "also b.{l}.u = u[d] when deep or d == 2",
+        "v = v[d]",
+    ]
+    tall = {"layers": 2, "width": 3, "tall": True}
+    store = Store({f"vision.{i}.x.w": arange(3, start=i) for i in range(2)} | {"v": arange(3)})
+    store.put("b.0.u", arange(3))
+    store.put("a.1.u", arange(3, start=9))
+    found = carried(family, "hf", "hf", store, tall)
+    assert set(found) == {"vision.0.w", "vision.1.w", "a.0.u", "a.1.u", "v"}
+
+
+def test_alternatives_stand_inside_each_other() -> None:
+    family = only(
+        PLACES + "  ((m|n.(o|p)).{l}|{old}).w = w[d]\n  u.{l} = u[d]\n  v = v[d]\n  ignore ({tower}|{old}).r\n"
+    )
+    first, *others = [line.split(" = ")[0] for line in whole_lines(family, "hf")]
+    assert first == "m.{l}.w"
+    assert sorted(others) == [
+        "also a.{l}.w", "also b.{l}.w", "also n.o.{l}.w", "also n.p.{l}.w", "u.{l}", "v",
+    ]  # fmt: skip
+    hf = family.dialect("hf")
+    assert hf is not None
+    assert [name.text for name in hf.ignored] == ["vision.{l}.r", "tower.{l}.r", "a.{l}.r", "b.{l}.r"]
+
+
+def test_new_prefixes_reach_into_alternatives() -> None:
+    family = only(
+        PLACES + "  (m|n|).x.{l}.w = w[d]\n  {tower}.u = u[d]\n  (q|r).v = v[d]\n"
+        "dialect renamed like hf, m. = text.m., r. = s., vision. = pictures.\n"
+    )
+    assert whole_lines(family, "renamed") == [
+        "text.m.x.{l}.w = w[d]",
+        "also n.x.{l}.w = w[d]",
+        "also .x.{l}.w = w[d]",
+        "pictures.{l}.u = u[d] when tall",
+        "tower.{l}.u = u[d] when not tall",
+        "q.v = v[d]",
+        "also s.v = v[d]",
+    ]
+
+
+def test_too_many_alternatives_are_refused() -> None:
+    table = PLACES + "  " + ".".join(["(a|b)"] * 7) + ".{l}.w = w[d]\n"
+    with pytest.raises(Refused, match="at most 64 names for one line"):
+        only(table)
+
+
 def test_numbers_in_names_can_be_multiplied() -> None:
     family = only(
         "family toy\n axes l=n d\n w : l d\n v : l d\ndialect hf\n w.{l} = w[d]\n v.{l} = v[d]\n"
@@ -357,11 +433,75 @@ def test_a_family_is_mounted_in_another() -> None:
         ("family x\n mount base\ndialect hf\n mount base under a", "'mount NAME under PREFIX. [like DIALECT]'"),
         ("family x\n mount base\ndialect hf\n mount other under a.", "a family that is mounted above: base"),
         ("family x\n mount base\ndialect new\n mount base under a.", "a dialect of base after 'like': hf, other"),
-        ("family x\n axes f=3\n mount base\n", "each axis once; 'f' is declared above"),
+        ("family x\n axes f=3\n mount base\n", "no axis 'f' above a mount that has one too"),
+        ("family x\n mount base\n mount norms\n", "each axis once; 'l' is declared above"),
+        ("family x\n mount base\n without axis q", "an axis that it takes over; 'q' is none"),
+        ("family x\n mount base\n gate : f l d\n l2 : l\n up : l d\ndialect hf\n mount base under a.",
+         "a line for up in dialect hf too: with other axes than before"),
+        ("family x\n mount base\ndialect other\n mount base under a.\n g.{l} = gate[f d]",
+         "a line for up too, which would go with the line of the mount"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_mount_is_shown_at_it(text: str, expected: str) -> None:
     assert expected in faults(text + "\n")[0][1] or expected in str(faults(text + "\n"))
+
+
+def test_what_a_family_says_below_a_mount_replaces_what_the_mount_says() -> None:
+    family = child(
+        "family whole\n  mount base as b from part\n  axes b_f=wide\n  let b_sparse = odd\n"
+        "  let odd = b_l % 2 == 1\n  b_gate : b_l b_f\n  b_bias : b_l b_f\n  tie b_extra = b_bias\n  without cut b_f\n"
+        "  without axis b_c\n  cut tp = b_d of b_up\n"
+        "dialect hf\n  mount b under m.\n  m.{b_l}.g = b_gate[b_f]\n"
+        "dialect short\n  mount b under m.\n  m.{b_l}.g = b_gate[b_f]\n  without b_extra\n"
+    )
+    assert {axis: size.text for axis, size in family.axes.items() if size is not None} == {
+        "b_l": "part.layers", "b_d": "part.hidden", "b_f": "wide",
+    }  # fmt: skip
+    assert family.named["b_sparse"]({"b_l": 3}) is True
+    assert family.tensors["b_gate"].axes == ("b_l", "b_f")
+    assert family.tensors["b_bias"].when is None
+    assert [(tie.alias, tie.when.text) for tie in family.ties] == [("b_extra", "True")]
+    assert [(cut.text, cut.tensors) for cut in family.cuts] == [
+        ("(b_l b_d)", None), ("b_d", frozenset({"b_up"})),
+    ]  # fmt: skip
+    assert lines(family, "hf") == [
+        "m.layers.{b_l}.norm = b_n[b_d]",
+        "m.layers.{b_l}.up = b_up[b_f b_d]",
+        "m.layers.{b_l}.bias = b_bias[b_f]",
+        "m.layers.{b_l}.extra = b_extra[b_f]",
+        "m.{b_l}.g = b_gate[b_f]",
+    ]
+    assert "m.h.{b_l}.extra = b_extra[b_f]" not in lines(family, "short")
+    assert "m.h.{b_l}.bias = b_bias[b_f]" in lines(family, "short")
+
+
+def test_a_family_leaves_tensors_of_a_mount_out() -> None:
+    family = child(
+        "family whole\n  mount base\n  without extra gate up\ndialect hf\n  mount base under m.\n"
+        "dialect other\n  mount base under o.\n"
+    )
+    assert family.tensors.keys() == {"n", "bias"}
+    assert family.ties == ()
+    assert family.precise == {"bias"}
+    assert lines(family, "hf") == ["m.layers.{l}.norm = n[d]", "m.layers.{l}.bias = bias[f]"]
+
+
+def test_what_is_replaced_is_known() -> None:
+    family = child(
+        "family heir like base\n  mount norms as own\n  axes f=wide c=2*f\n  axes own_l=2\n  tie extra = bias\n"
+        "  let sparse = True\n  bias : l f\n"
+        "dialect hf\n  mount own under own.\n"
+    )
+    assert family.written is not None
+    assert [
+        (e.kind, e.name, e.taken.owner, " ".join(e.taken.text.split()), e.own.text) for e in family.written.replaced
+    ] == [
+        ("let", "sparse", "base", "let sparse = l % 2 == 0", "let sparse = True"),
+        ("axis", "f", "base", "axes f=inner", "axes f=wide"),
+        ("tensor", "bias", "base", "bias : l f when biased", "bias : l f"),
+        ("tie", "extra", "base", "tie extra = bias when tied", "tie extra = bias"),
+        ("axis", "own_l", "norms", "axes own_l=layers", "axes own_l=2"),
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(builtin().entries))

@@ -67,6 +67,68 @@ def test_aliases_of_states_are_those_of_states() -> None:
     assert view.aliases == {"head": "embed", "optim/head/exp_avg": "optim/embed/exp_avg"}
 
 
+CHAIN = only("""
+family chain
+  axes l=layers d=width
+  first  : d
+  second : d
+  third  : d
+  w      : l d
+  tie first = second when near
+  tie second = third when far
+dialect each
+  first.w  = first[d]
+  second.w = second[d]
+  third.w  = third[d]
+  {l}.w    = w[d]
+dialect last
+  one   = third[d]
+  {l}.w = w[d]
+""")
+BOTH = {"layers": 1, "width": 3, "near": True, "far": True}
+
+
+@pytest.mark.parametrize("stored", [("third",), ("third", "second"), ("third", "first"), ("third", "first", "second")])
+def test_chains_of_ties_are_followed(stored: tuple[str, ...]) -> None:
+    value = arange(3, start=7)
+    store = Store({"0.w": arange(3), **{f"{name}.w": value for name in stored}})
+    view = translated(CHAIN, "each", "each", store, BOTH)
+    assert view.refusals == ()
+    assert {name: fill(store, target).tolist() for name, target in view.targets.items()} == {
+        "0.w": [0, 1, 2],
+        **{f"{name}.w": value.tolist() for name in ("first", "second", "third")},
+    }
+    assert dict(view.aliases) == {"first.w": "third.w", "second.w": "third.w"}
+    assert len(view.checks) == len(stored) - 1
+    assert all(equal(view, store))
+    to_one = translated(CHAIN, "each", "last", store, BOTH)
+    assert (to_one.refusals, to_one.kept, set(to_one.targets)) == ((), (), {"one", "0.w"})
+
+
+@pytest.mark.parametrize(
+    ("different", "wrong"), [("first", [False, True]), ("second", [False, False]), ("third", [True, False])]
+)
+def test_each_of_a_chain_is_compared_with_the_next(different: str, wrong: list[bool]) -> None:
+    store = Store({"0.w": arange(3), **{f"{n}.w": arange(3, start=7) for n in ("first", "second", "third")}})
+    store.put(f"{different}.w", arange(3, start=9))
+    view = translated(CHAIN, "each", "last", store, BOTH)
+    assert view.refusals == ()
+    assert equal(view, store) == wrong
+
+
+def test_the_last_of_a_chain_must_be_stored_and_a_tie_that_does_not_hold_ends_it() -> None:
+    store = Store({"0.w": arange(3), "second.w": arange(3)})
+    assert "third" in only_refusal(translated(CHAIN, "each", "each", store, BOTH), "MISSING_TENSOR").message
+    far_only = translated(
+        CHAIN, "each", "each", Store({"0.w": arange(3), "third.w": arange(3)}), {**BOTH, "near": False}
+    )
+    assert "first" in only_refusal(far_only, "MISSING_TENSOR").message
+    near_only = translated(
+        CHAIN, "each", "each", Store({"0.w": arange(3), "third.w": arange(3)}), {**BOTH, "far": False}
+    )
+    assert "second" in only_refusal(near_only, "MISSING_TENSOR").message
+
+
 TWICE = only("""
 family twice
   axes l=layers e=experts d=width f r=ranks

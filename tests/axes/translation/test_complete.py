@@ -20,6 +20,13 @@ def test_missing_tensors_are_listed() -> None:
     assert "the table lacks a line" not in listed.hint
 
 
+def test_a_stored_tensor_of_several_logical_ones_is_missing_once() -> None:
+    whole = translated(TOY, "hf", "packed", Store(model()), CONFIG)
+    held = Store({name: arange(*target.shape) for name, target in whole.targets.items() if name != "blocks.1.w"})
+    (listed,) = translated(TOY, "packed", "hf", held, CONFIG).refusals
+    assert listed.message.splitlines()[1:] == ["blocks.1.w"]
+
+
 def test_names_that_no_line_reads_may_be_what_is_missing() -> None:
     store = Store(model(end=None))
     store.put("final_norm", arange(4))

@@ -227,10 +227,33 @@ def test_components_of_one_target_must_agree() -> None:
 def test_a_part_that_is_missing_everywhere_is_named_with_the_rule() -> None:
     view = translated(TOY, "hf", "packed", Store(model(**dict.fromkeys(UPS))), CONFIG)
     found = [r for r in view.refusals if r.where.tensor == "blocks.1.w"]
-    assert [(r.code, r.message.splitlines()[1]) for r in found] == [
-        ("MISSING_TENSOR", "needs up, which the source does not have here")
+    assert [(r.code, r.message.splitlines()[1:]) for r in found] == [
+        ("MISSING_TENSOR", ["needs up, which the source does not have here"])
     ]
     assert "blocks.0.w" in view.targets
+
+
+def test_a_part_that_is_missing_in_many_tensors_is_one_refusal() -> None:
+    table = """
+family many
+  axes l=layers d=width
+  a : l d
+  b : l d
+dialect apart
+  {l}.a = a[d]
+  {l}.b = b[d]
+dialect joined
+  both.{l} = [[a:d | b:d]]
+"""
+    store = Store({f"{i}.a": arange(3) for i in range(200)})
+    view = translated(only(table), "apart", "joined", store, {"layers": 200})
+    parts, lacks = view.refusals
+    assert (parts.code, parts.where.tensor) == ("MISSING_TENSOR", "both.0")
+    assert parts.message.splitlines()[1:] == [
+        "needs b, which the source does not have here",
+        "nor for both.1, both.2, both.3, both.4, … and 195 more",
+    ]
+    assert lacks.message.splitlines()[1:] == ["b (in no layer)"]
 
 
 def test_a_part_that_is_wrong_is_not_called_missing() -> None:

@@ -60,6 +60,7 @@ def test_a_sound_table(here: Path, transaxle: Transaxle) -> None:
             "unsized": [],
             "tensors": ["embed", "gate", "up"],
             "dialects": {"hf": 3, "joined": 2},
+            "says_anew": [],
             "replaces": False,
         }
     ]
@@ -145,6 +146,27 @@ def test_a_family_that_ships_is_replaced_aloud(here: Path, transaxle: Transaxle)
     assert "llama, which replaces the built-in family" in transaxle("info", "ck", "--rules", "toy.rules").out
     Path("more.rules").write_text("dialect mine of llama like hf\n")
     assert "replaces" not in transaxle("check-rules", "more.rules").out
+
+
+def test_what_a_family_says_anew_is_shown(here: Path, transaxle: Transaxle) -> None:
+    Path("heir.rules").write_text(
+        "family heir like llama\n  dialects hf\n  model_type heir\n  axes f=ffn_dim\n  let tied = True\n"
+        "  mount qwen3 as draft from draft\n  axes draft_l=1\n"
+        "dialect hf\n  mount draft under draft.\n"
+    )
+    out = transaxle("check-rules", "heir.rules").out
+    assert (
+        "    says anew what it takes over:\n"
+        "      let tied = True  (in decoder: let tied = tie_word_embeddings)\n"
+        "      axes f=ffn_dim  (in mlp: axes f=intermediate_size)\n"
+        "      axes draft_l=1  (in decoder: axes draft_l=draft.num_hidden_layers)\n"
+    ) in out
+    (family,) = transaxle("check-rules", "heir.rules", "--json").json["families"]
+    assert family["says_anew"][0] == {
+        "of": "decoder",
+        "taken": "let tied = tie_word_embeddings",
+        "own": "let tied = True",
+    }
 
 
 def test_hints_for_a_forgotten_colon_and_for_like_on_its_own_line(here: Path, transaxle: Transaxle) -> None:

@@ -188,6 +188,37 @@ def test_two_families_that_read_alike_are_listed_and_never_guessed(tmp_path: Pat
             assert checkpoint.family == "two"
 
 
+OUTER = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        OUTER,
+        OUTER[:2],
+        ("tok_embeddings.weight", "norm.weight", "output.weight"),
+        ("embedding.word_embeddings.weight", "decoder.final_layernorm.weight", "output_layer.weight"),
+        (*OUTER, "model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"),
+    ],
+    ids=["hf", "tied", "torchtitan", "megatron", "some of a layer"],
+)
+def test_names_that_many_models_have_are_never_of_one_of_them(names: tuple[str, ...]) -> None:
+    """All of DeepSeek-V3's layers have a condition: without any of them, it is no more complete than others."""
+    with refused("AMBIGUOUS", "deepseek_v3:", "llama:", "no config.json", "--config FILE", "identity") as caught:
+        found(names)
+    assert len(str(caught.value)) < 900
+    assert found(names, {"model_type": "llama"})[0] == "llama"
+    assert found(names, family="qwen3")[0] == "qwen3"
+
+
+def test_a_family_without_layers_is_known_by_its_names(tmp_path: Path) -> None:
+    source = checkpoints.write(tmp_path / "source", {name: np.zeros(4, np.float32) for name in "abc"})
+    rules = tmp_path / "twins.rules"
+    rules.write_text(TWINS)
+    with tx.open(source, rules=rules) as checkpoint:
+        assert checkpoint.family == "three"
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_shapes_are_not_looked_at(tmp_path: Path, *, transposed: bool) -> None:
     """The same names with every matrix on its side are the same dialect; what does not fit is refused later."""

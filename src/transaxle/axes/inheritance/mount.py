@@ -11,7 +11,7 @@ mount vision under vision_tower. like hf
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,17 +19,26 @@ from transaxle.axes.inheritance.section import Sections, find
 from transaxle.axes.inheritance.statement import (
     AXES,
     AXIS,
+    CUT,
     ENCODINGS,
     IDENTIFYING,
     IGNORE,
+    KEEP,
     LET,
+    LINE,
     LOSSY,
     MOUNT,
     PRECISE,
     TENSOR,
+    TIE,
+    WITHIN,
+    WITHOUT,
     WORD,
+    Key,
+    Keyed,
     Statement,
     keyed,
+    left_out_of,
     split_when,
 )
 from transaxle.errors import Refusal
@@ -117,28 +126,71 @@ class _Mounted:
         return statement.saying(said if when is None else f"{said} when {self.formula(when)}")
 
 
+_REPLACED = frozenset({AXIS, LET, TENSOR, TIE, CUT, WITHIN})
+"""Kinds of statements that a family may say anew below a mount."""
+
+
 class Mounts:
     """Replaces a family's `mount` statements by what they stand for.
 
     Args:
         bases: finds families and blocks.
         problems: filled with what is wrong.
+
+    Attributes:
+        replaced: whether the family says some of it anew, or leaves some of it out.
+        lines: identities of the lines of dialects that come from mounted families.
     """
 
     def __init__(self, bases: Callable[[str], Written | None], problems: list[Refusal]) -> None:
         self._bases = bases
         self._problems = problems
         self._mounted: dict[str, _Mounted] = {}
+        self._parts: list[Keyed] = []
+        self._left_out: frozenset[str] = frozenset()
+        self._kept: list[Statement] = []
+        self._tensors: dict[str, frozenset[str]] = {}
+        self.replaced = False
+
+    @property
+    def lines(self) -> frozenset[int]:
+        """See above."""
+        return frozenset(map(id, self._kept))
 
     def family(self, statements: Iterable[Statement]) -> list[Statement]:
-        """Return the statements of a family."""
-        result: list[Statement] = []
+        """Return the statements of a family: with those of its mounts, unless it replaces some of these (`replaced`).
+
+        A statement below a mount replaces; one above it, of something that the mount declares too, is an error.
+        """
+        spelled: list[Statement] = []
+        own: list[Statement] = []
+        said: set[Key] = set()
+        left_out: set[Key] = set()
         for statement in statements:
             if statement.head == MOUNT:
-                result.extend(self._family(statement))
-            else:
-                result.append(statement)
-        return result
+                parts = [part for each in self._family(statement) for part in keyed(each)]
+                for kind, name in sorted(said & {key for key, _ in parts}):
+                    wanted = f"no {kind} {name!r} above a mount that has one too: below the mount, it replaces it"
+                    self._problems.append(statement.problem(wanted))
+                self._parts.extend(parts)
+                spelled.extend(part for _, part in parts)
+                continue
+            spelled.append(statement)
+            own.append(statement)
+            if statement.head == WITHOUT:
+                left_out.update(left_out_of(statement))
+            elif statement.head != KEEP:
+                said.update(key for key, _ in keyed(statement) if key[0] in _REPLACED)
+        mounted = {key for key, _ in self._parts}
+        self._left_out = frozenset(name for kind, name in left_out & mounted if kind == TENSOR)
+        self.replaced = bool(mounted and left_out) or not mounted.isdisjoint(said)
+        return own if self.replaced else spelled
+
+    def laid_over(self, statements: Iterable[Statement]) -> tuple[Statement, ...]:
+        """Return statements that are taken over with those of the mounts in place of what they replace."""
+        mounted = {key for key, _ in self._parts}
+        taken = [part for statement in statements for key, part in keyed(statement) if key not in mounted]
+        return (*taken, *(part for _, part in self._parts))
 
     def _family(self, statement: Statement) -> list[Statement]:
         match = _MOUNT.fullmatch(statement.text)
@@ -157,15 +209,29 @@ class Mounts:
         self._mounted[alias or name] = mounted
         return [part for _, each in taken for part in mounted.statement(each)]
 
-    def dialect(self, label: str, statements: Iterable[Statement]) -> list[Statement]:
-        """Return the statements of a dialect."""
+    def dialect(self, label: str, statements: Sequence[Statement]) -> list[Statement]:
+        """Return the statements of a dialect: an own line replaces those of its tensors that come from a mount."""
+        own = {name for each in statements if each.kind == LINE and each.head != MOUNT for name in each.held}
+        left_out = {name for each in statements if each.head == WITHOUT for name in each.text.split()[1:]}
+        left_out |= self._left_out
         result: list[Statement] = []
         for statement in statements:
-            if statement.head == MOUNT:
-                result.extend(self._dialect(label, statement))
-            else:
+            lines = self._dialect(label, statement) if statement.head == MOUNT else []
+            for line in lines:
+                self._tensors[label] = self._tensors.get(label, frozenset()).union(line.held)
+                if (own | left_out).isdisjoint(line.held):
+                    result.append(line)
+                    self._kept.append(line)
+                elif lost := [name for name in line.held if name not in own | left_out and line.kind == LINE]:
+                    wanted = f"a line for {', '.join(lost)} too, which would go with the line of the mount: {line.text}"
+                    self._problems.append(statement.problem(wanted))
+            if statement.head != MOUNT:
                 result.append(statement)
         return result
+
+    def tensors(self, label: str) -> frozenset[str]:
+        """Return the tensors that the mounts of a dialect have lines for."""
+        return self._tensors.get(label, frozenset())
 
     def _dialect(self, label: str, statement: Statement) -> list[Statement]:
         match = _UNDER.fullmatch(statement.text)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 
 from transaxle.axes.inheritance.statement import (
     ALSO,
@@ -129,7 +129,7 @@ class Sections:
             taken = () if base is None else self.gathered(base.label)
             used = set(section.used)
             for renames in section.renames:
-                taken = tuple(renamed(statement, renames, used) for statement in taken)
+                taken = tuple(each for statement in taken for each in renamed(statement, renames, used))
             for old in [old for renames in section.renames for old, _ in renames if old not in used]:
                 wanted = f"a prefix or a name of what this dialect takes over; no name there begins with {old!r}"
                 self.problems.append(section.head.problem(wanted))
@@ -169,34 +169,43 @@ class Sections:
     def _spelled(
         self, statement: Statement, places: Mapping[str, Sequence[tuple[str, str | None]]]
     ) -> Iterator[Statement]:
-        """Yield the lines that one with places and alternatives stands for."""
+        """Yield the lines that one with places and alternatives stands for: the first alternative is written, the
+        others are read only.
+        """
         if "{" not in statement.text and "(" not in statement.text.partition("=")[0]:
             yield statement
             return
         word, name, rest = _parts(statement)
-        used = list(dict.fromkeys(hole for hole in _HOLE.findall(name) if hole in places))
-        choices = [choice.split("|") for choice in _CHOICE.findall(name)]
-        if not used and not choices:
+        text, when = split_when(rest)
+        spelled: list[tuple[bool, str, str | None]] = []
+        for number, alternative in enumerate(islice(_alternatives(name), _MOST_NAMES + 1)):
+            used = list(dict.fromkeys(hole for hole in _HOLE.findall(alternative) if hole in places))
+            for at in product(*(places[hole] for hole in used)):
+                placed, conditions = alternative, [*(where for _, where in at), when]
+                for hole, (beginning, _) in zip(used, at, strict=True):
+                    placed = placed.replace(f"{{{hole}}}", beginning)
+                for second, spelling in enumerate(islice(_alternatives(placed), _MOST_NAMES + 1)):
+                    spelled.append((not number and not second, spelling, both(conditions)))
+                if len(spelled) > _MOST_NAMES:
+                    self.problems.append(statement.problem(f"at most {_MOST_NAMES} names for one line; these are more"))
+                    return
+        if [spelling for _, spelling, _ in spelled] == [name]:
             yield statement
             return
-        text, when = split_when(rest)
-        count = 1
-        for options in (*(places[hole] for hole in used), *choices):
-            count *= len(options)
-        if count > _MOST_NAMES:
-            self.problems.append(statement.problem(f"at most {_MOST_NAMES} names for one line; these are {count:,}"))
-            return
-        for at in product(*(places[hole] for hole in used)):
-            placed, conditions = name, [*(where for _, where in at), when]
-            for hole, (beginning, _) in zip(used, at, strict=True):
-                placed = placed.replace(f"{{{hole}}}", beginning)
-            condition = None if word == IGNORE else both(conditions)
-            for number, chosen in enumerate(product(*choices)):
-                picks = iter(chosen)
-                spelling = _CHOICE.sub(lambda _: next(picks), placed) if choices else placed  # noqa: B023 - used here
-                first = word if not number or word == IGNORE else ALSO
-                tail = text if condition is None else f"{text} when {condition}"
-                yield statement.named(f"{first} {spelling} {tail}".strip() if first else f"{spelling} {tail}")
+        for first, spelling, condition in spelled:
+            kind = word if first or word == IGNORE else ALSO
+            tail = text if condition is None or word == IGNORE else f"{text} when {condition}"
+            yield statement.named(" ".join(part for part in (kind, spelling, tail) if part))
+
+
+def _alternatives(name: str) -> Iterator[str]:
+    """Yield the names that one with alternatives stands for, which may be inside each other."""
+    choice = _CHOICE.search(name)
+    if choice is None:
+        yield name
+        return
+    names = (name[: choice.start()] + option + name[choice.end() :] for option in choice[1].split("|"))
+    yield from dict.fromkeys(spelling for each in names for spelling in _alternatives(each))
 
 
 def _parts(statement: Statement) -> tuple[str, str, str]:
@@ -209,24 +218,38 @@ def _parts(statement: Statement) -> tuple[str, str, str]:
     return "" if kind == LINE else kind, name.strip(), f"= {rest.strip()}"
 
 
-def renamed(statement: Statement, renames: Renames, used: set[str]) -> Statement:
-    """Return a statement with the longest prefix that its name has replaced; add the old one to `used`."""
-    kind = statement.kind
-    if kind == WITHOUT:
-        return statement
+def renamed(statement: Statement, renames: Renames, used: set[str]) -> Iterator[Statement]:
+    """Yield a statement with the longest prefix that its name has replaced; add the old one to `used`.
+
+    A name that begins with alternatives is taken apart where one of them is concerned: the first is written.
+    """
+    if statement.kind == WITHOUT:
+        yield statement
+        return
     word, name, rest = _parts(statement)
-    if kind == PLACE:
+    place = statement.kind == PLACE
+    if place:
         beginning, _, condition = rest[1:].strip().partition(" ")
         word, name, rest = f"{word} {name} =", f"{beginning}.", condition.strip()
+    names = list(islice(_alternatives(name), _MOST_NAMES)) if name.startswith("(") and not place else [name]
+    changed = [_with_prefix(each, renames, used) for each in names]
+    if changed == names:
+        yield statement
+        return
+    for number, each in enumerate(changed):
+        first = word if not number or word == IGNORE else ALSO
+        yield statement.named(
+            " ".join(part for part in (first, each.removesuffix(".") if place else each, rest) if part)
+        )
+
+
+def _with_prefix(name: str, renames: Renames, used: set[str]) -> str:
     fitting = [(old, new) for old, new in renames if name == old or (old.endswith(".") and name.startswith(old))]
     if not fitting:
-        return statement
+        return name
     old, new = max(fitting, key=lambda pair: len(pair[0]))
     used.add(old)
-    name = new + name[len(old) :]
-    if kind == PLACE:
-        name = name.removesuffix(".")
-    return statement.named(" ".join(part for part in (word, name, rest) if part))
+    return new + name[len(old) :]
 
 
 def merged(
@@ -312,7 +335,7 @@ def laid_over(below: Section, own: Section, gone: Iterable[str], problems: list[
     used: set[str] = set(below.used)
     statements = below.statements
     for renames in own.renames:
-        statements = tuple(renamed(statement, renames, used) for statement in statements)
+        statements = tuple(each for statement in statements for each in renamed(statement, renames, used))
     return replace(
         below,
         head=own.head,

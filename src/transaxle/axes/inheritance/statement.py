@@ -31,6 +31,8 @@ _KINDS = frozenset({IGNORE, ALSO, PLACE, WITHOUT})
 ENCODINGS = ("float8", "float8_block", "mxfp8", "mxfp4", "nvfp4")
 """Words that mean encodings in the conditions of a dialect's lines."""
 TENSOR, LINE, WITHIN = "tensor", "line", "within"
+_REMOVABLE = frozenset({AXIS, LET, TIE, CUT})
+"""Words after `without` that say that no tensor is left out."""
 OPTIONAL = " optional"
 LOSSY = " lossy:"
 _WHEN = re.compile(r"(?<!\s)\s+when\s+")
@@ -127,7 +129,12 @@ def components(text: str) -> tuple[str, ...]:
     return tuple(first or second for first, second in _COMPONENT.findall(expression))
 
 
-def keyed(statement: Statement) -> Iterator[tuple[tuple[str, str], Statement]]:
+Key = tuple[str, str]
+"""Kind of a family's statement, and what it speaks of: `("axis", "l")`."""
+Keyed = tuple[Key, Statement]
+
+
+def keyed(statement: Statement) -> Iterator[Keyed]:
     """Yield a family's statement in parts that can be replaced, each with its kind and what it speaks of."""
     words = statement.text.split()
     rest = statement.text[len(words[0]) :].strip()
@@ -146,7 +153,7 @@ def keyed(statement: Statement) -> Iterator[tuple[tuple[str, str], Statement]]:
             yield (TENSOR, statement.text.partition(":")[0].strip()), statement
 
 
-def _keyed_cuts(statement: Statement) -> Iterator[tuple[tuple[str, str], Statement]]:
+def _keyed_cuts(statement: Statement) -> Iterator[Keyed]:
     match = _CUT.fullmatch(statement.text)
     if match is None or (match[2] or "").startswith(WITHIN):
         yield (WITHIN, match[1] if match is not None else statement.text), statement
@@ -156,6 +163,14 @@ def _keyed_cuts(statement: Statement) -> Iterator[tuple[tuple[str, str], Stateme
             (CUT, " ".join(item.strip("()").split())),
             statement.saying(f"cut tp = {item} {match[2] or ''}".strip()),
         )
+
+
+def left_out_of(statement: Statement) -> list[Key]:
+    """Return what a family's `without` leaves out."""
+    words = statement.text.split()[1:]
+    kind = words.pop(0) if len(words) > 1 and words[0] in _REMOVABLE else TENSOR
+    kinds = (CUT, WITHIN) if kind == CUT else (kind,)
+    return [(each, name) for name in words for each in kinds]
 
 
 def own_axes(statement: Statement) -> frozenset[str]:

@@ -2,19 +2,23 @@
 
 Each stored name is one line of the dialect at certain indices, or is listed as ignored, or is unknown. Names match
 whole. One prefix (`module.`, `_orig_mod.`, `language_model.`) is bound once for the checkpoint. Where two lines share a
-name, the encoding in which the tensor is stored decides (`number_format`). A parameter's optimizer state
-`optim/<parameter>/<state>` follows the line of its parameter: states are *slots*.
+name, the encoding in which the tensor is stored decides (`number_format`), the config, or which other tensors there
+are; a name that two lines may still have is refused. A parameter's optimizer state `optim/<parameter>/<state>` follows
+the line of its parameter: states are *slots*.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 from transaxle.axes.notation.family import Dialect, Family, Line, Sizes
+from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import skeleton
-from transaxle.axes.notation.number_format import PLAIN, words
+from transaxle.axes.notation.number_format import PLAIN, WORDS, words
+from transaxle.errors import Refusal, Where, gathered
 
 WEIGHT = ""
 """The slot of the parameter itself."""
@@ -115,28 +119,118 @@ def bind(
         encodings: stored name -> its encoding, one of `number_format.WORDS`; None: all are plain.
 
     Raises:
-        UsageError: UNKNOWN_AXIS where an index cannot be told apart without the size of an axis.
+        UsageError: UNKNOWN_AXIS where an index cannot be told apart without the size of an axis; AMBIGUOUS where the
+            config does not tell which of two lines a name is of.
     """
-    bound_names: dict[tuple[Line, str], dict[Index, str]] = defaultdict(dict)
+    bound_names: _BoundNames = defaultdict(dict)
     ignored: list[str] = []
     unknown: list[str] = []
     encodings = encodings or {}
     reader = _NameReader(dialect, sizes)
+    doubtful: list[tuple[str, _Fits]] = []
     for name in names:
         parameter, slot = split_slot(name)
         if not parameter.startswith(prefix):
             unknown.append(name)
             continue
         bare = parameter[len(prefix) :]
-        line_and_index = reader.read(bare, encodings.get(name, PLAIN))
-        if line_and_index is not None:
-            line, position = line_and_index
+        fits = reader.read(bare, encodings.get(name, PLAIN))
+        if len(fits) == 1:
+            ((line, position),) = fits
             bound_names[line, slot][position] = name
+        elif fits:
+            doubtful.append((name, fits))
         elif reader.ignores(bare):
             ignored.append(name)
         else:
             unknown.append(name)
+    if doubtful:
+        _settle(doubtful, bound_names, family, sizes, encodings)
     return Bound(family, dialect, prefix, dict(bound_names), tuple(ignored), tuple(unknown), encodings)
+
+
+_Fits = list[tuple[Line, Index]]
+"""Lines that a name may be of, each with the indices that give the name."""
+_BoundNames = dict[tuple[Line, str], dict[Index, str]]
+
+
+def _settle(
+    doubtful: Iterable[tuple[str, _Fits]],
+    bound_names: _BoundNames,
+    family: Family,
+    sizes: Sizes,
+    encodings: Mapping[str, str],
+) -> None:
+    """Bind the names that several lines may have: by the conditions that name other tensors, which are bound by now.
+
+    Raises:
+        UsageError: AMBIGUOUS, each group of lines once.
+    """
+    settled: list[tuple[Line, Index, str]] = []
+    problems: dict[tuple[Line, ...], Refusal] = {}
+    present = _Presence(bound_names)
+    for name, fits in doubtful:
+        encoding = words(encodings.get(name, PLAIN))
+
+        def known(formula: Formula, index: Mapping[str, int], encoding: Mapping[str, bool] = encoding) -> bool | None:
+            there = {tensor: present.at(tensor, index) for tensor in formula.names & family.tensors.keys()}
+            return sizes.holds(formula, index, {**there, **encoding})
+
+        indices = [dict(zip(line.name.axes, position, strict=True)) for line, position in fits]
+        left = [
+            fit
+            for fit, index in zip(fits, indices, strict=True)
+            if fit[0].when is None or known(fit[0].when, index) is not False
+        ]
+        if len(left) > 1:
+            lines = tuple(line for line, _ in left)
+            refusal = undecided(lines, "can have this name", family, partial(known, index=indices[0]))
+            problems.setdefault(lines, replace(refusal, where=Where(None, name)))
+        else:
+            settled.append((*(left or fits)[0], name))
+    if problems:
+        raise gathered(problems.values())
+    for line, position, name in settled:
+        bound_names[line, split_slot(name)[1]][position] = name
+
+
+class _Presence:
+    """Which logical tensors the bound names hold, and where."""
+
+    def __init__(self, bound_names: _BoundNames) -> None:
+        self._indices: dict[str, list[tuple[Line, Iterable[Index]]]] = defaultdict(list)
+        for (line, slot), names in bound_names.items():
+            for component in line.expression.components if slot == WEIGHT else ():
+                self._indices[component].append((line, names))
+        self._projected: dict[tuple[Line, tuple[str, ...]], frozenset[Index]] = {}
+
+    def at(self, tensor: str, index: Mapping[str, int]) -> bool:
+        """Tell whether some stored tensor can hold a logical tensor at these indices."""
+        for line, positions in self._indices.get(tensor, ()):
+            common = tuple(axis for axis in line.name.axes if axis in index)
+            if (line, common) not in self._projected:
+                places = [line.name.axes.index(axis) for axis in common]
+                self._projected[line, common] = frozenset(tuple(p[i] for i in places) for p in positions)
+            if tuple(index[axis] for axis in common) in self._projected[line, common]:
+                return True
+        return False
+
+
+def undecided(lines: Sequence[Line], what: str, family: Family, known: Callable[[Formula], bool | None]) -> Refusal:
+    """Return the refusal of lines of which only one can apply, where nothing tells which.
+
+    Args:
+        lines: the lines.
+        what: what only one of them can do.
+        family: their family.
+        known: what is known of a formula.
+    """
+    names = dict.fromkeys(name for line in lines if line.when is not None for name in sorted(line.when.names))
+    open_names = [n for n in names if n not in WORDS and n not in family.name_axes and known(Formula(n)) is None]
+    missing = ", ".join(open_names) or "what these conditions ask"
+    message = f"only one of these lines {what}, and the config does not say which: {missing} is unknown"
+    hint = "Give the model's config.json with --config FILE (config=): it says which line applies."
+    return Refusal("AMBIGUOUS", "\n".join([*(line.whole for line in lines), message]), hint=hint)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +267,23 @@ class _NameReader:
         self.known = sizes.at({})
         self.candidates: dict[str, list[_Candidate]] = {}
 
-    def read(self, name: str, encoding: str = PLAIN) -> tuple[Line, Index] | None:
-        """Return the line and index that give this name; where several lines do, one whose condition can hold."""
+    def read(self, name: str, encoding: str = PLAIN) -> _Fits:
+        """Return the lines that may give this name, with the indices for which they do: more than one only where the
+        config does not tell which.
+        """
         key = skeleton(name)
         candidates = self.candidates.get(key)
         if candidates is None:
             candidates = self.candidates[key] = [self._candidate(c) for c in self.dialect.by_skeleton.get(key, ())]
-        fitting = [(c.line, index) for c in candidates if (index := c.index(name)) is not None]
-        if len(fitting) > 1:
-            # A condition may be unknown (None): only a line whose condition is false comes last.
-            fitting.sort(key=lambda item: self._holds(item[0], item[1], encoding) is False)
-        return fitting[0] if fitting else None
+        fits = [(c.line, index) for c in candidates if (index := c.index(name)) is not None]
+        if len(fits) < 2:
+            return fits
+        held = [self._holds(line, index, encoding) for line, index in fits]
+        # A condition may be unknown (None). One that is false comes into question only where all are.
+        best = [fit for fit, holds in zip(fits, held, strict=True) if holds] or [
+            fit for fit, holds in zip(fits, held, strict=True) if holds is None
+        ]
+        return best or fits[:1]
 
     def _candidate(self, line: Line) -> _Candidate:
         holes = line.name.holes

@@ -92,6 +92,11 @@ class Line:
         """The rule as written, for errors."""
         return f"{self.name.text} = {self.expression.text}"
 
+    @property
+    def whole(self) -> str:
+        """The rule with its condition."""
+        return self.text if self.when is None else f"{self.text} when {self.when.text}"
+
     @cached_property
     def by_form(self) -> bool:
         """Whether its condition asks in which encoding a tensor is."""
@@ -284,6 +289,26 @@ class Sizes:
         value = formula(ChainMap({**hidden, **index, **(present or {})}, self._measured(index)[1]))
         return None if value is None else bool(value)
 
+    @cached_property
+    def originals(self) -> Mapping[str, tuple[str, ...]]:
+        """Logical tensor -> those that it is by ties that hold, the nearest first: of `a = b` and `b = c`, `a` is `b`
+        and `c`. The last one of a chain must be stored; a tie that would close a circle is none.
+        """
+        nearest: dict[str, str] = {}
+        for tie in self.family.ties:
+            if self.holds(tie.when, {}) and tie.alias not in (tie.original, *_chain(tie.original, nearest)):
+                nearest[tie.alias] = tie.original
+        return {alias: _chain(alias, nearest) for alias in nearest}
+
     def giving(self, solved: Mapping[str, int]) -> Sizes:
         """Return these sizes extended by solved ones; sizes given before win."""
         return Sizes(self.family, self.config, {**solved, **self.given})
+
+
+def _chain(name: str, nearest: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names that follow one, each the next of the one before."""
+    chain: list[str] = []
+    while name in nearest:
+        name = nearest[name]
+        chain.append(name)
+    return tuple(chain)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice, product
 
 from transaxle.axes.notation.family import Family, Line
@@ -104,7 +104,7 @@ def _common(
     for digits in islice(product(*shared), _NAMES):
         name = texts[0] + "".join(f"{number}{text}" for number, text in zip(digits, texts[1:], strict=True))
         # A shared name is an overlap only if both conditions can be true there at once.
-        if _both_hold([(line, _index(line, name)) for line in (first, second)]):
+        if may_all_hold([(line.when, _index(line, name)) for line in (first, second)]):
             return name
     return None
 
@@ -208,22 +208,45 @@ class _SubstituteIndex(ast.NodeTransformer):
         return ast.Constant(self.index[node.id]) if node.id in self.index else node
 
 
-def _both_hold(lines: list[tuple[Line, dict[str, int]]]) -> bool:
-    """Tell whether the conditions of two lines may hold at once."""
-    trees = []
-    for line, index in lines:
-        if line.when is not None:
-            trees.append(_SubstituteIndex(index).visit(ast.parse(ast.unparse(line.when.tree), mode="eval").body))
+Known = Callable[[Formula], bool | None]
+"""What is known of a part of a condition; None: nothing."""
+
+
+def may_all_hold(conditions: Iterable[tuple[Formula | None, Mapping[str, int]]], known: Known | None = None) -> bool:
+    """Tell whether conditions may be true at once; where that takes too long to find out, they may.
+
+    Args:
+        conditions: each with the indices of the name axes in it.
+        known: what is known of parts of them; None: only what they say themselves.
+    """
+    trees = [
+        _SubstituteIndex(index).visit(ast.parse(ast.unparse(when.tree), mode="eval").body)
+        for when, index in conditions
+        if when is not None
+    ]
     atoms: dict[str, ast.expr] = {}
     for tree in trees:
         _atoms(tree, atoms)
-    keys = list(atoms)[:_ATOMS]
-    # Two conditions exclude each other if no assignment of their atoms makes both true.
-    for values in product((True, False), repeat=len(keys)):
-        truth = dict(zip(keys, values, strict=True))
+    facts = {key: fact for key in atoms if (fact := _fact(key, known)) is not None}
+    unsettled = [key for key in atoms if key not in facts][:_ATOMS]
+    # Conditions exclude each other if no assignment of their atoms makes all of them true.
+    for values in product((True, False), repeat=len(unsettled)):
+        truth = {**facts, **dict(zip(unsettled, values, strict=True))}
         if _possible(truth, atoms) and all(_value(tree, truth) is not False for tree in trees):
             return True
     return False
+
+
+def _fact(atom: str, known: Known | None) -> bool | None:
+    """Return the truth of an atom that is known, or that the text itself decides; None for any other."""
+    formula = Formula(atom)
+    try:
+        if known is not None:
+            return known(formula)
+        value = None if formula.names else formula({})
+    except TransaxleError:
+        return None
+    return None if value is None else bool(value)
 
 
 def _atom(node: ast.expr) -> tuple[str, bool, ast.expr]:
@@ -260,21 +283,13 @@ def _value(node: ast.expr, truth: Mapping[str, bool]) -> bool | None:
 
 
 def _possible(truth: Mapping[str, bool], atoms: Mapping[str, ast.expr]) -> bool:
-    """Tell whether atoms can have these truth values together: constants compare as they do, a key equals at most one
-    value, and a tensor has at most one encoding.
+    """Tell whether atoms can have these truth values together: a key equals at most one value, and a tensor has at most
+    one encoding.
     """
     equal: dict[str, str] = {}
     encodings = 0
     for key, value in truth.items():
         atom = atoms[key]
-        formula = Formula(key)
-        if not formula.names:
-            try:
-                constant = formula({})
-            except TransaxleError:
-                constant = None
-            if constant is not None and bool(constant) is not value:
-                return False
         encodings += value and key in WORDS
         if value and isinstance(atom, ast.Compare) and isinstance(atom.ops[0], ast.Eq) and len(atom.ops) == 1:
             left, right = ast.unparse(atom.left), atom.comparators[0]

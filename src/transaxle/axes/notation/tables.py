@@ -54,7 +54,7 @@ from transaxle.axes.notation.family import Arithmetic, Cuttable, Dialect, Family
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Name
 from transaxle.axes.notation.number_format import WORDS
-from transaxle.axes.notation.overlap import overlapping
+from transaxle.axes.notation.overlap import may_all_hold, overlapping
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
 
 _LIKE = re.compile(rf"like\s+{WORD}(?:@[\w.]+)?")
@@ -65,6 +65,8 @@ _TIE = re.compile(rf"tie\s+({WORD})\s*=\s*({WORD})")
 _CUT_ITEM = rf"{WORD}\b|\((?:\s*{WORD}\b)+\s*\)"
 _CUT = re.compile(rf"cut\s+(tp)\s*=((?:\s*(?:{_CUT_ITEM}))+?)(?:\s+of((?:\s+{WORD}\b)+))?")
 _WITHIN = re.compile(rf"cut\s+tp\s*=\s*({WORD})\s+within\s+({WORD})")
+_MOST_TIED = 50
+"""Cap on the tensors that may be one by ties; real tables have four."""
 _MOST_PROBLEMS = 100
 """Cap on the number of reported problems."""
 
@@ -80,10 +82,11 @@ class _TableParser:
         self.problems: list[Refusal] = []
         self.family: Family | None = None
         self.dialect: Dialect | None = None
-        # What grows with the file. The family refers to the first three, which fill up while its statements are read.
+        # What grows with a family. It refers to the first three, which fill up while its statements are read.
         self.sizes: dict[str, Formula | None] = {}
         self.tensors: dict[str, LogicalTensor] = {}
         self.named: dict[str, Formula] = {}
+        self.ties: dict[str, list[Tie]] = {}
         self.used: set[str] = set()
         self.always: set[Name] = set()
         self.places: dict[Line, Statement] = {}
@@ -193,7 +196,7 @@ class _TableParser:
 
     def open_family(self, owner: Written) -> None:
         self.dialect = None
-        self.sizes, self.tensors, self.named, self.used, self.lines = {}, {}, {}, set(), {}
+        self.sizes, self.tensors, self.named, self.ties, self.used, self.lines = {}, {}, {}, {}, set(), {}
         name = owner.name
         self.touch(Family(name, (name,), self.sizes, self.tensors, named=self.named, text=partial(_itself, owner)))
         for statement in owner.statements:
@@ -259,7 +262,31 @@ class _TableParser:
         for name in match.groups():
             if name not in self.family.tensors:
                 raise self.expected(f"a tensor of the family, declared above; {name!r} is none", name)
-        self.touch(replace(self.family, ties=(*self.family.ties, Tie(match[1], match[2], when or Formula("True")))))
+        tie = Tie(match[1], match[2], when or Formula("True"))
+        if not self.checked:
+            self.check_tie(tie)
+        self.touch(replace(self.family, ties=(*self.family.ties, tie)))
+
+    def check_tie(self, tie: Tie) -> None:
+        """Refuse a tensor that is tied to two others at once, or to itself."""
+        alias, original = tie.alias, tie.original
+        own = self.ties.setdefault(alias, [])
+        for other in own:
+            if may_all_hold([(other.when, {}), (tie.when, {})]):
+                raise self.expected(f"one tie of {alias!r} at a time; above, it is {other.original!r}", alias)
+        # What the original is tied to, and so on, each with the ties on the way.
+        ways: dict[str, tuple[Tie, ...]] = {original: (tie,)}
+        waiting = [original]
+        while waiting:
+            name = waiting.pop()
+            if name == alias and may_all_hold([(each.when, {}) for each in ways[name]]):
+                raise self.expected(f"no circle of ties; {original!r} is {alias!r} already", alias)
+            following = [each for each in self.ties.get(name, ()) if each.original not in ways]
+            waiting += [each.original for each in following]
+            ways |= {each.original: (*ways[name], each) for each in following}
+            if len(ways) > _MOST_TIED:
+                raise self.expected(f"at most {_MOST_TIED} tensors tied to one", alias)
+        own.append(tie)
 
     def cut(self, text: str) -> None:
         assert self.family is not None

@@ -16,16 +16,18 @@ from transaxle.axes.translation.holdings import Holdings, LineSources, SourceTen
 from transaxle.errors import Refusal, Where
 
 
-def agreements(holdings: Holdings, tied: Mapping[str, str]) -> tuple[list[Check], list[Refusal]]:
+def agreements(holdings: Holdings, tied: Mapping[str, Sequence[str]]) -> tuple[list[Check], list[Refusal]]:
     """Return the checks that redundant copies are equal, and the copies that cannot be.
 
     Args:
         holdings: the checkpoint.
-        tied: logical tensor -> the one it equals.
+        tied: logical tensor -> those that it equals, the nearest first.
     """
     outcomes: list[Check | Refusal] = []
     for (component, slot), lines in holdings.sources.items():
-        original = holdings.sources.get((tied.get(component, ""), slot), [])
+        # The nearest that is stored: it is compared with the next one in its turn.
+        originals = (holdings.sources.get((name, slot), []) for name in tied.get(component, ()))
+        original = next(filter(None, originals), [])
         for first, second in [*combinations(lines, 2), *((lines[0], original_line) for original_line in original[:1])]:
             outcomes.extend(_twins(first, second))
         for line in lines:

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import islice
 
 from transaxle.axes.layout.bind import WEIGHT, Index
-from transaxle.axes.notation.family import LogicalTensor
+from transaxle.axes.notation.family import Line, LogicalTensor
 from transaxle.axes.translation.holdings import Holdings, LineSources
 from transaxle.errors import Refusal, Where
 
 _LISTED = 20
 """Cap on the missing tensors that a refusal names."""
+_BESIDE = 4
+"""Target tensors that a refusal names beside the first one of its rule."""
 _COUNTED = 10_000
 """Cap on the missing tensors that are counted: a config that claims a billion layers must not keep us busy."""
 _ASKED = 300_000
 """Cap on the absent tensors for which the conditions are evaluated; no model has as many."""
 
 
-def incomplete(holdings: Holdings, tied: Mapping[str, str]) -> list[Refusal]:
+def incomplete(holdings: Holdings, tied: Container[str]) -> list[Refusal]:
     """Refuse a checkpoint that lacks tensors of its family.
 
     Args:
         holdings: the checkpoint.
-        tied: logical tensors that need not be stored, with the one they equal.
+        tied: logical tensors that need not be stored, as they equal others.
     """
     budget = iter(range(_ASKED))
-    missing = list(islice(_lacking(holdings, tied, budget), _COUNTED))
+    # A stored tensor of several logical ones is missing once.
+    missing = list(islice(_each_once(_lacking(holdings, tied, budget)), _COUNTED))
     if not missing and next(budget, None) is None:
         missing = [f"(the config claims more layers or experts than can be checked: {_ASKED} of them are missing)"]
     if not missing:
@@ -43,13 +46,40 @@ def incomplete(holdings: Holdings, tied: Mapping[str, str]) -> list[Refusal]:
     return [Refusal("MISSING_TENSOR", "\n".join([head, *missing[:_LISTED], *tail]), Where(), hint)]
 
 
-def _lacking(holdings: Holdings, tied: Mapping[str, str], budget: Iterator[int]) -> Iterator[str]:
+def unfilled(lacking: Mapping[tuple[Line, tuple[str, ...]], Sequence[str]]) -> Iterator[Refusal]:
+    """Yield one refusal for each rule whose tensors lack parts.
+
+    Args:
+        lacking: rule and the logical tensors that the source does not have -> names of target tensors that need them.
+    """
+    for (line, missing), names in lacking.items():
+        first, *others = names
+        message = f"{line.text}\nneeds {', '.join(missing)}, which the source does not have here"
+        if others:
+            more = [f"… and {len(others) - _BESIDE:,} more"] if len(others) > _BESIDE else []
+            message += f"\nnor for {', '.join([*others[:_BESIDE], *more])}"
+        yield Refusal("MISSING_TENSOR", message, Where(None, first))
+
+
+def _each_once(names: Iterator[str]) -> Iterator[str]:
+    seen = set[str]()
+    for name in names:
+        if name not in seen:
+            seen.add(name)
+            yield name
+
+
+def _lacking(holdings: Holdings, tied: Container[str], budget: Iterator[int]) -> Iterator[str]:
+    known_sizes = holdings.sizes.at({})
     for tensor in holdings.bound.family.tensors.values():
+        # Of no dense layers, or of zero experts, nothing is stored.
+        numbered = holdings.bound.family.name_axes.intersection(tensor.axes)
+        if any(known_sizes.get(axis) == 0 for axis in numbered):
+            continue
         lines = holdings.sources.get((tensor.name, WEIGHT), [])
         if lines:
             yield from _missing_names(holdings, lines, tensor, budget)
         elif tensor.name not in tied and _must_exist(holdings, tensor, budget):
-            numbered = not holdings.bound.family.name_axes.isdisjoint(tensor.axes)
             yield f"{tensor.name} (in no layer)" if numbered else tensor.name
 
 

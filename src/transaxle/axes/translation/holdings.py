@@ -12,6 +12,7 @@ from functools import cached_property
 from math import prod
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index
+from transaxle.axes.layout.inseparable import NOTHING
 from transaxle.axes.layout.relayout import Origin, Stored
 from transaxle.axes.layout.solve import Shape, fill, solve
 from transaxle.axes.layout.unify import Basis, factors
@@ -121,16 +122,31 @@ def _unpacks(state: Stored, weight: Stored) -> bool:
 class Holdings:
     """The logical tensors of a bound checkpoint.
 
+    Args:
+        bound: its names.
+        stored: its tensors.
+        sizes: what is known of sizes.
+        basis: the axes that the conversion does not separate.
+        whole: expressions with sums that it does not separate -> what stands for them where sizes are unknown.
+
     Attributes:
         sources: (logical tensor, slot) -> the lines that hold it; several lines may hold the same.
         refusals: stored tensors that their rules do not explain.
         broken: what these tensors were to hold.
     """
 
-    def __init__(self, bound: Bound, stored: Mapping[str, Stored], sizes: Sizes, basis: Basis) -> None:
+    def __init__(
+        self,
+        bound: Bound,
+        stored: Mapping[str, Stored],
+        sizes: Sizes,
+        basis: Basis,
+        whole: Mapping[Expression, Expression],
+    ) -> None:
         self.bound = bound
         self.stored = stored
         self.sizes = sizes
+        self._whole = whole
         self.refusals: list[Refusal] = []
         self.broken: set[Key] = set()
         self.sources: dict[Key, list[LineSources]] = defaultdict(list)
@@ -181,18 +197,26 @@ class Holdings:
             key = id(line), scalar, shape, tuple(index.get(axis) for axis in self._varying)
             if key not in self._filled:
                 try:
-                    self._filled[key] = self._fill(expression, shape, index, scalar)
+                    self._filled[key] = self._fill(line, expression, shape, index, scalar)
                 except TransaxleError as error:
                     self.refusals.extend(Refusal(r.code, r.message, Where(None, name), r.hint) for r in error.refusals)
                     continue
             yield name, self._filled[key]
 
-    def _fill(self, expression: Expression, shape: Shape, index: Mapping[str, int], scalar: bool) -> _Filled:
+    def _fill(
+        self, line: Line, expression: Expression, shape: Shape, index: Mapping[str, int], scalar: bool
+    ) -> _Filled:
         sizes = self.sizes.at(index)
         if scalar:
             dim_shares = tuple(Share(0, ()) for _ in shape)
             return Layout(shape, dict.fromkeys(expression.components, dim_shares)), sizes
-        sizes = fill(expression, shape, sizes)
+        try:
+            sizes = fill(expression, shape, sizes)
+        except TransaxleError as error:
+            if error.code != "UNKNOWN_AXIS" or line.expression not in self._whole:
+                raise
+            expression = self._whole[line.expression]
+            sizes = fill(expression, shape, {**sizes, NOTHING: 0})
         return expression.layout(sizes), sizes
 
     def _line_sources(
@@ -216,7 +240,8 @@ class Holdings:
             if name not in usable:
                 continue
             full_layout, sizes = usable[name]
-            layout = self._without_copies(full_layout, component, tensor_axes)
+            # The axes of a sum that is moved whole are none of the tensor's, and no copies either.
+            layout = full_layout if NOTHING in sizes else self._without_copies(full_layout, component, tensor_axes)
             origin = Origin(name, component, layout, dict(zip(axes, index, strict=True)))
             form = NumberFormat(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN))
             place = SourceTensor(origin, full_layout, sizes, form)

@@ -1,18 +1,19 @@
-"""Arranging: how a checkpoint holds the experts that are wanted, and what is wrong with them as a set.
+"""Translation: a bound checkpoint in another dialect, target tensor by target tensor, with everything that stands
+against it.
 
-The one place that recognises another number of experts, a part of them, and both forms at once, for `load_state_dict`,
-`transaxle.load` and the DCP planners alike. It sees names and shapes only, and runs before anything is written. A layer
-says itself what it wants (`transaxle.nn.checkpoints.remap`); in a state dict the names do: `weight0`, `weight1`, … and
-`bias0`, … are experts, and a tensor is a stack of them where the other side has it in another form.
+Each target line asks for its logical tensors; the source's lines that hold them are gathered by the indices in the
+target's name. What the target has no line for keeps its name. Nothing is read but names and shapes.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot
+from transaxle.axes.layout.inseparable import NOTHING, inseparable
 from transaxle.axes.layout.relayout import Check, Origin, Stored, Target, TargetPart, unchanged
 from transaxle.axes.layout.solve import unknown_axis, with_products
 from transaxle.axes.layout.unify import unify
@@ -20,8 +21,9 @@ from transaxle.axes.notation.expression import Expression, Layout
 from transaxle.axes.notation.family import Dialect, Line, Sizes
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, same
 from transaxle.axes.translation.agree import agreements
-from transaxle.axes.translation.complete import incomplete
+from transaxle.axes.translation.complete import incomplete, unfilled
 from transaxle.axes.translation.holdings import Holdings, LineSources, SourceTensor, solved
+from transaxle.axes.translation.undecided_lines import LineConditions
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 
 
@@ -88,16 +90,24 @@ class _Translator:
         self.target = target
         self.recode = recode
         self.refusals: dict[tuple[str, ...], Refusal] = {}
+        self.lacking: dict[tuple[Line, tuple[str, ...]], list[str]] = defaultdict(list)
+        self.empty: list[str] = []
         self.checks: list[Check] = []
         self.sizes = solved(bound, stored, sizes)
-        self.tied = {tie.alias: tie.original for tie in bound.family.ties if self.sizes.holds(tie.when, {})}
+        self.tied = self.sizes.originals
         # Only lines of tensors that the source has: a table may describe far more than one model uses.
         self.lines = self._target_lines()
         # Both dialects are rewritten over common axes (one may merge what the other splits), so that their pieces can
         # meet.
         used = dict.fromkeys(line.expression for line, _ in bound.names)
-        self.basis = unify([*used, *(line.expression for line in self.lines)], self.tied)
-        self.holdings = Holdings(bound, stored, self.sizes, self.basis)
+        self.basis = unify(
+            [*used, *(line.expression for line in self.lines)], {alias: chain[-1] for alias, chain in self.tied.items()}
+        )
+        parties = [*(line for line, _ in bound.names), *self.lines]
+        tied = {name for alias, chain in self.tied.items() for name in (alias, *chain)}
+        self.whole = inseparable(parties, bound.family.tensors, tied, self.basis)
+        self.holdings = Holdings(bound, stored, self.sizes, self.basis, self.whole)
+        self.conditions = LineConditions(self.lines, self.holdings)
         self._layouts: dict[Hashable, Layout] = {}
         self._varying = tuple(sorted(self.sizes.varying))
         self._used: set[tuple[str, str]] = set()
@@ -112,6 +122,7 @@ class _Translator:
                     self._build(line, slot, built)
                 except TransaxleError as error:
                     self.refuse(error.refusals)
+        self.refuse(unfilled(self.lacking))
         if not partial:
             self.refuse(incomplete(self.holdings, self.tied))
         checks, unequal = agreements(self.holdings, self.tied)
@@ -127,7 +138,13 @@ class _Translator:
             built[name] = replace(unchanged(name, self.stored[name]), dtype=form.dtype, encoding=form.encoding)
         refusals = tuple(self.refusals.values())
         return Translation(
-            built, tuple(self.checks), kept_names, self.bound.ignored, self._aliases(), refusals, self.sizes.at({})
+            built,
+            tuple(self.checks),
+            kept_names,
+            (*self.bound.ignored, *self.empty),
+            self._aliases(),
+            refusals,
+            self.sizes.at({}),
         )
 
     def refuse(self, refusals: Iterable[Refusal], tensor: str | None = None) -> None:
@@ -142,7 +159,7 @@ class _Translator:
     def _target_lines(self) -> tuple[Line, ...]:
         """Return the target's lines for what the source holds; conditions on the index are left to `_build`."""
         present = {name for line, _ in self.bound.names for name in line.expression.components}
-        present |= {alias for alias, original in self.tied.items() if original in present}
+        present |= {alias for alias, chain in self.tied.items() if not present.isdisjoint(chain)}
         written = [line for line in self.target.lines if not line.read_only]
         lines = [line for line in written if present.intersection(line.expression.components)]
         return tuple(line for line in lines if line.name.axes or self.sizes.holds(line.when, {}) is not False)
@@ -159,19 +176,20 @@ class _Translator:
             return
         rewritten = self.basis.rewrite(line.expression)
         # None (not known yet) counts as possible: the encoding of the tensor, known below, decides then.
-        possible_keys = [key for key in keys if self.holdings.holds(line.when, self._index(line, key)) is not False]
+        possible_keys = [key for key in keys if self.conditions.holds(line, self._index(line, key)) is not False]
         for key, name in self._names(line, slot, possible_keys):
             index = self._index(line, key)
             by_component = {component: sources[key] for component, sources in parts.items() if key in sources}
             forms = self._forms(name, by_component)
-            if line.by_form and len(forms) == 1 and self.holdings.holds(line.when, index, forms[0].encoding) is False:
+            encoding = forms[0].encoding if len(forms) == 1 else None
+            if line.by_form and self.conditions.holds(line, index, encoding) is False:
                 continue
+            self.refuse(self.conditions.rivals(line, index, encoding))
             missing = [component for component in parts if component not in by_component]
             if missing:
                 # Where a source was refused already, its absence here is only a consequence.
                 if self.holdings.broken.isdisjoint((component, slot) for component in missing):
-                    message = f"{line.text}\nneeds {', '.join(missing)}, which the source does not have here"
-                    self.refuse([Refusal("MISSING_TENSOR", message, Where(None, name))])
+                    self.lacking[line, tuple(missing)].append(name)
                 continue
             if name in built:
                 message = f"{line.text}\nwrites the same name as {built[name].rule}"
@@ -218,9 +236,11 @@ class _Translator:
         Where several lines of the source hold it, they complete each other; a tensor that two lines hold is taken once.
         """
         gathered: dict[Index, _ComponentSources] = {}
-        # A tied tensor that is not stored is read from the one it is tied to.
-        stored_as = component if (component, slot) in self.holdings.sources else self.tied.get(component, component)
-        for line_sources in self.holdings.sources.get((stored_as, slot), ()):
+        # A tied tensor that is not stored is read from the first that is, of those that it is tied to.
+        for name in (component, *self.tied.get(component, ())):
+            if (name, slot) in self.holdings.sources:
+                break
+        for line_sources in self.holdings.sources.get((name, slot), ()):
             for key, place in self._keyed(line_sources, line):
                 entry = gathered.setdefault(key, _ComponentSources(line_sources, {}))
                 # Lines complete each other only if they number the same axes in names: a stack and single tensors would
@@ -349,6 +369,8 @@ class _Translator:
                     message = f"axis {axis} is {sizes[axis]} in {owner[axis]} and {count} in {component}"
                     raise refuse("SHAPE_MISMATCH", f"{line.text}\n{message}")
                 sizes[axis] = count
+        if NOTHING in sizes:  # the sources stand for a sum that is moved whole
+            rewritten = self.whole[line.expression]
         for axis in rewritten.padding:
             sizes.setdefault(axis, 0)
         sizes = with_products(sizes, rewritten)
@@ -364,7 +386,8 @@ class _Translator:
     def _unplaced(self) -> Iterator[str]:
         """Yield stored tensors that the target dialect has no place for: they keep their names, like unknown ones.
 
-        A tensor of which only some parts have a place cannot be kept whole: that is refused.
+        A tensor of which only some parts have a place cannot be kept whole: that is refused. One without elements has
+        no place where its axis of size 0 numbers the target's tensors (zero experts): it is left out.
         """
         # A copy that only a check reads counts as used.
         sides = (side for check in self.checks for side in (check.first, check.second))
@@ -372,23 +395,40 @@ class _Translator:
         clean = not self.refusals
         for (line, _), names in self.bound.names.items():
             components = line.expression.components
+            nowhere = self._numbers_nothing(line)
             for name in names.values():
                 homeless = [component for component in components if (name, component) not in used]
                 if len(homeless) == len(components):
-                    yield name
+                    if nowhere:
+                        self.empty.append(name)
+                    else:
+                        yield name
                 elif homeless and clean:
                     message = f"{line.text}\n{', '.join(homeless)} does not fit into dialect {self.target.label}"
                     hint = "Add a line for it with --rules, or choose another dialect."
                     self.refuse([Refusal("UNSUPPORTED", message, Where(None, name), hint)])
 
+    def _numbers_nothing(self, line: Line) -> bool:
+        """Tell whether every target tensor of a stored line would have a number of an axis of size 0 in its name."""
+        known = self.sizes.at({})
+        empty = {axis for axis in line.expression.axes if known.get(axis) == 0}
+        wanted = [
+            other for other in self.lines if not set(other.expression.components).isdisjoint(line.expression.components)
+        ]
+        return bool(empty and wanted) and all(not empty.isdisjoint(other.name.axes) for other in wanted)
+
     def _aliases(self) -> dict[str, str]:
         """Return the target names that are one tensor by a tie."""
-        pairs = (
-            (name, self._single.get((self.tied[component], slot, index)))
-            for (component, slot, index), name in self._single.items()
-            if component in self.tied
-        )
-        return {alias: original for alias, original in pairs if original is not None}
+        aliases: dict[str, str] = {}
+        for (component, slot, index), name in self._single.items():
+            written = [
+                self._single[original, slot, index]
+                for original in self.tied.get(component, ())
+                if (original, slot, index) in self._single
+            ]
+            if written:
+                aliases[name] = written[-1]
+        return aliases
 
 
 def _single_source(origin: Origin, name: str, dtype: str, rule: str) -> Target:

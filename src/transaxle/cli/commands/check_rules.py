@@ -35,10 +35,10 @@ _SHOWN = 6
     ),
     help="""Check a table of families and dialects, and show what it reads of a checkpoint.
 
-    Without CKPT: prints every mistake in FILE with its line, and what the file declares. With CKPT: also prints how
-    many tensor names each dialect reads, the names that no line reads, the tensors whose shape is not that of their
-    line, the size of every axis, the config keys that do not exist, and what prevents writing each dialect. Exits with
-    3 if a shape differs.""",
+    Without CKPT: prints every mistake in FILE with its line, and what the file declares and replaces. With CKPT: also
+    prints how many tensor names each dialect reads, the names that no line reads, the tensors whose shape is not that
+    of their line, the size of every axis, the config keys that do not exist, and what prevents writing each dialect.
+    Exits with 3 if a shape differs.""",
 )
 @click.argument("file", type=click.Path())
 @click.argument("ckpt", type=click.Path(), required=False)
@@ -69,7 +69,17 @@ def _declared(family: Family) -> JsonFacts:
         "unsized": _unsized(family),
         "tensors": list(family.tensors),
         "dialects": {dialect.label: len(dialect.lines) for dialect in new},
+        "says_anew": _said_anew(family),
     }
+
+
+def _said_anew(family: Family) -> list[JsonFacts]:
+    """Return the statements of other families that a family replaces by its own."""
+    replaced = () if family.written is None else family.written.replaced
+    return [
+        {"of": each.taken.owner, "taken": " ".join(each.taken.text.split()), "own": " ".join(each.own.text.split())}
+        for each in replaced
+    ]
 
 
 def _unsized(family: Family) -> list[str]:
@@ -148,6 +158,9 @@ def _print(screen: Screen, report: JsonFacts) -> None:
                 f"    axis {axis} has no size: it is counted from the tensor names, so a lost last entry goes "
                 f"unnoticed; declare {axis}=CONFIG_KEY, or {axis}=len(CONFIG_KEY) for a list"
             )
+        if family["says_anew"]:
+            changes = [f"{each['own']}  (in {each['of']}: {each['taken']})" for each in family["says_anew"]]
+            screen.some("    says anew what it takes over:", [f"  {change}" for change in changes])
         for label, lines in family["dialects"].items():
             screen.line(f"    dialect {label}: {plural(lines, 'line')}")
     for read in report.get("reads", []):

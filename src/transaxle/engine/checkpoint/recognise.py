@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from transaxle.axes.layout.bind import Bound, bind, group, score, split_slot
-from transaxle.axes.notation.family import Dialect, Family, LogicalTensor, Sizes
+from transaxle.axes.notation.family import Dialect, Family, Sizes
 from transaxle.axes.notation.name import skeleton
 from transaxle.encodings.conventions.quantization import MODELOPT_CONFIG
 from transaxle.encodings.encoding import Encoded
@@ -26,6 +26,10 @@ IDENTITY = "identity"
 """The dialect of every checkpoint: each tensor under its own name."""
 _CLOSE = 8
 """Names of families that a refusal lists."""
+_LISTED = 12
+"""Readings of the same names that a refusal lists."""
+_ANY_SIZES = (1, 10**6)
+"""Sizes of all axes: a condition that both fulfil does not depend on sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,14 +97,27 @@ def model_types(config: Mapping[str, Any]) -> list[str]:
     return [level["model_type"] for level in levels if isinstance(level.get("model_type"), str)]
 
 
-def _absent(reading: Recognised, grouped: Mapping[str, list[str]]) -> list[LogicalTensor]:
-    """Return the family's tensors that the names lack; a tensor that may be stored as a tie does not count."""
-    present = {skeleton(names[0][len(reading.prefix) :]) for names in grouped.values()}
-    present_components = {
-        c for line in reading.dialect.lines if line.name.skeleton in present for c in line.expression.components
-    }
-    present_components |= {tie.alias for tie in reading.family.ties}
-    return [tensor for name, tensor in reading.family.tensors.items() if name not in present_components]
+def _present(reading: Recognised, grouped: Mapping[str, list[str]]) -> set[str]:
+    """Return the logical tensors that the names hold."""
+    stored = {skeleton(names[0][len(reading.prefix) :]) for names in grouped.values()}
+    return {c for line in reading.dialect.lines if line.name.skeleton in stored for c in line.expression.components}
+
+
+def _lacks(reading: Recognised, grouped: Mapping[str, list[str]]) -> tuple[int, int]:
+    """Return how many tensors that every model of the family has are not among the names, and how many others.
+
+    A tensor that may be stored as a tie does not count. Names without any of a layer lack at least the layers.
+    """
+    family, present = reading.family, _present(reading, grouped)
+    numbered = {name for name, tensor in family.tensors.items() if not family.name_axes.isdisjoint(tensor.axes)}
+    ties = {tie.alias for tie in family.ties}
+    absent = [tensor for name, tensor in family.tensors.items() if name not in present | ties]
+    first = dict.fromkeys(family.name_axes, 0)
+    any_sizes = [Sizes(family, {}, dict.fromkeys(family.axes, size)) for size in _ANY_SIZES]
+    # What is true of the first layer, whatever the sizes and the config, is true of every model.
+    needed = sum(all(sizes.holds(tensor.when, first) for sizes in any_sizes) for tensor in absent)
+    layers = bool(numbered) and numbered.isdisjoint(present)
+    return needed + layers, len(absent) - needed
 
 
 def _most_complete(readings: Sequence[Recognised], grouped: Mapping[str, list[str]]) -> list[Recognised]:
@@ -109,10 +126,9 @@ def _most_complete(readings: Sequence[Recognised], grouped: Mapping[str, list[st
     All names of a Llama are also names of a Qwen3, which always has more; all names of a Qwen3 are names of a Qwen3-MoE
     without experts. Where every reading lacks something (one shard of several), all of them are returned.
     """
-    absent = [(reading, _absent(reading, grouped)) for reading in readings]
-    complete = [(reading, len(lacks)) for reading, lacks in absent if all(t.when is not None for t in lacks)]
-    fewest = min((count for _, count in complete), default=0)
-    return [reading for reading, count in complete if count == fewest] or list(readings)
+    lacks = [(reading, *_lacks(reading, grouped)) for reading in readings]
+    fewest = min((others for _, needed, others in lacks if not needed), default=0)
+    return [reading for reading, needed, others in lacks if (needed, others) == (0, fewest)] or list(readings)
 
 
 def _readings(family: Family, grouped: Mapping[str, list[str]], dialect: str | None) -> Iterator[Recognised]:
@@ -174,14 +190,7 @@ def recognise(
     if len(distinct) > 1 and types and family is None and not candidates:
         raise _unknown_type(types, _sentence(_ways(types)))
     if len(distinct) > 1:
-        listed = ", ".join(f"{r.family.name}:{r.dialect.label}" for r in best)
-        names_only = "" if types else " (there is no config.json to decide)"
-        raise refuse(
-            "AMBIGUOUS",
-            f"several tables fit equally well: {listed} each read {most} of {len(names)} names in different "
-            f"ways{names_only}",
-            hint="Choose with --config FILE, or with --family NAME and --from DIALECT (config=, family=, dialect=).",
-        )
+        raise _several(best, most, len(names), types)
     chosen = best[0]
     if family is None and types and not any(t in chosen.family.model_types for t in types):
         look = f"Its names look like {chosen.family.name}: if that is right, give --family {chosen.family.name}"
@@ -197,6 +206,22 @@ def _reading(reading: Recognised, grouped: Mapping[str, list[str]]) -> tuple[str
         lines = reading.dialect.by_skeleton.get(skeleton(name), ())
         texts.update(line.text for line in lines if line.name.match(name) is not None)
     return tuple(sorted(texts))
+
+
+def _several(readings: Sequence[Recognised], matched: int, names: int, types: Sequence[str]) -> TransaxleError:
+    """Build the refusal where several families or dialects read the names equally well."""
+    listed = ", ".join(f"{each.family.name}:{each.dialect.label}" for each in readings[:_LISTED])
+    more = f" and {len(readings) - _LISTED} more" if len(readings) > _LISTED else ""
+    names_only = "" if types else " (there is no config.json to decide)"
+    return refuse(
+        "AMBIGUOUS",
+        f"several tables fit equally well: {listed}{more} each read {matched} of {names} names in different "
+        f"ways{names_only}",
+        hint=(
+            "Choose with --config FILE, or with --family NAME and --from DIALECT (config=, family=, dialect=). Names "
+            "stay as they are with --to FORMAT:identity."
+        ),
+    )
 
 
 def _nothing(
