@@ -57,6 +57,7 @@ _DENSE = {"first_k_dense_replace": 1}
 _NEVER_DENSE = {"first_k_dense_replace": 0}
 _BALANCED = {"moe_router_enable_expert_bias": True}
 _MIMO = {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 8, "swa_v_head_dim": 8}
+_FULL_FIRST = {"layer_types": ["full_attention", "linear_attention"]}
 _NORMED = {"use_qk_norm": True}
 _USUAL = (Case({"tie_word_embeddings": True}), Case({"tie_word_embeddings": False}))
 CASES: dict[str, tuple[Case, ...]] = {
@@ -77,7 +78,17 @@ CASES: dict[str, tuple[Case, ...]] = {
         ),
     ),
     "minimax_m2": (Case({}, _NORMED),),
+    "nemotron_h": tuple(
+        Case(changes)
+        for changes in (
+            {},
+            {"layers_block_type": ["mamba", "attention"], "use_conv_bias": False},
+            {"layers_block_type": ["mamba", "mlp"], "mlp_bias": True},
+            {"moe_latent_size": 8},
+        )
+    ),
     "qwen3_moe": (Case(), Case({"attention_bias": True})),
+    "qwen3_next": (Case(), Case({**_FULL_FIRST, "mlp_only_layers": [1]})),
 }
 """Other cases than `_USUAL`."""
 UNKNOWN = {
@@ -86,6 +97,8 @@ UNKNOWN = {
     "glm4_moe_lite": Case({**_MLA, "attention_bias": True}),
     "hy_v3": Case({"mlp_bias": True}, _BALANCED),
     "laguna": Case({"gating": "per-head", "attention_bias": True}),
+    "qwen3_5_text": Case({**_FULL_FIRST, "attention_bias": True}),
+    "qwen3_next": Case({**_FULL_FIRST, "attention_bias": True}),
 }
 """Models with biases that transformers has and Automodel's own model has not."""
 
