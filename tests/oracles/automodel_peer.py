@@ -40,6 +40,8 @@ PLAIN = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 HEAD = "lm_head.weight"
 
 _PACKAGE = "nemo_automodel.components.models"
+_WHOLE = {"mistral4": "language_model."}
+"""Model type -> what its adapter puts before the names of the text: those of the model with pictures."""
 _MODELS = "transformers.models"
 _OUTPUTS = {
     f"{_MODELS}.qwen3_vl.modeling_qwen3_vl": "Qwen3VLCausalLMOutputWithPast",
@@ -123,15 +125,14 @@ def held(config: Config, stored: Tensors, trained: Any) -> Tensors:
 
 
 def missing(config: Config, stored: Tensors) -> Tensors:
-    """HF tensors with random values that Automodel's own model has beyond these, as its adapter stores them."""
+    """HF tensors with random values, of what Automodel's own model has and these files have not."""
     model = own(config)
     assert model is not None
     with _undisturbed():
-        native = model.state_dict_adapter.from_hf(dict(stored))
-        left = {name: value for name, value in model.state_dict().items() if name not in native and name != HEAD}
-        model.state_dict_adapter.mtp_expert_hf_layout = "split"
-        more: Tensors = model.state_dict_adapter.to_hf({name: torch.randn_like(value) for name, value in left.items()})
-    return more
+        values = {name: torch.randn_like(value) for name, value in model.state_dict().items() if name != HEAD}
+    more = to_hub(config, values)
+    assert more is not None
+    return {name: value for name, value in more.items() if name not in stored}
 
 
 def to_hub(config: Config, native: Tensors) -> Tensors | None:
@@ -142,7 +143,7 @@ def to_hub(config: Config, native: Tensors) -> Tensors | None:
     adapter.mtp_expert_hf_layout = "split"
     with _undisturbed():
         converted: Tensors = adapter.to_hf(dict(native))
-    return converted
+    return {name.removeprefix(_WHOLE.get(config["model_type"], "")): value for name, value in converted.items()}
 
 
 def _read(config: Config, kind: Any | None) -> Any:
@@ -156,7 +157,7 @@ def _read(config: Config, kind: Any | None) -> Any:
 
 def _tied(config: Config, model: Any) -> Tensors:
     """The head of a model that ties it: no file has it, and loading the embedding loads it too."""
-    return {HEAD: model.state_dict()[HEAD]} if config["tie_word_embeddings"] else {}
+    return {HEAD: model.state_dict()[HEAD]} if config.get("tie_word_embeddings") else {}
 
 
 @contextmanager
