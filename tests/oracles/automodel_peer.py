@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,6 +40,17 @@ PLAIN = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 HEAD = "lm_head.weight"
 
 _PACKAGE = "nemo_automodel.components.models"
+_WHOLE = {"mistral4": "language_model."}
+"""Model type -> what its adapter puts before the names of the text: those of the model with pictures."""
+_MODELS = "transformers.models"
+_OUTPUTS = {
+    f"{_MODELS}.qwen3_vl.modeling_qwen3_vl": "Qwen3VLCausalLMOutputWithPast",
+    f"{_MODELS}.qwen3_vl_moe.modeling_qwen3_vl_moe": "Qwen3VLMoeModelOutputWithPast",
+    f"{_MODELS}.qwen3_5_moe.modeling_qwen3_5_moe": "Qwen3_5MoeModelOutputWithPast",
+}
+"""Modules of transformers, with a class of outputs that Automodel imports and the installed transformers has not. What
+a model holds does not depend on it.
+"""
 
 
 def from_hf(config: Config, stored: Tensors) -> Tensors:
@@ -72,14 +84,18 @@ def module(config: Config) -> Any:
 def own(config: Config) -> Any | None:
     """Automodel's own model for a config.json, of fp32 weights; None where it trains transformers'."""
     with _undisturbed():
-        from nemo_automodel._transformers import registry
+        from nemo_automodel._transformers import model_init, registry
 
-        entry = registry.MODEL_ARCH_MAPPING.get(config["architectures"][0])
-        if entry is None:
+        configured = _read(config, registry.resolve_custom_config_cls(config["model_type"]))
+        kind = model_init._resolve_custom_model_cls_for_config(configured)
+        if kind is None:
+            module, *_ = registry.MODEL_ARCH_MAPPING.get(config["architectures"][0], (_PACKAGE,))
+            import_module(module)  # where its module cannot be imported, Automodel's registry says that it has none
             return None
-        kind = registry.resolve_custom_config_cls(config["model_type"])
-        configured = _read(config, kind)
-        built = getattr(import_module(entry[0]), entry[1])(configured, backend=_backend(config["model_type"])).float()
+        takes = signature(kind.__init__).parameters
+        given = {"backend": _backend(config["model_type"])} if "backend" in takes else {}
+        with patch.object(kind, "initialize_weights", lambda *_, **__: None, create=True):  # some need a CUDA device
+            built = kind(configured, **given).float()
     if hasattr(built, "state_dict_adapter"):
         built.state_dict_adapter.dtype = torch.float32
     return built
@@ -108,14 +124,26 @@ def held(config: Config, stored: Tensors, trained: Any) -> Tensors:
     return {name: value.detach() for name, value in state.items() if not name.endswith("_extra_state")}
 
 
+def missing(config: Config, stored: Tensors) -> Tensors:
+    """HF tensors with random values, of what Automodel's own model has and these files have not."""
+    model = own(config)
+    assert model is not None
+    with _undisturbed():
+        values = {name: torch.randn_like(value) for name, value in model.state_dict().items() if name != HEAD}
+    more = to_hub(config, values)
+    assert more is not None
+    return {name: value for name, value in more.items() if name not in stored}
+
+
 def to_hub(config: Config, native: Tensors) -> Tensors | None:
     """What the adapter of Automodel's own model makes of its tensors; None without one."""
     adapter = getattr(own(config), "state_dict_adapter", None)
     if adapter is None:
         return None
+    adapter.mtp_expert_hf_layout = "split"
     with _undisturbed():
         converted: Tensors = adapter.to_hf(dict(native))
-    return converted
+    return {name.removeprefix(_WHOLE.get(config["model_type"], "")): value for name, value in converted.items()}
 
 
 def _read(config: Config, kind: Any | None) -> Any:
@@ -129,17 +157,20 @@ def _read(config: Config, kind: Any | None) -> Any:
 
 def _tied(config: Config, model: Any) -> Tensors:
     """The head of a model that ties it: no file has it, and loading the embedding loads it too."""
-    return {HEAD: model.state_dict()[HEAD]} if config["tie_word_embeddings"] else {}
+    return {HEAD: model.state_dict()[HEAD]} if config.get("tie_word_embeddings") else {}
 
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
     """Without noise, without a CUDA device, and with transformers' own config classes where Automodel puts others."""
+    from transformers.modeling_outputs import BaseModelOutputWithPast
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     classes = dict(CONFIG_MAPPING._extra_content)
     try:
-        with quiet(), patch.object(torch.cuda, "current_device", lambda: 0):
+        with quiet(), patch.object(torch.cuda, "current_device", lambda: 0), ExitStack() as stack:
+            for module, name in _OUTPUTS.items():
+                stack.enter_context(patch.object(import_module(module), name, BaseModelOutputWithPast, create=True))
             yield
     finally:
         CONFIG_MAPPING._extra_content = classes

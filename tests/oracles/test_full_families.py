@@ -62,6 +62,10 @@ OTHERS: dict[str, tuple[str, ...]] = {
 _PARTS = ("text_config", "vision_config")
 SENSELESS: tuple[tuple[str, str, Any], ...] = (("mimo_v2_flash", "num_key_value_heads", 4),)
 """Changes that transformers builds and no table can mean: more kv heads than query heads."""
+BROKEN = {("kimi_k25", "q_lora_rank")}
+"""Keys of parts after whose change transformers cannot load what it stores, since its renamings of the tower hit the
+text.
+"""
 _RANKS = 2
 
 
@@ -75,7 +79,8 @@ def variants(model_type: str) -> Iterator[tuple[str, Any]]:
     changes += [(key, not value) for key, value in config.items() if type(value) is bool and key not in dict(NUMBERS)]
     for part in (key for key in _PARTS if isinstance(config.get(key), dict)):
         inner = config[part]
-        nested = [(key, value) for key, value in NUMBERS if key in inner and inner[key] != value]
+        numbers = [(key, value) for key, value in NUMBERS if (model_type, key) not in BROKEN]
+        nested = [(key, value) for key, value in numbers if key in inner and inner[key] != value]
         nested += [(key, not value) for key, value in inner.items() if type(value) is bool]
         changes += [(part, {**inner, key: value}) for key, value in nested]
     seen = {_stored(base)}

@@ -27,10 +27,19 @@ _SIZES = {
 _FILLED = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "kimi_k25": {"projection_hidden_size": 32},
+    "muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 24},
 }
-"""Model types whose default config lacks what a model needs, with values for it."""
+"""Model types whose default config lacks what a tiny model needs, with values for it."""
 _LISTS = frozenset(
-    {"layer_types", "mlp_layer_types", "layers_block_type", "num_attention_heads_per_layer", "attention_layers"}
+    {
+        "layer_types",
+        "mlp_layer_types",
+        "layers_block_type",
+        "num_attention_heads_per_layer",
+        "attention_layers",
+        "layer_rope_theta",
+    }
 )
 _VOCABULARY = 97
 _MOST = 8_000_000
@@ -58,11 +67,14 @@ def types() -> list[str]:
 def shrunk(config: Any) -> Any:
     from transformers import PreTrainedConfig
 
-    for key, value in _FILLED.get(config.model_type, {}).items():
+    filled = _FILLED.get(config.model_type, {})
+    for key, value in filled.items():
         setattr(config, key, value)
     for key, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             shrunk(value)
+        elif key in filled:
+            continue
         elif key in _SIZES and (type(value) is int or (key == "head_dim" and value is None)):
             setattr(config, key, _SIZES[key])
         elif key in ("vocab_size", "vocabulary_size") and type(value) is int and value > 1000:

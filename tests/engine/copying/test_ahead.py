@@ -70,17 +70,17 @@ def test_half_a_layer_that_predicts_ahead_is_incomplete(lost: str, tmp_path: Pat
 
 @pytest.mark.parametrize("prefix", ["", "language_model."])
 def test_kimi_is_read_as_what_it_is(prefix: str, tmp_path: Path) -> None:
-    """K2 by itself; and inside K2.5, whose names torchtitan has no table for, so that only its files are converted."""
+    """K2 by itself; and inside Kimi-VL, which has no table, so that only its files are converted."""
     case = cases.case(FAMILY, "asymmetric")
     text: dict[str, Any] = {**case.config, "model_type": "kimi_k2", "topk_method": "noaux_tc"}
-    config = {"model_type": "kimi_k25", "text_config": text} if prefix else text
+    config = {"model_type": "kimi_vl", "text_config": text} if prefix else text
     other = {"vision_tower.patch_embed.proj.weight": torch.arange(12.0).reshape(3, 4)} if prefix else {}
     held = {f"{prefix}{name}": value for name, value in case.dialects[HF].items()} | other
     source = peers.store(tmp_path / "source", held, config)
     with tx.open(source) as checkpoint:
         assert (checkpoint.family, checkpoint.dialect) == (FAMILY, HF)
     if prefix:
-        with pytest.raises(tx.TransaxleError, match=r"(?s)UNKNOWN_FAMILY.*kimi_k25.*vision_tower.patch_embed"):
+        with pytest.raises(tx.TransaxleError, match=r"(?s)UNKNOWN_FAMILY.*kimi_vl.*vision_tower.patch_embed"):
             tx.convert(source, tmp_path / "out", to=TORCHTITAN, sync=False)
         tx.convert(source, tmp_path / "out", to="safetensors", sync=False)
         assert peers.load(tmp_path / "out") == peers.bits(held)
