@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import prod
 
 from transaxle.axes.inheritance.statement import (
     ALSO,
@@ -175,14 +176,13 @@ class Sections:
             return
         word, name, rest = _parts(statement)
         used = list(dict.fromkeys(hole for hole in _HOLE.findall(name) if hole in places))
-        choices = [choice.split("|") for choice in _CHOICE.findall(name)]
-        if not used and not choices:
+        if not used and not _CHOICE.search(name):
             yield statement
             return
         text, when = split_when(rest)
-        count = 1
-        for options in (*(places[hole] for hole in used), *choices):
-            count *= len(options)
+        count = _spellings(name)
+        for hole in used:
+            count *= sum(_spellings(beginning) for beginning, _ in places[hole])
         if count > _MOST_NAMES:
             self.problems.append(statement.problem(f"at most {_MOST_NAMES} names for one line; these are {count:,}"))
             return
@@ -191,12 +191,22 @@ class Sections:
             for hole, (beginning, _) in zip(used, at, strict=True):
                 placed = placed.replace(f"{{{hole}}}", beginning)
             condition = None if word == IGNORE else both(conditions)
-            for number, chosen in enumerate(product(*choices)):
+            for number, chosen in enumerate(product(*_choices(placed))):
                 picks = iter(chosen)
-                spelling = _CHOICE.sub(lambda _: next(picks), placed) if choices else placed  # noqa: B023 - used here
+                spelling = _CHOICE.sub(lambda _: next(picks), placed)  # noqa: B023 - used here
                 first = word if not number or word == IGNORE else ALSO
                 tail = text if condition is None else f"{text} when {condition}"
                 yield statement.named(f"{first} {spelling} {tail}".strip() if first else f"{spelling} {tail}")
+
+
+def _choices(name: str) -> list[list[str]]:
+    """Return the alternatives that a name has, those of one place after the other's."""
+    return [choice.split("|") for choice in _CHOICE.findall(name)]
+
+
+def _spellings(name: str) -> int:
+    """Return how many names one with alternatives stands for."""
+    return prod(len(options) for options in _choices(name))
 
 
 def _parts(statement: Statement) -> tuple[str, str, str]:
