@@ -27,6 +27,7 @@ _SIZES = {
 _FILLED = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "nemotron": {"num_key_value_heads": 2},
 }
 """Model types whose default config lacks what a model needs, with values for it."""
 _LISTS = frozenset(
