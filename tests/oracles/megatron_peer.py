@@ -10,7 +10,8 @@ Read from (megatron-core 0.16.1 unless said otherwise):
   `models/conversion/param_mapping.py`, `merge_qkv_weights` and `merge_qkv_biases`;
 - latent attention: `transformer/multi_latent_attention.py`, `MLASelfAttention`; a norm before an up projection is part
   of it under Transformer Engine; megatron-bridge 0.3.1, `models/deepseek/common.py`;
-- layers that predict ahead: `transformer/multi_token_prediction.py`, `MultiTokenPredictionLayer`;
+- layers that predict ahead: `transformer/multi_token_prediction.py`, `MultiTokenPredictionLayer`; the layer inside has
+  the name of megatron-core 0.19.2, except locally;
 - gpt-oss: megatron-bridge 0.3.1, `models/gpt_oss/gpt_oss_bridge.py`;
 - linear_fc1: `transformer/mlp.py`, `MLP.forward` (`torch.chunk(x, 2, dim=-1)`: gate, then up);
 - `weight{e}`: `extensions/transformer_engine.py`, `TEGroupedLinear`; one grouped `weight`: Transformer Engine
@@ -84,7 +85,8 @@ _AHEAD = {
     "eh_proj.weight": "eh_proj.weight",
     "shared_head.norm.weight": "final_layernorm.weight",
 }
-_INNER = "transformer_layer."
+_INNER, OLDER_INNER = "mtp_model_layer.", "transformer_layer."
+"""The layer inside one that predicts ahead: in megatron-core 0.19, and in 0.16, whose local model is here."""
 _QKV = tuple(f"self_attn.{letter}_proj" for letter in "qkv")
 _LINEAR_QKV = "self_attention.linear_qkv"
 _GATE_UP = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
@@ -111,7 +113,8 @@ def from_hf(config: Config, stored: Tensors, spec: Spec = Spec.TE) -> Tensors:
             out |= {f"decoder.layers.{layer}.{name}": value for name, value in native.items()}
         else:
             stem = f"mtp.layers.{layer - depth}."
-            out |= {f"{stem}{_INNER}{name}": value for name, value in native.items()}
+            inner = OLDER_INNER if spec is Spec.LOCAL else _INNER
+            out |= {f"{stem}{inner}{name}": value for name, value in native.items()}
             out |= {stem + native_name: held[name] for name, native_name in _AHEAD.items()}
     return out
 
@@ -123,7 +126,8 @@ def to_hf(config: Config, native: Tensors, spec: Spec = Spec.TE) -> Tensors:
     layers = _layers(native, "decoder.layers")
     for number, held in _layers(native, "mtp.layers").items():
         layer = config["num_hidden_layers"] + number
-        layers[layer] = {name.removeprefix(_INNER): value for name, value in held.items()}
+        inner = OLDER_INNER if spec is Spec.LOCAL else _INNER
+        layers[layer] = {name.removeprefix(inner): value for name, value in held.items()}
         out |= {f"model.layers.{layer}.{name}": held[native_name] for name, native_name in _AHEAD.items()}
     for layer, held in layers.items():
         out |= {f"model.layers.{layer}.{name}": value for name, value in _layer_to_hf(config, held, spec).items()}

@@ -29,6 +29,7 @@ _FILLED = {
     "hunyuan_v1_moe": {"head_dim": 8},
     "kimi_k25": {"projection_hidden_size": 32},
     "muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 24},
+    "nemotron": {"num_key_value_heads": 2},
 }
 """Model types whose default config lacks what a tiny model needs, with values for it."""
 _LISTS = frozenset(

@@ -188,6 +188,24 @@ def test_places_of_a_family_can_be_others() -> None:
     assert lines(family, "other")[:2] == ["model.{l}.n = n[d]", "model.{l}.up_gate = [[up:f | gate:f] d] when up"]
 
 
+def test_a_place_can_have_alternatives() -> None:
+    place = "  place block = (model|old).{l} when extra\n"
+    other = child(f"family heir like base\ndialect other\n{place}  {{block}}.(n|norm) = n[d]\n").dialect("other")
+    assert other is not None
+    read = [(line.name.text, line.read_only) for line in other.lines[:4]]
+    assert read[0] == ("model.{l}.n", False)
+    assert set(read[1:]) == {("model.{l}.norm", True), ("old.{l}.n", True), ("old.{l}.norm", True)}
+    assert all(line.when is not None and line.when.text == "extra" for line in other.lines[:4])
+
+
+def test_alternatives_of_a_place_and_of_a_name_count_together() -> None:
+    eight, nine = ("|".join(f"{letter}{number}" for number in range(count)) for letter, count in (("a", 8), ("b", 9)))
+    text = f"family heir like base\ndialect other\n  place block = ({eight}).{{l}}\n  {{block}}.({nine}) = n[d]\n"
+    ((line, message),) = faults(text)
+    assert line == 4
+    assert "at most 64 names for one line; these are 72" in message
+
+
 PROBLEMS = [
     ("family heir like nothing", 1, "a family or a block after 'like', declared above or known; 'nothing' is none"),
     ("family heir like base,", 1, "'family NAME' or 'family NAME like NAME, NAME'"),

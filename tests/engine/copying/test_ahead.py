@@ -11,7 +11,7 @@ import torch
 import transaxle as tx
 from tests.engine.peers import compared as peers
 from tests.oracles import cases
-from tests.oracles.cases import AUTOMODEL, HF, TE, TORCHTITAN, TRANSFORMERS
+from tests.oracles.cases import AUTOMODEL, HF, MEGATRON, TE, TORCHTITAN, TRANSFORMERS
 from tests.oracles.hub import Tensors
 from transaxle.axes.notation.family import Sizes
 from transaxle.families import builtin
@@ -44,6 +44,18 @@ def test_copies_of_the_embedding_and_the_head_are_never_dropped_nor_taken_for_ti
     assert peers.load(out) == peers.bits({**case.dialects[dialect], **copies})
     tx.convert(out, back, to="hf", sync=False)
     assert peers.load(back) == peers.bits(held)
+
+
+@pytest.mark.parametrize("dialect", [MEGATRON, TE])
+def test_older_names_of_megatron_are_read(dialect: str, tmp_path: Path) -> None:
+    """What megatron-core 0.16 calls the layer inside, as its distributed checkpoints still do."""
+    case = cases.case(FAMILY, "ahead")
+    newer = case.dialects[dialect]
+    older = {name.replace(".mtp_model_layer.", ".transformer_layer."): value for name, value in newer.items()}
+    assert older.keys() != newer.keys()
+    source = peers.store(tmp_path / "source", older, case.config)
+    tx.convert(source, tmp_path / "out", to="hf", sync=False, dialect=dialect)
+    assert peers.load(tmp_path / "out") == peers.bits(case.dialects[HF])
 
 
 def test_a_config_may_speak_of_layers_that_the_file_has_not(tmp_path: Path) -> None:

@@ -124,7 +124,9 @@ class Target:
     @property
     def moved_whole(self) -> str | None:
         """Name of the stored tensor that it is, element by element; None for any other."""
-        origins = self.parts[0].origins if len(self.parts) == 1 else ()
+        if len(self.parts) != 1 or len(self.layout.shares) != 1:  # with one part of several, the others stay out
+            return None
+        origins = self.parts[0].origins
         return origins[0].name if len(origins) == 1 and origins[0].layout is self.layout else None
 
     @property
