@@ -3,6 +3,7 @@
 dialect hf                                       # in a family that is like another: goes on with its dialect hf
 dialect joined like hf                           # every line of hf, but for the tensors named here
 dialect transformers like hf, backbone. = model. # and with another prefix
+dialect stacked like hf, layers.{l}. = layers.   # an axis that the new prefix lacks is the first dim instead
   without q_norm                                 # takes over no line of this tensor
   place block = layers.{l}      when not enorm   # a beginning of names that depends on a condition
   place block = mtp.{l-L}       when enorm
@@ -17,6 +18,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import NamedTuple
 
 from transaxle.axes.inheritance.statement import (
     ALSO,
@@ -35,7 +37,7 @@ _HEAD = re.compile(
     rf"dialect\s+({WORD})(?:\s+([0-9][\w.]*))?(?:\s+of\s+({WORD}))?(?:\s+like\s+({WORD}(?:@[\w.]+)?))?((?:\s*,[^,]*)*)"
 )
 _RENAME = re.compile(r"([^\s=]+)\s*=\s*([^\s=]*)")
-_PLACE = re.compile(rf"place\s+({WORD})\s*=\s*(\S+)")
+_PLACE = re.compile(rf"place\s+({WORD})\s*=\s*([^\s\[]+)(?:\[\s*({WORD}(?:\s+{WORD})*)\s*\])?")
 _HOLE = re.compile(rf"\{{({WORD})\}}")
 _CHOICE = re.compile(r"\(([^()]*\|[^()]*)\)")
 _MOST_NAMES = 64
@@ -108,6 +110,17 @@ def age(version: str | None) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall("[0-9]+", version or ""))
 
 
+class _Place(NamedTuple):
+    """A beginning of names that a `place` statement gives."""
+
+    beginning: str
+    """e.g. `layers.{l}`."""
+    axes: Sequence[str]
+    """Axes that are the first dims of its tensors, e.g. `l` in `place block = layers[l]`."""
+    when: str | None
+    """Its condition."""
+
+
 class Sections:
     """The dialects of one family, each with all that it takes over.
 
@@ -148,7 +161,7 @@ class Sections:
     def flat(self, label: str) -> tuple[Statement, ...]:
         """Return the lines of a dialect spelled out: one stored name each, and names that are ignored."""
         statements = self.gathered(label)
-        places: dict[str, list[tuple[str, str | None]]] = {}
+        places: dict[str, list[_Place]] = {}
         for statement in statements:
             if statement.kind == PLACE:
                 self._keep_place(statement, places)
@@ -158,17 +171,15 @@ class Sections:
                 spelled.extend(self._spelled(statement, places))
         return tuple(spelled)
 
-    def _keep_place(self, statement: Statement, places: dict[str, list[tuple[str, str | None]]]) -> None:
+    def _keep_place(self, statement: Statement, places: dict[str, list[_Place]]) -> None:
         text, when = split_when(statement.text)
         match = _PLACE.fullmatch(text)
         if match is None:
             self.problems.append(statement.problem("'place NAME = BEGINNING when CONDITION'"))
         else:
-            places.setdefault(match[1], []).append((match[2], when))
+            places.setdefault(match[1], []).append(_Place(match[2], (match[3] or "").split(), when))
 
-    def _spelled(
-        self, statement: Statement, places: Mapping[str, Sequence[tuple[str, str | None]]]
-    ) -> Iterator[Statement]:
+    def _spelled(self, statement: Statement, places: Mapping[str, Sequence[_Place]]) -> Iterator[Statement]:
         """Yield the lines that one with places and alternatives stands for."""
         if "{" not in statement.text and "(" not in statement.text.partition("=")[0]:
             yield statement
@@ -179,7 +190,7 @@ class Sections:
         if not used and not choices:
             yield statement
             return
-        text, when = split_when(rest)
+        bare, when = split_when(rest)
         count = 1
         for options in (*(places[hole] for hole in used), *choices):
             count *= len(options)
@@ -187,9 +198,10 @@ class Sections:
             self.problems.append(statement.problem(f"at most {_MOST_NAMES} names for one line; these are {count:,}"))
             return
         for at in product(*(places[hole] for hole in used)):
-            placed, conditions = name, [*(where for _, where in at), when]
-            for hole, (beginning, _) in zip(used, at, strict=True):
-                placed = placed.replace(f"{{{hole}}}", beginning)
+            placed, conditions = name, [*(place.when for place in at), when]
+            for hole, place in zip(used, at, strict=True):
+                placed = placed.replace(f"{{{hole}}}", place.beginning)
+            text = stacked(bare, [axis for place in at for axis in place.axes])
             condition = None if word == IGNORE else both(conditions)
             for number, chosen in enumerate(product(*choices)):
                 picks = iter(chosen)
@@ -209,8 +221,16 @@ def _parts(statement: Statement) -> tuple[str, str, str]:
     return "" if kind == LINE else kind, name.strip(), f"= {rest.strip()}"
 
 
+def stacked(text: str, axes: Sequence[str]) -> str:
+    """Return the expression of a line with further axes as its first dims."""
+    return text.replace("[", f"[{' '.join(axes)} ", 1) if axes else text
+
+
 def renamed(statement: Statement, renames: Renames, used: set[str]) -> Statement:
-    """Return a statement with the longest prefix that its name has replaced; add the old one to `used`."""
+    """Return a statement with the longest prefix that its name has replaced; add the old one to `used`.
+
+    Axes that the old prefix numbers and the new one does not become the first dims.
+    """
     kind = statement.kind
     if kind == WITHOUT:
         return statement
@@ -224,8 +244,11 @@ def renamed(statement: Statement, renames: Renames, used: set[str]) -> Statement
     old, new = max(fitting, key=lambda pair: len(pair[0]))
     used.add(old)
     name = new + name[len(old) :]
+    moved = [axis for axis in _HOLE.findall(old) if f"{{{axis}}}" not in new]
     if kind == PLACE:
-        name = name.removesuffix(".")
+        name = name.removesuffix(".") + (f"[{' '.join(moved)}]" if moved else "")
+    elif kind != IGNORE:
+        rest = stacked(rest, moved)
     return statement.named(" ".join(part for part in (word, name, rest) if part))
 
 
