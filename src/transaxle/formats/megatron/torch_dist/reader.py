@@ -1,0 +1,166 @@
+"""Opening Megatron's distributed checkpoints: weights, the optimizer's state in the model's shapes, the run's facts.
+
+Layers, and experts, are axes of the tensors; the tables know that. Here the names of the optimizer's state are turned
+round (Megatron: state first, then parameter), and the pickled objects are told apart by their names: the arguments of
+the run are read by the restricted interpreter, everything else is left behind unread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transaxle.arguments import Weights
+from transaxle.axes.layout.bind import split_slot
+from transaxle.errors import refuse
+from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
+from transaxle.formats.catalog.catalog import Container, Entry
+from transaxle.formats.catalog.inline import NumbersInMemory, number
+from transaxle.formats.dcp.metadata import Payload, SavedItem
+from transaxle.formats.dcp.reader import Conventions, metadata_files, read_folder
+from transaxle.formats.format import HERE
+from transaxle.formats.megatron.arguments_of_run import NAMES, RunState, run_state
+from transaxle.formats.megatron.iterations import BACKEND_FILE
+from transaxle.formats.staging.location import storage_at
+from transaxle.formats.storage.storage import Storage, layer
+from transaxle.formats.torch_file.saved import read_saved
+from transaxle.formats.training_state.state import OPTIMIZER, KeyPath, Leaf, joined
+
+COMMON_FILE = "common.pt"
+"""The state beside the sharded tensors, up to megatron-core 0.18."""
+COMMON = "common_state/shard_0_1"
+"""The same from 0.19 on: an item of the folder."""
+MEGATRON = "megatron"
+"""Key of a container's metadata: what a checkpoint of Megatron's says of its run."""
+MASTER = "fp32"
+"""State: the full-precision copy of a low-precision weight."""
+_MASTERS = frozenset({"fp32_param", "param", "master_param"})
+_STATE = re.compile(r"optimizer\.state\.([A-Za-z_][A-Za-z0-9_]*)\.(.+)", re.DOTALL)
+_FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*", re.DOTALL)
+_FLAT_WHY = "a flat buffer of the distributed optimizer (dp_reshardable)"
+
+
+def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights | None = None) -> Container:
+    """Open a distributed checkpoint of Megatron.
+
+    Args:
+        storage: where the files are.
+        path: what the user typed.
+        member: the folder of an iteration in it; `HERE` for the path itself.
+        weights: the model's own (`lp`, what None means), or the full-precision copies that the optimizer keeps.
+
+    Raises:
+        Refused: what a DCP folder is refused for; INCOMPLETE where a save was interrupted; UNSUPPORTED where the
+            optimizer's copies are wanted and not there.
+        StorageError: IO.
+    """
+    if member != HERE:
+        inner = storage_at(f"{storage.path.rstrip('/')}/{member}")
+        try:
+            container = _opened(inner, f"{path.rstrip('/')}/{member}", weights)
+        except BaseException:
+            inner.close()
+            raise
+        storage.close()
+        return container
+    return _opened(storage, path, weights)
+
+
+def _opened(storage: Storage, path: str, weights: Weights | None) -> Container:
+    names = metadata_files(storage.names())
+    if not names:
+        message = "the folder has no .metadata: the save was interrupted, or the file was not copied"
+        raise refuse("INCOMPLETE", message, file=path, hint="Take an earlier iteration, or copy the missing files.")
+    items = _Items()
+    conventions = Conventions(TORCH_DIST.name, items.paths, items.unread)
+    container = read_folder(storage, path, names, conventions)
+    state = _run_state(storage, items.common)
+    metadata = {**container.metadata, MEGATRON: state.facts}
+    own = {COMMON_FILE, BACKEND_FILE, MEGATRON_TRACKER}.intersection(container.carried)
+    container = replace(
+        container,
+        metadata=metadata,
+        config=state.config(),
+        carried=tuple(name for name in container.carried if name not in own),
+        ignored=tuple(sorted({*container.ignored, *own} - {COMMON_FILE, BACKEND_FILE})),
+    )
+    if weights == "fp32":
+        container = _with_masters(container)
+    return _with_steps(container, state)
+
+
+class _Items:
+    """Tells the items of a folder apart by their names."""
+
+    def __init__(self) -> None:
+        self.common: Payload | None = None
+        """Where the state beside the tensors is, if it is an item."""
+
+    def paths(self, paths: Sequence[KeyPath]) -> tuple[list[KeyPath], None]:
+        """Return the paths of items: the optimizer's state by parameter."""
+        return [_path(joined(path)) for path in paths], None
+
+    def unread(self, item: SavedItem) -> Leaf | None:
+        """Return an item that is not read: an object, or a flat buffer whose order the folder does not tell."""
+        if item.key == COMMON:
+            self.common = item.payload
+        if _FLAT.fullmatch(item.key):
+            return Leaf((item.key,), "other", None, _FLAT_WHY)
+        if item.dtype is not None:
+            return None
+        return Leaf((item.key,), "other", None, "pickled state of Megatron's")
+
+
+def _path(key: str) -> KeyPath:
+    match = _STATE.fullmatch(key)
+    if match is None:
+        return (key,)
+    state, parameter = match.groups()
+    return ("optimizer", "state", parameter, MASTER if state in _MASTERS else state)
+
+
+def _run_state(storage: Storage, common: Payload | None) -> RunState:
+    """Return the state beside the tensors; an empty one where the folder has none.
+
+    Raises:
+        Refused: UNSAFE_PICKLE, CORRUPT.
+    """
+    if COMMON_FILE in storage.names():
+        return run_state(read_saved(storage, COMMON_FILE, allowed=NAMES).value)
+    return RunState() if common is None else run_state(read_saved(storage, *common, allowed=NAMES).value)
+
+
+def _with_masters(container: Container) -> Container:
+    """Return a container whose weights are the copies in full precision that the optimizer keeps.
+
+    Raises:
+        Refused: UNSUPPORTED where some weight has none.
+    """
+    entries: dict[str, Entry] = {}
+    for name, entry in container.entries.items():
+        if not name.startswith(OPTIMIZER):
+            master = container.entries.get(f"{OPTIMIZER}{name}/{MASTER}")
+            if master is None:
+                message = "the checkpoint holds no full-precision copy of this tensor"
+                raise refuse("UNSUPPORTED", message, file=container.path, tensor=name, hint="Omit --weights fp32.")
+            entries[name] = replace(master, name=name)
+        elif not name.endswith(f"/{MASTER}"):
+            entries[name] = entry
+    return replace(container, entries=entries)
+
+
+def _with_steps(container: Container, state: RunState) -> Container:
+    """Return a container in which every parameter has the optimizer's step, which Megatron keeps once."""
+    step = state.step()
+    digits = None if step is None else number(step)
+    inline = layer(container.storage, NumbersInMemory)
+    if digits is None or inline is None:
+        return container
+    code, data = digits
+    place = inline.add(data)
+    parameters = dict.fromkeys(parameter for name in container.entries if (parameter := split_slot(name)[0]) != name)
+    steps = {name: Entry(name, code, (), (place,)) for name in (f"{OPTIMIZER}{each}/step" for each in parameters)}
+    return replace(
+        container, entries={**container.entries, **{n: e for n, e in steps.items() if n not in container.entries}}
+    )
