@@ -16,14 +16,15 @@ from transaxle.axes.layout.bind import split_slot
 from transaxle.errors import refuse
 from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
 from transaxle.formats.catalog.catalog import Container, Entry
-from transaxle.formats.catalog.inline import NumbersInMemory, number
+from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory, number
+from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.dcp.metadata import Payload, SavedItem
 from transaxle.formats.dcp.reader import Conventions, metadata_files, read_folder
 from transaxle.formats.format import HERE
 from transaxle.formats.megatron.arguments_of_run import NAMES, RunState, run_state
 from transaxle.formats.megatron.iterations import BACKEND_FILE
-from transaxle.formats.staging.location import storage_at
 from transaxle.formats.storage.storage import Storage, layer
+from transaxle.formats.storage.sub_folder import SubFolder
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.training_state.state import OPTIMIZER, KeyPath, Leaf, joined
 
@@ -55,39 +56,22 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
             optimizer's copies are wanted and not there.
         StorageError: IO.
     """
-    if member != HERE:
-        inner = storage_at(f"{storage.path.rstrip('/')}/{member}")
-        try:
-            container = _opened(inner, f"{path.rstrip('/')}/{member}", weights)
-        except BaseException:
-            inner.close()
-            raise
-        storage.close()
-        return container
-    return _opened(storage, path, weights)
-
-
-def _opened(storage: Storage, path: str, weights: Weights | None) -> Container:
-    names = metadata_files(storage.names())
+    files = storage if member == HERE else SubFolder(storage, member)
+    names = metadata_files(files.names())
     if not names:
         message = "the folder has no .metadata: the save was interrupted, or the file was not copied"
-        raise refuse("INCOMPLETE", message, file=path, hint="Take an earlier iteration, or copy the missing files.")
+        hint = "Take an earlier iteration, or copy the missing files."
+        raise refuse("INCOMPLETE", message, file=path if member == HERE else member, hint=hint)
     items = _Items()
-    conventions = Conventions(TORCH_DIST.name, items.paths, items.unread)
-    container = read_folder(storage, path, names, conventions)
-    state = _run_state(storage, items.common)
-    metadata = {**container.metadata, MEGATRON: state.facts}
-    own = {COMMON_FILE, BACKEND_FILE, MEGATRON_TRACKER}.intersection(container.carried)
-    container = replace(
-        container,
-        metadata=metadata,
-        config=state.config(),
-        carried=tuple(name for name in container.carried if name not in own),
-        ignored=tuple(sorted({*container.ignored, *own} - {COMMON_FILE, BACKEND_FILE})),
-    )
+    container = read_folder(files, path, names, Conventions(TORCH_DIST.name, items.paths, items.unread))
+    state = _run_state(files, items.common)
+    container = replace(container, metadata={**container.metadata, MEGATRON: state.facts}, config=state.config())
     if weights == "fp32":
         container = _with_masters(container)
-    return _with_steps(container, state)
+    container = _with_steps(container, state)
+    if isinstance(files, SubFolder):
+        container = _outside(container, files)
+    return _with_sidecars(container)
 
 
 class _Items:
@@ -148,6 +132,36 @@ def _with_masters(container: Container) -> Container:
         elif not name.endswith(f"/{MASTER}"):
             entries[name] = entry
     return replace(container, entries=entries)
+
+
+def _outside(container: Container, inside: SubFolder) -> Container:
+    """Return a container of a sub-folder as one of the folder around it: its files have their path there."""
+
+    def placed(entry: Entry) -> Entry:
+        extents = (
+            each if each.file == NUMBERS else replace(each, file=inside.named(each.file)) for each in entry.extents
+        )
+        return replace(entry, extents=tuple(extents))
+
+    inline = layer(container.storage, NumbersInMemory)
+    assert inline is not None
+    return replace(
+        container,
+        storage=inline.over(inside.below),
+        entries={name: placed(entry) for name, entry in container.entries.items()},
+        files={inside.named(name): size for name, size in container.files.items()},
+        checksums=tuple(replace(each, file=inside.named(each.file)) for each in container.checksums),
+        twins=tuple(replace(twin, first=placed(twin.first), second=placed(twin.second)) for twin in container.twins),
+    )
+
+
+def _with_sidecars(container: Container) -> Container:
+    """Return a container with the files beside it: Megatron's own describe the folder, and do not travel."""
+    sidecars = sort_sidecars(container.storage, container.files)
+    own = {COMMON_FILE, BACKEND_FILE, MEGATRON_TRACKER}
+    carried = tuple(name for name in sidecars.carried if name not in own)
+    ignored = tuple(name for name in sidecars.ignored if name not in own)
+    return replace(container, carried=carried, ignored=ignored)
 
 
 def _with_steps(container: Container, state: RunState) -> Container:
