@@ -26,19 +26,18 @@ from transaxle.formats.megatron.iterations import BACKEND_FILE
 from transaxle.formats.storage.storage import Storage, layer
 from transaxle.formats.storage.sub_folder import SubFolder
 from transaxle.formats.torch_file.saved import read_saved
-from transaxle.formats.training_state.state import OPTIMIZER, KeyPath, Leaf, joined
+from transaxle.formats.training_state.state import MEGATRON, OPTIMIZER, KeyPath, Leaf, joined
 
 COMMON_FILE = "common.pt"
 """The state beside the sharded tensors, up to megatron-core 0.18."""
 COMMON = "common_state/shard_0_1"
 """The same from 0.19 on: an item of the folder."""
-MEGATRON = "megatron"
-"""Key of a container's metadata: what a checkpoint of Megatron's says of its run."""
 MASTER = "fp32"
 """State: the full-precision copy of a low-precision weight."""
 _MASTERS = frozenset({"fp32_param", "param", "master_param"})
 _STATE = re.compile(r"optimizer\.state\.([A-Za-z_][A-Za-z0-9_]*)\.(.+)", re.DOTALL)
 _FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*", re.DOTALL)
+_SHARD = re.compile(r"/shard_[\d.]+_[\d.]+\Z")
 _FLAT_WHY = "a flat buffer of the distributed optimizer (dp_reshardable)"
 
 
@@ -93,7 +92,8 @@ class _Items:
             return Leaf((item.key,), "other", None, _FLAT_WHY)
         if item.dtype is not None:
             return None
-        return Leaf((item.key,), "other", None, "pickled state of Megatron's")
+        # One for each layer, expert and rank: listed once.
+        return Leaf((_SHARD.sub("", item.key),), "other", None, "pickled state of Megatron's")
 
 
 def _path(key: str) -> KeyPath:
