@@ -75,7 +75,7 @@ def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conv
     """
     faults = Faults()
     member = metadata_names[0]
-    items = _items(storage, metadata_names, faults)
+    items = _items(storage, metadata_names, conventions, faults)
     sizes = _sizes(storage, items, member, faults)
     if faults:
         raise faults.error()
@@ -140,6 +140,8 @@ class Conventions:
     """Returns the paths that name the items, and the wrapper that was removed from all of them."""
     known: Callable[[SavedItem], Leaf | None] = _read_it
     """Returns an item that need not be read to know what it is; None: it is read."""
+    wanted: Callable[[Sequence[SavedItem]], Sequence[SavedItem]] = list
+    """Returns the items of one metadata file that are items of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ class _WholeTensor:
     twins: tuple[Twin, ...]
 
 
-def _items(storage: Storage, files: Sequence[str], faults: Faults) -> list[_ItemOfRanks]:
+def _items(storage: Storage, files: Sequence[str], conventions: Conventions, faults: Faults) -> list[_ItemOfRanks]:
     """Return the items of the metadata files, merged by key."""
     items_by_key: dict[str, list[tuple[SavedItem, str]]] = {}
     for rank, file in enumerate(files):
@@ -170,7 +172,7 @@ def _items(storage: Storage, files: Sequence[str], faults: Faults) -> list[_Item
             faults.add("INCOMPLETE", message, f"__{rank}{METADATA}", hint="Copy the missing files.")
             break
         try:
-            for item in read_metadata(storage, file, faults):
+            for item in conventions.wanted(read_metadata(storage, file, faults)):
                 items_by_key.setdefault(item.key, []).append((item, file))
         except TransaxleError as error:
             if error.exit_code != TransaxleError.exit_code:

@@ -58,6 +58,10 @@ DEGREES = {
 """Mesh axis -> argument with its size."""
 
 
+COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+"""Arguments that count what a run has read."""
+
+
 @dataclass(frozen=True)
 class RunState:
     """What a checkpoint holds beside the model's tensors, as plain data."""
@@ -89,10 +93,15 @@ class RunState:
         (only,) = steps if len(steps) == 1 else (None,)
         return only if type(only) is int else None
 
-    def degrees(self) -> dict[str, int]:
-        """Return the degrees of parallelism of the run."""
-        found = {axis: self.args.get(name) for axis, name in DEGREES.items()}
-        return {axis: size for axis, size in found.items() if isinstance(size, int)}
+    def described(self) -> dict[str, Any]:
+        """Return what a container's metadata keep of it: the facts, degrees of parallelism, counters of samples."""
+        degrees = {axis: self.args.get(name) for axis, name in DEGREES.items()}
+        counters = {name: self.args.get(name) for name in COUNTERS}
+        return {
+            **self.facts,
+            "parallel": {axis: size for axis, size in degrees.items() if isinstance(size, int)},
+            "counters": {name: count for name, count in counters.items() if isinstance(count, int)},
+        }
 
 
 def _steps(settings: object) -> Iterator[Any]:

@@ -7,6 +7,7 @@
 
 Megatron reads whole chunks. So a tensor that holds all layers is cut into chunks of a layer, an expert and a half of
 gate and up, as Megatron itself cuts it. Every module must have an `_extra_state`; all of ours share one that is empty.
+The optimizer's steps are in the settings of its groups, where Megatron looks for them, and tensors besides.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from transaxle.formats.dcp.written_chunks import (
 from transaxle.formats.dtype import Shape, logical, numpy_dtype
 from transaxle.formats.megatron.iterations import BACKEND_FILE, RELEASE, iteration_folder
 from transaxle.formats.megatron.torch_dist.reader import COMMON_FILE, MASTER
-from transaxle.formats.megatron.torch_dist.written_state import common_state, optimizer_settings
+from transaxle.formats.megatron.torch_dist.written_state import common_state, optimizer_settings, step_of
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.torch_file.draft import surround
 from transaxle.formats.training_state.state import MEGATRON, OPTIMIZER, KeyPath
@@ -46,7 +47,7 @@ Cuts = Mapping[str, Sequence[Sequence[int]]]
 """Tensor -> for each of its first dims, where chunks begin."""
 _MASTER = "param"
 """State: what a distributed optimizer calls the full-precision copies."""
-_STEP = "step"
+_STEP, GLOBAL_STEPS = "step", "global_steps"
 _EMBEDDING = "embedding.word_embeddings.weight"
 _MODULE = re.compile(r"(decoder\.|mtp\.)(.+)\.(?:weight|layer_norm_weight)")
 _STATELESS = re.compile(r".*\.router")
@@ -79,17 +80,19 @@ def draft(
             Megatron cannot hold, UNSUPPORTED, INCOMPLETE.
     """
     del metadata
-    facts = (run or {}).get(MEGATRON, {})
+    facts = dict((run or {}).get(MEGATRON, {}))
     shapes = {spec.name: spec.shape for spec in tensors if split_slot(spec.name)[0] == spec.name}
     optimizer = _optimizer(tensors, facts, (run or {}).get(GROUPS, ()), read)
-    folder = RELEASE if optimizer is None else iteration_folder(facts.get("iteration", 0))
+    if optimizer is not None:
+        facts.setdefault("iteration", (run or {}).get(GLOBAL_STEPS) or step_of(optimizer))
+    folder = RELEASE if optimizer is None else iteration_folder(facts["iteration"])
     files = DataFiles(shard_size)
     entries, chunks = _placed(tensors, cuts or {}, files, folder)
     objects = _states(shapes, files)
     fragments, sizes = files.finished()
     vocabulary = shapes[_EMBEDDING][0] if _EMBEDDING in shapes else None
     small = {
-        MEGATRON_TRACKER: (RELEASE if optimizer is None else str(facts.get("iteration", 0))).encode(),
+        MEGATRON_TRACKER: (RELEASE if optimizer is None else str(facts["iteration"])).encode(),
         f"{folder}/{BACKEND_FILE}": json.dumps(_BACKEND).encode(),
         f"{folder}/{COMMON_FILE}": common_state(shapes, config or {}, vocabulary, facts, optimizer),
         f"{folder}/{METADATA}": write_pickle(metadata_of(chunks, objects)),
@@ -134,11 +137,13 @@ def _number(data: bytes, dtype: str) -> int:
 def _placed(
     tensors: Sequence[Spec], cuts: Cuts, files: DataFiles, folder: str
 ) -> tuple[dict[str, Entry], ChunksByTensor]:
-    """Give every tensor its chunks; steps have none, as the settings hold them."""
+    """Give every tensor its chunks."""
     faults = Faults()
     keys: dict[str, str] = {}
-    stored = [spec for spec in tensors if split_slot(spec.name)[1] != _STEP]
-    torch_tensors = [as_torch_tensor(spec, (_key(spec.name),), keys, faults) for spec in stored]
+    torch_tensors = [as_torch_tensor(spec, (_key(spec.name),), keys, faults) for spec in tensors]
+    if faults:
+        raise faults.error()
+    alone = _without_copies(tensors, faults)
     if faults:
         raise faults.error()
     entries: dict[str, Entry] = {}
@@ -152,8 +157,26 @@ def _placed(
             placed.append(PlacedChunk(start, shape, payload))
             extents.append(Extent(logical(start, code), logical(shape, code), f"{folder}/{payload.file}", offset))
         chunks.append((tensor, placed))
+        if name in alone:
+            # Weights of full precision are the optimizer's own too: two keys, one place.
+            chunks.append((tensor._replace(path=(_key(alone[name]),)), placed))
         entries[name] = Entry(name, code, tensor.spec.shape, tuple(extents))
     return entries, chunks
+
+
+def _without_copies(tensors: Sequence[Spec], faults: Faults) -> dict[str, str]:
+    """Return the trained weights without a copy in full precision, each with the name that the copy would have.
+
+    They are such copies themselves; that one of them is not is a fault.
+    """
+    dtypes = {spec.name: spec.dtype for spec in tensors}
+    trained = {parameter for name in dtypes if (parameter := split_slot(name)[0]) != name}
+    alone = {name: f"{OPTIMIZER}{name}/{MASTER}" for name in trained if f"{OPTIMIZER}{name}/{MASTER}" not in dtypes}
+    for name in sorted(alone):
+        if dtypes.get(name) != "F32":
+            message = "the optimizer's state has no full-precision copy of this weight, and Megatron needs one"
+            faults.add("UNSUPPORTED", message, None, name, "Write the weights alone: --no-optimizer.")
+    return alone
 
 
 def _key(name: str) -> str:

@@ -18,7 +18,7 @@ from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
 from transaxle.formats.catalog.catalog import Container, Entry
 from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory, number
 from transaxle.formats.catalog.sidecar_files import sort_sidecars
-from transaxle.formats.dcp.metadata import Payload, SavedItem
+from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
 from transaxle.formats.dcp.reader import Conventions, metadata_files, read_folder
 from transaxle.formats.format import HERE
 from transaxle.formats.megatron.arguments_of_run import NAMES, RunState, run_state
@@ -62,9 +62,10 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
         hint = "Take an earlier iteration, or copy the missing files."
         raise refuse("INCOMPLETE", message, file=path if member == HERE else member, hint=hint)
     items = _Items()
-    container = read_folder(files, path, names, Conventions(TORCH_DIST.name, items.paths, items.unread))
+    conventions = Conventions(TORCH_DIST.name, items.paths, items.unread, _without_aliases)
+    container = read_folder(files, path, names, conventions)
     state = _run_state(files, items.common)
-    container = replace(container, metadata={**container.metadata, MEGATRON: state.facts}, config=state.config())
+    container = replace(container, metadata={**container.metadata, MEGATRON: state.described()}, config=state.config())
     if weights == "fp32":
         container = _with_masters(container)
     container = _with_steps(container, state)
@@ -94,6 +95,20 @@ class _Items:
             return None
         # One for each layer, expert and rank: listed once.
         return Leaf((_SHARD.sub("", item.key),), "other", None, "pickled state of Megatron's")
+
+
+def _without_aliases(items: Sequence[SavedItem]) -> list[SavedItem]:
+    """Return the items without the optimizer's full-precision weights that are the model's own, byte for byte.
+
+    We write them so where the model's weights have full precision: two keys, one place.
+    """
+    weights = {item.key: item.chunks for item in items if _STATE.fullmatch(item.key) is None}
+
+    def is_alias(key: str, chunks: Sequence[SavedChunk]) -> bool:
+        match = _STATE.fullmatch(key)
+        return match is not None and match[1] in _MASTERS and bool(chunks) and weights.get(match[2]) == chunks
+
+    return [item for item in items if not is_alias(item.key, item.chunks)]
 
 
 def _path(key: str) -> KeyPath:

@@ -19,7 +19,7 @@ SHARDING = "fully_reshardable"
 """The form of the optimizer's state that loads at any degrees: in the model's shapes."""
 _VERSION = 3.0
 _EXPERTS = ".experts."
-_KEPT = ("opt_param_scheduler", "num_floating_point_operations_so_far", "rng_state")
+_KEPT = ("opt_param_scheduler", "num_floating_point_operations_so_far")
 _SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "max_lr", "min_lr")
 
 
@@ -44,6 +44,7 @@ def common_state(
     if optimizer is not None:
         content |= {"distrib_optim_sharding_type": SHARDING, "distrib_optim_fully_reshardable_mem_efficient": False}
         state["optimizer"] = optimizer
+        state["opt_param_scheduler"] = _scheduler(optimizer)
         state |= {key: facts[key] for key in _KEPT if key in facts}
     state["content_metadata"] = content
     found = arguments(config, names, vocabulary)
@@ -75,6 +76,32 @@ def optimizer_settings(
     made = _made_groups(groups, step)
     experts = [group | {"is_expert_parallel": True} for group in made if group["wd_mult"]] if has_experts else []
     return _chained([*made, *experts], has_experts)
+
+
+def step_of(optimizer: Mapping[Any, Any]) -> int:
+    """Return the steps that an optimizer has made, from its settings."""
+    return max((group.get("step", 0) for group in _own_groups(optimizer)), default=0)
+
+
+def _scheduler(optimizer: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the state of a scheduler that goes on with the learning rate and decay as they are.
+
+    Megatron asks that its own settings equal these, or for `--override-opt_param-scheduler`.
+    """
+    group: Mapping[str, Any] = next(iter(_own_groups(optimizer)), {})
+    decay = group.get("weight_decay", 0.0)
+    return {
+        "max_lr": group.get("max_lr", 0.0),
+        "min_lr": group.get("min_lr", 0.0),
+        "lr_warmup_steps": 0,
+        "num_steps": step_of(optimizer),
+        "lr_decay_style": "constant",
+        "lr_decay_steps": max(step_of(optimizer), 1),
+        "start_wd": decay,
+        "end_wd": decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": max(step_of(optimizer), 1),
+    }
 
 
 def _own_groups(optimizer: object) -> list[dict[str, Any]]:
