@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from transaxle.axes.layout.bind import split_slot
+from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.errors import Faults, refuse
 from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
@@ -50,6 +50,12 @@ _MASTER = "param"
 _STEP, GLOBAL_STEPS = "step", "global_steps"
 _EMBEDDING = "embedding.word_embeddings.weight"
 _MODULE = re.compile(r"(decoder\.|mtp\.)(.+)\.(?:weight|layer_norm_weight)")
+_JOINED = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+}
+"""Norm of Transformer Engine's modules -> its name in the local ones, in checkpoints."""
+_APART = re.compile(rf"(.+\.layers\.(?:\d+\.)?)({'|'.join(map(re.escape, _JOINED))})")
 _STATELESS = re.compile(r".*\.router")
 _ATTENTION = re.compile(r"(.+\.self_attention)\.linear_proj")
 
@@ -156,10 +162,8 @@ def _placed(
             payload, offset = files.place(tensor.dtype, shape)
             placed.append(PlacedChunk(start, shape, payload))
             extents.append(Extent(logical(start, code), logical(shape, code), f"{folder}/{payload.file}", offset))
-        chunks.append((tensor, placed))
-        if name in alone:
-            # Weights of full precision are the optimizer's own too: two keys, one place.
-            chunks.append((tensor._replace(path=(_key(alone[name]),)), placed))
+        same = [key for key in _other_keys(name, alone) if key not in keys]
+        chunks += [(tensor._replace(path=(key,)), placed) for key in (_key(name), *same)]
         entries[name] = Entry(name, code, tensor.spec.shape, tuple(extents))
     return entries, chunks
 
@@ -177,6 +181,21 @@ def _without_copies(tensors: Sequence[Spec], faults: Faults) -> dict[str, str]:
             message = "the optimizer's state has no full-precision copy of this weight, and Megatron needs one"
             faults.add("UNSUPPORTED", message, None, name, "Write the weights alone: --no-optimizer.")
     return alone
+
+
+def _other_keys(name: str, alone: Mapping[str, str]) -> Iterator[str]:
+    """Yield further keys of a tensor, under which it has the same place.
+
+    Weights of full precision are the optimizer's copies too. A norm that Transformer Engine keeps apart is part of the
+    linear layer in Megatron's local modules.
+    """
+    for each in (name, *([alone[name]] if name in alone else ())):
+        if each != name:
+            yield _key(each)
+        parameter, state = split_slot(each)
+        apart = _APART.fullmatch(parameter)
+        if apart is not None:
+            yield _key(join_slot(f"{apart[1]}{_JOINED[apart[2]]}", state))
 
 
 def _key(name: str) -> str:

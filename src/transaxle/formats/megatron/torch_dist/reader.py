@@ -98,17 +98,17 @@ class _Items:
 
 
 def _without_aliases(items: Sequence[SavedItem]) -> list[SavedItem]:
-    """Return the items without the optimizer's full-precision weights that are the model's own, byte for byte.
+    """Return the items without those that lie where an earlier one does: further names of one tensor.
 
-    We write them so where the model's weights have full precision: two keys, one place.
+    We write such names: see `draft`.
     """
-    weights = {item.key: item.chunks for item in items if _STATE.fullmatch(item.key) is None}
-
-    def is_alias(key: str, chunks: Sequence[SavedChunk]) -> bool:
-        match = _STATE.fullmatch(key)
-        return match is not None and match[1] in _MASTERS and bool(chunks) and weights.get(match[2]) == chunks
-
-    return [item for item in items if not is_alias(item.key, item.chunks)]
+    placed: set[tuple[SavedChunk, ...]] = set()
+    wanted = []
+    for item in items:
+        if item.dtype is None or not item.chunks or item.chunks not in placed:
+            wanted.append(item)
+            placed.add(item.chunks)
+    return wanted
 
 
 def _path(key: str) -> KeyPath:
