@@ -134,9 +134,7 @@ def make_plan(
     problems.extend(misnamed(target, form))
     source = checkpoint.source_of(wanted)
     outputs = _by_name(_outputs(view, names, encode.encoding if encode else ""), problems)
-    options = _draft_options(checkpoint, view, source, problems) | {"sealed": single, "config": checkpoint.config}
-    if "cuts" in get(form).draft_takes and wanted != IDENTITY:
-        options["cuts"] = chunk_cuts(view.targets, checkpoint.recognised.family.name_axes)
+    options = _draft_options(checkpoint, view, source, get(form), problems) | {"sealed": single}
     notes = _notes(checkpoint, wanted)
     draft, lost = _drafted(checkpoint, form, outputs, notes, options, None if single else shard_size, problems)
     tensors = _planned(source, outputs, draft, allow_lossy, problems)
@@ -330,8 +328,10 @@ def _notes(checkpoint: Checkpoint, wanted: str) -> dict[str, Any]:
     return joined(notes) if wanted == IDENTITY else without_notes(notes)
 
 
-def _draft_options(checkpoint: Checkpoint, view: View, source: Source, problems: list[Refusal]) -> dict[str, Any]:
-    """Return what drafts may take of the run: settings, with counters, and a way to read small tensors."""
+def _draft_options(
+    checkpoint: Checkpoint, view: View, source: Source, kind: Format, problems: list[Refusal]
+) -> dict[str, Any]:
+    """Return what drafts may take: settings and counters of the run, a way to read small tensors, where to cut."""
     stored_groups = checkpoint.container.metadata.get(GROUPS, ())
     groups = regrouped(stored_groups, view.targets, problems) if stored_groups else []
 
@@ -339,7 +339,12 @@ def _draft_options(checkpoint: Checkpoint, view: View, source: Source, problems:
         return StoredTensor(name, *view.described(name), view.targets[name], source).tobytes()
 
     run = {**checkpoint.metadata.get(RUN, {}), MEGATRON: checkpoint.metadata.get(MEGATRON, {}), GROUPS: groups}
-    return {"groups": groups, "run": run, "read": read}
+    reading = checkpoint.stored_names.recognition
+    if "cuts" not in kind.draft_takes or isinstance(reading, TransaxleError):
+        cuts = {}
+    else:
+        cuts = chunk_cuts(view.targets, reading.family.name_axes)
+    return {"groups": groups, "run": run, "read": read, "config": checkpoint.config, "cuts": cuts}
 
 
 def _carried(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]) -> dict[str, int]:
