@@ -58,8 +58,9 @@ def test_names_are_those_of_the_records() -> None:
     assert find("gguf") is None
     with pytest.raises(ValueError, match="gguf"):
         get("gguf")
-    assert [kind.name for kind in every_format()] == ["dcp", "deepspeed", "deepspeed-universal", "safetensors", "torch"]
-    assert writable() == ("safetensors", "torch", "dcp", "deepspeed-universal")
+    names = ["torch_dist", "dcp", "deepspeed", "deepspeed-universal", "safetensors", "torch"]
+    assert [kind.name for kind in every_format()] == names
+    assert writable() == ("safetensors", "torch", "dcp", "torch_dist", "deepspeed-universal")
 
 
 def test_files_are_claimed_by_their_ends() -> None:

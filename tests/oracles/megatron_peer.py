@@ -278,7 +278,7 @@ def local_model(config: Config) -> Iterator[Any]:
         try:
             parallel_state.initialize_model_parallel()
             known = hub.configuration(config)
-            settings = _transformer_config(known)
+            settings = transformer_config(known)
             layers = get_gpt_decoder_block_spec(settings, use_transformer_engine=False)
             if settings.multi_latent_attention:
                 for layer in layers.layer_specs:
@@ -331,7 +331,7 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _transformer_config(known: Any) -> Any:
+def transformer_config(known: Any) -> Any:
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 

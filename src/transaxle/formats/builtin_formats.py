@@ -88,6 +88,30 @@ DCP = Format(
     sidecars=frozenset({"common.pt", "metadata.json"}),  # of Megatron's distributed checkpoints
 )
 
+MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
+"""File beside the folders of Megatron's iterations that names the newest."""
+_ITERATIONS = r"iter_\d{7,}|release"
+TORCH_DIST = Format(
+    name="torch_dist",
+    title="a distributed checkpoint of Megatron",
+    clues=(
+        Clue(
+            "transaxle.formats.megatron.iterations:distributed",
+            5,
+            hint=rf"metadata\.json|{re.escape(MEGATRON_TRACKER)}|weights",
+        ),
+    ),
+    reader="transaxle.formats.megatron.torch_dist.reader:open_torch_dist",
+    reader_takes=frozenset({"weights"}),
+    draft="transaxle.formats.megatron.torch_dist.draft:draft",
+    draft_takes=frozenset({"config", "cuts", "run", "read"}),
+    dialects=("megatron_dist", "megatron_layers"),
+    openers=(MEGATRON_TRACKER,),
+    files=rf"\.metadata|__\d+_\d+{re.escape(DCP_DATA)}|common\.pt",
+    sidecars=frozenset({MEGATRON_TRACKER, "metadata.json"}),
+    steps=_ITERATIONS,
+)
+
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 DEEPSPEED_ZERO = "zero"
 MODEL_END = "_model_states.pt"
@@ -141,5 +165,5 @@ UNIVERSAL = Format(
     inner=DEEPSPEED_ZERO,
 )
 
-FORMATS = (SAFETENSORS, TORCH, DCP, UNIVERSAL, DEEPSPEED)
+FORMATS = (SAFETENSORS, TORCH, DCP, TORCH_DIST, UNIVERSAL, DEEPSPEED)
 """In the order in which lists show them."""

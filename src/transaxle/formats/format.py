@@ -87,7 +87,10 @@ class Format:
     """Keywords that the reader takes besides: `weights` (which precision), `cutter` (how ranks cut parameters)."""
     draft_takes: frozenset[str] = frozenset()
     """Keywords that the draft takes besides: `groups` (an optimizer's settings), `run` and `read` (what a training run
-    says of itself, and a reader of small tensors), `sealed` (leave room for digests in the one file)."""
+    says of itself, and a reader of small tensors), `sealed` (leave room for digests in the one file), `config` (the
+    model's), `cuts` (where tensors of several layers or experts are cut into chunks)."""
+    dialects: tuple[str, ...] = ()
+    """Dialects in which it is written unless the user names one: the first that fits. Empty: the source's own names."""
     dtypes: frozenset[str] | None = None
     """Types of tensors that it can hold, as safetensors codes; None: its draft refuses what it cannot."""
 

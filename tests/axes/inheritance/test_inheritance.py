@@ -183,6 +183,58 @@ def test_a_dialect_may_begin_anew_or_go_on_under_other_prefixes() -> None:
         child("family heir like base\ndialect hf, layers. = text.\n  without n\n")
 
 
+def test_an_axis_that_a_new_prefix_lacks_is_the_first_dim() -> None:
+    text = """family stack
+  axes l=layers e=experts d=hidden
+  n     : l d
+  up    : l e d
+  extra : l d when l >= 2
+dialect hf
+  place block = layers.{l} when not extra
+  place block = tail.{l}   when extra
+  {block}.norm         = n[d]
+  up.{l}.{e}           = [[up:d]]
+  tail.{l}.extra       = extra[d]
+  also layers.{l}.norm_before = n[d]
+  ignore layers.{l}.buffer
+dialect stacked like hf, layers.{l}. = layers.
+dialect whole like hf, up.{l}.{e} = up
+"""
+    family = only(text)
+    assert lines(family, "stacked") == [
+        "layers.norm = n[l d] when not extra",
+        "tail.{l}.norm = n[d] when extra",
+        "up.{l}.{e} = [[up:d]]",
+        "tail.{l}.extra = extra[d]",
+        "layers.norm_before = n[l d]",
+    ]
+    assert "up = [l e [up:d]]" in lines(family, "whole")
+
+
+def test_a_stack_of_layers_that_differ_is_refused() -> None:
+    text = """family stack
+  axes l=layers d=hidden
+  n     : l d
+  extra : l d when l in marked
+dialect hf
+  layers.{l}.norm  = n[d]
+  layers.{l}.extra = extra[d]
+dialect other like hf
+  layers.{l}.norm       = n[d] when not extra
+  layers.{l}.extra.norm = n[d] when extra
+dialect stacked like other, layers.{l}. = layers.
+"""
+    family = only(text)
+    norms = {f"layers.{number}.norm": arange(4, start=4 * number) for number in range(3)}
+    config: dict[str, object] = {"layers": 3, "hidden": 4, "marked": [1]}
+    uneven = translated(family, "hf", "stacked", Store(norms | {"layers.1.extra": arange(4)}), config)
+    assert any("holds for some of them only" in refusal.message for refusal in uneven.refusals)
+    for marked, name in (([], "layers.norm"), ([0, 1, 2], "layers.extra.norm")):
+        store = Store(norms | {f"layers.{number}.extra": arange(4) for number in marked})
+        stack = carried(family, "hf", "stacked", store, config | {"marked": marked})[name]
+        assert stack.tolist() == arange(3, 4).tolist()
+
+
 def test_places_of_a_family_can_be_others() -> None:
     family = child("family heir like base\ndialect other\n  place block = model.{l}\n")
     assert lines(family, "other")[:2] == ["model.{l}.n = n[d]", "model.{l}.up_gate = [[up:f | gate:f] d] when up"]
@@ -203,7 +255,7 @@ def test_alternatives_of_a_place_and_of_a_name_count_together() -> None:
     text = f"family heir like base\ndialect other\n  place block = ({eight}).{{l}}\n  {{block}}.({nine}) = n[d]\n"
     ((line, message),) = faults(text)
     assert line == 4
-    assert "at most 64 names for one line; these are 72" in message
+    assert "at most 64 names for one line; these are more" in message
 
 
 PROBLEMS = [

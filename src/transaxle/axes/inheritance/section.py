@@ -3,6 +3,7 @@
 dialect hf                                       # in a family that is like another: goes on with its dialect hf
 dialect joined like hf                           # every line of hf, but for the tensors named here
 dialect transformers like hf, backbone. = model. # and with another prefix
+dialect stacked like hf, layers.{l}. = layers.   # an axis that the new prefix lacks is the first dim instead
   without q_norm                                 # takes over no line of this tensor
   place block = layers.{l}      when not enorm   # a beginning of names that depends on a condition
   place block = mtp.{l-L}       when enorm
@@ -17,6 +18,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
+from typing import NamedTuple
 
 from transaxle.axes.inheritance.statement import (
     ALSO,
@@ -35,7 +37,7 @@ _HEAD = re.compile(
     rf"dialect\s+({WORD})(?:\s+([0-9][\w.]*))?(?:\s+of\s+({WORD}))?(?:\s+like\s+({WORD}(?:@[\w.]+)?))?((?:\s*,[^,]*)*)"
 )
 _RENAME = re.compile(r"([^\s=]+)\s*=\s*([^\s=]*)")
-_PLACE = re.compile(rf"place\s+({WORD})\s*=\s*(\S+)")
+_PLACE = re.compile(rf"place\s+({WORD})\s*=\s*([^\s\[]+)(?:\[\s*({WORD}(?:\s+{WORD})*)\s*\])?")
 _HOLE = re.compile(rf"\{{({WORD})\}}")
 _CHOICE = re.compile(r"\(([^()]*\|[^()]*)\)")
 _MOST_NAMES = 64
@@ -108,6 +110,17 @@ def age(version: str | None) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall("[0-9]+", version or ""))
 
 
+class _Place(NamedTuple):
+    """A beginning of names that a `place` statement gives."""
+
+    beginning: str
+    """e.g. `layers.{l}`."""
+    axes: Sequence[str]
+    """Axes that are the first dims of its tensors, e.g. `l` in `place block = layers[l]`."""
+    when: str | None
+    """Its condition."""
+
+
 class Sections:
     """The dialects of one family, each with all that it takes over.
 
@@ -148,7 +161,7 @@ class Sections:
     def flat(self, label: str) -> tuple[Statement, ...]:
         """Return the lines of a dialect spelled out: one stored name each, and names that are ignored."""
         statements = self.gathered(label)
-        places: dict[str, list[tuple[str, str | None]]] = {}
+        places: dict[str, list[_Place]] = {}
         for statement in statements:
             if statement.kind == PLACE:
                 self._keep_place(statement, places)
@@ -158,17 +171,15 @@ class Sections:
                 spelled.extend(self._spelled(statement, places))
         return tuple(spelled)
 
-    def _keep_place(self, statement: Statement, places: dict[str, list[tuple[str, str | None]]]) -> None:
+    def _keep_place(self, statement: Statement, places: dict[str, list[_Place]]) -> None:
         text, when = split_when(statement.text)
         match = _PLACE.fullmatch(text)
         if match is None:
             self.problems.append(statement.problem("'place NAME = BEGINNING when CONDITION'"))
         else:
-            places.setdefault(match[1], []).append((match[2], when))
+            places.setdefault(match[1], []).append(_Place(match[2], (match[3] or "").split(), when))
 
-    def _spelled(
-        self, statement: Statement, places: Mapping[str, Sequence[tuple[str, str | None]]]
-    ) -> Iterator[Statement]:
+    def _spelled(self, statement: Statement, places: Mapping[str, Sequence[_Place]]) -> Iterator[Statement]:
         """Yield the lines that one with places and alternatives stands for: the first alternative is written, the
         others are read only.
         """
@@ -176,23 +187,24 @@ class Sections:
             yield statement
             return
         word, name, rest = _parts(statement)
-        text, when = split_when(rest)
-        spelled: list[tuple[bool, str, str | None]] = []
+        bare, when = split_when(rest)
+        spelled: list[tuple[bool, str, str, str | None]] = []
         for number, alternative in enumerate(islice(_alternatives(name), _MOST_NAMES + 1)):
             used = list(dict.fromkeys(hole for hole in _HOLE.findall(alternative) if hole in places))
             for at in product(*(places[hole] for hole in used)):
-                placed, conditions = alternative, [*(where for _, where in at), when]
-                for hole, (beginning, _) in zip(used, at, strict=True):
-                    placed = placed.replace(f"{{{hole}}}", beginning)
+                placed, conditions = alternative, [*(place.when for place in at), when]
+                for hole, place in zip(used, at, strict=True):
+                    placed = placed.replace(f"{{{hole}}}", place.beginning)
+                text = stacked(bare, [axis for place in at for axis in place.axes])
                 for second, spelling in enumerate(islice(_alternatives(placed), _MOST_NAMES + 1)):
-                    spelled.append((not number and not second, spelling, both(conditions)))
+                    spelled.append((not number and not second, spelling, text, both(conditions)))
                 if len(spelled) > _MOST_NAMES:
                     self.problems.append(statement.problem(f"at most {_MOST_NAMES} names for one line; these are more"))
                     return
-        if [spelling for _, spelling, _ in spelled] == [name]:
+        if [spelling for _, spelling, _, _ in spelled] == [name]:
             yield statement
             return
-        for first, spelling, condition in spelled:
+        for first, spelling, text, condition in spelled:
             kind = word if first or word == IGNORE else ALSO
             tail = text if condition is None or word == IGNORE else f"{text} when {condition}"
             yield statement.named(" ".join(part for part in (kind, spelling, tail) if part))
@@ -218,10 +230,16 @@ def _parts(statement: Statement) -> tuple[str, str, str]:
     return "" if kind == LINE else kind, name.strip(), f"= {rest.strip()}"
 
 
+def stacked(text: str, axes: Sequence[str]) -> str:
+    """Return the expression of a line with further axes as its first dims."""
+    return text.replace("[", f"[{' '.join(axes)} ", 1) if axes else text
+
+
 def renamed(statement: Statement, renames: Renames, used: set[str]) -> Iterator[Statement]:
     """Yield a statement with the longest prefix that its name has replaced; add the old one to `used`.
 
-    A name that begins with alternatives is taken apart where one of them is concerned: the first is written.
+    A name that begins with alternatives is taken apart where one of them is concerned: the first is written. Axes that
+    the old prefix numbers and the new one does not become the first dims.
     """
     if statement.kind == WITHOUT:
         yield statement
@@ -233,23 +251,26 @@ def renamed(statement: Statement, renames: Renames, used: set[str]) -> Iterator[
         word, name, rest = f"{word} {name} =", f"{beginning}.", condition.strip()
     names = list(islice(_alternatives(name), _MOST_NAMES)) if name.startswith("(") and not place else [name]
     changed = [_with_prefix(each, renames, used) for each in names]
-    if changed == names:
+    if [each for each, _ in changed] == names:
         yield statement
         return
-    for number, each in enumerate(changed):
+    for number, (each, moved) in enumerate(changed):
         first = word if not number or word == IGNORE else ALSO
-        yield statement.named(
-            " ".join(part for part in (first, each.removesuffix(".") if place else each, rest) if part)
-        )
+        if place:
+            parts = (first, each.removesuffix(".") + (f"[{' '.join(moved)}]" if moved else ""), rest)
+        else:
+            parts = (first, each, rest if word == IGNORE else stacked(rest, moved))
+        yield statement.named(" ".join(part for part in parts if part))
 
 
-def _with_prefix(name: str, renames: Renames, used: set[str]) -> str:
+def _with_prefix(name: str, renames: Renames, used: set[str]) -> tuple[str, list[str]]:
+    """Return a name with its new prefix, and the axes that this prefix lacks."""
     fitting = [(old, new) for old, new in renames if name == old or (old.endswith(".") and name.startswith(old))]
     if not fitting:
-        return name
+        return name, []
     old, new = max(fitting, key=lambda pair: len(pair[0]))
     used.add(old)
-    return new + name[len(old) :]
+    return new + name[len(old) :], [axis for axis in _HOLE.findall(old) if f"{{{axis}}}" not in new]
 
 
 def merged(

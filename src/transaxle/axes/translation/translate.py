@@ -26,6 +26,9 @@ from transaxle.axes.translation.holdings import Holdings, LineSources, SourceTen
 from transaxle.axes.translation.undecided_lines import LineConditions
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 
+_MOST_INDICES = 100_000
+"""Cap on the indices of an axis for which a condition is asked: a config may claim any size."""
+
 
 @dataclass(frozen=True)
 class Translation:
@@ -174,6 +177,8 @@ class _Translator:
         keys = dict.fromkeys(key for by_component in parts.values() for key in by_component)
         if not keys:
             return
+        if not self._holds_throughout(line):
+            return
         rewritten = self.basis.rewrite(line.expression)
         # None (not known yet) counts as possible: the encoding of the tensor, known below, decides then.
         possible_keys = [key for key in keys if self.conditions.holds(line, self._index(line, key)) is not False]
@@ -203,6 +208,25 @@ class _Translator:
             self._used.update((origin.name, origin.component) for origin in places)
             if len(by_component) == 1:
                 self._single[line.expression.components[0], slot, frozenset(index.items())] = name
+
+    def _holds_throughout(self, line: Line) -> bool:
+        """Tell whether the condition of a line holds along its dims: all layers in one tensor are of one kind.
+
+        Raises:
+            Refused: UNSUPPORTED where it holds for some indices of an axis only.
+        """
+        if line.when is None:
+            return True
+        known = self.sizes.at({})
+        for axis in sorted(line.expression.axes & self.bound.family.name_axes & known.keys()):
+            found = {self.holdings.holds(line.when, {axis: i}) for i in range(min(known[axis], _MOST_INDICES))}
+            if found == {False}:
+                return False
+            if {True, False} <= found:
+                message = f"{line.text}\nis one tensor for all of {axis}, but holds for some of them only"
+                hint = f"Choose another dialect: in {self.target.label}, tensors along {axis} are all of one kind."
+                raise refuse("UNSUPPORTED", message, hint=hint)
+        return True
 
     def _index(self, line: Line, key: Index) -> dict[str, int]:
         return dict(zip(line.name.axes, key, strict=True))

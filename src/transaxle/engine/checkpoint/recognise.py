@@ -300,10 +300,12 @@ class StoredNames:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The model's config.json: the user's, or the checkpoint's; empty where there is none."""
+        """The model's config.json: the user's, or the checkpoint's; without one, what its own files say of sizes."""
         if self._settings.config is not None:
             return self._settings.config
-        return stored_config(self._container.storage) if CONFIG in self._container.carried else {}
+        if CONFIG in self._container.carried:
+            return stored_config(self._container.storage)
+        return self._container.config
 
     @property
     def recognised(self) -> Recognised:

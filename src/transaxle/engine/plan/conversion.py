@@ -14,6 +14,7 @@ from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
 from transaxle.engine.copying.arithmetic import steps
 from transaxle.engine.copying.duplicate_checks import plan_checks
 from transaxle.engine.copying.source import Source
+from transaxle.engine.plan.chunk_cuts import chunk_cuts
 from transaxle.engine.plan.counted_axes import counted
 from transaxle.engine.plan.hub_weights import published
 from transaxle.engine.plan.model_config import rewritten
@@ -34,7 +35,7 @@ from transaxle.formats.dtype import nbytes
 from transaxle.formats.format import Format
 from transaxle.formats.registry import find, get, writable
 from transaxle.formats.storage.storage import VirtualFiles, layer
-from transaxle.formats.training_state.state import LEFT_BEHIND, ROOT, RUN
+from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, ROOT, RUN
 from transaxle.formats.training_state.state_groups import GROUPS
 from transaxle.move.transfer import Transfer
 
@@ -122,7 +123,7 @@ def make_plan(
     if shard_size < 1:
         raise ValueError(f"shard_size must be positive, not {shard_size}")
     form, label = parse_to(to)
-    wanted = label or IDENTITY
+    wanted = label or _written_in(checkpoint, get(form))
     checkpoint, hub_refusals = _for_hub(checkpoint) if for_hub(to) else (checkpoint, [])
     view, names, problems = _viewed(checkpoint, wanted, encode, bare=wanted == to)
     unknown = checkpoint.foreign(wanted)
@@ -133,7 +134,7 @@ def make_plan(
     problems.extend(misnamed(target, form))
     source = checkpoint.source_of(wanted)
     outputs = _by_name(_outputs(view, names, encode.encoding if encode else ""), problems)
-    options = _draft_options(checkpoint, view, source, problems) | {"sealed": single}
+    options = _draft_options(checkpoint, view, source, get(form), problems) | {"sealed": single}
     notes = _notes(checkpoint, wanted)
     draft, lost = _drafted(checkpoint, form, outputs, notes, options, None if single else shard_size, problems)
     tensors = _planned(source, outputs, draft, allow_lossy, problems)
@@ -169,6 +170,24 @@ def make_plan(
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
     )
     return Prepared(plan, checkpoint, draft)
+
+
+def _written_in(checkpoint: Checkpoint, kind: Format) -> str:
+    """Return the dialect in which a format is written where none is named: the first of its own that fits.
+
+    Raises:
+        UsageError: UNKNOWN_FAMILY, AMBIGUOUS where the format has dialects and the family is not known, or has none.
+    """
+    if not kind.dialects:
+        return IDENTITY
+    family = checkpoint.recognised.family
+    known = [label for label in kind.dialects if family.dialect(label) is not None]
+    if not known:
+        listed = ", ".join(family.labels)
+        message = f"{kind.name} has tensors of the dialect {kind.dialects[0]}, and family {family.name} has: {listed}"
+        hint = f"Add the dialect with --rules FILE, or write the names that there are: --to {kind.name}:{IDENTITY}"
+        raise refuse("UNSUPPORTED", message, hint=hint)
+    return next((label for label in known if not checkpoint.translation(label).refusals), known[-1])
 
 
 def _for_hub(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
@@ -309,15 +328,23 @@ def _notes(checkpoint: Checkpoint, wanted: str) -> dict[str, Any]:
     return joined(notes) if wanted == IDENTITY else without_notes(notes)
 
 
-def _draft_options(checkpoint: Checkpoint, view: View, source: Source, problems: list[Refusal]) -> dict[str, Any]:
-    """Return what drafts may take of the run: settings, with counters, and a way to read small tensors."""
+def _draft_options(
+    checkpoint: Checkpoint, view: View, source: Source, kind: Format, problems: list[Refusal]
+) -> dict[str, Any]:
+    """Return what drafts may take: settings and counters of the run, a way to read small tensors, where to cut."""
     stored_groups = checkpoint.container.metadata.get(GROUPS, ())
     groups = regrouped(stored_groups, view.targets, problems) if stored_groups else []
 
     def read(name: str) -> bytes:
         return StoredTensor(name, *view.described(name), view.targets[name], source).tobytes()
 
-    return {"groups": groups, "run": {**checkpoint.metadata.get(RUN, {}), GROUPS: groups}, "read": read}
+    run = {**checkpoint.metadata.get(RUN, {}), MEGATRON: checkpoint.metadata.get(MEGATRON, {}), GROUPS: groups}
+    reading = checkpoint.stored_names.recognition
+    if "cuts" not in kind.draft_takes or isinstance(reading, TransaxleError):
+        cuts = {}
+    else:
+        cuts = chunk_cuts(view.targets, reading.family.name_axes)
+    return {"groups": groups, "run": run, "read": read, "config": checkpoint.config, "cuts": cuts}
 
 
 def _carried(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]) -> dict[str, int]:

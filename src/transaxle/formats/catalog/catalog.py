@@ -114,6 +114,8 @@ class Container:
     """State beside model and optimizer; see `formats.training_items`."""
     seals: tuple[Seal, ...] = ()
     """Places where files keep digests of all their bytes; `verify` checks them."""
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """What its own files say of the model, under the keys of a config.json; used where there is none."""
 
     @property
     def nbytes(self) -> int:

@@ -46,6 +46,12 @@ class NumbersInMemory(Overlay):
         super().__init__(below)
         self._numbers = bytearray()
 
+    def over(self, below: Storage) -> NumbersInMemory:
+        """Return the same numbers on top of other files."""
+        moved = NumbersInMemory(below)
+        moved._numbers = self._numbers
+        return moved
+
     def add(self, data: bytes) -> Extent:
         """Keep the bytes of one number and return where they are."""
         extent = Extent((), (), NUMBERS, len(self._numbers))

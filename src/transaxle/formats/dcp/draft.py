@@ -7,51 +7,35 @@ into runs of whole rows, so that its bytes still follow one another.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from transaxle.errors import Faults, TransaxleError
+from transaxle.errors import Faults
 from transaxle.formats.builtin_formats import DCP
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
-from transaxle.formats.dcp.byte_items import LARGEST, frame
 from transaxle.formats.dcp.key_names import as_numbered, flat_path, group_path, path_of
-from transaxle.formats.dcp.metadata import DATA_FILE, METADATA, MODULES, Payload
-from transaxle.formats.dtype import PACKED, Shape, code_of, logical, nbytes
-from transaxle.formats.pickled.descriptors import CODES, DType, Global, Object
+from transaxle.formats.dcp.metadata import METADATA, Payload
+from transaxle.formats.dcp.written_chunks import (
+    DTYPES,
+    ChunksByTensor,
+    DataFiles,
+    PlacedChunk,
+    PlacedObjects,
+    TorchTensor,
+    as_torch_tensor,
+    cut,
+    metadata_of,
+)
+from transaxle.formats.dtype import code_of, logical
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.torch_file.draft import saved, surround
-from transaxle.formats.torch_file.zip.layout import ALIGNMENT
 from transaxle.formats.training_state.state import KeyPath, joined
 from transaxle.formats.training_state.state_groups import PARAMS, ParamGroup
 
-VERSION = "1.0.0"
-"""torch's version number for this form of the metadata."""
-
 _MOST_FLAT = 200_000
 """Cap on the flattened settings of single parameters; beyond it, only those of groups are written."""
-_DTYPES = {code: DType(name) for name, code in CODES.items()}
-_METADATA_MODULE = f"{MODULES[0]}.metadata"
-_STORED_MODULE = f"{MODULES[0]}.filesystem"
-
-
-class _TorchTensor(NamedTuple):
-    """A tensor to be written, as torch counts it."""
-
-    spec: Spec
-    path: KeyPath
-    dtype: DType
-    shape: Shape
-    size: int
-    """Bytes."""
-
-
-class _PlacedChunk(NamedTuple):
-    start: Shape
-    shape: Shape
-    payload: Payload
 
 
 def draft(
@@ -76,175 +60,32 @@ def draft(
     del metadata
     faults = Faults()
     names_by_key: dict[str, str] = {}
-    torch_tensors = [_as_torch_tensor(spec, names_by_key, faults) for spec in tensors]
+    torch_tensors = [as_torch_tensor(spec, path_of(spec.name), names_by_key, faults) for spec in tensors]
     if faults:
         raise faults.error()
-    files = _DataFiles(shard_size)
+    files = DataFiles(shard_size)
     entries: dict[str, Entry] = {}
-    chunks: list[tuple[_TorchTensor, list[_PlacedChunk]]] = []
+    chunks: list[tuple[TorchTensor, list[PlacedChunk]]] = []
     for tensor in torch_tensors:
         assert tensor is not None
         placed, extents = [], []
-        for start, shape in _cut(tensor, files.limit):
+        for start, shape in cut(tensor, files.limit):
             payload, offset = files.place(tensor.dtype, shape)
-            placed.append(_PlacedChunk(start, shape, payload))
+            placed.append(PlacedChunk(start, shape, payload))
             code = tensor.spec.dtype
             extents.append(Extent(logical(start, code), logical(shape, code), payload.file, offset))
         chunks.append((tensor, placed))
         entries[tensor.spec.name] = Entry(tensor.spec.name, tensor.spec.dtype, tensor.spec.shape, tuple(extents))
     objects = _settings(groups, files, names_by_key, chunks)
     fragments, sizes = files.finished()
-    described_by = write_pickle(_metadata(chunks, objects))
+    described_by = write_pickle(metadata_of(chunks, objects))
     fragments.append(Fragment(METADATA, 0, described_by))
     return Draft(DCP.name, entries, {**sizes, METADATA: len(described_by)}, tuple(fragments))
 
 
-def _as_torch_tensor(spec: Spec, names_by_key: dict[str, str], faults: Faults) -> _TorchTensor | None:
-    """Return a tensor as torch counts it; every obstacle to writing it becomes a fault."""
-    shown = spec.name.encode("utf-8", "backslashreplace").decode()
-    path = path_of(spec.name)
-    key = joined(path)
-    if key in names_by_key:
-        complaint = (
-            "two tensors have this name"
-            if names_by_key[key] == spec.name
-            else f"{names_by_key[key]!r} has the same key, {key!r}"
-        )
-        faults.add("NAME_COLLISION", complaint, None, shown)
-    names_by_key[key] = spec.name
-    if spec.name != shown:
-        faults.add("UNSUPPORTED", "the name is not valid Unicode", None, shown)
-    dtype = _DTYPES.get(spec.dtype)
-    if dtype is None:
-        hint = "Choose a format that can hold this tensor, or leave it out."
-        faults.add("UNSUPPORTED", f"torch has no dtype for {spec.dtype}", None, shown, hint)
-        return None
-    try:
-        size = nbytes(spec.dtype, spec.shape)
-    except TransaxleError as error:
-        faults.add(error.code, error.refusals[0].message, None, shown)
-        return None
-    shape, packed = spec.shape, PACKED.get(spec.dtype, 1)
-    if packed > 1:
-        if not shape or shape[-1] % packed:
-            message = (
-                f"torch packs {packed} elements of {spec.dtype} into one; the last dim of {list(shape)} is not a "
-                f"multiple of {packed}"
-            )
-            faults.add("SHAPE_MISMATCH", message, None, shown)
-            return None
-        shape = (*shape[:-1], shape[-1] // packed)
-    return _TorchTensor(spec, path, dtype, shape, size)
-
-
-def _cut(tensor: _TorchTensor, limit: int) -> Iterator[tuple[Shape, Shape]]:
-    """Cut a tensor into boxes of at most `limit` bytes, each a run of its row-major bytes, in order."""
-    start = (0,) * len(tensor.shape)
-    if tensor.size <= limit:
-        yield start, tensor.shape
-    else:
-        yield from _runs(tensor.shape, tensor.size // math.prod(tensor.shape), max(limit, 1))
-
-
-def _runs(shape: Shape, item: int, limit: int) -> Iterator[tuple[Shape, Shape]]:
-    if not shape:
-        yield (), ()
-        return
-    row = item * math.prod(shape[1:])
-    rows = limit // row
-    if rows:
-        inner_start = (0,) * (len(shape) - 1)
-        for first_row in range(0, shape[0], rows):
-            yield (first_row, *inner_start), (min(rows, shape[0] - first_row), *shape[1:])
-        return
-    for at in range(shape[0]):
-        for start, sizes in _runs(shape[1:], item, limit):
-            yield (at, *start), (1, *sizes)
-
-
-class _DataFiles:
-    """The data files, filled one after the other: archives at multiples of their alignment, zeros between."""
-
-    def __init__(self, shard_size: int | None) -> None:
-        self.limit = LARGEST if shard_size is None else min(shard_size, LARGEST)
-        """Bytes of a tensor that may go into one archive."""
-        self._shard_size = shard_size
-        self._sizes: dict[str, int] = {}
-        self._fragments: list[Fragment] = []
-        self._pending = bytearray()
-        self._file = ""
-        self._end = 0
-        """Bytes of the current file so far."""
-        self._tensor_bytes = 0
-        """Bytes of tensors in it."""
-        self._begin()
-
-    def place(self, dtype: DType, shape: Shape) -> tuple[Payload, int]:
-        """Place a chunk; return the place of its archive, and where in the file the chunk itself begins."""
-        size = _bytes_of(dtype, shape)
-        if self._shard_size is not None and self._tensor_bytes and self._tensor_bytes + size > self._shard_size:
-            self._close()
-            self._begin()
-        head, tail = frame(dtype, shape, size)
-        begin = self._end
-        data = begin + len(head)
-        self._flush(head)
-        self._end = data + size
-        payload = Payload(self._file, begin, len(head) + size + len(tail))
-        self._pending += tail
-        self._pending += bytes(-(self._end + len(self._pending)) % ALIGNMENT)
-        self._end += len(self._pending)
-        self._tensor_bytes += size
-        return payload, data
-
-    def put(self, dtype: DType, value: bytes) -> Payload:
-        """Place a tensor without dims whose bytes are known."""
-        payload, offset = self.place(dtype, ())
-        self._fragments.append(Fragment(payload.file, offset, value))
-        return payload
-
-    def keep(self, archive: bytes) -> Payload:
-        """Place an archive whose bytes are known."""
-        payload = Payload(self._file, self._end, len(archive))
-        padded = archive + bytes(-len(archive) % ALIGNMENT)
-        self._pending += padded
-        self._end += len(padded)
-        return payload
-
-    def finished(self) -> tuple[list[Fragment], dict[str, int]]:
-        """Return the bytes outside the tensors, and the sizes of the files."""
-        self._close()
-        return self._fragments, self._sizes
-
-    def _begin(self) -> None:
-        self._file = f"__0_{len(self._sizes)}{DATA_FILE}"
-        self._sizes[self._file] = 0
-        self._end = self._tensor_bytes = 0
-
-    def _flush(self, head: bytes) -> None:
-        """Add the bytes between two tensors as one fragment."""
-        bytes_between = bytes(self._pending) + head
-        if bytes_between:
-            self._fragments.append(Fragment(self._file, self._end - len(self._pending), bytes_between))
-        self._pending.clear()
-
-    def _close(self) -> None:
-        self._flush(b"")
-        self._sizes[self._file] = self._end
-
-
-def _bytes_of(dtype: DType, shape: Shape) -> int:
-    """Return the bytes of a chunk whose shape is torch's."""
-    return nbytes(dtype.code, logical(shape, dtype.code))
-
-
-_ChunksByTensor = list[tuple[_TorchTensor, list[_PlacedChunk]]]
-_PlacedObjects = list[tuple[KeyPath, Payload]]
-
-
 def _settings(
-    groups: Sequence[ParamGroup], files: _DataFiles, tensor_keys: Collection[str], chunks: _ChunksByTensor
-) -> _PlacedObjects:
+    groups: Sequence[ParamGroup], files: DataFiles, tensor_keys: Collection[str], chunks: ChunksByTensor
+) -> PlacedObjects:
     """Place the settings of an optimizer; those that are equal share one archive.
 
     Args:
@@ -257,7 +98,7 @@ def _settings(
         the others, each with its path.
     """
     shared_archives: dict[str, Payload] = {}
-    objects: _PlacedObjects = []
+    objects: PlacedObjects = []
     keys_so_far = set(tensor_keys)
     for path, value in _by_path(groups):
         if joined(path) in keys_so_far:
@@ -265,8 +106,8 @@ def _settings(
         keys_so_far.add(joined(path))
         if isinstance(value, np.generic):
             code = code_of(value.dtype)
-            tensor = _TorchTensor(Spec(joined(path), code, ()), path, _DTYPES[code], (), value.nbytes)
-            chunks.append((tensor, [_PlacedChunk((), (), files.put(_DTYPES[code], value.tobytes()))]))
+            tensor = TorchTensor(Spec(joined(path), code, ()), path, DTYPES[code], (), value.nbytes)
+            chunks.append((tensor, [PlacedChunk((), (), files.put(DTYPES[code], value.tobytes()))]))
             continue
         if repr(value) not in shared_archives:
             storages: list[int | bytes] = []
@@ -288,54 +129,3 @@ def _by_path(groups: Sequence[ParamGroup]) -> Iterator[tuple[KeyPath, Any]]:
             for setting, value in group.items():
                 if setting != PARAMS and isinstance(as_numbered(parameter), str):
                     yield flat_path(parameter, setting), value
-
-
-def _metadata(tensors: _ChunksByTensor, objects: _PlacedObjects) -> Object:
-    """Return the description of everything, as torch's classes hold it."""
-    properties = {tensor.dtype: _properties(tensor.dtype) for tensor, _ in tensors}
-    described, paths, stored = {}, {}, {}
-    for tensor, chunks in tensors:
-        key = joined(tensor.path)
-        boxes = [_made("ChunkStorageMetadata", offsets=_size(c.start), sizes=_size(c.shape)) for c in chunks]
-        described[key] = _made(
-            "TensorStorageMetadata", properties=properties[tensor.dtype], size=_size(tensor.shape), chunks=boxes
-        )
-        paths[key] = tensor.path
-        for number, (start, _, payload) in enumerate(chunks):
-            index = _made("MetadataIndex", fqn=key, index=number, offset=_size(start))
-            stored[index] = _place(payload)
-    for path, payload in objects:
-        key = joined(path)
-        described[key] = Object(Global(_METADATA_MODULE, "BytesStorageMetadata"), new=True)
-        paths[key] = path
-        stored[_made("MetadataIndex", fqn=key, index=None, offset=None)] = _place(payload)
-    about = _made("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[])
-    return _made(
-        "Metadata",
-        state_dict_metadata=described,
-        planner_data=paths,
-        storage_data=stored,
-        storage_meta=about,
-        version=VERSION,
-    )
-
-
-def _place(payload: Payload) -> Object:
-    state = {"relative_path": payload.file, "offset": payload.offset, "length": payload.length}
-    return Object(Global(_STORED_MODULE, "_StorageInfo"), state=state, new=True)
-
-
-def _properties(dtype: DType) -> Object:
-    layout = Object(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    memory_format = Object(Global(_METADATA_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
-    return Object(
-        Global(_METADATA_MODULE, "TensorProperties"), state=(dtype, layout, False, memory_format, False), new=True
-    )
-
-
-def _made(name: str, **fields: object) -> Object:
-    return Object(Global(_METADATA_MODULE, name), state=fields, new=True)
-
-
-def _size(counts: Shape) -> Object:
-    return Object(Global("torch", "Size"), (counts,))

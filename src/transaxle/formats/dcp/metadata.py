@@ -48,16 +48,23 @@ _MEMORY_PER_BYTE, _MOST_MEMORY = 64, 8 << 30
 """
 _SPARSE = "a {} layout is not supported; only dense tensors are"
 
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
 _GLOBALS = {
     name: tuple(Global(f"{package}.{module}", name) for package in MODULES) for name, module in _CLASSES.items()
 }
 """Class -> its possible names."""
+_GLOBALS["Metadata"] += (Global(_MEGATRON, "MCoreMetadata"),)  # megatron-core 0.15
+_PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
+"""Classes of torch's planner: Megatron keeps the plans of all ranks beside the metadata."""
 
 
 def _names() -> Iterator[tuple[str, str]]:
     for names_of_class in _GLOBALS.values():
         for global_name in names_of_class:
             yield global_name.module, global_name.name
+    for name in _PLANNER:
+        yield f"{MODULES[0]}.planner", name
+    yield _MEGATRON, "MCoreSavePlan"  # up to megatron-core 0.15
     for module in _PROPERTIES:
         yield module, "TensorProperties"
         for formats in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"):

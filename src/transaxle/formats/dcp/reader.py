@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from transaxle.errors import Faults, TransaxleError
@@ -24,7 +24,7 @@ from transaxle.formats.dcp.metadata import METADATA, SavedChunk, SavedItem, read
 from transaxle.formats.dtype import ITEM_BITS, logical
 from transaxle.formats.pickled.descriptors import NOTHING, Scalar
 from transaxle.formats.storage.storage import Storage, checked_parts
-from transaxle.formats.training_state.state import ROOT, Leaf, arrange
+from transaxle.formats.training_state.state import ROOT, KeyPath, Leaf, arrange
 from transaxle.formats.training_state.state_groups import single
 
 _RANK = re.compile(DCP_RANK)
@@ -56,19 +56,38 @@ def open_dcp(storage: Storage, path: str, member: str) -> Container:
             SHAPE_MISMATCH, UNSUPPORTED: every problem found, each with file and item.
         StorageError: IO.
     """
-    faults = Faults()
     metadata_names = (member,) if member == METADATA else metadata_files(set(storage.names()) - {METADATA})
-    items = _items(storage, metadata_names, faults)
+    return read_folder(storage, path, metadata_names, Conventions())
+
+
+def read_folder(storage: Storage, path: str, metadata_names: Sequence[str], conventions: Conventions) -> Container:
+    """Read what metadata files describe, as `open_dcp` does.
+
+    Args:
+        storage: the files.
+        path: the path as typed.
+        metadata_names: `.metadata`, or that of every rank.
+        conventions: of the program that saved it.
+
+    Raises:
+        Refused: see `open_dcp`.
+        StorageError: IO.
+    """
+    faults = Faults()
+    member = metadata_names[0]
+    items = _items(storage, metadata_names, conventions, faults)
     sizes = _sizes(storage, items, member, faults)
     if faults:
         raise faults.error()
     inline = NumbersInMemory(storage)
     payloads = Payloads(inline, sizes, faults)
-    leaves = [leaf for item in items if (leaf := _leaf(item, payloads, faults))]
+    leaves = [
+        leaf for item in items if (leaf := conventions.known(item.item) or _leaf(item, payloads, faults)) is not None
+    ]
     payloads.check_overlaps()
     if faults:
         raise faults.error()
-    paths, wrapper = paths_within([leaf.path for leaf in leaves])
+    paths, wrapper = conventions.paths([leaf.path for leaf in leaves])
     state = arrange(
         [replace(leaf, path=path) for leaf, path in zip(leaves, paths, strict=True)],
         file=member,
@@ -93,7 +112,7 @@ def open_dcp(storage: Storage, path: str, member: str) -> Container:
     sidecars = sort_sidecars(storage, files)
     checksums = tuple(payloads.checksums)
     return Container(
-        DCP.name,
+        conventions.format,
         path,
         inline,
         entries,
@@ -105,6 +124,24 @@ def open_dcp(storage: Storage, path: str, member: str) -> Container:
         tuple(twins),
         training=tuple(state.training),
     )
+
+
+def _read_it(item: SavedItem) -> None:
+    """Say of no item what it is: all are read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conventions:
+    """How a program uses such a folder."""
+
+    format: str = DCP.name
+    """Name of the container format."""
+    paths: Callable[[Sequence[KeyPath]], tuple[list[KeyPath], str | None]] = paths_within
+    """Returns the paths that name the items, and the wrapper that was removed from all of them."""
+    known: Callable[[SavedItem], Leaf | None] = _read_it
+    """Returns an item that need not be read to know what it is; None: it is read."""
+    wanted: Callable[[Sequence[SavedItem]], Sequence[SavedItem]] = list
+    """Returns the items of one metadata file that are items of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +163,7 @@ class _WholeTensor:
     twins: tuple[Twin, ...]
 
 
-def _items(storage: Storage, files: Sequence[str], faults: Faults) -> list[_ItemOfRanks]:
+def _items(storage: Storage, files: Sequence[str], conventions: Conventions, faults: Faults) -> list[_ItemOfRanks]:
     """Return the items of the metadata files, merged by key."""
     items_by_key: dict[str, list[tuple[SavedItem, str]]] = {}
     for rank, file in enumerate(files):
@@ -135,7 +172,7 @@ def _items(storage: Storage, files: Sequence[str], faults: Faults) -> list[_Item
             faults.add("INCOMPLETE", message, f"__{rank}{METADATA}", hint="Copy the missing files.")
             break
         try:
-            for item in read_metadata(storage, file, faults):
+            for item in conventions.wanted(read_metadata(storage, file, faults)):
                 items_by_key.setdefault(item.key, []).append((item, file))
         except TransaxleError as error:
             if error.exit_code != TransaxleError.exit_code:

@@ -8,6 +8,7 @@ from typing import Any
 
 from transaxle.formats.catalog.catalog import Checksum
 from transaxle.formats.catalog.seal import DIGITS, Seal, seal_of
+from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, Names
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.legacy import read_legacy
@@ -43,7 +44,9 @@ class Saved:
     """Where the file keeps digests of its bytes."""
 
 
-def read_saved(storage: Storage, file: str, start: int = 0, size: int | None = None) -> Saved:
+def read_saved(
+    storage: Storage, file: str, start: int = 0, size: int | None = None, *, allowed: Names = ALLOWED
+) -> Saved:
     """Read a torch file, or one that lies in a range of another file; no storage is read.
 
     Args:
@@ -51,6 +54,7 @@ def read_saved(storage: Storage, file: str, start: int = 0, size: int | None = N
         file: its name.
         start: first byte of the range.
         size: bytes of the range; None: up to the end of the file.
+        allowed: names that its pickle may use.
 
     Raises:
         Refused: UNSAFE_PICKLE, CORRUPT, PATH_ESCAPE, UNSUPPORTED.
@@ -59,7 +63,7 @@ def read_saved(storage: Storage, file: str, start: int = 0, size: int | None = N
     area = window(storage, file, start, size)
     begin = area.read(0, min(len(_LFS_POINTER), area.size))
     if begin.startswith(LOCAL):
-        value, storages, checksums, seal = _read_zip(area)
+        value, storages, checksums, seal = _read_zip(area, allowed)
     elif begin.startswith(_PICKLE_BEGINS):
         value, storages = read_legacy(area)
         checksums, seal = (), None
@@ -82,7 +86,7 @@ def _no_torch_file(area: FileWindow, begin: bytes) -> Exception:
     return area.unsupported("not a torch file: neither a zip archive nor a pickle")
 
 
-def _read_zip(area: FileWindow) -> tuple[Any, Storages, tuple[Checksum, ...], Seal | None]:
+def _read_zip(area: FileWindow, allowed: Names) -> tuple[Any, Storages, tuple[Checksum, ...], Seal | None]:
     archive = read_archive(area)
     records = archive.records
     if _SCRIPT in records:
@@ -96,7 +100,7 @@ def _read_zip(area: FileWindow) -> tuple[Any, Storages, tuple[Checksum, ...], Se
         raise area.corrupt(f"record {PICKLE} has {records[PICKLE].size} bytes; at most {bounds.size} are read")
     storages = Storages(legacy=False)
     data = archive.read(PICKLE)
-    pickled = read_pickle(data, file=area.file, record=PICKLE, persistent=storages.refer)
+    pickled = read_pickle(data, file=area.file, record=PICKLE, persistent=storages.refer, allowed=allowed)
     if pickled.end != len(data):
         raise area.corrupt(f"record {PICKLE}: {len(data) - pickled.end} bytes follow the pickle")
     for key, stored in storages.by_key.items():

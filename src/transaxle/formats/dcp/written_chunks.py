@@ -1,0 +1,249 @@
+"""What a DCP folder is written of: its data files, filled archive by archive, and the description of everything."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from transaxle.errors import Faults, TransaxleError
+from transaxle.formats.catalog.catalog import Fragment, Spec
+from transaxle.formats.dcp.byte_items import LARGEST, frame
+from transaxle.formats.dcp.metadata import DATA_FILE, MODULES, Payload
+from transaxle.formats.dtype import PACKED, Shape, logical, nbytes
+from transaxle.formats.pickled.descriptors import CODES, DType, Global, Object
+from transaxle.formats.torch_file.zip.layout import ALIGNMENT
+from transaxle.formats.training_state.state import KeyPath, joined
+
+VERSION = "1.0.0"
+"""torch's version number for this form of the metadata."""
+
+DTYPES = {code: DType(name) for name, code in CODES.items()}
+"""Safetensors code -> torch's type."""
+_METADATA_MODULE = f"{MODULES[0]}.metadata"
+_STORED_MODULE = f"{MODULES[0]}.filesystem"
+
+
+class TorchTensor(NamedTuple):
+    """A tensor to be written, as torch counts it."""
+
+    spec: Spec
+    """As tables and plans count it."""
+    path: KeyPath
+    """Its path in the saved state dict."""
+    dtype: DType
+    shape: Shape
+    size: int
+    """Bytes."""
+
+
+class PlacedChunk(NamedTuple):
+    """A part of a tensor with its place, as torch counts it."""
+
+    start: Shape
+    shape: Shape
+    payload: Payload
+
+
+def as_torch_tensor(spec: Spec, path: KeyPath, names_by_key: dict[str, str], faults: Faults) -> TorchTensor | None:
+    """Return a tensor as torch counts it; every obstacle to writing it becomes a fault.
+
+    Args:
+        spec: the tensor.
+        path: its path in the saved state dict.
+        names_by_key: names by flat key, so far; receives this one.
+        faults: receives the obstacles.
+    """
+    shown = spec.name.encode("utf-8", "backslashreplace").decode()
+    key = joined(path)
+    if key in names_by_key:
+        complaint = (
+            "two tensors have this name"
+            if names_by_key[key] == spec.name
+            else f"{names_by_key[key]!r} has the same key, {key!r}"
+        )
+        faults.add("NAME_COLLISION", complaint, None, shown)
+    names_by_key[key] = spec.name
+    if spec.name != shown:
+        faults.add("UNSUPPORTED", "the name is not valid Unicode", None, shown)
+    dtype = DTYPES.get(spec.dtype)
+    if dtype is None:
+        hint = "Choose a format that can hold this tensor, or leave it out."
+        faults.add("UNSUPPORTED", f"torch has no dtype for {spec.dtype}", None, shown, hint)
+        return None
+    try:
+        size = nbytes(spec.dtype, spec.shape)
+    except TransaxleError as error:
+        faults.add(error.code, error.refusals[0].message, None, shown)
+        return None
+    shape, packed = spec.shape, PACKED.get(spec.dtype, 1)
+    if packed > 1:
+        if not shape or shape[-1] % packed:
+            message = (
+                f"torch packs {packed} elements of {spec.dtype} into one; the last dim of {list(shape)} is not a "
+                f"multiple of {packed}"
+            )
+            faults.add("SHAPE_MISMATCH", message, None, shown)
+            return None
+        shape = (*shape[:-1], shape[-1] // packed)
+    return TorchTensor(spec, path, dtype, shape, size)
+
+
+def cut(tensor: TorchTensor, limit: int) -> Iterator[tuple[Shape, Shape]]:
+    """Cut a tensor into boxes of at most `limit` bytes, each a run of its row-major bytes, in order."""
+    start = (0,) * len(tensor.shape)
+    if tensor.size <= limit:
+        yield start, tensor.shape
+    else:
+        yield from _runs(tensor.shape, tensor.size // math.prod(tensor.shape), max(limit, 1))
+
+
+def _runs(shape: Shape, item: int, limit: int) -> Iterator[tuple[Shape, Shape]]:
+    if not shape:
+        yield (), ()
+        return
+    row = item * math.prod(shape[1:])
+    rows = limit // row
+    if rows:
+        inner_start = (0,) * (len(shape) - 1)
+        for first_row in range(0, shape[0], rows):
+            yield (first_row, *inner_start), (min(rows, shape[0] - first_row), *shape[1:])
+        return
+    for at in range(shape[0]):
+        for start, sizes in _runs(shape[1:], item, limit):
+            yield (at, *start), (1, *sizes)
+
+
+class DataFiles:
+    """The data files, filled one after the other: archives at multiples of their alignment, zeros between.
+
+    Args:
+        shard_size: bytes of tensors in one file; None: there is one file.
+    """
+
+    def __init__(self, shard_size: int | None) -> None:
+        self.limit = LARGEST if shard_size is None else min(shard_size, LARGEST)
+        """Bytes of a tensor that may go into one archive."""
+        self._shard_size = shard_size
+        self._sizes: dict[str, int] = {}
+        self._fragments: list[Fragment] = []
+        self._pending = bytearray()
+        self._file = ""
+        self._end = 0
+        """Bytes of the current file so far."""
+        self._tensor_bytes = 0
+        """Bytes of tensors in it."""
+        self._begin()
+
+    def place(self, dtype: DType, shape: Shape) -> tuple[Payload, int]:
+        """Place a chunk; return the place of its archive, and where in the file the chunk itself begins."""
+        size = _bytes_of(dtype, shape)
+        if self._shard_size is not None and self._tensor_bytes and self._tensor_bytes + size > self._shard_size:
+            self._close()
+            self._begin()
+        head, tail = frame(dtype, shape, size)
+        begin = self._end
+        data = begin + len(head)
+        self._flush(head)
+        self._end = data + size
+        payload = Payload(self._file, begin, len(head) + size + len(tail))
+        self._pending += tail
+        self._pending += bytes(-(self._end + len(self._pending)) % ALIGNMENT)
+        self._end += len(self._pending)
+        self._tensor_bytes += size
+        return payload, data
+
+    def put(self, dtype: DType, value: bytes) -> Payload:
+        """Place a tensor without dims whose bytes are known."""
+        payload, offset = self.place(dtype, ())
+        self._fragments.append(Fragment(payload.file, offset, value))
+        return payload
+
+    def keep(self, archive: bytes) -> Payload:
+        """Place an archive whose bytes are known."""
+        payload = Payload(self._file, self._end, len(archive))
+        padded = archive + bytes(-len(archive) % ALIGNMENT)
+        self._pending += padded
+        self._end += len(padded)
+        return payload
+
+    def finished(self) -> tuple[list[Fragment], dict[str, int]]:
+        """Return the bytes outside the tensors, and the sizes of the files."""
+        self._close()
+        return self._fragments, self._sizes
+
+    def _begin(self) -> None:
+        self._file = f"__0_{len(self._sizes)}{DATA_FILE}"
+        self._sizes[self._file] = 0
+        self._end = self._tensor_bytes = 0
+
+    def _flush(self, head: bytes) -> None:
+        """Add the bytes between two tensors as one fragment."""
+        bytes_between = bytes(self._pending) + head
+        if bytes_between:
+            self._fragments.append(Fragment(self._file, self._end - len(self._pending), bytes_between))
+        self._pending.clear()
+
+    def _close(self) -> None:
+        self._flush(b"")
+        self._sizes[self._file] = self._end
+
+
+def _bytes_of(dtype: DType, shape: Shape) -> int:
+    """Return the bytes of a chunk whose shape is torch's."""
+    return nbytes(dtype.code, logical(shape, dtype.code))
+
+
+ChunksByTensor = list[tuple[TorchTensor, list[PlacedChunk]]]
+PlacedObjects = list[tuple[KeyPath, Payload]]
+
+
+def metadata_of(tensors: ChunksByTensor, objects: PlacedObjects) -> Object:
+    """Return the description of everything, as torch's classes hold it."""
+    properties = {tensor.dtype: _properties(tensor.dtype) for tensor, _ in tensors}
+    described, paths, stored = {}, {}, {}
+    for tensor, chunks in tensors:
+        key = joined(tensor.path)
+        boxes = [_made("ChunkStorageMetadata", offsets=_size(c.start), sizes=_size(c.shape)) for c in chunks]
+        described[key] = _made(
+            "TensorStorageMetadata", properties=properties[tensor.dtype], size=_size(tensor.shape), chunks=boxes
+        )
+        paths[key] = tensor.path
+        for number, (start, _, payload) in enumerate(chunks):
+            index = _made("MetadataIndex", fqn=key, index=number, offset=_size(start))
+            stored[index] = _place(payload)
+    for path, payload in objects:
+        key = joined(path)
+        described[key] = Object(Global(_METADATA_MODULE, "BytesStorageMetadata"), new=True)
+        paths[key] = path
+        stored[_made("MetadataIndex", fqn=key, index=None, offset=None)] = _place(payload)
+    about = _made("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[])
+    return _made(
+        "Metadata",
+        state_dict_metadata=described,
+        planner_data=paths,
+        storage_data=stored,
+        storage_meta=about,
+        version=VERSION,
+    )
+
+
+def _place(payload: Payload) -> Object:
+    state = {"relative_path": payload.file, "offset": payload.offset, "length": payload.length}
+    return Object(Global(_STORED_MODULE, "_StorageInfo"), state=state, new=True)
+
+
+def _properties(dtype: DType) -> Object:
+    layout = Object(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    memory_format = Object(Global(_METADATA_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+    return Object(
+        Global(_METADATA_MODULE, "TensorProperties"), state=(dtype, layout, False, memory_format, False), new=True
+    )
+
+
+def _made(name: str, **fields: object) -> Object:
+    return Object(Global(_METADATA_MODULE, name), state=fields, new=True)
+
+
+def _size(counts: Shape) -> Object:
+    return Object(Global("torch", "Size"), (counts,))

@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM and megatron-core."""

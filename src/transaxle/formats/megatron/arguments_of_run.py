@@ -1,0 +1,164 @@
+"""Megatron's arguments: what a checkpoint says of the model and of the run that wrote it.
+
+They are a pickled `argparse.Namespace` of some eight hundred entries, with members of Megatron's own enums among them.
+The interpreter describes these without importing anything; only numbers, texts and lists of them are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, GlobalRule, Names
+from transaxle.formats.pickled.descriptors import Object
+
+_OWN_PACKAGES = ("megatron", "nemo", "transformer_engine")
+"""Packages whose enums and settings stand among the arguments."""
+
+
+class _Names(dict[tuple[str, str], GlobalRule]):
+    """Names that a state beside the model may use: nothing is imported, Megatron's own are described only."""
+
+    def get(self, key: tuple[str, str], default: Any = None) -> Any:
+        return super().get(key) or (INERT if key[0].partition(".")[0] in _OWN_PACKAGES else default)
+
+
+NAMES: Names = _Names({**ALLOWED, ("signal", "Signals"): INERT, ("enum", "Enum"): INERT})
+"""What the pickle of a run's state may name."""
+
+KEYS: Mapping[str, str] = {
+    "num_hidden_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "ffn_hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_query_groups",
+    "head_dim": "kv_channels",
+    "vocab_size": "vocab_size",
+    "num_experts": "num_experts",
+    "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+    "moe_intermediate_size": "moe_ffn_hidden_size",
+    "attention_bias": "add_qkv_bias",
+    "q_lora_rank": "q_lora_rank",
+    "kv_lora_rank": "kv_lora_rank",
+    "v_head_dim": "v_head_dim",
+    "qk_nope_head_dim": "qk_head_dim",
+    "qk_rope_head_dim": "qk_pos_emb_head_dim",
+    "num_nextn_predict_layers": "mtp_num_layers",
+}
+"""Key of a config.json -> Megatron's argument of the same meaning."""
+DEGREES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "etp": "expert_tensor_parallel_size",
+    "vp": "virtual_pipeline_model_parallel_size",
+}
+"""Mesh axis -> argument with its size."""
+
+
+COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+"""Arguments that count what a run has read."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What a checkpoint holds beside the model's tensors, as plain data."""
+
+    args: Mapping[str, Any] = field(default_factory=dict)
+    """Megatron's arguments."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """Iteration, version, scheduler, optimizer settings."""
+
+    def config(self) -> dict[str, Any]:
+        """Return what the arguments say under the keys of a config.json; padding of the vocabulary is not among it."""
+        args = self.args
+        found = {key: args[name] for key, name in KEYS.items() if args.get(name) is not None}
+        if args.get("group_query_attention") is False:
+            found["num_key_value_heads"] = args.get("num_attention_heads")
+        if not args.get("multi_latent_attention"):
+            for key in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"):
+                found.pop(key, None)
+        untied = args.get("untie_embeddings_and_output_weights")
+        if isinstance(untied, bool):
+            found["tie_word_embeddings"] = not untied
+        if args.get("num_experts"):
+            found |= _sparse_layers(args)
+        return {key: value for key, value in found.items() if value is not None}
+
+    def step(self) -> int | None:
+        """Return the number of steps that the optimizer has made; None where it is not told, or differs by group."""
+        steps = set(_steps(self.facts.get("optimizer")))
+        (only,) = steps if len(steps) == 1 else (None,)
+        return only if type(only) is int else None
+
+    def described(self) -> dict[str, Any]:
+        """Return what a container's metadata keep of it: the facts, degrees of parallelism, counters of samples."""
+        degrees = {axis: self.args.get(name) for axis, name in DEGREES.items()}
+        counters = {name: self.args.get(name) for name in COUNTERS}
+        return {
+            **self.facts,
+            "parallel": {axis: size for axis, size in degrees.items() if isinstance(size, int)},
+            "counters": {name: count for name, count in counters.items() if isinstance(count, int)},
+        }
+
+
+def _steps(settings: object) -> Iterator[Any]:
+    """Yield the steps in the settings of an optimizer, which may be a chain of several."""
+    if isinstance(settings, dict):
+        groups = settings.get("param_groups")
+        if isinstance(groups, list):
+            yield from (group.get("step") for group in groups if isinstance(group, dict))
+        else:
+            for inner in settings.values():
+                yield from _steps(inner)
+
+
+def _sparse_layers(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return which layers have experts, under the keys that families ask for."""
+    layers, frequency = args.get("num_layers"), args.get("moe_layer_freq", 1)
+    if not isinstance(layers, int) or not 0 <= layers < 100_000:
+        return {}
+    if isinstance(frequency, int) and frequency > 0:
+        sparse = [layer % frequency == 0 for layer in range(layers)]
+    elif isinstance(frequency, list) and len(frequency) == layers:
+        sparse = [bool(flag) for flag in frequency]
+    else:
+        return {}
+    dense = [layer for layer, is_sparse in enumerate(sparse) if not is_sparse]
+    first = next((layer for layer, is_sparse in enumerate(sparse) if is_sparse), layers)
+    found: dict[str, Any] = {
+        "mlp_only_layers": dense,
+        "decoder_sparse_step": 1,
+        "mlp_layer_types": ["sparse" if is_sparse else "dense" for is_sparse in sparse],
+    }
+    if dense == list(range(first)):
+        found["first_k_dense_replace"] = first
+    return found
+
+
+def run_state(value: object) -> RunState:
+    """Read the state beside the model, as the interpreter describes it; what is not plain data is left out."""
+    if isinstance(value, list) and len(value) == 1:
+        (value,) = value  # a sharded object of one part
+    if not isinstance(value, dict):
+        return RunState()
+    namespace = value.get("args")
+    args = namespace.state if isinstance(namespace, Object) and isinstance(namespace.state, dict) else {}
+    facts = {key: found for key, item in value.items() if key != "args" and (found := _plain(item, 8)) is not None}
+    return RunState({key: found for key, item in args.items() if (found := _plain(item, 4)) is not None}, facts)
+
+
+def _plain(value: object, depth: int) -> Any:
+    """Return plain data; None for anything else."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if depth and isinstance(value, list | tuple):
+        items = [_plain(item, depth - 1) for item in value]
+        return (
+            None if any(found is None and item is not None for found, item in zip(items, value, strict=True)) else items
+        )
+    if depth and type(value) is dict:
+        return {str(key): found for key, item in value.items() if (found := _plain(item, depth - 1)) is not None}
+    return None

@@ -1,0 +1,108 @@
+"""Which folders hold Megatron checkpoints: those of single iterations, and the folder above them.
+
+run/latest_checkpointed_iteration.txt     # `7`, or `release` for weights without a run
+run/iter_0000007/                         # a torch_dist folder, a DCP folder of Megatron-FSDP, or mp_rank_* folders
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.builtin_formats import DCP_METADATA, MEGATRON_TRACKER, TORCH_DIST
+from transaxle.formats.format import HERE, Folder
+from transaxle.formats.newest_step import listed
+
+BACKEND_FILE = "metadata.json"
+"""Says which kind of distributed checkpoint a folder is."""
+_BACKEND = "sharded_backend"
+
+RELEASE = "release"
+WEIGHTS = "weights"
+"""Sub-folder in which NeMo keeps the checkpoint itself."""
+_RANK = re.compile(r"mp_rank_\d{2,}(?:_\d{3,})?(?:_\d{3,})?")
+_LONGEST = 4096
+
+
+def distributed(folder: Folder) -> tuple[str, ...]:
+    """Return the sub-folder of the newest iteration, `HERE` for the folder itself, if it is a distributed checkpoint.
+
+    Raises:
+        Refused: CORRUPT, INCOMPLETE for a tracker file that names no iteration that is there.
+        StorageError: IO.
+    """
+    if folder.storage.single:
+        return ()
+    if _is_torch_dist(folder, ""):
+        return (HERE,)
+    newest = newest_iteration(folder)
+    found = [name for name in (newest or WEIGHTS,) if name in folder.folders]
+    if newest is not None and WEIGHTS in folder.storage.listing(f"{folder.inside}{newest}").folders:
+        found.append(f"{newest}/{WEIGHTS}")
+    # Megatron-FSDP writes plain DCP folders: only the tracker tells that they are Megatron's.
+    tells = _is_torch_dist if newest is None else _is_distributed
+    return tuple(name for name in found if tells(folder, f"{name}/"))
+
+
+def legacy(folder: Folder) -> tuple[str, ...]:
+    """Return the sub-folder of the newest iteration, or `HERE`, if it holds one folder for each rank.
+
+    Raises:
+        Refused: CORRUPT, INCOMPLETE for a tracker file that names no iteration that is there.
+        StorageError: IO.
+    """
+    if folder.storage.single:
+        return ()
+    if any(map(_RANK.fullmatch, folder.folders)):
+        return (HERE,)
+    newest = newest_iteration(folder)
+    if newest is None:
+        return ()
+    inside = folder.storage.listing(f"{folder.inside}{newest}").folders
+    return (newest,) if any(map(_RANK.fullmatch, inside)) else ()
+
+
+def newest_iteration(folder: Folder) -> str | None:
+    """Return the sub-folder that the tracker file names; None without such a file.
+
+    Raises:
+        Refused: CORRUPT where it names none; INCOMPLETE where that folder is missing.
+        StorageError: IO.
+    """
+    if MEGATRON_TRACKER not in folder.names:
+        return None
+    file = f"{folder.inside}{MEGATRON_TRACKER}"
+    text = folder.storage.read(file, 0, min(folder.storage.size(file), _LONGEST)).decode("utf-8", "replace").strip()
+    if text != RELEASE and not (text.isdecimal() and text.isascii() and len(text) < 20):
+        message = f"the file names {text[:50]!r}, which is neither an iteration nor {RELEASE!r}"
+        raise refuse("CORRUPT", message, file=file, hint="Give the folder of an iteration itself.")
+    name = text if text == RELEASE else iteration_folder(int(text))
+    if name not in folder.folders:
+        message = f"the file names {text}, but there is no folder {name}; present: {listed(folder.folders) or 'none'}"
+        hint = "Copy that folder, or give the folder of an iteration itself."
+        raise refuse("INCOMPLETE", message, file=file, hint=hint)
+    return name
+
+
+def iteration_folder(iteration: int) -> str:
+    """Return the name of an iteration's folder."""
+    return f"iter_{iteration:07d}"
+
+
+def _is_distributed(folder: Folder, inside: str) -> bool:
+    names = folder.storage.listing(f"{folder.inside}{inside}".rstrip("/")).names
+    return DCP_METADATA in names or _is_torch_dist(folder, inside)
+
+
+def _is_torch_dist(folder: Folder, inside: str) -> bool:
+    where = f"{folder.inside}{inside}"
+    names = folder.names if not inside else folder.storage.listing(where.rstrip("/")).names
+    if BACKEND_FILE not in names:
+        return False
+    file = f"{where}{BACKEND_FILE}"
+    try:
+        found = json.loads(folder.storage.read(file, 0, min(folder.storage.size(file), _LONGEST)))
+    except (ValueError, RecursionError, TransaxleError):
+        return False
+    return isinstance(found, dict) and found.get(_BACKEND) == TORCH_DIST.name

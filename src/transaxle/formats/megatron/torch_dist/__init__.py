@@ -1,0 +1,1 @@
+"""Megatron's distributed checkpoints (`torch_dist`): DCP folders with conventions of their own."""

@@ -1,0 +1,195 @@
+"""Opening Megatron's distributed checkpoints: weights, the optimizer's state in the model's shapes, the run's facts.
+
+Layers, and experts, are axes of the tensors; the tables know that. Here the names of the optimizer's state are turned
+round (Megatron: state first, then parameter), and the pickled objects are told apart by their names: the arguments of
+the run are read by the restricted interpreter, everything else is left behind unread.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from transaxle.arguments import Weights
+from transaxle.axes.layout.bind import split_slot
+from transaxle.errors import refuse
+from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
+from transaxle.formats.catalog.catalog import Container, Entry
+from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory, number
+from transaxle.formats.catalog.sidecar_files import sort_sidecars
+from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
+from transaxle.formats.dcp.reader import Conventions, metadata_files, read_folder
+from transaxle.formats.format import HERE
+from transaxle.formats.megatron.arguments_of_run import NAMES, RunState, run_state
+from transaxle.formats.megatron.iterations import BACKEND_FILE
+from transaxle.formats.storage.storage import Storage, layer
+from transaxle.formats.storage.sub_folder import SubFolder
+from transaxle.formats.torch_file.saved import read_saved
+from transaxle.formats.training_state.state import MEGATRON, OPTIMIZER, KeyPath, Leaf, joined
+
+COMMON_FILE = "common.pt"
+"""The state beside the sharded tensors, up to megatron-core 0.18."""
+COMMON = "common_state/shard_0_1"
+"""The same from 0.19 on: an item of the folder."""
+MASTER = "fp32"
+"""State: the full-precision copy of a low-precision weight."""
+_MASTERS = frozenset({"fp32_param", "param", "master_param"})
+_STATE = re.compile(r"optimizer\.state\.([A-Za-z_][A-Za-z0-9_]*)\.(.+)", re.DOTALL)
+_FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*", re.DOTALL)
+_SHARD = re.compile(r"/shard_[\d.]+_[\d.]+\Z")
+_FLAT_WHY = "a flat buffer of the distributed optimizer (dp_reshardable)"
+
+
+def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights | None = None) -> Container:
+    """Open a distributed checkpoint of Megatron.
+
+    Args:
+        storage: where the files are.
+        path: what the user typed.
+        member: the folder of an iteration in it; `HERE` for the path itself.
+        weights: the model's own (`lp`, what None means), or the full-precision copies that the optimizer keeps.
+
+    Raises:
+        Refused: what a DCP folder is refused for; INCOMPLETE where a save was interrupted; UNSUPPORTED where the
+            optimizer's copies are wanted and not there.
+        StorageError: IO.
+    """
+    files = storage if member == HERE else SubFolder(storage, member)
+    names = metadata_files(files.names())
+    if not names:
+        message = "the folder has no .metadata: the save was interrupted, or the file was not copied"
+        hint = "Take an earlier iteration, or copy the missing files."
+        raise refuse("INCOMPLETE", message, file=path if member == HERE else member, hint=hint)
+    items = _Items()
+    conventions = Conventions(TORCH_DIST.name, items.paths, items.unread, _without_aliases)
+    container = read_folder(files, path, names, conventions)
+    state = _run_state(files, items.common)
+    container = replace(container, metadata={**container.metadata, MEGATRON: state.described()}, config=state.config())
+    if weights == "fp32":
+        container = _with_masters(container)
+    container = _with_steps(container, state)
+    if isinstance(files, SubFolder):
+        container = _outside(container, files)
+    return _with_sidecars(container)
+
+
+class _Items:
+    """Tells the items of a folder apart by their names."""
+
+    def __init__(self) -> None:
+        self.common: Payload | None = None
+        """Where the state beside the tensors is, if it is an item."""
+
+    def paths(self, paths: Sequence[KeyPath]) -> tuple[list[KeyPath], None]:
+        """Return the paths of items: the optimizer's state by parameter."""
+        return [_path(joined(path)) for path in paths], None
+
+    def unread(self, item: SavedItem) -> Leaf | None:
+        """Return an item that is not read: an object, or a flat buffer whose order the folder does not tell."""
+        if item.key == COMMON:
+            self.common = item.payload
+        if _FLAT.fullmatch(item.key):
+            return Leaf((item.key,), "other", None, _FLAT_WHY)
+        if item.dtype is not None:
+            return None
+        # One for each layer, expert and rank: listed once.
+        return Leaf((_SHARD.sub("", item.key),), "other", None, "pickled state of Megatron's")
+
+
+def _without_aliases(items: Sequence[SavedItem]) -> list[SavedItem]:
+    """Return the items without those that lie where an earlier one does: further names of one tensor.
+
+    We write such names: see `draft`.
+    """
+    placed: set[tuple[SavedChunk, ...]] = set()
+    wanted = []
+    for item in items:
+        if item.dtype is None or not item.chunks or item.chunks not in placed:
+            wanted.append(item)
+            placed.add(item.chunks)
+    return wanted
+
+
+def _path(key: str) -> KeyPath:
+    match = _STATE.fullmatch(key)
+    if match is None:
+        return (key,)
+    state, parameter = match.groups()
+    return ("optimizer", "state", parameter, MASTER if state in _MASTERS else state)
+
+
+def _run_state(storage: Storage, common: Payload | None) -> RunState:
+    """Return the state beside the tensors; an empty one where the folder has none.
+
+    Raises:
+        Refused: UNSAFE_PICKLE, CORRUPT.
+    """
+    if COMMON_FILE in storage.names():
+        return run_state(read_saved(storage, COMMON_FILE, allowed=NAMES).value)
+    return RunState() if common is None else run_state(read_saved(storage, *common, allowed=NAMES).value)
+
+
+def _with_masters(container: Container) -> Container:
+    """Return a container whose weights are the copies in full precision that the optimizer keeps.
+
+    Raises:
+        Refused: UNSUPPORTED where some weight has none.
+    """
+    entries: dict[str, Entry] = {}
+    for name, entry in container.entries.items():
+        if not name.startswith(OPTIMIZER):
+            master = container.entries.get(f"{OPTIMIZER}{name}/{MASTER}")
+            if master is None:
+                message = "the checkpoint holds no full-precision copy of this tensor"
+                raise refuse("UNSUPPORTED", message, file=container.path, tensor=name, hint="Omit --weights fp32.")
+            entries[name] = replace(master, name=name)
+        elif not name.endswith(f"/{MASTER}"):
+            entries[name] = entry
+    return replace(container, entries=entries)
+
+
+def _outside(container: Container, inside: SubFolder) -> Container:
+    """Return a container of a sub-folder as one of the folder around it: its files have their path there."""
+
+    def placed(entry: Entry) -> Entry:
+        extents = (
+            each if each.file == NUMBERS else replace(each, file=inside.named(each.file)) for each in entry.extents
+        )
+        return replace(entry, extents=tuple(extents))
+
+    inline = layer(container.storage, NumbersInMemory)
+    assert inline is not None
+    return replace(
+        container,
+        storage=inline.over(inside.below),
+        entries={name: placed(entry) for name, entry in container.entries.items()},
+        files={inside.named(name): size for name, size in container.files.items()},
+        checksums=tuple(replace(each, file=inside.named(each.file)) for each in container.checksums),
+        twins=tuple(replace(twin, first=placed(twin.first), second=placed(twin.second)) for twin in container.twins),
+    )
+
+
+def _with_sidecars(container: Container) -> Container:
+    """Return a container with the files beside it: Megatron's own describe the folder, and do not travel."""
+    sidecars = sort_sidecars(container.storage, container.files)
+    own = {COMMON_FILE, BACKEND_FILE, MEGATRON_TRACKER}
+    carried = tuple(name for name in sidecars.carried if name not in own)
+    ignored = tuple(name for name in sidecars.ignored if name not in own)
+    return replace(container, carried=carried, ignored=ignored)
+
+
+def _with_steps(container: Container, state: RunState) -> Container:
+    """Return a container in which every parameter has the optimizer's step, which Megatron keeps once."""
+    step = state.step()
+    digits = None if step is None else number(step)
+    inline = layer(container.storage, NumbersInMemory)
+    if digits is None or inline is None:
+        return container
+    code, data = digits
+    place = inline.add(data)
+    parameters = dict.fromkeys(parameter for name in container.entries if (parameter := split_slot(name)[0]) != name)
+    steps = {name: Entry(name, code, (), (place,)) for name in (f"{OPTIMIZER}{each}/step" for each in parameters)}
+    return replace(
+        container, entries={**container.entries, **{n: e for n, e in steps.items() if n not in container.entries}}
+    )

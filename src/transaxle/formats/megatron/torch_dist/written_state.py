@@ -1,0 +1,161 @@
+"""The state beside the tensors of a distributed checkpoint that is written: arguments, versions, optimizer groups.
+
+Megatron finds the settings of its own parameter groups by what tells them apart (weight decay or none, experts or not),
+and takes the number of steps from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from transaxle.errors import refuse
+from transaxle.formats.megatron.written_arguments import arguments
+from transaxle.formats.pickled.descriptors import Global, Object
+from transaxle.formats.torch_file.draft import surround
+from transaxle.formats.training_state.state_groups import ParamGroup
+
+SHARDING = "fully_reshardable"
+"""The form of the optimizer's state that loads at any degrees: in the model's shapes."""
+_VERSION = 3.0
+_EXPERTS = ".experts."
+_KEPT = ("opt_param_scheduler", "num_floating_point_operations_so_far")
+_SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "max_lr", "min_lr")
+
+
+def common_state(
+    names: Collection[str],
+    config: Mapping[str, Any],
+    vocabulary: int | None,
+    facts: Mapping[str, Any],
+    optimizer: Mapping[str, Any] | None,
+) -> bytes:
+    """Return the state beside the tensors, as `torch.save` writes it.
+
+    Args:
+        names: Megatron's names of the tensors.
+        config: the model's config.json.
+        vocabulary: rows of the embedding.
+        facts: what the source says of its run, if it is Megatron's; see `arguments_of_run.RunState`.
+        optimizer: the optimizer's settings; None where it is not written.
+    """
+    content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    state: dict[str, Any] = {"checkpoint_version": _VERSION, "iteration": facts.get("iteration", 0)}
+    if optimizer is not None:
+        content |= {"distrib_optim_sharding_type": SHARDING, "distrib_optim_fully_reshardable_mem_efficient": False}
+        state["optimizer"] = optimizer
+        state["opt_param_scheduler"] = _scheduler(optimizer)
+        state |= {key: facts[key] for key in _KEPT if key in facts}
+    state["content_metadata"] = content
+    found = arguments(config, names, vocabulary)
+    if optimizer is not None and found:
+        found |= {key: value for key, value in facts.get("counters", {}).items() if key not in found}
+    if found:
+        state["args"] = Object(Global("argparse", "Namespace"), state=found, new=True)
+    return b"".join(data for _, data in surround("common.pt", state, []).known)
+
+
+def optimizer_settings(
+    parameters: Collection[str], facts: Mapping[str, Any], groups: Sequence[ParamGroup], step: int
+) -> dict[Any, Any]:
+    """Return the optimizer's settings as Megatron keeps them: those of the source's own run, or made from its groups.
+
+    Args:
+        parameters: names of the trained parameters.
+        facts: what the source says of its run, if it is Megatron's.
+        groups: settings of the source's optimizer.
+        step: steps it has made.
+
+    Raises:
+        Refused: UNSUPPORTED where the groups of the source differ in a way that Megatron's cannot.
+    """
+    has_experts = any(_EXPERTS in name for name in parameters)
+    own = _own_groups(facts.get("optimizer"))
+    if own:
+        return _chained(own, has_experts)
+    made = _made_groups(groups, step)
+    experts = [group | {"is_expert_parallel": True} for group in made if group["wd_mult"]] if has_experts else []
+    return _chained([*made, *experts], has_experts)
+
+
+def step_of(optimizer: Mapping[Any, Any]) -> int:
+    """Return the steps that an optimizer has made, from its settings."""
+    return max((group.get("step", 0) for group in _own_groups(optimizer)), default=0)
+
+
+def _scheduler(optimizer: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return the state of a scheduler that goes on with the learning rate and decay as they are.
+
+    Megatron asks that its own settings equal these, or for `--override-opt_param-scheduler`.
+    """
+    group: Mapping[str, Any] = next(iter(_own_groups(optimizer)), {})
+    decay = group.get("weight_decay", 0.0)
+    return {
+        "max_lr": group.get("max_lr", 0.0),
+        "min_lr": group.get("min_lr", 0.0),
+        "lr_warmup_steps": 0,
+        "num_steps": step_of(optimizer),
+        "lr_decay_style": "constant",
+        "lr_decay_steps": max(step_of(optimizer), 1),
+        "start_wd": decay,
+        "end_wd": decay,
+        "wd_incr_style": "constant",
+        "wd_incr_steps": max(step_of(optimizer), 1),
+    }
+
+
+def _own_groups(optimizer: object) -> list[dict[str, Any]]:
+    """Return the groups in the settings of Megatron's optimizer, which may be a chain of several."""
+    if not isinstance(optimizer, Mapping):
+        return []
+    groups = optimizer.get("param_groups")
+    if isinstance(groups, list):
+        return [dict(group) for group in groups if isinstance(group, Mapping)]
+    return [group for inner in optimizer.values() for group in _own_groups(inner)]
+
+
+def _chained(groups: Sequence[dict[str, Any]], has_experts: bool) -> dict[Any, Any]:
+    """Return the settings of one optimizer; with experts there are two of them."""
+
+    def of(wanted: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {"optimizer": {"param_groups": list(wanted)}, "param_state_sharding_type": SHARDING}
+
+    if not has_experts:
+        return of(groups)
+    dense = [group for group in groups if not group.get("is_expert_parallel")]
+    return {0: of(dense), 1: of([group for group in groups if group.get("is_expert_parallel")])}
+
+
+def _made_groups(groups: Sequence[ParamGroup], step: int) -> list[dict[str, Any]]:
+    """Return Megatron's two groups, with weight decay and without, from those of another optimizer."""
+    settings: dict[bool, dict[str, Any]] = {}
+    for group in groups:
+        found = {key: group[key] for key in _SETTINGS if key in group}
+        decays = bool(found.get("weight_decay"))
+        if settings.setdefault(decays, found) != found:
+            differ = sorted(key for key in found if settings[decays].get(key) != found[key])
+            message = f"its optimizer has groups that differ in {', '.join(differ)}; Megatron's differ in decay only"
+            raise refuse("UNSUPPORTED", message, hint="Write the weights alone: --no-optimizer.")
+    known = settings.get(True) or settings.get(False) or {}
+    made = []
+    for decays in (True, False):
+        found = settings.get(decays, known)
+        lr = found.get("lr", 0.0)
+        made.append(
+            {
+                "is_expert_parallel": False,
+                "default_config": True,
+                "wd_mult": 1.0 if decays else 0.0,
+                "lr_mult": 1.0,
+                "is_decoupled_lr": False,
+                "max_lr": found.get("max_lr", lr),
+                "min_lr": found.get("min_lr", 0.0),
+                "lr": lr,
+                "bias_correction": found.get("bias_correction", True),
+                "betas": found.get("betas", (0.9, 0.999)),
+                "eps": found.get("eps", 1e-8),
+                "weight_decay": found.get("weight_decay", 0.0) if decays else 0.0,
+                "step": step,
+            }
+        )
+    return made

@@ -1,0 +1,46 @@
+"""A sub-folder of a checkpoint, seen as if it were the checkpoint's own folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transaxle.axes.geometry.strided import Loop
+from transaxle.formats.storage.storage import Listing, Overlay, Storage
+from transaxle.formats.storage.strided_reads import read_strided
+
+
+class SubFolder(Overlay):
+    """The files of a sub-folder under their names in it.
+
+    Args:
+        below: the checkpoint's files.
+        folder: path of the sub-folder in it, without a `/` at the end.
+    """
+
+    def __init__(self, below: Storage, folder: str) -> None:
+        super().__init__(below)
+        self._folder = folder
+
+    def named(self, name: str) -> str:
+        """Return a file's name in the storage below."""
+        return f"{self._folder}/{name}"
+
+    def listing(self, folder: str = "") -> Listing:
+        """See `Storage`."""
+        return self.below.listing(self.named(folder) if folder else self._folder)
+
+    def size(self, name: str) -> int:
+        """See `Storage`."""
+        return self.below.size(self.named(name))
+
+    def version(self, name: str) -> str:
+        """See `Storage`."""
+        return self.below.version(self.named(name))
+
+    def read_into(self, name: str, offset: int, view: memoryview) -> None:
+        """See `Storage`."""
+        self.below.read_into(self.named(name), offset, view)
+
+    def read_strided(self, name: str, offset: int, view: memoryview, width: int, loops: Sequence[Loop]) -> None:
+        """See `formats.storage.strided_reads.read_strided`."""
+        read_strided(self.below, self.named(name), offset, view, width, loops)

@@ -1,0 +1,159 @@
+"""Megatron's distributed checkpoints: what megatron-core itself saves is read, and it loads what we write."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import transaxle as tx
+from tests.formats.megatron import gpt_job
+from tests.live.ranks import run, stop_all
+from tests.oracles import hub
+from transaxle.errors import Refused
+
+_SIZES = {
+    "num_hidden_layers": 4,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**_SIZES, "model_type": "llama"},
+    "tied": {**_SIZES, "model_type": "llama", "tie_word_embeddings": True},
+    "qwen2": {**_SIZES, "model_type": "qwen2", "head_dim": 6, "tie_word_embeddings": False},
+    "qwen3_moe": {**_SIZES, **_EXPERTS, "model_type": "qwen3_moe", "mlp_only_layers": []},
+    "mixed": {**_SIZES, **_EXPERTS, "model_type": "qwen3_moe", "mlp_only_layers": [0, 2]},
+}
+JOBS = [
+    ("llama", 1, 1, 1),
+    ("llama", 2, 2, 1),
+    ("tied", 1, 2, 1),
+    ("qwen2", 2, 1, 1),
+    ("qwen3_moe", 1, 1, 2),
+    ("mixed", 1, 2, 1),
+]
+"""Model, and the degrees of tensor, pipeline and expert parallelism."""
+
+pytestmark = pytest.mark.peers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks() -> Iterator[None]:
+    yield
+    stop_all()
+
+
+@pytest.fixture(scope="module")
+def hubs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A hub folder of each model."""
+    folders = {}
+    for number, (name, sizes) in enumerate(MODELS.items()):
+        config, tensors = hub.make(sizes, number)
+        folder = folders[name] = tmp_path_factory.mktemp(name)
+        Path(folder, "config.json").write_text(json.dumps(config))
+        save_file({key: value.float() for key, value in tensors.items()}, folder / hub.WEIGHTS)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def saved(hubs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, int, int], Path]:
+    """What a job saved of each model: the folder of an iteration, and the tracker beside it."""
+    folders = {}
+    for job in JOBS:
+        name, tp, pp, ep = job
+        folder = tmp_path_factory.mktemp("run") / "iter_0000003"
+        run(tp * pp * ep, gpt_job.save, MODELS[name], str(hubs[name]), str(folder), tp, pp, ep)
+        (folder.parent / "latest_checkpointed_iteration.txt").write_text("3")
+        folders[job] = folder.parent
+    return folders
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_what_a_job_saved_becomes_the_hub_weights_that_it_had(
+    job: tuple[str, int, int, int], hubs: dict[str, Path], saved: dict[Any, Path], tmp_path: Path
+) -> None:
+    source = hubs[job[0]]
+    for folder in (saved[job], saved[job] / "iter_0000003"):
+        out = tmp_path / folder.name
+        report = tx.convert(folder, out, to="hf", config=source / "config.json")
+        assert report.format == "safetensors"
+        expected, found = load_file(source / hub.WEIGHTS), load_file(out / hub.WEIGHTS)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("job", JOBS, ids=str)
+def test_a_job_loads_what_is_written_from_hub_weights(
+    job: tuple[str, int, int, int], hubs: dict[str, Path], tmp_path: Path
+) -> None:
+    name, tp, pp, ep = job
+    out = tmp_path / "out"
+    report = tx.convert(hubs[name], out, to="torch_dist")
+    assert report.dialect == ("megatron_layers" if name == "mixed" else "megatron_dist")
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "release"
+    differ = run(tp * pp * ep, gpt_job.load, MODELS[name], str(hubs[name]), str(out / "release"), tp, pp, ep)
+    assert differ == [[]] * (tp * pp * ep)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_round_gives_the_same_files(name: str, hubs: dict[str, Path], tmp_path: Path) -> None:
+    tx.convert(hubs[name], tmp_path / "there", to="torch_dist")
+    assert tx.verify(tmp_path / "there")
+    tx.convert(tmp_path / "there", tmp_path / "back", to="hf")
+    assert tx.diff(hubs[name], tmp_path / "back")
+    tx.convert(tmp_path / "back", tmp_path / "again", to="torch_dist")
+    first, second = (sorted(tmp_path.glob(f"{side}/release/*")) for side in ("there", "again"))
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+def test_the_model_and_the_run_are_told_without_a_config(hubs: dict[str, Path], tmp_path: Path) -> None:
+    tx.convert(hubs["qwen3_moe"], tmp_path / "out", to="torch_dist")
+    (tmp_path / "out" / "config.json").unlink()
+    (tmp_path / "out" / "transaxle.json").unlink()
+    with tx.open(tmp_path / "out") as checkpoint:
+        assert checkpoint.family == "qwen3_moe"
+        assert {key: checkpoint.config[key] for key in _SIZES if key in checkpoint.config} == {
+            key: value for key, value in _SIZES.items() if key not in ("max_position_embeddings", "rms_norm_eps")
+        }
+    tx.convert(tmp_path / "out", tmp_path / "back", to="hf")
+    assert tx.diff(hubs["qwen3_moe"], tmp_path / "back")
+
+
+def test_a_folder_that_is_not_whole_is_refused(saved: dict[Any, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(saved["llama", 2, 2, 1], folder)
+    (folder / "iter_0000003" / "__1_0.distcp").unlink()
+    _refused(folder, "INCOMPLETE", "__1_0.distcp")
+    (folder / "iter_0000003" / ".metadata").unlink()
+    _refused(folder, "INCOMPLETE", "the save was interrupted")
+    _refused(folder / "iter_0000003", "INCOMPLETE", "the save was interrupted")
+    shutil.rmtree(folder / "iter_0000003")
+    _refused(folder, "INCOMPLETE", "no folder iter_0000003")
+    (folder / "latest_checkpointed_iteration.txt").write_text("../secret")
+    _refused(folder, "CORRUPT", "neither an iteration nor 'release'")
+
+
+def test_layers_that_differ_do_not_fit_into_one_tensor(hubs: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="holds for some of them only"):
+        tx.convert(hubs["mixed"], tmp_path / "out", to="torch_dist:megatron_dist")
+    assert not (tmp_path / "out").exists()
+
+
+def _refused(folder: Path, code: str, message: str) -> None:
+    with pytest.raises(Refused) as caught:
+        tx.open(folder)
+    assert caught.value.code == code
+    assert message in str(caught.value)
