@@ -169,7 +169,8 @@ class Overlay:
         if section.like is not None and find({label: above[label] for label in before}, section.like) is None:
             wanted = f"a dialect after 'like'; this family has: {', '.join(before)}"
             return section.head.problem(wanted, section.like)
-        if section.renames and section.like is None and not continues:
+        of_block = self.head.head == "block" or section.head.owner != self.head.owner
+        if section.renames and section.like is None and not continues and not of_block:
             return section.head.problem("'like DIALECT' before new prefixes: this dialect takes nothing over")
         return None
 
