@@ -185,41 +185,47 @@ def _print(screen: Screen, report: JsonFacts) -> None:
     if not report["families"]:
         screen.line("  it declares no family and no dialect")
     for family in report["families"]:
-        amount = f"{plural(len(family['axes']), 'axis', 'axes')}, {plural(len(family['tensors']), 'logical tensor')}"
-        screen.line(f"  family {family['name']}: {amount}")
-        if family["replaces"]:
-            screen.line(f"    replaces the built-in family {family['name']}")
-        for axis in family["unsized"]:
-            screen.line(
-                f"    axis {axis} has no size: it is counted from the tensor names, so a lost last entry goes "
-                f"unnoticed; declare {axis}=CONFIG_KEY, or {axis}=len(CONFIG_KEY) for a list"
-            )
-        if family["says_anew"]:
-            changes = [f"{each['own']}  (in {each['of']}: {each['taken']})" for each in family["says_anew"]]
-            screen.some("    says anew what it takes over:", [f"  {change}" for change in changes])
-        for label, lines in family["dialects"].items():
-            screen.line(f"    dialect {label}: {plural(lines, 'line')}")
+        _print_family(screen, family)
     for read in report.get("reads", []):
-        if not _reads_any(read):
-            screen.line((report["checkpoint"], "bold"), f": no dialect of {read['family']} reads any of its names")
-            continue
-        screen.line((report["checkpoint"], "bold"), f": read as {read['family']}, dialect {read['dialect']}")
-        total = plural(read["tensors"], "name")
-        best = [(label, count) for label, count in read["names_read"].items() if count]
-        screen.table([[label, f"reads {count:,} of {total}"] for label, count in best])
-        if read["unknown"]:
-            screen.some("  names that no line reads", list(folded(tuple(read["unknown"]))))
-        if read["misshapen"]:
-            label = f"  {plural(len(read['misshapen']), 'tensor')} without the shape that the table says"
-            screen.some(label, [_one_line(refusal) for refusal in read["misshapen"]], _SHOWN)
-        screen.line(f"  axes {' '.join(f'{axis}={count}' for axis, count in read['axes'].items()) or '(from shapes)'}")
-        for absent in read["absent_keys"]:
-            keys = " and no ".join(map(repr, absent["keys"]))
-            screen.line(
-                f"  config.json has no {keys} (axis {absent['axis']}); its size comes from {absent['size_from']}"
-            )
-        for label, outcome in read["writes"].items():
-            _print_writing(screen, label, outcome)
+        _print_read(screen, report["checkpoint"], read)
+
+
+def _print_family(screen: Screen, family: JsonFacts) -> None:
+    amount = f"{plural(len(family['axes']), 'axis', 'axes')}, {plural(len(family['tensors']), 'logical tensor')}"
+    screen.line(f"  family {family['name']}: {amount}")
+    if family["replaces"]:
+        screen.line(f"    replaces the built-in family {family['name']}")
+    for axis in family["unsized"]:
+        screen.line(
+            f"    axis {axis} has no size: it is counted from the tensor names, so a lost last entry goes "
+            f"unnoticed; declare {axis}=CONFIG_KEY, or {axis}=len(CONFIG_KEY) for a list"
+        )
+    if family["says_anew"]:
+        changes = [f"{each['own']}  (in {each['of']}: {each['taken']})" for each in family["says_anew"]]
+        screen.some("    says anew what it takes over:", [f"  {change}" for change in changes])
+    for label, lines in family["dialects"].items():
+        screen.line(f"    dialect {label}: {plural(lines, 'line')}")
+
+
+def _print_read(screen: Screen, ckpt: str, read: JsonFacts) -> None:
+    if not _reads_any(read):
+        screen.line((ckpt, "bold"), f": no dialect of {read['family']} reads any of its names")
+        return
+    screen.line((ckpt, "bold"), f": read as {read['family']}, dialect {read['dialect']}")
+    total = plural(read["tensors"], "name")
+    best = [(label, count) for label, count in read["names_read"].items() if count]
+    screen.table([[label, f"reads {count:,} of {total}"] for label, count in best])
+    if read["unknown"]:
+        screen.some("  names that no line reads", list(folded(tuple(read["unknown"]))))
+    if read["misshapen"]:
+        label = f"  {plural(len(read['misshapen']), 'tensor')} without the shape that the table says"
+        screen.some(label, [_one_line(refusal) for refusal in read["misshapen"]], _SHOWN)
+    screen.line(f"  axes {' '.join(f'{axis}={count}' for axis, count in read['axes'].items()) or '(from shapes)'}")
+    for absent in read["absent_keys"]:
+        keys = " and no ".join(map(repr, absent["keys"]))
+        screen.line(f"  config.json has no {keys} (axis {absent['axis']}); its size comes from {absent['size_from']}")
+    for label, outcome in read["writes"].items():
+        _print_writing(screen, label, outcome)
 
 
 def _print_writing(screen: Screen, label: str, outcome: JsonFacts) -> None:
