@@ -498,7 +498,7 @@ def test_a_family_is_mounted_in_another() -> None:
     ("text", "expected"),
     [
         ("family x\n mount base of y", "'mount FAMILY [as NAME] [from CONFIG_KEY]'"),
-        ("family x\n mount nothing", "a known family after 'mount'"),
+        ("family x\n mount nothing", "a known family after 'mount'; 'nothing' is none"),
         ("family x\n mount base\n mount base", "each mounted family once"),
         ("family x\n mount base\ndialect hf\n mount base under a", "'mount NAME under PREFIX. [like DIALECT]'"),
         ("family x\n mount base\ndialect hf\n mount other under a.", "a family that is mounted above: base"),
@@ -593,6 +593,14 @@ def test_the_printed_table_is_the_whole_one(name: str) -> None:
             (line.text, line.when, line.lossy, line.read_only) for line in other.lines
         ]
         assert [name.text for name in one.ignored] == [name.text for name in other.ignored]
+
+
+@pytest.mark.parametrize("text", ["dialect mine of brt", "family mine like brt", "family mine\n mount brt"])
+def test_names_that_are_close_to_one_that_is_not_known(text: str) -> None:
+    with pytest.raises(Refused) as caught:
+        tables.read(f"{text}\n", known=builtin(), bases=families.base)
+    assert "Did you mean bert" in caught.value.hint
+    assert len(str(caught.value)) < 400
 
 
 def test_every_block_is_taken_over_by_a_family() -> None:

@@ -206,7 +206,7 @@ PROBLEMS = [
     ),
     (f"{HEAD}  z : l when a b", 5, 14, "a formula; formula 'a b'"),
     (f"{HEAD}dialect", 5, 1, "'dialect NAME [VERSION] [of FAMILY] [like DIALECT] [, PREFIX. = PREFIX.]'"),
-    (f"{HEAD}dialect a of nope", 5, 14, "a known family after 'of'; these are known: toy"),
+    (f"{HEAD}dialect a of nope", 5, 14, "a known family after 'of'; 'nope' is none"),
     (f"{HEAD}dialect a like b", 5, 16, "a dialect after 'like'"),
     (f"{HEAD}dialect a\ndialect a", 6, 9, "a new dialect, or another version; 'a' is declared already"),
     (f"{HEAD}dialect a\ndialect a 0.2", 6, 9, "a new dialect, or another version"),

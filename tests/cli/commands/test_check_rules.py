@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.checkpoints import write
 from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle
@@ -78,6 +79,34 @@ def test_what_it_reads_of_a_checkpoint(here: Path, transaxle: Transaxle) -> None
     (found,) = transaxle("check-rules", "toy.rules", "ck", "--json").json["reads"]
     assert (found["names_read"], found["unknown"]) == ({"hf": 7, "joined": 0}, ["extra.0.x", "extra.1.x"])
     assert found["writes"] == {"joined": {"tensors": 6, "refusals": []}}
+
+
+def test_a_table_that_reads_nothing_of_a_checkpoint(here: Path, transaxle: Transaxle) -> None:
+    """The line closest to a name is shown; of two families, the one that reads something is enough."""
+    _toy(here / "ck")
+    strange = SOUND.replace("family toy", "family strange").replace("embed_tokens", "embedding").replace("_proj", "_p")
+    Path("strange.rules").write_text(strange)
+    outcome = transaxle("check-rules", "strange.rules", "ck")
+    assert outcome.code == USAGE
+    said = " ".join(outcome.err.split())
+    assert "no dialect of strange reads any of its 7 names: model.embed_tokens.weight, model.layers.0.gate" in said
+    assert "Closest to model.embed_tokens.weight: model.embedding.weight = embed[v d]" in said
+    assert "--derive" not in said
+    Path("both.rules").write_text(strange + "\n" + SOUND)
+    outcome = transaxle("check-rules", "both.rules", "ck")
+    assert outcome.code == 0
+    assert "ck: no dialect of strange reads any of its names" in outcome.out
+    assert "ck: read as toy, dialect hf" in outcome.out
+    found = transaxle("check-rules", "both.rules", "ck", "--json").json["reads"]
+    assert [(read["family"], read["dialect"]) for read in found] == [("strange", None), ("toy", "hf")]
+    assert found[0].keys() == found[1].keys()
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n", "block half\n  axes l=layers\n"])
+def test_a_file_that_declares_nothing(text: str, here: Path, transaxle: Transaxle) -> None:
+    Path("empty.rules").write_text(text)
+    outcome = transaxle("check-rules", "empty.rules")
+    assert (outcome.code, "it declares no family and no dialect" in outcome.out) == (0, True)
 
 
 def test_what_stands_against_writing_a_dialect(here: Path, transaxle: Transaxle) -> None:

@@ -135,6 +135,7 @@ class Mounts:
 
     Args:
         bases: finds families and blocks.
+        meant: returns a hint at the name that may be meant by one that is none of these.
         problems: filled with what is wrong.
 
     Attributes:
@@ -142,8 +143,11 @@ class Mounts:
         lines: identities of the lines of dialects that come from mounted families.
     """
 
-    def __init__(self, bases: Callable[[str], Written | None], problems: list[Refusal]) -> None:
+    def __init__(
+        self, bases: Callable[[str], Written | None], meant: Callable[[str], str], problems: list[Refusal]
+    ) -> None:
         self._bases = bases
+        self._meant = meant
         self._problems = problems
         self._mounted: dict[str, _Mounted] = {}
         self._parts: list[Keyed] = []
@@ -195,9 +199,12 @@ class Mounts:
     def _family(self, statement: Statement) -> list[Statement]:
         match = _MOUNT.fullmatch(statement.text)
         base = None if match is None else self._bases(match[1])
-        if match is None or base is None:
-            wanted = "'mount FAMILY [as NAME] [from CONFIG_KEY]'" if match is None else "a known family after 'mount'"
-            self._problems.append(statement.problem(wanted, match[1] if match is not None else ""))
+        if match is None:
+            self._problems.append(statement.problem("'mount FAMILY [as NAME] [from CONFIG_KEY]'"))
+            return []
+        if base is None:
+            wanted = f"a known family after 'mount'; {match[1]!r} is none"
+            self._problems.append(statement.problem(wanted, match[1], self._meant(match[1])))
             return []
         name, alias, key = match.groups()
         if (alias or name) in self._mounted:

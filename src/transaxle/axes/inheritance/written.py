@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import partial
 
 from transaxle.axes.inheritance.mount import Mounts
@@ -114,6 +115,11 @@ class _FileReader:
             own.finish(self)
         return self.result
 
+    def meant(self, name: str) -> str:
+        """Return a hint at the names that may be meant by one that is not known."""
+        close = get_close_matches(name, [*self.known, *self.own], 3)
+        return f"Did you mean {' or '.join(close)}?" if close else "`transaxle info` lists the families that ship."
+
     def _keep(self, statement: Statement, error: TransaxleError) -> None:
         self.result.problems.extend(replace(refusal, where=statement.where) for refusal in error.refusals)
 
@@ -155,8 +161,7 @@ class _FileReader:
         if owner is not None:
             if owner not in self.own:
                 if owner not in self.known:
-                    known = ", ".join(dict.fromkeys((*self.known, *self.own)))
-                    raise head.expected(f"a known family after 'of'; these are known: {known}", owner)
+                    raise head.expected(f"a known family after 'of'; {owner!r} is none", owner, self.meant(owner))
                 self.own[owner] = _Own(head, owner, block=False, like=(owner,), adds=True)
             self.current = self.own[owner]
         elif self.current is None and self.failed:
@@ -192,7 +197,7 @@ class _Own:
             found = self._find(reader, base)
             if found is None:
                 wanted = f"a family or a block after 'like', declared above or known; {base!r} is none"
-                problems.append(self.head.problem(wanted, base))
+                problems.append(self.head.problem(wanted, base, reader.meant(base)))
             elif self.adds:
                 below = replace(found, head=self.head)
             elif not below.statements and not below.sections:
@@ -200,7 +205,7 @@ class _Own:
             else:
                 over = [(section, section.statements) for section in found.sections.values()]
                 below = Overlay(below, self.head, problems).result(_taken(found.statements), over)
-        mounts = Mounts(partial(self._find, reader), problems)
+        mounts = Mounts(partial(self._find, reader), reader.meant, problems)
         statements = mounts.family(self.statements)
         if mounts.replaced:
             below = replace(below, statements=mounts.laid_over(below.statements))
@@ -232,8 +237,3 @@ def read(text: str, file: str, known: Iterable[str], bases: Bases) -> File:
         bases: finds the families and blocks of elsewhere.
     """
     return _FileReader(file, known, bases).read(text)
-
-
-def nothing(_name: str) -> Written | None:
-    """Find no family."""
-    return None
