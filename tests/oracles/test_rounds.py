@@ -5,29 +5,35 @@ the same logits.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import transaxle as tx
-from tests.oracles import wrappers
-from tests.oracles.peer_bytes import differing, loaded, randomise
+from tests.oracles.peer_bytes import differing, loaded
 from tests.oracles.quiet import quiet
+from tests.oracles.tiny_models import drawn
 from transaxle.families import builtin
 
 TYPES = (
-    "llama", "qwen2", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss",
+    "llama", "qwen2", "qwen3", "phi3", "gemma3_text", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "glm4_moe",
+    "qwen3_next", "qwen3_5_moe_text", "nemotron_h", "qwen3_5", "muse_glimmer", "minimax_m2", "laguna",
 )  # fmt: skip
 
-CHANGES = {each: {"head_dim": 4, "num_key_value_heads": 4} for each in ("deepseek_v3",)}
-"""What the tiny config of a type says otherwise: here, the dims that are rotated, and heads that share nothing."""
+CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"head_dim": 4, "num_key_value_heads": 4},
+    "laguna": {"gating": "per-head", "num_attention_heads_per_layer": [4, 8]},
+    "nemotron_h": {"n_groups": 2},
+    "qwen3_5": {"layer_types": ["linear_attention", "full_attention"]},
+}
+"""What the tiny config of a type says otherwise: dims that are rotated, heads that share nothing, kinds of layers."""
 
 
 @pytest.mark.peers
 @pytest.mark.parametrize("model_type", TYPES)
 def test_logits_are_equal_after_a_round_through_all_dialects(model_type: str, tmp_path: Path) -> None:
-    model = wrappers.build(model_type, **CHANGES.get(model_type, {}))
-    randomise(model)
+    model = drawn(model_type, CHANGES.get(model_type, {}))
     tokens = torch.arange(12).reshape(2, 6)
     with quiet(), torch.no_grad():
         expected = model(tokens).logits
