@@ -39,7 +39,7 @@ def made(
             new are of the text.
         wider: in the other size.
     """
-    model = _model(model_type, changes, wider=wider)
+    model = drawn(model_type, changes, wider=wider)
     with quiet():
         model.save_pretrained(folder / "saved")
     config = json.loads((folder / "saved/config.json").read_text("utf-8"))
@@ -59,7 +59,8 @@ def _text(config: dict[str, Any]) -> dict[str, Any]:
     return part
 
 
-def _model(model_type: str, changes: Mapping[str, Any], *, wider: bool) -> Any:
+def drawn(model_type: str, changes: Mapping[str, Any] = MappingProxyType({}), *, wider: bool = False) -> Any:
+    """A model with random weights; arguments as those of `made`."""
     model = wrappers.build(model_type)
     if changes or wider:
         config = model.config.to_dict()

@@ -133,6 +133,25 @@ def test_sizes_of_a_table() -> None:
     assert sizes.giving({"n": 9, "f": 5}).given == {"n": 7, "f": 5}
 
 
+def test_a_size_that_layers_may_have_of_their_own_is_not_one_of_everywhere() -> None:
+    uneven = only("""
+family uneven
+  axes l=layers d=hidden
+  axis r = heads_of[l] | heads
+  axis w = 2 * r
+  q : l r d
+  o : l w d
+
+dialect a
+  {l}.q = q[r d]
+  {l}.o = o[w d]
+""")
+    sizes = Sizes(uneven, {"layers": 2, "hidden": 3, "heads": 4, "heads_of": [4, 8]})
+    assert sizes.at({}) == {"l": 2, "d": 3, "r": 4, "w": 8}
+    assert sizes.everywhere() == {"l": 2, "d": 3}
+    assert sizes.giving({"r": 5}).everywhere() == {"l": 2, "d": 3, "r": 5, "w": 10}
+
+
 def test_sizes_that_are_none() -> None:
     toy = only(TOY)
     assert Sizes(toy, {"hidden": 0}).at({})["d"] == 0

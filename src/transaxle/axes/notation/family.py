@@ -239,6 +239,18 @@ class Sizes:
         """
         return dict(self._measured(index)[0])
 
+    def everywhere(self) -> dict[str, int]:
+        """Return the sizes that are the same at every index: given ones, and those whose formula names no index.
+
+        Raises:
+            Refused: what a formula refuses.
+        """
+        dependent: set[str] = set()
+        for axis, formula in self.family.axes.items():
+            if axis not in self.given and formula is not None and formula.names & (self.family.name_axes | dependent):
+                dependent.add(axis)
+        return {axis: size for axis, size in self.at({}).items() if axis not in dependent}
+
     def _measured(self, index: Mapping[str, int]) -> _Measured:
         """Return the sizes at an index, and the values that formulas see there; cached for layers that are alike."""
         key = tuple(index.get(axis) for axis in self._order)

@@ -140,15 +140,8 @@ class _Translator:
             form = self.recode(name, NumberFormat(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN)))
             built[name] = replace(unchanged(name, self.stored[name]), dtype=form.dtype, encoding=form.encoding)
         refusals = tuple(self.refusals.values())
-        return Translation(
-            built,
-            tuple(self.checks),
-            kept_names,
-            (*self.bound.ignored, *self.empty),
-            self._aliases(),
-            refusals,
-            self.sizes.at({}),
-        )
+        ignored, sizes = (*self.bound.ignored, *self.empty), self.sizes.everywhere()
+        return Translation(built, tuple(self.checks), kept_names, ignored, self._aliases(), refusals, sizes)
 
     def refuse(self, refusals: Iterable[Refusal], tensor: str | None = None) -> None:
         """Keep refusals, each once: an axis that is unknown is unknown in every layer."""
