@@ -333,6 +333,31 @@ def test_places_stand_inside_alternatives_and_hold_some() -> None:
     assert set(found) == {"vision.0.w", "vision.1.w", "a.0.u", "a.1.u", "v"}
 
 
+def test_merged_numbers_are_mounted_placed_and_alternatives() -> None:
+    table = """
+family part
+  axes l=layers e=experts L=layers d=width
+  w : l e d
+dialect hf
+  place at = x.{2*(l e)+L}   when l < 2 or d == 3
+  ({at}|old.{( l e )}).w = w[d]
+family whole
+  mount part as p
+dialect hf
+  mount p under p.
+dialect renamed like hf, p.x. = y.
+"""
+    part, whole = tables.read(table)
+    assert whole_lines(part, "hf") == [
+        "x.{2*(l e)+L}.w = w[d] when l < 2 or d == 3",
+        "also old.{( l e )}.w = w[d]",
+    ]
+    assert whole_lines(whole, "renamed") == [
+        "y.{2*(p_l p_e)+p_L}.w = p_w[p_d] when p_l < 2 or p_d == 3",
+        "also p.old.{( p_l p_e )}.w = p_w[p_d]",
+    ]
+
+
 def test_alternatives_stand_inside_each_other() -> None:
     family = only(
         PLACES + "  ((m|n.(o|p)).{l}|{old}).w = w[d]\n  u.{l} = u[d]\n  v = v[d]\n  ignore ({tower}|{old}).r\n"
