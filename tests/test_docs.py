@@ -216,7 +216,7 @@ def test_expressions_names_and_formulas_of_the_notation_page_are_read() -> None:
     for cell in _cells("Formulas"):
         assert Formula(cell).names
     for cell in _cells("Names"):
-        held = " ".join(dict.fromkeys(re.findall(r"\{(?:\d+\*)?(\w+)", cell)))
+        held = " ".join(dict.fromkeys(re.findall(r"\{(?:\d+\*)?\(?(\w+(?: \w+)*)", cell)))
         assert tables.read(f"family toy\n axes l=n1 L=n2 m=n3 e=n4 d\n x : {held} d\ndialect a\n {cell} = x[d]\n")
 
 

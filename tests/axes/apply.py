@@ -128,7 +128,7 @@ def bound_to(
     read = family.dialect(dialect)
     assert read is not None
     _, prefix = score(group(split_slot(name)[0] for name in names), read)
-    return bind(names, family, read, sizes, prefix, encodings)
+    return bind(names, family, read, sizes, prefix, encodings, store.entries)
 
 
 def translated(

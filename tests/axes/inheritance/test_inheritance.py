@@ -111,8 +111,8 @@ def test_what_identifies_a_family_is_not_taken_over() -> None:
 def test_everything_else_is_taken_over_and_replaced_by_what_it_speaks_of() -> None:
     family = child(
         "family heir like base\n  axes f=wide w=f\n  let sparse = even\n  let even = l in listed\n  bias : l f\n"
-        "  new : l w\n  tie extra = bias\n  cut tp = d of gate\n"
-        "dialect hf\n  layers.{l}.g = gate[d f]\n  new.{l} = new[w]\n"
+        "  new : l w c\n  tie extra = bias\n  cut tp = d of gate\n"
+        "dialect hf\n  layers.{l}.g = gate[d f]\n  new.{l} = new[w c]\n"
     )
     assert {axis: size.text for axis, size in family.axes.items() if size is not None} == {
         "l": "layers", "d": "hidden", "f": "wide", "c": "2*f", "w": "f",
@@ -131,7 +131,7 @@ def test_everything_else_is_taken_over_and_replaced_by_what_it_speaks_of() -> No
         "layers.{l}.g = gate[d f]",
         "layers.{l}.bias = bias[f]",
         "layers.{l}.extra = extra[f]",
-        "new.{l} = new[w]",
+        "new.{l} = new[w c]",
     ]
     # A dialect that is like hf is like the hf of this family.
     assert lines(family, "short")[2] == "h.{l}.g = gate[d f]"
@@ -160,6 +160,53 @@ def test_a_family_leaves_tensors_out_with_all_that_speaks_of_them() -> None:
     assert child(nested.format("f")).within == {"f": "d"}
     assert [cut.text for cut in family.cuts] == ["(l d)"]
     assert family.named == {}
+
+
+PADDED = """
+block padded
+  axes n=words d=width p r=q/2 q=heads
+  axis s = r + 1
+  embed : n d
+  wide  : n s
+dialect hf
+  embed = embed[n d]
+  wide  = wide[n s]
+dialect megatron
+  words = [[embed:n | 0:p] d]
+  wide  = wide[s n]
+dialect late like megatron
+family all like padded
+family some like padded
+  dialects hf
+  without wide
+family padding like padded
+  dialects late
+  without wide
+family own like padded
+  dialects hf
+  axes p=3 r=4
+family inside
+  mount padded as one
+dialect hf
+  mount one under one.
+family shifted like padded
+  dialects hf
+  tail : n
+dialect hf
+  tail.{n+p} = tail[]
+"""
+
+
+def test_axes_that_are_taken_over_and_used_by_nothing_are_left_out() -> None:
+    """What a formula of an axis in use names is used, too."""
+    assert {family.name: sorted(family.axes) for family in tables.read(PADDED)} == {
+        "all": ["d", "n", "p", "q", "r", "s"],
+        "some": ["d", "n"],
+        "padding": ["d", "n", "p"],
+        "own": ["d", "n", "p", "r", "s"],
+        "inside": ["one_d", "one_n", "one_q", "one_r", "one_s"],
+        "shifted": ["d", "n", "p", "q", "r", "s"],
+    }
 
 
 def test_a_dialect_that_is_kept_stays_whole_without_the_one_that_it_is_like() -> None:
@@ -353,6 +400,31 @@ def test_places_stand_inside_alternatives_and_hold_some() -> None:
     store.put("a.1.u", arange(3, start=9))
     found = carried(family, "hf", "hf", store, tall)
     assert set(found) == {"vision.0.w", "vision.1.w", "a.0.u", "a.1.u", "v"}
+
+
+def test_merged_numbers_are_mounted_placed_and_alternatives() -> None:
+    table = """
+family part
+  axes l=layers e=experts L=layers d=width
+  w : l e d
+dialect hf
+  place at = x.{2*(l e)+L}   when l < 2 or d == 3
+  ({at}|old.{( l e )}).w = w[d]
+family whole
+  mount part as p
+dialect hf
+  mount p under p.
+dialect renamed like hf, p.x. = y.
+"""
+    part, whole = tables.read(table)
+    assert whole_lines(part, "hf") == [
+        "x.{2*(l e)+L}.w = w[d] when l < 2 or d == 3",
+        "also old.{( l e )}.w = w[d]",
+    ]
+    assert whole_lines(whole, "renamed") == [
+        "y.{2*(p_l p_e)+p_L}.w = p_w[p_d] when p_l < 2 or p_d == 3",
+        "also p.old.{( p_l p_e )}.w = p_w[p_d]",
+    ]
 
 
 def test_alternatives_stand_inside_each_other() -> None:

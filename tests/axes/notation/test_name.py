@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.axes.apply import law
-from transaxle.axes.notation.name import Hole, Name, skeleton
+from transaxle.axes.notation.name import Counter, Hole, Name, skeleton
 from transaxle.errors import Refused, UsageError
 
 literal = st.text(st.sampled_from("ab.1µ層_"), max_size=4)
@@ -101,10 +101,39 @@ def test_what_is_added_to_an_index() -> None:
     assert caught.value.code == "UNKNOWN_AXIS"
 
 
+def test_several_axes_in_one_number() -> None:
+    name = Name("a.{m}.{2*( l  e )+L}.{e2}")
+    assert name.axes == ("m", "l", "e", "e2")
+    assert name.inner == ("e",)
+    assert [hole.text for hole in name.holes] == ["{m}", "{2*(l e)+L}", "{e2}"]
+    numbering = name.numbering({"e": 4, "L": 10})
+    assert numbering.numbers((7, 2, 3, 0)) == (7, 32, 0)
+    assert numbering.position("a.7.32.0") == (7, 2, 3, 0)
+    assert numbering.position("a.7.31.0") is None
+    assert numbering.position("a.7.8.0") is None
+    assert numbering.numbers((7, 2, 4, 0)) == (7, None, 0)
+    for axis, sizes in (("e", {"L": 10}), ("L", {"e": 4})):
+        with pytest.raises(UsageError, match=f"--axis {axis}=N"):
+            name.numbering(sizes)
+    assert Name("a.{(l e)}").numbering({"e": 0}).position("a.3") is None
+
+
+@law
+@given(st.lists(st.integers(1, 5), min_size=0, max_size=3), st.integers(1, 4), st.integers(-3, 9), st.integers(0, 300))
+def test_a_number_has_one_index_and_an_index_one_number(spans: list[int], factor: int, shift: int, number: int) -> None:
+    counter = Counter(factor, shift, tuple(spans))
+    indices = counter.indices(number)
+    if indices is None:
+        assert number < shift or (number - shift) % factor
+    else:
+        assert counter.number(indices) == number
+        assert all(0 <= index < span for index, span in zip(indices[1:], spans, strict=True))
+
+
 @pytest.mark.parametrize(
     ("text", "column", "expected"),
     [
-        ("a.{l", 3, "a hole such as {l}, {m+L}, {l-L}, {2*l+1} or {e@ep}"),
+        ("a.{l", 3, "a hole such as {l}, {m+L}, {l-L}, {2*l+1}, {(l e)} or {e@ep}"),
         ("a.l}", 4, "a hole such as"),
         ("a.{1}", 3, "a hole such as"),
         ("a.{l+}.{e}", 3, "a hole such as"),
@@ -113,6 +142,12 @@ def test_what_is_added_to_an_index() -> None:
         ("a.{l}.{}", 7, "a hole such as"),
         ("a.{l}.{l}", 7, "each axis once"),
         ("a.{l}{e}", 6, "text between two holes"),
+        ("a.{(l)}", 3, "a hole such as"),
+        ("a.{(l e}", 3, "a hole such as"),
+        ("a.{(l (e m))}", 3, "a hole such as"),
+        ("a.{(l e)}.{(m l)}", 11, "each axis once; 'l' occurs twice"),
+        ("a.{(l l)}", 3, "each axis once; 'l' occurs twice"),
+        ("a.{(l e)@ep}", 3, "one axis before '@'"),
     ],
 )
 def test_errors_show_the_column(text: str, column: int, expected: str) -> None:

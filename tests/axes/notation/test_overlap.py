@@ -43,6 +43,9 @@ def refused(*lines: str) -> str | None:
         ("part{f}.x = v[d]", "part3.x = y[d]", "part3.x"),
         ("fc1{f}.x = v[d]", "fc{l}.x = x[d]", "fc10.x"),
         ("a.{l}.b.{e}.c = w[d]", "a.3.b.{f}.c = v[d]", "a.3.b.0.c"),
+        ("a.{(l e)} = w[d]", "a.5 = y[d]", "a.5"),
+        ("a.{(l e)} = w[d]", "a.{m+L} = z[d]", "a.0"),
+        ("a.{2*(l e)} = w[d]", "a.{m} = z[d]", "a.0"),
         ("layers.{l}.x = x[d] when sparse", "layers.{m}.x = z[d]", "layers.0.x"),
         ("layers.{l}.x = x[d] when l > 2", "layers.5.x = y[d]", "layers.5.x"),
         ("layers.{l}.x = x[d] optional", "layers.5.x = y[d] when old", "layers.5.x"),
@@ -57,6 +60,7 @@ def test_lines_that_share_a_name_are_refused(one: str, two: str, name: str) -> N
     "lines",
     [
         ("layers.{l}.x = x[d]", "layers.{m+L}.x = z[d]"),
+        ("a.{2*(l e)} = w[d]", "a.{2*m+1} = z[d]"),
         ("layers.{m+L}.x = z[d]", "layers.{l}.x = x[d]"),
         ("part{f}.x = v[d]", "part4.x = y[d]"),
         ("part{f}.x = v[d]", "part03.x = y[d]"),

@@ -219,3 +219,37 @@ def test_a_size_that_only_the_user_knows(rules: Path, tmp_path: Path) -> None:
     given.write_text(json.dumps(CONFIG))
     tx.convert(source, tmp_path / "again", to="packed", rules=rules, config=given, axes={"p": PADDING})
     assert checkpoints.same(tmp_path / "out", tmp_path / "again")
+
+
+COUNTED = """
+family counted
+  model_type counted
+  axes l=layers e=experts d=width f=inner
+  up     : l e f d
+  router : l e d
+dialect apart
+  layers.{l}.{e}.up = up[f d]
+  layers.{l}.router = router[e d]
+dialect through
+  experts.{(l e)}.up = up[f d]
+  routers.{l}        = router[e d]
+"""
+
+
+def test_numbers_of_several_axes_through_files(tmp_path: Path) -> None:
+    rules = tmp_path / "counted.rules"
+    rules.write_text(COUNTED)
+    held = {f"layers.{i}.{e}.up": np.full((3, 2), 10 * i + e, np.float32) for i in range(2) for e in range(4)}
+    held |= {f"layers.{i}.router": np.full((4, 2), i, np.float32) for i in range(2)}
+    source = checkpoints.write(tmp_path / "source", held, config={"model_type": "counted", "layers": 2, "experts": 4})
+    tx.convert(source, tmp_path / "out", to="through", rules=rules)
+    found = checkpoints.read(tmp_path / "out")
+    assert [float(found[f"experts.{n}.up"][0, 0]) for n in range(8)] == [0, 1, 2, 3, 10, 11, 12, 13]
+    for file in ("transaxle.json", "config.json"):
+        (tmp_path / "out" / file).unlink()
+    tx.convert(tmp_path / "out", tmp_path / "back", to="apart", rules=rules, family="counted")  # the routers tell e
+    assert _bytes(checkpoints.read(tmp_path / "back")) == _bytes(held)
+    alone = {name: array for name, array in found.items() if "routers" not in name}
+    bare = checkpoints.write(tmp_path / "bare", alone)
+    with pytest.raises(tx.TransaxleError, match=r"(?s)UNKNOWN_AXIS.*8 numbers of \{\(l e\)\}.*--axis e=N"):
+        tx.convert(bare, tmp_path / "no", to="apart", rules=rules, family="counted")

@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 _MOUNT = re.compile(rf"mount\s+({WORD})(?:\s+as\s+({WORD}))?(?:\s+from\s+({WORD}(?:\.{WORD})*))?")
 _UNDER = re.compile(rf"mount\s+({WORD})\s+under\s+(\S+\.)(?:\s+like\s+({WORD}(?:@[\w.]+)?))?")
 _TOKEN = re.compile(rf"'[^']*'|\"[^\"]*\"|\.\s*{WORD}|{WORD}|[0-9]+[A-Za-z_]\w*")
-_HOLE = re.compile(rf"\{{((?:[0-9]+\*)?)({WORD})(?:([+-])({WORD}))?")
+_HOLE = re.compile(r"\{[^{}]*\}")
+_IN_HOLE = re.compile(rf"(?<![@\w]){WORD}")
 _GRAMMAR = frozenset({"and", "or", "not", "if", "else", "in", "True", "False", "None", "len"})
 """Words of formulas that are no keys."""
 
@@ -73,10 +74,6 @@ class _Mounted:
 
     def _name(self, word: str) -> str:
         return f"{self.prefix}{word}" if word in self.names else word
-
-    def _hole(self, hole: re.Match[str]) -> str:
-        factor, axis, sign, shift = hole.groups("")
-        return f"{{{factor}{self._name(axis)}{sign}{self._name(shift)}"
 
     def formula(self, text: str) -> str:
         """Return a formula over its names as they are here, and its keys where they are here."""
@@ -117,9 +114,7 @@ class _Mounted:
         text, when = split_when(statement.text[len(word) :].strip())
         name, equals, rest = text.partition("=")
         expression, lossy, arithmetic = rest.partition(LOSSY)
-        name = _HOLE.sub(
-            lambda hole: "{" + hole[1] + self._name(hole[2]) + (hole[3] or "") + self._name(hole[4] or ""), name
-        )
+        name = _HOLE.sub(lambda hole: _IN_HOLE.sub(lambda word: self._name(word[0]), hole[0]), name)
         said = f"{word} {under}{name.strip()} {equals} {self.renamed(expression.strip())}{lossy}{arithmetic}".strip()
         if word == IGNORE:
             return statement.saying(said)

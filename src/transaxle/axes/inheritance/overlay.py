@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from transaxle.axes.inheritance.statement import (
     TIE,
     WITHIN,
     WITHOUT,
+    WORD,
     WRAPPER,
     Key,
     Keyed,
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 _ORDER = (MODEL_TYPE, WRAPPER, ALIKE, LET, AXIS, TENSOR, TIE, PRECISE, CUT, WITHIN)
 """Order of a family's statements where it takes some over."""
 _ARTICLES = {AXIS: "an"}
+_HOLE = re.compile(r"\{[^{}]*\}")
 _OwnSection = tuple[Section, Sequence[Statement]]
 
 
@@ -194,6 +197,39 @@ class Overlay:
                         why = f"with other axes than before, {name} cannot take over {statement.text!r}"
                         wanted = f"a line for {name} in dialect {label} too: {why}"
                         self.problems.append(reshaped[name].problem(wanted))
+
+
+def without_unused(family: Written, own: Iterable[Statement]) -> Written:
+    """Return a family without the axes that it takes over and that nothing in it uses: `p` of lines with padding, where
+    no such line is left.
+
+    Args:
+        family: with all that it takes over.
+        own: its own statements; the axes that these declare stay.
+    """
+    declared = {name for statement in own for (kind, name), _ in keyed(statement) if kind == AXIS}
+    sizes: dict[str, set[str]] = {}
+    used = set(declared)
+    for statement in family.statements:
+        for (kind, name), part in keyed(statement):
+            words = set(re.findall(WORD, re.split("[=:]", part.text, maxsplit=1)[-1] if kind != AXIS else ""))
+            if kind == AXIS:
+                sizes[name] = set(re.findall(WORD, part.text.partition("=")[2])) - {name}
+            used |= words
+    for section in family.sections.values():
+        for statement in section.statements:
+            name, _, rest = statement.text.partition("=")
+            used.update(re.findall(WORD, f"{' '.join(_HOLE.findall(name))} {rest}"))
+    waiting = [name for name in sizes if name in used]
+    while waiting:
+        new = sizes[waiting.pop()] & sizes.keys() - used
+        used |= new
+        waiting += new
+    unused = sizes.keys() - used
+    if not unused:
+        return family
+    parts = [each for statement in family.statements for each in keyed(statement)]
+    return replace(family, statements=tuple(part for (kind, name), part in parts if kind != AXIS or name not in unused))
 
 
 def _tensors_taken(section: Section, above: Mapping[str, Section]) -> frozenset[str]:

@@ -37,9 +37,10 @@ _HEAD = re.compile(
     rf"dialect\s+({WORD})(?:\s+([0-9][\w.]*))?(?:\s+of\s+({WORD}))?(?:\s+like\s+({WORD}(?:@[\w.]+)?))?((?:\s*,[^,]*)*)"
 )
 _RENAME = re.compile(r"([^\s=]+)\s*=\s*([^\s=]*)")
-_PLACE = re.compile(rf"place\s+({WORD})\s*=\s*([^\s\[]+)(?:\[\s*({WORD}(?:\s+{WORD})*)\s*\])?")
+_PLACE = re.compile(rf"place\s+({WORD})\s*=\s*((?:\{{[^{{}}]*\}}|[^\s\[])+)(?:\[\s*({WORD}(?:\s+{WORD})*)\s*\])?")
 _HOLE = re.compile(rf"\{{({WORD})\}}")
-_CHOICE = re.compile(r"\(([^()]*\|[^()]*)\)")
+_OPTION = r"(?:[^(){}|]|\{[^{}]*\})*"
+_CHOICE = re.compile(rf"\(({_OPTION}(?:\|{_OPTION})+)\)")
 _MOST_NAMES = 64
 """Cap on the lines that one line with places and alternatives stands for."""
 FORM = "'dialect NAME [VERSION] [of FAMILY] [like DIALECT] [, PREFIX. = PREFIX.]'"
@@ -247,8 +248,8 @@ def renamed(statement: Statement, renames: Renames, used: set[str]) -> Iterator[
     word, name, rest = _parts(statement)
     place = statement.kind == PLACE
     if place:
-        beginning, _, condition = rest[1:].strip().partition(" ")
-        word, name, rest = f"{word} {name} =", f"{beginning}.", condition.strip()
+        beginning, condition = split_when(rest[1:])
+        word, name, rest = f"{word} {name} =", f"{beginning}.", f"when {condition}" if condition else ""
     names = list(islice(_alternatives(name), _MOST_NAMES)) if name.startswith("(") and not place else [name]
     changed = [_with_prefix(each, renames, used) for each in names]
     if [each for each, _ in changed] == names:

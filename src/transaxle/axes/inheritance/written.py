@@ -16,9 +16,9 @@ from difflib import get_close_matches
 from functools import partial
 
 from transaxle.axes.inheritance.mount import Mounts
-from transaxle.axes.inheritance.overlay import Overlay, Replaced
+from transaxle.axes.inheritance.overlay import Overlay, Replaced, without_unused
 from transaxle.axes.inheritance.section import Section, Sections, opened
-from transaxle.axes.inheritance.statement import IDENTIFYING, WORD, Statement
+from transaxle.axes.inheritance.statement import IDENTIFYING, KEEP, MOUNT, WITHOUT, WORD, Statement
 from transaxle.errors import Refusal, TransaxleError, Where
 
 _FAMILY = re.compile(rf"(family|block)\s+({WORD})(?:\s+like\s+({WORD}(?:\s*,\s*{WORD})*))?")
@@ -215,7 +215,10 @@ class _Own:
             reader.result.added[self.name] = ready
             reader.result.new[self.name] = [label for label in ready.sections if label not in below.sections]
         else:
-            reader.result.written[self.name] = ready
+            takes_over = bool(self.like) or MOUNT in (statement.head for statement in self.statements)
+            own = [statement for statement in self.statements if statement.head not in (MOUNT, WITHOUT, KEEP)]
+            whole = ready if self.block or not takes_over else without_unused(ready, own)
+            reader.result.written[self.name] = whole
 
     def _find(self, reader: _FileReader, name: str) -> Written | None:
         """Return a family or block that this one names: declared above, or known from elsewhere."""

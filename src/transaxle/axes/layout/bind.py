@@ -13,12 +13,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 
+from transaxle.axes.layout.relayout import Stored
+from transaxle.axes.layout.solve import Shape, solve
+from transaxle.axes.notation.expression import Expression
 from transaxle.axes.notation.family import Dialect, Family, Line, Sizes
 from transaxle.axes.notation.formula import Formula
-from transaxle.axes.notation.name import skeleton
+from transaxle.axes.notation.name import Numbering, skeleton
 from transaxle.axes.notation.number_format import PLAIN, WORDS, words
-from transaxle.errors import Refusal, Where, gathered
+from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 
 WEIGHT = ""
 """The slot of the parameter itself."""
@@ -107,6 +111,7 @@ def bind(
     sizes: Sizes,
     prefix: str = "",
     encodings: Mapping[str, str] | None = None,
+    stored: Mapping[str, Stored] | None = None,
 ) -> Bound:
     """Read names through a dialect.
 
@@ -117,15 +122,37 @@ def bind(
         sizes: axis sizes from the config and the user.
         prefix: text before every name of the dialect.
         encodings: stored name -> its encoding, one of `number_format.WORDS`; None: all are plain.
+        stored: the tensors by name; their shapes may show a size without which merged numbers cannot be told apart.
 
     Raises:
         UsageError: UNKNOWN_AXIS where an index cannot be told apart without the size of an axis; AMBIGUOUS where the
             config does not tell which of two lines a name is of.
     """
+    encodings = encodings or {}
+    merged = _Merged(dialect, sizes, prefix)
+    if not merged.lines:
+        return _bound(names, family, dialect, sizes, prefix, encodings)
+    told = replace(dialect, lines=tuple(line for line in dialect.lines if line not in merged.lines))
+    postponed = {name for name in names if merged.matches(name)}
+    bound = _bound([name for name in names if name not in postponed], family, told, sizes, prefix, encodings)
+    if postponed:
+        sizes = merged.sized(bound, stored or {}, postponed)
+        return _bound(names, family, dialect, sizes, prefix, encodings)
+    return replace(bound, dialect=dialect)
+
+
+def _bound(
+    names: Sequence[str],
+    family: Family,
+    dialect: Dialect,
+    sizes: Sizes,
+    prefix: str,
+    encodings: Mapping[str, str],
+) -> Bound:
+    """Read names through a dialect, all sizes that their numbers need being known."""
     bound_names: _BoundNames = defaultdict(dict)
     ignored: list[str] = []
     unknown: list[str] = []
-    encodings = encodings or {}
     reader = _NameReader(dialect, sizes)
     doubtful: list[tuple[str, _Fits]] = []
     for name in names:
@@ -147,6 +174,71 @@ def bind(
     if doubtful:
         _settle(doubtful, bound_names, family, sizes, encodings)
     return Bound(family, dialect, prefix, dict(bound_names), tuple(ignored), tuple(unknown), encodings)
+
+
+class _Merged:
+    """Lines with several axes in one number (`{(l e)}`) that cannot be told apart without a size that is not known."""
+
+    def __init__(self, dialect: Dialect, sizes: Sizes, prefix: str) -> None:
+        self._sizes = sizes
+        self._prefix = prefix
+        merged = [line for line in dialect.lines if line.name.inner]
+        known = sizes.at({}) if merged else {}
+        self.lines = frozenset(line for line in merged if not known.keys() >= set(line.name.inner))
+        self._by_skeleton = {line.name.skeleton for line in self.lines}
+
+    def matches(self, name: str) -> bool:
+        """Tell whether a stored name may be of one of them."""
+        parameter = split_slot(name)[0]
+        bare = parameter[len(self._prefix) :]
+        return (
+            parameter.startswith(self._prefix)
+            and skeleton(bare) in self._by_skeleton
+            and any(line.name.match(bare) is not None for line in self.lines)
+        )
+
+    def sized(self, others: Bound, stored: Mapping[str, Stored], names: Iterable[str]) -> Sizes:
+        """Return sizes with those that the shapes of all other tensors show.
+
+        Names show none: 12 numbers of `{(l e)}` may be 3 times 4 or 4 times 3.
+
+        Raises:
+            UsageError: UNKNOWN_AXIS where they do not show one that is needed.
+        """
+        equations: dict[Expression, dict[Shape, Mapping[str, int]]] = defaultdict(dict)
+        for (line, slot), by_index in others.names.items():
+            for index, name in by_index.items():
+                if slot == WEIGHT and name in stored:
+                    at = dict(zip(line.name.axes, index, strict=True))
+                    equations[line.expression].setdefault(stored[name].shape, at)
+        sizes = solve(equations, self._sizes)
+        known = sizes.at({})
+        bare = [split_slot(name)[0][len(self._prefix) :] for name in names]
+        for line in self.lines:
+            missing = [axis for axis in line.name.inner if axis not in known]
+            numbers = [found for name in bare if (found := line.name.match(name)) is not None]
+            if missing and numbers:
+                raise _untold(line, missing[0], numbers, known)
+        return sizes
+
+
+def _untold(line: Line, axis: str, numbers: Sequence[tuple[int, ...]], known: Mapping[str, int]) -> TransaxleError:
+    """Build the refusal of numbers that cannot be told apart, with what their count would mean."""
+    place, hole = next((place, hole) for place, hole in enumerate(line.name.holes) if axis in hole.inner)
+    count = len({found[place] for found in numbers})
+    others = [other for other in (hole.axis, *hole.inner) if other != axis]
+    guess = ""
+    # Zero where a size is unknown: then nothing follows from the count.
+    outside = prod(known.get(other, 0) for other in others)
+    if outside and count % outside == 0:
+        whole = " and ".join(f"{other}={known[other]}" for other in others)
+        guess = f" If all {count} are here, then with {whole}, {axis}={count // outside}."
+    message = (
+        f"{line.text}\nthe size of axis {axis} is needed to tell what the {count} numbers of {hole.text} mean, and no "
+        "shape shows it"
+    )
+    hint = f"Give it with --axis {axis}=N, or the model's config.json with --config FILE.{guess}"
+    return refuse("UNKNOWN_AXIS", message, hint=hint)
 
 
 _Fits = list[tuple[Line, Index]]
@@ -238,23 +330,18 @@ class _Candidate:
     """A line that a name of this skeleton may match."""
 
     line: Line
-    shifts: tuple[int, ...]
-    """Number added to each index to give the number in the name."""
+    numbering: Numbering
+    """How its numbers follow from indices."""
     limits: tuple[int | None, ...]
     """Size of each axis in the name; None where it is unknown."""
 
     def index(self, name: str) -> Index | None:
         """Return the indices for which the line gives this name, or None."""
-        numbers = self.line.name.match(name)
-        if numbers is None:
+        position = self.numbering.position(name)
+        if position is None:
             return None
-        shifted = [number - shift for number, shift in zip(numbers, self.shifts, strict=True)]
-        factors = [hole.factor for hole in self.line.name.holes]
-        if any(number % factor for number, factor in zip(shifted, factors, strict=True)):
-            return None
-        position = tuple(number // factor for number, factor in zip(shifted, factors, strict=True))
-        # A line such as `layers.{l+1}` must not read number 0, nor a number beyond a known size.
-        fits = all(i >= 0 and (size is None or i < size) for i, size in zip(position, self.limits, strict=True))
+        # A number must not be beyond a known size.
+        fits = all(size is None or i < size for i, size in zip(position, self.limits, strict=True))
         return position if fits else None
 
 
@@ -286,9 +373,7 @@ class _NameReader:
         return best or fits[:1]
 
     def _candidate(self, line: Line) -> _Candidate:
-        holes = line.name.holes
-        shifts = tuple(hole.added(self.known) for hole in holes)
-        return _Candidate(line, shifts, tuple(self.known.get(hole.axis) for hole in holes))
+        return _Candidate(line, line.name.numbering(self.known), tuple(self.known.get(axis) for axis in line.name.axes))
 
     def _holds(self, line: Line, index: Index, encoding: str) -> bool | None:
         return self.sizes.holds(line.when, dict(zip(line.name.axes, index, strict=True)), words(encoding))

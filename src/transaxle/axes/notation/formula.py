@@ -7,6 +7,7 @@
     l in moe_layers                                a list, or the text "3,4,5"
     per_layer_config[l].head_dim | head_dim        an entry of a map: of layer 3, that under "3"
     len(layer_types)                               entries of a list, characters of a text
+    hybrid_override_pattern[l] == "M"              a character of a text
 
 The syntax is Python's, read with `ast` and evaluated over config keys by a closed list of operations; nothing is ever
 executed. A key that is missing makes the formula unknown (None), which is different from false.
@@ -206,14 +207,15 @@ def _turned(node: ast.Call | ast.UnaryOp, value: Any) -> Any:
 
 
 def _item(base: Any, index: Any) -> Any:
-    """Return an entry of a mapping or a list; None where it does not exist: unknown, like a missing key.
+    """Return an entry of a mapping or a list, or a character of a text; None where it does not exist: unknown, like a
+    missing key.
 
     The keys of a mapping in JSON are texts: the entry of layer 3 is under "3".
     """
     if isinstance(base, Mapping):
         value = base.get(index)
         return base.get(str(index)) if value is None and type(index) is int else value
-    if isinstance(base, list | tuple) and isinstance(index, int) and -len(base) <= index < len(base):
+    if isinstance(base, list | tuple | str) and isinstance(index, int) and -len(base) <= index < len(base):
         return base[index]
     return None
 

@@ -3,6 +3,7 @@
     model.layers.{l}.mlp.experts.{e}.down_proj.weight      {l} is the index of axis l
     model.layers.{m+L}.eh_proj.weight                      index arithmetic: layer number m + L, L an axis size
     blocks.{2*l+1}.weight                                  every second number: 1, 3, 5
+    experts.{(l e)}.weight                                 both axes counted through: number l * E + e, E the size of e
     mtp_layers.{l-L}.eh_proj.weight                        the other way: number l - L, for l from L on
     decoder.layers.{l}.mlp.experts.linear_fc1.weight{e@ep} the index counts from the first one of a rank of mesh axis ep
 
@@ -14,14 +15,15 @@ time.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from transaxle.errors import TransaxleError, refuse
 
 _AXIS = "[A-Za-z_][A-Za-z0-9_]*"
-_HOLE = re.compile(rf"\{{(?:([1-9][0-9]{{0,2}})\*)?({_AXIS})([+-](?:{_AXIS}|[0-9]+))?(?:@({_AXIS}))?\}}")
+_MERGED = rf"\(\s*{_AXIS}(?:\s+{_AXIS})+\s*\)"
+_HOLE = re.compile(rf"\{{(?:([1-9][0-9]{{0,2}})\*)?({_AXIS}|{_MERGED})([+-](?:{_AXIS}|[0-9]+))?(?:@({_AXIS}))?\}}")
 _DIGITS = re.compile(r"[0-9]+")
 _SPLIT = re.compile(r"([0-9]+)")
 _DECIMAL = "(0|[1-9][0-9]{0,9})"
@@ -63,6 +65,15 @@ class Hole:
     """Mesh axis whose rank's first index is subtracted."""
     factor: int = 1
     """What the index is multiplied by, before it is shifted."""
+    inner: tuple[str, ...] = ()
+    """Axes that are counted through for each index of `axis`, the outer ones first."""
+
+    @property
+    def text(self) -> str:
+        """The hole as a table writes it."""
+        axes = f"({' '.join((self.axis, *self.inner))})" if self.inner else self.axis
+        times = f"{self.factor}*" if self.factor > 1 else ""
+        return f"{{{times}{axes}{self.shift or ''}{f'@{self.mesh}' if self.mesh else ''}}}"
 
     @property
     def shift_axis(self) -> str | None:
@@ -84,10 +95,59 @@ class Hole:
         if axis not in sizes:
             raise refuse(
                 "UNKNOWN_AXIS",
-                f"the size of axis {axis} is needed to number {{{self.axis}{self.shift}}}",
+                f"the size of axis {axis} is needed to number {self.text}",
                 hint=f"Give it with --axis {axis}=N, or the model's config.json with --config FILE.",
             )
         return sign * sizes[axis]
+
+    def counted(self, sizes: Mapping[str, int]) -> Counter:
+        """Return the hole with its sizes filled in.
+
+        Raises:
+            UsageError: UNKNOWN_AXIS where a size that it needs is not known.
+        """
+        for axis in self.inner:
+            if axis not in sizes:
+                raise refuse(
+                    "UNKNOWN_AXIS",
+                    f"the size of axis {axis} is needed for the numbers of {self.text}",
+                    hint=f"Give it with --axis {axis}=N, or the model's config.json with --config FILE.",
+                )
+        return Counter(self.factor, self.added(sizes), tuple(sizes[axis] for axis in self.inner))
+
+
+@dataclass(frozen=True, slots=True)
+class Counter:
+    """How a hole turns the indices of its axes into a number, all sizes known."""
+
+    factor: int
+    """What the count is multiplied by."""
+    shift: int
+    """What is added then."""
+    spans: tuple[int, ...]
+    """Sizes of the axes but the first."""
+
+    def number(self, indices: Sequence[int]) -> int | None:
+        """Return the number for some indices; None where one is beyond its axis."""
+        count = indices[0]
+        for index, span in zip(indices[1:], self.spans, strict=True):
+            if index >= span:
+                return None
+            count = count * span + index
+        return count * self.factor + self.shift
+
+    def indices(self, number: int) -> tuple[int, ...] | None:
+        """Return the indices that have a number; None where none have.  Inverse: `number`."""
+        count, rest = divmod(number - self.shift, self.factor)
+        if rest or count < 0:
+            return None
+        indices: list[int] = []
+        for span in reversed(self.spans):
+            if span == 0:
+                return None
+            count, index = divmod(count, span)
+            indices.append(index)
+        return (count, *reversed(indices))
 
 
 @dataclass(frozen=True)
@@ -104,24 +164,27 @@ class Name:
         parts = _HOLE.split(self.text)
         literals = tuple(parts[::5])
         holes = tuple(
-            Hole(axis, shift, mesh, int(factor or 1))
-            for factor, axis, shift, mesh in zip(parts[1::5], parts[2::5], parts[3::5], parts[4::5], strict=True)
+            _hole(axes, shift, mesh, int(factor or 1))
+            for factor, axes, shift, mesh in zip(parts[1::5], parts[2::5], parts[3::5], parts[4::5], strict=True)
         )
         blank = _HOLE.sub(lambda hole: "." * len(hole[0]), self.text)
         for at, character in enumerate(blank):
             if character in "{}":
-                raise self._fail("a hole such as {l}, {m+L}, {l-L}, {2*l+1} or {e@ep}", at)
+                raise self._fail("a hole such as {l}, {m+L}, {l-L}, {2*l+1}, {(l e)} or {e@ep}", at)
             if character in "()|":
                 raise self._fail("alternatives as (one|other), or a name without '(', ')' and '|'", at)
+        for match in _HOLE.finditer(self.text):
+            if match[4] and match[2].startswith("("):
+                raise self._fail("one axis before '@': of several, no rank has a first index", match.start())
         if not all(literals[1:-1]):
             raise self._fail(
                 "text between two holes: without it, nothing tells where one number ends", self.text.index("}{") + 1
             )
-        axes = [hole.axis for hole in holes]
+        axes = [axis for hole in holes for axis in (hole.axis, *hole.inner)]
         for axis in axes:
             if axes.count(axis) > 1:
-                again = [match.start() for match in _HOLE.finditer(self.text) if match[2] == axis][-1]
-                raise self._fail(f"each axis once; {axis!r} occurs twice", again)
+                again = [match.start() for match in _HOLE.finditer(self.text) if axis in re.findall(_AXIS, match[2])]
+                raise self._fail(f"each axis once; {axis!r} occurs twice", again[-1])
         return literals, holes
 
     def _fail(self, expected: str, at: int) -> TransaxleError:
@@ -140,7 +203,20 @@ class Name:
     @cached_property
     def axes(self) -> tuple[str, ...]:
         """Axes in the name, in order."""
-        return tuple(hole.axis for hole in self.holes)
+        return tuple(axis for hole in self.holes for axis in (hole.axis, *hole.inner))
+
+    @cached_property
+    def inner(self) -> tuple[str, ...]:
+        """Axes whose sizes are needed to tell the numbers of a merged hole apart."""
+        return tuple(axis for hole in self.holes for axis in hole.inner)
+
+    def numbering(self, sizes: Mapping[str, int]) -> Numbering:
+        """Return how the numbers in this name follow from indices.
+
+        Raises:
+            UsageError: UNKNOWN_AXIS where a size that a number depends on is not known.
+        """
+        return Numbering(self, tuple(hole.counted(sizes) for hole in self.holes))
 
     @cached_property
     def skeleton(self) -> str:
@@ -160,6 +236,44 @@ class Name:
         """Put numbers into the holes, in order.  Inverse: `match`."""
         first, *rest = self.literals
         return first + "".join(f"{number}{literal}" for number, literal in zip(numbers, rest, strict=True))
+
+
+def _hole(axes: str, shift: str | None, mesh: str | None, factor: int) -> Hole:
+    axis, *inner = re.findall(_AXIS, axes)
+    return Hole(axis, shift, mesh, factor, tuple(inner))
+
+
+@dataclass(frozen=True, slots=True)
+class Numbering:
+    """The numbers of a name, as its axes count them."""
+
+    name: Name
+    """The name."""
+    counters: tuple[Counter, ...]
+    """One for each hole."""
+
+    def numbers(self, position: Sequence[int]) -> tuple[int | None, ...]:
+        """Return the number of each hole for the indices of the name's axes; None where an index is beyond its axis."""
+        numbers = []
+        start = 0
+        for counter in self.counters:
+            stop = start + 1 + len(counter.spans)
+            numbers.append(counter.number(position[start:stop]))
+            start = stop
+        return tuple(numbers)
+
+    def position(self, name: str) -> tuple[int, ...] | None:
+        """Return the indices of the name's axes for which it gives a stored name, or None.  Inverse: `numbers`."""
+        numbers = self.name.match(name)
+        if numbers is None:
+            return None
+        position: list[int] = []
+        for counter, number in zip(self.counters, numbers, strict=True):
+            indices = counter.indices(number)
+            if indices is None:
+                return None
+            position.extend(indices)
+        return tuple(position)
 
 
 def natural(name: str) -> tuple[str | tuple[int, str], ...]:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, product
+from math import prod
 
-from transaxle.axes.notation.family import Family, Line
+from transaxle.axes.notation.family import Family, Line, Tie
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Hole, Name
 from transaxle.axes.notation.number_format import WORDS
@@ -28,6 +29,8 @@ _PAIRS = 10_000
 """Cap on the pairs of lines of one dialect whose names differ in digits only; tables have a few dozen."""
 _ATOMS = 12
 """Cap on the atoms of two conditions that are tried in every combination."""
+_MOST_TIED = 50
+"""Cap on the tensors that may be one by ties; real tables have four."""
 _NEGATED: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
     ast.NotEq: ast.Eq, ast.GtE: ast.Lt, ast.Gt: ast.LtE, ast.NotIn: ast.In,
 }  # fmt: skip
@@ -161,7 +164,8 @@ def _range(hole: Hole, family: Family) -> tuple[int, int]:
     """Return the first number of a hole and the one after its last, as far as the table itself says them."""
     shift = hole.shift or "+0"
     fixed_shift = int(shift) if shift[1:].isdigit() else None
-    size = _constant(family, hole.axis)
+    sizes = [_constant(family, axis) for axis in (hole.axis, *hole.inner)]
+    size = None if None in sizes else prod(size for size in sizes if size is not None)
     if fixed_shift is None:  # it may begin anywhere
         return 0, 10**10
     high = (size - 1) * hole.factor + fixed_shift + 1 if size is not None else 10**10
@@ -181,7 +185,13 @@ def _constant(family: Family, axis: str) -> int | None:
 def _below(first: Hole, second: Hole, family: Family) -> bool:
     """Tell whether all numbers of one hole are below those of the other, whatever the sizes."""
     shift_axis = second.shift_axis
-    if first.shift is not None or first.factor > 1 or shift_axis is None or (second.shift or "").startswith("-"):
+    if (
+        first.shift is not None
+        or first.factor > 1
+        or first.inner
+        or shift_axis is None
+        or (second.shift or "").startswith("-")
+    ):
         return False
     sizes = family.axes.get(first.axis), family.axes.get(shift_axis)
     return first.axis == shift_axis or (sizes[0] is not None and sizes[0] == sizes[1])
@@ -193,7 +203,7 @@ def _index(line: Line, name: str) -> dict[str, int]:
     numbers = line.name.match(name) or ()
     for hole, number in zip(line.name.holes, numbers, strict=False):
         shift = hole.shift or "+0"
-        if shift[1:].isdigit():
+        if shift[1:].isdigit() and not hole.inner:
             index[hole.axis] = (number - int(shift)) // hole.factor
     return index
 
@@ -247,6 +257,32 @@ def _fact(atom: str, known: Known | None) -> bool | None:
     except TransaxleError:
         return None
     return None if value is None else bool(value)
+
+
+def tie_fault(tie: Tie, ties: Mapping[str, Sequence[Tie]]) -> str:
+    """Return what is expected where a tie ties a tensor to two others at once, or to itself; nothing if it does not.
+
+    Args:
+        tie: the tie.
+        ties: the ties above it, by their first tensors.
+    """
+    alias, original = tie.alias, tie.original
+    for other in ties.get(alias, ()):
+        if may_all_hold([(other.when, {}), (tie.when, {})]):
+            return f"one tie of {alias!r} at a time; above, it is {other.original!r}"
+    # What the original is tied to, and so on, each with the ties on the way.
+    ways: dict[str, tuple[Tie, ...]] = {original: (tie,)}
+    waiting = [original]
+    while waiting:
+        name = waiting.pop()
+        if name == alias and may_all_hold([(each.when, {}) for each in ways[name]]):
+            return f"no circle of ties; {original!r} is {alias!r} already"
+        following = [each for each in ties.get(name, ()) if each.original not in ways]
+        waiting += [each.original for each in following]
+        ways |= {each.original: (*ways[name], each) for each in following}
+        if len(ways) > _MOST_TIED:
+            return f"at most {_MOST_TIED} tensors tied to one"
+    return ""
 
 
 def _atom(node: ast.expr) -> tuple[str, bool, ast.expr]:

@@ -54,7 +54,7 @@ from transaxle.axes.notation.family import Arithmetic, Cuttable, Dialect, Family
 from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Name
 from transaxle.axes.notation.number_format import WORDS
-from transaxle.axes.notation.overlap import may_all_hold, overlapping
+from transaxle.axes.notation.overlap import overlapping, tie_fault
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
 
 _LIKE = re.compile(rf"like\s+{WORD}(?:@[\w.]+)?")
@@ -65,8 +65,6 @@ _TIE = re.compile(rf"tie\s+({WORD})\s*=\s*({WORD})")
 _CUT_ITEM = rf"{WORD}\b|\((?:\s*{WORD}\b)+\s*\)"
 _CUT = re.compile(rf"cut\s+(tp)\s*=((?:\s*(?:{_CUT_ITEM}))+?)(?:\s+of((?:\s+{WORD}\b)+))?")
 _WITHIN = re.compile(rf"cut\s+tp\s*=\s*({WORD})\s+within\s+({WORD})")
-_MOST_TIED = 50
-"""Cap on the tensors that may be one by ties; real tables have four."""
 _MOST_PROBLEMS = 100
 """Cap on the number of reported problems."""
 
@@ -263,30 +261,11 @@ class _TableParser:
             if name not in self.family.tensors:
                 raise self.expected(f"a tensor of the family, declared above; {name!r} is none", name)
         tie = Tie(match[1], match[2], when or Formula("True"))
-        if not self.checked:
-            self.check_tie(tie)
+        fault = "" if self.checked else tie_fault(tie, self.ties)
+        if fault:
+            raise self.expected(fault, tie.alias)
+        self.ties.setdefault(tie.alias, []).append(tie)
         self.touch(replace(self.family, ties=(*self.family.ties, tie)))
-
-    def check_tie(self, tie: Tie) -> None:
-        """Refuse a tensor that is tied to two others at once, or to itself."""
-        alias, original = tie.alias, tie.original
-        own = self.ties.setdefault(alias, [])
-        for other in own:
-            if may_all_hold([(other.when, {}), (tie.when, {})]):
-                raise self.expected(f"one tie of {alias!r} at a time; above, it is {other.original!r}", alias)
-        # What the original is tied to, and so on, each with the ties on the way.
-        ways: dict[str, tuple[Tie, ...]] = {original: (tie,)}
-        waiting = [original]
-        while waiting:
-            name = waiting.pop()
-            if name == alias and may_all_hold([(each.when, {}) for each in ways[name]]):
-                raise self.expected(f"no circle of ties; {original!r} is {alias!r} already", alias)
-            following = [each for each in self.ties.get(name, ()) if each.original not in ways]
-            waiting += [each.original for each in following]
-            ways |= {each.original: (*ways[name], each) for each in following}
-            if len(ways) > _MOST_TIED:
-                raise self.expected(f"at most {_MOST_TIED} tensors tied to one", alias)
-        own.append(tie)
 
     def cut(self, text: str) -> None:
         assert self.family is not None
@@ -427,6 +406,10 @@ class _TableParser:
             self.problem(f"declared axes only; {axis!r} is not in 'axes'", axis)
         for axis in sorted(in_name & in_dims):
             self.problem(f"each axis in the name or in the dims; {axis!r} is in both", axis)
+        for axis in sorted({axis for hole in line.name.holes for axis in hole.inner}):
+            size = self.family.axes.get(axis)
+            if size is not None and not size.names.isdisjoint(line.name.axes):
+                self.problem(f"axes of one size each after the first in '( )'; the size of {axis!r} varies", axis)
         for shift in sorted({hole.shift_axis for hole in line.name.holes if hole.shift_axis}):
             if shift not in self.family.axes:
                 self.problem(f"a number or a declared axis after '+' or '-'; {shift!r} is none", shift)

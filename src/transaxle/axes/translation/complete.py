@@ -133,7 +133,6 @@ def _missing_names(
 def _name(holdings: Holdings, lines: list[LineSources], index: Mapping[str, int]) -> str:
     """Return the name of the missing tensor, in the line that would hold it."""
     line = next((h.line for h in lines if holdings.holds(h.line.when, index) is not False), lines[0].line)
-    known_sizes = holdings.sizes.at({})
-    return line.name.format(
-        tuple(index.get(hole.axis, 0) * hole.factor + hole.added(known_sizes) for hole in line.name.holes)
-    )
+    position = [index.get(axis, 0) for axis in line.name.axes]
+    numbers = line.name.numbering(holdings.sizes.at({})).numbers(position)
+    return line.name.format(tuple(number or 0 for number in numbers))

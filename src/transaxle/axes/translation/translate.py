@@ -19,6 +19,7 @@ from transaxle.axes.layout.solve import unknown_axis, with_products
 from transaxle.axes.layout.unify import unify
 from transaxle.axes.notation.expression import Expression, Layout
 from transaxle.axes.notation.family import Dialect, Line, Sizes
+from transaxle.axes.notation.name import Numbering
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, same
 from transaxle.axes.translation.agree import agreements
 from transaxle.axes.translation.complete import incomplete, unfilled
@@ -225,18 +226,17 @@ class _Translator:
         return dict(zip(line.name.axes, key, strict=True))
 
     def _names(self, line: Line, slot: str, keys: Iterable[Index]) -> Iterator[tuple[Index, str]]:
-        """Yield each index with the name of its target tensor; the shifts are asked for only where there is one.
+        """Yield each index with the name of its target tensor; sizes are asked for only where there is one.
 
         Raises:
-            UsageError: UNKNOWN_AXIS where a number is shifted by the size of an axis that is not known.
+            UsageError: UNKNOWN_AXIS where a number depends on the size of an axis that is not known.
+            Refused: SHAPE_MISMATCH for an index that has no number.
         """
-        shifts: list[int] | None = None
+        numbering: Numbering | None = None
         for key in keys:
-            if shifts is None:
-                known = self.sizes.at({})
-                shifts = [hole.added(known) for hole in line.name.holes]
-            holes = line.name.holes
-            numbers = tuple(i * hole.factor + shift for i, hole, shift in zip(key, holes, shifts, strict=True))
+            if numbering is None:
+                numbering = line.name.numbering(self.sizes.at({}))
+            numbers = tuple(-1 if number is None else number for number in numbering.numbers(key))
             if min(numbers, default=0) < 0:
                 at = ", ".join(f"{axis}={i}" for axis, i in self._index(line, key).items())
                 raise refuse("SHAPE_MISMATCH", f"{line.text}\nthe name would get the number {min(numbers)} for {at}")

@@ -377,4 +377,4 @@ class StoredNames:
         catalog = self.catalog
         stored_as = {name: tensor.encoding.name for name, tensor in (*catalog.encoded.items(), *self.decoded.items())}
         names = tuple(catalog.entries)
-        return bind(names, reading.family, reading.dialect, self.sizes, reading.prefix, stored_as)
+        return bind(names, reading.family, reading.dialect, self.sizes, reading.prefix, stored_as, catalog.entries)
