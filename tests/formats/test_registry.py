@@ -58,7 +58,7 @@ def test_names_are_those_of_the_records() -> None:
     assert find("gguf") is None
     with pytest.raises(ValueError, match="gguf"):
         get("gguf")
-    names = ["torch_dist", "dcp", "deepspeed", "deepspeed-universal", "safetensors", "torch"]
+    names = ["torch_dist", "megatron_torch", "dcp", "deepspeed", "deepspeed-universal", "safetensors", "torch"]
     assert [kind.name for kind in every_format()] == names
     assert writable() == ("safetensors", "torch", "dcp", "torch_dist", "deepspeed-universal")
 

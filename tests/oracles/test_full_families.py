@@ -192,7 +192,7 @@ def check_cuts(model_type: str, folder: Path) -> int:
     plan = _plan(model)
     config = {**model.config.to_dict(), "model_type": model_type}
     given = settings(dialect="transformers", config=config)
-    division = cutter(given)(LocalStorage(str(folder)), list(tensors))
+    division = cutter(given)(LocalStorage(str(folder)), list(tensors), {})
     compared, wrong = 0, []
     for name, tensor in tensors.items():
         style = _style(plan, name)

@@ -112,6 +112,28 @@ TORCH_DIST = Format(
     steps=_ITERATIONS,
 )
 
+MEGATRON_RANK = r"mp_rank_\d{2,6}(?:_\d{3,6}){0,2}"
+"""Pattern for the folder in which one rank of Megatron writes."""
+MEGATRON_MODEL, MEGATRON_FLAT = "model_optim_rng.pt", "distrib_optim.pt"
+"""Files in it: the rank's part of the model, and of the distributed optimizer's flat buffers."""
+MEGATRON_TORCH = Format(
+    name="megatron_torch",
+    title="a Megatron checkpoint of one folder for each rank",
+    clues=(
+        Clue(
+            "transaxle.formats.megatron.iterations:legacy",
+            6,
+            hint=rf"{MEGATRON_RANK}|{re.escape(MEGATRON_TRACKER)}|{re.escape(MEGATRON_MODEL)}",
+        ),
+    ),
+    reader="transaxle.formats.megatron.legacy.reader:open_legacy",
+    reader_takes=frozenset({"weights", "cutter", "optimizer"}),
+    openers=(MEGATRON_TRACKER,),
+    files=rf"{MEGATRON_RANK}/(?:{re.escape(MEGATRON_MODEL)}|{re.escape(MEGATRON_FLAT)})",
+    sidecars=frozenset({MEGATRON_TRACKER}),
+    steps=_ITERATIONS,
+)
+
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 DEEPSPEED_ZERO = "zero"
 MODEL_END = "_model_states.pt"
@@ -165,5 +187,5 @@ UNIVERSAL = Format(
     inner=DEEPSPEED_ZERO,
 )
 
-FORMATS = (SAFETENSORS, TORCH, DCP, TORCH_DIST, UNIVERSAL, DEEPSPEED)
+FORMATS = (SAFETENSORS, TORCH, DCP, TORCH_DIST, MEGATRON_TORCH, UNIVERSAL, DEEPSPEED)
 """In the order in which lists show them."""

@@ -48,6 +48,7 @@ def open_container(
     format: str | None = None,  # noqa: A002 - the contract's name
     weights: Weights | None = None,
     cutter: Cutter | None = None,
+    optimizer: bool | None = None,
 ) -> Container:
     """Open the checkpoint that a path denotes: a folder, an index or a tensor file.
 
@@ -56,6 +57,7 @@ def open_container(
         format: consider this format only.
         weights: of a format that holds them twice, which weights; None: those that an optimizer keeps.
         cutter: says how ranks cut parameters where the checkpoint does not.
+        optimizer: whether its state is wanted, for formats that may not know it; None: if it is known.
 
     Raises:
         UsageError: AMBIGUOUS if there are two candidates at the step that decides.
@@ -67,7 +69,7 @@ def open_container(
     if format is not None and wanted is None:
         hint = f"Known are {listed([each.name for each in every_format()])}."
         raise refuse("UNSUPPORTED", f"unknown format {format!r}", hint=hint)
-    options = {"weights": weights, "cutter": cutter}
+    options = {"weights": weights, "cutter": cutter, "optimizer": optimizer}
     storage = storage_at(path)
     try:
         return _open(storage, wanted, {name: option for name, option in options.items() if option is not None})

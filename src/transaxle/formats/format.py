@@ -84,7 +84,8 @@ class Format:
     draft: str = ""
     """`module:function(tensors, *, metadata, shard_size)`, which returns a `Draft`; empty: it cannot be written."""
     reader_takes: frozenset[str] = frozenset()
-    """Keywords that the reader takes besides: `weights` (which precision), `cutter` (how ranks cut parameters)."""
+    """Keywords that the reader takes besides: `weights` (which precision), `cutter` (how ranks cut parameters),
+    `optimizer` (whether its state is wanted)."""
     draft_takes: frozenset[str] = frozenset()
     """Keywords that the draft takes besides: `groups` (an optimizer's settings), `run` and `read` (what a training run
     says of itself, and a reader of small tensors), `sealed` (leave room for digests in the one file), `config` (the

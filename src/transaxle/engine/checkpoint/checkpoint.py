@@ -370,10 +370,10 @@ def nothing_encoded(to: str) -> TransaxleError:
 def _cutter(user_settings: Settings) -> Cutter:
     """Return what asks the tables how ranks cut parameters; what that takes is imported when a checkpoint asks."""
 
-    def cut(storage: Storage, names: Sequence[str]) -> Divider:
+    def cut(storage: Storage, names: Sequence[str], config: Mapping[str, Any] | None = None) -> Divider:
         from transaxle.engine.checkpoint.tp_from_tables import cutter
 
-        return cutter(user_settings)(storage, names)
+        return cutter(user_settings)(storage, names, config or {})
 
     return cut
 
@@ -411,7 +411,8 @@ def open_checkpoint(
         raise TypeError("decode and dtype exclude each other; give only one")
     source = read_path("path", path)
     user_settings = settings(**options)
-    container = open_container(source, user_settings.format, user_settings.weights, _cutter(user_settings))
+    wanted = user_settings.format, user_settings.weights, _cutter(user_settings), user_settings.optimizer
+    container = open_container(source, *wanted)
     if describes_tensors(container.metadata):
         container = ordering(container)
     if user_settings.average:

@@ -26,6 +26,13 @@ IDENTITY = "identity"
 """The dialect of every checkpoint: each tensor under its own name."""
 _CLOSE = 8
 """Names of families that a refusal lists."""
+_KNOWN_TO_RUN = (
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_experts",
+    "num_local_experts", "n_routed_experts", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank", "v_head_dim",
+    "qk_nope_head_dim", "qk_rope_head_dim",
+)  # fmt: skip
+"""Keys of a config of which a checkpoint that says them itself must say the same: sizes of axes that are merged into
+one dim can be exchanged, and the shapes still fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +243,21 @@ def _ways(types: Sequence[str]) -> str:
     )
 
 
+def check_same(config: Mapping[str, Any], said: Mapping[str, Any]) -> None:
+    """Check that a config has the sizes that a checkpoint's own files say.
+
+    Raises:
+        Refused: SHAPE_MISMATCH.
+    """
+    both = [key for key in _KNOWN_TO_RUN if config.get(key) is not None and key in said]
+    differing = [key for key in both if config[key] != said[key]]
+    if differing:
+        theirs, ours = (", ".join(f"{key} {of[key]!r}" for key in differing) for of in (config, said))
+        message = f"the config says {theirs}, but the run that saved the checkpoint says {ours}"
+        hint = "Give the config.json of this model, or none: its sizes are known."
+        raise refuse("SHAPE_MISMATCH", message, hint=hint)
+
+
 class StoredNames:
     """The stored names of a checkpoint, read through its tables: found out once, and shared by all views of its files.
 
@@ -310,7 +332,12 @@ class StoredNames:
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Axis sizes: the user's, the manifest's (unless the user gave a config), the config's."""
+        """Axis sizes: the user's, the manifest's (unless the user gave a config), the config's.
+
+        Raises:
+            Refused: SHAPE_MISMATCH where the user's config is that of another model.
+        """
+        check_same(self.config, self._container.config)
         trusted = self.manifest if self._settings.config is None else None
         axes = {} if trusted is None else trusted.axes
         return Sizes(self.recognised.family, self.config, {**axes, **self._settings.axes})

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transaxle.axes.layout.bind import Index, bind
 from transaxle.axes.layout.divide import Division, divide
 from transaxle.axes.notation.family import Line, Sizes
-from transaxle.engine.checkpoint.recognise import recognise
+from transaxle.engine.checkpoint.recognise import check_same, recognise
 from transaxle.engine.checkpoint.settings import Settings, stored_config
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.deepspeed.table_cuts import HINT, UNTOLD, Cutter, Divider
@@ -23,8 +24,11 @@ def cutter(settings: Settings) -> Cutter:
         settings: the user's settings for the checkpoint.
     """
 
-    def read(storage: Storage, names: Sequence[str]) -> Divider:
-        config = stored_config(storage) if settings.config is None else settings.config
+    def read(storage: Storage, names: Sequence[str], said: Mapping[str, Any]) -> Divider:
+        config = settings.config
+        if config is None:
+            config = stored_config(storage) or said
+        check_same(config, said)
         try:
             reading = recognise(names, config, settings.families, settings.family, settings.dialect)
         except TransaxleError as error:

@@ -24,7 +24,8 @@ _MODEL_FILES = (
     _CONFIG, "generation_config.json", "tokenizer", "special_tokens_map.json", "added_tokens.json", "vocab.",
     "merges.txt", "chat_template", "preprocessor_config.json", "processor_config.json",
 )  # fmt: skip
-"""Prefixes of a model's own small files. A single tensor file may be anywhere, so only these count as its sidecars."""
+"""Prefixes of a model's own small files. A single tensor file may be anywhere, and a run's folder holds its logs as
+well, so only these count as their sidecars."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,13 @@ class SidecarFiles:
     """Left alone: other tensor files, hidden files, sub-folders (with a `/`), links and special files."""
 
 
-def sort_sidecars(storage: Storage, files: Collection[str]) -> SidecarFiles:
-    """Sort the files around a checkpoint that consists of `files`.
+def sort_sidecars(storage: Storage, files: Collection[str], *, of_run: bool = False) -> SidecarFiles:
+    """Sort the files around a checkpoint.
+
+    Args:
+        storage: where they are.
+        files: those that it consists of.
+        of_run: the folder is a run's, with files that are no part of the model.
 
     Raises:
         Refused: PATH_ESCAPE or UNSUPPORTED if the folder's config.json exists but must not be read.
@@ -50,10 +56,11 @@ def sort_sidecars(storage: Storage, files: Collection[str]) -> SidecarFiles:
     others = [name for name in listing.names if name not in files and name != MANIFEST]
     if storage.single:
         return SidecarFiles(tuple(name for name in others if name.startswith(_MODEL_FILES)), ())
-    carried = tuple(name for name in others if not _left_alone(name))
+    own = tuple(name for name in others if not _left_alone(name))
+    carried = tuple(name for name in own if name.startswith(_MODEL_FILES)) if of_run else own
     used = {file.partition("/")[0] for file in files if "/" in file}
     folders = tuple(f"{name}/" for name in listing.folders if name not in used)
-    ignored = [*(name for name in others if _left_alone(name)), *listing.special, *folders]
+    ignored = [*(name for name in others if name not in carried), *listing.special, *folders]
     if STATE_FOLDER in used:
         inside = (f"{STATE_FOLDER}/{name}" for name in storage.listing(STATE_FOLDER).everything())
         ignored += [name for name in inside if name not in files]

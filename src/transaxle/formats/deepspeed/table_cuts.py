@@ -6,7 +6,8 @@ then name by name with the shapes of the shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from transaxle.axes.layout.divide import Division
 from transaxle.errors import refuse
@@ -15,8 +16,9 @@ from transaxle.formats.storage.storage import Storage
 
 Divider = Callable[[str, Sequence[Shape]], Division]
 """Name of a parameter and its shape on every rank -> how it is cut; raises a refusal where that is not known."""
-Cutter = Callable[[Storage, Sequence[str]], Divider]
-"""The checkpoint's files and the names of its parameters -> what cuts them; raises where no table reads the names."""
+Cutter = Callable[[Storage, Sequence[str], Mapping[str, Any]], Divider]
+"""The checkpoint's files, the names of its parameters, and what the files say of sizes where there is no config.json ->
+what cuts them; raises where no table reads the names."""
 
 UNTOLD = "the checkpoint does not say how it was cut over the tensor-parallel ranks, so they cannot be joined"
 HINT = (
@@ -25,7 +27,7 @@ HINT = (
 )
 
 
-def untold(_: Storage, names: Sequence[str]) -> Divider:
+def untold(_storage: Storage, names: Sequence[str], _config: Mapping[str, Any]) -> Divider:
     """Refuse: the cutter where nothing is known of tables.
 
     Raises:
@@ -41,13 +43,16 @@ class TableCuts:
         cutter: asks the tables.
         storage: the checkpoint's files.
         names: of all its parameters.
+        config: what the files say of sizes, under the keys of a config.json.
 
     Raises:
         Refused, UsageError: where no table reads the names.
     """
 
-    def __init__(self, cutter: Cutter, storage: Storage, names: Sequence[str]) -> None:
-        self._divide = cutter(storage, names)
+    def __init__(
+        self, cutter: Cutter, storage: Storage, names: Sequence[str], config: Mapping[str, Any] | None = None
+    ) -> None:
+        self._divide = cutter(storage, names, config or {})
 
     def spread(self, name: str, shards: Sequence[Shape]) -> Spread:
         """Return how a parameter is spread over the tensor-parallel ranks.

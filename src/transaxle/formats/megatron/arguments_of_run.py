@@ -80,6 +80,8 @@ class RunState:
         if not args.get("multi_latent_attention"):
             for key in ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim"):
                 found.pop(key, None)
+        else:
+            found.pop("head_dim", None)  # an argument of other kinds of attention, whatever it says
         untied = args.get("untie_embeddings_and_output_weights")
         if isinstance(untied, bool):
             found["tie_word_embeddings"] = not untied

@@ -10,7 +10,7 @@ import json
 import re
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.builtin_formats import DCP_METADATA, MEGATRON_TRACKER, TORCH_DIST
+from transaxle.formats.builtin_formats import DCP_METADATA, MEGATRON_MODEL, MEGATRON_RANK, MEGATRON_TRACKER, TORCH_DIST
 from transaxle.formats.format import HERE, Folder
 from transaxle.formats.newest_step import listed
 
@@ -21,7 +21,7 @@ _BACKEND = "sharded_backend"
 RELEASE = "release"
 WEIGHTS = "weights"
 """Sub-folder in which NeMo keeps the checkpoint itself."""
-_RANK = re.compile(r"mp_rank_\d{2,}(?:_\d{3,})?(?:_\d{3,})?")
+_RANK = re.compile(MEGATRON_RANK)
 _LONGEST = 4096
 
 
@@ -46,7 +46,7 @@ def distributed(folder: Folder) -> tuple[str, ...]:
 
 
 def legacy(folder: Folder) -> tuple[str, ...]:
-    """Return the sub-folder of the newest iteration, or `HERE`, if it holds one folder for each rank.
+    """Return the sub-folder of the newest iteration, or `HERE`, if it holds one folder for each rank, or is one.
 
     Raises:
         Refused: CORRUPT, INCOMPLETE for a tracker file that names no iteration that is there.
@@ -54,7 +54,7 @@ def legacy(folder: Folder) -> tuple[str, ...]:
     """
     if folder.storage.single:
         return ()
-    if any(map(_RANK.fullmatch, folder.folders)):
+    if MEGATRON_MODEL in folder.names or any(map(_RANK.fullmatch, folder.folders)):
         return (HERE,)
     newest = newest_iteration(folder)
     if newest is None:

@@ -1,0 +1,315 @@
+"""What an optimizer keeps of one rank's parameters: numbered by group, or in flat buffers beside the model's file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from transaxle.errors import refuse
+from transaxle.formats.catalog.catalog import Checksum, Entry
+from transaxle.formats.catalog.inline import NumbersInMemory
+from transaxle.formats.deepspeed.checked_value import CheckedValue
+from transaxle.formats.deepspeed.zero.flat import FlatRun, Vector, extents
+from transaxle.formats.deepspeed.zero.ranks import Tensors
+from transaxle.formats.deepspeed.zero.shard import RankShard
+from transaxle.formats.dtype import numpy_dtype
+from transaxle.formats.megatron.arguments_of_run import NAMES
+from transaxle.formats.megatron.legacy.param_order import (
+    OrderUnknown,
+    Parameter,
+    bucket_size,
+    buffers,
+    by_groups,
+    has_expert_groups,
+    laid_flat,
+)
+from transaxle.formats.megatron.legacy.rank_file import OPTIMIZER_KEY, RankFile
+from transaxle.formats.megatron.torch_dist.reader import MASTER
+from transaxle.formats.pickled.descriptors import NOTHING, DType, Key, TensorRef
+from transaxle.formats.torch_file.saved import read_saved
+from transaxle.formats.training_state.state_groups import PARAMS, ParamGroup, plain
+
+_GROUPS, _STATE, _STEP = "param_groups", "state", "step"
+_INNER = ("optimizer", "optimizer_state_dict")
+_MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
+_COALESCED, _UNPADDED, _PARAM = "buckets_coalesced", "numel_unpadded", "param"
+_LOW = ("BF16", "F16")
+_SAMPLES, _SAMPLED = 24, 16
+"""Parameters of a rank whose full-precision copies are compared with their weights, and numbers of each."""
+_CLOSE = 2.0**-6
+"""Relative difference between a weight and its copy that rounding explains, and another parameter's hardly ever."""
+
+
+@dataclass(slots=True)
+class ParameterState:
+    """What an optimizer keeps of one parameter on one rank."""
+
+    states: dict[str, RankShard] = field(default_factory=dict)
+    """State -> tensor of the parameter's shape on this rank."""
+    numbers: dict[str, Entry] = field(default_factory=dict)
+    """State -> number, such as the step."""
+
+
+@dataclass(slots=True)
+class RankOptimizer:
+    """The optimizer of one rank."""
+
+    states: dict[tuple[int, str], ParameterState] = field(default_factory=dict)
+    """Stage of the virtual pipeline and name in the whole model -> state."""
+    groups: list[tuple[ParamGroup, list[str]]] = field(default_factory=list)
+    """Settings of each group, and the names of its parameters on this rank."""
+    flat: frozenset[str] = frozenset()
+    """Parameters that must be in a flat buffer of some rank."""
+    checksums: tuple[Checksum, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One of the optimizers that a run chains: that of dense parameters, or that of experts."""
+
+    node: CheckedValue
+    groups: list[CheckedValue]
+    parameters: list[list[Parameter]]
+    """Of each group."""
+    all: list[Parameter]
+    """In the order of the module."""
+
+
+def read_optimizer(
+    inline: NumbersInMemory, rank: RankFile, stage: int, parameters: Sequence[Parameter], flat_file: str | None
+) -> RankOptimizer:
+    """Read the optimizer of a rank.
+
+    Args:
+        inline: the checkpoint's files.
+        rank: its model file.
+        stage: of the pipeline.
+        parameters: all that are trained, in the order of the module.
+        flat_file: the file of the distributed optimizer; None where the rank has none.
+
+    Raises:
+        OrderUnknown: it is not known which state belongs to which parameter.
+        Refused: UNSAFE_PICKLE, CORRUPT, UNSUPPORTED for the files.
+        StorageError: IO.
+    """
+    found = RankOptimizer()
+    top = rank.root.get(OPTIMIZER_KEY)
+    if top is None:
+        return found
+    parts = list(_parts(top, parameters, rank.run.args))
+    for part in parts:
+        for group, members in zip(part.groups, part.parameters, strict=True):
+            found.groups.append((_settings(group), [member.name for member in members]))
+    if any(group.get(PARAMS) is not None for part in parts for group in part.groups):
+        for part in parts:
+            _read_numbered(Tensors(inline, rank.file), part, found)
+    else:
+        found.flat = frozenset(parameter.name for part in parts for parameter in part.all)
+        if flat_file is not None:
+            _read_flat(inline, flat_file, rank.run.args, stage, parts, found)
+    return found
+
+
+def _parts(top: CheckedValue, parameters: Sequence[Parameter], args: Mapping[str, Any]) -> Iterator[_Part]:
+    """Yield the optimizers of a run: one, or one for dense parameters and one for experts."""
+    nodes = top.list() if top.is_list else [top]
+    groups = [_inner(node)[_GROUPS].list() for node in nodes]
+    experts = [has_expert_groups(each) for each in groups]
+    apart = any(experts)
+    if len(nodes) != 1 + apart:
+        raise OrderUnknown(f"it has {len(nodes)} parts, of which {sum(experts)} are for experts")
+    for node, of_node, is_experts in zip(nodes, groups, experts, strict=True):
+        own = [parameter for parameter in parameters if not apart or parameter.expert is is_experts]
+        members = own if apart else [_dense(parameter) for parameter in own]
+        yield _Part(node, of_node, by_groups(members, of_node, args), members)
+
+
+def _dense(parameter: Parameter) -> Parameter:
+    """Return a parameter of a run in which experts are trained like everything else."""
+    return Parameter(
+        parameter.chunk, parameter.name, parameter.dtype, parameter.shape, expert=False, shared=parameter.shared
+    )
+
+
+def _inner(node: CheckedValue) -> CheckedValue:
+    """Return the state of the optimizer inside Megatron's."""
+    for key in _INNER:
+        inner = node.get(key)
+        if inner is not None:
+            return inner
+    return node
+
+
+def _settings(group: CheckedValue, besides: Collection[str] = (PARAMS, _STEP)) -> dict[str, Any]:
+    """Return the settings of a group that are plain data; the step is a state of its parameters."""
+    settings = {key: plain(node.value) for key, node in group.named() if key not in besides}
+    return {key: value for key, value in settings.items() if value is not NOTHING}
+
+
+def optimizer_settings(top: CheckedValue | None) -> dict[str, Any]:
+    """Return the settings of all groups as an entry of the facts about a run; empty where there is no optimizer."""
+    if top is None:
+        return {}
+    nodes = top.list() if top.is_list else [top]
+    parts = [
+        {OPTIMIZER_KEY: {_GROUPS: [_settings(group, (PARAMS,)) for group in _inner(node)[_GROUPS].list()]}}
+        for node in nodes
+    ]
+    return {OPTIMIZER_KEY: dict(enumerate(parts)) if len(parts) > 1 else parts[0]}
+
+
+def _read_numbered(reader: Tensors, part: _Part, found: RankOptimizer) -> None:
+    """Read states that are numbered by group: of each group's parameters in turn."""
+    inner = _inner(part.node)
+    states = inner[_STATE]
+    masters = next((node for key in _MASTERS if (node := part.node.get(key)) is not None), None)
+    lists = None if masters is None else masters.list()
+    if lists is not None and len(lists) != len(part.groups):
+        raise OrderUnknown(f"it has full-precision copies of {len(lists)} groups, and settings of {len(part.groups)}")
+    for number, (group, members) in enumerate(zip(part.groups, part.parameters, strict=True)):
+        numbers = group[PARAMS].naturals()
+        if len(numbers) != len(members):
+            message = f"its group {number} has {len(numbers)} parameters; by their shapes, {len(members)} are in it"
+            raise OrderUnknown(message)
+        low = [member for member in members if member.dtype in _LOW]
+        copies = [] if lists is None else lists[number].list()
+        if lists is not None and len(copies) != len(low):
+            message = f"its group {number} has {len(copies)} full-precision copies of {len(low)} parameters"
+            raise OrderUnknown(message)
+        for member, copy in zip(low, copies, strict=False):
+            _put(reader, found, member, MASTER, copy)
+        for member, index in zip(members, numbers, strict=True):
+            state = states.get(index)
+            named = {} if state is None else dict(state.named())
+            step = named.pop(_STEP, None) or group.get(_STEP)
+            for name, node in named.items():
+                _put(reader, found, member, name, node)
+            if step is not None and named:
+                _put_number(reader, found, member, step)
+
+
+def _put(reader: Tensors, found: RankOptimizer, member: Parameter, state: str, node: CheckedValue) -> None:
+    """Add a state of a parameter; it must have the parameter's shape."""
+    if not isinstance(node.value, TensorRef):
+        raise OrderUnknown(f"its {state} of {member.name} is no tensor")
+    entry = reader.tensor(f"{member.name}/{state}", node)
+    if entry.shape != member.shape:
+        message = f"its {state} of {member.name} has the shape {list(entry.shape)}, the parameter {list(member.shape)}"
+        raise OrderUnknown(message)
+    own = found.states.setdefault((member.chunk, member.name), ParameterState())
+    own.states[state] = RankShard(entry.dtype, entry.shape, entry.extents, node.file)
+
+
+def _put_number(reader: Tensors, found: RankOptimizer, member: Parameter, node: CheckedValue) -> None:
+    entry = reader.number(f"{member.name}/{_STEP}", node)
+    if entry is None:
+        raise node.fault("expected a number")
+    found.states.setdefault((member.chunk, member.name), ParameterState()).numbers[_STEP] = entry
+
+
+def _read_flat(
+    inline: NumbersInMemory,
+    file: str,
+    args: Mapping[str, Any],
+    stage: int,
+    parts: Sequence[_Part],
+    found: RankOptimizer,
+) -> None:
+    """Read the flat buffers of the distributed optimizer."""
+    saved = read_saved(inline, file, allowed=NAMES)
+    found.checksums = saved.checksums
+    top = CheckedValue(saved.value, file)
+    nodes = top.list() if top.is_list else [top]
+    if len(nodes) != len(parts):
+        raise OrderUnknown(f"{file} has {len(nodes)} parts, the optimizer {len(parts)}")
+    reader = Tensors(inline, file)
+    elements = sum(parameter.size for part in parts for parameter in part.all)
+    for node, part in zip(nodes, parts, strict=True):
+        if node.value is None:
+            continue  # another rank of the data-parallel group wrote it
+        _check_form(node)
+        steps = {
+            member.name: step
+            for group, members in zip(part.groups, part.parameters, strict=True)
+            if (step := group.get(_STEP)) is not None
+            for member in members
+        }
+        for number, members in enumerate(buffers(part.all)):
+            vectors = _vectors(reader, node, number, members)
+            bucket = bucket_size(args, stage, members[0].chunk, elements)
+            for member, at in _places(members, bucket, vectors, file):
+                own = found.states.setdefault((member.chunk, member.name), ParameterState())
+                for state, vector in vectors.items():
+                    run = FlatRun(0, member.size, 0, at)
+                    boxes = extents(member.shape, [run], [vector]) if member.size else ()
+                    own.states[state] = RankShard(vector.dtype, member.shape, boxes, file)
+                if member.name in steps:
+                    _put_number(reader, found, member, steps[member.name])
+
+
+def _check_form(node: CheckedValue) -> None:
+    coalesced = node.get(_COALESCED)
+    if coalesced is None or not coalesced.flag():
+        message = "its flat buffers have the form of Megatron-LM before February 2024, one tensor for each bucket"
+        hint = "Load and save it with --ckpt-convert-update-legacy-dist-opt-format."
+        raise refuse("UNSUPPORTED", message, file=node.file, hint=hint)
+
+
+def _vectors(reader: Tensors, node: CheckedValue, number: int, members: Sequence[Parameter]) -> dict[str, Vector]:
+    """Return the flat buffers of one dtype, by state."""
+    kinds = [(key, value) for key, value in node[number].items()]
+    kind = kinds[0][0].value if len(kinds) == 1 and isinstance(kinds[0][0], Key) else None
+    stored = kind[0].code if isinstance(kind, tuple) and kind and isinstance(kind[0], DType) else None
+    if stored != members[0].dtype:
+        raise OrderUnknown(f"{node.file}: buffer {number} is of {stored or 'no'} parameters, not {members[0].dtype}")
+    named = dict(kinds[0][1].named())
+    named.pop(_UNPADDED, None)
+    return {MASTER if key == _PARAM else key: reader.vector(value) for key, value in named.items()}
+
+
+def _places(
+    members: Sequence[Parameter], bucket: int | None, vectors: Mapping[str, Vector], file: str
+) -> list[tuple[Parameter, int]]:
+    """Return where each parameter is in the buffers; their lengths must be those of just these parameters."""
+    places, length = laid_flat(members, bucket)
+    for state, vector in vectors.items():
+        if vector.length != length:
+            raise OrderUnknown(f"{file}: {state} has {vector.length} elements; its parameters need {length}")
+    return places
+
+
+def check_copies(inline: NumbersInMemory, weights: Mapping[tuple[int, str], Entry], found: RankOptimizer) -> None:
+    """Compare some full-precision copies with the weights that they were rounded to.
+
+    Args:
+        inline: the checkpoint's files.
+        weights: stage of the virtual pipeline and name -> the rank's weight.
+        found: what the optimizer keeps, by the same keys.
+
+    Raises:
+        OrderUnknown: a copy is not that of its weight, so the order is another one.
+        StorageError: IO.
+    """
+    keys = [key for key, state in found.states.items() if MASTER in state.states and weights[key].dtype in _LOW]
+    for key in keys[:: max(1, len(keys) // _SAMPLES)]:
+        weight, master = weights[key], found.states[key].states[MASTER]
+        count = min(weight.nbytes // 2, _SAMPLED)
+        skipped = (weight.nbytes // 2 - count) // 2
+        stored, copy = (_sample(inline, each.extents, each.dtype, skipped, count) for each in (weight, master))
+        if stored is None or copy is None:
+            continue
+        finite = np.isfinite(stored) & np.isfinite(copy)
+        if bool(np.any(np.abs(stored - copy)[finite] > _CLOSE * np.abs(copy[finite]) + np.float64(1e-7))):
+            raise OrderUnknown(f"its full-precision copy of {key[1]} has other values than the weight")
+
+
+def _sample(inline: NumbersInMemory, places: Sequence[Any], dtype: str, skipped: int, count: int) -> np.ndarray | None:
+    """Read some numbers from the middle of a tensor that is dense in one place; None for any other tensor."""
+    if len(places) != 1 or places[0].strides is not None or not count:
+        return None
+    kind = numpy_dtype(dtype)
+    data = inline.read(places[0].file, places[0].offset + skipped * kind.itemsize, count * kind.itemsize)
+    return np.frombuffer(data, kind).astype(np.float64)

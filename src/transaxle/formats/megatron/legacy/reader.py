@@ -1,0 +1,301 @@
+"""Opening Megatron's folders of one rank each (`--ckpt-format torch`): all ranks' files as one catalog.
+
+Names are those of the whole model, as Megatron has them on one rank; how tensor-parallel ranks cut parameters says the
+table of the model's family. Everything that several ranks hold must be equal.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transaxle.arguments import Weights
+from transaxle.errors import Faults, TransaxleError, refuse
+from transaxle.formats.builtin_formats import (
+    MEGATRON_FLAT,
+    MEGATRON_MODEL,
+    MEGATRON_RANK,
+    MEGATRON_TORCH,
+    MEGATRON_TRACKER,
+)
+from transaxle.formats.catalog.catalog import Container, Entry
+from transaxle.formats.catalog.inline import NumbersInMemory
+from transaxle.formats.catalog.sidecar_files import sort_sidecars
+from transaxle.formats.deepspeed.table_cuts import Cutter, TableCuts, untold
+from transaxle.formats.deepspeed.zero.shard import RankShard
+from transaxle.formats.format import HERE
+from transaxle.formats.megatron.legacy.global_names import Numbering, experts_of, is_expert, stage_layers
+from transaxle.formats.megatron.legacy.joined_ranks import EMBEDDING, HEAD, Held, Joining, Whole
+from transaxle.formats.megatron.legacy.param_order import OrderUnknown, Parameter
+from transaxle.formats.megatron.legacy.rank_file import OPTIMIZER_KEY, RankFile, read_rank
+from transaxle.formats.megatron.legacy.rank_grid import Mesh, Place, placed
+from transaxle.formats.megatron.legacy.rank_optimizer import (
+    ParameterState,
+    RankOptimizer,
+    check_copies,
+    optimizer_settings,
+    read_optimizer,
+)
+from transaxle.formats.megatron.torch_dist.reader import MASTER
+from transaxle.formats.storage.storage import Storage
+from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, OPTIMIZER
+from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
+
+_RANK = re.compile(MEGATRON_RANK)
+_ROUTER, _ROUTER_PARAMETERS = "router", ("weight", "bias")
+_TIED = "untie_embeddings_and_output_weights"
+_EXTRA = "state of TransformerEngine's modules"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LocalModel:
+    """One rank's part of the model, by the names of the whole model."""
+
+    place: Place
+    file: RankFile
+    chunks: list[dict[str, Entry]]
+    """For each stage of the virtual pipeline: name -> tensor, in the order of the module."""
+    extra: list[str]
+    """Names of state that is not read."""
+    flat_file: str | None
+    """File of the distributed optimizer."""
+
+
+def open_legacy(
+    storage: Storage,
+    path: str,
+    member: str,
+    weights: Weights | None = None,
+    cutter: Cutter = untold,
+    optimizer: bool | None = None,
+) -> Container:
+    """Open the folders of all ranks of one iteration.
+
+    Args:
+        storage: where the files are.
+        path: what the user typed.
+        member: the folder of an iteration in it; `HERE` for the path itself.
+        weights: the model's own (`lp`, what None means), or the full-precision copies that the optimizer keeps.
+        cutter: says how tensor-parallel ranks cut parameters.
+        optimizer: whether its state is wanted; None: if it is known which parameter each of it belongs to.
+
+    Raises:
+        Refused: everything that is wrong with its files: UNSAFE_PICKLE, CORRUPT, INCOMPLETE, UNSUPPORTED, ….
+        UsageError: where the table needs more of the user.
+        StorageError: IO.
+    """
+    prefix = "" if member == HERE else f"{member}/"
+    inline = NumbersInMemory(storage)
+    files = _read_files(inline, prefix, path)
+    mesh, ranks = placed(files)
+    run = files[0].run
+    models = _named(inline, prefix, ranks, mesh)
+    left = {key: what for file in files for key, what in file.left.items()}
+    left |= {name: _EXTRA for model in models for name in model.extra}
+    optimizers, why_not = _optimizers(inline, models, mesh) if optimizer is not False else ({}, _unwanted(files))
+    if why_not:
+        left[OPTIMIZER_KEY] = why_not
+    if why_not and optimizer:
+        hint = "Leave it out (--no-optimizer), or save the checkpoint with --ckpt-format torch_dist."
+        raise refuse("UNSUPPORTED", f"optimizer: {why_not}", file=path, hint=hint)
+    whole = _joined(storage, models, optimizers, mesh, cutter)
+    entries = _entries(whole, weights, path)
+    sizes = {model.file.file: inline.size(model.file.file) for model in models}
+    sizes |= {model.flat_file: inline.size(model.flat_file) for model in models if model.flat_file}
+    sidecars = sort_sidecars(storage, sizes, of_run=True)
+    others = [name for model in models for name in _others(inline, model)]
+    groups = _groups(list(optimizers.values()), entries)
+    facts = run.described() | optimizer_settings(files[0].root.get(OPTIMIZER_KEY))
+    metadata: dict[str, Any] = {MEGATRON: facts} | ({GROUPS: groups} if groups else {})
+    metadata |= {LEFT_BEHIND: left} if left else {}
+    checksums = [each for model in models for each in model.file.checksums]
+    checksums += [each for found in optimizers.values() for each in found.checksums]
+    ignored = tuple(sorted({*sidecars.ignored, *others} - {MEGATRON_TRACKER, prefix}))
+    return Container(
+        MEGATRON_TORCH.name, path, inline, entries, sizes, metadata, sidecars.carried, ignored, tuple(checksums),
+        tuple(whole.twins), config=run.config(),
+    )  # fmt: skip
+
+
+def _read_files(inline: NumbersInMemory, prefix: str, path: str) -> list[RankFile]:
+    """Read the model files of all ranks; every unreadable one is a fault.
+
+    Raises:
+        Refused: all that is wrong with them; INCOMPLETE where there are none.
+    """
+    listing = inline.listing(prefix.rstrip("/"))
+    faults = Faults()
+    files = []
+    for folder in listing.folders:
+        if _RANK.fullmatch(folder) is None:
+            continue
+        try:
+            if MEGATRON_MODEL not in inline.listing(f"{prefix}{folder}").everything():
+                message = "the file is missing: the save was interrupted, or the file was not copied"
+                faults.add("INCOMPLETE", message, f"{prefix}{folder}/{MEGATRON_MODEL}", hint="Copy the missing file.")
+            else:
+                files.append(read_rank(inline, prefix, folder))
+        except TransaxleError as error:
+            faults.extend(*error.refusals)
+        if faults.full:
+            break
+    if faults:
+        raise faults.error()
+    if not files:
+        message = "this is what one rank wrote, and not the whole checkpoint"
+        raise refuse("INCOMPLETE", message, file=path, hint="Give the folder above, which holds all ranks' folders.")
+    return files
+
+
+def _named(inline: NumbersInMemory, prefix: str, ranks: Mapping[Place, RankFile], mesh: Mesh) -> list[_LocalModel]:
+    """Return what the ranks hold by the names of the whole model.
+
+    Raises:
+        Refused: what `global_names` refuses; CORRUPT for a rank with too few stages.
+    """
+    first = next(iter(ranks.values()))
+    args = first.run.args
+    layers = stage_layers(args, mesh, first.file)
+    faults = Faults()
+    models = []
+    for place, file in ranks.items():
+        if len(file.chunks) != mesh.vp:
+            message = f"it holds {len(file.chunks)} stages of a virtual pipeline of {mesh.vp}, by its args"
+            faults.add("CORRUPT", message, file.file)
+            continue
+        chunks: list[dict[str, Entry]] = []
+        extra: list[str] = []
+        try:
+            experts = experts_of(args, mesh, place.ep, file.file)
+            for number, chunk in enumerate(file.chunks):
+                names = Numbering(layers[place.pp][number], experts).names((*chunk.tensors, *chunk.extra), file.file)
+                chunks.append({names[name]: entry for name, entry in chunk.tensors.items()})
+                extra += [names[name] for name in chunk.extra]
+        except TransaxleError as error:
+            faults.extend(*error.refusals)
+            continue
+        flat = f"{prefix}{file.folder}/{MEGATRON_FLAT}"
+        has_flat = MEGATRON_FLAT in inline.listing(f"{prefix}{file.folder}").everything()
+        models.append(_LocalModel(place, file, chunks, extra, flat if has_flat else None))
+    if faults:
+        raise faults.error()
+    return models
+
+
+def _optimizers(
+    inline: NumbersInMemory, models: Sequence[_LocalModel], mesh: Mesh
+) -> tuple[dict[Place, RankOptimizer], str]:
+    """Return the optimizers of all ranks, and why they are not known; empty where they are.
+
+    Raises:
+        Refused: what is wrong with their files.
+    """
+    found: dict[Place, RankOptimizer] = {}
+    try:
+        for model in models:
+            shared = _shared(model.file.run.args, mesh)
+            parameters = [
+                Parameter(chunk, name, entry.dtype, entry.shape, is_expert(name), shared=name in shared)
+                for chunk, tensors in enumerate(model.chunks)
+                for name, entry in tensors.items()
+                if not _is_buffer(name)
+            ]
+            optimizer = read_optimizer(inline, model.file, model.place.pp, parameters, model.flat_file)
+            weights = {(chunk, name): entry for chunk, held in enumerate(model.chunks) for name, entry in held.items()}
+            check_copies(inline, weights, optimizer)
+            found[model.place] = optimizer
+    except OrderUnknown as reason:
+        return {}, f"it is not known which state belongs to which parameter: {reason}"
+    return found, ""
+
+
+def _unwanted(files: Sequence[RankFile]) -> str:
+    """Return why there is no optimizer's state; empty where the files have none."""
+    return "not wanted" if any(file.root.get(OPTIMIZER_KEY) is not None for file in files) else ""
+
+
+def _is_buffer(name: str) -> bool:
+    """Tell whether a tensor of a module is no parameter: what a router counts, and the bias that it adds by it."""
+    *_, parent, last = ("", *name.split("."))
+    return parent == _ROUTER and last not in _ROUTER_PARAMETERS
+
+
+def _shared(args: Mapping[str, Any], mesh: Mesh) -> frozenset[str]:
+    """Return the parameters that several pipeline stages hold and train together: the embedding, and a tied head."""
+    tied = args.get(_TIED) is False
+    if mesh.pp == 1 or not (tied or args.get("mtp_num_layers")):
+        return frozenset()
+    return frozenset((EMBEDDING, HEAD) if tied else (EMBEDDING,))
+
+
+def _joined(
+    storage: Storage, models: Sequence[_LocalModel], optimizers: Mapping[Place, RankOptimizer], mesh: Mesh,
+    cutter: Cutter,
+) -> Whole:  # fmt: skip
+    """Join what all ranks hold.
+
+    Raises:
+        Refused, UsageError: all that stands against it.
+    """
+    held: dict[str, dict[tuple[int, int], list[Held]]] = {}
+    for model in models:
+        optimizer = optimizers.get(model.place, RankOptimizer())
+        for chunk, tensors in enumerate(model.chunks):
+            for name, entry in tensors.items():
+                shard = RankShard(entry.dtype, entry.shape, entry.extents, model.file.file)
+                state = optimizer.states.get((chunk, name), ParameterState())
+                held.setdefault(name, {}).setdefault((model.place.pp, chunk), []).append(
+                    Held(model.place, shard, state)
+                )
+    run = models[0].file.run
+    cuts = TableCuts(cutter, storage, tuple(held), run.config()) if mesh.tp > 1 else None
+    joining = Joining(mesh, cuts, run.args.get("padded_vocab_size"))
+    flat = frozenset(name for optimizer in optimizers.values() for name in optimizer.flat)
+    whole = joining.join(held, flat)
+    if joining.faults:
+        raise joining.faults.error()
+    if run.args.get(_TIED) is False:
+        joining.tie(whole)
+    return whole
+
+
+def _entries(whole: Whole, weights: Weights | None, path: str) -> dict[str, Entry]:
+    """Return the catalog: weights, then the optimizer's state.
+
+    Raises:
+        Refused: UNSUPPORTED where full-precision copies are wanted that are not there.
+    """
+    entries: dict[str, Entry] = {}
+    for name, entry in whole.weights.items():
+        master = whole.states.get(name, {}).pop(MASTER, None) if weights == "fp32" else None
+        if weights == "fp32" and master is None and entry.dtype != "F32":
+            message = "the checkpoint holds no full-precision copy of this tensor"
+            raise refuse("UNSUPPORTED", message, file=path, tensor=name, hint="Omit --weights fp32.")
+        chosen = master or entry
+        entries[name] = Entry(name, chosen.dtype, chosen.shape, chosen.extents)
+    for name, states in whole.states.items():
+        for state, entry in states.items():
+            key = f"{OPTIMIZER}{name}/{state}"
+            entries[key] = Entry(key, entry.dtype, entry.shape, entry.extents)
+    return entries
+
+
+def _others(inline: NumbersInMemory, model: _LocalModel) -> list[str]:
+    """Return the files in a rank's folder that are not read."""
+    folder = model.file.file.removesuffix(f"/{MEGATRON_MODEL}")
+    read = (model.file.file, model.flat_file)
+    return [name for each in inline.listing(folder).everything() if (name := f"{folder}/{each}") not in read]
+
+
+def _groups(optimizers: Sequence[RankOptimizer], entries: Mapping[str, Entry]) -> list[ParamGroup]:
+    """Return the groups of all ranks, joined by their settings, with the parameters that have state."""
+    trained = {name.removeprefix(OPTIMIZER).rpartition("/")[0] for name in entries if name.startswith(OPTIMIZER)}
+    found: dict[str, tuple[ParamGroup, dict[str, None]]] = {}
+    for optimizer in optimizers:
+        for settings, names in optimizer.groups:
+            known = [name for name in names if name in trained]
+            if known:
+                found.setdefault(repr(sorted(settings.items())), (settings, {}))[1].update(dict.fromkeys(known))
+    return [{**settings, PARAMS: list(names)} for settings, names in found.values()]

@@ -1,0 +1,389 @@
+"""What is wrong with the folders of a run is said, and nothing is guessed or executed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import transaxle as tx
+from tests.formats.megatron.legacy.run import FLAT, MODEL, Run, hub, write
+from transaxle.errors import TransaxleError
+
+ALL = (0, 1, 2, 3)
+ITERATION = "iter_0000007"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where a test writes its run."""
+    return tmp_path / "run"
+
+
+def _edited(file: Path, edit: Callable[[dict[Any, Any]], None]) -> None:
+    value = torch.load(file, weights_only=False)
+    edit(value)
+    torch.save(value, file)
+
+
+def _refused(folder: Path, code: str, *words: str, **options: Any) -> TransaxleError:
+    with pytest.raises(TransaxleError) as caught:
+        tx.convert(folder, folder.parent / "out", to="hf", **options)
+    assert caught.value.code == code, str(caught.value)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert not (folder.parent / "out").exists()
+    return caught.value
+
+
+MISSING = [
+    (Run(tp=2), "mp_rank_01", "tp 2"),
+    (Run(pp=2), "mp_rank_00_001", "pp 2"),
+    (Run(tp=2, pp=2), "mp_rank_01_000", "tp 2 pp 2"),
+    (Run(ep=2, sparse=ALL), "mp_rank_00_001", "ep 2"),
+    (Run(tp=2, ep=2, pp=2, sparse=ALL), "mp_rank_01_001_000", "tp 2 pp 2 ep 2"),
+    (Run(tp=2, ep=2, etp=1, sparse=ALL), "mp_rank_01_001", "ep 2"),
+]
+
+
+@pytest.mark.parametrize(("run", "name", "words"), MISSING, ids=str)
+def test_a_missing_rank(run: Run, name: str, words: str, folder: Path) -> None:
+    write(run, folder)
+    shutil.rmtree(folder / ITERATION / name)
+    _refused(folder, "INCOMPLETE", f"{ITERATION}/{name}", words, "Copy the missing folders")
+
+
+def test_a_folder_without_its_file(folder: Path) -> None:
+    write(Run(tp=2), folder)
+    (folder / ITERATION / "mp_rank_01" / MODEL).unlink()
+    _refused(folder, "INCOMPLETE", f"mp_rank_01/{MODEL}", "the file is missing")
+
+
+def test_the_folder_of_one_rank(folder: Path) -> None:
+    write(Run(tp=2), folder)
+    with pytest.raises(TransaxleError, match="Give the folder above"):
+        tx.open(folder / ITERATION / "mp_rank_00")
+
+
+@pytest.mark.parametrize("file", [MODEL, FLAT])
+def test_a_truncated_file(file: str, folder: Path) -> None:
+    write(Run(tp=2, optimizer="flat"), folder)
+    path = folder / ITERATION / "mp_rank_01" / file
+    path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    _refused(folder, "CORRUPT", f"mp_rank_01/{file}", optimizer=True)
+
+
+@pytest.mark.parametrize("file", [MODEL, FLAT])
+def test_bytes_that_changed_are_found(file: str, folder: Path) -> None:
+    write(Run(tp=2, optimizer="flat"), folder)
+    path = folder / ITERATION / "mp_rank_01" / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    _refused(folder, "CORRUPT", f"mp_rank_01/{file}", "do not match the checksum", optimizer=True)
+
+
+def test_a_missing_optimizer_file(folder: Path) -> None:
+    truth = write(Run(tp=2, optimizer="flat"), folder)
+    (folder / ITERATION / "mp_rank_01" / FLAT).unlink()
+    _refused(folder, "INCOMPLETE", "some ranks' optimizers have no fp32 of it", optimizer=True)
+    (folder / ITERATION / "mp_rank_00" / FLAT).unlink()
+    _refused(folder, "INCOMPLETE", FLAT, "--no-optimizer", optimizer=True)
+    with tx.open(folder, optimizer=False) as checkpoint:
+        assert len(checkpoint) == 27
+        assert checkpoint.metadata["left_behind"]["optimizer"] == "not wanted"
+        assert len(truth[""]) == 39
+
+
+class _Hostile:
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("key", ["args", "rng_state", "iteration"])
+@pytest.mark.parametrize("file", [MODEL, FLAT])
+def test_a_hostile_pickle_is_not_executed(file: str, key: str, folder: Path) -> None:
+    write(Run(optimizer="flat"), folder)
+    trap = folder / "sprung"
+    _edited(folder / ITERATION / "mp_rank_00" / file, lambda found: found.update({key: _Hostile(trap)}))
+    _refused(folder, "UNSAFE_PICKLE", "mkdir", optimizer=True)
+    assert not trap.exists()
+
+
+def test_enums_among_the_arguments_are_only_described(folder: Path) -> None:
+    enums = pytest.importorskip("megatron.core.transformer.enums")
+    run = Run(args={"attention_backend": enums.AttnBackend.unfused, "params_dtype": torch.bfloat16})
+    write(run, folder)
+    with tx.open(folder) as checkpoint:
+        assert checkpoint.metadata["megatron"]["iteration"] == 7
+        assert checkpoint.metadata["megatron"]["parallel"] == {"tp": 1, "pp": 1, "ep": 1, "etp": 1}
+
+
+@pytest.mark.parametrize(("key", "value"), [("num_layers", 8), ("pipeline_model_parallel_size", 2), ("swiglu", False)])
+def test_arguments_that_disagree(key: str, value: object, folder: Path) -> None:
+    write(Run(tp=2), folder)
+    _edited(folder / ITERATION / "mp_rank_01" / MODEL, lambda found: setattr(found["args"], key, value))
+    _refused(folder, "CORRUPT", "mp_rank_01", key, repr(value))
+
+
+def test_ranks_of_two_iterations(folder: Path) -> None:
+    write(Run(tp=2), folder)
+    _edited(folder / ITERATION / "mp_rank_01" / MODEL, lambda found: found.update(iteration=8))
+    _refused(folder, "CORRUPT", "mp_rank_01", "iteration 8")
+
+
+def test_a_folder_of_another_run(folder: Path) -> None:
+    write(Run(tp=2), folder)
+    shutil.copytree(folder / ITERATION / "mp_rank_01", folder / ITERATION / "mp_rank_02")
+    _refused(folder, "CORRUPT", "mp_rank_02", "no rank of a run with tp 2 pp 1")
+    (folder / ITERATION / "mp_rank_02").rename(folder / ITERATION / "mp_rank_001_000")
+    _refused(folder, "CORRUPT", "mp_rank_001_000")
+
+
+def test_copies_that_differ(folder: Path) -> None:
+    write(Run(tp=2, pp=2, tied=True), folder)
+    last = folder / ITERATION / "mp_rank_01_001" / MODEL
+    _edited(last, lambda found: found["model"]["output_layer.weight"].add_(1))
+    _refused(folder, "UNEQUAL_COPIES", "embedding.word_embeddings.weight", "two pipeline stages")
+
+
+def test_a_norm_that_differs_between_ranks(folder: Path) -> None:
+    write(Run(tp=2), folder)
+    _edited(
+        folder / ITERATION / "mp_rank_01" / MODEL,
+        lambda found: found["model"]["decoder.final_layernorm.weight"].add_(1),
+    )
+    _refused(folder, "UNEQUAL_COPIES", "decoder.final_layernorm.weight")
+
+
+@pytest.mark.parametrize("rank", ["mp_rank_00_000", "mp_rank_00_001"])
+def test_a_missing_tensor(rank: str, folder: Path) -> None:
+    write(Run(ep=2, sparse=ALL, optimizer=None), folder)
+    name = "decoder.layers.2.mlp.experts.linear_fc2.weight1"
+    _edited(folder / ITERATION / rank / MODEL, lambda found: found["model"].pop(name))
+    _refused(folder, "INCOMPLETE", "there is nothing of [1]", "linear_fc2.weight")
+
+
+def test_a_tensor_that_other_ranks_have(folder: Path) -> None:
+    write(Run(tp=2, optimizer=None), folder)
+    name = "decoder.layers.2.mlp.linear_fc2.weight"
+    _edited(folder / ITERATION / "mp_rank_01" / MODEL, lambda found: found["model"].pop(name))
+    _refused(folder, "INCOMPLETE", name, "tensor-parallel ranks [1] do not hold it")
+
+
+def test_layers_that_are_not_there(folder: Path) -> None:
+    write(Run(pp=2, stages=((1, 3),)), folder)  # its arguments say that both stages have two
+    _refused(folder, "INCOMPLETE", "2 layers", "nothing of [1]")
+    _refused(folder, "INCOMPLETE", "layer 2 of a rank that has 2")
+
+
+def test_layers_that_do_not_divide(folder: Path) -> None:
+    write(Run(pp=2, vp=2, stages=((2, 1), (1, 0)), args={"num_layers": 5}), folder)
+    _refused(folder, "UNSUPPORTED", "5 layers do not divide into 2 stages")
+
+
+@pytest.mark.parametrize("layout", ["Et|t", "Exx|t|t|L", {"a": 1}])
+def test_a_layout_that_is_none(layout: object, folder: Path) -> None:
+    run = Run(pp=2, vp=2, stages=((1, 2), (1, 0)), args={"pipeline_model_parallel_layout": layout})
+    write(run, folder)
+    _refused(folder, "UNSUPPORTED", "is no layout of 2 x 2 stages")
+
+
+@pytest.mark.parametrize("version", [None, 0, 1.0, 2.0])
+def test_older_orders_of_q_k_and_v(version: float | None, folder: Path) -> None:
+    write(Run(), folder)
+    file = folder / ITERATION / "mp_rank_00" / MODEL
+    _edited(file, lambda found: found.update(checkpoint_version=version))
+    _refused(folder, "UNSUPPORTED", "checkpoint_version", "q, k and v may be in another order")
+
+
+def test_the_model_of_an_older_megatron(folder: Path) -> None:
+    write(Run(), folder)
+    nested = {"language_model": {"encoder": {"layers.0.attention.query_key_value.weight": torch.zeros(4, 4)}}}
+    _edited(folder / ITERATION / "mp_rank_00" / MODEL, lambda found: found.update(model=nested))
+    _refused(folder, "UNSUPPORTED", "before megatron-core", "--use-mcore-models")
+
+
+def test_experts_in_one_tensor(folder: Path) -> None:
+    write(Run(ep=2, sparse=ALL, optimizer=None), folder)
+    name = "decoder.layers.0.mlp.experts.weight1"
+    _edited(
+        folder / ITERATION / "mp_rank_00_001" / MODEL, lambda found: found["model"].update({name: torch.zeros(4, 4)})
+    )
+    _refused(folder, "UNSUPPORTED", name, "--ckpt-format torch_dist")
+
+
+def test_experts_cut_over_more_ranks_than_the_rest(folder: Path) -> None:
+    write(Run(sparse=ALL, args={"expert_tensor_parallel_size": 2}), folder)
+    _refused(folder, "UNSUPPORTED", "only the last one's experts are there")
+
+
+def test_no_arguments(folder: Path) -> None:
+    truth = write(Run(tp=2, optimizer=None), folder)
+    for rank in ("mp_rank_00", "mp_rank_01"):
+        _edited(folder / ITERATION / rank / MODEL, lambda found: found.pop("args"))
+    with tx.open(folder) as checkpoint, tx.open(folder, config=folder / "config.json") as same:
+        assert checkpoint.as_dialect("hf").keys() == same.as_dialect("hf").keys() == truth[""].keys()
+    write(Run(tp=2, pp=2, optimizer=None), folder.parent / "staged")
+    for file in (folder.parent / "staged" / ITERATION).glob(f"*/{MODEL}"):
+        _edited(file, lambda found: found.pop("args"))
+    _refused(folder.parent / "staged", "UNSUPPORTED", "it holds no args")
+
+
+WRONG = [
+    ({"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 3}, "num_attention_heads 8"),
+    ({"num_key_value_heads": 4}, "num_key_value_heads 4"),
+    ({"hidden_size": 24}, "hidden_size 24"),
+    ({"num_hidden_layers": 3}, "num_hidden_layers 3"),
+]
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(("changes", "words"), WRONG)
+def test_the_config_of_another_model(changes: dict[str, Any], words: str, tp: int, folder: Path) -> None:
+    run = Run(tp=tp, optimizer=None)
+    write(run, folder)
+    error = _refused(folder, "SHAPE_MISMATCH", config={**run.config(), **changes})
+    assert words in str(error)
+
+
+def test_a_model_that_no_table_knows(folder: Path) -> None:
+    write(Run(tp=2, optimizer=None), folder)
+    for rank in ("mp_rank_00", "mp_rank_01"):
+        file = folder / ITERATION / rank / MODEL
+        _edited(file, lambda found: found["model"].update({"decoder.layers.0.adapter.weight": torch.zeros(4, 4)}))
+    _refused(folder, "UNSUPPORTED", "decoder.layers.0.adapter.weight", "has no line for it")
+
+
+def test_padding_that_is_not_the_run_s(folder: Path) -> None:
+    write(Run(tp=2, args={"padded_vocab_size": 64}), folder)
+    _refused(folder, "SHAPE_MISMATCH", "64 rows by the args of the run")
+
+
+def _permuted(found: dict[Any, Any]) -> None:
+    buffer = found[0][torch.bfloat16, torch.float32]
+    buffer["param"] = buffer["param"].flip(0)
+
+
+def _shorter(found: dict[Any, Any]) -> None:
+    buffer = found[0][torch.bfloat16, torch.float32]
+    buffer["exp_avg"] = buffer["exp_avg"][:-8].clone()
+
+
+def _half(found: dict[Any, Any]) -> None:
+    found[0] = {(torch.float16, torch.float32): found[0][torch.bfloat16, torch.float32]}
+
+
+def _separate(found: dict[Any, Any]) -> None:
+    del found["buckets_coalesced"]
+
+
+FLAT_FAULTS = [
+    (_permuted, "has other values than the weight"),
+    (_shorter, "exp_avg has"),
+    (_half, "is of F16 parameters"),
+]
+
+
+@pytest.mark.parametrize(("edit", "words"), FLAT_FAULTS)
+def test_an_unknown_order_of_flat_buffers(edit: Callable[[Any], None], words: str, folder: Path) -> None:
+    write(Run(optimizer="flat", biased=True), folder)
+    _edited(folder / ITERATION / "mp_rank_00" / FLAT, edit)
+    _refused(folder, "UNSUPPORTED", words, "--no-optimizer", optimizer=True)
+    with tx.open(folder) as checkpoint:  # not asked for: left behind, and said so
+        assert not any(name.startswith("optim/") for name in checkpoint)
+        assert words in checkpoint.metadata["left_behind"]["optimizer"]
+
+
+def test_flat_buffers_of_an_older_form(folder: Path) -> None:
+    write(Run(optimizer="flat"), folder)
+    _edited(folder / ITERATION / "mp_rank_00" / FLAT, _separate)
+    _refused(folder, "UNSUPPORTED", "February 2024", optimizer=True)
+
+
+def _swapped(found: dict[Any, Any]) -> None:
+    copies = found["optimizer"]["fp32_from_fp16_params"][0]
+    copies[1], copies[5] = copies[5], copies[1]
+
+
+def _one_less(found: dict[Any, Any]) -> None:
+    found["optimizer"]["optimizer"]["param_groups"][0]["params"].pop()
+
+
+def _without_decay(found: dict[Any, Any]) -> None:
+    for group in found["optimizer"]["optimizer"]["param_groups"]:
+        del group["wd_mult"]
+
+
+def _same_decay(found: dict[Any, Any]) -> None:
+    for group in found["optimizer"]["optimizer"]["param_groups"]:
+        group["wd_mult"] = 1.0
+
+
+def _another_shape(found: dict[Any, Any]) -> None:
+    state = found["optimizer"]["optimizer"]["state"][0]
+    state["exp_avg"] = state["exp_avg"].T.clone()
+
+
+NUMBERED_FAULTS = [
+    (_swapped, "has other values than the weight"),
+    (_one_less, "parameters; by their shapes"),
+    (_without_decay, "do not say wd_mult"),
+    (_same_decay, "have the same settings"),
+    (_another_shape, "has the shape"),
+]
+
+
+@pytest.mark.parametrize(("edit", "words"), NUMBERED_FAULTS)
+def test_an_unknown_order_of_numbered_states(edit: Callable[[Any], None], words: str, folder: Path) -> None:
+    write(Run(), folder)
+    _edited(folder / ITERATION / "mp_rank_00" / MODEL, edit)
+    _refused(folder, "UNSUPPORTED", words, optimizer=True)
+    tx.convert(folder, folder.parent / "weights", to="hf")
+
+
+def test_what_is_left_behind_is_listed(folder: Path) -> None:
+    write(Run(pp=2), folder)
+    (folder / "events.out.tfevents").write_text("a log")
+    (folder / ITERATION / "mp_rank_00_000" / "notes.txt").write_text("")
+    with tx.open(folder) as checkpoint:
+        left = checkpoint.metadata["left_behind"]
+        assert left["rng_state"]
+        assert left["decoder.layers.3.self_attention.linear_proj._extra_state"]
+        assert set(checkpoint.container.ignored) == {"events.out.tfevents", f"{ITERATION}/mp_rank_00_000/notes.txt"}
+        assert checkpoint.container.carried == ("config.json",)
+
+
+def test_full_precision_copies_are_the_weights_where_wanted(folder: Path) -> None:
+    run = Run(tp=2)
+    truth = write(run, folder)
+    with tx.open(folder, weights="fp32") as checkpoint, tx.open(folder, weights="lp") as low:
+        name = "decoder.final_layernorm.weight"
+        assert checkpoint[name].dtype == "F32"
+        assert checkpoint[name].tobytes() == truth["fp32"]["model.norm.weight"].numpy().tobytes()
+        assert f"optim/{name}/fp32" not in checkpoint
+        assert low[name].dtype == "BF16"
+        assert f"optim/{name}/fp32" in low
+    write(Run(optimizer=None), folder.parent / "bare")
+    with pytest.raises(TransaxleError, match="no full-precision copy"):
+        tx.open(folder.parent / "bare", weights="fp32")
+
+
+def test_groups_keep_their_settings(folder: Path) -> None:
+    run = Run(tp=2, ep=2, sparse=ALL)
+    write(run, folder)
+    with tx.open(folder) as checkpoint:
+        decays, bare, experts = checkpoint.metadata["param_groups"]
+        assert (decays["weight_decay"], bare["weight_decay"], experts["is_expert_parallel"]) == (0.1, 0.0, True)
+        assert "decoder.layers.3.mlp.experts.linear_fc1.weight3" in experts["params"]
+        assert "decoder.final_layernorm.weight" in bare["params"]
+        total = len(decays["params"]) + len(bare["params"]) + len(experts["params"])
+        assert total == sum(not name.startswith("optim/") for name in checkpoint)
+        assert len(hub(run)[""]) > total
