@@ -13,6 +13,7 @@ from tests.axes.apply import Store, arange, carried, fill, law, only, same, take
 from tests.axes.toy import CONFIG, TOY, model, only_refusal, packed
 from transaxle.axes.geometry.chunk import MeshCut, place
 from transaxle.axes.layout.relayout import Copier
+from transaxle.axes.notation.family import Sizes
 from transaxle.errors import UsageError
 
 
@@ -379,6 +380,29 @@ def test_sizes_may_differ_by_layer() -> None:
             for i, (tensor, heads) in enumerate(zip(tensors, (2, 4), strict=True))
         },
     )
+
+
+def test_a_size_by_layer_has_no_other_value_without_one() -> None:
+    """What it falls back to is that of no layer: written into a manifest, it would be believed of all."""
+    family = only(
+        "family uneven\n  axes l=layers d=width c=head g=2\n  axis r = (heads[l] | heads) // 2\n  q : l g r c d\n"
+        "dialect a\n  q.{l} = q[(g r c) d]\ndialect b\n  w.{l} = q[(r g c) d]\ndialect c\n  all = q[l (g r) c d]\n"
+    )
+    config = {"layers": 2, "width": 3, "head": 2, "heads": 4}
+    sizes = Sizes(family, config)
+    assert "r" not in sizes.at({})
+    assert sizes.at({"l": 1})["r"] == 2
+    by_layer = {**config, "heads": [4, 8]}
+    source = {"q.0": arange(8, 3), "q.1": arange(16, 3, start=100)}
+    view = translated(family, "a", "b", Store(source), by_layer)
+    assert view.refusals == ()
+    assert "r" not in view.axes
+    found = {name: fill(Store(source), target) for name, target in view.targets.items()}
+    same(carried(family, "b", "a", Store(found), by_layer, view.axes), source)
+    assert {each.code for each in translated(family, "a", "c", Store(source), by_layer).refusals} == {"SHAPE_MISMATCH"}
+    even = {"q.0": arange(8, 3), "q.1": arange(8, 3, start=100)}
+    stacked = carried(family, "a", "c", Store(even), config)
+    assert stacked["all"].shape == (2, 4, 2, 3)
 
 
 def test_arithmetic_is_passed_on() -> None:

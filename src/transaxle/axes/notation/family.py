@@ -275,7 +275,8 @@ class Sizes:
         values: ChainMap[str, Any] = ChainMap({**hidden, **index}, cast("dict[str, Any]", self.settings))
         for axis, formula in self.family.axes.items():
             value = self.given.get(axis)
-            if value is None and formula is not None:
+            # A size that depends on an index has no value without it, whatever `heads[l] | heads` falls back to.
+            if value is None and formula is not None and index.keys() >= self._indices[axis]:
                 own_key = {axis: self.settings.get(axis)} if axis in formula.names else {}  # a key of the same name
                 value = formula(ChainMap(own_key, values) if own_key else values)
             if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
@@ -300,6 +301,15 @@ class Sizes:
         hidden = dict.fromkeys(self.family.name_axes)
         value = formula(ChainMap({**hidden, **index, **(present or {})}, self._measured(index)[1]))
         return None if value is None else bool(value)
+
+    @cached_property
+    def _indices(self) -> Mapping[str, frozenset[str]]:
+        """Axis -> name axes on whose index its size depends."""
+        names = self.family.name_axes
+        return {
+            axis: frozenset() if formula is None else formula.names & names - {axis}
+            for axis, formula in self.family.axes.items()
+        }
 
     @cached_property
     def originals(self) -> Mapping[str, tuple[str, ...]]:
