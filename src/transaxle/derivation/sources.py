@@ -15,8 +15,8 @@ from transaxle.derivation.proof import misfits, prove
 from transaxle.derivation.table_file import write_table
 from transaxle.derivation.writing.from_traces import Derived, derive
 from transaxle.derivation.writing.table import Labels
-from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
+from transaxle.engine.compare.pair import opened_pair
 from transaxle.errors import TransaxleError, refuse
 
 Tensors = Mapping[str, Any]
@@ -184,7 +184,7 @@ def from_folders(pairs: Sequence[tuple[str, str]], labels: Labels) -> Table:
     traces = []
     with _refusing(_name_of(labels)):
         for before, after in pairs:
-            with open_checkpoint(before) as first, open_checkpoint(after) as second:
+            with opened_pair(before, after, {}) as (first, second):
                 config = stored_config(first.container.storage) if CONFIG in first.container.carried else {}
                 traces.append(Trace(*numbered(first, second), config))
         if not labels.model_types and isinstance(traces[0].config.get("model_type"), str):

@@ -170,6 +170,27 @@ def test_close_names_are_pointed_out() -> None:
         found(tuple(name.replace("model.layers", "model.layer") for name in NAMES if "layers" in name))
 
 
+def test_a_checkpoint_without_config_is_asked_what_it_is() -> None:
+    """Tables that answer to a model_type only know these names; one name that is like another's means nothing."""
+    names = tuple(f"encoder.layer.{at}.output.dense.{kind}" for at in range(3) for kind in ("weight", "bias"))
+    names = ("embeddings.position_embeddings.weight", *names)
+    with refused("UNKNOWN_FAMILY", "that answers to names alone", "Names alone show few", "--config FILE") as caught:
+        found(names)
+    assert "Closest" not in str(caught.value)
+    assert found(names, {"model_type": "bert"})[0] == "bert"
+
+
+def test_a_config_that_speaks_of_another_model() -> None:
+    with refused("UNKNOWN_FAMILY", "the table of bert knows none of the tensor names", "'bert'"):
+        found(PLAIN, {"model_type": "bert"})
+
+
+@pytest.mark.parametrize(("label", "hint"), [("QWEN3", "Did you mean qwen3?"), ("ctrl", "transaxle derive")])
+def test_names_of_families_that_are_not_known(label: str, hint: str) -> None:
+    with refused("UNKNOWN_FAMILY", hint.replace("?", r"\?")):
+        pick_family(label, builtin())
+
+
 def test_two_families_that_read_alike_are_listed_and_never_guessed(tmp_path: Path) -> None:
     rules = tmp_path / "twins.rules"
     rules.write_text(TWINS)

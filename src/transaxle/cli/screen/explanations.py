@@ -89,9 +89,10 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "No table reads this model.",
         "To move an axis, Transaxle must know which tensors have it. The table of the model's family says so, and no "
         "known table has this checkpoint's `model_type` and tensor names. A family is never guessed from shapes.",
-        "no table knows any of the tensor names: wte.weight, wpe.weight, ln_f.weight "
-        "(config.json has model_type 'gpt2')",
-        "If it is a known model under another name, give its family: --family NAME. Otherwise --derive (of convert and "
+        "no table knows any of the tensor names: lm_head.bias, transformer.h.0.ffn.0.bias "
+        "(config.json has model_type 'ctrl')",
+        "Most families answer to their model_type or their name only: a checkpoint without config.json needs --config "
+        "FILE or --family NAME. So does a known model under another name. Otherwise --derive (of convert and "
         "plan) derives its table from the installed transformers; `transaxle derive FOLDER -o NAME.rules` keeps the "
         "table for all commands, with --rules NAME.rules. A model that transformers does not know needs a table of a "
         "few lines by hand. To change only the file format, keep all names: "

@@ -64,13 +64,12 @@ def pick_family(label: str, families: Families) -> Family:
     of_type = families.of_types([label])
     if len(of_type) == 1:
         return of_type[0]
-    close = difflib.get_close_matches(label, families, _CLOSE)
+    close = difflib.get_close_matches(label.lower(), families, _CLOSE)
     if of_type:
         close = [family.name for family in of_type]
     near = f"close to it: {', '.join(close)}; " if close else ""
-    hint = (
-        f"Did you mean {close[0]}?" if close else "Add one with --rules FILE; `transaxle info` lists those there are."
-    )
+    another = "Add one with --rules FILE, which `transaxle derive` makes for any model type of transformers"
+    hint = f"Did you mean {close[0]}?" if close else f"{another}; `transaxle info` lists those there are."
     raise refuse("UNKNOWN_FAMILY", f"no family {label!r}; {near}{len(families)} are known", hint=hint)
 
 
@@ -190,7 +189,7 @@ def recognise(
     else:
         readings = _best_readings(families, grouped, dialect)
     if not readings:
-        raise _nothing(names, types, candidates or families.that_answer_to_names(), dialect)
+        raise _nothing(names, types, candidates, families, dialect)
     most = max(r.matched for r in readings)
     best = _most_complete([r for r in readings if r.matched == most], grouped)
     distinct = {(r.family.name, _reading(r, grouped)): r for r in reversed(best)}
@@ -232,21 +231,36 @@ def _several(readings: Sequence[Recognised], matched: int, names: int, types: Se
 
 
 def _nothing(
-    names: Sequence[str], types: Sequence[str], candidates: Sequence[Family], dialect: str | None
+    names: Sequence[str], types: Sequence[str], candidates: Sequence[Family], families: Families, dialect: str | None
 ) -> TransaxleError:
-    """Build the refusal where no dialect reads any name, with the closest one."""
-    samples = list(dict.fromkeys(skeleton(name) for name in names[:200]))
-    close: list[str] = []
-    for family in candidates:
+    """Build the refusal where no dialect reads any name, with the closest one.
+
+    Args:
+        names: the stored names.
+        types: the model types of the config.
+        candidates: the families that these, or the user, say it may be of; none: any that answers to names.
+        families: all known families.
+        dialect: the one that the user says it is.
+    """
+    samples = list(dict.fromkeys(skeleton(name) for name in names[:200]))[:20]
+    close: dict[str, int] = {}
+    for family in candidates or families.that_answer_to_names():
         for candidate in family.dialects:
-            matches = [m for s in samples[:20] for m in difflib.get_close_matches(s, candidate.by_skeleton, 1, 0.8)]
-            if matches:
-                close.append(f"{family.name}:{candidate.label}")
-    wanted = f"dialect {dialect!r} knows none" if dialect else "no table knows any"
+            matches = [each for each in samples if difflib.get_close_matches(each, candidate.by_skeleton, 1, 0.8)]
+            close[f"{family.name}:{candidate.label}"] = len(matches)
+    closest = max(close, key=close.__getitem__, default="")
+    if dialect:
+        wanted = f"dialect {dialect!r} knows none"
+    elif candidates:
+        wanted = f"the table of {' and that of '.join(family.name for family in candidates)} knows none"
+    else:
+        wanted = "no table knows any" if types else "no table that answers to names alone knows any"
     first_names = ", ".join(names[:3]) or "(no tensors)"
     model = f" (config.json has model_type {types[0]!r})" if types else ""
     ways = _ways(types)
-    hint = f"Closest: {close[0]}; if it is not that, {ways}" if close else _sentence(ways)
+    # One name in twenty is like one of almost any table; half of them are not.
+    known = closest and 2 * close[closest] >= len(samples)
+    hint = f"Closest: {closest}; if it is not that, {ways}" if known else _sentence(ways)
     return refuse("UNKNOWN_FAMILY", f"{wanted} of the tensor names: {first_names}{model}", hint=hint)
 
 
@@ -262,7 +276,8 @@ def _ways(types: Sequence[str]) -> str:
     """Return what can be done with a model that no table knows: its model type may be one that transformers knows."""
     own = 'convert it under its own names, into any format, with --to FORMAT:identity (to="FORMAT:identity")'
     if not types:
-        return f"{own}, or add a table with --rules FILE."
+        config = "names alone show few families: say which it is with its config.json (--config FILE) or --family NAME"
+        return f"{config}; or {own}; or add a table with --rules FILE."
     name = re.sub(r"\W", "_", types[0])
     return (
         f"{own}; or let --derive (of convert and plan) derive its table from transformers; or keep a derived table:  "

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, nothing_encoded, opened
+from transaxle.errors import Refusal, TransaxleError, Where, gathered
 
 _OF_FIRST = frozenset({"dialect", "format", "only", "skip", "dtype"})
 """Options of names, files and casts: they hold for the first checkpoint only."""
@@ -15,6 +18,34 @@ _OF_FIRST = frozenset({"dialect", "format", "only", "skip", "dtype"})
 def of_second(reading: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that also hold for the second checkpoint of a comparison."""
     return {name: value for name, value in reading.items() if name not in _OF_FIRST}
+
+
+@contextmanager
+def _named(opening: AbstractContextManager[Checkpoint], source: CheckpointLike) -> Iterator[Checkpoint]:
+    """Give one of two checkpoints; what is wrong with its files is said with its path, which tells it from the other.
+
+    Args:
+        opening: opens it.
+        source: its path, or the opened checkpoint.
+
+    Raises:
+        TransaxleError: what `opening` raises.
+    """
+    with ExitStack() as stack:
+        try:
+            checkpoint = stack.enter_context(opening)
+        except TransaxleError as error:
+            if isinstance(source, Checkpoint):
+                raise
+            raise gathered(_placed(refusal, Path(source)) for refusal in error.refusals) from error
+        yield checkpoint
+
+
+def _placed(refusal: Refusal, path: Path) -> Refusal:
+    file = refusal.where.file
+    inside = path if file == path.name and path.is_file() else path / (file or "")
+    known = file is not None and inside.is_file()
+    return replace(refusal, where=Where(str(inside), refusal.where.tensor)) if known else refusal
 
 
 @contextmanager
@@ -38,7 +69,11 @@ def opened_pair(
     second: Mapping[str, Any] = {} if isinstance(b, Checkpoint) else of_second(reading)
     if decode is not None:
         first, second = ({**options, "lenient": True} if options else options for options in (first, second))
-    with opened("a", a, first) as one, opened("b", b, second) as two:
+    with ExitStack() as stack:
+        one, two = (
+            stack.enter_context(_named(opened(argument, source, options), source))
+            for argument, source, options in (("a", a, first), ("b", b, second))
+        )
         if decode is not None and not (one.decoded or two.decoded):
             raise nothing_encoded(decode)
         yield one, two

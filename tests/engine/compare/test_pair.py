@@ -1,0 +1,41 @@
+"""Two checkpoints opened together: what is wrong with one of them is said with its path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.checkpoints import write
+from transaxle.engine.compare.pair import opened_pair
+from transaxle.errors import TransaxleError
+
+FILE = "model.safetensors"
+
+
+@pytest.mark.parametrize("inside", ["", FILE])
+@pytest.mark.parametrize("damaged", ["one", "other"])
+def test_a_damaged_file_is_told_from_its_namesake(inside: str, damaged: str, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        write(tmp_path / name, {"a": np.zeros(3, np.float32)})
+    content = (tmp_path / damaged / FILE).read_bytes()
+    (tmp_path / damaged / FILE).write_bytes(content[:20])
+    with pytest.raises(TransaxleError) as caught:
+        opened_pair(tmp_path / "one" / inside, tmp_path / "other" / inside, {}).__enter__()
+    assert [refusal.where.file for refusal in caught.value.refusals] == [str(tmp_path / damaged / FILE)]
+
+
+def test_other_files_keep_their_names(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        write(tmp_path / name, {"a": np.zeros(3, np.float32)})
+    with pytest.raises(TransaxleError) as caught, opened_pair(tmp_path / "one", tmp_path / "absent", {}):
+        pass
+    assert caught.value.refusals[0].where.file == str(tmp_path / "absent")
+    (tmp_path / "mine.rules").write_text("famly x\n")
+    with (
+        pytest.raises(TransaxleError) as caught,
+        opened_pair(tmp_path / "one", tmp_path / "other", {"rules": tmp_path / "mine.rules"}),
+    ):
+        pass
+    assert caught.value.refusals[0].where.file == f"{tmp_path / 'mine.rules'}, line 1"
