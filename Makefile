@@ -4,6 +4,8 @@
 #   .torch -> torch alone, first, so that pip takes the build this machine offers
 #   .demo  -> the package with what `transaxle demo` needs
 #   .all   -> the tools, the docs, and the frameworks that the tests compare with
+#
+# Megatron-Bridge needs other versions of these than the rest: `make megatron` gives it an environment of its own.
 
 VENV   ?= .venv
 JOBS   ?= 2
@@ -14,15 +16,18 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check --no-input
 PINNED := $(PIP) install --quiet --constraint constraints.txt
 TITAN  := torchtitan nemo-automodel
+BRIDGE := tests/oracles/bridge_peer/requirements.txt
+MEGATRON_VENV ?= $(VENV)-megatron
+MEGATRON_PIP  := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet
 KERNEL := src/transaxle/encodings/arithmetic/kernel.c src/transaxle/formats/storage/runs.c
 
 export PYTHONUTF8 = 1
 # Without bytecode every worker rewrites the asserts of 400 files anew, and every program that a test starts compiles us.
 unexport PYTHONDONTWRITEBYTECODE
 
-QUICK := -m 'not oracle and not peers and not slow and not gpu' --quick --examples 10
+QUICK := -m 'not oracle and not megatron and not peers and not slow and not gpu' --quick --examples 10
 
-.PHONY: help demo check test oracle fuzz bench docs lint format clean
+.PHONY: help demo check test oracle megatron fuzz bench docs lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -30,6 +35,7 @@ help:
 	@echo 'make check   lint, types and the quick tests: a minute, for every change'
 	@echo 'make test    lint, types, tests and docs: what CI runs'
 	@echo 'make oracle  the whole sweeps over what the peers ship (make test runs a sample)'
+	@echo 'make megatron  the tables against Megatron-Bridge, in an environment of its own'
 	@echo 'make fuzz    hostile inputs, each with a cap on time and memory'
 	@echo 'make bench   the speed figures, one script a promise'
 	@echo 'make docs    the documentation, in build/docs/index.html'
@@ -53,6 +59,9 @@ test: lint
 oracle: $(VENV)/.all
 	$(BIN)/python -m pytest -q -m oracle --numprocesses $(JOBS) --dist worksteal
 
+megatron: $(VENV)/.all $(MEGATRON_VENV)/.all
+	MEGATRON_PYTHON=$(MEGATRON_VENV)/bin/python $(BIN)/python -m pytest -q -m megatron
+
 fuzz: $(VENV)/.all
 	$(BIN)/python fuzz/resources.py
 
@@ -74,7 +83,7 @@ docs: $(VENV)/.all
 	@echo 'build/docs/index.html'
 
 clean:
-	rm -rf .venv build dist src/transaxle/*/*/lib*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build
+	rm -rf .venv .venv-megatron build dist src/transaxle/*/*/lib*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build
 	find src tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:
@@ -97,4 +106,12 @@ $(VENV)/.all: $(VENV)/.demo
 	@echo 'installing the tools and the frameworks to compare with'
 	@$(PINNED) --no-build-isolation --editable '.[dev,peers]'
 	@$(PINNED) --no-deps $(TITAN)
+	@touch $@
+
+$(MEGATRON_VENV)/.all: $(BRIDGE)
+	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer (with venv) is needed: make PYTHON=/path/to/python3 megatron' >&2; exit 1; }
+	@echo 'installing Megatron-Bridge into $(MEGATRON_VENV)'
+	@$(PYTHON) -m venv $(MEGATRON_VENV)
+	@$(MEGATRON_PIP) torch==2.13.0
+	@$(MEGATRON_PIP) --no-deps --ignore-requires-python --requirement $(BRIDGE)
 	@touch $@

@@ -1,0 +1,94 @@
+"""Megatron on a CPU: what is asked of a GPU is done here, or nothing is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+_IDLE = (
+    "set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "set_stream", "_lazy_init",
+    "reset_peak_memory_stats",
+)  # fmt: skip
+
+
+class _OnCpu(TorchFunctionMode):
+    """Reads cuda as cpu in the arguments of every function of torch."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in ("cuda", "pin_memory"):
+            return args[0]
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return func(*(_CPU if _is_cuda(each) else each for each in args), **kwargs)
+
+
+def _is_cuda(given: Any) -> bool:
+    return str(given).startswith("cuda") if isinstance(given, str | torch.device) else False
+
+
+class _Stream:
+    """A stream, or an event, that everything has passed already."""
+
+    device, cuda_stream = _CPU, 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def _always(answer: Any) -> Callable[..., Any]:
+    """Return a function with this answer; torch wants each of its functions to be another one."""
+    return lambda *_, **__: answer
+
+
+def _made(kind: Callable[[], Any]) -> Callable[..., Any]:
+    return lambda *_, **__: kind()
+
+
+def pretend() -> None:
+    """Let this process take its CPU for a GPU, for good.
+
+    Call it before megatron-core is imported.
+    """
+    os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1", "TORCH_COMPILE_DISABLE": "1"}
+    torch.set_num_threads(1)
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=1, total_memory=8 << 30, name="cpu")
+    answers: dict[str, Any] = {
+        "is_available": True, "is_bf16_supported": True, "current_device": "cpu", "device_count": 1,
+        "get_device_properties": properties, "get_device_capability": (9, 0), "get_device_name": "cpu",
+        "memory_allocated": 0, "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0,
+        "memory_stats": {}, "mem_get_info": (1 << 30, 1 << 30), "is_current_stream_capturing": False,
+    }  # fmt: skip
+    answers |= dict.fromkeys(_IDLE)
+    calls: dict[str, Callable[..., Any]] = {
+        **{name: _always(answer) for name, answer in answers.items()},
+        **{name: _made(nullcontext) for name in ("stream", "device")},
+        **{name: _made(_Stream) for name in ("current_stream", "default_stream")},
+        "get_rng_state": lambda *_, **__: torch.get_rng_state(),
+        "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
+    }
+    for name, call in calls.items():
+        setattr(torch.cuda, name, call)
+    for name in ("Stream", "Event"):
+        setattr(torch.cuda, name, _Stream)
+    for name in ("get_rng_state", "set_rng_state", "_lazy_init"):
+        setattr(torch.cuda.random, name, calls[name])
+    _OnCpu().__enter__()  # type: ignore[no-untyped-call]
