@@ -137,6 +137,32 @@ def test_a_model_type_with_a_slip(here: Path, transaxle: Transaxle) -> None:
     assert "Did you mean deberta or" in " ".join(outcome.err.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("CTRL",), "Did you mean ctrl?"),
+        (("my_own_thing",), "derive the table from a converter of your own"),
+        (("model.safetensors",), "SOURCE is a model type, a config.json, or a folder with one"),
+    ],
+)
+def test_a_source_that_is_something_else(words: tuple[str, ...], said: str, here: Path, transaxle: Transaxle) -> None:
+    save_file({"a": np.full(3, np.nan, np.float32)}, "model.safetensors")
+    outcome = transaxle("derive", *words)
+    assert outcome.code != 0
+    assert said in " ".join(outcome.err.split())
+
+
+def test_a_table_that_ships_is_named(here: Path, transaxle: Transaxle) -> None:
+    from transformers import AutoConfig
+
+    AutoConfig.for_model("gpt2").save_pretrained(here / "hub")
+    outcome = transaxle("derive", "hub", "-o", "its.rules")
+    assert outcome.code == 0
+    assert "a table of this model ships, and may say more: transaxle info --family gpt2" in " ".join(
+        outcome.out.split()
+    )
+
+
 def test_too_few_tiny_configs_ask_for_the_real_one(here: Path, transaxle: Transaxle) -> None:
     """With the folder, the hint is another: it has been given."""
     outcome = transaxle("derive", "zaya")
@@ -160,6 +186,10 @@ def test_a_conversion_that_cannot_be_is_refused_before_a_table_is_derived(
     assert (outcome.code, outcome.codes) == (2, ["EXISTS"])
     outcome = transaxle("convert", "hub", "no/where", *arguments, "--json")
     assert (outcome.code, outcome.codes) == (4, ["IO"])
+    for command in ("plan", "convert"):
+        outcome = transaxle(command, "hub", "out", "--to", "megatron", "--derive")
+        assert outcome.code == 2
+        assert "a derived table has no dialect 'megatron'; it has: hf, transformers, identity" in outcome.err
     Path("hub", "config.json").write_text("{}")
     outcome = transaxle("convert", "hub", "out", *arguments)
     assert outcome.code == 2

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
 from transaxle.arguments import Overwrite
+from transaxle.axes.notation import tables
 from transaxle.cli import options
 from transaxle.cli.command import Command
 from transaxle.cli.screen.quantities import plural
@@ -19,7 +21,8 @@ from transaxle.derivation.sources import UNNAMED, Table, are_dialects, family_na
 from transaxle.derivation.table_file import check_place
 from transaxle.derivation.writing.table import Labels
 from transaxle.engine.checkpoint.settings import CONFIG, model_config
-from transaxle.errors import refuse
+from transaxle.errors import TransaxleError, gathered, refuse
+from transaxle.families import builtin
 
 
 @click.command(
@@ -108,7 +111,11 @@ def model_of(source: str) -> tuple[str, dict[str, Any] | None]:
     if path.is_dir() and not Path(path, CONFIG).exists():
         hint = "Name a folder that has one. If it is the model type that you mean, run this in another folder."
         raise refuse("IO", f"there is no {CONFIG} in it", file=source, hint=hint)
-    config = model_config(source)
+    try:
+        config = model_config(source)
+    except TransaxleError as error:
+        hint = "SOURCE is a model type, a config.json, or a folder with one."
+        raise gathered(replace(refusal, hint=refusal.hint or hint) for refusal in error.refusals) from None
     assert config is not None
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -138,7 +145,15 @@ def _facts(table: Table, output: str | None) -> dict[str, Any]:
         "traces": table.traces,
         "proved": table.proved,
         "left_out": list(table.left_out),
+        "ships": _ships(table),
     }
+
+
+def _ships(table: Table) -> str | None:
+    """Return the family that ships for the model of a derived table; None where there is none."""
+    (family,) = tables.read(table.text)
+    known = builtin().of_types(family.model_types)
+    return known[0].name if known else None
 
 
 def _print(screen: Screen, table: Table, output: str | None) -> None:
@@ -152,3 +167,6 @@ def _print(screen: Screen, table: Table, output: str | None) -> None:
     say(f"  from {plural(table.traces, 'trace')}, {proof}")
     for note in table.left_out:
         say(f"  not in the table: {note}")
+    ships = _ships(table)
+    if ships is not None:
+        say(f"  a table of this model ships, and may say more:  transaxle info --family {ships}")

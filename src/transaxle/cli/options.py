@@ -200,11 +200,15 @@ def deriving(body: Callable[..., int]) -> Callable[..., int]:
         screen: Screen, *args: Any, src: str, source_options: dict[str, Any], derive: bool, **other_options: Any
     ) -> int:
         if derive:
-            from transaxle.cli.tracing import check_target, with_table
+            from transaxle.cli.tracing import check_dialect, check_target, with_table
 
             screen.consequence = "nothing was written"
-            converts = click.get_current_context().info_name == "convert"
-            check = functools.partial(check_target, **other_options) if converts else None
+
+            def check() -> None:
+                check_dialect(**other_options)
+                if click.get_current_context().info_name == "convert":
+                    check_target(**other_options)
+
             source_options = with_table(screen, src, source_options, check)
         return body(screen, *args, src=src, source_options=source_options, **other_options)
 

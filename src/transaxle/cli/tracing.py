@@ -15,6 +15,8 @@ import click
 from transaxle.arguments import Overwrite
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+from transaxle.engine.checkpoint.peft_adapter import ADAPTER_CONFIG
+from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.checkpoint.settings import CONFIG
 from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.staging.location import staging_at
@@ -29,9 +31,7 @@ def silence() -> Iterator[None]:
         yield
 
 
-def with_table(
-    screen: Screen, src: str, source_options: dict[str, Any], check: Callable[[], None] | None = None
-) -> dict[str, Any]:
+def with_table(screen: Screen, src: str, source_options: dict[str, Any], check: Callable[[], None]) -> dict[str, Any]:
     """Return the options for `open_checkpoint` with a derived table in them, where no other table knows the model.
 
     Args:
@@ -39,12 +39,17 @@ def with_table(
         src: the checkpoint.
         source_options: the options so far.
         check: refuses what would be in vain, before a table is derived.
+
+    Raises:
+        UsageError: UNKNOWN_FAMILY where nothing says which model type to ask transformers for.
+        TransaxleError: what `open_checkpoint`, `check` and `from_transformers` raise.
     """
     with open_checkpoint(src, **source_options) as source:
         try:
             _ = source.recognised
         except TransaxleError as error:
-            if error.code != _UNKNOWN or source_options.get("family") is not None:
+            is_adapter = ADAPTER_CONFIG in source.container.carried
+            if error.code != _UNKNOWN or source_options.get("family") is not None or is_adapter:
                 raise
             model_type = source.config.get("model_type")
             if not isinstance(model_type, str):
@@ -52,8 +57,7 @@ def with_table(
             config = dict(source.config)
         else:
             return source_options
-    if check is not None:
-        check()
+    check()
     from transaxle.derivation.sources import family_name, from_transformers
 
     with screen.working("tracing"), silence():
@@ -62,13 +66,35 @@ def with_table(
     click.get_current_context().call_on_close(folder.cleanup)
     rules = Path(folder.name, f"{table.family}.rules")
     table.save(rules)
+    own_rules = source_options.get("rules")
+    instead = f"; it takes the place of {own_rules}, which does not know the model" if own_rules else ""
     said = source_options.get("config") or (src if Path(src, CONFIG).is_file() else model_type)
     screen.note(
         f"derived a table for {model_type} from {table.traces} traces of the installed transformers, for this command "
-        f"only; info, verify and diff need it as a file:  transaxle derive {shlex.quote(said)} -o "
+        f"only{instead}; info, verify and diff need it as a file:  transaxle derive {shlex.quote(said)} -o "
         f"{family_name(model_type)}.rules,  and then --rules {family_name(model_type)}.rules"
     )
     return {**source_options, "rules": str(rules)}
+
+
+def check_dialect(to: str, **_: object) -> None:
+    """Refuse a target dialect that no derived table has.
+
+    Raises:
+        UsageError: AMBIGUOUS for such a dialect.
+        Refused: UNSUPPORTED for a format that cannot be written.
+    """
+    from transaxle.derivation.writing.table import Labels
+    from transaxle.engine.plan.conversion import parse_to
+
+    label = parse_to(to)[1]
+    known = (*Labels.dialects, IDENTITY)
+    if label is not None and label not in known:
+        raise refuse(
+            "AMBIGUOUS",
+            f"a derived table has no dialect {label!r}; it has: {', '.join(known)}",
+            hint="Keep the table in a file, and add the dialect by hand:  docs/how-to/derive-a-table.md.",
+        )
 
 
 def check_target(dst: str, *, overwrite: Overwrite, resume: bool, **_: object) -> None:

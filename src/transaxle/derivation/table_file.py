@@ -8,11 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from transaxle.arguments import EVERYTHING, Overwrite, PathLike, read_overwrite, read_path
+from transaxle.axes.inheritance.statement import BLOCK, DIALECT, FAMILY
 from transaxle.errors import refuse
 from transaxle.formats.staging.syscalls import rename_new
 from transaxle.formats.storage.os_errors import failed
 
-_TABLE = re.compile(rb"^\s*(family|block|dialect)\s", re.MULTILINE)
+_TABLE = re.compile(rf"^\s*({FAMILY}|{BLOCK}|{DIALECT})\s".encode(), re.MULTILINE)
 _READ = 1 << 20
 """Bytes of an existing file in which a table has its first statement."""
 _ELSEWHERE = "Choose another name, or replace it"

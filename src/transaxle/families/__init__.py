@@ -21,6 +21,7 @@ from types import ModuleType
 
 import msgspec
 
+from transaxle.axes.inheritance.statement import BLOCK, FAMILY, WORD
 from transaxle.axes.inheritance.written import Written
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.family import Family
@@ -41,7 +42,7 @@ and another layout.
 SPELLED = "spelled"
 """Folder of the other families, spelled out."""
 _SUFFIX = ".rules"
-_DECLARES = re.compile(r"^(family|block)\s+(\w+)", re.MULTILINE)
+_DECLARES = re.compile(rf"^({FAMILY}|{BLOCK})\s+({WORD})", re.MULTILINE)
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -232,7 +233,7 @@ def read_all() -> Tables:
         for file, text in texts.items()
         for family in tables.read(text, file=file, bases=find)
     }
-    return Tables(families, {name: file for word, name, file in declared if word == "block"})
+    return Tables(families, {name: file for word, name, file in declared if word == BLOCK})
 
 
 @cache

@@ -40,6 +40,7 @@ from transaxle.axes.inheritance.statement import (
     keyed,
     left_out_of,
     split_when,
+    tensors_left_out,
 )
 from transaxle.errors import Refusal
 
@@ -104,7 +105,7 @@ class _Mounted:
                 said = f"{PRECISE} {self._name(text.split()[1])}"
             else:
                 word, _, rest = text.partition(" ")
-                mesh, equals, rest = rest.partition("=") if word == "cut" else ("", "", rest)
+                mesh, equals, rest = rest.partition("=") if word == CUT else ("", "", rest)
                 said = f"{word} {mesh}{equals}{self.renamed(rest)}"
             yield part.saying(said if when is None else f"{said} when {self.formula(when)}")
 
@@ -132,10 +133,6 @@ class Mounts:
         bases: finds families and blocks.
         meant: returns a hint at the name that may be meant by one that is none of these.
         problems: filled with what is wrong.
-
-    Attributes:
-        replaced: whether the family says some of it anew, or leaves some of it out.
-        lines: identities of the lines of dialects that come from mounted families.
     """
 
     def __init__(
@@ -150,10 +147,11 @@ class Mounts:
         self._kept: list[Statement] = []
         self._tensors: dict[str, frozenset[str]] = {}
         self.replaced = False
+        """Whether the family says some of it anew, or leaves some of it out."""
 
     @property
     def lines(self) -> frozenset[int]:
-        """See above."""
+        """Identities of the lines of dialects that come from mounted families."""
         return frozenset(map(id, self._kept))
 
     def family(self, statements: Iterable[Statement]) -> list[Statement]:
@@ -193,15 +191,15 @@ class Mounts:
 
     def _family(self, statement: Statement) -> list[Statement]:
         match = _MOUNT.fullmatch(statement.text)
-        base = None if match is None else self._bases(match[1])
         if match is None:
             self._problems.append(statement.problem("'mount FAMILY [as NAME] [from CONFIG_KEY]'"))
             return []
-        if base is None:
-            wanted = f"a known family after 'mount'; {match[1]!r} is none"
-            self._problems.append(statement.problem(wanted, match[1], self._meant(match[1])))
-            return []
         name, alias, key = match.groups()
+        base = self._bases(name)
+        if base is None:
+            wanted = f"a known family after 'mount'; {name!r} is none"
+            self._problems.append(statement.problem(wanted, name, self._meant(name)))
+            return []
         if (alias or name) in self._mounted:
             self._problems.append(statement.problem("each mounted family once; 'as NAME' gives it another name", name))
             return []
@@ -214,8 +212,7 @@ class Mounts:
     def dialect(self, label: str, statements: Sequence[Statement]) -> list[Statement]:
         """Return the statements of a dialect: an own line replaces those of its tensors that come from a mount."""
         own = {name for each in statements if each.kind == LINE and each.head != MOUNT for name in each.held}
-        left_out = {name for each in statements if each.head == WITHOUT for name in each.text.split()[1:]}
-        left_out |= self._left_out
+        left_out = tensors_left_out(statements) | self._left_out
         result: list[Statement] = []
         for statement in statements:
             lines = self._dialect(label, statement) if statement.head == MOUNT else []

@@ -12,6 +12,7 @@ from transaxle.axes.inheritance.section import Section, Sections, find, laid_ove
 from transaxle.axes.inheritance.statement import (
     ALIKE,
     AXIS,
+    BLOCK,
     CUT,
     IDENTIFYING,
     KEEP,
@@ -79,7 +80,7 @@ class Overlay:
         cut_out = [statement for statement in statements if statement.head == WITHOUT]
         narrowed = [statement for statement in statements if statement.head == KEEP]
         said = [statement for statement in statements if statement.head not in (WITHOUT, KEEP)]
-        if not self.below.statements and not self.below.sections:
+        if self.below.empty:
             wanted = "a family that is like another: this one takes nothing over"
             self.problems.extend(each.problem(wanted, each.head) for each in (*cut_out, *narrowed))
             return replace(self.below, statements=tuple(said), sections=self._with_sections({}, sections, {}))
@@ -172,7 +173,7 @@ class Overlay:
         if section.like is not None and find({label: above[label] for label in before}, section.like) is None:
             wanted = f"a dialect after 'like'; this family has: {', '.join(before)}"
             return section.head.problem(wanted, section.like)
-        of_block = self.head.head == "block" or section.head.owner != self.head.owner
+        of_block = self.head.head == BLOCK or section.head.owner != self.head.owner
         if section.renames and section.like is None and not continues and not of_block:
             return section.head.problem("'like DIALECT' before new prefixes: this dialect takes nothing over")
         return None

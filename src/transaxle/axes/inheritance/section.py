@@ -30,6 +30,7 @@ from transaxle.axes.inheritance.statement import (
     Statement,
     both,
     split_when,
+    tensors_left_out,
 )  # fmt: skip
 from transaxle.errors import Refusal
 
@@ -297,8 +298,7 @@ def merged(
         if statement.kind == LINE:
             for name in statement.held:
                 by_tensor.setdefault(name, []).append(number)
-    left_out = {name for statement in own if statement.kind == WITHOUT for name in statement.text.split()[1:]}
-    left_out.update(gone)
+    left_out = tensors_left_out(own).union(gone)
     concerned = left_out.union(by_tensor)
     placed = {_parts(statement)[1] for statement in own if statement.kind == PLACE}
     result: list[Statement] = []

@@ -15,6 +15,8 @@ HINT = "The grammar is on the documentation's page Notation: docs/reference/nota
 """Where errors of the grammar send the reader."""
 WORD = r"[A-Za-z_][A-Za-z0-9_]*"
 _TEXT = re.compile(r'"[^"]*"')
+FAMILY, BLOCK, DIALECT = "family", "block", "dialect"
+"""Words that begin a family, a part that families take over, and a dialect."""
 MODEL_TYPE, WRAPPER, ALIKE, AXES, AXIS, LET, TIE, CUT, PRECISE = (
     "model_type", "wrapper", "alike", "axes", "axis", "let", "tie", "cut", "precise",
 )  # fmt: skip
@@ -136,21 +138,20 @@ Keyed = tuple[Key, Statement]
 
 def keyed(statement: Statement) -> Iterator[Keyed]:
     """Yield a family's statement in parts that can be replaced, each with its kind and what it speaks of."""
-    words = statement.text.split()
-    rest = statement.text[len(words[0]) :].strip()
-    match words[0]:
-        case "axes" | "precise":
-            kind = AXIS if words[0] == AXES else PRECISE
-            for item in words[1:]:
-                yield (kind, item.partition("=")[0]), statement.saying(f"{words[0]} {item}")
-        case "cut":
-            yield from _keyed_cuts(statement)
-        case "axis" | "let" | "tie":
-            yield (words[0], rest.partition("=")[0].strip()), statement
-        case "model_type" | "wrapper" | "alike":
-            yield (words[0], ""), statement
-        case _:
-            yield (TENSOR, statement.text.partition(":")[0].strip()), statement
+    head, *words = statement.text.split()
+    rest = statement.text[len(head) :].strip()
+    if head in (AXES, PRECISE):
+        kind = AXIS if head == AXES else PRECISE
+        for item in words:
+            yield (kind, item.partition("=")[0]), statement.saying(f"{head} {item}")
+    elif head == CUT:
+        yield from _keyed_cuts(statement)
+    elif head in (AXIS, LET, TIE):
+        yield (head, rest.partition("=")[0].strip()), statement
+    elif head in IDENTIFYING:
+        yield (head, ""), statement
+    else:
+        yield (TENSOR, statement.text.partition(":")[0].strip()), statement
 
 
 def _keyed_cuts(statement: Statement) -> Iterator[Keyed]:
@@ -171,6 +172,11 @@ def left_out_of(statement: Statement) -> list[Key]:
     kind = words.pop(0) if len(words) > 1 and words[0] in _REMOVABLE else TENSOR
     kinds = (CUT, WITHIN) if kind == CUT else (kind,)
     return [(each, name) for name in words for each in kinds]
+
+
+def tensors_left_out(statements: Iterable[Statement]) -> set[str]:
+    """Return the tensors of which a dialect says that it takes no line over."""
+    return {name for each in statements if each.head == WITHOUT for name in each.text.split()[1:]}
 
 
 def own_axes(statement: Statement) -> frozenset[str]:

@@ -18,10 +18,20 @@ from functools import partial
 from transaxle.axes.inheritance.mount import Mounts
 from transaxle.axes.inheritance.overlay import Overlay, Replaced, without_unused
 from transaxle.axes.inheritance.section import Section, Sections, opened
-from transaxle.axes.inheritance.statement import IDENTIFYING, KEEP, MOUNT, WITHOUT, WORD, Statement
+from transaxle.axes.inheritance.statement import (
+    BLOCK,
+    DIALECT,
+    FAMILY,
+    IDENTIFYING,
+    KEEP,
+    MOUNT,
+    WITHOUT,
+    WORD,
+    Statement,
+)
 from transaxle.errors import Refusal, TransaxleError, Where
 
-_FAMILY = re.compile(rf"(family|block)\s+({WORD})(?:\s+like\s+({WORD}(?:\s*,\s*{WORD})*))?")
+_FAMILY = re.compile(rf"({FAMILY}|{BLOCK})\s+({WORD})(?:\s+like\s+({WORD}(?:\s*,\s*{WORD})*))?")
 _MOST_LINES, _LONGEST_LINE, _MOST_DIALECTS = 10_000, 1_000, 100
 """Caps on one file, which anybody may have written; the longest table that ships has some two hundred lines of at most
 142 characters.
@@ -46,6 +56,11 @@ class Written:
     """Its dialects by label, in order."""
     replaced: tuple[Replaced, ...] = ()
     """What it says anew of what it takes over."""
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing stands in it."""
+        return not self.statements and not self.sections
 
     def spelled(self) -> str:
         """Return the whole table as text, nothing taken over from anywhere."""
@@ -125,9 +140,9 @@ class _FileReader:
 
     def _statement(self, statement: Statement) -> None:
         head = statement.head
-        if head in ("family", "block"):
+        if head in (FAMILY, BLOCK):
             self._open_family(statement)
-        elif head == "dialect":
+        elif head == DIALECT:
             self._open_dialect(statement)
         elif self.skipping:
             return
@@ -151,7 +166,7 @@ class _FileReader:
         self.skipping = self.failed = False
         bases = tuple(word.strip() for word in like.split(",")) if like else ()
         self.current = self.own[name] = _Own(
-            Statement(head.text, head.raw, head.file, head.line, name), name, kind == "block", bases
+            Statement(head.text, head.raw, head.file, head.line, name), name, kind == BLOCK, bases
         )
 
     def _open_dialect(self, head: Statement) -> None:
@@ -181,13 +196,19 @@ class _Own:
     """What a file itself says of a family."""
 
     head: Statement
+    """`family …`, `block …`, or the first `dialect … of FAMILY`."""
     name: str
+    """Its name."""
     block: bool
+    """It is a part of families, and none itself."""
     like: tuple[str, ...]
+    """What it takes over, in order."""
     adds: bool = False
     """It is declared elsewhere; the file adds dialects to it."""
     statements: list[Statement] = field(default_factory=list)
+    """What stands below its head."""
     sections: list[tuple[Section, list[Statement]]] = field(default_factory=list)
+    """Its dialects, each with what stands below the head of that."""
 
     def finish(self, reader: _FileReader) -> None:
         """Take over what it is like, lay its own statements over that, and keep the result."""
@@ -200,7 +221,7 @@ class _Own:
                 problems.append(self.head.problem(wanted, base, reader.meant(base)))
             elif self.adds:
                 below = replace(found, head=self.head)
-            elif not below.statements and not below.sections:
+            elif below.empty:
                 below = replace(below, statements=_taken(found.statements), sections=dict(found.sections))
             else:
                 over = [(section, section.statements) for section in found.sections.values()]

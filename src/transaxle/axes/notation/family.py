@@ -6,13 +6,13 @@ framework names and packs them. `tables.read` builds both from text.
 
 from __future__ import annotations
 
-import re
 from collections import ChainMap, defaultdict
 from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, cast
 
+from transaxle.axes.inheritance.section import age
 from transaxle.axes.inheritance.written import Written
 from transaxle.axes.notation.computed import Steps
 from transaxle.axes.notation.expression import Expression
@@ -180,7 +180,7 @@ class Family:
         """Return the dialect of that name (its newest version) or `name@version`; None where there is none."""
         named = [d for d in self.dialects if d.name == label]
         exact = [d for d in self.dialects if d.label == label]
-        return max(named, key=_age, default=None) or next(iter(exact), None)
+        return max(named, key=lambda dialect: age(dialect.version), default=None) or next(iter(exact), None)
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
@@ -191,11 +191,6 @@ class Family:
     def name_axes(self) -> frozenset[str]:
         """Axes that some dialect keeps in its stored names; in a formula they mean an index, not a size."""
         return frozenset(axis for d in self.dialects for line in d.lines for axis in line.name.axes)
-
-
-def _age(dialect: Dialect) -> tuple[int, ...]:
-    """Return a key that sorts versions: `0.10` is newer than `0.9`."""
-    return tuple(int(number) for number in re.findall("[0-9]+", dialect.version or ""))
 
 
 _Measured = tuple[dict[str, int], MutableMapping[str, Any]]

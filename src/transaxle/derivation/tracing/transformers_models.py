@@ -92,8 +92,13 @@ class Peer:
         from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
         if model_type not in CONFIG_MAPPING:
-            close = get_close_matches(model_type, self.model_types(), 3)
-            hint = f"Did you mean {' or '.join(close)}?" if close else "Give the model type that its config.json has."
+            close = get_close_matches(model_type.lower(), self.model_types(), 3)
+            hint = (
+                f"Did you mean {' or '.join(close)}?"
+                if close
+                else "Give the model type as its config.json has it, and install a transformers that knows it; of any "
+                "other model, derive the table from a converter of your own."
+            )
             raise refuse("UNKNOWN_FAMILY", f"transformers {self.version} has no model type {model_type!r}", hint=hint)
         return CONFIG_MAPPING[model_type]
 
