@@ -8,17 +8,21 @@ writes them to `docs/reference/oracles.json`, of which the documentation shows a
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tests.formats.megatron import test_torch_dist as jobs
 from tests.oracles import automodel_peer, cases, torchtitan_peer, torchtitan_pictures
 from tests.oracles import test_full_families as hand
+from tests.oracles import test_megatron_bridge as bridge
 from tests.oracles import test_more_dialects as automodel
 from tests.oracles import test_titan_dialects as titan
 from tests.oracles import test_traced_families as traced
+from tests.oracles.bridge_peer.models import MODELS
 from tests.oracles.cases import (
     AUTOMODEL,
     DENSE,
@@ -36,6 +40,7 @@ from tests.oracles.tiny_models import made
 from transaxle.families import builtin
 
 RECORD = Path(__file__).parents[2] / "docs/reference/oracles.json"
+REQUIREMENTS = Path(__file__).parent / "bridge_peer/requirements.txt"
 TITAN_03 = f"{TORCHTITAN}@0.3"
 OWN = {"stacked": "transaxle.nn.MoE in transformers' model", "separate": "transaxle.nn.MoE in transformers' model"}
 """Dialects of no peer's -> what has their names."""
@@ -43,6 +48,12 @@ _ALL = "save_pretrained and what the model holds, with every key of the config c
 _TRACED = "save_pretrained and what the model holds, in sizes of their own; derived anew"
 _PLANNED = "save_pretrained and what the model holds"
 _TRAINED = "ModelState of transformers' model"
+BRIDGE = "megatron-bridge"
+_BRIDGE = "AutoBridge: what it makes of the hub's tensors, and of these again"
+SAVED = ("megatron_layers", "megatron_dist")
+"""Dialects of what Megatron's jobs save."""
+_SAVED = "what jobs of one to four ranks save and load"
+_AS_SAVED = "the lines of te, with the prefixes of what jobs save"
 
 
 class Oracle(NamedTuple):
@@ -65,6 +76,13 @@ def lists() -> Iterator[tuple[str, str]]:
     yield from _families(TITAN_03, [*titan.CASES, *titan.TEXTS])
     yield from _families(AUTOMODEL, automodel.TYPES)
     yield from ((TE, family) for family in DENSE)
+    bridged = [MODELS[name].config["model_type"] for name in bridge.RIGHT]
+    yield from _families(MEGATRON, bridged)
+    yield from _families(TE, (model_type for model_type in bridged if model_type != "gpt_oss"))
+    for dialect in SAVED:
+        yield from (
+            (dialect, name) for name, entry in builtin().entries.items() if {dialect, TE} <= entry.dialects.keys()
+        )
     yield from ((dialect, "qwen3_moe") for dialect in OWN)
 
 
@@ -83,19 +101,32 @@ def oracles() -> Iterator[tuple[Oracle, str]]:
                 yield _planned(dialect, family, variant), family
         if TORCHTITAN in variants:
             yield Oracle(TITAN_02, "", "names in from_hf_map of torchtitan 0.2.0 to 0.2.2"), family
-    for _, family in _families(TRANSFORMERS, hand.TYPES):
-        yield Oracle(TRANSFORMERS, TRANSFORMERS, _ALL), family
-    for _, family in _families(TRANSFORMERS, traced.TYPES):
-        yield Oracle(TRANSFORMERS, TRANSFORMERS, _TRACED), family
+    yield from _with(Oracle(TRANSFORMERS, TRANSFORMERS, _ALL), hand.TYPES)
+    yield from _with(Oracle(TRANSFORMERS, TRANSFORMERS, _TRACED), traced.TYPES)
     for model_type in [*titan.CASES, *titan.TEXTS]:
         _, adapter = torchtitan_pictures.ADAPTERS[titan.TEXTS.get(model_type, model_type)]
-        yield from ((Oracle(TITAN_03, TORCHTITAN, adapter), f) for _, f in _families(TITAN_03, [model_type]))
+        yield from _with(Oracle(TITAN_03, TORCHTITAN, adapter), [model_type])
     for model_type in automodel.TYPES:
-        what = _automodel(model_type)
-        yield from ((Oracle(AUTOMODEL, "nemo-automodel", what), f) for _, f in _families(AUTOMODEL, [model_type]))
+        yield from _with(Oracle(AUTOMODEL, "nemo-automodel", _automodel(model_type)), [model_type])
+    yield from _megatron()
+    yield from ((Oracle(dialect, "", what), "qwen3_moe") for dialect, what in OWN.items())
+
+
+def _with(oracle: Oracle, model_types: Iterable[str]) -> Iterator[tuple[Oracle, str]]:
+    return ((oracle, family) for _, family in _families(oracle.dialect, model_types))
+
+
+def _megatron() -> Iterator[tuple[Oracle, str]]:
     yield from ((Oracle(TE, "megatron-core", "without experts, the lines of megatron"), family) for family in DENSE)
-    for dialect, what in OWN.items():
-        yield Oracle(dialect, "", what), "qwen3_moe"
+    for name in bridge.RIGHT:
+        model_type = MODELS[name].config["model_type"]
+        for dialect in (MEGATRON,) if model_type == "gpt_oss" else (MEGATRON, TE):
+            yield from _with(Oracle(dialect, BRIDGE, _BRIDGE), [model_type])
+    saved = {family for config in jobs.MODELS.values() for _, family in _families("", [config["model_type"]])}
+    for dialect in SAVED:
+        for name, entry in builtin().entries.items():
+            if {dialect, TE} <= entry.dialects.keys():
+                yield Oracle(dialect, "megatron-core", _SAVED if name in saved else _AS_SAVED), name
 
 
 def _planned(dialect: str, family: str, variant: str) -> Oracle:
@@ -136,7 +167,10 @@ def rows() -> list[list[Any]]:
 
 
 def _shown(oracle: Oracle) -> tuple[str, str, str, str]:
-    return oracle.dialect, oracle.peer, PINNED.get(oracle.peer, ""), oracle.what
+    pinned = re.search(rf"^{BRIDGE}==(.*)$", REQUIREMENTS.read_text("utf-8"), re.MULTILINE)
+    assert pinned is not None
+    version = {**PINNED, BRIDGE: pinned[1]}.get(oracle.peer, "")
+    return oracle.dialect, oracle.peer, version, oracle.what
 
 
 if __name__ == "__main__":
