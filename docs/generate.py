@@ -74,7 +74,9 @@ def known_families() -> Iterator[str]:
     for name, entry in _index().items():
         text = (FAMILIES / entry.file).read_text("utf-8")
         peer = _PEER.search(text)
-        made = ("by tracing", f"transformers {peer[1]}") if entry.traced and peer else ("by hand", "see the table")
+        made = (
+            ("by tracing", f"transformers {peer[1]}") if entry.traced and peer else ("by hand", "[oracles](#oracles)")
+        )
         cells = (f"`{name}`", ", ".join(entry.model_types), ", ".join(entry.dialects), *made)
         yield f"| {' | '.join(cells)} |\n"
 
@@ -102,11 +104,25 @@ def model_types() -> Iterator[str]:
             yield f"| `{name}` | {table} | {said.replace('|', '/')} |\n"
 
 
+def oracles() -> Iterator[str]:
+    """Yield what the dialects of the families are compared with."""
+    yield "| dialect | compared with | version | families |\n|---|---|---|---|\n"
+    rows = msgspec.json.decode((REFERENCE / "oracles.json").read_bytes())["oracles"]
+    for dialect, package, version, what, names in rows:
+        cells = (f"`{dialect}`", f"{package}: {what}" if package else what, version, _listed(names))
+        yield f"| {' | '.join(cells)} |\n"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "commands": commands,
     "codes": codes,
     "families": known_families,
     "model_types": model_types,
+    "oracles": oracles,
 }
 
 

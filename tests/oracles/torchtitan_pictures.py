@@ -20,7 +20,7 @@ from tests.oracles.hub import Config, Tensors
 from tests.oracles.quiet import quiet
 
 _ANY = {"weight": nn.init.normal_}
-_ADAPTERS = {
+ADAPTERS = {
     "qwen3_5": ("qwen3_5", "Qwen35StateDictAdapter"),
     "qwen3_5_moe": ("qwen3_5", "Qwen35StateDictAdapter"),
     "kimi_k25": ("kimi_k2_7", "KimiK25StateDictAdapter"),
@@ -72,13 +72,13 @@ def _package(name: str) -> Any:
 
 
 def _adapter(config: Config) -> Any:
-    package, name = _ADAPTERS[config["model_type"]]
+    package, name = ADAPTERS[config["model_type"]]
     return getattr(_package(package), name)(_configuration(config), None)
 
 
 def _configuration(config: Config) -> Any:
     """torchtitan's model config, built by its own helpers as its model registries do."""
-    package, _ = _ADAPTERS[config["model_type"]]
+    package, _ = ADAPTERS[config["model_type"]]
     return {"qwen3_5": _qwen, "kimi_k2_7": _kimi, "muse_glimmer": _muse}[package](config)
 
 

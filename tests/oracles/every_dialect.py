@@ -1,0 +1,177 @@
+"""What each dialect of each family is compared with, from the lists that the tests go through.
+
+    python -m tests.oracles.every_dialect
+
+writes them to `docs/reference/oracles.json`, of which the documentation shows a table.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.formats.megatron import test_torch_dist as jobs
+from tests.oracles import automodel_peer, cases, torchtitan_peer, torchtitan_pictures
+from tests.oracles import test_full_families as hand
+from tests.oracles import test_megatron_bridge as bridge
+from tests.oracles import test_more_dialects as automodel
+from tests.oracles import test_titan_dialects as titan
+from tests.oracles import test_traced_families as traced
+from tests.oracles.bridge_peer.models import MODELS
+from tests.oracles.cases import (
+    AUTOMODEL,
+    DENSE,
+    MEGATRON,
+    PEERS,
+    PINNED,
+    PLANS,
+    TE,
+    TITAN_02,
+    TITAN_HF,
+    TORCHTITAN,
+    TRANSFORMERS,
+)
+from tests.oracles.tiny_models import made
+from transaxle.families import builtin
+
+RECORD = Path(__file__).parents[2] / "docs/reference/oracles.json"
+REQUIREMENTS = Path(__file__).parent / "bridge_peer/requirements.txt"
+TITAN_03 = f"{TORCHTITAN}@0.3"
+OWN = {"stacked": "transaxle.nn.MoE in transformers' model", "separate": "transaxle.nn.MoE in transformers' model"}
+"""Dialects of no peer's -> what has their names."""
+_ALL = "save_pretrained and what the model holds, with every key of the config changed; its tensor-parallel plan"
+_TRACED = "save_pretrained and what the model holds, in sizes of their own; derived anew"
+_PLANNED = "save_pretrained and what the model holds"
+_TRAINED = "ModelState of transformers' model"
+BRIDGE = "megatron-bridge"
+_BRIDGE = "AutoBridge: what it makes of the hub's tensors, and of these again"
+SAVED = ("megatron_layers", "megatron_dist")
+"""Dialects of what Megatron's jobs save."""
+_SAVED = "what jobs of one to four ranks save and load"
+_AS_SAVED = "the lines of te, with the prefixes of what jobs save"
+
+
+class Oracle(NamedTuple):
+    """What a dialect is compared with."""
+
+    dialect: str
+    peer: str
+    """Name of its package, as `PINNED` has it; empty where it is none."""
+    what: str
+
+
+def lists() -> Iterator[tuple[str, str]]:
+    """Yield a dialect and a family that a test compares, at least once each."""
+    for family, plans in PLANS.items():
+        dialects = {dialect for plan in plans.values() for dialect in plan.dialects}
+        yield from ((TITAN_03 if dialect == TORCHTITAN else dialect, family) for dialect in dialects)
+        if TORCHTITAN in dialects:
+            yield TITAN_02, family
+    yield from _families(TRANSFORMERS, [*hand.TYPES, *traced.TYPES])
+    yield from _families(TITAN_03, [*titan.CASES, *titan.TEXTS])
+    yield from _families(AUTOMODEL, automodel.TYPES)
+    yield from ((TE, family) for family in DENSE)
+    bridged = [MODELS[name].config["model_type"] for name in bridge.RIGHT]
+    yield from _families(MEGATRON, bridged)
+    yield from _families(TE, (model_type for model_type in bridged if model_type != "gpt_oss"))
+    for dialect in SAVED:
+        yield from (
+            (dialect, name) for name, entry in builtin().entries.items() if {dialect, TE} <= entry.dialects.keys()
+        )
+    yield from ((dialect, "qwen3_moe") for dialect in OWN)
+
+
+def _families(dialect: str, model_types: Iterable[str]) -> Iterator[tuple[str, str]]:
+    for model_type in model_types:
+        yield from ((dialect, family.name) for family in builtin().of_types([model_type]))
+
+
+def oracles() -> Iterator[tuple[Oracle, str]]:
+    """Yield what a dialect of a family is compared with, and the family."""
+    by_types = {*_families(TRANSFORMERS, hand.TYPES), *_families(AUTOMODEL, automodel.TYPES)}
+    for family, plans in PLANS.items():
+        variants = {dialect: variant for variant, plan in plans.items() for dialect in plan.dialects}
+        for dialect, variant in variants.items():
+            if (dialect, family) not in by_types:
+                yield _planned(dialect, family, variant), family
+        if TORCHTITAN in variants:
+            yield Oracle(TITAN_02, "", "names in from_hf_map of torchtitan 0.2.0 to 0.2.2"), family
+    yield from _with(Oracle(TRANSFORMERS, TRANSFORMERS, _ALL), hand.TYPES)
+    yield from _with(Oracle(TRANSFORMERS, TRANSFORMERS, _TRACED), traced.TYPES)
+    for model_type in [*titan.CASES, *titan.TEXTS]:
+        _, adapter = torchtitan_pictures.ADAPTERS[titan.TEXTS.get(model_type, model_type)]
+        yield from _with(Oracle(TITAN_03, TORCHTITAN, adapter), [model_type])
+    for model_type in automodel.TYPES:
+        yield from _with(Oracle(AUTOMODEL, "nemo-automodel", _automodel(model_type)), [model_type])
+    yield from _megatron()
+    yield from ((Oracle(dialect, "", what), "qwen3_moe") for dialect, what in OWN.items())
+
+
+def _with(oracle: Oracle, model_types: Iterable[str]) -> Iterator[tuple[Oracle, str]]:
+    return ((oracle, family) for _, family in _families(oracle.dialect, model_types))
+
+
+def _megatron() -> Iterator[tuple[Oracle, str]]:
+    yield from ((Oracle(TE, "megatron-core", "without experts, the lines of megatron"), family) for family in DENSE)
+    for name in bridge.RIGHT:
+        model_type = MODELS[name].config["model_type"]
+        for dialect in (MEGATRON,) if model_type == "gpt_oss" else (MEGATRON, TE):
+            yield from _with(Oracle(dialect, BRIDGE, _BRIDGE), [model_type])
+    saved = {family for config in jobs.MODELS.values() for _, family in _families("", [config["model_type"]])}
+    for dialect in SAVED:
+        for name, entry in builtin().entries.items():
+            if {dialect, TE} <= entry.dialects.keys():
+                yield Oracle(dialect, "megatron-core", _SAVED if name in saved else _AS_SAVED), name
+
+
+def _planned(dialect: str, family: str, variant: str) -> Oracle:
+    case = cases.case(family, variant)
+    if dialect == TORCHTITAN:
+        return Oracle(TITAN_03, TORCHTITAN, type(torchtitan_peer.adapter(case.config)).__name__)
+    if dialect == AUTOMODEL:
+        return Oracle(AUTOMODEL, "nemo-automodel", type(automodel_peer._adapter(case.config)).__name__)
+    if dialect == TRANSFORMERS:
+        return Oracle(TRANSFORMERS, TRANSFORMERS, _PLANNED)
+    peers = {MEGATRON: "megatron-core", TE: "megatron-core", TITAN_HF: TORCHTITAN}
+    peer = peers[dialect]
+    return Oracle(dialect, peer, PEERS[dialect].source.removeprefix(f"{peer} {PINNED[peer]} "))
+
+
+def _automodel(model_type: str) -> str:
+    case = automodel.CASES.get(model_type, automodel._USUAL)[-1]
+    with tempfile.TemporaryDirectory() as folder:
+        _, _, config = made(model_type, case.changes, Path(folder), more=case.more)
+    model = automodel_peer.own(config)
+    if model is None:
+        return _TRAINED
+    adapter = getattr(model, "state_dict_adapter", None)
+    return type(model).__name__ if adapter is None else f"{type(model).__name__}, {type(adapter).__name__}"
+
+
+def recorded() -> dict[str, Any]:
+    """The record: `oracles`, rows of dialect, package, version, what it is compared with, and the families."""
+    return dict(json.loads(RECORD.read_text("utf-8")))
+
+
+def rows() -> list[list[Any]]:
+    """The rows of the record."""
+    families: dict[Oracle, set[str]] = defaultdict(set)
+    for oracle, family in oracles():
+        families[oracle].add(family)
+    return [[*_shown(oracle), sorted(families[oracle])] for oracle in sorted(families)]
+
+
+def _shown(oracle: Oracle) -> tuple[str, str, str, str]:
+    pinned = re.search(rf"^{BRIDGE}==(.*)$", REQUIREMENTS.read_text("utf-8"), re.MULTILINE)
+    assert pinned is not None
+    version = {**PINNED, BRIDGE: pinned[1]}.get(oracle.peer, "")
+    return oracle.dialect, oracle.peer, version, oracle.what
+
+
+if __name__ == "__main__":
+    RECORD.write_text(json.dumps({"oracles": rows()}, indent=1, ensure_ascii=False) + "\n", "utf-8")
