@@ -463,6 +463,24 @@ def test_too_many_alternatives_are_refused() -> None:
         only(table)
 
 
+def test_a_dim_that_is_in_other_names_says_nothing_of_the_layer() -> None:
+    """Experts have numbers in some names: whether a layer is ahead does not depend on theirs."""
+    family = only(
+        "family toy\n axes l=n L=m e=k d\n router : l e d\n up : l e d\n extra : l d when l >= L\n"
+        "dialect hf\n l.{l}.router = router[e d]\n l.{l}.up.{e} = up[d]\n l.{l}.extra = extra[d]\n"
+        "dialect b\n place block = main.{l} when not extra\n place block = ahead.{l-L} when extra\n"
+        " {block}.router = router[e d]\n {block}.up.{e} = up[d]\n {block}.extra = extra[d]\n"
+    )
+    routers, ups, extra = arange(3, 2, 4), arange(3, 2, 4, start=100), arange(4, start=200)
+    layers = {f"l.{layer}.router": routers[layer] for layer in range(3)}
+    layers |= {f"l.{layer}.up.{e}": ups[layer, e] for layer in range(3) for e in range(2)}
+    layers["l.2.extra"] = extra
+    apart = {name.replace("l.2.", "ahead.0.").replace("l.", "main."): value for name, value in layers.items()}
+    config = {"n": 3, "m": 2, "k": 2}
+    same(carried(family, "hf", "b", Store(layers), config), apart)
+    same(carried(family, "b", "hf", Store(apart), config), layers)
+
+
 def test_numbers_in_names_can_be_multiplied() -> None:
     family = only(
         "family toy\n axes l=n d\n w : l d\n v : l d\ndialect hf\n w.{l} = w[d]\n v.{l} = v[d]\n"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import islice, product
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index, join_slot
 from transaxle.axes.layout.inseparable import NOTHING, inseparable
@@ -19,6 +19,7 @@ from transaxle.axes.layout.solve import unknown_axis, with_products
 from transaxle.axes.layout.unify import unify
 from transaxle.axes.notation.expression import Expression, Layout
 from transaxle.axes.notation.family import Dialect, Line, Sizes
+from transaxle.axes.notation.formula import Formula
 from transaxle.axes.notation.name import Numbering
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, same
 from transaxle.axes.translation.agree import agreements
@@ -171,11 +172,14 @@ class _Translator:
         keys = dict.fromkeys(key for by_component in parts.values() for key in by_component)
         if not keys:
             return
-        if not self._holds_throughout(line):
-            return
         rewritten = self.basis.rewrite(line.expression)
         # None (not known yet) counts as possible: the encoding of the tensor, known below, decides then.
-        possible_keys = [key for key in keys if self.conditions.holds(line, self._index(line, key)) is not False]
+        possible_keys = [
+            key
+            for key in keys
+            if self._holds_throughout(line, self._index(line, key))
+            and self.conditions.holds(line, self._index(line, key)) is not False
+        ]
         for key, name in self._names(line, slot, possible_keys):
             index = self._index(line, key)
             by_component = {component: sources[key] for component, sources in parts.items() if key in sources}
@@ -203,24 +207,30 @@ class _Translator:
             if len(by_component) == 1:
                 self._single[line.expression.components[0], slot, frozenset(index.items())] = name
 
-    def _holds_throughout(self, line: Line) -> bool:
+    def _holds_throughout(self, line: Line, index: Mapping[str, int]) -> bool:
         """Tell whether the condition of a line holds along its dims: all layers in one tensor are of one kind.
 
         Raises:
             Refused: UNSUPPORTED where it holds for some indices of an axis only.
         """
-        if line.when is None:
+        along = [] if line.when is None else sorted(line.expression.axes & self._asked_by(line.when))
+        known = self.sizes.at(index)
+        if not along or not known.keys() >= set(along):
             return True
-        known = self.sizes.at({})
-        for axis in sorted(line.expression.axes & self.bound.family.name_axes & known.keys()):
-            found = {self.holdings.holds(line.when, {axis: i}) for i in range(min(known[axis], _MOST_INDICES))}
-            if found == {False}:
-                return False
-            if {True, False} <= found:
-                message = f"{line.text}\nis one tensor for all of {axis}, but holds for some of them only"
-                hint = f"Choose another dialect: in {self.target.label}, tensors along {axis} are all of one kind."
-                raise refuse("UNSUPPORTED", message, hint=hint)
-        return True
+        positions = islice(product(*(range(known[axis]) for axis in along)), _MOST_INDICES)
+        found = {self.holdings.holds(line.when, {**index, **dict(zip(along, at, strict=True))}) for at in positions}
+        if {True, False} <= found:
+            axis = ", ".join(along)
+            message = f"{line.text}\nis one tensor for all of {axis}, but holds for some of them only"
+            hint = f"Choose another dialect: in {self.target.label}, tensors along {axis} are all of one kind."
+            raise refuse("UNSUPPORTED", message, hint=hint)
+        return found != {False}
+
+    def _asked_by(self, condition: Formula) -> frozenset[str]:
+        """Return the axes in names on whose index a condition depends, itself or through a tensor that it names."""
+        family = self.bound.family
+        tensors = (family.tensors[name].axes for name in condition.names & family.tensors.keys())
+        return family.name_axes & condition.names.union(*tensors)
 
     def _index(self, line: Line, key: Index) -> dict[str, int]:
         return dict(zip(line.name.axes, key, strict=True))
