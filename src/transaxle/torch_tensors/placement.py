@@ -6,7 +6,7 @@ DTensor's placements become the chunk rules of `axes`, so what a rank holds is c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -17,6 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from transaxle.axes.geometry.chunk import ChunkRule, Intervals, MeshCut, Replicated, Shard, StridedShard, place, whole
 from transaxle.errors import refuse
+from transaxle.torch_tensors.shard_grid import ShardGrid
 from transaxle.torch_tensors.tp_shard import part_of
 
 Held = tuple[Intervals, ...]
@@ -35,6 +36,12 @@ class Placement:
     """For each mesh dim, the tensor's dim that it cuts (None: it does not) and how."""
     base: Held | None = None
     """What the ranks of the mesh hold together; None: all of the tensor."""
+    apart: bool = False
+    """Every combination of the intervals held is a tensor of its own (`ShardGrid`)."""
+    spare: bool = False
+    """Another rank holds the same, and that one is to be saved."""
+    padded: bool = False
+    """The tensor may have more rows than a checkpoint, which mean nothing."""
 
     def held(self, shape: tuple[int, ...]) -> Mapping[int, Held]:
         """Return what each rank of the mesh holds of a tensor of this shape."""
@@ -68,11 +75,30 @@ def placement_of(tensor: torch.Tensor, rank: int, name: str) -> Placement:
     """
     part = part_of(tensor)
     base = None if part is None else part.held
+    if isinstance(tensor, ShardGrid):
+        return replace(alone(rank), base=base, apart=True, spare=tensor.spare, padded=tensor.padded)
     if not isinstance(tensor, DTensor):
         return replace(alone(rank), base=base)
     mesh = tensor.device_mesh
     ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
     return Placement(tuple(mesh.mesh.shape), ranks, tuple(cut_of(p, name) for p in tensor.placements), base)
+
+
+def local_parts(
+    tensors: Mapping[str, torch.Tensor], shapes: Mapping[str, Sequence[int]] | None = None
+) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """Yield (name, its part's name, tensor) of what this rank holds: tensors themselves, or the parts of grids.
+
+    Args:
+        tensors: by name.
+        shapes: those of the tensors that fill them, by name; rows of grids that these lack are left out.
+    """
+    for name, tensor in tensors.items():
+        if isinstance(tensor, ShardGrid):
+            shape = tensor.shape if shapes is None else shapes[name]
+            yield from ((name, part, local) for part, local in tensor.named_parts(name, shape))
+        else:
+            yield name, name, tensor
 
 
 def local_shape(held: Held) -> tuple[int, ...]:

@@ -31,14 +31,27 @@ def experts(*numbers: int) -> tuple[Origin, ...]:
 
 
 def tilings(shape: tuple[int, ...]) -> st.SearchStrategy[list[tuple[Interval, ...]]]:
-    """Boxes of a grid that tiles a shape, in any order; some have no elements."""
+    """Boxes that tile a shape, in any order: those of a grid, of which some have no elements, or cuts within cuts."""
 
     def grid(points: list[list[int]]) -> list[tuple[Interval, ...]]:
         edges = [[0, *sorted(inner), size] for inner, size in zip(points, shape, strict=True)]
         return list(product(*(list(pairwise(along)) for along in edges)))
 
+    def cuts(draws: list[tuple[int, int, int]]) -> list[tuple[Interval, ...]]:
+        boxes: list[tuple[Interval, ...]] = [tuple((0, size) for size in shape)]
+        for which, dim, point in draws if shape else ():
+            box = boxes.pop(which % len(boxes))
+            dim %= len(shape)
+            low, high = box[dim]
+            edge = low + point % (high - low + 1)
+            boxes += [(*box[:dim], part, *box[dim + 1 :]) for part in ((low, edge), (edge, high)) if part[0] < part[1]]
+        return boxes
+
     inner = [st.lists(st.integers(0, size), max_size=3) for size in shape]
-    return st.tuples(*inner).map(list).map(grid).flatmap(st.permutations).map(list)
+    draws = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9), st.integers(0, 99)), max_size=8)
+    grids = st.tuples(*inner).map(list).map(grid)
+    odd = draws.map(cuts).filter(bool) if all(shape) else grids
+    return st.one_of(grids, odd).flatmap(st.permutations).map(list)
 
 
 @law
@@ -92,6 +105,27 @@ def test_a_rank_reads_only_the_experts_it_holds() -> None:
     copier = Copier(Asked(singles.entries))
     list(copier.copies(target(STACKED, *experts(*range(6))), [[(2, 4)], [(0, 4)], [(0, 5)]]))
     assert set(asked) == {"x.2", "x.3"}
+
+
+def test_a_rank_reads_only_the_layers_and_experts_it_holds() -> None:
+    """So it is with two axes in the names, whichever of the two a rank has a part of."""
+    layout, single = parse("x[l e d]").layout({"l": 5, "e": 4, "d": 3}), parse("x[d]").layout({"d": 3})
+    stack = arange(5, 4, 3)
+    singles = Store({f"x.{one}.{e}": stack[one, e] for one, e in product(range(5), range(4))})
+    origins = [Origin(f"x.{one}.{e}", "x", single, {"l": one, "e": e}) for one, e in product(range(5), range(4))]
+    asked: list[str] = []
+
+    class Asked(dict[str, Entry]):
+        def __getitem__(self, name: str) -> Entry:
+            asked.append(name)
+            return super().__getitem__(name)
+
+    for layers, some in (((1, 3), (2, 4)), ((4, 5), (0, 4)), ((0, 5), (3, 4)), ((2, 2), (0, 4))):
+        asked.clear()
+        held: Intervals = [[layers], [some], [(0, 3)]]
+        list(Copier(Asked(singles.entries)).copies(target(layout, *origins), held))
+        assert set(asked) == {f"x.{one}.{e}" for one, e in product(range(*layers), range(*some))}
+        np.testing.assert_array_equal(fill(singles, target(layout, *origins), held), take(stack, held))
 
 
 def test_chunks_that_do_not_touch_the_target_are_not_looked_at() -> None:

@@ -8,10 +8,11 @@ tensors.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
+from math import prod
 from typing import Protocol
 
 from transaxle.axes.geometry.piece import Interval, Move, Piece, meet, pieces
@@ -251,18 +252,32 @@ class Copier:
 
 
 def _within(origins: Sequence[Origin], piece: Piece) -> Sequence[Origin]:
-    """Return the origins that can meet a piece: a slice, where their innermost name axis numbers all of them."""
+    """Return the origins that can meet a piece: those in its box, where their name axes number all of them."""
     if len(origins) < 3:
         return origins
     first, last = origins[0].index, origins[-1].index
-    *outer, axis = first
-    # Sorted and without gaps: the index of an origin is its place in the list. Experts by the hundred are found without
-    # a search.
-    numbered = last[axis] - first[axis] == len(origins) - 1 and all(first[name] == last[name] for name in outer)
-    if axis not in piece.box or not numbered:
+    # Sorted and without gaps, the place of an origin in the list follows from its index. Experts by the hundred, in
+    # layers by the dozen, are found without a search.
+    counts = [last[axis] - start + 1 for axis, start in first.items()]
+    if min(counts, default=0) < 1 or prod(counts) != len(origins):
         return origins
-    start, stop = piece.box[axis]
-    return origins[max(start - first[axis], 0) : max(stop - first[axis], 0)]
+    wanted: list[range] = []
+    for (axis, low), count in zip(first.items(), counts, strict=True):
+        start, stop = piece.box.get(axis, (low, low + count))
+        if not wanted:
+            start, stop = max(start, low), min(stop, low + count)
+        elif start < low or stop > low + count:
+            return origins  # with gaps, the last origin need not have the highest index of an inner axis
+        wanted.append(range(start, stop))
+    found = []
+    for index in product(*wanted):
+        place = 0
+        for number, low, count in zip(index, first.values(), counts, strict=True):
+            place = place * count + number - low
+        if tuple(origins[place].index.values()) != index:
+            return origins
+        found.append(origins[place])
+    return found
 
 
 def _span(origin: Origin, piece: Piece, index: Mapping[str, int]) -> list[Interval]:
@@ -284,30 +299,40 @@ def _span(origin: Origin, piece: Piece, index: Mapping[str, int]) -> list[Interv
 
 
 class _Chunks:
-    """The chunks of one stored tensor, sorted so that a search for those in a region does not visit all of them."""
+    """The chunks of one stored tensor by where they begin, so that a search for those in a region finds few others."""
 
     def __init__(self, chunks: Sequence[Chunk]) -> None:
         self.chunks = chunks
-        dims = range(len(chunks[0].start) if chunks else 0)
-        # Sort along the dim with the most distinct starts: it narrows a search best.
-        self.dim = max(dims, key=lambda dim: len({chunk.start[dim] for chunk in chunks}), default=None)
-        if self.dim is None:
-            return
-        dim = self.dim
-        self.order = sorted(range(len(chunks)), key=lambda number: chunks[number].start[dim])
-        ordered = [chunks[number] for number in self.order]
-        self.starts = [chunk.start[dim] for chunk in ordered]
-        # Running maxima, not the stops themselves: they ascend even where chunks have different sizes, so that bisect
-        # may be used. Chunks they let through needlessly are dropped below.
-        self.stops = list(accumulate((chunk.start[dim] + chunk.shape[dim] for chunk in ordered), max))
+        self.by_start: dict[Shape, list[int]] = {}
+        for number, chunk in enumerate(chunks):
+            self.by_start.setdefault(chunk.start, []).append(number)
+        self.edges = [_edges(chunks, dim) for dim in range(len(chunks[0].start) if chunks else 0)]
 
     def overlapping(self, spans: Sequence[Interval]) -> list[int]:
         """Return the numbers of the chunks that overlap a region, in order."""
-        if self.dim is None:
-            return list(range(len(self.chunks)))
-        low, high = spans[self.dim]
-        candidates = self.order[bisect_right(self.stops, low) : bisect_left(self.starts, high)]
+        near = [
+            starts[bisect_right(stops, low) : bisect_left(starts, high)]
+            for (starts, stops), (low, high) in zip(self.edges, spans, strict=True)
+        ]
+        # Most tensors are cut into a grid, where every combination of starts is a chunk; those that are not may have
+        # more combinations than chunks.
+        if prod(map(len, near)) > len(self.chunks):
+            candidates: Iterable[int] = range(len(self.chunks))
+        else:
+            candidates = (number for start in product(*near) for number in self.by_start.get(start, ()))
         return sorted(number for number in candidates if _overlaps(self.chunks[number], spans))
+
+
+def _edges(chunks: Sequence[Chunk], dim: int) -> tuple[list[int], list[int]]:
+    """Return where chunks begin along a dim, and the last position before which those up to each of these end."""
+    ends: dict[int, int] = {}
+    for chunk in chunks:
+        start = chunk.start[dim]
+        ends[start] = max(ends.get(start, 0), start + chunk.shape[dim])
+    starts = sorted(ends)
+    # Running maxima, not the ends themselves: they ascend even where chunks have different sizes, so that bisect may be
+    # used. Chunks they let through needlessly are dropped afterwards.
+    return starts, list(accumulate((ends[start] for start in starts), max))
 
 
 def _overlaps(chunk: Chunk, spans: Sequence[Interval]) -> bool:

@@ -6,6 +6,7 @@ the marks that they leave, and none of them is imported.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 from torch import nn
@@ -18,6 +19,8 @@ _HOOK, _HOOKS, _OFFLOAD = "_hf_hook", "hooks", "offload"
 _MASTER, _PARTITION = "_hp_mapping", "ds_id"
 """DeepSpeed: where the optimizer has the values of a parameter (ZeRO-1 and 2, bf16), and what ZeRO-3 took apart."""
 _DEEPSPEED = "deepspeed.runtime"
+_MEGATRON, _MEGATRON_STATE = "megatron.core.", "megatron.core.parallel_state"
+"""Megatron: what the names of its modules begin with, and the module that knows the degrees of parallelism."""
 _BEFORE = (
     "Load into the model before deepspeed.initialize; to resume an engine, use a universal checkpoint (--to deepspeed)."
 )
@@ -33,6 +36,24 @@ def partitioned(model: nn.Module) -> list[Refusal]:
         for name, parameter in model.named_parameters()
         if hasattr(parameter, _PARTITION)
     ]
+
+
+def shared_out(model: nn.Module) -> list[Refusal]:
+    """Return a refusal for a model of Megatron's of which each rank has a part which its state dict does not tell."""
+    state = sys.modules.get(_MEGATRON_STATE)
+    if state is None or not state.model_parallel_is_initialized():
+        return []
+    if not any(type(module).__module__.startswith(_MEGATRON) for module in model.modules()):
+        return []
+    degrees = {
+        "TP": state.get_tensor_model_parallel_world_size(),
+        "PP": state.get_pipeline_model_parallel_world_size(),
+        "EP": state.get_expert_model_parallel_world_size(),
+    }
+    shared = " x ".join(f"{axis} {size}" for axis, size in degrees.items() if size > 1)
+    message = f"Megatron has shared the model out over {shared}; its state dict does not say what this rank holds"
+    hint = "Give model.sharded_state_dict() in place of the model."
+    return [Refusal("UNSUPPORTED", message, Where(None, None), hint)] if shared else []
 
 
 def kept_elsewhere(model: nn.Module) -> list[Refusal]:

@@ -26,6 +26,8 @@ from transaxle.live.training.optimizer_state import follow, install, rooms_for
 from transaxle.quant.modules.entries import begin_anew, put_values
 from transaxle.quant.modules.masters import MASTER, MasterWeights
 from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.placement import local_parts
+from transaxle.torch_tensors.shard_grid import ShardGrid
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class Destinations:
     own: Leaves
     """What the model holds, with memory."""
     landings: Mapping[str, Landing]
-    """For each tensor that is read, where its bytes go."""
+    """For each tensor that is read, or part of one (`local_parts`), where its bytes go."""
+    names: Mapping[str, str]
+    """For each of them, the tensor that it is a part of."""
     values: Mapping[str, torch.Tensor]
     """Values of quantized parameters that are quantized here, by the parameters' names."""
     parameters: Mapping[str, torch.Tensor]
@@ -75,12 +79,13 @@ def destinations(plan: LoadPlan, state: State, checkpoint: Checkpoint, device: t
         parameters = {name: own.parameters[name] for name in plan.parameters}
         follow(plan.optimizers, plan.parameters, parameters)
         states = rooms_for(plan.optimizers, parameters, plan.stored)
-    landings = {
-        name: Landing(tensor, plan.stored[name].dtype)
-        for name, tensor in {**read_into(own, plan.quantized), **values, **states}.items()
-        if name in plan.wanted
-    }
-    return Destinations(own, landings, values, parameters, states)
+    filled = {**read_into(own, plan.quantized), **values, **states}
+    wanted = {name: tensor for name, tensor in filled.items() if name in plan.wanted}
+    shapes = {name: plan.stored[name].shape for name in wanted}
+    parts = list(local_parts(wanted, shapes))
+    landings = {part: Landing(tensor, plan.stored[name].dtype) for name, part, tensor in parts}
+    names = {part: name for name, part, _ in parts}
+    return Destinations(own, landings, names, values, parameters, states)
 
 
 def _default_device() -> torch.device:
@@ -125,6 +130,12 @@ def finish(plan: LoadPlan, filled: Destinations) -> int:
             begin_anew(own.weights[name])
     if own.islands:
         settle(own.islands, own.tensors)
+    for name in plan.padded.keys() & own.tensors.keys():
+        grid = own.tensors[name]
+        assert isinstance(grid, ShardGrid)  # no other tensor may be longer than what fills it
+        grid.clear_beyond(plan.stored[name].shape)
+    for factory in own.factories:
+        factory.finish()
     with torch.no_grad():
         for name in own.copies.keys() & landings.keys():
             for copy in own.copies[name]:

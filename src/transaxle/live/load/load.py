@@ -14,14 +14,14 @@ from transaxle.arguments import Config, DType, check_keywords, read_count, read_
 from transaxle.engine.checkpoint.checkpoint import CheckpointLike
 from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
 from transaxle.errors import Refusal, gathered
-from transaxle.live.load.filling import check_filled, destinations, finish
+from transaxle.live.load.filling import Destinations, check_filled, destinations, finish
 from transaxle.live.load.load_plan import LoadRequest, plan_load
 from transaxle.live.load.planned_reads import reads
 from transaxle.live.load.shared_source import check_sums, counted, opened
 from transaxle.live.model.report import LoadReport
 from transaxle.live.model.source_view import View
 from transaxle.live.model.state_tensors import State
-from transaxle.live.tensors.destination import Landing, Rooms
+from transaxle.live.tensors.destination import Rooms
 from transaxle.live.tensors.type_change import Conversion
 from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.tensor_exchange import RankExchange
@@ -68,7 +68,8 @@ def load(
     """Load a checkpoint into a model or state dict; collective over the group.
 
     Args:
-        state: a model under any parallelism, or a state dict whose leaves are tensors or DTensors.
+        state: a model under any parallelism, or a state dict whose leaves are tensors or DTensors; of a Megatron model
+            its `sharded_state_dict()`.
         src: path of a checkpoint of any format and dialect, or an opened one.
         optimizer: the model's optimizer, whose state and settings are loaded too; it need not have made a step yet.
             Also a list or dict of several, or a wrapper or container (ZeRO, accelerate, torchtitan).
@@ -121,16 +122,17 @@ def load(
         path=checkpoint.path,
         format=checkpoint.format,
         dialect=plan.view.dialect,
-        tensors=len(filled.landings),
+        tensors=len(set(filled.names.values())),
         states=sum(name in filled.states for name in filled.landings),
         bytes_needed=sum(landing.size for landing in filled.landings.values()),
         bytes_read=counter.count - read_before,
         bytes_received=received,
         bytes_written=written,
-        converted=_converted(plan.conversions, filled.landings, world),
+        converted=_converted(plan.conversions, filled, world),
         missing=(*plan.missing, *plan.beside.missing),
         unexpected=plan.unexpected,
         untouched=filled.own.untouched,
+        padded=plan.padded,
         scalars=plan.beside.scalars,
         extra=plan.beside.extra,
         untrained=plan.untrained,
@@ -160,13 +162,11 @@ def _request(
     )
 
 
-def _converted(
-    planned: Mapping[str, Conversion], landings: Mapping[str, Landing], world: World
-) -> tuple[Conversion, ...]:
+def _converted(planned: Mapping[str, Conversion], filled: Destinations, world: World) -> tuple[Conversion, ...]:
     """Return what was converted, with what all ranks know of its exactness; collective."""
     if not planned:
         return ()
-    mine = {name for name, landing in landings.items() if not landing.exact}
+    mine = {filled.names[part] for part, landing in filled.landings.items() if not landing.exact}
     rounded = {name for each in world.gather(mine) for name in each}
     return tuple(replace(each, exact=False) if name in rounded else each for name, each in planned.items())
 

@@ -88,6 +88,8 @@ class LoadPlan:
     """Parameters that have gradients and belong to no optimizer."""
     filled_by_modules: frozenset[str]
     """Parameters and buffers of this rank that are no entries: their modules' `load_state_dict` fills them."""
+    padded: Mapping[str, tuple[int, int]]
+    """Tensors with rows of padding: rows in the source and in the model."""
     untried: frozenset[str]
     """Modules of this rank on the meta device: whether they load what they show is tried when they have memory."""
 
@@ -155,6 +157,7 @@ def plan_load(request: LoadRequest, checkpoint: Checkpoint, world: World) -> Loa
         match.unexpected,
         () if optimizer.optimizers is None else untrained(optimizer.parameters, own.parameters),
         frozenset(filled_by_modules),
+        _padded(wanted, source),
         frozenset(island.path for island in own.islands if island.is_meta),
     )
 
@@ -165,7 +168,7 @@ def leaves_for(state: State, checkpoint: Checkpoint) -> Leaves:
     Raises:
         Refused: see `leaves`.
     """
-    own = leaves(state)
+    own = leaves(state, sharded=True)
     peft_model = adapted(state) if isinstance(state, nn.Module) else None
     if peft_model is None:
         return own
@@ -290,7 +293,14 @@ def _matched(
     with_state = model.optimizer.optimizers is not None
     sizes = cache(lambda: sizes_that_differ(request.state, seen.config))
     problems, missing, unexpected = compared(
-        model.targets, source.stored, with_state, request.decode, sizes, request.dtype, seen.decoded
+        model.targets,
+        source.stored,
+        with_state,
+        request.decode,
+        sizes,
+        request.dtype,
+        seen.decoded,
+        seen.config.get("vocab_size"),
     )
     training_items = {item.name for item in checkpoint.container.training if item.name is not None}
     expected = names.others | names.duplicates | source.quantized.gone | training_items
@@ -322,6 +332,12 @@ def _groups(view: View, problems: list[Refusal]) -> list[ParamGroup]:
     stored_groups = view.checkpoint.container.metadata.get(GROUPS, ())
     groups = regrouped(stored_groups, view.checkpoint.targets, problems)
     return [{**group, PARAMS: [view.named(name) for name in group[PARAMS]]} for group in groups]
+
+
+def _padded(wanted: Census, source: _Source) -> dict[str, tuple[int, int]]:
+    """Return which tensors have more, or fewer, rows than the source."""
+    shapes = ((name, source.stored[name].shape, tensor.shape) for name, tensor in wanted.items() if tensor.padded)
+    return {name: (stored[0], shape[0]) for name, stored, shape in shapes if stored != shape}
 
 
 def _conversions(wanted: Census, source: _Source) -> dict[str, Conversion]:

@@ -47,7 +47,7 @@ def reads(wanted: Census, stored: Mapping[str, StoredTensor], *, once: bool) -> 
         once: let one rank read what several need: of those that hold it, the one that reads least so far.
 
     Returns:
-        the parts, and for each the name of its tensor.
+        the parts, and for each the name of its local tensor.
 
     Post-condition: the parts that a rank takes are its shards.
     """
@@ -55,8 +55,9 @@ def reads(wanted: Census, stored: Mapping[str, StoredTensor], *, once: bool) -> 
     for name, tensor in wanted.items():
         source = stored[name]
         for held, ranks in tensor.boxes.items():
-            size = nbytes(source.dtype, local_shape(held))
+            needed = tensor.within(held, source.shape)
+            size = nbytes(source.dtype, local_shape(needed))
             for group in [ranks] if once else [(rank,) for rank in ranks]:
-                items.append(Item(len(items), size, partial(source.transfers, held), group, group))
-                names.append(name)
+                items.append(Item(len(items), size, partial(source.transfers, needed), group, group))
+                names.append(tensor.part_name(held))
     return items, names

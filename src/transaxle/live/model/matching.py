@@ -15,6 +15,7 @@ from transaxle.live.tensors.type_change import decode_hint, may_become
 
 _COMPARED, _LIKE = 8, 0.6
 """Names for which the closest one is looked for, and how alike the two must be."""
+_UNKNOWN_ROWS = "Nothing says which rows are padding: give config= with the vocab_size."
 _OTHER_SIZES = "Build the model with the sizes that the source has."
 
 
@@ -26,6 +27,7 @@ def compared(
     sizes: Callable[[], str] = str,
     dtype: str | None = None,
     encoded: Container[str] = (),
+    rows: object = None,
 ) -> tuple[list[Refusal], tuple[str, ...], tuple[str, ...]]:
     """Hold the model's tensors against the source's; return what differs, and the names that only one of them has.
 
@@ -39,6 +41,7 @@ def compared(
         sizes: tells how the configs of the two differ, "" where they do not; asked where a shape differs.
         dtype: type of parameters that take plain numbers of other types, cast.
         encoded: names, as tables have them, of what is decoded.
+        rows: the source's size of the vocabulary, where it is known: further rows are padding.
     """
     there = {name: source.shape for name, source in stored.items()}
     experts = arranged(groups({name: tensor.shape for name, tensor in everything.items()}, there), there)
@@ -50,9 +53,10 @@ def compared(
         source = stored.get(name)
         if source is None or name in experts.broken:
             continue
-        if source.shape != tensor.shape:
+        if not tensor.takes(source.shape, rows):
             message = f"its shape is {list(tensor.shape)} in the model, but {list(source.shape)} in the source"
-            problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name), sizes() or _OTHER_SIZES))
+            hint = _UNKNOWN_ROWS if rows is None and tensor.takes(source.shape, tensor.shape[0]) else sizes()
+            problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name), hint or _OTHER_SIZES))
             continue
         codes = any(origin in encoded for origin in source.origins)
         if source.dtype != tensor.dtype and not may_become(source.dtype, tensor.dtype, decode if codes else dtype):

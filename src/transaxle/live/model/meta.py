@@ -39,7 +39,7 @@ def unloadable(model: State, loaded: Container[str]) -> list[Refusal]:
             "it is on the meta device, which has no memory to write to",
             "Give the model itself, not its state dict.",
         )
-        tensors = leaves(model).tensors.items()
+        tensors = leaves(model, sharded=True).tensors.items()
         return [Refusal("UNSUPPORTED", message, Where(None, name), hint) for name, each in tensors if each.is_meta]
     problems = []
     for name, owner, tensor, parameter in _meta(model):

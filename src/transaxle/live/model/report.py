@@ -31,7 +31,7 @@ class LoadReport:
     bytes_received: int
     """Bytes that other ranks read for it."""
     bytes_written: int
-    """Bytes written into this rank's tensors; equal to their size."""
+    """Bytes written into this rank's tensors; equal to their size, but for rows of padding."""
     converted: tuple[Conversion, ...]
     """Tensors whose values were decoded or cast (`decode`, `dtype`), and whether any was rounded."""
     missing: tuple[str, ...]
@@ -39,7 +39,11 @@ class LoadReport:
     unexpected: tuple[str, ...]
     """Names of the source that the model lacks (`strict=False`)."""
     untouched: tuple[str, ...] = ()
-    """In a model with adapters, the names that the source does not concern: its adapters, or their base."""
+    """In a model with adapters, the names that the source does not concern: its adapters, or their base. In a sharded
+    state dict of Megatron, the keys of what is no tensor, such as the extra states of modules."""
+    padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    """Tensors of Megatron that may have rows of padding: rows in the source and in the model, where these differ. Rows
+    that the source lacks are zero now."""
     scalars: Mapping[str, Any] = field(default_factory=dict)
     """Entries of a state dict that are not tensors, with the source's values."""
     extra: Mapping[str, Any] = field(default_factory=dict)
@@ -59,6 +63,7 @@ class LoadReport:
             "missing": self.missing,
             "unexpected": self.unexpected,
             "untouched": self.untouched,
+            "padded": self.padded,
             "converted": self.converted,
         }
         rest = "".join(f", {len(names):,} {what}" for what, names in counts.items() if names)

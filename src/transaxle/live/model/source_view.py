@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.axes.layout.solve import Shape
+from transaxle.axes.notation.family import Dialect, Line
+from transaxle.axes.notation.name import skeleton
 from transaxle.axes.translation.grouped import FAMILY
 from transaxle.engine.checkpoint.checkpoint import LACKING, Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY, recognise
@@ -30,11 +32,14 @@ class View:
     """Its label; `identity` where both sides have the same names and no table is needed."""
     prefix: str
     """What the model's names have before those of the dialect."""
+    others: Mapping[str, str] = field(default_factory=dict)
+    """Parameters that the model has under another name which the dialect reads alike: name in the checkpoint -> the
+    model's."""
 
     def named(self, name: str) -> str:
         """Return the model's name of a tensor of the checkpoint."""
         parameter, slot = split_slot(name)
-        return join_slot(self.prefix + parameter, slot)
+        return join_slot(self.others.get(parameter) or self.prefix + parameter, slot)
 
     def tensors(self) -> dict[str, StoredTensor]:
         """Return the checkpoint's tensors by the model's names."""
@@ -94,9 +99,39 @@ def view(
     label = read.dialect.label
     try:
         source = _of_family(checkpoint, read.family.name)
-        return View(_expressed(source, label, partial=partial), label, read.prefix)
+        seen = View(_expressed(source, label, partial=partial), label, read.prefix)
+        return replace(seen, others=_other_names(seen, read.dialect, wanted))
     except TransaxleError as error:
         raise _told(error, wanted, checkpoint, said) from None
+
+
+def _other_names(seen: View, dialect: Dialect, wanted: Sequence[str]) -> dict[str, str]:
+    """Return the names of a view that the model has in another form, where the dialect reads both as one tensor.
+
+    A table may know several names of one tensor, of which it writes one: Megatron's norms with and without Transformer
+    Engine.
+    """
+    own = set(wanted)
+    free = {name for name in seen.checkpoint if seen.prefix + name not in own}
+    lacking = [name for name in wanted if free and name.removeprefix(seen.prefix) not in seen.checkpoint]
+    others: dict[str, str] = {}
+    for name in lacking:
+        bare = name.removeprefix(seen.prefix)
+        for line in dialect.by_skeleton.get(skeleton(bare), ()):
+            numbers = line.name.match(bare)
+            alike = () if numbers is None else [o for o in dialect.lines if _one_tensor(line, o)]
+            named = next((each for other in alike if (each := other.name.format(numbers or ())) in free), None)
+            if named is not None:
+                others.setdefault(named, name)
+                break
+    return others
+
+
+def _one_tensor(line: Line, other: Line) -> bool:
+    """Tell whether two lines are two names of one tensor."""
+    same_numbers = line.name.holes == other.name.holes
+    same_values = (line.expression.text, line.lossy) == (other.expression.text, other.lossy)
+    return line is not other and same_numbers and same_values
 
 
 def _of_family(checkpoint: Checkpoint, family: str) -> Checkpoint:

@@ -6,6 +6,7 @@ Wrappers put segments of their own into names (`_orig_mod`, `_checkpoint_wrapped
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,10 +19,13 @@ from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.derived import fsdp1
 from transaxle.live.derived.derived import EXTRA_STATE, Island, islands
-from transaxle.live.derived.keepers import kept_elsewhere, partitioned
+from transaxle.live.derived.keepers import kept_elsewhere, partitioned, shared_out
+from transaxle.live.sharding.megatron_shards import MODULE as MEGATRON
+from transaxle.live.sharding.megatron_shards import Factory, is_sharded, megatron_state
 from transaxle.quant.modules.entries import is_quantized
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.module_wrappers import unwrapped
+from transaxle.torch_tensors.placement import local_parts
 from transaxle.torch_tensors.tp_shard import mark, mark_all, part_of
 
 State = nn.Module | Mapping[str, Any]
@@ -49,7 +53,10 @@ class Leaves:
     copies: Mapping[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     """What takes the values of one of `tensors` too: copies of a base's weights that an adapter trains."""
     untouched: tuple[str, ...] = ()
-    """Names of what a model holds beside `tensors`: its adapters, or their base."""
+    """Names of what it holds beside `tensors`: a model's adapters, or their base; the objects of a sharded state dict.
+    """
+    factories: tuple[Factory, ...] = ()
+    """Parameters of which `tensors` has copies, of a sharded state dict."""
 
     @property
     def parameters(self) -> dict[str, torch.Tensor]:
@@ -57,29 +64,34 @@ class Leaves:
         return {**self.tensors, **self.weights}
 
 
-def leaves(state: State) -> Leaves:
+def leaves(state: State, *, sharded: bool = False) -> Leaves:
     """Collect the leaves of a model or state dict.
 
     Args:
         state: a module (its persistent buffers included), or a mapping whose leaves may be anything; nested mappings
-            and lists are flattened with `.`.
+            and lists are flattened with `.`. Megatron's sharded tensors go by their keys.
+        sharded: take these, as grids of shards.
 
     Raises:
-        Refused: NAME_COLLISION where two paths have one name; UNSUPPORTED for what is no state, and for lazy
-            parameters.
+        Refused: NAME_COLLISION where two paths have one name; UNSUPPORTED for what is no state, for lazy parameters,
+            and for sharded tensors that are not taken.
     """
     _check(state)
     clean = isinstance(state, nn.Module)
     if isinstance(state, nn.Module):
         state = unwrapped(state)
-        if taken := partitioned(state):
+        if taken := [*partitioned(state), *shared_out(state)]:
             raise gathered(taken)
         mark_all(state)
     found = iter((entries := _entries(state)).items()) if isinstance(state, nn.Module) else _flat(state, "")
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, Any] = {}
+    of_megatron: list[Any] = []
     problems = []
     for path, value in found:
+        if MEGATRON in sys.modules and is_sharded(value):
+            of_megatron.append(value)
+            continue
         name = own_name(path) if clean else path
         if name in tensors or name in others:
             problems.append(
@@ -95,11 +107,32 @@ def leaves(state: State) -> Leaves:
     if problems:
         raise gathered(problems)
     if not isinstance(state, nn.Module):
-        return Leaves(tensors, others)
+        return _with_shards(tensors, others, of_megatron, sharded=sharded) if of_megatron else Leaves(tensors, others)
     apart = tuple(islands(state, entries))
     for path in (island.full(name) for island in apart for name in island.derived):
         tensors[own_name(path)] = _copy(tensors[own_name(path)])
     return Leaves(tensors, others, _quantized(state), apart, tuple(kept_elsewhere(state)))
+
+
+def _with_shards(
+    tensors: dict[str, torch.Tensor], others: Mapping[str, Any], of_megatron: list[Any], *, sharded: bool
+) -> Leaves:
+    """Return the leaves of a state dict in which some are Megatron's.
+
+    Raises:
+        Refused: UNSUPPORTED where these are not taken, and see `megatron_shards`; NAME_COLLISION where a key is also
+            the name of another entry.
+    """
+    if not sharded:
+        message = "only tx.load, tx.save and tx.async_save take the sharded state dict of a Megatron model"
+        raise refuse("UNSUPPORTED", message, hint="Save it, and work with the checkpoint.")
+    found = megatron_state(of_megatron)
+    both = [name for name in found.grids if name in tensors or name in others]
+    message = "an entry has this name, and a sharded tensor has it as its key"
+    problems = [*found.problems, *(Refusal("NAME_COLLISION", message, Where(None, name)) for name in both)]
+    if problems:
+        raise gathered(problems)
+    return Leaves({**tensors, **found.grids}, others, untouched=found.objects, factories=found.factories)
 
 
 def _strange(name: str, value: Any, *, of_module: bool) -> Refusal | None:
@@ -163,7 +196,7 @@ def unsavable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
 def unwritable(tensors: Mapping[str, torch.Tensor]) -> list[Refusal]:
     """Return a refusal for every tensor that cannot take values: not one for each element."""
     problems = []
-    for name, tensor in tensors.items():
+    for _, name, tensor in local_parts(tensors):
         local = local_of(tensor)
         if local.layout != torch.strided:
             message, hint = f"its layout is {local.layout}; only dense tensors can be used", "Give a dense tensor."

@@ -23,6 +23,7 @@ from transaxle.live.training.group_options import all_groups, groups_of
 from transaxle.live.training.optimizer_state import as_tensor, by_name, states_of, untrained
 from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.world import World
+from transaxle.torch_tensors.placement import local_parts
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class CollectedState:
     """What is saved, as all ranks hold it together."""
 
     own: Mapping[str, torch.Tensor]
-    """This rank's tensors; their local parts will do."""
+    """This rank's tensors, by the names of the parts (`local_parts`); their local parts will do."""
     global_tensors: Census
     """The tensors of all ranks."""
     groups: Sequence[ParamGroup]
@@ -63,7 +64,7 @@ def collect(request: SaveRequest, world: World) -> tuple[SaveSettings, Collected
     """
     with world.together():
         settings, given_config = request.settings(None), model_config(request.config)
-        leaves_of_state = leaves(request.state)
+        leaves_of_state = leaves(request.state, sharded=True)
         if problems := unsavable(leaves_of_state.tensors):
             raise gathered(problems)
         training = _training(request.optimizer, leaves_of_state)
@@ -75,14 +76,15 @@ def collect(request: SaveRequest, world: World) -> tuple[SaveSettings, Collected
     check_alike(settings, world)
     extra_file = written(extra_states, world)
     global_tensors, config = census(own, world), shared_config(request.state, given_config, world)
-    settings = replace(request.settings(config), untrained=training.untrained)
+    settings = replace(request.settings(config), untrained=training.untrained, left=leaves_of_state.untouched)
     if for_hub(request.to):
         of_hub = published(own, global_tensors, leaves_of_state.weights, config, world)
         own, global_tensors = dict(of_hub.tensors), of_hub.everything
-        settings = replace(settings, config=of_hub.config, left=of_hub.left)
+        settings = replace(settings, config=of_hub.config, left=(*of_hub.left, *settings.left))
     files = {} if extra_file is None else {FILE: extra_file}
     groups = all_groups(training.groups, world) if settings.optimizer else []
-    return settings, CollectedState(own, global_tensors, groups, files)
+    parts = {part: tensor for _, part, tensor in local_parts(own)}
+    return settings, CollectedState(parts, global_tensors, groups, files)
 
 
 def _training(optimizer: AnyOptimizer | None, own: Leaves) -> _Training:

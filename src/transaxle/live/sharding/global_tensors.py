@@ -14,6 +14,7 @@ import torch
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.live.transport.world import World
 from transaxle.torch_tensors.placement import Held, Placement, placement_of
+from transaxle.torch_tensors.shard_grid import cell_name, cells_of, inside
 from transaxle.torch_tensors.torch_dtype import code_of
 from transaxle.torch_tensors.tp_shard import whole_shape
 
@@ -32,14 +33,48 @@ class Global:
     """What each rank holds that has any of it; ranks without it are absent."""
     loose: bool = False
     """Whether it is on no one mesh: then nothing says that ranks which hold the same part hold the same values."""
+    apart: bool = False
+    """Whether ranks have a tensor of its own for every combination of the intervals that they hold."""
+    padded: bool = False
+    """Whether it may have more rows than a checkpoint, which mean nothing."""
+    spare: frozenset[int] = frozenset()
+    """Ranks whose parts are copies, as they say themselves."""
 
     @property
     def boxes(self) -> dict[Held, tuple[int, ...]]:
-        """The distinct shares, and the ranks that hold each."""
+        """The distinct parts, and the ranks that hold each."""
         found: dict[Held, tuple[int, ...]] = {}
         for rank, held in sorted(self.held.items()):
             found[held] = (*found.get(held, ()), rank)
-        return found
+        if not self.apart:
+            return found
+        cells: dict[Held, tuple[int, ...]] = {}
+        for held, ranks in found.items():
+            for cell in cells_of(held):
+                others = cells.get(cell)
+                cells[cell] = ranks if others is None else tuple(sorted((*others, *ranks)))
+        return cells
+
+    def part_name(self, held: Held) -> str:
+        """Return what the tensor of one of `boxes` is called, see `local_parts`."""
+        return cell_name(self.name, held) if self.apart else self.name
+
+    def within(self, held: Held, shape: tuple[int, ...]) -> Held:
+        """Return the positions of one of `boxes` that a tensor of the same name and this shape has."""
+        return inside(held, shape) if self.padded else held
+
+    def takes(self, shape: tuple[int, ...], rows: object = None) -> bool:
+        """Tell whether values of a shape fill it.
+
+        Args:
+            shape: of the values.
+            rows: how many of their rows mean something; None: nothing says so.
+        """
+        if shape == self.shape:
+            return True
+        if not self.padded or shape[1:] != self.shape[1:] or len(shape) != len(self.shape):
+            return False
+        return shape[0] <= self.shape[0] or (type(rows) is int and rows <= self.shape[0])
 
 
 Census = Mapping[str, Global]
@@ -48,6 +83,7 @@ _Told = tuple[str, str, tuple[int, ...], int]
 _SHOWN = 8
 """Ranks that a message names."""
 _EVERYWHERE = "Give the tensor on every rank of its mesh or on none; each rank has only its part."
+_ALIKE = "Give sharded state dicts on all ranks, or on none."
 _WIDER = "Call this on all ranks of the mesh, with a group that contains them (group=None: all ranks)."
 
 
@@ -83,15 +119,18 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
                 held = shares[placement, shape] = placement.held(shape)
             first = tensors_heard.get(name)
             if first is None:
-                tensors_heard[name] = _Heard(dtype, shape, held, [rank])
+                tensors_heard[name] = _Heard(dtype, shape, held, rank, placement)
             elif first.shape != shape:
                 message = f"its shape is {list(shape)} on rank {rank}, but {list(first.shape)} on another"
                 problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name)))
             elif first.dtype != dtype:
                 message = f"its dtype is {dtype} on rank {rank}, but {first.dtype} on another"
                 problems.append(Refusal("DTYPE_MISMATCH", message, Where(None, name)))
+            elif first.placement.apart != placement.apart:
+                message = f"rank {rank} describes it in another way than another rank: only one has it in shards"
+                problems.append(Refusal("UNSUPPORTED", message, Where(None, name), _ALIKE))
             else:
-                first.add(rank, held)
+                first.add(rank, held, placement)
     problems = problems or [problem for name, heard in tensors_heard.items() for problem in heard.lost(name, world)]
     if problems:
         raise gathered(problems)
@@ -105,18 +144,27 @@ class _Heard:
         dtype: safetensors code.
         shape: of the whole tensor.
         held: what the first rank says that the ranks of its mesh hold.
-        ranks: those that have it; the first one.
+        rank: the first one that has it.
+        placement: how that one has it.
     """
 
-    def __init__(self, dtype: str, shape: tuple[int, ...], held: Mapping[int, Held], ranks: list[int]) -> None:
+    def __init__(
+        self, dtype: str, shape: tuple[int, ...], held: Mapping[int, Held], rank: int, placement: Placement
+    ) -> None:
         self.dtype = dtype
         self.shape = shape
+        self.placement = placement
         self._held = held
-        self._ranks = ranks
+        self._ranks = [rank]
         self._others: list[Mapping[int, Held]] = []
+        self._spare = {rank} if placement.spare else set[int]()
+        self._padded = placement.padded
 
-    def add(self, rank: int, positions: Mapping[int, Held]) -> None:
+    def add(self, rank: int, positions: Mapping[int, Held], placement: Placement) -> None:
         """Add the description of one more rank."""
+        self._padded = self._padded and placement.padded
+        if placement.spare:
+            self._spare.add(rank)
         if self._others or (self._held is not positions and self._held != positions):
             if not self._others:
                 self._others = [self._held] * len(self._ranks)
@@ -141,10 +189,12 @@ class _Heard:
 
     def made(self, name: str) -> Global:
         """Return the tensor; where ranks see it on different meshes, each one's own word counts."""
-        if not self._others:
-            return Global(name, self.dtype, self.shape, self._held)
-        pairs = zip(self._ranks, self._others, strict=True)
-        return Global(name, self.dtype, self.shape, {r: held[r] for r, held in pairs if r in held}, loose=True)
+        positions, loose = self._held, bool(self._others)
+        if loose:
+            pairs = zip(self._ranks, self._others, strict=True)
+            positions = {rank: held[rank] for rank, held in pairs if rank in held}
+        spare = frozenset(self._spare)
+        return Global(name, self.dtype, self.shape, positions, loose, self.placement.apart, self._padded, spare)
 
 
 def _listed(ranks: Iterable[int]) -> str:

@@ -159,7 +159,7 @@ def container(
 
     Args:
         everything: what all ranks hold.
-        tensors: what this rank holds.
+        tensors: what this rank holds, by the names of the parts (`local_parts`).
         rank: this rank.
         config: the model's config, which becomes the checkpoint's config.json.
         groups: parameter groups of the optimizer, by the names of the parameters.
@@ -192,10 +192,11 @@ def _entry(tensor: Global, given: dict[int, int]) -> Entry:
     # once.
     for held, ranks in tensor.boxes.items():
         # Of replicas the rank with the fewest bytes so far gives its own; the rank number breaks ties, so that all
-        # ranks agree.
-        owner = min(ranks, key=lambda rank: (given.get(rank, 0), rank))
+        # ranks agree. Those that call their own a copy give it only if all do.
+        givers = [rank for rank in ranks if rank not in tensor.spare] or ranks
+        owner = min(givers, key=lambda rank: (given.get(rank, 0), rank))
         given[owner] = given.get(owner, 0) + nbytes(tensor.dtype, local_shape(held))
-        for spans, extent in _extents(tensor, held, file_of(owner, tensor.name)):
+        for spans, extent in _extents(tensor, held, file_of(owner, tensor.part_name(held))):
             if spans not in covered:
                 covered.add(spans)
                 extents.append(extent)

@@ -6,7 +6,7 @@ weights, a model under DDP, counters), nor of DTensors that lie on several meshe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import xxhash
@@ -32,7 +32,7 @@ def compare_copies(everything: Census, tensors: Mapping[str, torch.Tensor], worl
 
     Args:
         everything: what all ranks hold.
-        tensors: what this rank holds.
+        tensors: what this rank holds, by the names of the parts (`local_parts`).
         world: the ranks.
 
     Raises:
@@ -44,9 +44,8 @@ def compare_copies(everything: Census, tensors: Mapping[str, torch.Tensor], worl
 
     def own() -> dict[_Peers, bytes]:
         sums: dict[_Peers, xxhash.xxh3_128] = {}
-        for name, tensor in everything.items():
-            peers = _peers(tensor, world.rank)
-            if len(peers) > 1:
+        for tensor in everything.values():
+            for name, peers in _shared(tensor, world.rank):
                 own_bytes = as_bytes(local_of(tensors[name]).contiguous().cpu())
                 digests[name] = xxhash.xxh3_128_digest(own_bytes.data)
                 sums.setdefault(peers, xxhash.xxh3_128()).update(digests[name])
@@ -62,10 +61,12 @@ def compare_copies(everything: Census, tensors: Mapping[str, torch.Tensor], worl
         raise gathered([problem for tensor in everything.values() for problem in _unequal(tensor, every)])
 
 
-def _peers(tensor: Global, rank: int) -> _Peers:
-    """Return the ranks whose part of a tensor has to equal this rank's, this one among them."""
-    positions = tensor.held.get(rank)
-    return () if positions is None or not tensor.loose else tensor.boxes[positions]
+def _shared(tensor: Global, rank: int) -> Iterator[tuple[str, _Peers]]:
+    """Yield (name, ranks that have it too) of this rank's parts of a tensor that have to equal those of others."""
+    if tensor.loose and rank in tensor.held:
+        for held, peers in tensor.boxes.items():
+            if rank in peers and len(peers) > 1:
+                yield tensor.part_name(held), peers
 
 
 def _unequal(tensor: Global, digests: Mapping[int, Mapping[str, bytes]]) -> list[Refusal]:
@@ -76,13 +77,14 @@ def _unequal(tensor: Global, digests: Mapping[int, Mapping[str, bytes]]) -> list
         digests: for each rank, the hashes of its copies by name.
     """
     problems = []
-    for peers in tensor.boxes.values() if tensor.loose else ():
+    for held, peers in tensor.boxes.items() if tensor.loose else ():
+        name = tensor.part_name(held)
         ranks_by_digest: dict[bytes | None, list[int]] = {}
         for rank in peers:
-            ranks_by_digest.setdefault(digests[rank].get(tensor.name), []).append(rank)
+            ranks_by_digest.setdefault(digests[rank].get(name), []).append(rank)
         if len(ranks_by_digest) > 1:
             message = f"the values differ between these ranks: {'; '.join(map(_said, ranks_by_digest.values()))}"
-            problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, tensor.name), _HINT))
+            problems.append(Refusal("UNEQUAL_COPIES", message, Where(None, name), _HINT))
     return problems
 
 
