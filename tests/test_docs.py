@@ -210,6 +210,12 @@ def test_the_tables_of_the_notation_page_are_read() -> None:
         assert tables.read(table, bases=families.base)
 
 
+def test_the_blocks_of_the_notation_page_are_those_that_ship() -> None:
+    listed = NOTATION.read_text("utf-8").partition("Those that ship are in")[2].partition("\n\n")[0]
+    shared = [name for name, file in families.blocks().items() if file == "blocks.rules"]
+    assert sorted(re.findall(r"`(\w+)`", listed)) == sorted(shared)
+
+
 def test_expressions_names_and_formulas_of_the_notation_page_are_read() -> None:
     for cell in _cells("Expressions"):
         assert parse(cell).dims

@@ -29,7 +29,7 @@ from transaxle.families import builtin
     "derive",
     cls=Command,
     examples=(
-        ("transaxle derive glm4_moe -o glm4_moe.rules", "what transformers does with this model type"),
+        ("transaxle derive ctrl -o ctrl.rules", "what transformers does with this model type"),
         ("transaxle derive my-model/config.json", "the same, with the flags of this config"),
         ("transaxle derive --number hub/ numbered/", "a copy whose elements are numbered, for your converter"),
         ("transaxle derive numbered/ converted/ -o my.rules", "what your converter did with it"),

@@ -58,7 +58,7 @@ def with_table(screen: Screen, src: str, source_options: dict[str, Any], check: 
         else:
             return source_options
     check()
-    from transaxle.derivation.sources import family_name, from_transformers
+    from transaxle.derivation.sources import from_transformers
 
     with screen.working("tracing"), silence():
         table = from_transformers(model_type, config)
@@ -68,11 +68,11 @@ def with_table(screen: Screen, src: str, source_options: dict[str, Any], check: 
     table.save(rules)
     own_rules = source_options.get("rules")
     instead = f"; it takes the place of {own_rules}, which does not know the model" if own_rules else ""
-    said = source_options.get("config") or (src if Path(src, CONFIG).is_file() else model_type)
+    derivable = source_options.get("config") or (src if Path(src, CONFIG).is_file() else model_type)
     screen.note(
         f"derived a table for {model_type} from {table.traces} traces of the installed transformers, for this command "
-        f"only{instead}; info, verify and diff need it as a file:  transaxle derive {shlex.quote(said)} -o "
-        f"{family_name(model_type)}.rules,  and then --rules {family_name(model_type)}.rules"
+        f"only{instead}; info and diff need it as a file:  transaxle derive {shlex.quote(derivable)} -o {rules.name},  "
+        f"and then --rules {rules.name}"
     )
     return {**source_options, "rules": str(rules)}
 
