@@ -34,6 +34,11 @@ _LISTED = 3
 def prove(text: str, trace: Trace, labels: Labels) -> tuple[str, ...]:
     """Convert the tensors of a trace with a table, in both directions, and compare with what the converter made.
 
+    Args:
+        text: the table.
+        trace: a run of the converter; the proof is worth most if the table was derived without it.
+        labels: names of the family and its dialects.
+
     Returns:
         What is wrong; nothing where both directions are exact.
     """
@@ -85,7 +90,7 @@ def misfits(text: str, shapes: Mapping[str, Shape], config: Mapping[str, Any], l
 
 
 def differences(made: Tensors, wanted: Tensors) -> list[str]:
-    """Return how two sets of tensors differ in names, shapes or bytes."""
+    """Return how two sets of tensors differ in names, shapes, dtypes or bytes; nothing where they are equal."""
     missing, extra = sorted(wanted.keys() - made.keys()), sorted(made.keys() - wanted.keys())
     unlike = [name for name in made.keys() & wanted.keys() if not _same(made[name], wanted[name])]
     found = (("lacks", missing), ("has besides", extra), ("differs in", sorted(unlike)))

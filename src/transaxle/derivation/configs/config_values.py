@@ -12,7 +12,9 @@ from transaxle.derivation.configs.naming import LETTERS
 _KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAME = re.compile(r"(?!len\()[A-Za-z_][A-Za-z0-9_.]*")
 _OF_NO_SIZE = re.compile(r"(_token_id|_token_index|_id|_ids|version|seed|_class)$")
+"""Keys whose numbers are no sizes."""
 _DEEPEST = 4
+"""Levels of configs inside configs that are read."""
 
 
 def leaves(config: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, Any]]:

@@ -1,8 +1,8 @@
-"""Numbers of elements that no constant and no range is taken for: large, odd, and in no order.
+"""Element numbers that cannot be mistaken for constants or ranges: large, odd, and in no order.
 
-A converter may make tensors of nothing: zeros, ones, positions 0, 1, 2 …. If elements were numbered 1, 2, 3 …, such
-values would be numbers of elements. So each element has a number drawn from a range, and a trace has its place: the
-first element is 1, the next one 2.
+A converter may create tensors of its own: zeros, ones, positions 0, 1, 2 …. If elements were numbered 1, 2, 3 …, such
+values would look like copies of elements. So each element carries a number that is drawn at random; a trace then has
+its place instead: 1 for the first element, 2 for the next.
 """
 
 from __future__ import annotations
@@ -27,7 +27,15 @@ def room(most: int) -> int:
 
 
 def drawn(count: int, most: int) -> Numbers:
-    """Return numbers below `most` for some elements, in no order. They are at most `room(most)`."""
+    """Draw a number for each of some elements.
+
+    Args:
+        count: number of elements, at most `room(most)`.
+        most: all numbers are below it.
+
+    Returns:
+        Shape (count,): different numbers from `FLOOR` on, in no order; the same for the same arguments.
+    """
     generator = np.random.default_rng(count)
     among = min(room(most), max(64 * count, 1 << 20))
     numbers: Numbers = FLOOR + 1 + _STEP * generator.choice(among, count, replace=False).astype(np.int64)
@@ -35,16 +43,22 @@ def drawn(count: int, most: int) -> Numbers:
 
 
 def shuffled(count: int) -> tuple[Numbers, Numbers]:
-    """Return two numberings with the numbers from 1 to `count` + 1, in which every element has two different ones.
+    """Return two numberings of `count` elements, each of shape (count,), with numbers from 1 to `count` + 1.
 
-    A value that is the same in both runs is nothing's number: constants need no room of their own.
+    No element has the same number in both. So a value that is the same in both runs is a constant, and constants need
+    no numbers of their own.
     """
     numbers: Numbers = 1 + np.random.default_rng(count).permutation(count + 1).astype(np.int64)
     return numbers[:-1], numbers[1:]
 
 
 def laid_out(numbers: Numbers, shapes: Mapping[str, Shape]) -> dict[str, Numbers]:
-    """Return numbers as tensors, in the order of the names."""
+    """Return numbers as tensors.
+
+    Args:
+        numbers: one for each element of all tensors, in the order of their names.
+        shapes: name -> shape.
+    """
     tensors, start = {}, 0
     for name, shape in shapes.items():
         count = int(np.prod(shape, dtype=np.int64))
