@@ -190,6 +190,8 @@ def test_a_conversion_that_cannot_be_is_refused_before_a_table_is_derived(
         outcome = transaxle(command, "hub", "out", "--to", "megatron", "--derive")
         assert outcome.code == 2
         assert "a derived table has no dialect 'megatron'; it has: hf, transformers, identity" in outcome.err
+    outcome = transaxle("convert", "hub", "out", *arguments, "--family", "bert")
+    assert (outcome.code, "Leave --family out" in outcome.err) == (2, True)
     Path("hub", "config.json").write_text("{}")
     outcome = transaxle("convert", "hub", "out", *arguments)
     assert outcome.code == 2

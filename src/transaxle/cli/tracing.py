@@ -48,9 +48,11 @@ def with_table(screen: Screen, src: str, source_options: dict[str, Any], check: 
         try:
             _ = source.recognised
         except TransaxleError as error:
-            is_adapter = ADAPTER_CONFIG in source.container.carried
-            if error.code != _UNKNOWN or source_options.get("family") is not None or is_adapter:
+            if error.code != _UNKNOWN or ADAPTER_CONFIG in source.container.carried:
                 raise
+            if source_options.get("family") is not None:
+                hint = "Leave --family out: --derive asks transformers for the model_type of config.json."
+                raise refuse(_UNKNOWN, error.refusals[0].message, hint=hint) from None
             model_type = source.config.get("model_type")
             if not isinstance(model_type, str):
                 raise _no_type(error, has_config=bool(source.config) or CONFIG in source.container.carried) from None
