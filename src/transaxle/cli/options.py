@@ -111,7 +111,7 @@ _READING = (
                  help="Dialect of the source, if it is not recognised."),
     click.option("--format", metavar="FORMAT", help="Format of the source, if a folder holds several."),
     click.option("--weights", type=click.Choice(["fp32", "lp"]),
-                 help="DeepSpeed only: read the optimizer's fp32 weights, or the low-precision copies."),
+                 help="DeepSpeed, Megatron: read the optimizer's fp32 weights, or the model's own."),
     click.option("--optimizer/--no-optimizer", default=None,
                  help="Include the optimizer state, or leave it out.  [default: include it, except with `--to hf`]"),
     click.option("--average-replicas", "average", is_flag=True, default=None,

@@ -180,6 +180,7 @@ UNIVERSAL = Format(
     reader_takes=frozenset({"weights"}),
     draft="transaxle.formats.deepspeed.universal.draft:draft",
     draft_takes=frozenset({"run", "read"}),
+    full_precision=True,
     openers=(LATEST_UNIVERSAL,),
     files=rf"{_RANK_FILE}|{DEEPSPEED_ZERO}/(?:[^/]+/)?[^/]+\.pt",
     steps=_STEPS,

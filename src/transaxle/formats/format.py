@@ -92,6 +92,8 @@ class Format:
     model's), `cuts` (where tensors of several layers or experts are cut into chunks)."""
     dialects: tuple[str, ...] = ()
     """Dialects in which it is written unless the user names one: the first that fits. Empty: the source's own names."""
+    full_precision: bool = False
+    """Whether its weights are the full-precision copies that the optimizer keeps, where it keeps some."""
     dtypes: frozenset[str] | None = None
     """Types of tensors that it can hold, as safetensors codes; None: its draft refuses what it cannot."""
 

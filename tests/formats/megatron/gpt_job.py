@@ -30,7 +30,7 @@ PADDED = 64
 
 
 @contextmanager
-def _on_cpu() -> Iterator[None]:
+def on_cpu() -> Iterator[None]:
     """Let megatron-core run without a device; its saves are synchronous here."""
     with (
         quiet(),
@@ -65,7 +65,7 @@ class Degrees:
 @contextmanager
 def models(config: dict[str, Any], degrees: Degrees) -> Iterator[list[Any]]:
     """This rank's part of a GPTModel of local layers: one model for each of its stages."""
-    with _on_cpu():
+    with on_cpu():
         from megatron.core import parallel_state
 
         parallel_state.initialize_model_parallel(
@@ -125,12 +125,12 @@ def parts(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     """What this rank's parameters hold of whole tensors."""
     from megatron.core import parallel_state
 
-    layers = next((layer.layer_number - 1 for layer in model.decoder.layers), 0)
+    layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     local = (model.config.num_moe_experts or 0) // model.config.expert_model_parallel_size
     experts = local * parallel_state.get_expert_model_parallel_rank()
     held = {}
     for name, parameter in model.named_parameters():
-        shifted = re.sub(r"layers\.(\d+)\.", lambda found: f"layers.{int(found[1]) + layers}.", name)
+        shifted = re.sub(r"layers\.(\d+)\.", lambda found: f"layers.{layers[int(found[1])]}.", name)
         shifted = re.sub(r"local_experts\.(\d+)\.", lambda found: f"local_experts.{int(found[1]) + experts}.", shifted)
         value = tensors[_EMBEDDINGS[0] if shifted not in tensors else shifted]
         ranks = parallel_state.get_tensor_model_parallel_group()

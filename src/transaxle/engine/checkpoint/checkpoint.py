@@ -238,13 +238,14 @@ class Checkpoint(Mapping[str, StoredTensor]):
         """Return the same checkpoint without the optimizer's state and settings."""
         state = {name for name in self.container.entries if name.startswith(OPTIMIZER)}
         metadata = dict(self.container.metadata)
-        if metadata.pop(GROUPS, None) is not None:
-            metadata[LEFT_BEHIND] = {**metadata.get(LEFT_BEHIND, {}), GROUPS: "settings"}
-        elif not state:
+        left = {GROUPS: "settings"} if metadata.pop(GROUPS, None) is not None else {}
+        left |= {"optimizer": "state that cannot be read"} if self.container.unread else {}
+        if not state and not left:
             return self
-        return Checkpoint(
-            replace(self.container.without(state), metadata=metadata), self.settings, None, None, self.undecoded
-        )
+        if left:
+            metadata[LEFT_BEHIND] = {**metadata.get(LEFT_BEHIND, {}), **left}
+        container = replace(self.container.without(state), metadata=metadata, unread=())
+        return Checkpoint(container, self.settings, None, None, self.undecoded)
 
     def decode(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:
         """Return a view in which encoded tensors are plain; they are decoded when they are read.

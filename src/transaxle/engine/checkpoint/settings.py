@@ -74,7 +74,7 @@ class Settings:
     families: Families = field(default_factory=builtin)
     """Known families."""
     weights: Weights | None = None
-    """Which weights of a DeepSpeed checkpoint to read; None: those that the optimizer keeps."""
+    """Which weights to read where an optimizer keeps copies of its own; None: those of DeepSpeed's, not Megatron's."""
     optimizer: bool | None = None
     """Whether the optimizer's state is included; None: yes, except when writing `safetensors:hf`."""
     average: bool = False
@@ -106,7 +106,7 @@ def settings(
         config: the path of a config.json or of its folder, its content, or an object with `to_dict()`.
         axes: axis sizes.
         rules: path of a rules file.
-        weights: of a DeepSpeed checkpoint, `fp32` (those the optimizer keeps) or `lp` (the module's own).
+        weights: of a checkpoint of DeepSpeed or Megatron, `fp32` (those the optimizer keeps) or `lp` (the model's own).
         optimizer: take the optimizer's state, or leave it; None: take it, except into `safetensors:hf`.
         average: take replicated parameters of a DeepSpeed checkpoint that differ between ranks as their mean.
 

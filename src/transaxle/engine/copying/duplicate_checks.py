@@ -11,12 +11,13 @@ from dataclasses import replace
 from functools import partial
 
 import msgspec
+import numpy as np
 
 from transaxle.axes.layout.relayout import Check, unchanged
 from transaxle.engine.copying.source import Source
 from transaxle.errors import Refusal, TransaxleError, Where
 from transaxle.formats.catalog.catalog import Container
-from transaxle.formats.dtype import nbytes
+from transaxle.formats.dtype import BITS, nbytes, numpy_dtype
 from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer
 from transaxle.move.workers import Limits, Pair, share
@@ -35,6 +36,8 @@ class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
     """Reads the first."""
     second: tuple[Transfer, ...]
     """Reads the second, in the first's layout."""
+    rounded: tuple[str, str] | None = None
+    """Dtypes of both, where the second is the first in lower precision."""
 
 
 def plan_checks(source: Source, checks: Sequence[Check], problems: list[Refusal]) -> list[PlannedCheck]:
@@ -60,19 +63,20 @@ def _plan_twins(container: Container, problems: list[Refusal]) -> list[PlannedCh
     planned = []
     for twin in container.twins:
         one, other = twin.first, twin.second
-        if (one.dtype, one.shape) != (other.dtype, other.shape):
+        if one.shape != other.shape or (one.dtype != other.dtype and not twin.rounded):
             found = f"one is {one.dtype} {list(one.shape)}, the other {other.dtype} {list(other.shape)}"
             problems.append(Refusal("UNEQUAL_COPIES", f"{twin.why}\nbut {found}", Where(None, one.name)))
             continue
-        sides = []
         try:
-            for entry in (one, other):
-                alone = Source(replace(container, entries={entry.name: entry}))
-                sides.append(tuple(alone.transfers(unchanged(entry.name, entry))))
+            first, second = (
+                tuple(Source(replace(container, entries={entry.name: entry})).transfers(unchanged(entry.name, entry)))
+                for entry in (one, other)
+            )
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
-        planned.append(PlannedCheck(one.name, twin.why, one.nbytes, *sides))
+        rounded = (one.dtype, other.dtype) if twin.rounded and one.dtype != other.dtype else None
+        planned.append(PlannedCheck(one.name, twin.why, one.nbytes, first, second, rounded))
     return planned
 
 
@@ -84,8 +88,22 @@ def unequal(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> 
 
     def compare(pair: Pair, item: tuple[int, PlannedCheck]) -> None:
         number, check = item
-        if any(one != other for one, other in pair.blocks(check.first, check.second, check.nbytes)):
+        if check.rounded is None:
+            differ = any(one != other for one, other in pair.blocks(check.first, check.second, check.nbytes))
+        else:
+            differ = _rounds_otherwise(pair, check, *check.rounded)
+        if differ:
             found[number] = Refusal("UNEQUAL_COPIES", f"{check.why}\nbut their bytes differ", Where(None, check.name))
 
     share(enumerate(checks), limit.jobs, partial(Pair, reader, reader, limit), compare)
     return [found[number] for number in sorted(found)]
+
+
+def _rounds_otherwise(pair: Pair, check: PlannedCheck, wide: str, narrow: str) -> bool:
+    """Tell whether some of the first's values, rounded, are not the second's, bit by bit."""
+    from transaxle.encodings.arithmetic.casting import cast
+
+    blocks = pair.blocks(check.first, check.second, check.nbytes, check.nbytes * BITS[narrow] // BITS[wide])
+    return any(
+        cast(np.frombuffer(one, numpy_dtype(wide)), narrow).tobytes() != other.tobytes() for one, other in blocks
+    )

@@ -35,6 +35,7 @@ from transaxle.formats.dtype import nbytes
 from transaxle.formats.format import Format
 from transaxle.formats.registry import find, get, writable
 from transaxle.formats.storage.storage import VirtualFiles, layer
+from transaxle.formats.training_state.full_precision import with_full_precision
 from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, ROOT, RUN
 from transaxle.formats.training_state.state_groups import GROUPS
 from transaxle.move.transfer import Transfer
@@ -124,10 +125,10 @@ def make_plan(
         raise ValueError(f"shard_size must be positive, not {shard_size}")
     form, label = parse_to(to)
     wanted = label or _written_in(checkpoint, get(form))
-    checkpoint, hub_refusals = _for_hub(checkpoint) if for_hub(to) else (checkpoint, [])
+    checkpoint, hub_refusals = _for_hub(checkpoint) if for_hub(to) else (_for_format(checkpoint, get(form)), [])
     view, names, problems = _viewed(checkpoint, wanted, encode, bare=wanted == to)
     unknown = checkpoint.foreign(wanted)
-    problems += [*hub_refusals, *unknown]
+    problems += [*hub_refusals, *checkpoint.container.unread, *unknown]
     if strict and not unknown:
         problems.extend(_without_line(name, wanted) for name in view.kept)
     single = is_one_file(target)
@@ -194,6 +195,20 @@ def _for_hub(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
     """Return what a hub gets of a checkpoint: its weights alone, as they are published."""
     weights, refusals = published(without_training(checkpoint))
     return (weights.without_optimizer() if weights.settings.optimizer is None else weights), refusals
+
+
+def _for_format(checkpoint: Checkpoint, kind: Format) -> Checkpoint:
+    """Return what a format gets of a checkpoint: where it has no place for weights twice, those of full precision.
+
+    That is a change of weights that the checkpoint itself has in low precision too, so the user may refuse it: with
+    `--weights lp` there is no place for the optimizer's copies, which is an error.
+    """
+    if not kind.full_precision or checkpoint.settings.weights is not None:
+        return checkpoint
+    container = with_full_precision(checkpoint.container, strict=False)
+    if container.entries.keys() == checkpoint.container.entries.keys():
+        return checkpoint
+    return Checkpoint(container, checkpoint.settings, None, None, checkpoint.undecoded)
 
 
 def _recoded(

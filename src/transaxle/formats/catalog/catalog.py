@@ -15,6 +15,7 @@ from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import Storage
 
 if TYPE_CHECKING:
+    from transaxle.errors import Refusal
     from transaxle.formats.training_items import TrainingItem
 
 
@@ -80,6 +81,8 @@ class Twin:
     """Why they must be equal."""
     replica: bool = False
     """Whether each rank updates its copy by itself, so that the copies may drift apart."""
+    rounded: bool = False
+    """Whether the copy has lower precision: then it must be what the first rounds to, bit by bit."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,8 @@ class Container:
     """Places where files keep digests of all their bytes; `verify` checks them."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """What its own files say of the model, under the keys of a config.json; used where there is none."""
+    unread: tuple[Refusal, ...] = ()
+    """Why the optimizer's state, or some of it, cannot be read; whatever wants the optimizer is refused for it."""
 
     @property
     def nbytes(self) -> int:

@@ -54,6 +54,8 @@ _GLOBALS = {
 }
 """Class -> its possible names."""
 _GLOBALS["Metadata"] += (Global(_MEGATRON, "MCoreMetadata"),)  # megatron-core 0.15
+_FLATTENED = "nd_reformulated_orig_global_shape"
+"""What Megatron notes of a tensor whose flattened parts are saved."""
 _PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
 """Classes of torch's planner: Megatron keeps the plans of all ranks beside the metadata."""
 
@@ -115,6 +117,8 @@ class SavedItem:
     """Parts of a tensor."""
     payload: Payload | None = None
     """Place of an object."""
+    unflattened: Shape | None = None
+    """Shape of the tensor whose flattened parts are saved, as Megatron notes it; None: the tensor is as it is."""
 
 
 def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem]:
@@ -150,7 +154,9 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
             "CORRUPT", "the metadata does not list the checkpoint's items and where they are stored", file=file
         )
     paths = fields.get("planner_data")
-    return _ItemReader(file, faults, _placed(stored, file, faults)).items(described, paths)
+    notes = fields.get("mcore_data")
+    placed = _placed(stored, file, faults)
+    return _ItemReader(file, faults, placed, notes if isinstance(notes, dict) else {}).items(described, paths)
 
 
 @contextmanager
@@ -172,10 +178,11 @@ PayloadPlaces = Mapping[str, dict[Shape | None, Payload]]
 class _ItemReader:
     """Reads the items of one metadata file."""
 
-    def __init__(self, file: str, faults: Faults, places: PayloadPlaces) -> None:
+    def __init__(self, file: str, faults: Faults, places: PayloadPlaces, notes: Mapping[Any, Any]) -> None:
         self._file = file
         self._faults = faults
         self._places = places
+        self._notes = notes
 
     def items(self, described: Mapping[Any, Any], paths: object) -> list[SavedItem]:
         items = []
@@ -251,7 +258,13 @@ class _ItemReader:
             shown = " and ".join("an object" if start is None else f"a chunk at {list(start)}" for start in extra)
             self._fault(key, f"files are listed for {shown[:200]} of it, which it does not have")
             return None
-        return SavedItem(key, path, dtype, shape, tuple(chunks))
+        notes = self._notes.get(key)
+        flattened = notes.get(_FLATTENED) if isinstance(notes, dict) else None
+        unflattened = None if flattened is None else _counts(flattened)
+        if flattened is not None and unflattened is None:
+            self._fault(key, "the shape of what it is a part of is malformed")
+            return None
+        return SavedItem(key, path, dtype, shape, tuple(chunks), unflattened=unflattened)
 
     def _path(self, key: str, paths: object) -> KeyPath | None:
         """Return the path of a key; what is no mapping of paths is private to another planner."""

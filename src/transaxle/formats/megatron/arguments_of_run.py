@@ -6,13 +6,15 @@ The interpreter describes these without importing anything; only numbers, texts 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, GlobalRule, Names
-from transaxle.formats.pickled.descriptors import Object
+from transaxle.formats.pickled.descriptors import Object, TensorRef
 
+_DEEPEST = 8
+"""Levels of nested settings at most."""
 _OWN_PACKAGES = ("megatron", "nemo", "transformer_engine")
 """Packages whose enums and settings stand among the arguments."""
 
@@ -48,6 +50,8 @@ KEYS: Mapping[str, str] = {
     "num_nextn_predict_layers": "mtp_num_layers",
 }
 """Key of a config.json -> Megatron's argument of the same meaning."""
+_COMMON_STEP = "common_step"
+"""State of torch's own optimizers, which count for each parameter: one number for all."""
 DEGREES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -91,8 +95,11 @@ class RunState:
 
     def step(self) -> int | None:
         """Return the number of steps that the optimizer has made; None where it is not told, or differs by group."""
-        steps = set(_steps(self.facts.get("optimizer")))
+        # A group without parameters may not have counted; torch's own optimizers count in floating point.
+        steps = {step for step in _steps(self.facts.get("optimizer")) if step is not None}
         (only,) = steps if len(steps) == 1 else (None,)
+        if type(only) is float and only.is_integer():
+            return int(only)
         return only if type(only) is int else None
 
     def described(self) -> dict[str, Any]:
@@ -109,9 +116,10 @@ class RunState:
 def _steps(settings: object) -> Iterator[Any]:
     """Yield the steps in the settings of an optimizer, which may be a chain of several."""
     if isinstance(settings, dict):
-        groups = settings.get("param_groups")
+        groups, state = settings.get("param_groups"), settings.get("state")
         if isinstance(groups, list):
             yield from (group.get("step") for group in groups if isinstance(group, dict))
+            yield state.get(_COMMON_STEP) if isinstance(state, dict) else None
         else:
             for inner in settings.values():
                 yield from _steps(inner)
@@ -140,27 +148,43 @@ def _sparse_layers(args: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def run_state(value: object) -> RunState:
-    """Read the state beside the model, as the interpreter describes it; what is not plain data is left out."""
+def run_state(value: object, number: Callable[[TensorRef], float | None] = lambda _: None) -> RunState:
+    """Read the state beside the model, as the interpreter describes it; what is not plain data is left out.
+
+    Args:
+        value: the state.
+        number: returns the value of a tensor without dims.
+    """
     if isinstance(value, list) and len(value) == 1:
         (value,) = value  # a sharded object of one part
     if not isinstance(value, dict):
         return RunState()
     namespace = value.get("args")
     args = namespace.state if isinstance(namespace, Object) and isinstance(namespace.state, dict) else {}
-    facts = {key: found for key, item in value.items() if key != "args" and (found := _plain(item, 8)) is not None}
-    return RunState({key: found for key, item in args.items() if (found := _plain(item, 4)) is not None}, facts)
+    facts = {key: item for key, item in value.items() if key != "args"}
+    return RunState(plain_data(args, number), plain_data(facts, number))
 
 
-def _plain(value: object, depth: int) -> Any:
-    """Return plain data; None for anything else."""
+def plain_data(value: object, number: Callable[[TensorRef], float | None] = lambda _: None) -> Any:
+    """Return plain data, without the items of dicts that are none; None for anything else.
+
+    Args:
+        value: as the interpreter describes it.
+        number: returns the value of a tensor without dims.
+    """
+    return _plain(value, number, _DEEPEST)
+
+
+def _plain(value: object, number: Callable[[TensorRef], float | None], depth: int) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, TensorRef):
+        return number(value)
     if depth and isinstance(value, list | tuple):
-        items = [_plain(item, depth - 1) for item in value]
-        return (
-            None if any(found is None and item is not None for found, item in zip(items, value, strict=True)) else items
-        )
+        items = [_plain(item, number, depth - 1) for item in value]
+        odd = any(found is None and item is not None for found, item in zip(items, value, strict=True))
+        return None if odd else items
     if depth and type(value) is dict:
-        return {str(key): found for key, item in value.items() if (found := _plain(item, depth - 1)) is not None}
+        pairs = ((str(key), _plain(item, number, depth - 1)) for key, item in value.items())
+        return {key: item for key, item in pairs if item is not None}
     return None

@@ -126,11 +126,13 @@ def unrestored(optimizers: Optimizers, named: Mapping[str, torch.Tensor], stored
 
 
 def taken_away(checkpoint: Checkpoint) -> list[Refusal]:
-    """Refuse a source that was written with an optimizer's state whose files are missing now.
+    """Refuse a source that was written with an optimizer's state that cannot be read, or whose files are missing now.
 
     One that never had any is a model, from which a new optimizer starts.
     """
     container, manifest = checkpoint.container, checkpoint.manifest
+    if container.unread:
+        return list(container.unread)
     if manifest is None or any(split_slot(name)[1] for name in (*container.entries, *container.left)):
         return []
     message = "the checkpoint lists this file, but it is missing"

@@ -27,7 +27,7 @@ from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED
 from transaxle.formats.pickled.descriptors import Global, Object, OrderedMap
 from transaxle.formats.storage.storage import is_plain
 from transaxle.formats.torch_file.draft import reference, surround
-from transaxle.formats.training_state.state import OPTIMIZER
+from transaxle.formats.training_state.state import MEGATRON, OPTIMIZER
 
 MODEL_FILES = (f"mp_rank_00{keys.MODEL_END}", f"zero_pp_rank_0_mp_rank_00{keys.MODEL_END}")
 _SETTLED = "0.19.8"
@@ -61,7 +61,7 @@ def draft(
             a parameter that has no name), PATH_ESCAPE, NAME_COLLISION, SHAPE_MISMATCH.
     """
     del metadata, shard_size
-    facts = dict(run or {})
+    facts = _counted(run or {})
     folder = f"global_step{facts.get(keys.GLOBAL_STEPS, 0)}_universal"
     faults = Faults()
     places: dict[str, tuple[Spec, str, str]] = {}
@@ -92,6 +92,16 @@ def draft(
         files[file] = sum(map(len, data))
         fragments.extend(_fragments_of(file, data))
     return Draft(keys.UNIVERSAL, entries, files, tuple(fragments))
+
+
+def _counted(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run says of itself, with the counters of a run of Megatron under DeepSpeed's names."""
+    megatron = run.get(MEGATRON) or {}
+    counts = {
+        keys.GLOBAL_STEPS: megatron.get("iteration"),
+        keys.GLOBAL_SAMPLES: (megatron.get("counters") or {}).get("consumed_train_samples"),
+    }
+    return {**{key: count for key, count in counts.items() if isinstance(count, int)}, **run}
 
 
 def split_name(name: str) -> tuple[str, str]:

@@ -27,9 +27,9 @@ from transaxle.formats.megatron.legacy.param_order import (
     laid_flat,
 )
 from transaxle.formats.megatron.legacy.rank_file import OPTIMIZER_KEY, RankFile
-from transaxle.formats.megatron.torch_dist.reader import MASTER
 from transaxle.formats.pickled.descriptors import NOTHING, DType, Key, TensorRef
 from transaxle.formats.torch_file.saved import read_saved
+from transaxle.formats.training_state.full_precision import MASTER
 from transaxle.formats.training_state.state_groups import PARAMS, ParamGroup, plain
 
 _GROUPS, _STATE, _STEP = "param_groups", "state", "step"

@@ -38,8 +38,8 @@ from transaxle.formats.megatron.legacy.rank_optimizer import (
     optimizer_settings,
     read_optimizer,
 )
-from transaxle.formats.megatron.torch_dist.reader import MASTER
 from transaxle.formats.storage.storage import Storage
+from transaxle.formats.training_state.full_precision import MASTER
 from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
 

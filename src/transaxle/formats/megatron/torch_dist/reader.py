@@ -10,35 +10,45 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
 
 from transaxle.arguments import Weights
 from transaxle.axes.layout.bind import split_slot
-from transaxle.errors import refuse
+from transaxle.errors import Refusal, TransaxleError, Where, refuse
 from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
-from transaxle.formats.catalog.catalog import Container, Entry
+from transaxle.formats.catalog.catalog import Container, Entry, Extent
 from transaxle.formats.catalog.inline import NUMBERS, NumbersInMemory, number
 from transaxle.formats.catalog.sidecar_files import sort_sidecars
 from transaxle.formats.dcp.metadata import Payload, SavedChunk, SavedItem
 from transaxle.formats.dcp.reader import Conventions, metadata_files, read_folder
+from transaxle.formats.dtype import Shape
 from transaxle.formats.format import HERE
 from transaxle.formats.megatron.arguments_of_run import NAMES, RunState, run_state
+from transaxle.formats.megatron.flat_buckets.restored_state import LEAVE_OUT, with_state_of_parameters
+from transaxle.formats.megatron.flat_buckets.stored_buckets import is_of_groups, object_name
 from transaxle.formats.megatron.iterations import BACKEND_FILE
+from transaxle.formats.megatron.torch_dist.flattened_ranges import in_whole_shapes
+from transaxle.formats.megatron.torch_dist.group_settings import with_groups, with_settings
+from transaxle.formats.pickled.descriptors import TensorRef
 from transaxle.formats.storage.storage import Storage, layer
 from transaxle.formats.storage.sub_folder import SubFolder
 from transaxle.formats.torch_file.saved import read_saved
-from transaxle.formats.training_state.state import MEGATRON, OPTIMIZER, KeyPath, Leaf, joined
+from transaxle.formats.torch_file.stored_storage import StoredStorage
+from transaxle.formats.training_state.full_precision import MASTER, with_full_precision
+from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, OPTIMIZER, KeyPath, Leaf, joined
+from transaxle.formats.training_state.state_groups import single
 
 COMMON_FILE = "common.pt"
 """The state beside the sharded tensors, up to megatron-core 0.18."""
 COMMON = "common_state/shard_0_1"
 """The same from 0.19 on: an item of the folder."""
-MASTER = "fp32"
-"""State: the full-precision copy of a low-precision weight."""
 _MASTERS = frozenset({"fp32_param", "param", "master_param"})
-_STATE = re.compile(r"optimizer\.state\.([A-Za-z_][A-Za-z0-9_]*)\.(.+)", re.DOTALL)
-_FLAT = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*", re.DOTALL)
+_STATE = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([A-Za-z_][A-Za-z0-9_]*)\.(.+)", re.DOTALL)
+_OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _SHARD = re.compile(r"/shard_[\d.]+_[\d.]+\Z")
-_FLAT_WHY = "a flat buffer of the distributed optimizer (dp_reshardable)"
 
 
 def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights | None = None) -> Container:
@@ -62,13 +72,13 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
         hint = "Take an earlier iteration, or copy the missing files."
         raise refuse("INCOMPLETE", message, file=path if member == HERE else member, hint=hint)
     items = _Items()
-    conventions = Conventions(TORCH_DIST.name, items.paths, items.unread, _without_aliases)
-    container = read_folder(files, path, names, conventions)
-    state = _run_state(files, items.common)
+    conventions = Conventions(TORCH_DIST.name, items.paths, items.unread, items.wanted)
+    container = in_whole_shapes(read_folder(files, path, names, conventions), items.shapes, names[0])
+    container, state = _with_optimizer(files, container, items, _run_state(files, items.common))
     container = replace(container, metadata={**container.metadata, MEGATRON: state.described()}, config=state.config())
     if weights == "fp32":
-        container = _with_masters(container)
-    container = _with_steps(container, state)
+        container = with_full_precision(container, strict=True)
+    container = with_groups(_with_steps(container, state), state)
     if isinstance(files, SubFolder):
         container = _outside(container, files)
     return _with_sidecars(container)
@@ -80,19 +90,31 @@ class _Items:
     def __init__(self) -> None:
         self.common: Payload | None = None
         """Where the state beside the tensors is, if it is an item."""
+        self.of_groups: dict[tuple[int, int, str], Payload] = {}
+        """Where the objects of groups of data-parallel ranks are, see `stored_buckets.object_name`."""
+        self.shapes: dict[str, Shape] = {}
+        """Name of a flattened tensor -> its shape in the model."""
+
+    def wanted(self, items: Sequence[SavedItem]) -> list[SavedItem]:
+        """Return the items that are tensors of their own, or objects; shapes of flattened tensors are noted."""
+        for item in items:
+            if item.unflattened is not None:
+                self.shapes[_name(item.key)] = item.unflattened
+        return _without_aliases(items)
 
     def paths(self, paths: Sequence[KeyPath]) -> tuple[list[KeyPath], None]:
         """Return the paths of items: the optimizer's state by parameter."""
         return [_path(joined(path)) for path in paths], None
 
     def unread(self, item: SavedItem) -> Leaf | None:
-        """Return an item that is not read: an object, or a flat buffer whose order the folder does not tell."""
+        """Return an item that is not read: an object."""
         if item.key == COMMON:
             self.common = item.payload
-        if _FLAT.fullmatch(item.key):
-            return Leaf((item.key,), "other", None, _FLAT_WHY)
         if item.dtype is not None:
             return None
+        name = object_name(item.key)
+        if name is not None and item.payload is not None:
+            self.of_groups[name] = item.payload
         # One for each layer, expert and rank: listed once.
         return Leaf((_SHARD.sub("", item.key),), "other", None, "pickled state of Megatron's")
 
@@ -119,6 +141,12 @@ def _path(key: str) -> KeyPath:
     return ("optimizer", "state", parameter, MASTER if state in _MASTERS else state)
 
 
+def _name(key: str) -> str:
+    """Return the name that the tensor of an item gets."""
+    path = _path(key)
+    return key if len(path) == 1 else f"{OPTIMIZER}{path[2]}/{path[3]}"
+
+
 def _run_state(storage: Storage, common: Payload | None) -> RunState:
     """Return the state beside the tensors; an empty one where the folder has none.
 
@@ -126,27 +154,55 @@ def _run_state(storage: Storage, common: Payload | None) -> RunState:
         Refused: UNSAFE_PICKLE, CORRUPT.
     """
     if COMMON_FILE in storage.names():
-        return run_state(read_saved(storage, COMMON_FILE, allowed=NAMES).value)
-    return RunState() if common is None else run_state(read_saved(storage, *common, allowed=NAMES).value)
+        common = Payload(COMMON_FILE, 0, storage.size(COMMON_FILE))
+    if common is None:
+        return RunState()
+    return run_state(read_saved(storage, *common, allowed=NAMES).value, partial(_number, storage, common.file))
 
 
-def _with_masters(container: Container) -> Container:
-    """Return a container whose weights are the copies in full precision that the optimizer keeps.
+def _number(storage: Storage, file: str, tensor: TensorRef) -> float | None:
+    """Return the value of a tensor without dims; None for any other tensor."""
+    stored = tensor.storage
+    if tensor.shape or not isinstance(stored, StoredStorage) or tensor.offset >= stored.count:
+        return None
+    value = single(storage, Entry("", stored.dtype.code, (), (Extent((), (), file, stored.offset, ()),)))
+    return float(value) if isinstance(value, np.number) and not tensor.offset else None
 
-    Raises:
-        Refused: UNSUPPORTED where some weight has none.
-    """
-    entries: dict[str, Entry] = {}
-    for name, entry in container.entries.items():
-        if not name.startswith(OPTIMIZER):
-            master = container.entries.get(f"{OPTIMIZER}{name}/{MASTER}")
-            if master is None:
-                message = "the checkpoint holds no full-precision copy of this tensor"
-                raise refuse("UNSUPPORTED", message, file=container.path, tensor=name, hint="Omit --weights fp32.")
-            entries[name] = replace(master, name=name)
-        elif not name.endswith(f"/{MASTER}"):
-            entries[name] = entry
-    return replace(container, entries=entries)
+
+def _with_optimizer(
+    storage: Storage, container: Container, items: _Items, state: RunState
+) -> tuple[Container, RunState]:
+    """Return a container with the optimizer's state by parameter, and the state of the run with its settings."""
+    objects: dict[tuple[int, int, str], Any] = {}
+    problems: list[Refusal] = []
+    for name, payload in items.of_groups.items():
+        try:
+            value = read_saved(storage, *payload, allowed=NAMES).value
+        except TransaxleError as error:
+            if error.exit_code != TransaxleError.exit_code:
+                raise
+            problems.extend(error.refusals)
+            continue
+        objects[name] = value[0] if isinstance(value, list) and len(value) == 1 else value
+    state, contradictions = with_settings(state, objects)
+    where = Where(container.path)
+    problems.extend(Refusal("UNSUPPORTED", each, where, LEAVE_OUT) for each in contradictions)
+    files = {name: payload.file for name, payload in items.of_groups.items()}
+    container = _without_unknown(with_state_of_parameters(container, objects, files, state.args))
+    left = {name: why for name, why in container.metadata.get(LEFT_BEHIND, {}).items() if not is_of_groups(name)}
+    metadata = {**container.metadata, LEFT_BEHIND: left}
+    return replace(container, metadata=metadata, unread=(*container.unread, *problems)), state
+
+
+def _without_unknown(container: Container) -> Container:
+    """Return a container without tensors of an optimizer in a form that is not known: they are no weights."""
+    unknown = [name for name in container.entries if _OPTIMIZER.match(name)]
+    if not unknown:
+        return container
+    message = f"the optimizer's state is stored in a form that is not known; {len(unknown)} tensors are like this one"
+    refusal = Refusal("UNSUPPORTED", message, Where(container.path, unknown[0]), LEAVE_OUT)
+    entries = {name: entry for name, entry in container.entries.items() if name not in set(unknown)}
+    return replace(container, entries=entries, unread=(*container.unread, refusal))
 
 
 def _outside(container: Container, inside: SubFolder) -> Container:
