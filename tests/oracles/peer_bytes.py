@@ -14,14 +14,21 @@ import transaxle as tx
 
 Tensors = dict[str, torch.Tensor]
 _PUBLISHED = {
+    "deepseek_v4": {
+        "model.embed_tokens.": "embed.",
+        "model.hc_head.hc_": "hc_head_",
+        "model.layers.": "layers.",
+        "model.norm.": "norm.",
+        ".attn.norm.": ".attn.kv_norm.",
+    },
     "kimi_k25": {
         "language_model.model.blocks.": "language_model.model.layers.",
         "vision_tower.encoder.patch_embed.": "vision_tower.patch_embed.",
         "model.mm_projector.": "mm_projector.",
     },
 }
-"""Model type -> beginnings of names that transformers 5.23 stores, and those of the published files, which it reads and
-we write.
+"""Model type -> parts of names that transformers 5.23 stores, and those of the published files, which it reads and we
+write.
 """
 
 
@@ -52,14 +59,12 @@ def loaded(folder: Path) -> Tensors:
 
 def published(model_type: str, stored: Tensors) -> Tensors:
     """What transformers has stored, under the names that the published files of this type have."""
-    beginnings = _PUBLISHED.get(model_type, {})
-
-    def name_of(name: str) -> str:
-        matching = (begin for begin in beginnings if name.startswith(begin))
-        begin = next(matching, "")
-        return beginnings.get(begin, "") + name.removeprefix(begin)
-
-    return {name_of(name): value for name, value in stored.items()}
+    renamed = {}
+    for name, value in stored.items():
+        for part, other in _PUBLISHED.get(model_type, {}).items():
+            name = name.replace(part, other)
+        renamed[name] = value
+    return renamed
 
 
 def write(folder: Path, tensors: Tensors, config: str) -> None:

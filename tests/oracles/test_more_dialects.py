@@ -54,6 +54,7 @@ class Case(NamedTuple):
 
 
 _MLA = {"qk_head_dim": 12}
+_PUBLISHED_V4 = {"layer_types": None, "mlp_layer_types": None, "num_nextn_predict_layers": 0}
 _LATE = {"mlp_layer_types": ["dense", "sparse"]}
 _ALL_SPARSE = {"mlp_layer_types": ["sparse", "sparse"]}
 _DENSE = {"first_k_dense_replace": 1}
@@ -73,6 +74,17 @@ _USUAL = (Case({"tie_word_embeddings": True}), Case({"tie_word_embeddings": Fals
 CASES: dict[str, tuple[Case, ...]] = {
     "deepseek_v3": (Case(_MLA), Case({**_MLA, "q_lora_rank": None})),
     "deepseek_v32": (Case({**_MLA, **_LATE}, _DENSE),),
+    "deepseek_v4": (
+        Case({}, {**_PUBLISHED_V4, "compress_ratios": [4, 128], "num_hash_layers": 1}),
+        Case(
+            {
+                "layer_types": ["sliding_attention", "compressed_sparse_attention"],
+                "mlp_layer_types": ["moe", "moe"],
+                "num_experts_per_tok": 3,
+            },
+            {**_PUBLISHED_V4, "compress_ratios": [0, 4], "num_hash_layers": 0},
+        ),
+    ),
     "ernie4_5_moe": (Case(),),
     "glm4_moe": (Case(), Case({"use_qk_norm": True, "attention_bias": True}), Case({"n_shared_experts": 2})),
     "glm4_moe_lite": (Case(_MLA), Case({**_MLA, **_ALL_SPARSE}, _NEVER_DENSE)),

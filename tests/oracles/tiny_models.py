@@ -35,8 +35,8 @@ def made(
         model_type: of the model.
         changes: config keys with other values than wrappers' own; those that the model's parts have too.
         folder: where files go.
-        more: keys that published configs have and transformers does not write, or with other values; those that are
-            new are of the text.
+        more: keys that published configs have and transformers does not write, or with other values, or none where
+            they have not; those that are new are of the text.
         wider: in the other size.
     """
     model = drawn(model_type, changes, wider=wider)
@@ -44,7 +44,9 @@ def made(
         model.save_pretrained(folder / "saved")
     config = json.loads((folder / "saved/config.json").read_text("utf-8"))
     for key, value in more.items():
-        if isinstance(value, dict):
+        if value is None:
+            del config[key]
+        elif isinstance(value, dict):
             config[key] |= value
         elif key in config:
             config[key] = value

@@ -27,6 +27,7 @@ _SIZES = {
 _FILLED = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "deepseek_v4": {"o_groups": 2, "o_lora_rank": 6, "index_n_heads": 3, "index_head_dim": 10},
     "kimi_k25": {"projection_hidden_size": 32},
     "muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 24},
     "nemotron": {"num_key_value_heads": 2},
@@ -50,6 +51,10 @@ _MIXED: dict[str, dict[str, Any]] = {
     **{each: {"layer_types": ["linear_attention", "full_attention"]} for each in _GATED},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "deepseek_v4": {
+        "layer_types": ["compressed_sparse_attention", "heavily_compressed_attention"],
+        "mlp_layer_types": ["hash_moe", "moe"],
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "bamba": {"attn_layer_indices": [1]},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
