@@ -44,8 +44,7 @@ NO_TABLE = {
 NOT_BY_HAND = {
     "DeepseekV4ForCausalLM", "Glm4vMoeForConditionalGeneration", "KimiK25ForConditionalGeneration",
     "MiniMaxM3SparseForConditionalGeneration", "NemotronH_Nano_Omni_Reasoning_V3", "Qwen2AudioForConditionalGeneration",
-    "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration", "Qwen3_5ForConditionalGeneration",
-    "Qwen3_5MoeForConditionalGeneration", "Step3p7ForConditionalGeneration",
+    "Qwen2_5OmniForConditionalGeneration", "Qwen3OmniMoeForConditionalGeneration", "Step3p7ForConditionalGeneration",
 }  # fmt: skip
 """Architectures whose table is traced from transformers and has no dialect of Megatron."""
 ALIASES = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM"}

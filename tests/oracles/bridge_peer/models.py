@@ -196,7 +196,9 @@ _LAYERS_OF_TOWER = {**_TOWER, "num_hidden_layers": 2, "num_attention_heads": 4, 
 _SIGLIP = {**_LAYERS_OF_TOWER, "model_type": "siglip_vision_model", "vision_use_head": False}
 _PIXTRAL = {**_LAYERS_OF_TOWER, "model_type": "pixtral", "head_dim": 8}
 _ROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 1], "rope_theta": 1e4}}
-_PARTIAL_ROPE = {"rope_parameters": {**_ROPE["rope_parameters"], "mrope_section": [1, 1, 0]}}
+_PARTIAL_ROPE = {
+    "rope_parameters": {**_ROPE["rope_parameters"], "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.4}
+}
 
 
 def _pictures(text_type: str, text: Config, tower: Config, *, tied: bool = False, **more: Any) -> Config:
@@ -275,11 +277,19 @@ _CONFIGS: dict[tuple[str, str], list[Config]] = {
     ],
     ("exaone_moe", "ExaoneMoeForCausalLM"): [
         {**_DENSE, **_BALANCED, **_EXPERTS, "num_shared_experts": 1, "is_moe_layer": [False, True, True]},
-        {**_DENSE, **_BALANCED, **_EXPERTS, **_FOUR, "num_shared_experts": 1, "is_moe_layer": [False, True, True]},
+        {
+            **_DENSE,
+            **_BALANCED,
+            **_EXPERTS,
+            **_FOUR,
+            "num_shared_experts": 1,
+            "is_moe_layer": [False, True, True],
+            "num_nextn_predict_layers": 1,
+        },
     ],
     ("hy_v3", "HYV3ForCausalLM"): [
         {**_DENSE, **_EXPERTS, **_HY, "num_shared_experts": 1},
-        {**_DENSE, **_EXPERTS, **_FOUR, **_HY, "num_shared_experts": 2},
+        {**_DENSE, **_EXPERTS, **_FOUR, **_HY, "num_shared_experts": 2, "num_nextn_predict_layers": 1},
     ],
     ("mimo_v2_flash", "MiMoV2FlashForCausalLM"): [
         {**_DENSE, **_MIMO},
@@ -305,6 +315,14 @@ _CONFIGS: dict[tuple[str, str], list[Config]] = {
     ("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM"): [
         {**_DENSE, **_NET_EXPERTS, **_ONE_AHEAD},
         {**_DENSE, **_NET_EXPERTS, **_TIED, **_OTHER_NET},
+    ],
+    ("qwen3_5", "Qwen3_5ForConditionalGeneration"): [
+        _pictures("qwen3_5_text", {**_NET, **_PARTIAL_ROPE}, _QWEN_TOWER),
+        _pictures("qwen3_5_text", {**_NET, **_OTHER_NET, **_ONE_AHEAD, **_PARTIAL_ROPE}, _QWEN_TOWER, tied=True),
+    ],
+    ("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"): [
+        _pictures("qwen3_5_moe_text", {**_NET_EXPERTS, **_PARTIAL_ROPE}, _QWEN_TOWER),
+        _pictures("qwen3_5_moe_text", {**_NET_EXPERTS, **_OTHER_NET, **_ONE_AHEAD, **_PARTIAL_ROPE}, _QWEN_TOWER),
     ],
     ("qwen3_vl", "Qwen3VLForConditionalGeneration"): [
         _pictures("qwen3_vl_text", _ROPE, _EARLY),
