@@ -39,14 +39,15 @@ def outcome(model_type: str) -> tuple[str, str]:
     table = DERIVED if not entries else TRACED if all(entry.traced for entry in entries) else HAND
     with tempfile.TemporaryDirectory() as folder, quiet():
         try:
-            models = _built(model_type)
+            models = built(model_type)
             if not models:
                 return table, UNBUILT
             rules = None
             if not entries:
                 rules = Path(folder, "derived.rules")
                 rules.write_text(from_transformers(model_type).text, "utf-8")
-            both_ways(models[-1], Path(folder, "files"), rules=rules)
+            for number, model in enumerate(models):
+                both_ways(model, Path(folder, str(number)), rules=rules)
         except TransaxleError as error:
             return table, _short(error)
         except AssertionError as error:
@@ -58,12 +59,15 @@ def outcome(model_type: str) -> tuple[str, str]:
     return table, EXACT
 
 
-def _built(model_type: str) -> list[Any]:
+def built(model_type: str) -> list[Any]:
+    """Two models of a type: one of sizes that no table follows from, one in the proportions of the default config."""
+    from transaxle.derivation.tracing.tiny_configs import PROPORTIONED, VARIANTS
     from transaxle.derivation.tracing.transformers_models import Peer, variants
     from transaxle.errors import TransaxleError
 
     try:
-        return [model for model, _ in variants(Peer(), model_type)]
+        found = [model for model, _ in variants(Peer(), model_type, numbers=range(VARIANTS))]
+        return [*found[-1:], *(model for model, _ in variants(Peer(), model_type, numbers=(PROPORTIONED,)))]
     except TransaxleError:  # no class of models has such a config
         return []
 

@@ -108,7 +108,8 @@ def both_ways(
         warnings.simplefilter("ignore")  # what transformers says of sizes that are slow
         again = memory(type(model).from_pretrained(folder / "saved").float())
     assert model_type is None or json.loads(text)["model_type"] == model_type
-    assert differing(again, inside) == [], "transformers does not load what it saved"
+    lost = differing(again, inside)
+    assert not lost, f"transformers does not load what it saved: {', '.join(lost[:2])}"
     text = text if config is None else json.dumps(config)
     write(folder / "hub", hub, text)
     write(folder / "memory", inside, text)

@@ -13,6 +13,7 @@ from transaxle.derivation.fitting.trace import Shape, Trace, Underivable, told
 from transaxle.derivation.numbering import numbered
 from transaxle.derivation.proof import misfits, prove
 from transaxle.derivation.table_file import write_table
+from transaxle.derivation.tracing.tiny_configs import MORE_VARIANTS, PROPORTIONED, VARIANTS
 from transaxle.derivation.writing.from_traces import Derived, derive
 from transaxle.derivation.writing.table import Labels
 from transaxle.engine.checkpoint.settings import CONFIG, stored_config
@@ -27,6 +28,10 @@ _LISTED = 6
 """Problems of a table that a refusal lists."""
 _LEAST = 2
 """Fewest traces of a model type: one to derive from, and one of other sizes to prove the table with."""
+
+
+_MOST = 200_000_000
+"""Elements of the traces beside which there is room for more of them."""
 
 
 @dataclass(frozen=True)
@@ -89,41 +94,97 @@ def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, 
     from transaxle.derivation.tracing.transformers_models import Peer, shapes, trace, variants
 
     peer = Peer()
-    labels = Labels(
-        family or family_name(model_type),
-        (model_type,),
-        comments=(
-            f"{model_type}: hf is what save_pretrained writes, transformers what is in memory.",
-            f"Derived from transformers {peer.version} by tracing: `transaxle derive {model_type}`.",
-        ),
-    )
+    complaints: list[str] = []
+
+    def traced(numbers: Sequence[int]) -> list[Trace]:
+        return [trace(peer, model) for model, _ in variants(peer, model_type, config, complaints, numbers)]
+
     with _refusing(model_type):
-        complaints: list[str] = []
-        traces = [trace(peer, model) for model, _ in variants(peer, model_type, config, complaints)]
+        traces = traced(range(VARIANTS))
         if len(traces) < _LEAST:
             raise _too_few(len(traces), model_type, complaints, bare=config is None)
+        labels = Labels(
+            family or family_name(model_type),
+            tuple(dict.fromkeys((model_type, str(traces[0].config.get("model_type", model_type))))),
+            comments=(
+                f"{model_type}: hf is what save_pretrained writes, transformers what is in memory.",
+                f"Derived from transformers {peer.version} by tracing: `transaxle derive {model_type}`.",
+            ),
+        )
         real = {} if config is None else shapes(peer, model_type, config)
-
-        def derived(*, sparse: bool = False) -> tuple[Derived, str]:
-            table = derive(traces[:-1], labels, peer.aliases(model_type), sparse=sparse)
-            return table, _disproved(table, traces[-1], labels, real, config or {})
-
-        table, problems = derived()
-        if problems:  # a size or a condition may have fitted a key by accident
-            table, problems = derived(sparse=True)
-    if problems:
-        raise _no_table(model_type, problems)
+        trying = _Trying(labels, peer.aliases(model_type), real, config or {})
+        table = trying.derived(traces, traced((PROPORTIONED,)), lambda: traced(range(VARIANTS, MORE_VARIANTS)))
     return _table(table, labels, proved=True)
 
 
-def _disproved(
-    table: Derived, trace: Trace, labels: Labels, real: Mapping[str, Shape], config: Mapping[str, Any]
-) -> str:
-    """Return what a trace of other sizes, or the shapes of the real model, disprove of a table; or nothing."""
-    problems, by = prove(table.text, trace, labels), "a config of other sizes"
-    if not problems:
-        problems, by = misfits(table.text, real, config, labels), "the config that was given"
-    return f"{by} disproves the derived table: {'; '.join(problems[:_LISTED])}" if problems else ""
+@dataclass
+class _Trying:
+    """Derives a table from all traces but one and proves it with that, until it is proved."""
+
+    labels: Labels
+    aliases: Mapping[str, Sequence[str]]
+    real: Mapping[str, Shape]
+    """Shapes of the real model; none where no config was given."""
+    config: Mapping[str, Any]
+    """Its config."""
+    reason: Underivable | None = None
+    """Why the first table is not proved."""
+
+    def derived(
+        self, traces: Sequence[Trace], proportioned: Sequence[Trace], more: Callable[[], Sequence[Trace]]
+    ) -> Derived:
+        """Return a table that is proved.
+
+        Args:
+            traces: of configs of other sizes each.
+            proportioned: the trace of a config in the proportions of the real one, if there is one.
+            more: makes traces with other flags; called where a size or a condition may have fitted a key by accident.
+
+        Raises:
+            Underivable: there is none.
+        """
+        last = len(traces) - 1
+        table = self._one(traces[:last], (traces[last], *proportioned), sparse=False)
+        if table is not None:
+            return table
+        every = (*traces, *proportioned)
+        if sum(n.size for trace in every for n in trace.memory.values()) <= _MOST:
+            every += tuple(more())
+        for held in range(last, 0, -1):
+            for sparse in (False, True):
+                table = self._one((*every[:held], *every[held + 1 :]), (every[held], *every), sparse=sparse)
+                if table is not None:
+                    return table
+        assert self.reason is not None
+        raise self.reason
+
+    def _one(self, traces: Sequence[Trace], proofs: Sequence[Trace], *, sparse: bool) -> Derived | None:
+        """Return the table that some traces give, if no other disproves it."""
+        try:
+            table = derive(traces, self.labels, self.aliases, sparse=sparse)
+            self._prove(table, proofs)
+        except Underivable as error:
+            self.reason = self.reason or error
+            return None
+        return table
+
+    def _prove(self, table: Derived, traces: Sequence[Trace]) -> None:
+        """Hold a table against traces and the shapes of the real model.
+
+        Raises:
+            Underivable: what they disprove.
+        """
+        for trace in traces:
+            problems = prove(table.text, trace, self.labels)
+            if problems:
+                raise _disproved("a config of other sizes", problems)
+        problems = misfits(table.text, self.real, self.config, self.labels)
+        if problems:
+            raise _disproved("the config that was given", problems)
+
+
+def _disproved(by: str, problems: Sequence[str]) -> Underivable:
+    return Underivable(f"{by} disproves the derived table: {'; '.join(problems[:_LISTED])}")
 
 
 def _too_few(built: int, model_type: str, complaints: Sequence[str], *, bare: bool) -> Underivable:

@@ -17,6 +17,8 @@ INDEX = "_index_"
 _OF_LAYERS = re.compile(r"dense|replace|first|step|offset|layer|interval|freq|period|every|start|skip|sparse|pattern")
 """Keys that may say which layers are of a kind; other numbers are sizes, and fit by accident."""
 _PERIOD = re.compile(r"period|step|freq|interval")
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
+_NO_KEYS = frozenset({"not", "in", "and", "or", "len", "True", "False", "None", INDEX})
 SOMETIMES = "False"
 """The condition of a tensor of which only its names tell where it is."""
 
@@ -31,6 +33,8 @@ class Seen:
     """Number of indices that there are; 0: the tensor has none."""
     present: frozenset[int]
     """Those at which it is; {0} for a tensor without index that is there."""
+    judged: frozenset[int] | None = None
+    """Those that count; None: all."""
 
 
 def condition(seen: Sequence[Seen], hints: Sequence[str] = (), *, careful: bool = False) -> str | None:
@@ -50,9 +54,22 @@ def condition(seen: Sequence[Seen], hints: Sequence[str] = (), *, careful: bool 
     return fitting[0] if fitting and not (careful and len(fitting) > 1) else None
 
 
+def negated(text: str) -> str:
+    """Return the statement that is true where another is false."""
+    inner = text.removeprefix("not ")
+    if inner != text and (" " not in inner or inner.startswith("(")):
+        return inner
+    return f"not ({text})" if " " in text else f"not {text}"
+
+
+def keys_of(text: str) -> frozenset[str]:
+    """Return the config keys that a statement speaks of."""
+    return frozenset(_WORD.findall(re.sub('"[^"]*"', "", text))) - _NO_KEYS
+
+
 def _holds(text: str, seen: Seen) -> bool:
     formula = Formula(text)
-    for index in range(seen.count or 1):
+    for index in range(seen.count or 1) if seen.judged is None else seen.judged:
         try:
             value = formula(ChainMap({INDEX: index}, dict(seen.config)))
         except TransaxleError:
@@ -78,7 +95,7 @@ def _candidates(seen: Sequence[Seen]) -> Iterator[str]:
             yield from _of_lists(key, seen, values)
         elif _OF_LAYERS.search(key) and all(isinstance(v, int) and not isinstance(v, bool) for v in values):
             yield from (f"{INDEX} >= {key}", f"{INDEX} < {key}", f"{INDEX} == {key}")
-            if all(value > 0 for value in values):
+            if all(value > 0 for value in values) and any(v != s.count for v, s in zip(values, seen, strict=True)):
                 yield from (f"({INDEX} + 1) % {key} == 0", f"{INDEX} % {key} == 0")
                 yield from (f"({INDEX} + 1) % {key} != 0", f"{INDEX} % {key} != 0")
     yield from (f"{INDEX} == 0", f"{INDEX} > 0")

@@ -31,7 +31,7 @@ RESERVED = frozenset(
 )
 LETTERS = {
     "num_hidden_layers": "l", "num_layers": "l", "n_layer": "l", "layers": "l", "blocks": "l", "block": "l",
-    "layer": "l", "h": "l", "hidden_size": "d", "d_model": "d", "n_embd": "d", "vocab_size": "n",
+    "layer": "l", "h": "l", "hidden_size": "d", "d_model": "d", "n_embd": "d", "embed_dim": "d", "vocab_size": "n",
     "intermediate_size": "f", "moe_intermediate_size": "f", "num_experts": "e", "num_local_experts": "e",
     "n_routed_experts": "e", "experts": "e", "num_key_value_heads": "g", "num_attention_heads": "a", "head_dim": "c",
     "out_channels": "o", "kernel_size": "k", "max_position_embeddings": "s", "patch_size": "p", "num_channels": "r",

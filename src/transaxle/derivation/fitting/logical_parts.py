@@ -11,13 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from transaxle.derivation.fitting.element_moves import Move, moves
-from transaxle.derivation.fitting.patterns import Pattern, Patterns, Place
+from transaxle.derivation.fitting.patterns import Numbering, Pattern, Patterns, Place
 from transaxle.derivation.fitting.trace import SIDES, Trace, Underivable
 from transaxle.derivation.fitting.unions import Unions
 
 Coordinate = tuple[str, int | str, int]
 """Where an index stands: ("name", side, which hole) or ("dim", side, which dim)."""
 IN_NAME, IN_DIM = "name", "dim"
+_COUNTED = (
+    "Numbers in names count layers or experts only if dots separate them, as in layers.0.weight; give the tensors such "
+    "names on both sides, or write the table by hand (docs/how-to/add-a-family.md)."
+)
 
 
 @dataclass(frozen=True)
@@ -72,19 +76,35 @@ class Parts:
     """Patterns of all names."""
 
 
-def parts(traces: Sequence[Trace]) -> Parts:
+class Unpaired(Underivable):
+    """An index of one dialect is nowhere in the other.
+
+    Args:
+        why: which.
+        numbering: what numbers may mean instead.
+        hint: what the user can do.
+    """
+
+    def __init__(self, why: str, numbering: Numbering, hint: str = _COUNTED) -> None:
+        super().__init__(why, hint)
+        self.numbering = numbering
+
+
+def parts(traces: Sequence[Trace], numbering: Numbering) -> Parts:
     """Sort the moves of all traces into parts.
 
     Raises:
         Underivable: naming the tensors.
+        Unpaired: the same, where numbers may mean something else.
     """
-    patterns = Patterns(traces)
-    by_names: dict[tuple[Pattern, Pattern], Part] = {}
+    patterns = Patterns(traces, numbering)
+    by_names: dict[tuple[Pattern, Pattern, int, int], Part] = {}
     contents: list[dict[tuple[str, str], list[tuple[Part, Instance]]]] = [defaultdict(list) for _ in traces]
     for at, trace in enumerate(traces):
         for move in moves(trace):
             hub, memory = (patterns.pattern(side, name) for side, name in zip(SIDES, move.names, strict=True))
-            part = by_names.setdefault((hub[0], memory[0]), Part((hub[0], memory[0])))
+            dims = (len(move.shapes[0]), len(move.shapes[1]))  # layers of another kind may have another tensor there
+            part = by_names.setdefault((hub[0], memory[0], *dims), Part((hub[0], memory[0])))
             instance = Instance(at, move, (hub[1], memory[1]))
             part.instances.append(instance)
             for side, name in zip(SIDES, move.names, strict=True):
@@ -101,10 +121,14 @@ def _find_axes(part: Part, axes: Unions[Place]) -> None:
     columns: dict[tuple[int, ...], list[Coordinate]] = defaultdict(list)
     for coordinate in _coordinates(part):
         columns[tuple(instance.at(coordinate) for instance in part.instances)].append(coordinate)
+    alone: list[Coordinate] = []
     for coordinates in columns.values():
         here, there = ([c for c in coordinates if c[1] == side] for side in SIDES)
         for one in here:
             other = _partner(part, one, there, axes)
+            if other is None:
+                alone.append(one)
+                continue
             there.remove(other)
             place = next(_place(part, c) for c in (one, other) if c[0] == IN_NAME)
             assert place is not None
@@ -113,16 +137,24 @@ def _find_axes(part: Part, axes: Unions[Place]) -> None:
                 if own is not None:
                     axes.join(own, place)
                 part.axes[coordinate] = place
-        if there:
-            raise _of_no_name(part.patterns[1])
+        alone += there
+    if alone:
+        raise _unpaired(part, alone)
 
 
-def _of_no_name(pattern: Pattern) -> Underivable:
-    return Underivable(
-        f"{pattern.text}: an index of it is in no name of the other dialect",
-        hint="Numbers in names count layers or experts only if dots separate them, as in layers.0.weight; give the "
-        "tensors such names on both sides, or write the table by hand (docs/how-to/add-a-family.md).",
-    )
+def _unpaired(part: Part, alone: Sequence[Coordinate]) -> Unpaired:
+    """Return what may be meant by indices that have no partner: one counts from another number, or they are words."""
+    pattern = part.patterns[SIDES.index(str(alone[0][1]))]
+    why = f"{pattern.text}: an index of it is in no name of the other dialect"
+    here, there = ([c for c in alone if c[1] == side and c[0] == IN_NAME] for side in SIDES)
+    for one in here:
+        for other in there:
+            steps = {instance.at(one) - instance.at(other) for instance in part.instances}
+            if len(steps) == 1 and len({instance.at(one) for instance in part.instances}) > 1:
+                place = part.patterns[0].counted_from(int(one[2]))
+                return Unpaired(why, Numbering(ahead={place: next(iter(steps))}))
+    literal = {part.patterns[SIDES.index(str(side))].number(at) for _, side, at in (*here, *there)}
+    return Unpaired(why, Numbering(frozenset(literal)))
 
 
 def _coordinates(part: Part) -> list[Coordinate]:
@@ -144,11 +176,11 @@ def _place(part: Part, coordinate: Coordinate) -> Place | None:
     return part.patterns[SIDES.index(str(side))].places[at] if kind == IN_NAME else None
 
 
-def _partner(part: Part, one: Coordinate, others: Sequence[Coordinate], axes: Unions[Place]) -> Coordinate:
-    """Return the index of the other side that always has the same value."""
+def _partner(part: Part, one: Coordinate, others: Sequence[Coordinate], axes: Unions[Place]) -> Coordinate | None:
+    """Return the index of the other side that always has the same value; None if there is none."""
     fitting = [other for other in others if IN_NAME in (one[0], other[0])]
     if not fitting:
-        raise _of_no_name(part.patterns[0])
+        return None
     place = _place(part, one)
     for other in fitting:
         counted = _place(part, other)

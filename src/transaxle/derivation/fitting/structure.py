@@ -9,9 +9,9 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from transaxle.derivation.configs.conditions import SOMETIMES, Seen, condition
-from transaxle.derivation.fitting.logical_parts import IN_NAME, Part, Parts, parts
-from transaxle.derivation.fitting.patterns import Pattern, Place
+from transaxle.derivation.configs.conditions import SOMETIMES, Seen, condition, keys_of, negated
+from transaxle.derivation.fitting.logical_parts import IN_NAME, Part, Parts, Unpaired, parts
+from transaxle.derivation.fitting.patterns import Numbering, Pattern, Patterns, Place
 from transaxle.derivation.fitting.stored_layout import AxisKey, Layout, Reading, layout
 from transaxle.derivation.fitting.trace import HUB, MEMORY, SIDES, Trace, Underivable
 from transaxle.derivation.fitting.unions import Unions
@@ -69,13 +69,39 @@ class Structure:
     """What the table does not say, in words."""
 
 
+def structure(traces: Sequence[Trace], *, careful: bool = False) -> Structure:
+    """Return the structure of a set of traces.
+
+    Args:
+        traces: what a converter did.
+        careful: take a condition only where one alone fits.
+
+    Raises:
+        Underivable: naming the tensor that no line of the notation describes.
+    """
+    numbering, first = Numbering(), None
+    while True:
+        try:
+            return Builder(traces, numbering, careful=careful).build()
+        except Unpaired as error:
+            first = first or error
+            more = numbering.with_more(error.numbering)
+            known = more.literal == numbering.literal and more.ahead.keys() == numbering.ahead.keys()
+            patterns = Patterns(traces)
+            if known or not all(patterns.constant(number) for number in error.numbering.literal):
+                raise first from None
+            numbering = more
+        except Underivable as error:
+            raise first or error from None
+
+
 class Builder:
     """Builds the structure of a set of traces."""
 
-    def __init__(self, traces: Sequence[Trace], *, careful: bool = False) -> None:
+    def __init__(self, traces: Sequence[Trace], numbering: Numbering, *, careful: bool = False) -> None:
         self.traces = traces
         self.careful = careful
-        self.found: Parts = parts(traces)
+        self.found: Parts = parts(traces, numbering)
         self.numbers = {part: number for number, part in enumerate(self.found.all)}
         self.joined = Unions[AxisKey]()
         self.reading = Reading(self.numbers, self.joined, {})
@@ -161,21 +187,32 @@ class Builder:
         lines = []
         for pattern, layouts in variants.items():
             places = tuple(self.joined.first(place) for place in pattern.places)
-            for read, where in layouts.items():
-                when = self._variant(pattern, where) if len(layouts) > 1 else None
+            conditions = self._variants(pattern, layouts) if len(layouts) > 1 else [None]
+            for read, when in zip(layouts, conditions, strict=True):
                 lines.append(StoredLine(pattern, places, read, when))
         return lines
 
-    def _variant(self, pattern: Pattern, where: set[tuple[int, Indices]]) -> str:
-        """Return when a name has this layout and not another."""
-        seen = []
-        for at, trace in enumerate(self.traces):
-            here = frozenset(indices[0] if indices else 0 for trace_at, indices in where if trace_at == at)
-            seen.append(Seen(trace.config, self.count(pattern.places[0], at) if pattern.places else 0, here))
-        found = condition(seen)
-        if found is None:
-            raise Underivable(f"{pattern.text}: it has several layouts, and nothing in the config says which")
-        return found
+    def _variants(self, pattern: Pattern, layouts: Mapping[Layout, set[tuple[int, Indices]]]) -> list[str | None]:
+        """Return for each layout of a name when it has that one; where the name is not, nothing is asked."""
+        everywhere = {place for where in layouts.values() for place in where}
+        hints = [word for read in layouts for part in read.parts for word in _words(self.found.all[part])]
+        conditions: list[str | None] = []
+        for where in layouts.values():
+            seen = []
+            for at, trace in enumerate(self.traces):
+                here, judged = (
+                    frozenset(indices[0] if indices else 0 for trace_at, indices in places if trace_at == at)
+                    for places in (where, everywhere)
+                )
+                count = self.count(pattern.places[0], at) if pattern.places else 0
+                seen.append(Seen(trace.config, count, here, judged))
+            found = condition(seen, hints)
+            if found is None:
+                raise Underivable(f"{pattern.text}: it has several layouts, and nothing in the config says which")
+            conditions.append(found)
+        if len(conditions) == 2 and keys_of(str(conditions[0])) != keys_of(str(conditions[1])):
+            conditions[1] = negated(str(conditions[0]))
+        return conditions
 
     def _axes(self, part: Part) -> tuple[AxisKey, ...]:
         """Return a part's axes: indices of names, in the order of the names, then digits."""
@@ -201,11 +238,7 @@ class Builder:
         structure.when[number] = self._when(part, places, present)
 
     def _when(self, part: Part, places: Sequence[Place], present: Sequence[set[Indices]]) -> tuple[str, AxisKey | None]:
-        hints = [
-            word
-            for word in part.patterns[0].text.replace(".", "_").split("_")
-            if len(word) > 2 and word not in _EVERYWHERE
-        ]
+        hints = _words(part, SIDES[:1])
         for at, place in enumerate(places):
             seen = []
             for trace, here in enumerate(present):
@@ -240,7 +273,10 @@ class Builder:
                     continue
                 (alias, here), (source, there) = (self.found.patterns.pattern(MEMORY, n) for n in (name, original))
                 if here != there or trace.memory[original].shape != numbers.shape:
-                    raise Underivable(f"{name} shares the values of {original} in another layout or at another index")
+                    numbers_of = [each.number(i) for each in (alias, source) for i in range(len(each.places))]
+                    literal = frozenset((side, name, at) for side in SIDES for _, name, at in numbers_of)
+                    why = f"{name} shares the values of {original} in another layout or at another index"
+                    raise Unpaired(why, Numbering(literal), "") if here != there else Underivable(why)
                 pairs[alias, source].add(at)
         return pairs
 
@@ -301,9 +337,7 @@ class Builder:
         number = line.layout.parts[0]
         structure.ties.append(TiedPart(number, original.layout.parts[0], when))
         structure.lines[HUB] = [
-            StoredLine(each.pattern, each.places, each.layout, f"not {when}" if " " not in when else f"not ({when})")
-            if number in each.layout.parts
-            else each
+            StoredLine(each.pattern, each.places, each.layout, negated(when)) if number in each.layout.parts else each
             for each in structure.lines[HUB]
         ]
         return {number: traces}
@@ -340,3 +374,10 @@ class Builder:
                         structure.left_out.append(note)
                 elif stored != numbers.size:
                     raise Underivable(f"{name}: the hub has {stored} of its {numbers.size} elements")
+
+
+def _words(part: Part, sides: Sequence[str] = SIDES) -> list[str]:
+    """Return the words of a part's names that may occur in a flag that decides about it."""
+    texts = [pattern.text for pattern in part.patterns if pattern.side in sides]
+    words = [word for text in texts for word in text.replace(".", "_").split("_")]
+    return [word for word in words if len(word) > 2 and word not in _EVERYWHERE]

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
@@ -29,22 +30,33 @@ from transaxle.derivation.fitting.trace import (
     dtype_of,
     passes,
 )
+from transaxle.derivation.tracing.config_search import nearest
 from transaxle.derivation.tracing.saved_folder import loaded
-from transaxle.derivation.tracing.tiny_configs import DEEP, OWN, PLAIN, RATIO, VARIANTS, tiny
+from transaxle.derivation.tracing.tiny_configs import (
+    DEEP,
+    OWN,
+    PLAIN,
+    PROPORTIONED,
+    RATIO,
+    SMALL,
+    VARIANTS,
+    filled,
+    tiny,
+)
 from transaxle.errors import refuse
 
 HEADS = (
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
     "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "MODEL_FOR_CTC_MAPPING_NAMES",
     "MODEL_FOR_PRETRAINING_MAPPING_NAMES",
     "MODEL_MAPPING_NAMES",
 )
-"""transformers' registers of model classes, the most wanted first."""
+"""transformers' registers of model classes, the most wanted first: with an encoder before the decoder alone."""
 _BASE = EXACT["float32"]
 """Numbers that one pass carries: models are traced in 32 bits."""
 _LONGEST = 240
@@ -118,7 +130,8 @@ class Peer:
         classes = [each for each in found if hasattr(each, "save_pretrained")]
         if not classes:
             raise refuse("UNSUPPORTED", f"transformers {self.version} has no model class for {model_type!r}")
-        return classes
+        own = self.config_class(model_type)  # a class with another config makes a part of such a model
+        return sorted(classes, key=lambda each: each.__name__ not in architectures and each.config_class is not own)
 
     def aliases(self, model_type: str) -> dict[str, list[str]]:
         """Return config keys that transformers reads as one."""
@@ -130,7 +143,11 @@ class Peer:
 
 
 def variants(
-    peer: Peer, model_type: str, base: Mapping[str, Any] | None = None, complaints: list[str] | None = None
+    peer: Peer,
+    model_type: str,
+    base: Mapping[str, Any] | None = None,
+    complaints: list[str] | None = None,
+    numbers: Sequence[int] = range(VARIANTS),
 ) -> Iterator[tuple[Any, int]]:
     """Yield a model for each variant that can be built, on the meta device, with the number of its variant.
 
@@ -139,14 +156,16 @@ def variants(
         model_type: the word that config.json has.
         base: the config that is made tiny; None: the default one.
         complaints: gets what a model says where it cannot be built, as one line.
+        numbers: the variants.
     """
     complaints = [] if complaints is None else complaints
     config_class = peer.config_class(model_type)
     base = dict(base) if base else config_class().to_dict()
     model_classes = peer.model_classes(model_type, base.get("architectures") or ())
-    for variant in range(VARIANTS):
+    for variant in numbers:
         for model_class in model_classes:
-            model = _built(peer, config_class, model_class, tuple(_settings(base, variant)), complaints)
+            make = _Making(peer, config_class, model_class, complaints)
+            model = make.first(_settings(base, variant)) or make.first(_found(base, variant, make.builds))
             if model is not None:
                 model_classes = [model_class]  # the other variants are of the class that could be built first
                 yield model, variant
@@ -168,35 +187,63 @@ def shapes(peer: Peer, model_type: str, config: Mapping[str, Any]) -> dict[str, 
 
 def _settings(base: Mapping[str, Any], variant: int) -> Iterator[dict[str, Any]]:
     """Yield the configs of a variant; where sizes of one do not fit each other, the next one has fewer changes."""
-    for sizes, flip in (
-        (OWN, True),
-        (PLAIN, True),
-        (OWN, False),
-        (PLAIN, False),
-        (RATIO, True),
-        (RATIO, False),
-        (DEEP, False),
-    ):
-        yield tiny(base, variant, sizes=sizes, flip=flip)
+    if variant == PROPORTIONED:
+        yield from (tiny(base, variant, sizes=sizes) for sizes in (SMALL, RATIO, DEEP))
+        return
+    for flip, apart in ((True, True), (True, False), (False, True), (False, False)):
+        for sizes in (OWN, PLAIN):
+            settings = tiny(base, variant, sizes=sizes, flip=flip, apart=apart)
+            if not apart or settings != tiny(base, variant, sizes=sizes, flip=flip):
+                yield settings
+    for sizes in (SMALL, RATIO, DEEP):
+        for flip in (True, False):
+            yield tiny(base, variant, sizes=sizes, flip=flip)
 
 
-def _built(
-    peer: Peer, config_class: Any, model_class: Any, attempts: Sequence[dict[str, Any]], complaints: list[str]
-) -> Any:
-    """Build a model of the first config that fits."""
-    for settings in attempts:
+def _found(
+    base: Mapping[str, Any], variant: int, builds: Callable[[Mapping[str, Any]], bool]
+) -> Iterator[dict[str, Any]]:
+    """Yield the config of a variant that is found by trying key after key."""
+    wanted = (SMALL, RATIO) if variant == PROPORTIONED else (OWN, SMALL, RATIO)
+    goals = [tiny(base, variant, sizes=sizes, flip=sizes == OWN) for sizes in wanted]
+    found = nearest(filled(base), goals, builds)
+    if found is not None:
+        yield found
+
+
+@dataclass(frozen=True)
+class _Making:
+    """Makes models of one class."""
+
+    peer: Peer
+    config_class: Any
+    model_class: Any
+    complaints: list[str]
+
+    def first(self, attempts: Iterable[Mapping[str, Any]]) -> Any:
+        """Return the model of the first config that fits and is small enough; None if there is none."""
+        for settings in attempts:
+            model = self._model(settings)
+            if model is None:
+                continue
+            count = sum(p.numel() for p in model.parameters())
+            if count <= _MOST:
+                return model.to_empty(device="cpu").float()
+            self.complaints.append(f"its smallest model has {count:,} parameters")
+        return None
+
+    def builds(self, settings: Mapping[str, Any]) -> bool:
+        """Tell whether there is a model of a config, of whatever size."""
+        return self._model(settings) is not None
+
+    def _model(self, settings: Mapping[str, Any]) -> Any:
         try:
-            with warnings.catch_warnings(), peer.torch.device("meta"):
+            with warnings.catch_warnings(), self.peer.torch.device("meta"):
                 warnings.simplefilter("ignore")  # a size that would be slow is still a size
-                model = model_class(config_class.from_dict(settings))
+                return self.model_class(self.config_class.from_dict(dict(settings)))
         except Exception as error:  # noqa: BLE001 - any model's own complaint about sizes that do not fit
-            complaints.append(shorten(f"{type(error).__name__}: {error}", _LONGEST))
-            continue
-        count = sum(p.numel() for p in model.parameters())
-        if count <= _MOST:
-            return model.to_empty(device="cpu").float()
-        complaints.append(f"its smallest model has {count:,} parameters")
-    return None
+            self.complaints.append(shorten(f"{type(error).__name__}: {error}", _LONGEST))
+            return None
 
 
 def trace(peer: Peer, model: Any) -> Trace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from transaxle.derivation.fitting.structure import Builder
+from transaxle.derivation.fitting.structure import structure
 from transaxle.derivation.fitting.trace import Trace
 from transaxle.derivation.writing.table import Labels, Writer
 
@@ -40,6 +40,6 @@ def derive(
     Raises:
         Underivable: no table in the notation says it; the message names the tensor.
     """
-    structure = Builder(traces, careful=sparse).build()
-    writer = Writer(structure, [trace.config for trace in traces], aliases or {}, sparse=sparse)
-    return Derived(writer.text(labels), tuple(structure.left_out), len(traces))
+    found = structure(traces, careful=sparse)
+    writer = Writer(found, [trace.config for trace in traces], aliases or {}, sparse=sparse)
+    return Derived(writer.text(labels), tuple(found.left_out), len(traces))

@@ -96,11 +96,16 @@ class Writer:
     def _simple(self, axis: AxisKey, near: str) -> None:
         """Give an axis the one key that has its size."""
         size = self._size(axis)
-        constant = len(set(size.values())) == 1 and len(self.configs) > 1 and axis not in self.structure.named
-        if axis not in self.formulas and self._known_well(size) and not constant and not isinstance(axis, PaddingAxis):
-            found = self.known.formula(size, near)
-            if found is not None:
-                self.formulas[axis] = found
+        constant = len(set(size.values())) == 1 and len(self.configs) > 1
+        if axis in self.formulas or not self._known_well(size) or isinstance(axis, PaddingAxis):
+            return
+        if constant and axis not in self.structure.named:
+            return
+        found = self.known.formula(size, near)
+        if found is not None and constant and isinstance(axis, tuple) and not _speaks_of(found, axis[1]):
+            found = str(next(iter(size.values())))  # as many in every model, and a key that happens to be as large
+        if found is not None:
+            self.formulas[axis] = found
 
     def _known_well(self, size: Mapping[int, int]) -> bool:
         return bool(self.configs) and len(size) >= min(2, len(self.configs))
@@ -228,7 +233,10 @@ class Writer:
 
     def _line(self, line: StoredLine) -> tuple[str, str]:
         pieces = line.pattern.text.split(HOLE)
-        holes = [f"{{{self.axes[place]}}}" for place in line.places]
+        ahead = line.pattern.ahead or (0,) * len(line.places)
+        holes = [
+            f"{{{self.axes[p]}{f'{more:+d}' if more else ''}}}" for p, more in zip(line.places, ahead, strict=True)
+        ]
         name = pieces[0] + "".join(hole + piece for hole, piece in zip(holes, pieces[1:], strict=True))
         when = ""
         if line.when is not None:
@@ -280,3 +288,9 @@ def _aligned(lines: Sequence[tuple[str, str]]) -> Iterator[str]:
     widest = max((len(name) for name, _ in lines), default=0)
     for name, expression in lines:
         yield f"  {name.ljust(widest)} = {expression}"
+
+
+def _speaks_of(formula: str, name: str) -> bool:
+    """Tell whether a formula has a word of the segment before an index, or tells how long a list is."""
+    words = name.removesuffix(HOLE).rstrip(".").rpartition(".")[2].split("_")
+    return "len(" in formula or any(word.rstrip("s") in formula for word in words if len(word) > 3)

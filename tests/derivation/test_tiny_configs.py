@@ -1,0 +1,83 @@
+"""Tiny configs: sizes of their own in each variant, proportions of a real model, and what fits where not all does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from transaxle.derivation.tracing.config_search import nearest
+from transaxle.derivation.tracing.tiny_configs import MORE_VARIANTS, OWN, PROPORTIONED, SMALL, VARIANTS, tiny
+
+PICTURE: dict[str, Any] = {
+    "model_type": "picture",
+    "projection_dim": 512,
+    "text_config": {"model_type": "words", "hidden_size": 512, "num_hidden_layers": 12, "type_vocab_size": 1},
+    "vision_config": {"model_type": "pixels", "hidden_size": 768, "num_hidden_layers": 12, "patch_size": 32},
+}
+STAGED: dict[str, Any] = {
+    "depths": [2, 2, 6, 2], "num_layers": 4, "embed_dim": 96, "hidden_size": 768, "stage_names": ["stem", "stage1"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", range(VARIANTS))
+def test_keys_that_are_equal_by_default_have_sizes_of_their_own(variant: int) -> None:
+    made = tiny(PICTURE, variant, apart=True)
+    sizes = {made["projection_dim"], made["text_config"]["hidden_size"], made["vision_config"]["hidden_size"]}
+    assert len(sizes) == 3
+    assert made["text_config"]["type_vocab_size"] > 1
+    assert made["text_config"]["num_hidden_layers"] != made["vision_config"]["num_hidden_layers"]
+
+
+def test_variants_differ_in_sizes_and_further_ones_in_flags() -> None:
+    config = {"hidden_size": 512, **{f"use_{number}": False for number in range(12)}}
+    made = [tiny(config, variant, flip=True) for variant in range(MORE_VARIANTS)]
+    assert len({each["hidden_size"] for each in made[:VARIANTS]}) == VARIANTS
+    assert made[1]["hidden_size"] == made[1 + VARIANTS]["hidden_size"]
+    flags = [tuple(each[f"use_{number}"] for each in made) for number in range(12)]
+    assert len(set(flags)) == len(flags)
+
+
+def test_proportions_are_those_of_the_model() -> None:
+    made = tiny(PICTURE, PROPORTIONED, sizes=SMALL)
+    wide, narrow = made["vision_config"]["hidden_size"], made["text_config"]["hidden_size"]
+    assert wide * 512 == narrow * 768
+    assert made["projection_dim"] == narrow
+
+
+def test_stages_stay_as_many_where_their_sizes_are_divided() -> None:
+    assert tiny(STAGED, 1, sizes=SMALL) == {**STAGED, "embed_dim": 6, "hidden_size": 48}
+    listed = {"depths": [2, 2], "num_layers": 2, "hidden_sizes": [256, 512]}
+    assert tiny(listed, 1, sizes=SMALL)["hidden_sizes"] == [16, 32]
+
+
+def test_widths_that_follow_from_others_are_left_to_transformers() -> None:
+    assert tiny(STAGED, 1, sizes=OWN) == {"depths": [2, 2, 6], "embed_dim": 96}
+
+
+def test_the_nearest_config_has_every_change_that_fits() -> None:
+    """Heads must be as many as groups, the layers have a list of their own, and one size must not change."""
+    base: dict[str, Any] = {
+        "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 512,
+        "intermediate_size": 2048, "inner_config": {"hidden_size": 256}, "stage_names": ["a"],
+    }  # fmt: skip
+    tried: list[Mapping[str, Any]] = []
+
+    def builds(config: Mapping[str, Any]) -> bool:
+        tried.append(config)
+        alike = config["num_attention_heads"] == config["num_key_value_heads"]
+        return bool(alike and config["intermediate_size"] == 2048)
+
+    goals = [tiny(base, 1, sizes=sizes) for sizes in (OWN, SMALL)]
+    made = nearest(base, goals, builds)
+    assert made == {
+        "num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 8, "hidden_size": 96, "head_dim": 24,
+        "intermediate_size": 2048, "inner_config": {"hidden_size": 96},
+    }  # fmt: skip
+    assert base["inner_config"] == {"hidden_size": 256}
+    assert len(tried) < 40
+
+
+def test_a_config_that_does_not_build_leads_nowhere() -> None:
+    assert nearest({"hidden_size": 512}, [{"hidden_size": 64}], lambda _: False) is None
