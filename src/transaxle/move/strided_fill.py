@@ -23,12 +23,14 @@ class Scratch:
         size: bytes.
         waste: bytes that may be read for each byte wanted.
         gap: bytes between two runs that may be read along however many they are in all.
+        few: so many runs are read one by one, for which no gap is worth reading.
     """
 
-    def __init__(self, size: int, waste: float = 4.0, gap: int = 1 << 14) -> None:
+    def __init__(self, size: int, waste: float = 4.0, gap: int = 1 << 14, few: int = 0) -> None:
         self.array: Bytes = np.empty(size, np.uint8)
         self.waste = waste
         self.gap = gap
+        self.few = few
 
     def takes(self, transfer: Transfer) -> bool:
         """Tell whether to read everything between a transfer's first and last byte: it fits, and wastes little."""
@@ -36,7 +38,10 @@ class Scratch:
         if span > len(self.array):
             return False
         # A loop with source step 0 reads the same bytes again, so it adds nothing to the bytes wanted.
-        wanted = transfer.width * prod(count for count, step, _ in transfer.loops if step)
+        runs = prod(count for count, step, _ in transfer.loops if step)
+        wanted = transfer.width * runs
+        if runs <= self.few and span > wanted:
+            return False
         return span <= wanted * self.waste or _widest_gap(transfer) <= self.gap
 
     def apart(self, transfer: Transfer) -> bool:

@@ -65,6 +65,8 @@ class Limits:
     """Bytes that may be read for each byte wanted; see `Scratch`."""
     gap: int = 1 << 14
     """Bytes between two runs that may be read along however many they are in all."""
+    few: int = 0
+    """So many runs are read one by one."""
 
     @property
     def strided_block(self) -> int:
@@ -145,7 +147,7 @@ class Worker:
     @cached_property
     def scratch(self) -> Scratch:
         """Room for strided reads; what memory lends needs none."""
-        return Scratch(self._limit.scratch, self._limit.waste, self._limit.gap)
+        return Scratch(self._limit.scratch, self._limit.waste, self._limit.gap, self._limit.few)
 
     @property
     def room(self) -> int:

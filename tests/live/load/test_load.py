@@ -148,14 +148,18 @@ def test_no_value_passes_through_a_collective_that_need_not(tmp_path: Path, once
     assert all(0 < each["moved"] < (1 << 18) + 2 * each["received"] for each in found), "names and shapes, no values"
 
 
-def _columns(rank: int, world: int, folder: str, columns: int) -> float:
+def _columns(rank: int, world: int, folder: str, rows: int, columns: int) -> float:
     mesh = init_device_mesh("cpu", (world,))
-    state = {"w": distribute_tensor(torch.zeros(512, columns), mesh, [Shard(1)], src_data_rank=None)}
+    state = {"w": distribute_tensor(torch.zeros(rows, columns), mesh, [Shard(1)], src_data_rank=None)}
     report = load(state, folder)
     return report.bytes_read / report.bytes_needed
 
 
-@pytest.mark.parametrize(("columns", "most"), [(4, 2.0), (32, 2.0), (34, 1.0), (256, 1.0)])
-def test_gaps_are_read_along_only_where_they_are_short(tmp_path: Path, columns: int, most: float) -> None:
-    save_file({"w": torch.rand(512, columns)}, tmp_path / "model.safetensors")
-    assert all(most - 0.01 < found <= most for found in run(2, _columns, str(tmp_path), columns))
+@pytest.mark.parametrize(
+    ("rows", "columns", "most"), [(512, 4, 2.0), (512, 32, 2.0), (512, 34, 1.0), (512, 256, 1.0), (256, 4, 1.0)]
+)
+def test_gaps_are_read_along_only_where_they_are_short_and_many(
+    tmp_path: Path, rows: int, columns: int, most: float
+) -> None:
+    save_file({"w": torch.rand(rows, columns)}, tmp_path / "model.safetensors")
+    assert all(most - 0.01 < found <= most for found in run(2, _columns, str(tmp_path), rows, columns))

@@ -53,6 +53,17 @@ def test_a_folder_of_dcp_has_the_names_and_the_padding_of_megatron(hubs: dict[st
     assert run(4, _loaded_again, degrees, hubs["dense"], str(out)) == [[]] * 4
 
 
+@pytest.mark.parametrize(("name", "degrees"), [JOBS[0], JOBS[4], JOBS[5], JOBS[8]], ids=str)
+def test_megatron_loads_the_distributed_checkpoint_that_is_saved(
+    name: str, degrees: Degrees, hubs: dict[str, str], tmp_path: Path
+) -> None:
+    out, config = tmp_path / "out", MODELS[name]
+    run(4, saved, config, degrees, hubs[name], str(out), "torch_dist")
+    assert (out / "latest_checkpointed_iteration.txt").read_text() == "release"
+    folder = str(out / "release")
+    assert run(4, gpt_job.load, config, hubs[name], folder, degrees.tp, degrees.pp, degrees.ep) == [[]] * 4
+
+
 def _loaded_again(rank: int, world: int, degrees: Degrees, source: str, folder: str) -> list[str]:
     with gpt_job.models(MODELS["dense"], degrees) as (model,):
         load(model.sharded_state_dict(), folder)

@@ -169,6 +169,17 @@ def test_other_functions_say_that_they_do_not_take_them(call: Any) -> None:
         call({"norm": _norms()}, "hf")
 
 
+def test_an_optimizer_is_not_taken_with_them(tmp_path: Path) -> None:
+    norms = _norms()
+    optimizer = torch.optim.AdamW([norm.data.requires_grad_() for norm in norms])
+    for call in (
+        lambda: load({"norms": norms}, _source(tmp_path), optimizer=optimizer),
+        lambda: save({"norms": norms}, tmp_path / "out", optimizer=optimizer),
+    ):
+        with pytest.raises(Refused, match="Leave optimizer= out"):
+            call()
+
+
 def _one_in_shards(rank: int, world: int, folder: str) -> None:
     state = {"norm": torch.zeros(2, WIDTH)} if rank else {"norms": _norms()}
     load(state, folder, strict=False)

@@ -30,8 +30,9 @@ from transaxle.move.mover import Movement
 from transaxle.move.workers import limits
 from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device
 
-_WASTE, _GAP = 1.4, 64
-"""Bytes that may be read for each one needed, and the gap between runs that is read along in any case."""
+_WASTE, _GAP, _FEW = 1.4, 64, 256
+"""Bytes that may be read for each one needed, the gap between runs that is read along in any case, and the number of
+runs up to which none is."""
 
 
 class Loading(TypedDict, total=False):
@@ -104,7 +105,8 @@ def load(
             _check_copies(plan.view, world, jobs)
         with world.together():
             filled = destinations(plan, state, checkpoint, meta_device)
-            storage, limit = plan.view.checkpoint.container.storage, replace(limits(jobs), waste=_WASTE, gap=_GAP)
+            storage = plan.view.checkpoint.container.storage
+            limit = replace(limits(jobs), waste=_WASTE, gap=_GAP, few=_FEW)
             movement = Movement(items, storage, Rooms(filled.landings, names), limit, RankExchange(world))
         read_before = counter.count
         with clock.stage("read"), world.together():

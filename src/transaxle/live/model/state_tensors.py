@@ -55,6 +55,8 @@ class Leaves:
     untouched: tuple[str, ...] = ()
     """Names of what it holds beside `tensors`: a model's adapters, or their base; the objects of a sharded state dict.
     """
+    sharded: bool = False
+    """Whether some of `tensors` are grids of a sharded state dict."""
     factories: tuple[Factory, ...] = ()
     """Parameters of which `tensors` has copies, of a sharded state dict."""
 
@@ -132,7 +134,8 @@ def _with_shards(
     problems = [*found.problems, *(Refusal("NAME_COLLISION", message, Where(None, name)) for name in both)]
     if problems:
         raise gathered(problems)
-    return Leaves({**tensors, **found.grids}, others, untouched=found.objects, factories=found.factories)
+    tensors |= found.grids
+    return Leaves(tensors, others, untouched=found.objects, sharded=bool(found.grids), factories=found.factories)
 
 
 def _strange(name: str, value: Any, *, of_module: bool) -> Refusal | None:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
-from transaxle.errors import Refusal, Where, gathered
+from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog.sidecar_files import STATE_FOLDER
 from transaxle.live.derived.settle import unnamed
 from transaxle.live.model.state_tensors import Leaves
@@ -43,8 +43,12 @@ def by_name(optimizer: AnyOptimizer, own: Leaves) -> tuple[Optimizers, dict[str,
         own: what the model holds.
 
     Raises:
-        Refused: UNSUPPORTED for parameters that the model's state dict does not show; see `names_of`.
+        Refused: UNSUPPORTED for parameters that the model's state dict does not show, and for those of a sharded state
+            dict; see `names_of`.
     """
+    if own.sharded:
+        message = "the shards of a Megatron model are no parameters of an optimizer, so its state cannot be matched"
+        raise refuse("UNSUPPORTED", message, hint="Leave optimizer= out, and let Megatron save and load its state.")
     optimizers = apart(optimizer)
     if nameless := unnamed((parameter for _, _, parameter in optimizers.parameters()), own.islands):
         raise gathered(nameless)
