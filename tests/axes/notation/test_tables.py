@@ -133,23 +133,26 @@ def test_sizes_of_a_table() -> None:
     assert sizes.giving({"n": 9, "f": 5}).given == {"n": 7, "f": 5}
 
 
-def test_a_size_that_layers_may_have_of_their_own_is_not_one_of_everywhere() -> None:
+def test_a_size_that_layers_may_have_of_their_own_is_not_one_of_all() -> None:
     uneven = only("""
 family uneven
   axes l=layers d=hidden
   axis r = heads_of[l] | heads
   axis w = 2 * r
+  axis v = w | 7
   q : l r d
   o : l w d
+  z : l v d
 
 dialect a
   {l}.q = q[r d]
   {l}.o = o[w d]
+  {l}.z = z[v d]
 """)
     sizes = Sizes(uneven, {"layers": 2, "hidden": 3, "heads": 4, "heads_of": [4, 8]})
-    assert sizes.at({}) == {"l": 2, "d": 3, "r": 4, "w": 8}
-    assert sizes.everywhere() == {"l": 2, "d": 3}
-    assert sizes.giving({"r": 5}).everywhere() == {"l": 2, "d": 3, "r": 5, "w": 10}
+    assert sizes.at({}) == {"l": 2, "d": 3}
+    assert sizes.at({"l": 1}) == {"l": 2, "d": 3, "r": 8, "w": 16, "v": 16}
+    assert sizes.giving({"r": 5}).at({}) == {"l": 2, "d": 3, "r": 5, "w": 10, "v": 10}
 
 
 def test_sizes_that_are_none() -> None:

@@ -227,24 +227,12 @@ class Sizes:
         return frozenset(axis for formula in formulas for axis in formula.names & self.family.name_axes)
 
     def at(self, index: Mapping[str, int]) -> dict[str, int]:
-        """Return every size known for the tensor at `index` (name axis -> its index).
+        """Return every size known for the tensor at `index` (name axis -> its index); at none, those of all tensors.
 
         Raises:
             Refused: what a formula refuses.
         """
         return dict(self._measured(index)[0])
-
-    def everywhere(self) -> dict[str, int]:
-        """Return the sizes that are the same at every index: given ones, and those whose formula names no index.
-
-        Raises:
-            Refused: what a formula refuses.
-        """
-        dependent: set[str] = set()
-        for axis, formula in self.family.axes.items():
-            if axis not in self.given and formula is not None and formula.names & (self.family.name_axes | dependent):
-                dependent.add(axis)
-        return {axis: size for axis, size in self.at({}).items() if axis not in dependent}
 
     def _measured(self, index: Mapping[str, int]) -> _Measured:
         """Return the sizes at an index, and the values that formulas see there; cached for layers that are alike."""
@@ -299,12 +287,13 @@ class Sizes:
 
     @cached_property
     def _indices(self) -> Mapping[str, frozenset[str]]:
-        """Axis -> name axes on whose index its size depends."""
-        names = self.family.name_axes
-        return {
-            axis: frozenset() if formula is None else formula.names & names - {axis}
-            for axis, formula in self.family.axes.items()
-        }
+        """Axis -> name axes on whose index its size depends, itself or through other axes."""
+        indices: dict[str, frozenset[str]] = {}
+        for axis, formula in self.family.axes.items():
+            names = frozenset[str]() if formula is None or axis in self.given else formula.names - {axis}
+            own = names & self.family.name_axes
+            indices[axis] = own.union(*(indices.get(name, frozenset()) for name in names - own))
+        return indices
 
     @cached_property
     def originals(self) -> Mapping[str, tuple[str, ...]]:

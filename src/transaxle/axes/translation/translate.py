@@ -142,7 +142,7 @@ class _Translator:
             form = self.recode(name, NumberFormat(self.stored[name].dtype, self.bound.encodings.get(name, PLAIN)))
             built[name] = replace(unchanged(name, self.stored[name]), dtype=form.dtype, encoding=form.encoding)
         refusals = tuple(self.refusals.values())
-        ignored, sizes = (*self.bound.ignored, *self.empty), self.sizes.everywhere()
+        ignored, sizes = (*self.bound.ignored, *self.empty), self.sizes.at({})
         return Translation(built, tuple(self.checks), kept_names, ignored, self._aliases(), refusals, sizes)
 
     def refuse(self, refusals: Iterable[Refusal], tensor: str | None = None) -> None:

@@ -168,7 +168,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         """
         if dialect == IDENTITY:
             targets = {name: unchanged(name, entry) for name, entry in self.container.entries.items()}
-            return View(targets, (), (), (), {}, (), self.sizes.everywhere() if self.family else {})
+            return View(targets, (), (), (), {}, (), self.sizes.at({}) if self.family else {})
         target = pick_dialect(self.recognised.family, dialect)
         entries, partial = self.catalog.entries, self.settings.partial
         from transaxle.axes.translation.translate import translate
