@@ -30,7 +30,7 @@ _LEAST = 2
 """Fewest traces of a model type: one to derive from, and one of other sizes to prove the table with."""
 
 
-_MOST = 200_000_000
+_MOST = 100_000_000
 """Elements of the traces beside which there is room for more of them."""
 
 
@@ -91,13 +91,14 @@ def from_transformers(model_type: str, config: Mapping[str, Any] | None = None, 
         Refused: UNSUPPORTED where no table says what transformers does, or torch or transformers are not installed.
         UsageError: UNKNOWN_FAMILY where transformers does not know the model type.
     """
-    from transaxle.derivation.tracing.transformers_models import Peer, shapes, trace, variants
+    from transaxle.derivation.tracing.transformers_models import Peer, shapes, traced_or_not, variants
 
     peer = Peer()
     complaints: list[str] = []
 
     def traced(numbers: Sequence[int]) -> list[Trace]:
-        return [trace(peer, model) for model, _ in variants(peer, model_type, config, complaints, numbers)]
+        found = (traced_or_not(peer, m, complaints) for m, _ in variants(peer, model_type, config, complaints, numbers))
+        return [each for each in found if each is not None]
 
     with _refusing(model_type):
         traces = traced(range(VARIANTS))

@@ -80,6 +80,7 @@ _RULES: tuple[tuple[tuple[int, ...], str], ...] = (
 """Sizes in each variant, and the keys that have them, as patterns."""
 _HANG_TOGETHER: dict[tuple[int, ...], str] = {_LAYERS: "layers", _HEADS: "heads", _GROUPS: "heads"}
 _COMPILED = [(sizes, re.compile("|".join(f"(?:{key})" for key in keys.split()))) for sizes, keys in _RULES]
+_NUMBERS_OF_HEADS = next(pattern for sizes, pattern in _COMPILED if sizes == _HEADS)
 _WIDTHS = next(pattern for sizes, pattern in _COMPILED if sizes == _HIDDEN)
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _KEPT = frozenset(
@@ -170,10 +171,13 @@ class _Shrinking:
     """Whether the stages of a backbone stay as many."""
     deep: bool = False
     """Whether all layers stay."""
+    heads: tuple[int, ...] = ()
+    """Numbers of heads that divide the widths."""
 
     def mapping(self, config: Mapping[str, Any], path: str = "") -> dict[str, Any]:
         deep = self.sizes == DEEP or (self.staged and "depths" in config)
-        return replace(self, deep=deep)._mapping(config, path)
+        counts = (value for key, value in config.items() if _NUMBERS_OF_HEADS.fullmatch(key) and type(value) is int)
+        return replace(self, deep=deep, heads=tuple(count for count in counts if count > 0))._mapping(config, path)
 
     def _mapping(self, config: Mapping[str, Any], path: str) -> dict[str, Any]:
         layers = next((config[key] for key in _COUNTS if isinstance(config.get(key), int)), None)
@@ -213,6 +217,14 @@ class _Shrinking:
             return _list(key, value, self.variant, layers)
         return value
 
+    def _share(self, value: int) -> int:
+        """Take the share of a size that the variant stands for; a larger one, or all, where that cannot be divided."""
+        for parts in (_FRACTIONS[self.sizes], _FRACTIONS[RATIO]):
+            share, rest = divmod(value * _RATIOS[self.variant], parts)
+            if not rest and share >= _LEAST and not any(share % count and not value % count for count in self.heads):
+                return share
+        return value
+
     def _stages(self, value: list[Any]) -> list[Any]:
         """Take of every size of a list what is taken of single sizes; all of them where one cannot be divided so."""
         scaled = [divmod(each * _RATIOS[self.variant], _FRACTIONS[self.sizes]) for each in value if type(each) is int]
@@ -227,8 +239,7 @@ class _Shrinking:
             if self.deep and sizes is _LAYERS:
                 return value
             if self.sizes in _FRACTIONS and sizes not in _ALONE:
-                scaled, rest = divmod(value * _RATIOS[self.variant], _FRACTIONS[self.sizes])
-                return value if rest or scaled < _LEAST or sizes in (_HEADS, _GROUPS) or len(sizes) == 1 else scaled
+                return value if sizes in (_HEADS, _GROUPS) or len(sizes) == 1 else self._share(value)
             if sizes is _HEAD and self.sizes == PLAIN:
                 return _HIDDEN[self.variant] // _HEADS[self.variant]
             return sizes[self.variant % len(sizes)]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from operator import itemgetter
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -61,8 +62,8 @@ _BASE = EXACT["float32"]
 """Numbers that one pass carries: models are traced in 32 bits."""
 _LONGEST = 240
 """Characters of a model's complaint."""
-_MOST = 60_000_000
-"""Elements of the largest model that is traced."""
+_ENOUGH, _MOST = 16_000_000, 60_000_000
+"""Elements of a model for which no smaller one is tried, and of the largest one that is traced."""
 
 
 class Peer:
@@ -222,14 +223,20 @@ class _Making:
 
     def first(self, attempts: Iterable[Mapping[str, Any]]) -> Any:
         """Return the model of the first config that fits and is small enough; None if there is none."""
-        for settings in attempts:
-            model = self._model(settings)
+        larger: list[tuple[int, Any]] = []
+        for model in map(self._model, attempts):
             if model is None:
                 continue
             count = sum(p.numel() for p in model.parameters())
-            if count <= _MOST:
+            if count <= _ENOUGH:
                 return model.to_empty(device="cpu").float()
-            self.complaints.append(f"its smallest model has {count:,} parameters")
+            larger.append((count, model))
+        if not larger:
+            return None
+        count, model = min(larger, key=itemgetter(0))
+        if count <= _MOST:
+            return model.to_empty(device="cpu").float()
+        self.complaints.append(f"its smallest model has {count:,} parameters")
         return None
 
     def builds(self, settings: Mapping[str, Any]) -> bool:
@@ -268,6 +275,21 @@ def trace(peer: Peer, model: Any) -> Trace:
             carried.append((loaded(folder, load_file), memory))
             config = json.loads((folder / "config.json").read_text("utf-8"))
     return _combined(carried, config)
+
+
+def traced_or_not(peer: Peer, model: Any, complaints: list[str]) -> Trace | None:
+    """Return the trace of a model; None where transformers cannot store one of these sizes, and why as a complaint.
+
+    Raises:
+        Underivable: values were changed on the way.
+    """
+    try:
+        return trace(peer, model)
+    except Underivable:
+        raise
+    except Exception as error:  # noqa: BLE001 - of the peer's own conversion of sizes that do not fit
+        complaints.append(shorten(f"{type(error).__name__}: {error}", _LONGEST))
+        return None
 
 
 @contextmanager
