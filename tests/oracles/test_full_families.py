@@ -25,7 +25,7 @@ from transaxle.errors import TransaxleError
 from transaxle.families import builtin
 from transaxle.formats.storage.local import LocalStorage
 
-ABSENT = {"step3p5", "step3p7_text", "kimi_k2"}
+ABSENT = {"step3p5", "step3p7_text", "kimi_k2", "bailing_moe_v2"}
 """Model types of ours that the installed transformers does not know by this word."""
 TYPES = sorted({t for e in builtin().entries.values() if not e.traced for t in e.model_types} - ABSENT)
 SAMPLE = ("llama", "qwen3_moe", "deepseek_v3")

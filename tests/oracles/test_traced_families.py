@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.oracles.peer_bytes import both_ways
+from tests.oracles.test_full_families import ABSENT
 from transaxle import families
 from transaxle.derivation.sources import from_transformers
 from transaxle.derivation.tracing.transformers_models import Peer, variants
@@ -22,10 +23,7 @@ from transaxle.families import builtin
 SAMPLE = ("bailing_hybrid", "mbart", "aya_vision", "recurrent_gemma")
 """Types in the normal run: experts stacked, an encoder and a decoder, a model in a wrapper, layers of two kinds."""
 TYPES = sorted(t for entry in builtin().entries.values() if entry.traced for t in entry.model_types)
-HAND = sorted(
-    {t for entry in builtin().entries.values() if not entry.traced for t in entry.model_types}
-    - {"step3p5", "step3p7_text", "kimi_k2"}
-)
+HAND = sorted({t for entry in builtin().entries.values() if not entry.traced for t in entry.model_types} - ABSENT)
 """Types with a table by hand that transformers knows by the same word."""
 
 

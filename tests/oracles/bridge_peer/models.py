@@ -137,6 +137,15 @@ _MIMO = {
     "hybrid_layer_pattern": [0, 1, 0],
     "moe_layer_freq": [0, 1, 1],
 }
+_LING = {
+    **_REMOTE,
+    **_BALANCED,
+    **_EXPERTS,
+    "num_shared_experts": 1,
+    "use_qk_norm": True,
+    "moe_router_enable_expert_bias": True,
+    "rotary_dim": 4,
+}
 _INDEXED = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 4, "indexer_rope_interleave": True}
 _NO_GPU_DISPATCH = {"moe_token_dispatcher_type": "alltoall"}
 _STEP: Config = {
@@ -294,6 +303,10 @@ _CONFIGS: dict[tuple[str, str], list[Config]] = {
     ("mimo_v2_flash", "MiMoV2FlashForCausalLM"): [
         {**_DENSE, **_MIMO},
         {**_DENSE, **_MIMO, "hybrid_layer_pattern": [0, 1, 1], "moe_layer_freq": [0, 0, 1], "v_head_dim": 4},
+    ],
+    ("bailing_moe_v2", "BailingMoeV2ForCausalLM"): [
+        {**_DENSE, **_LING},
+        {**_DENSE, **_LING, **_FOUR, "first_k_dense_replace": 2, "num_nextn_predict_layers": 1},
     ],
     ("step3p5", "Step3p5ForCausalLM"): [_STEP, {**_STEP, **_STEP_AHEAD}],
     ("falcon_h1", "FalconH1ForCausalLM"): [

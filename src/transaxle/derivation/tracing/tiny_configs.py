@@ -108,6 +108,7 @@ _INDEXER = {
 _FILLED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
+    "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp": _INDEXER,
     "qwen4_exp_text": _INDEXER,
 }  # fmt: skip
