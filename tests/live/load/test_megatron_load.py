@@ -14,6 +14,7 @@ from tests.formats.megatron import gpt_job
 from tests.formats.megatron.gpt_job import Degrees
 from tests.live.ranks import run
 from tests.oracles import hub
+from transaxle import convert
 from transaxle.errors import Refused, TransaxleError
 from transaxle.live.load.load import load
 
@@ -126,6 +127,31 @@ def test_a_folder_of_megatron_gives_what_megatron_itself_loads(
     folder = str(tmp_path / "iter_0000003")
     found = run(4, _through_megatron, MODELS[name], writer, reader, hubs[name], folder)
     assert found == [([], "identity")] * 4
+
+
+def _of_any_form(
+    rank: int, world: int, config: dict[str, Any], degrees: Degrees, source: str, folders: list[str]
+) -> list[tuple[str, str]]:
+    """Load every folder, into layers that are an axis and into layers with numbers; return what differs."""
+    with gpt_job.models(config, degrees) as (model,):
+        wanted = gpt_job.parts(model, gpt_job.whole(config, source, degrees.padded))
+        differ = []
+        for folder in folders:
+            for numbered in (False, True):
+                for parameter in model.parameters():
+                    parameter.data.fill_(torch.nan)
+                load(model.sharded_state_dict(metadata={"non_homogeneous_layers": numbered}), folder)
+                differ += [(folder, n) for n, value in wanted.items() if not torch.equal(model.get_parameter(n), value)]
+    return differ
+
+
+@pytest.mark.parametrize("name", ["dense", "mixture"])
+def test_the_source_may_have_any_format_and_dialect(name: str, hubs: dict[str, str], tmp_path: Path) -> None:
+    forms = ("torch_dist", "torch_dist:megatron_layers", "safetensors:te", "dcp:transformers", "torch:torchtitan")
+    folders = [str(tmp_path / str(number)) for number in range(len(forms))]
+    for form, folder in zip(forms, folders, strict=True):
+        convert(hubs[name], folder, to=form)
+    assert run(4, _of_any_form, MODELS[name], Degrees(tp=2, pp=2), hubs[name], folders) == [[]] * 4
 
 
 def _rows(rank: int, world: int, source: str, degrees: Degrees, options: dict[str, Any]) -> Any:

@@ -117,6 +117,8 @@ REFUSED: list[tuple[str, Callable[[], list[Any]], str]] = [
         lambda: [_shard("norm", torch.zeros(WIDTH).as_subclass(_Codes), (2, WIDTH), (0, 0))],
         "a _Codes, whose",
     ),
+    ("UNSUPPORTED", lambda: [_shard("norm", torch.zeros(WIDTH, device="meta"), (2, WIDTH), (0, 0))], "meta device"),
+    ("UNSUPPORTED", lambda: [_shard("norm", torch.zeros(1).expand(WIDTH), (2, WIDTH), (0, 0))], "share memory"),
     ("UNSUPPORTED", lambda: [_shard("norm", torch.zeros(WIDTH), (2, WIDTH), (2, 0))], "at [2, 0] is no part of [2, 4]"),
     (
         "SHAPE_MISMATCH",
