@@ -69,7 +69,17 @@ _MOONSHOT = {
     "architectures": ["KimiK25ForConditionalGeneration"],
     "vision_config": {"init_pos_emb_height": 64, "init_pos_emb_width": 64},
 }
+_M3 = {"architectures": ["MiniMaxM3SparseForConditionalGeneration"]}
 _MINISTRAL = {"text_config": {"model_type": "ministral3"}}
+
+
+def _m3(indexed: list[int], experts: list[int] | None = None) -> dict[str, Any]:
+    """What the text's part of MiniMax-M3's published config says of its layers."""
+    sizes = {"sparse_num_index_heads": 4, "sparse_index_dim": 10, "sparse_block_size": 128, "sparse_topk_blocks": 16}
+    chosen = {"sparse_attention_freq": indexed, "sparse_local_block": 1, **sizes}
+    return {"num_mtp_modules": 0, "moe_layer_freq": experts or indexed, "sparse_attention_config": chosen}
+
+
 _USUAL = (Case({"tie_word_embeddings": True}), Case({"tie_word_embeddings": False}))
 CASES: dict[str, tuple[Case, ...]] = {
     "deepseek_v3": (Case(_MLA), Case({**_MLA, "q_lora_rank": None})),
@@ -104,6 +114,13 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     "kimi_k25": (Case(_KIMI, _MOONSHOT), Case({**_KIMI, "first_k_dense_replace": 0}, _MOONSHOT)),
     "minimax_m2": (Case({}, _NORMED),),
+    "minimax_m3_vl": (
+        Case(
+            {"layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"]},
+            {**_M3, "text_config": _m3([0, 1])},
+        ),
+        Case({"layer_types": ["minimax_m3_sparse", "full_attention"]}, {**_M3, "text_config": _m3([1, 0], [1, 1])}),
+    ),
     "ministral3": (Case({"tie_word_embeddings": False}),),
     "mistral3": (*_USUAL, *(Case({**_MINISTRAL, "tie_word_embeddings": tied}) for tied in (True, False))),
     "mistral4": (Case(_MLA, more_tensors=True), Case({**_MLA, **_NEVER_DENSE}, more_tensors=True)),

@@ -29,6 +29,9 @@ _FILLED = {
     "hunyuan_v1_moe": {"head_dim": 8},
     "deepseek_v4": {"o_groups": 2, "o_lora_rank": 6, "index_n_heads": 3, "index_head_dim": 10},
     "kimi_k25": {"projection_hidden_size": 32},
+    "minimax_m3_vl": {"projector_hidden_size": 20, "merged_hidden_size": 128},
+    "minimax_m3_vl_text": {"shared_intermediate_size": 12, "index_head_dim": 10, "rotary_dim": 4},
+    "nemotron_h_omni": {"projector_hidden_size": 20},
     "muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 24},
     "nemotron": {"num_key_value_heads": 2},
 }
