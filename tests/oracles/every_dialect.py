@@ -74,10 +74,7 @@ _NOT_COMPARED = {
         "Gemma4UnifiedForConditionalGeneration Glm5NextForConditionalGeneration InklingForConditionalGeneration "
         "Qwen3_8_FlashNextForConditionalGeneration"
     ),
-    BY_TRACING: (
-        "Qwen2_5OmniThinkerForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration "
-        "Step3p7ForConditionalGeneration"
-    ),
+    BY_TRACING: ("Qwen2_5OmniThinkerForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration"),
     OTHER_TEXT: "Mistral3ForConditionalGeneration",
     REMOTE: "NemotronOmniForConditionalGeneration",
     WITHOUT_HEAD: (

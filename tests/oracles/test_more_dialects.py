@@ -80,6 +80,34 @@ def _m3(indexed: list[int], experts: list[int] | None = None) -> dict[str, Any]:
     return {"num_mtp_modules": 0, "moe_layer_freq": experts or indexed, "sparse_attention_config": chosen}
 
 
+def _step(width: int, experts: int, ahead: int = 0) -> Case:
+    """A model of Step-3.7, whose published config has other keys than transformers writes."""
+    heads = {"num_attention_heads": 4, "num_attention_groups": 2, "head_dim": 8}
+    used = ("use_moe", "use_moe_router_bias", "use_head_wise_attn_gate", "use_qk_norm")
+    text = {
+        **dict.fromkeys(used, True),
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+        "num_attention_groups": 2,
+        "moe_num_experts": experts,
+        "moe_top_k": 2,
+        "moe_layers_enum": "1",
+        "attention_other_setting": {"attention_type": "sliding_attention", **heads},
+        "num_nextn_predict_layers": ahead,
+    }
+    changes = {
+        "hidden_size": width,
+        "n_routed_experts": experts,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "projector_bias": bool(ahead),
+        "num_attention_heads": 4,
+        "num_sliding_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    more = {"text_config": text, "vision_config": {"layers": 2, "heads": 4, "width": width}}
+    return Case(changes, more, more_tensors=bool(ahead))
+
+
 _USUAL = (Case({"tie_word_embeddings": True}), Case({"tie_word_embeddings": False}))
 CASES: dict[str, tuple[Case, ...]] = {
     "deepseek_v3": (Case(_MLA), Case({**_MLA, "q_lora_rank": None})),
@@ -136,6 +164,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     **{each: (*_USUAL, Case(_FULL_FIRST), Case({}, _AHEAD, more_tensors=True)) for each in ("qwen3_5", "qwen3_5_text")},
     **{each: (Case(), Case(_FULL_FIRST, _AHEAD, more_tensors=True)) for each in ("qwen3_5_moe", "qwen3_5_moe_text")},
+    "step3p7": (_step(32, 4), _step(48, 6, ahead=1)),
     "qwen3_moe": (Case(), Case({"attention_bias": True})),
     "qwen3_vl_moe": (Case(), Case({"mlp_only_layers": [1]})),
     "qwen3_next": (Case(), Case({**_FULL_FIRST, "mlp_only_layers": [1]})),
