@@ -126,6 +126,16 @@ def oracles() -> Iterator[str]:
         yield f"| {' | '.join(cells)} |\n"
 
 
+def besides() -> Iterator[str]:
+    """Yield the models of Automodel that no dialect is for, and why."""
+    names: dict[str, list[str]] = {}
+    for name, why in msgspec.json.decode((REFERENCE / "oracles.json").read_bytes())["automodel besides"]:
+        names.setdefault(why, []).append(name)
+    yield "| why | models |\n|---|---|\n"
+    for why, theirs in sorted(names.items()):
+        yield f"| {why} | {_listed(theirs)} |\n"
+
+
 def _listed(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -136,6 +146,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "families": known_families,
     "model_types": model_types,
     "oracles": oracles,
+    "besides": besides,
 }
 
 

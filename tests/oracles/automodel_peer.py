@@ -81,6 +81,14 @@ def module(config: Config) -> Any:
         return built(_configuration(config), backend=_backend(family))
 
 
+def models() -> set[str]:
+    """Names of Automodel's own models."""
+    with _undisturbed():
+        from nemo_automodel._transformers import registry
+
+        return {name for _, name, *_ in registry.MODEL_ARCH_MAPPING.values()}
+
+
 def own(config: Config) -> Any | None:
     """Automodel's own model for a config.json, of fp32 weights; None where it trains transformers'."""
     with _undisturbed():
@@ -96,8 +104,10 @@ def own(config: Config) -> Any | None:
         given = {"backend": _backend(config["model_type"])} if "backend" in takes else {}
         with patch.object(kind, "initialize_weights", lambda *_, **__: None, create=True):  # some need a CUDA device
             built = kind(configured, **given).float()
-    if hasattr(built, "state_dict_adapter"):
-        built.state_dict_adapter.dtype = torch.float32
+    adapter = getattr(built, "state_dict_adapter", None)
+    for each in (adapter, getattr(adapter, "text_adapter", None)):
+        if each is not None:
+            each.dtype = torch.float32
     return built
 
 

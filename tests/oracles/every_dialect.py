@@ -56,6 +56,39 @@ _SAVED = "what jobs of one to four ranks save and load"
 _AS_SAVED = "the lines of te, with the prefixes of what jobs save"
 
 
+NO_TABLE = "no table, and transformers 5.23 has no such model"
+NO_TABLE_YET = "no table; transformers 5.23 has the model"
+BY_TRACING = "the table is by tracing"
+OTHER_TEXT = "no table: that of mistral3 is for texts of Mistral and Ministral 3"
+REMOTE = "its towers are remote code, which no package has"
+WITHOUT_HEAD = "for retrieval: without a head, or with one of their own"
+_NOT_COMPARED = {
+    NO_TABLE: (
+        "BagelForUnifiedMultimodal BaichuanForCausalLM BailingMoeV2ForCausalLM DeepseekV41ForCausalLM "
+        "HunyuanImage3ForCausalMM KimiK3ForCausalLM KimiK3ForConditionalGeneration KimiLinear48BForCausalLM "
+        "KimiVLForConditionalGeneration LLaVAOneVision1_5_ForConditionalGeneration MiMoV2ForCausalLM "
+        "NemotronParseForConditionalGeneration"
+    ),
+    NO_TABLE_YET: (
+        "DiffusionGemmaForBlockDiffusion Gemma4DrafterForCausalLM Gemma4ForConditionalGeneration "
+        "Gemma4UnifiedForConditionalGeneration Glm5NextForConditionalGeneration InklingForConditionalGeneration "
+        "Qwen3_8_FlashNextForConditionalGeneration"
+    ),
+    BY_TRACING: ("Qwen2_5OmniThinkerForConditionalGeneration Qwen3OmniMoeThinkerForConditionalGeneration"),
+    OTHER_TEXT: "Mistral3ForConditionalGeneration",
+    REMOTE: "NemotronOmniForConditionalGeneration",
+    WITHOUT_HEAD: (
+        "LlamaBidirectionalForSequenceClassification LlamaBidirectionalModel LlamaNemotronVLModel "
+        "Ministral3BidirectionalModel Mistral3BidirectionalModel Mistral3VLBidirectionalForSequenceClassification "
+        "Qwen3RerankerForCausalReranking"
+    ),
+}
+NOT_COMPARED = {name: why for why, names in _NOT_COMPARED.items() for name in names.split()}
+"""Models of Automodel that are compared with no table -> why."""
+ALIKE = {"HyMT2ForCausalLM": "HYV3ForCausalLM"}
+"""Models of Automodel -> another one whose tensors they have."""
+
+
 class Oracle(NamedTuple):
     """What a dialect is compared with."""
 
@@ -134,7 +167,8 @@ def _planned(dialect: str, family: str, variant: str) -> Oracle:
     if dialect == TORCHTITAN:
         return Oracle(TITAN_03, TORCHTITAN, type(torchtitan_peer.adapter(case.config)).__name__)
     if dialect == AUTOMODEL:
-        return Oracle(AUTOMODEL, "nemo-automodel", type(automodel_peer._adapter(case.config)).__name__)
+        kinds = (automodel_peer.module(case.config), automodel_peer._adapter(case.config))
+        return Oracle(AUTOMODEL, "nemo-automodel", ", ".join(type(kind).__name__ for kind in kinds))
     if dialect == TRANSFORMERS:
         return Oracle(TRANSFORMERS, TRANSFORMERS, _PLANNED)
     peers = {MEGATRON: "megatron-core", TE: "megatron-core", TITAN_HF: TORCHTITAN}
@@ -154,7 +188,9 @@ def _automodel(model_type: str) -> str:
 
 
 def recorded() -> dict[str, Any]:
-    """The record: `oracles`, rows of dialect, package, version, what it is compared with, and the families."""
+    """The record: `oracles`, rows of dialect, package, version, what it is compared with, and the families; and
+    `automodel besides`, its models that are compared with no table, with why.
+    """
     return dict(json.loads(RECORD.read_text("utf-8")))
 
 
@@ -174,4 +210,5 @@ def _shown(oracle: Oracle) -> tuple[str, str, str, str]:
 
 
 if __name__ == "__main__":
-    RECORD.write_text(json.dumps({"oracles": rows()}, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    record = {"oracles": rows(), "automodel besides": sorted(NOT_COMPARED.items())}
+    RECORD.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", "utf-8")

@@ -69,7 +69,45 @@ _MOONSHOT = {
     "architectures": ["KimiK25ForConditionalGeneration"],
     "vision_config": {"init_pos_emb_height": 64, "init_pos_emb_width": 64},
 }
+_M3 = {"architectures": ["MiniMaxM3SparseForConditionalGeneration"]}
 _MINISTRAL = {"text_config": {"model_type": "ministral3"}}
+
+
+def _m3(indexed: list[int], experts: list[int] | None = None) -> dict[str, Any]:
+    """What the text's part of MiniMax-M3's published config says of its layers."""
+    sizes = {"sparse_num_index_heads": 4, "sparse_index_dim": 10, "sparse_block_size": 128, "sparse_topk_blocks": 16}
+    chosen = {"sparse_attention_freq": indexed, "sparse_local_block": 1, **sizes}
+    return {"num_mtp_modules": 0, "moe_layer_freq": experts or indexed, "sparse_attention_config": chosen}
+
+
+def _step(width: int, experts: int, ahead: int = 0) -> Case:
+    """A model of Step-3.7, whose published config has other keys than transformers writes."""
+    heads = {"num_attention_heads": 4, "num_attention_groups": 2, "head_dim": 8}
+    used = ("use_moe", "use_moe_router_bias", "use_head_wise_attn_gate", "use_qk_norm")
+    text = {
+        **dict.fromkeys(used, True),
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+        "num_attention_groups": 2,
+        "moe_num_experts": experts,
+        "moe_top_k": 2,
+        "moe_layers_enum": "1",
+        "attention_other_setting": {"attention_type": "sliding_attention", **heads},
+        "num_nextn_predict_layers": ahead,
+    }
+    changes = {
+        "hidden_size": width,
+        "n_routed_experts": experts,
+        "layer_types": ["full_attention", "sliding_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "projector_bias": bool(ahead),
+        "num_attention_heads": 4,
+        "num_sliding_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    more = {"text_config": text, "vision_config": {"layers": 2, "heads": 4, "width": width}}
+    return Case(changes, more, more_tensors=bool(ahead))
+
+
 _USUAL = (Case({"tie_word_embeddings": True}), Case({"tie_word_embeddings": False}))
 CASES: dict[str, tuple[Case, ...]] = {
     "deepseek_v3": (Case(_MLA), Case({**_MLA, "q_lora_rank": None})),
@@ -104,6 +142,13 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     "kimi_k25": (Case(_KIMI, _MOONSHOT), Case({**_KIMI, "first_k_dense_replace": 0}, _MOONSHOT)),
     "minimax_m2": (Case({}, _NORMED),),
+    "minimax_m3_vl": (
+        Case(
+            {"layer_types": ["full_attention", "minimax_m3_sparse"], "mlp_layer_types": ["dense", "sparse"]},
+            {**_M3, "text_config": _m3([0, 1])},
+        ),
+        Case({"layer_types": ["minimax_m3_sparse", "full_attention"]}, {**_M3, "text_config": _m3([1, 0], [1, 1])}),
+    ),
     "ministral3": (Case({"tie_word_embeddings": False}),),
     "mistral3": (*_USUAL, *(Case({**_MINISTRAL, "tie_word_embeddings": tied}) for tied in (True, False))),
     "mistral4": (Case(_MLA, more_tensors=True), Case({**_MLA, **_NEVER_DENSE}, more_tensors=True)),
@@ -119,6 +164,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     **{each: (*_USUAL, Case(_FULL_FIRST), Case({}, _AHEAD, more_tensors=True)) for each in ("qwen3_5", "qwen3_5_text")},
     **{each: (Case(), Case(_FULL_FIRST, _AHEAD, more_tensors=True)) for each in ("qwen3_5_moe", "qwen3_5_moe_text")},
+    "step3p7": (_step(32, 4), _step(48, 6, ahead=1)),
     "qwen3_moe": (Case(), Case({"attention_bias": True})),
     "qwen3_vl_moe": (Case(), Case({"mlp_only_layers": [1]})),
     "qwen3_next": (Case(), Case({**_FULL_FIRST, "mlp_only_layers": [1]})),

@@ -114,6 +114,10 @@ _FAMILIES = {
 }
 
 
+PACKAGES = {"llama3", "qwen3", "deepseek_v3", "gpt_oss"}
+"""torchtitan's packages of these families."""
+
+
 def _configuration(config: Config) -> Any:
     """torchtitan's model config, built by its own helpers as its model registries do."""
     from torchtitan.models.common import Embedding, Linear, RMSNorm

@@ -24,12 +24,17 @@ _SIZES = {
     "num_kv_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "linear_key_head_dim": 8, "linear_value_head_dim": 16,
 }  # fmt: skip
-_FILLED = {
+_FILLED: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "hunyuan_v1_moe": {"head_dim": 8},
     "deepseek_v4": {"o_groups": 2, "o_lora_rank": 6, "index_n_heads": 3, "index_head_dim": 10},
     "kimi_k25": {"projection_hidden_size": 32},
+    "minimax_m3_vl": {"projector_hidden_size": 20, "merged_hidden_size": 128},
+    "minimax_m3_vl_text": {"shared_intermediate_size": 12, "index_head_dim": 10, "rotary_dim": 4},
+    "nemotron_h_omni": {"projector_hidden_size": 20},
     "muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 24},
+    "step3p5": {"share_expert_dim": 12},
+    "step3p5_vision": {"mlp_ratio": 1.5, "intermediate_size": 48},
     "nemotron": {"num_key_value_heads": 2},
 }
 """Model types whose default config lacks what a tiny model needs, with values for it."""
