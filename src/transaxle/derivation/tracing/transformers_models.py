@@ -52,7 +52,7 @@ _EXACT = {"float32": 1 << 24, "float64": 1 << 52, "int64": 1 << 62, "int32": 1 <
 _BASE = 1 << 24
 _LONGEST = 240
 """Characters of a model's complaint."""
-_ENOUGH, _MOST = 16_000_000, 60_000_000
+_ENOUGH, _MOST = 32_000_000, 60_000_000
 """Elements of a model for which no smaller one is tried, and of the largest one that is traced."""
 
 
