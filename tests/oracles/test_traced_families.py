@@ -1,23 +1,21 @@
 """The tables in `families/traced/` against the installed transformers: derived anew, and held against its own bytes.
 
-A model of a size that no table follows from gets random weights. What `save_pretrained` writes and what the model holds
-are converted into each other with the shipped table; both must be the peer's bytes, and what it loads again as well.
+A model of a size that no table follows from, and one in the proportions of the default config, get random weights. What
+`save_pretrained` writes and what the model holds are converted into each other with the shipped table; both must be the
+peer's bytes, and what it loads again as well.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.oracles.every_type import built
 from tests.oracles.peer_bytes import both_ways
 from tests.oracles.test_full_families import ABSENT
 from transaxle import families
 from transaxle.derivation.sources import from_transformers
-from transaxle.derivation.tracing.transformers_models import Peer, variants
 from transaxle.families import builtin
 
 SAMPLE = ("bailing_hybrid", "mbart", "aya_vision", "recurrent_gemma")
@@ -27,20 +25,14 @@ HAND = sorted({t for entry in builtin().entries.values() if not entry.traced for
 """Types with a table by hand that transformers knows by the same word."""
 
 
-@cache
-def _peer() -> Peer:
-    return Peer()
-
-
-def _models(model_type: str) -> Iterator[tuple[Any, int]]:
-    models = list(variants(_peer(), model_type))
-    yield models[-1]
-
-
 def check(model_type: str, tmp_path: Path) -> None:
     """Convert the peer's bytes both ways with the shipped table, and compare with what the peer has."""
-    for model, number in _models(model_type):
-        both_ways(model, tmp_path / str(number), model_type)
+    ours = {
+        each for entry in builtin().entries.values() if model_type in entry.model_types for each in entry.model_types
+    }
+    for number, model in enumerate(built(model_type)):
+        assert model.config.model_type in ours
+        both_ways(model, tmp_path / str(number))
 
 
 def _statements(text: str) -> list[str]:

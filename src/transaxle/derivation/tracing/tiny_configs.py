@@ -7,7 +7,7 @@ What is the same in two variants is no evidence for anything.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -218,11 +218,11 @@ class _Shrinking:
             return _list(key, value, self.variant, layers)
         return value
 
-    def _share(self, value: int) -> int:
+    def _share(self, value: int, heads: Sequence[int]) -> int:
         """Take the share of a size that the variant stands for; a larger one, or all, where that cannot be divided."""
         for parts in (_FRACTIONS[self.sizes], _FRACTIONS[RATIO]):
             share, rest = divmod(value * _RATIOS[self.variant], parts)
-            if not rest and share >= _LEAST and not any(share % count and not value % count for count in self.heads):
+            if not rest and share >= _LEAST and not any(share % count and not value % count for count in heads):
                 return share
         return value
 
@@ -240,7 +240,8 @@ class _Shrinking:
             if self.deep and sizes is _LAYERS:
                 return value
             if self.sizes in _FRACTIONS and sizes not in _ALONE:
-                return value if sizes in (_HEADS, _GROUPS) or len(sizes) == 1 else self._share(value)
+                kept = sizes in (_HEADS, _GROUPS) or len(sizes) == 1
+                return value if kept else self._share(value, self.heads if _WIDTHS.fullmatch(key) else ())
             if sizes is _HEAD and self.sizes == PLAIN:
                 return _HIDDEN[self.variant] // _HEADS[self.variant]
             return sizes[self.variant % len(sizes)]

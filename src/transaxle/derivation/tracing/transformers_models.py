@@ -62,7 +62,7 @@ _BASE = EXACT["float32"]
 """Numbers that one pass carries: models are traced in 32 bits."""
 _LONGEST = 240
 """Characters of a model's complaint."""
-_ENOUGH, _MOST = 16_000_000, 60_000_000
+_ENOUGH, _MOST = 32_000_000, 60_000_000
 """Elements of a model for which no smaller one is tried, and of the largest one that is traced."""
 
 
