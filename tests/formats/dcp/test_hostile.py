@@ -193,7 +193,7 @@ METADATA_PICKLES = {
     "another pickle": named("pickle", "loads", b"N."),
     "torch.load": named("torch", "load", "x"),
     "a class of torch's that is no part of it": named("torch.distributed.checkpoint.filesystem", "FileSystem"),
-    "a class of a planner": named("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata"),
+    "a class of a planner": named("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlanner"),
     "getattr": Hostile(
         raw(lambda _: program(call("builtins", "getattr", name(MODULE, "Metadata"), "x"))),
         "UNSAFE_PICKLE", "Metadata.x", tensor=None,
