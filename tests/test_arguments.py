@@ -34,6 +34,7 @@ METHODS = (
 OTHERWISE = {
     "optimizer": "of a function that opens a checkpoint, whether the state of one is taken; else the optimizer itself",
     "state": "a whole state here, a layer's there",
+    "ep": "of a conversion, how many expert-parallel ranks; of a layer, these themselves",
     "filter": "of modules, or of their parameters too",
     "resume": "of a Trainer, the folder; of a conversion, whether",
     "bias": "whether a layer has one; of a product, the bias itself",

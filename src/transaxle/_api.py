@@ -13,6 +13,7 @@ from transaxle.arguments import (
     Patterns,
     Size,
     check_keywords,
+    read_degrees,
     read_optional_text,
     read_path,
     read_patterns,
@@ -70,6 +71,14 @@ class Planning(Opening, total=False):
     """Refuse tensors without a line in the target dialect instead of keeping them under their names."""
     encode: str | None
     """`float8_block`, `mxfp8` or `nvfp4`: weights of linear layers are written in this encoding."""
+    tp: int | None
+    """Tensor-parallel ranks of a checkpoint with a folder for each rank (`megatron_torch`)."""
+    pp: int | None
+    """Its pipeline stages."""
+    ep: int | None
+    """Its expert-parallel ranks."""
+    make_vocab_size_divisible_by: int | None
+    """Its vocabulary is padded to a multiple of this, times `tp`; 128 where it is not given, as in Megatron."""
     jobs: int | None
     """Worker threads."""
     memory: Size | None
@@ -116,6 +125,7 @@ def _planned(
             strict=options.get("strict", False),
             target=target,
             encode=encode,
+            degrees=read_degrees(options),
         )
         yield prepared, target, limit
 
@@ -188,8 +198,9 @@ def convert(
             `allow_lossy` (allow a dialect's arithmetic), `strict` (refuse tensors without a line in the target dialect
             instead of keeping them under their names), `encode` (`float8_block`, `mxfp8` or `nvfp4`: write the weights
             of linear layers in this encoding), `only` (patterns of the table names to encode instead, or, with `decode`
-            or `dtype`, to decode or cast) and `skip` (patterns of names to leave unchanged), `jobs` (worker threads),
-            `memory` (bytes of all buffers together); and those of `open`.
+            or `dtype`, to decode or cast) and `skip` (patterns of names to leave unchanged), `tp`, `pp`, `ep` and
+            `make_vocab_size_divisible_by` (of a checkpoint with a folder for each rank, `megatron_torch`), `jobs`
+            (worker threads), `memory` (bytes of all buffers together); and those of `open`.
 
     Raises:
         TypeError: an argument of a type that it cannot have.

@@ -10,6 +10,7 @@ import operator
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypeAlias, runtime_checkable
 
@@ -54,6 +55,20 @@ _SHORT_NAMES = {
 """Floating-point types, by each of their names in lower case -> the short name."""
 _LONGEST_VALUE = 80
 """Characters of a wrong value that an error shows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Degrees:
+    """The ranks for which a checkpoint is written that has files for each of them."""
+
+    tp: int = 1
+    """Tensor-parallel ranks."""
+    pp: int = 1
+    """Pipeline stages."""
+    ep: int = 1
+    """Expert-parallel ranks."""
+    rows: int = 128
+    """The vocabulary is padded to a multiple of this, times the tensor-parallel ranks."""
 
 
 def wrong_type(argument: str, accepted: str, given: object) -> TypeError:
@@ -192,6 +207,21 @@ def read_count(argument: str, given: object) -> int:
     if count < 1:
         raise ValueError(f"{argument} must be positive, not {count}")
     return count
+
+
+def read_degrees(given: Mapping[str, Any]) -> Degrees | None:
+    """Read the ranks for which a checkpoint is written; None where none are given.
+
+    Args:
+        given: `tp`, `pp`, `ep` and `make_vocab_size_divisible_by`, as far as they are.
+
+    Raises:
+        TypeError: for what is no number.
+        ValueError: for less than one.
+    """
+    names = {"tp": "tp", "pp": "pp", "ep": "ep", "make_vocab_size_divisible_by": "rows"}
+    counts = {field: read_count(name, given[name]) for name, field in names.items() if given.get(name) is not None}
+    return Degrees(**counts) if counts else None
 
 
 def read_patterns(argument: str, given: object) -> tuple[str, ...]:

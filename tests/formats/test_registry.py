@@ -60,7 +60,7 @@ def test_names_are_those_of_the_records() -> None:
         get("gguf")
     names = ["torch_dist", "megatron_torch", "dcp", "deepspeed", "deepspeed-universal", "safetensors", "torch"]
     assert [kind.name for kind in every_format()] == names
-    assert writable() == ("safetensors", "torch", "dcp", "torch_dist", "deepspeed-universal")
+    assert writable() == ("safetensors", "torch", "dcp", "torch_dist", "megatron_torch", "deepspeed-universal")
 
 
 def test_files_are_claimed_by_their_ends() -> None:

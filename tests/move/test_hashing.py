@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.move.hashing import HashingFiles, digest, digest_in, within
+from transaxle.move.hashing import HashingFiles, digest, digest_in, laid
 from transaxle.move.transfer import Transfer
 
 
@@ -57,9 +57,36 @@ def test_what_no_rank_sees_whole_is_not_hashed() -> None:
 
 
 def test_parts_of_places() -> None:
-    assert list(within(PLACES, 99, 103)) == [
-        Transfer("a", 149, 99, 1),
-        Transfer("b", 7, 100, 1),
-        Transfer("a", 0, 101, 2),
-    ]
-    assert list(within(PLACES, 150, 160)) == []
+    data = bytes(range(99, 103))
+    found = [(file, at, bytes(part)) for file, at, part in laid(PLACES, 99, memoryview(data))]
+    assert found == [("a", 149, b"c"), ("b", 7, b"d"), ("a", 0, b"ef")]
+    assert list(laid(PLACES, 150, memoryview(bytes(10)))) == []
+
+
+COLUMNS = tuple(Transfer("ab"[n], 20, 3 * n, 3, ((10, 3, 6),)) for n in range(2))
+"""Ten rows of six bytes, three columns of each in either file."""
+APART = (Transfer("a", 20, 0, 2, ((5, 20, 12), (3, 4, 4))), Transfer("b", 0, 2, 2, ((5, 6, 12), (3, 2, 4))))
+"""Runs of two bytes: with gaps between them in the first file, without in the second."""
+
+
+@given(st.lists(st.integers(0, 60), max_size=6), st.sampled_from([COLUMNS, APART]))
+def test_runs_of_a_stride_lie_at_their_places(cuts: list[int], places: tuple[Transfer, ...]) -> None:
+    data = np.random.default_rng(2).integers(1, 256, 60, np.uint8).tobytes()
+    disk = _Disk()
+    files = HashingFiles(disk, [places], [0])
+    for start, stop in pairwise(sorted({0, 60, *cuts})):
+        files.take(0, start, memoryview(data)[start:stop])
+    files.end(0)
+    rows = np.frombuffer(data, np.uint8).reshape(10, 6)
+    wanted = {name: np.zeros(300, np.uint8) for name in "ab"}
+    if places is COLUMNS:
+        wanted["a"][20:50], wanted["b"][20:50] = rows[:, :3].ravel(), rows[:, 3:].ravel()
+    else:
+        pairs = rows.reshape(5, 3, 2, 2)
+        for at in range(5):
+            for run in range(3):
+                begin = 20 + 20 * at + 4 * run
+                wanted["a"][begin : begin + 2] = pairs[at, run, 0]
+        wanted["b"][:30] = pairs[:, :, 1].ravel()
+    assert {name: bytes(file) for name, file in disk.files.items()} == {n: w.tobytes() for n, w in wanted.items()}
+    assert digest_in(disk, places) == files.digests[0] == digest(data)

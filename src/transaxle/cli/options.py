@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from transaxle.arguments import EVERYTHING, Overwrite, parse_size
+from transaxle.arguments import EVERYTHING, Overwrite, parse_size, read_degrees
 from transaxle.cli.command import Bare
 from transaxle.cli.screen.refusals import failed, interrupted
 from transaxle.cli.screen.screen import Screen
@@ -125,6 +125,16 @@ _PLANNING = (
     click.option("--allow-lossy", is_flag=True, help="Allow arithmetic that the table marks as lossy."),
     click.option("--strict", is_flag=True, help="Refuse tensors that have no line in the target dialect."),
 )  # fmt: skip
+_DEGREES = tuple(
+    click.option(f"--{name.replace('_', '-')}", name, metavar="N", type=click.IntRange(1, 1 << 20), help=text)
+    for name, text in (
+        ("tp", "megatron_torch only: tensor-parallel ranks.  [default: 1]"),
+        ("pp", "megatron_torch only: pipeline stages.  [default: 1]"),
+        ("ep", "megatron_torch only: expert-parallel ranks.  [default: 1]"),
+        ("make_vocab_size_divisible_by",
+         "megatron_torch only: pad the vocabulary to a multiple of N times --tp.  [default: 128]"),
+    )
+)  # fmt: skip
 _DERIVE = click.option("--derive", is_flag=True,
                        help="If no table knows the model, derive one from the installed transformers.")  # fmt: skip
 _DECODE = click.option("--decode", type=click.Choice(["bf16", "fp32"]),
@@ -216,8 +226,14 @@ def deriving(body: Callable[..., int]) -> Callable[..., int]:
 
 
 def planning(body: Callable[..., int]) -> Callable[..., int]:
-    """Add the options on what is written."""
-    return _with(_PLANNING, body)
+    """Add the options on what is written; the command gets `degrees`: for which ranks, or None."""
+
+    @functools.wraps(body)
+    def command(*args: Any, **other_options: Any) -> int:
+        names = ("tp", "pp", "ep", "make_vocab_size_divisible_by")
+        return body(*args, degrees=read_degrees({name: other_options.pop(name) for name in names}), **other_options)
+
+    return _with((*_PLANNING, *_DEGREES), command)
 
 
 def writing(body: Callable[..., int]) -> Callable[..., int]:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
+import numpy as np
 import xxhash
 
-from transaxle.move.endpoint import Readable, Sink, Writable
-from transaxle.move.transfer import Transfer
+from transaxle.move.endpoint import Bytes, Readable, Sink, Writable
+from transaxle.move.strided_fill import Scratch, produce, scatter
+from transaxle.move.transfer import Transfer, active, clip
 from transaxle.move.workers import Progress, unwatched
 
 _BLOCK = 1 << 20
@@ -19,7 +21,8 @@ class HashingFiles(Sink):
 
     Args:
         files: where the bytes go; None: nowhere, they are only hashed.
-        places: for each item, by key, the consecutive runs of it and where these lie (see `PlannedTensor.places`).
+        places: for each item, by key, where its bytes go, as the transfers that would read them back (see
+            `PlannedTensor.everywhere`).
         hashed: keys of the items whose bytes all come here, in order.
         progress: told the number of bytes that were just taken.
         finish: told the key and the hash of each item that came whole.
@@ -45,8 +48,8 @@ class HashingFiles(Sink):
     def take(self, key: int, start: int, data: memoryview) -> None:
         """See `Sink`."""
         if self._files is not None:
-            for place in within(self._places[key], start, start + len(data)):
-                self._files.pwrite(place.file, place.source, data[place.target - start :][: place.width])
+            for file, offset, part in laid(self._places[key], start, data):
+                self._files.pwrite(file, offset, part)
         if key in self._hashed:
             self._open.setdefault(key, xxhash.xxh3_128()).update(data)
         self._progress(len(data))
@@ -57,12 +60,37 @@ class HashingFiles(Sink):
             self._finish(key, self._open.pop(key, xxhash.xxh3_128()).hexdigest())
 
 
-def within(places: Iterable[Transfer], start: int, stop: int) -> Iterator[Transfer]:
-    """Yield the parts of an item's places that hold its bytes `[start, stop)`."""
+def laid(places: Iterable[Transfer], start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
+    """Yield where an item's bytes from `start` on lie in files: file, offset, and the bytes as they lie there."""
+    stop = start + len(data)
     for place in places:
-        low, high = max(start, place.target), min(stop, place.target_end)
-        if low < high:
-            yield Transfer(place.file, place.source + low - place.target, low, high - low)
+        if not place.loops:
+            low, high = max(start, place.target), min(stop, place.target_end)
+            if low < high:
+                yield place.file, place.source + low - place.target, data[low - start : high - start]
+        elif place.target < stop and start < place.target_end:
+            for part in clip(place, start, stop):
+                yield from _gathered(part, start, data)
+
+
+def _gathered(part: Transfer, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
+    """Yield the bytes of a transfer whose runs are next to each other in the file as one; otherwise run by run."""
+    if part.source_span == part.size:
+        held: Bytes = np.frombuffer(data, np.uint8)[part.target - start : part.target_end - start]
+        together: Bytes = np.empty(part.size, np.uint8)
+        turned = tuple((count, target, source) for count, source, target in part.loops)
+        scatter(held, Transfer(part.file, 0, 0, part.width, turned), together, 0)
+        yield part.file, part.source, together.data
+        return
+    (count, source, target), *inner = part.loops
+    for number in range(count):
+        one = Transfer(
+            part.file, part.source + number * source, part.target + number * target, part.width, tuple(inner)
+        )
+        if one.loops:
+            yield from _gathered(one, start, data)
+        else:
+            yield one.file, one.source, data[one.target - start :][: one.width]
 
 
 def digest(data: bytes | memoryview) -> str:
@@ -70,13 +98,14 @@ def digest(data: bytes | memoryview) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def digest_in(storage: Readable, places: Iterable[Transfer]) -> str:
+def digest_in(storage: Readable, places: Sequence[Transfer]) -> str:
     """Return the hash of an item as it lies in files."""
     hashed = xxhash.xxh3_128()
-    block = memoryview(bytearray(_BLOCK))
-    for place in places:
-        for start in range(0, place.width, _BLOCK):
-            view = block[: min(_BLOCK, place.width - start)]
-            storage.read_into(place.file, place.source + start, view)
-            hashed.update(view)
+    block: Bytes = np.empty(_BLOCK, np.uint8)
+    scratch = Scratch(2 * _BLOCK)
+    size = sum(place.size for place in places)
+    ends = [*range(_BLOCK, size, _BLOCK), size] if size else []
+    for start, stop, parts in active(places, ends):
+        produce(storage, parts, start, block[: stop - start], scratch)
+        hashed.update(block[: stop - start].data)
     return hashed.hexdigest()

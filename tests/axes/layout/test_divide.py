@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.axes.geometry.chunk import whole
-from transaxle.axes.layout.divide import Division, divide
+from transaxle.axes.layout.divide import Division, ListedPositions, divide, share_out
 from transaxle.axes.notation import tables
-from transaxle.axes.notation.expression import Expression, parse
+from transaxle.axes.notation.expression import Expression, parse, size
 from transaxle.axes.notation.family import Cuttable
 from transaxle.errors import TransaxleError
 
@@ -182,3 +182,51 @@ def test_mistakes_in_cut_statements_are_shown(statement: str, said: str) -> None
         tables.read(f"{TOY}  {statement}")
     assert said in str(caught.value)
     assert "line 5" in str(caught.value)
+
+
+RULES = (
+    "[(g [q:(r c) | k:c | v:c]) d]",
+    "o[d (g r c)]",
+    "[[gate:f | up:f] d]",
+    "down[d f]",
+    "[[q:(g r c) | k:(g c)] d]",
+)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
+def test_what_is_shared_out_evenly_is_what_the_shards_say(rule: str, ranks: int) -> None:
+    sizes = SIZES | {"g": 6, "f": 12}
+    expression = parse(rule)
+    found = share_out(expression, [cuttable("g"), cuttable("f")], sizes, ranks)
+    assert found is not None
+    dim, positions = found
+    shape = [size(node, sizes) for node in expression.dims]
+    rows = [sum(stop - start for start, stop in intervals) for intervals in positions]
+    assert rows == [shape[dim] // ranks] * ranks
+    shards = [(*shape[:dim], count, *shape[dim + 1 :]) for count in rows]
+    division = divide(expression, [cuttable("g"), cuttable("f")], sizes, shards)
+    if ranks > 1:
+        assert division == Division(tuple(shape), dim, ListedPositions(positions))
+
+
+def test_the_first_statement_that_applies_shares_out() -> None:
+    rule = parse("up[f d]")
+    cuts = [cuttable("g"), cuttable("d", of="down"), cuttable("f"), cuttable("d")]
+    assert share_out(rule, cuts, SIZES, 7) == (0, tuple(((n, n + 1),) for n in range(7)))
+    assert share_out(rule, cuts[:2], SIZES, 2) is None
+
+
+def test_a_group_may_be_shared_by_ranks() -> None:
+    """Fewer kv heads than ranks: the rows of a group are cut, as its ranks have them."""
+    sizes = SIZES | {"g": 2, "r": 2, "c": 4}
+    found = share_out(parse("[(g [q:(r c) | k:c | v:c]) d]"), [cuttable("g")], sizes, 4)
+    assert found == (0, (((0, 8),), ((8, 16),), ((16, 24),), ((24, 32),)))
+
+
+@pytest.mark.parametrize(
+    ("rule", "axis"), [("up[f d]", "f"), ("[[gate:f | up:f] d]", "f"), ("[[embed:n | 0:p] d]", "n")]
+)
+def test_what_does_not_divide_is_refused(rule: str, axis: str) -> None:
+    with pytest.raises(TransaxleError, match=r"does not divide over 2|its padding is split"):
+        share_out(parse(rule), [cuttable(axis)], SIZES, 2)

@@ -92,6 +92,49 @@ def divide(
     )
 
 
+def share_out(
+    expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], ranks: int
+) -> tuple[int, tuple[Intervals, ...]] | None:
+    """Cut a stored tensor evenly over ranks: along the axis of the first statement that applies to it.
+
+    Args:
+        expression: what it holds; every size is known.
+        cuts: the axes that the ranks may share out.
+        sizes: axis -> size in the whole model.
+        ranks: their number.
+
+    Returns:
+        the dim that is cut, and every rank's positions in it; None where every rank holds all of it.
+
+    Raises:
+        Refused: UNSUPPORTED where the axis does not divide, or padding would be cut.
+    """
+    for cut in cuts:
+        if cut.tensors is not None and cut.tensors.isdisjoint(expression.components):
+            continue
+        for dim, node in enumerate(expression.dims):
+            if not all(axis in axes_in(node) for axis in cut.axes):
+                continue
+            _refuse_padding(expression, node)
+            renamed = _apart(node, cut)
+            known = {**sizes, **_marked(renamed, sizes)}
+            last = cut.axes[-1]
+            total = size(node, sizes) if _leads(renamed, cut.axes) else sizes[last]
+            rest = {} if _leads(renamed, cut.axes) else {last: sizes[last] // ranks}
+            rows = size(renamed, {**known, **rest}) // (1 if rest else ranks)
+            positions = None if total % ranks else _along(renamed, cut.axes, known, [rows] * ranks)
+            if positions is None:
+                message = f"{expression.text}\n{cut.text}: {total} does not divide over {ranks} ranks"
+                raise refuse("UNSUPPORTED", message, hint="Choose another degree of tensor parallelism.")
+            return dim, positions
+    return None
+
+
+def _refuse_padding(expression: Expression, node: Node) -> None:
+    if any(name == PADDING for inner in walk(node) if isinstance(inner, Sum) for name, _ in inner.segments):
+        raise refuse("UNSUPPORTED", f"{expression.text}\nits padding is split over the ranks too")
+
+
 def _readings(
     expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], shape: Shape, shards: Sequence[Shape]
 ) -> Iterator[tuple[object, tuple[str, Division]]]:
@@ -104,8 +147,7 @@ def _readings(
         for dim, node in enumerate(expression.dims):
             if not all(axis in axes_in(node) for axis in cut.axes) or not _alike(shape, shards, dim):
                 continue
-            if any(name == PADDING for inner in walk(node) if isinstance(inner, Sum) for name, _ in inner.segments):
-                raise refuse("UNSUPPORTED", f"{expression.text}\nits padding is split over the ranks too")
+            _refuse_padding(expression, node)
             # Components that the statement does not name must stay whole on every rank; with an axis of another name
             # they do.
             renamed = _apart(node, cut)

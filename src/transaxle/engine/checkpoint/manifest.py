@@ -150,7 +150,8 @@ def _size(container: Container, name: str, present: Collection[str]) -> int | No
 def _tensor_ranges(container: Container) -> dict[str, list[tuple[int, int]]]:
     """Return the byte ranges of every file that hold tensors."""
     ranges: dict[str, list[tuple[int, int]]] = {}
-    for entry in (*container.entries.values(), *container.left.values()):
+    copies = (twin.second for twin in container.twins)
+    for entry in (*container.entries.values(), *container.left.values(), *copies, *container.uncompared):
         for extent in entry.extents:
             size = nbytes(entry.dtype, extent.shape)
             if size:

@@ -265,7 +265,7 @@ class _Copying:
                 record(name, done[name])
 
         ordered = staging is not None and staging.ordered
-        sink = HashingFiles(staging, [tensor.places for tensor in tensors], range(len(tensors)), progress, finish)
+        sink = HashingFiles(staging, [tensor.everywhere for tensor in tensors], range(len(tensors)), progress, finish)
         Movement(items_of(tensors, self.sizes, errors, ordered=ordered), self.storage, sink, self.limit).move_own()
         return done
 
@@ -294,6 +294,7 @@ def _still_there(staging: Stage, plan: Plan, recorded: Mapping[str, Done], kept:
             tensor.name: recorded[tensor.name]
             for tensor in plan.tensors
             if tensor.name in recorded
+            and not tensor.copies  # nothing says that these are complete as well
             and kept.issuperset(place.file for place in tensor.places)
             and digest_in(storage, tensor.places) == recorded[tensor.name].hash
         }

@@ -24,7 +24,7 @@ from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage
-from transaxle.move.hashing import HashingFiles, within
+from transaxle.move.hashing import HashingFiles, laid
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Limits, Progress, StoppedError, Worker
 
@@ -168,9 +168,8 @@ class _Written(HashingFiles):
         tensor, storage = self._tensors[key], self._storage
         if tensor.name in self.wrong:
             return
-        for place in within(tensor.places, start, start + len(data)):
-            stored = storage.read(storage.single or place.file, place.source, place.width)
-            if stored != data[place.target - start :][: place.width]:
+        for file, offset, part in laid(tensor.everywhere, start, data):
+            if storage.read(storage.single or file, offset, len(part)) != part:
                 self.wrong[tensor.name] = None
                 return
         super().take(key, start, data)

@@ -61,7 +61,7 @@ def file_queues(tensors: Sequence[PlannedTensor]) -> list[int]:
         return queue
 
     for number, tensor in enumerate(tensors):
-        for place in tensor.places:
+        for place in tensor.everywhere:
             joined = sorted({first(number), first(owners.setdefault(place.file, number))})
             queues[joined[-1]] = joined[0]
     return [first(number) for number in range(len(tensors))]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+from transaxle.arguments import Degrees
+from transaxle.axes.geometry.strided import coalesce, row_major
+from transaxle.axes.layout.chunk_cuts import chunk_cuts
 from transaxle.axes.notation.family import Dialect
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
@@ -14,11 +17,11 @@ from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
 from transaxle.engine.copying.arithmetic import steps
 from transaxle.engine.copying.duplicate_checks import plan_checks
 from transaxle.engine.copying.source import Source
-from transaxle.engine.plan.chunk_cuts import chunk_cuts
 from transaxle.engine.plan.counted_axes import counted
 from transaxle.engine.plan.hub_weights import published
 from transaxle.engine.plan.model_config import rewritten
 from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Recoded, Route
+from transaxle.engine.plan.rank_parts import of_ranks, padded
 from transaxle.engine.plan.recoding import buffers_of, components, displaced, recoded, recoding
 from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed
 from transaxle.engine.plan.training_beside import without_training
@@ -30,15 +33,15 @@ from transaxle.engine.views.param_groups import regrouped
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.families import is_dialect
 from transaxle.formats.builtin_formats import SAFETENSORS
-from transaxle.formats.catalog.catalog import Draft, Entry, Spec
-from transaxle.formats.dtype import nbytes
+from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Spec
+from transaxle.formats.dtype import ITEM_BITS, nbytes
 from transaxle.formats.format import Format
 from transaxle.formats.registry import find, get, writable
 from transaxle.formats.storage.storage import VirtualFiles, layer
 from transaxle.formats.training_state.full_precision import with_full_precision
 from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, ROOT, RUN
 from transaxle.formats.training_state.state_groups import GROUPS
-from transaxle.move.transfer import Transfer
+from transaxle.move.transfer import Transfer, lower
 
 _LARGEST = 1 << 44
 """Cap on the elements of a tensor."""
@@ -106,6 +109,7 @@ def make_plan(
     strict: bool = False,
     target: str | None = None,
     encode: Encode | None = None,
+    degrees: Degrees | None = None,
 ) -> Prepared:
     """Plan a conversion.
 
@@ -117,15 +121,14 @@ def make_plan(
         strict: refuse tensors that have no line in the target dialect instead of keeping them under their names.
         target: where it is to be written; where that is one file, there are no shards.
         encode: which tensors are encoded on the way, and how.
+        degrees: the ranks of a target that has files for each of them.
 
     Returns:
         The plan, with all refusals in `plan.refusals`; only usage errors and unreadable sources raise.
     """
     if shard_size < 1:
         raise ValueError(f"shard_size must be positive, not {shard_size}")
-    form, label = parse_to(to)
-    wanted = label or _written_in(checkpoint, get(form))
-    checkpoint, hub_refusals = _for_hub(checkpoint) if for_hub(to) else (_for_format(checkpoint, get(form)), [])
+    checkpoint, form, wanted, hub_refusals = _aimed(checkpoint, to, degrees)
     view, names, problems = _viewed(checkpoint, wanted, encode, bare=wanted == to)
     unknown = checkpoint.foreign(wanted)
     problems += [*hub_refusals, *checkpoint.container.unread, *unknown]
@@ -135,7 +138,8 @@ def make_plan(
     problems.extend(misnamed(target, form))
     source = checkpoint.source_of(wanted)
     outputs = _by_name(_outputs(view, names, encode.encoding if encode else ""), problems)
-    options = _draft_options(checkpoint, view, source, get(form), problems) | {"sealed": single}
+    ranks = _ranks_options(checkpoint, get(form), wanted, outputs, degrees, problems)
+    options = {**_draft_options(checkpoint, view, source, get(form), problems), **ranks, "sealed": single}
     notes = _notes(checkpoint, wanted)
     draft, lost = _drafted(checkpoint, form, outputs, notes, options, None if single else shard_size, problems)
     tensors = _planned(source, outputs, draft, allow_lossy, problems)
@@ -171,6 +175,27 @@ def make_plan(
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
     )
     return Prepared(plan, checkpoint, draft)
+
+
+def _aimed(checkpoint: Checkpoint, to: str, degrees: Degrees | None) -> tuple[Checkpoint, str, str, list[Refusal]]:
+    """Return what is written, format and dialect of the target, and why some of it cannot be.
+
+    Raises:
+        Refused: UNSUPPORTED for a format that cannot be written, or not for several ranks.
+        UsageError: as `_written_in`.
+    """
+    form, label = parse_to(to)
+    kind = get(form)
+    wanted = label or _written_in(checkpoint, kind)
+    if "parts" in kind.draft_takes and wanted != IDENTITY:
+        checkpoint = padded(checkpoint, wanted, degrees or Degrees())
+    elif degrees is not None and "parts" not in kind.draft_takes:
+        message = f"{kind.title} has no files for each rank: it is read at any degree of parallelism"
+        raise refuse("UNSUPPORTED", message, hint="Omit --tp, --pp, --ep and --make-vocab-size-divisible-by.")
+    if for_hub(to):
+        weights, refusals = _for_hub(checkpoint)
+        return weights, form, wanted, refusals
+    return _for_format(checkpoint, kind), form, wanted, []
 
 
 def _written_in(checkpoint: Checkpoint, kind: Format) -> str:
@@ -362,6 +387,20 @@ def _draft_options(
     return {"groups": groups, "run": run, "read": read, "config": checkpoint.config, "cuts": cuts}
 
 
+def _ranks_options(
+    checkpoint: Checkpoint,
+    kind: Format,
+    dialect: str,
+    names: Collection[str],
+    degrees: Degrees | None,
+    problems: list[Refusal],
+) -> dict[str, Any]:
+    """Return what drafts take that lay out files for each rank."""
+    if "parts" not in kind.draft_takes:
+        return {}
+    return of_ranks(checkpoint, dialect, names, degrees or Degrees(), problems)
+
+
 def _carried(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]) -> dict[str, int]:
     """Return the files that are copied along, and their sizes."""
     storage = checkpoint.container.storage
@@ -393,22 +432,32 @@ def _planned(
             continue
         if name not in draft.entries:
             continue
-        shape, places = draft.entries[name].shape, _places(draft.entries[name])
-        size, rule = nbytes(output.dtype, shape), output.target.rule
-        step = output.step
-        planned.append(PlannedTensor(name, output.dtype, shape, places, size, rule, transfers, arithmetic, step))
+        entry = draft.entries[name]
+        shape, places = entry.shape, _places(entry, entry.extents)
+        copies = _places(entry, draft.copies[name]) if name in draft.copies else ()
+        size, rule, step = nbytes(output.dtype, shape), output.target.rule, output.step
+        planned.append(
+            PlannedTensor(name, output.dtype, shape, places, size, rule, transfers, arithmetic, step, copies)
+        )
     return planned
 
 
-def _places(entry: Entry) -> tuple[Transfer, ...]:
-    """Return the destinations of a drafted tensor's bytes: its chunks are runs of its row-major bytes, in order."""
+def _places(entry: Entry, extents: Sequence[Extent]) -> tuple[Transfer, ...]:
+    """Return the destinations of a drafted tensor's bytes, chunk by chunk, sorted by where they are in the tensor."""
+    if len(extents) == 1 and extents[0].shape == entry.shape:
+        return (Transfer(extents[0].file, extents[0].offset, 0, entry.nbytes),)
+    bits = ITEM_BITS.get(entry.dtype, 8)
+    strides = row_major(entry.shape)
     places = []
-    start = 0
-    for extent in entry.extents:
+    for extent in extents:
         size = nbytes(entry.dtype, extent.shape)
-        places.append(Transfer(extent.file, extent.offset, start, size))
-        start += size
-    return tuple(places)
+        start = sum(first * step for first, step in zip(extent.start, strides, strict=True))
+        loops = coalesce(list(zip(extent.shape, extent.strides or row_major(extent.shape), strides, strict=True)))
+        if size and loops and loops != ((loops[0][0], 1, 1),):
+            places.append(lower(extent.file, extent.offset, bits // 8, 0, start, loops))
+        else:
+            places.append(Transfer(extent.file, extent.offset, start * bits // 8, size))
+    return tuple(sorted(places, key=lambda place: place.target))
 
 
 def _routes(checkpoint: Checkpoint, translation: View) -> tuple[Route, ...]:

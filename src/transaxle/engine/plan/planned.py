@@ -84,7 +84,7 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
     shape: tuple[int, ...]
     """Logical elements along each dim."""
     places: tuple[Transfer, ...]
-    """Destinations of its bytes: consecutive runs in order, each as the transfer that would read it back."""
+    """Destinations of its bytes, in order of the first one of each, as the transfers that would read it back."""
     nbytes: int
     """Size in bytes."""
     rule: str
@@ -95,6 +95,13 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
     """Arithmetic on every value, where the user allowed it."""
     step: Step | None = None
     """How the transferred values are encoded; None: they are written as they are."""
+    copies: tuple[Transfer, ...] = ()
+    """Further destinations of some of its bytes, each as the transfer that would read them back."""
+
+    @property
+    def everywhere(self) -> tuple[Transfer, ...]:
+        """All destinations of its bytes."""
+        return (*self.places, *self.copies) if self.copies else self.places
 
     @property
     def codes_of(self) -> str | None:

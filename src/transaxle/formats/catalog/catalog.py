@@ -6,6 +6,7 @@ with the extents that hold its bytes. That is why a plan is only a list of copie
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,8 @@ class Container:
     """What its own files say of the model, under the keys of a config.json; used where there is none."""
     unread: tuple[Refusal, ...] = ()
     """Why the optimizer's state, or some of it, cannot be read; whatever wants the optimizer is refused for it."""
+    uncompared: tuple[Entry, ...] = ()
+    """Copies of tensors that are not wanted."""
 
     @property
     def nbytes(self) -> int:
@@ -131,14 +134,15 @@ class Container:
         """Return the container without some tensors: they move to `left`, and their copies are not compared."""
         unwanted = {name: entry for name, entry in self.entries.items() if name in names}
         places = {(extent.file, extent.offset) for entry in unwanted.values() for extent in entry.extents}
+        kept = [any((each.file, each.offset) not in places for each in twin.first.extents) for twin in self.twins]
         return replace(
             self,
             entries={name: entry for name, entry in self.entries.items() if name not in unwanted},
             left={**self.left, **unwanted},
-            twins=tuple(
-                twin
-                for twin in self.twins
-                if any((extent.file, extent.offset) not in places for extent in twin.first.extents)
+            twins=tuple(itertools.compress(self.twins, kept)),
+            uncompared=(
+                *self.uncompared,
+                *(twin.second for twin, wanted in zip(self.twins, kept, strict=True) if not wanted),
             ),
         )
 
@@ -174,6 +178,8 @@ class Draft:
     """Bytes that are known before any tensor is copied."""
     seal: Seal | None = None
     """Space for digests in a file that is the whole checkpoint; the fragment around it is written last."""
+    copies: Mapping[str, tuple[Extent, ...]] = field(default_factory=dict)
+    """Further places of a tensor, by its name: chunks that several ranks hold, each with the same bytes."""
 
     def early(self) -> tuple[Fragment, ...]:
         """Return the fragments that are known before any tensor is copied: all but the one with room for digests."""

@@ -60,7 +60,7 @@ def move(
         taken += size
 
     whole = {item.key for item in items if world.rank in item.takers}
-    sink = HashingFiles(files, [tensor.places for tensor in tensors], whole, count)
+    sink = HashingFiles(files, [(*tensor.places, *tensor.copies) for tensor in tensors], whole, count)
     source = memory_of(prepared.checkpoint.container)
     received = Movement(items, source, sink, limits(jobs=1).holding_runs, RankExchange(world)).run()
     return Moved(received, taken, {tensors[key].name: digest for key, digest in sink.digests.items()})

@@ -100,9 +100,9 @@ def senders(prepared: Prepared, ranks: tuple[int, ...]) -> dict[str, int]:
         return file
 
     for tensor in prepared.plan.tensors:
-        for place in tensor.places[1:]:
+        for place in tensor.everywhere[1:]:
             parent[root(place.file)] = root(tensor.places[0].file)
-    with_tensors = {place.file for tensor in prepared.plan.tensors for place in tensor.places}
+    with_tensors = {place.file for tensor in prepared.plan.tensors for place in tensor.everywhere}
     of_first_rank = {root(file) for file in files if opens(file) or file not in with_tensors}
     sizes: dict[str, int] = {}
     for file, size in files.items():

@@ -1,7 +1,7 @@
 """Megatron's folders of one rank each, written with torch alone: what each rank holds, said in plain operations.
 
 A run has a hub model's tensors, and for each of them the optimizer's full-precision copy and two moments, all random.
-What Megatron makes of them is in `_module` (names and packing on one rank), `_shard` (the part of a tensor-parallel
+What Megatron makes of them is in `module` (names and packing on one rank), `_shard` (the part of a tensor-parallel
 rank), `_flat` (the distributed optimizer's buffers). Nothing here is taken from the program under test.
 """
 
@@ -23,6 +23,8 @@ ITERATION = 7
 LR, BETAS = 1e-3, (0.9, 0.95)
 LAYERS, HEADS, GROUPS, HEAD, WIDTH, VOCABULARY = 4, 4, 2, 6, 20, 41
 INNER, EXPERT_INNER, EXPERTS = 12, 8, 4
+MULTIPLE = 12
+"""Of which the vocabulary's rows on each rank are a multiple: the same for 1, 2 and 4 ranks."""
 Tensors = dict[str, Tensor]
 
 
@@ -145,7 +147,7 @@ def _halves(gate: Tensor, up: Tensor, parts: int, rank: int) -> Tensor:
 
 
 def _padded(rows: Tensor, run: Run) -> Tensor:
-    multiple = 8 * run.tp
+    multiple = MULTIPLE * run.tp
     count = -(-rows.shape[0] // multiple) * multiple
     return torch.cat([rows, rows.new_zeros(count - rows.shape[0], *rows.shape[1:])])
 
@@ -165,7 +167,7 @@ def stage_layers(run: Run) -> list[list[int]]:
     return [chunks[chunk][stage] for stage in range(run.pp) for chunk in range(vp)]
 
 
-def _module(run: Run, rank: Rank, chunk: int, source: Tensors) -> Tensors:
+def module(run: Run, rank: Rank, chunk: int, source: Tensors) -> Tensors:
     """Return what one rank holds in one stage of the virtual pipeline, in the order of Megatron's modules."""
     vp = run.vp or 1
     layers = stage_layers(run)[rank.pp * vp + chunk]
@@ -314,7 +316,7 @@ def arguments(run: Run, rank: Rank) -> argparse.Namespace:
     said = {
         "num_layers": LAYERS, "hidden_size": WIDTH, "ffn_hidden_size": INNER, "num_attention_heads": HEADS,
         "num_query_groups": GROUPS, "group_query_attention": True, "kv_channels": HEAD, "vocab_size": VOCABULARY,
-        "padded_vocab_size": -(-VOCABULARY // (8 * run.tp)) * 8 * run.tp, "swiglu": True,
+        "padded_vocab_size": -(-VOCABULARY // (MULTIPLE * run.tp)) * MULTIPLE * run.tp, "swiglu": True,
         "untie_embeddings_and_output_weights": not run.tied, "add_qkv_bias": run.biased, "rank": hash(rank) % 100,
         "tensor_model_parallel_size": run.tp, "pipeline_model_parallel_size": run.pp,
         "virtual_pipeline_model_parallel_size": run.vp, "expert_model_parallel_size": run.ep,
@@ -352,7 +354,7 @@ def write(run: Run, folder: Path, seed: int = 0) -> dict[str, Tensors]:
 def _by_state(run: Run, rank: Rank, truth: dict[str, Tensors]) -> tuple[dict[str, dict[_Key, Tensor]], list[_Key]]:
     chunks = range(run.vp or 1)
     found = {
-        state: {(chunk, n): t for chunk in chunks for n, t in _module(run, rank, chunk, source).items()}
+        state: {(chunk, n): t for chunk in chunks for n, t in module(run, rank, chunk, source).items()}
         for state, source in truth.items()
     }
     return found, list(found[""])

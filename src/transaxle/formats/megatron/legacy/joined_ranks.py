@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Entry, Extent, Twin
@@ -16,6 +17,8 @@ from transaxle.formats.megatron.legacy.rank_grid import Mesh, Place
 from transaxle.formats.megatron.legacy.rank_optimizer import ParameterState
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_AHEAD = ".eh_proj.weight"
+"""Projection in front of a layer that predicts ahead: Megatron cuts its rows, other programs keep it whole."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +41,26 @@ class Whole:
     twins: list[Twin] = field(default_factory=list)
 
 
+def is_cut_by_rows(name: str) -> bool:
+    """Tell whether Megatron cuts a parameter by its rows, whatever the table says of its axes.
+
+    The rows of the vocabulary and its padding are cut as one dim.
+    """
+    return is_vocabulary(name) or name.endswith(_AHEAD)
+
+
 class Joining:
     """Joins the parameters of all ranks.
 
     Args:
         mesh: the degrees of the run.
         cuts: what the tables say of the parameters that are cut; None where none is.
-        rows: of the vocabulary with its padding, if it is known.
+        args: of the run.
     """
 
-    def __init__(self, mesh: Mesh, cuts: TableCuts | None, rows: int | None) -> None:
-        self._mesh, self._cuts, self._rows = mesh, cuts, rows
+    def __init__(self, mesh: Mesh, cuts: TableCuts | None, args: Mapping[str, Any]) -> None:
+        self._mesh, self._cuts = mesh, cuts
+        self._rows, self._width = args.get("padded_vocab_size"), args.get("hidden_size")
         self._numbers: set[tuple[tuple[Extent, ...], tuple[Extent, ...]]] = set()
         self.faults = Faults()
 
@@ -113,13 +125,12 @@ class Joining:
             Refused, UsageError: where the tables do not say it, or something else.
         """
         shapes: list[Shape] = [shard.shape for shard in shards]
-        vocabulary = is_vocabulary(name) and bool(shapes[0])
-        if vocabulary:
-            # The rows of the vocabulary and its padding are cut as one dim, whatever a table says of the words alone.
+        if is_cut_by_rows(name) and shapes[0]:
             rows = [shape[0] for shape in shapes]
+            known = self._rows if is_vocabulary(name) else self._width
             spread = by_widths((sum(rows), *shapes[0][1:]), 0, [rows])
-            if tuple(shapes) != spread.shards or (self._rows is not None and sum(rows) != self._rows):
-                wanted = f"{self._rows} rows by the args of the run" if self._rows else "alike"
+            if tuple(shapes) != spread.shards or (known is not None and sum(rows) != known):
+                wanted = f"{known} rows by the args of the run" if known else "alike"
                 message = f"its shards have the shapes {', '.join(map(str, map(list, shapes)))}, which are not {wanted}"
                 raise refuse("SHAPE_MISMATCH", message, file=shards[0].file, tensor=name)
             return spread

@@ -14,6 +14,8 @@ from typing import Any
 
 from transaxle.formats.deepspeed.checked_value import CheckedValue
 
+LOW = ("BF16", "F16")
+"""Types of weights of which an optimizer keeps copies in full precision."""
 _BIAS = ".bias"
 _VOCABULARY = ("word_embeddings.weight", "output_layer.weight")
 _HEAD_NORMS = ("q_layernorm.", "k_layernorm.")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transaxle.errors import refuse
 from transaxle.formats.builtin_formats import MEGATRON_MODEL
-from transaxle.formats.catalog.catalog import Checksum, Entry
+from transaxle.formats.catalog.catalog import Checksum, Entry, Extent
 from transaxle.formats.catalog.inline import NumbersInMemory
 from transaxle.formats.deepspeed.checked_value import CheckedValue
 from transaxle.formats.deepspeed.zero.ranks import Tensors
@@ -18,6 +18,8 @@ from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.training_state.flatten import is_tensor
 
 OPTIMIZER_KEY = "optimizer"
+STEPS = "transaxle_steps"
+"""Tensors that we write besides: for each part of the optimizer, number of the parameter -> its steps."""
 _MODEL = re.compile(r"model(\d{0,4})")
 _EXTRA = "_extra_state"
 _ARGS, _VERSION, _SCHEDULER = "args", "checkpoint_version", "opt_param_scheduler"
@@ -78,7 +80,7 @@ def read_rank(inline: NumbersInMemory, prefix: str, folder: str) -> RankFile:
         stage = _MODEL.fullmatch(key) if isinstance(key, str) else None
         if stage is not None:
             chunks[int(stage[1] or 0)] = _chunk(Tensors(inline, file), node, left)
-        elif key not in (*_FACTS, OPTIMIZER_KEY):
+        elif key not in (*_FACTS, OPTIMIZER_KEY, STEPS):
             left[str(key)] = "state of Megatron's that is not read"
     if not chunks:
         raise root.fault("it holds no model")
@@ -106,6 +108,7 @@ def _chunk(reader: Tensors, model: CheckedValue, left: dict[str, str]) -> Module
     """Return the tensors of a module; what is neither tensor nor extra state is listed in `left`."""
     tensors: dict[str, Entry] = {}
     extra: list[str] = []
+    places: dict[tuple[Extent, ...], str] = {}
     for name, node in model.named():
         if name.rpartition(".")[2] == _EXTRA:
             if node.value is not None:
@@ -115,7 +118,10 @@ def _chunk(reader: Tensors, model: CheckedValue, left: dict[str, str]) -> Module
             hint = "Load it with Megatron-LM, save it with --use-mcore-models, and convert that."
             raise refuse("UNSUPPORTED", message, file=model.file, hint=hint)
         elif isinstance(node.value, TensorRef | Object) and is_tensor(node.value):
-            tensors[name] = reader.tensor(name, node)
+            entry = reader.tensor(name, node)
+            # A further name of a tensor, for another kind of module, is none of its own.
+            if entry.extents and places.setdefault(entry.extents, name) == name:
+                tensors[name] = entry
         elif is_tensor(node.value):
             message = "it is a quantized tensor, whose numbers Megatron keeps in several"
             hint = "Save the checkpoint without --fp8-param-gather."

@@ -18,6 +18,7 @@ from transaxle.formats.deepspeed.zero.shard import RankShard
 from transaxle.formats.dtype import numpy_dtype
 from transaxle.formats.megatron.arguments_of_run import NAMES
 from transaxle.formats.megatron.legacy.param_order import (
+    LOW,
     OrderUnknown,
     Parameter,
     bucket_size,
@@ -26,7 +27,7 @@ from transaxle.formats.megatron.legacy.param_order import (
     has_expert_groups,
     laid_flat,
 )
-from transaxle.formats.megatron.legacy.rank_file import OPTIMIZER_KEY, RankFile
+from transaxle.formats.megatron.legacy.rank_file import OPTIMIZER_KEY, STEPS, RankFile
 from transaxle.formats.pickled.descriptors import NOTHING, DType, Key, TensorRef
 from transaxle.formats.torch_file.saved import read_saved
 from transaxle.formats.training_state.full_precision import MASTER
@@ -36,7 +37,6 @@ _GROUPS, _STATE, _STEP = "param_groups", "state", "step"
 _INNER = ("optimizer", "optimizer_state_dict")
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 _COALESCED, _UNPADDED, _PARAM = "buckets_coalesced", "numel_unpadded", "param"
-_LOW = ("BF16", "F16")
 _SAMPLES, _SAMPLED = 24, 16
 """Parameters of a rank whose full-precision copies are compared with their weights, and numbers of each."""
 _CLOSE = 2.0**-6
@@ -104,8 +104,10 @@ def read_optimizer(
         for group, members in zip(part.groups, part.parameters, strict=True):
             found.groups.append((_settings(group), [member.name for member in members]))
     if any(group.get(PARAMS) is not None for part in parts for group in part.groups):
-        for part in parts:
-            _read_numbered(Tensors(inline, rank.file), part, found)
+        own = rank.root.get(STEPS)
+        steps = [{}] * len(parts) if own is None else [dict(node.items()) for node in own.list()]
+        for part, numbered in zip(parts, steps, strict=True):
+            _read_numbered(Tensors(inline, rank.file), part, numbered, found)
     else:
         found.flat = frozenset(parameter.name for part in parts for parameter in part.all)
         if flat_file is not None:
@@ -161,8 +163,8 @@ def optimizer_settings(top: CheckedValue | None) -> dict[str, Any]:
     return {OPTIMIZER_KEY: dict(enumerate(parts)) if len(parts) > 1 else parts[0]}
 
 
-def _read_numbered(reader: Tensors, part: _Part, found: RankOptimizer) -> None:
-    """Read states that are numbered by group: of each group's parameters in turn."""
+def _read_numbered(reader: Tensors, part: _Part, steps: Mapping[Any, CheckedValue], found: RankOptimizer) -> None:
+    """Read states that are numbered by group: of each group's parameters in turn; also steps that we wrote besides."""
     inner = _inner(part.node)
     states = inner[_STATE]
     masters = next((node for key in _MASTERS if (node := part.node.get(key)) is not None), None)
@@ -174,7 +176,7 @@ def _read_numbered(reader: Tensors, part: _Part, found: RankOptimizer) -> None:
         if len(numbers) != len(members):
             message = f"its group {number} has {len(numbers)} parameters; by their shapes, {len(members)} are in it"
             raise OrderUnknown(message)
-        low = [member for member in members if member.dtype in _LOW]
+        low = [member for member in members if member.dtype in LOW]
         copies = [] if lists is None else lists[number].list()
         if lists is not None and len(copies) != len(low):
             message = f"its group {number} has {len(copies)} full-precision copies of {len(low)} parameters"
@@ -184,7 +186,7 @@ def _read_numbered(reader: Tensors, part: _Part, found: RankOptimizer) -> None:
         for member, index in zip(members, numbers, strict=True):
             state = states.get(index)
             named = {} if state is None else dict(state.named())
-            step = named.pop(_STEP, None) or group.get(_STEP)
+            step = named.pop(_STEP, None) or steps.get(index) or group.get(_STEP)
             for name, node in named.items():
                 _put(reader, found, member, name, node)
             if step is not None and named:
@@ -293,7 +295,7 @@ def check_copies(inline: NumbersInMemory, weights: Mapping[tuple[int, str], Entr
         OrderUnknown: a copy is not that of its weight, so the order is another one.
         StorageError: IO.
     """
-    keys = [key for key, state in found.states.items() if MASTER in state.states and weights[key].dtype in _LOW]
+    keys = [key for key, state in found.states.items() if MASTER in state.states and weights[key].dtype in LOW]
     for key in keys[:: max(1, len(keys) // _SAMPLES)]:
         weight, master = weights[key], found.states[key].states[MASTER]
         count = min(weight.nbytes // 2, _SAMPLED)

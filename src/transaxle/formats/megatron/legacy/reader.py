@@ -94,13 +94,19 @@ def open_legacy(
     models = _named(inline, prefix, ranks, mesh)
     left = {key: what for file in files for key, what in file.left.items()}
     left |= {name: _EXTRA for model in models for name in model.extra}
-    optimizers, why_not = _optimizers(inline, models, mesh) if optimizer is not False else ({}, _unwanted(files))
+    try:
+        optimizers, why_not = _optimizers(inline, models, mesh)
+        whole = _joined(storage, models, optimizers, mesh, cutter)
+    except TransaxleError:
+        if optimizer is not False:
+            raise
+        optimizers, why_not = {}, _unwanted(files)
+        whole = _joined(storage, models, optimizers, mesh, cutter)
     if why_not:
         left[OPTIMIZER_KEY] = why_not
     if why_not and optimizer:
         hint = "Leave it out (--no-optimizer), or save the checkpoint with --ckpt-format torch_dist."
         raise refuse("UNSUPPORTED", f"optimizer: {why_not}", file=path, hint=hint)
-    whole = _joined(storage, models, optimizers, mesh, cutter)
     entries = _entries(whole, weights, path)
     sizes = {model.file.file: inline.size(model.file.file) for model in models}
     sizes |= {model.flat_file: inline.size(model.flat_file) for model in models if model.flat_file}
@@ -251,7 +257,7 @@ def _joined(
                 )
     run = models[0].file.run
     cuts = TableCuts(cutter, storage, tuple(held), run.config()) if mesh.tp > 1 else None
-    joining = Joining(mesh, cuts, run.args.get("padded_vocab_size"))
+    joining = Joining(mesh, cuts, run.args)
     flat = frozenset(name for optimizer in optimizers.values() for name in optimizer.flat)
     whole = joining.join(held, flat)
     if joining.faults:

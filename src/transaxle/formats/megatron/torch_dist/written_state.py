@@ -40,19 +40,34 @@ def common_state(
         optimizer: the optimizer's settings; None where it is not written.
     """
     content: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    state: dict[str, Any] = {"checkpoint_version": _VERSION, "iteration": facts.get("iteration", 0)}
+    state = state_of_run(arguments(config, names, vocabulary), facts, optimizer)
     if optimizer is not None:
         content |= {"distrib_optim_sharding_type": SHARDING, "distrib_optim_fully_reshardable_mem_efficient": False}
         state["optimizer"] = optimizer
+    state["content_metadata"] = content
+    return b"".join(data for _, data in surround("common.pt", state, []).known)
+
+
+def state_of_run(
+    args: Mapping[str, Any], facts: Mapping[str, Any], optimizer: Mapping[Any, Any] | None
+) -> dict[str, Any]:
+    """Return the counters, the scheduler and the arguments of a run.
+
+    Args:
+        args: Megatron's arguments; empty where they are not known.
+        facts: what the source says of its run.
+        optimizer: the optimizer's settings; None where it is not written.
+    """
+    state: dict[str, Any] = {"checkpoint_version": _VERSION, "iteration": facts.get("iteration", 0)}
+    found = dict(args)
+    if optimizer is not None:
         state["opt_param_scheduler"] = _scheduler(optimizer)
         state |= {key: facts[key] for key in _KEPT if key in facts}
-    state["content_metadata"] = content
-    found = arguments(config, names, vocabulary)
     if optimizer is not None and found:
         found |= {key: value for key, value in facts.get("counters", {}).items() if key not in found}
     if found:
         state["args"] = Object(Global("argparse", "Namespace"), state=found, new=True)
-    return b"".join(data for _, data in surround("common.pt", state, []).known)
+    return state
 
 
 def optimizer_settings(
@@ -70,7 +85,7 @@ def optimizer_settings(
         Refused: UNSUPPORTED where the groups of the source differ in a way that Megatron's cannot.
     """
     has_experts = any(_EXPERTS in name for name in parameters)
-    own = _own_groups(facts.get("optimizer"))
+    own = groups_in(facts.get("optimizer"))
     if own:
         return _chained(own, has_experts)
     made = _made_groups(groups, step)
@@ -80,7 +95,7 @@ def optimizer_settings(
 
 def step_of(optimizer: Mapping[Any, Any]) -> int:
     """Return the steps that an optimizer has made, from its settings."""
-    return max((group.get("step", 0) for group in _own_groups(optimizer)), default=0)
+    return max((group.get("step", 0) for group in groups_in(optimizer)), default=0)
 
 
 def _scheduler(optimizer: Mapping[Any, Any]) -> dict[str, Any]:
@@ -88,7 +103,7 @@ def _scheduler(optimizer: Mapping[Any, Any]) -> dict[str, Any]:
 
     Megatron asks that its own settings equal these, or for `--override-opt_param-scheduler`.
     """
-    group: Mapping[str, Any] = next(iter(_own_groups(optimizer)), {})
+    group: Mapping[str, Any] = next(iter(groups_in(optimizer)), {})
     decay = group.get("weight_decay", 0.0)
     return {
         "max_lr": group.get("max_lr", 0.0),
@@ -104,14 +119,14 @@ def _scheduler(optimizer: Mapping[Any, Any]) -> dict[str, Any]:
     }
 
 
-def _own_groups(optimizer: object) -> list[dict[str, Any]]:
-    """Return the groups in the settings of Megatron's optimizer, which may be a chain of several."""
+def groups_in(optimizer: object) -> list[dict[str, Any]]:
+    """Return all groups in the settings of Megatron's optimizer, which may be a chain of several."""
     if not isinstance(optimizer, Mapping):
         return []
     groups = optimizer.get("param_groups")
     if isinstance(groups, list):
         return [dict(group) for group in groups if isinstance(group, Mapping)]
-    return [group for inner in optimizer.values() for group in _own_groups(inner)]
+    return [group for inner in optimizer.values() for group in groups_in(inner)]
 
 
 def _chained(groups: Sequence[dict[str, Any]], has_experts: bool) -> dict[Any, Any]:

@@ -1,0 +1,300 @@
+"""Drafting Megatron's folders of one rank each (`--ckpt-format torch`): which rank's file holds which part of a tensor.
+
+    OUT/latest_checkpointed_iteration.txt             `release`, or the iteration if the optimizer's state is there
+    OUT/release/mp_rank_00_001/model_optim_rng.pt     tensor-parallel rank 0, pipeline stage 1
+
+A tensor that several ranks hold is written to each of their files. The optimizer is the plain one
+(`--use-distributed-optimizer` keeps its state in buffers whose layout depends on the job).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from transaxle.arguments import Degrees
+from transaxle.axes.geometry.chunk import Intervals
+from transaxle.axes.geometry.strided import row_major
+from transaxle.axes.layout.bind import split_slot
+from transaxle.errors import Faults, TransaxleError, refuse
+from transaxle.formats.builtin_formats import MEGATRON_MODEL, MEGATRON_TORCH, MEGATRON_TRACKER
+from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Spec
+from transaxle.formats.dtype import ITEM_BITS, PACKED, numpy_dtype
+from transaxle.formats.megatron.iterations import RELEASE, iteration_folder
+from transaxle.formats.megatron.legacy.joined_ranks import EMBEDDING, is_cut_by_rows
+from transaxle.formats.megatron.legacy.param_order import is_vocabulary
+from transaxle.formats.megatron.legacy.rank_grid import Mesh, Place, folder_of
+from transaxle.formats.megatron.legacy.written_ranks import STEP, Home, RankContents, Sharing, sharing
+from transaxle.formats.megatron.torch_dist.written_state import groups_in, optimizer_settings, state_of_run, step_of
+from transaxle.formats.megatron.written_arguments import arguments
+from transaxle.formats.torch_file.draft import surround
+from transaxle.formats.torch_file.zip.layout import ZipLayout
+from transaxle.formats.training_state.state import MEGATRON, OPTIMIZER
+from transaxle.formats.training_state.state_groups import GROUPS
+
+Shape = tuple[int, ...]
+Parts = Mapping[str, tuple[int, tuple[Intervals, ...]] | None]
+"""Parameter -> the dim that tensor-parallel ranks share out, and each one's positions in it; None: all have all."""
+_GLOBAL_STEPS = "global_steps"
+_EXPERT_GROUP = "is_expert_parallel"
+
+
+class _Box(NamedTuple):
+    """A box of a tensor in a storage of a rank."""
+
+    place: Place
+    storage: int
+    start: Shape
+    shape: Shape
+    at: int
+    """Its first byte in the storage."""
+    strides: Shape | None
+
+
+def draft(
+    tensors: Sequence[Spec],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    shard_size: int | None = None,
+    degrees: Degrees | None = None,
+    parts: Parts | None = None,
+    config: Mapping[str, Any] | None = None,
+    run: Mapping[str, Any] | None = None,
+    read: Callable[[str], bytes] | None = None,
+) -> Draft:
+    """Lay out the folders of all ranks: weights as a release, or an iteration with the optimizer's state.
+
+    Args:
+        tensors: what to write, under Megatron's names of the whole model.
+        metadata: left out: the format has no place for free text.
+        shard_size: left out: a rank has one file.
+        degrees: the ranks; None: one.
+        parts: what tensor-parallel ranks share out.
+        config: the model's config.json.
+        run: what the source says of its run.
+        read: returns the bytes of a small tensor, for the optimizer's steps.
+
+    Raises:
+        Refused: for every tensor that has no place: UNSUPPORTED, NAME_COLLISION, SHAPE_MISMATCH; for an optimizer that
+            Megatron cannot hold, UNSUPPORTED.
+    """
+    del metadata, shard_size
+    degrees = degrees or Degrees()
+    facts = dict((run or {}).get(MEGATRON, {}))
+    weights = {spec.name: spec for spec in tensors if not spec.name.startswith(OPTIMIZER)}
+    shared = sharing(list(weights), degrees)
+    contents, boxes, copies = _held(tensors, weights, shared, parts or {})
+    settings = _settings(tensors, facts, (run or {}).get(GROUPS, ()), degrees, read)
+    if settings is not None:
+        facts.setdefault("iteration", (run or {}).get(_GLOBAL_STEPS) or step_of(settings))
+    args = _args(config or {}, weights, degrees)
+    state = state_of_run(args, facts, settings)
+    folder = RELEASE if settings is None else iteration_folder(facts["iteration"])
+    files = {
+        place: (f"{folder}/{_folder(place, degrees)}/{MEGATRON_MODEL}", _value(rank, state, settings, degrees))
+        for place, rank in contents.items()
+    }
+    layouts = {place: surround(file, value, contents[place].storages) for place, (file, value) in files.items()}
+    tracker = (RELEASE if settings is None else str(facts["iteration"])).encode()
+
+    def extents(held: Sequence[_Box]) -> tuple[Extent, ...]:
+        return tuple(_extent(box, files[box.place][0], layouts[box.place]) for box in held)
+
+    return Draft(
+        MEGATRON_TORCH.name,
+        {spec.name: Entry(spec.name, spec.dtype, spec.shape, extents(boxes[spec.name])) for spec in tensors},
+        {MEGATRON_TRACKER: len(tracker), **{file: layouts[place].size for place, (file, _) in files.items()}},
+        (
+            Fragment(MEGATRON_TRACKER, 0, tracker),
+            *(Fragment(file, at, data) for place, (file, _) in files.items() for at, data in layouts[place].known),
+        ),
+        copies={name: extents(held) for name, held in copies.items() if held},
+    )
+
+
+def _extent(box: _Box, file: str, layout: ZipLayout) -> Extent:
+    return Extent(box.start, box.shape, file, layout.offsets[box.storage] + box.at, box.strides)
+
+
+def _folder(place: Place, degrees: Degrees) -> str:
+    return folder_of(place, Mesh(degrees.tp, degrees.pp, degrees.ep))
+
+
+def _held(
+    tensors: Sequence[Spec], weights: Mapping[str, Spec], shared: Sharing, parts: Parts
+) -> tuple[dict[Place, RankContents], dict[str, list[_Box]], dict[str, list[_Box]]]:
+    """Give every rank its part of every tensor.
+
+    Returns:
+        the ranks; for each tensor its boxes; and for each the boxes that hold the same again.
+
+    Raises:
+        Refused: every tensor that has no place.
+    """
+    degrees = shared.degrees
+    everyone = [Place(*at) for at in np.ndindex(degrees.pp, degrees.ep, degrees.tp)]
+    contents = {place: RankContents(place) for place in everyone}
+    boxes: dict[str, list[_Box]] = {}
+    copies: dict[str, list[_Box]] = {}
+    faults = Faults()
+    for spec in tensors:
+        parameter, state = split_slot(spec.name)
+        try:
+            if spec.name in boxes:
+                raise refuse("NAME_COLLISION", "two tensors have this name", tensor=spec.name)
+            home = shared.home(parameter)
+            of_ranks = _parts_of(spec, parameter, state, weights, parts, degrees)
+        except TransaxleError as error:
+            faults.extend(*error.refusals)
+            continue
+        boxes[spec.name], copies[spec.name] = [], []
+        for place, local in _holders(home, degrees):
+            shape, inside = of_ranks[place.tp]
+            storage = contents[place].add(local, state, spec.dtype, shape)
+            first = place.pp == home.stages[0] and place.ep == (home.expert or 0)
+            again = not first or (place.tp and of_ranks[place.tp] is of_ranks[0])
+            item = ITEM_BITS[spec.dtype] // 8 or 1
+            held = [_Box(place, storage, start, box, at * item, strides) for start, box, at, strides in inside]
+            (copies if again else boxes)[spec.name].extend(held)
+    if faults:
+        raise faults.error()
+    return contents, boxes, copies
+
+
+def _holders(home: Home, degrees: Degrees) -> Iterator[tuple[Place, str]]:
+    """Yield the ranks that hold a parameter, each with its name for it."""
+    for stage, local in zip(home.stages, home.names, strict=True):
+        for expert in range(degrees.ep) if home.expert is None else (home.expert,):
+            for rank in range(degrees.tp):
+                yield Place(stage, expert, rank), local
+
+
+_Inside = list[tuple[Shape, Shape, int, Shape | None]]
+"""Boxes of a rank's part: first index in the whole tensor, shape, first element in the part, and strides there."""
+
+
+def _parts_of(
+    spec: Spec, parameter: str, state: str, weights: Mapping[str, Spec], parts: Parts, degrees: Degrees
+) -> list[tuple[Shape, _Inside]]:
+    """Return each tensor-parallel rank's part of a tensor: its shape and its boxes; of copies, one object for all.
+
+    Raises:
+        Refused: UNSUPPORTED, SHAPE_MISMATCH.
+    """
+    weight = weights.get(parameter)
+    if weight is None:
+        message = f"it is state of {parameter}, which is not among the weights"
+        raise refuse("UNSUPPORTED", message, tensor=spec.name, hint="Write the weights alone: --no-optimizer.")
+    if state and state != STEP and spec.shape != weight.shape:
+        message = f"its shape is {list(spec.shape)}, that of the weight {list(weight.shape)}: Megatron's is the same"
+        raise refuse("UNSUPPORTED", message, tensor=spec.name, hint="Write the weights alone: --no-optimizer.")
+    if state == STEP and spec.shape:
+        raise refuse("SHAPE_MISMATCH", f"a step must be one number, not {list(spec.shape)}", tensor=spec.name)
+    cut = None if state == STEP or degrees.tp == 1 else _cut_of(weight, parts, degrees)
+    if cut is None:
+        return [(spec.shape, [((0,) * len(spec.shape), spec.shape, 0, None)])] * degrees.tp
+    if spec.dtype in PACKED:
+        raise refuse("UNSUPPORTED", f"{spec.dtype} elements are not cut over ranks", tensor=spec.name)
+    dim, positions = cut
+    return [_part(spec.shape, dim, intervals) for intervals in positions]
+
+
+def _cut_of(weight: Spec, parts: Parts, degrees: Degrees) -> tuple[int, Sequence[Intervals]] | None:
+    """Return how a weight is shared out; None where every rank holds all of it."""
+    rows = weight.shape[0] if weight.shape else 0
+    if is_cut_by_rows(weight.name):
+        if rows % degrees.tp:
+            hint = f"Pad it: --axis p={-rows % (degrees.tp * degrees.rows)}." if is_vocabulary(weight.name) else ""
+            message = f"its {rows} rows do not divide over {degrees.tp} ranks"
+            raise refuse("UNSUPPORTED", message, tensor=weight.name, hint=hint)
+        each = rows // degrees.tp
+        return 0, [((rank * each, (rank + 1) * each),) for rank in range(degrees.tp)]
+    if weight.name not in parts:
+        message = "the table has no line for it, so it is not known how tensor-parallel ranks share it out"
+        raise refuse("UNSUPPORTED", message, tensor=weight.name, hint="Add a line with --rules FILE, or write --tp 1.")
+    return parts[weight.name]
+
+
+def _part(whole: Shape, dim: int, intervals: Intervals) -> tuple[Shape, _Inside]:
+    """Return one rank's part of a tensor."""
+    shape = (*whole[:dim], sum(stop - start for start, stop in intervals), *whole[dim + 1 :])
+    strides = row_major(shape)
+    inside: _Inside = []
+    at = 0
+    for start, stop in intervals:
+        box = (*whole[:dim], stop - start, *whole[dim + 1 :])
+        dense = box == shape or all(size == 1 for size in whole[:dim])
+        origin = tuple(start if number == dim else 0 for number in range(len(whole)))
+        inside.append((origin, box, at * strides[dim], None if dense else strides))
+        at += stop - start
+    return shape, inside
+
+
+def _settings(
+    tensors: Sequence[Spec],
+    facts: Mapping[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+    degrees: Degrees,
+    read: Callable[[str], bytes] | None,
+) -> dict[str, Any] | None:
+    """Return the settings of the optimizer's groups, those of experts apart where they have ranks of their own.
+
+    Raises:
+        Refused: UNSUPPORTED where the parameters have made different numbers of steps.
+    """
+    states = [(spec, *split_slot(spec.name)) for spec in tensors if spec.name.startswith(OPTIMIZER)]
+    parameters = dict.fromkeys(parameter for _, parameter, _ in states)
+    if not parameters:
+        return None
+    counted = {(spec.dtype, read(spec.name)) for spec, _, state in states if state == STEP and read is not None}
+    steps = {int(np.frombuffer(data, numpy_dtype(dtype))[0]) for dtype, data in counted}
+    if len(steps) > 1:
+        message = f"its parameters have made {' and '.join(map(str, sorted(steps)))} steps; Megatron keeps one number"
+        raise refuse("UNSUPPORTED", message, hint="Write the weights alone: --no-optimizer.")
+    step = steps.pop() if steps else 0
+    found = groups_in(optimizer_settings(parameters, facts, groups, step))
+    dense = [{**group, _EXPERT_GROUP: False} for group in found if not group.get(_EXPERT_GROUP)]
+    experts = [group for group in found if group.get(_EXPERT_GROUP)]
+    if degrees.ep > 1 and not experts:
+        experts = [{**group, _EXPERT_GROUP: True} for group in dense if group.get("wd_mult", 1.0)]
+    return {"param_groups": [*dense, *(experts if degrees.ep > 1 else ())]}
+
+
+def _value(
+    rank: RankContents, state: Mapping[str, Any], settings: Mapping[str, Any] | None, degrees: Degrees
+) -> dict[str, Any]:
+    """Return what a rank's file holds."""
+    found = {**state, "model": rank.state_dict()}
+    if settings is None:
+        return found
+    groups = settings["param_groups"]
+    # Where the source's groups do not have the number of steps, its optimizer keeps it with each state, as torch's do.
+    torch_steps = all("step" not in group for group in groups)
+    return found | rank.optimizer(groups, apart=degrees.ep > 1, torch_steps=torch_steps)
+
+
+def _args(config: Mapping[str, Any], weights: Mapping[str, Spec], degrees: Degrees) -> dict[str, Any]:
+    """Return Megatron's arguments for these ranks.
+
+    Raises:
+        Refused: UNSUPPORTED where several ranks need them, and they are not known; where heads do not divide.
+    """
+    rows = weights[EMBEDDING].shape[0] if EMBEDDING in weights else None
+    found = arguments(config, list(weights), rows)
+    if not found and degrees.pp * degrees.ep > 1:
+        message = "the sizes of the model are not known, and the ranks of a pipeline or of experts need them"
+        raise refuse("UNSUPPORTED", message, hint="Give the model's config.json: --config FILE.")
+    heads = found.get("num_attention_heads", 0)
+    if heads % degrees.tp:
+        message = f"{heads} attention heads do not divide over {degrees.tp} tensor-parallel ranks"
+        raise refuse("UNSUPPORTED", message, hint="Give another --tp.")
+    ranks = {
+        "tensor_model_parallel_size": degrees.tp,
+        "pipeline_model_parallel_size": degrees.pp,
+        "expert_model_parallel_size": degrees.ep,
+        "expert_tensor_parallel_size": degrees.tp,
+        "use_distributed_optimizer": False,
+    }
+    return found | ranks if found else {}
