@@ -60,8 +60,13 @@ OTHERS: dict[str, tuple[str, ...]] = {
 }
 """Model type -> classes besides the one that the automatic classes choose first, where the table has these too."""
 _PARTS = ("text_config", "vision_config")
-SENSELESS: tuple[tuple[str, str, Any], ...] = (("mimo_v2_flash", "num_key_value_heads", 4),)
-"""Changes that transformers builds and no table can mean: more kv heads than query heads."""
+SENSELESS: tuple[tuple[str, str, Any], ...] = (
+    ("mimo_v2_flash", "num_key_value_heads", 4),
+    ("olmo_hybrid", "linear_num_value_heads", 2),
+)
+"""Changes that transformers builds and no table can mean: more kv heads than query heads; widths of q, k and v whose
+convolutions it stores in thirds.
+"""
 BROKEN = {("kimi_k25", "q_lora_rank")}
 """Keys of parts after whose change transformers cannot load what it stores, since its renamings of the tower hit the
 text.

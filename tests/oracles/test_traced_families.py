@@ -14,7 +14,7 @@ import pytest
 from tests.oracles.every_type import built
 from tests.oracles.peer_bytes import both_ways
 from tests.oracles.test_full_families import ABSENT
-from transaxle import families
+from tests.oracles.traced_tables import path_of, statements
 from transaxle.derivation.sources import from_transformers
 from transaxle.families import builtin
 
@@ -35,11 +35,6 @@ def check(model_type: str, tmp_path: Path) -> None:
         both_ways(model, tmp_path / str(number))
 
 
-def _statements(text: str) -> list[str]:
-    lines = [line.split("#")[0].split() for line in text.splitlines()]
-    return [" ".join(words) for words in lines if words and words[0] not in {"family", "model_type"}]
-
-
 @pytest.mark.peers
 @pytest.mark.parametrize("model_type", SAMPLE)
 def test_a_shipped_table_is_what_transformers_does(model_type: str, tmp_path: Path) -> None:
@@ -48,9 +43,7 @@ def test_a_shipped_table_is_what_transformers_does(model_type: str, tmp_path: Pa
 
 @pytest.mark.peers
 def test_a_shipped_table_is_what_is_derived() -> None:
-    (family,) = builtin().of_types(["recurrent_gemma"])
-    shipped = Path(families.__file__).parent / builtin().entries[family.name].file
-    assert _statements(from_transformers("recurrent_gemma").text) == _statements(shipped.read_text("utf-8"))
+    assert statements(from_transformers("recurrent_gemma").text) == statements(path_of("recurrent_gemma").read_text())
 
 
 @pytest.mark.oracle
@@ -63,5 +56,4 @@ def test_every_table_is_what_transformers_does(model_type: str, tmp_path: Path) 
 @pytest.mark.parametrize("model_type", TYPES)
 def test_every_table_is_what_is_derived(model_type: str) -> None:
     (family,) = (f for f in builtin().of_types([model_type]) if builtin().entries[f.name].traced)
-    shipped = Path(families.__file__).parent / builtin().entries[family.name].file
-    assert _statements(from_transformers(model_type).text) == _statements(shipped.read_text("utf-8"))
+    assert statements(from_transformers(model_type).text) == statements(path_of(family.name).read_text("utf-8"))

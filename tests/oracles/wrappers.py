@@ -36,7 +36,13 @@ _FILLED: dict[str, dict[str, Any]] = {
     "step3p5": {"share_expert_dim": 12},
     "step3p5_vision": {"mlp_ratio": 1.5, "intermediate_size": 48},
     "nemotron": {"num_key_value_heads": 2},
-}
+    "longcat_flash": {
+        "expert_ffn_hidden_size": 24, "zero_expert_num": 3, "moe_topk": 2, "qk_head_dim": 12, "num_key_value_heads": 4,
+    },
+    "olmo_hybrid": {
+        "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    },
+}  # fmt: skip
 """Model types whose default config lacks what a tiny model needs, with values for it."""
 _LISTS = frozenset(
     {
@@ -51,7 +57,7 @@ _LISTS = frozenset(
 _VOCABULARY = 97
 _MOST = 8_000_000
 """Parameters of a model that is still tiny."""
-_GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")
+_GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "olmo_hybrid")
 _MIXED: dict[str, dict[str, Any]] = {
     **{each: {"layer_types": ["linear_attention", "full_attention"]} for each in _GATED},
     "lfm2": {"layer_types": ["conv", "full_attention"]},

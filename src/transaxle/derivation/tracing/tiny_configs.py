@@ -47,7 +47,7 @@ _RULES: tuple[tuple[tuple[int, ...], str], ...] = (
     (_TOKEN_TYPES, "type_vocab_size"),
     (_LAYERS, """num_hidden_layers n_layers? num_layers (encoder|decoder|text)_(layers|depth) num_(en|de)coder_layers
         depth num_blocks"""),
-    (_HEADS, """((en|de)coder_|swa_)?(num_)?(swa_|encoder_|decoder_)?attention_heads n_heads? num_heads
+    (_HEADS, """((en|de)coder_|swa_)?(num_)?(swa_|sliding_|encoder_|decoder_)?attention_heads n_heads? num_heads
         encoder_num_heads ((en|de)coder_)num_attention_heads linear_num_value_heads"""),
     (_GROUPS, """(swa_|(en|de)coder_)?num_(swa_|global_)?key_value_heads n_kv_heads num_kv_heads n_head_kv
         attention_value_heads linear_num_key_heads"""),
@@ -106,6 +106,7 @@ _INDEXER = {
     "indexer_compress_ratio": 4,
 }  # fmt: skip
 _FILLED: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"head_dim": 128},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
     "nemotron": {"num_key_value_heads": 2},
@@ -220,9 +221,10 @@ class _Shrinking:
 
     def _share(self, value: int, heads: Sequence[int]) -> int:
         """Take the share of a size that the variant stands for; a larger one, or all, where that cannot be divided."""
+        divisors = [each for count in heads for each in (count, 2 * count)]
         for parts in (_FRACTIONS[self.sizes], _FRACTIONS[RATIO]):
             share, rest = divmod(value * _RATIOS[self.variant], parts)
-            if not rest and share >= _LEAST and not any(share % count and not value % count for count in heads):
+            if not rest and share >= _LEAST and not any(share % each and not value % each for each in divisors):
                 return share
         return value
 

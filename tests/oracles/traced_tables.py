@@ -1,0 +1,73 @@
+"""The tables in `families/traced/`, derived anew from the installed transformers.
+
+    python -m tests.oracles.traced_tables [FAMILY ...]
+
+writes those that differ; where no table can be derived any more, the shipped one stays, and why is said.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import sys
+from pathlib import Path
+
+from transaxle import families
+from transaxle.families import builtin
+
+_SECONDS = 600
+
+
+def path_of(family: str) -> Path:
+    """Return the file of a shipped table."""
+    return Path(families.__file__).parent / builtin().entries[family].file
+
+
+def statements(text: str) -> list[str]:
+    """Return what a table says, but for the words that it answers to."""
+    lines = [line.split("#")[0].split() for line in text.splitlines()]
+    return [" ".join(words) for words in lines if words and words[0] not in {"family", "model_type"}]
+
+
+def derived(family: str) -> tuple[str, list[str]]:
+    """Return the table of a family as it is derived today, and the model types of which that is not the table.
+
+    Raises:
+        Refused: UNSUPPORTED where none can be derived.
+    """
+    from tests.oracles.quiet import quiet
+    from transaxle.derivation.sources import from_transformers
+
+    shipped = path_of(family).read_text("utf-8")
+    first, *others = builtin().entries[family].model_types
+    with quiet():
+        text = from_transformers(first).text
+        differ = [each for each in others if statements(from_transformers(each).text) != statements(text)]
+    for line in (r"^family .*$", r"^  model_type .*$"):
+        (words,) = re.findall(line, shipped, re.MULTILINE)
+        text = re.sub(line, lambda _, words=words: words, text, count=1, flags=re.MULTILINE)
+    return text, differ
+
+
+def main(names: list[str]) -> int:
+    """Derive the tables, all where none is named."""
+    traced = [name for name, entry in builtin().entries.items() if entry.traced]
+    with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=10) as pool:
+        for family in names or traced:
+            try:
+                text, differ = pool.apply_async(derived, (family,)).get(_SECONDS)
+            except Exception as error:  # noqa: BLE001 - of the peer or of the derivation: said, and the table stays
+                sys.stdout.write(f"{family}: {type(error).__name__}: {' '.join(str(error).split())[:400]}\n")
+                continue
+            path = path_of(family)
+            same = statements(text) == statements(path.read_text("utf-8"))
+            if not same:
+                path.write_text(text, "utf-8")
+            besides = f"; not the table of {', '.join(differ)}" if differ else ""
+            sys.stdout.write(f"{family}: {'as it is' if same else 'written'}{besides}\n")
+            sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
