@@ -32,8 +32,8 @@ from transaxle.engine.views.param_groups import regrouped
 from transaxle.engine.views.swizzled_scales import ordering
 from transaxle.errors import Refusal, TransaxleError, gathered, refuse
 from transaxle.formats.catalog.catalog import Container
-from transaxle.formats.catalog.garbage import uncollected
 from transaxle.formats.detect import open_container
+from transaxle.formats.format import uncollected
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS
 

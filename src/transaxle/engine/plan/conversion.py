@@ -34,9 +34,8 @@ from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.families import is_dialect
 from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Spec
-from transaxle.formats.catalog.garbage import uncollected
 from transaxle.formats.dtype import ITEM_BITS, nbytes
-from transaxle.formats.format import Format
+from transaxle.formats.format import Format, uncollected
 from transaxle.formats.registry import find, get, writable
 from transaxle.formats.storage.storage import VirtualFiles, layer
 from transaxle.formats.training_state.full_precision import with_full_precision

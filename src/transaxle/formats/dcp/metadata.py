@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from transaxle.errors import Faults, refuse
 from transaxle.formats.builtin_formats import DCP_DATA, DCP_METADATA
-from transaxle.formats.catalog.garbage import uncollected
 from transaxle.formats.dtype import Shape
+from transaxle.formats.format import uncollected
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, Names
 from transaxle.formats.pickled.descriptors import DType, Global, Key, Object
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
