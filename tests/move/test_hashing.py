@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.move.hashing import HashingFiles, digest, digest_in, laid
+from transaxle.move.hashing import HashingFiles, Places, digest, digest_in
 from transaxle.move.transfer import Transfer
 
 
@@ -58,9 +58,9 @@ def test_what_no_rank_sees_whole_is_not_hashed() -> None:
 
 def test_parts_of_places() -> None:
     data = bytes(range(99, 103))
-    found = [(file, at, bytes(part)) for file, at, part in laid(PLACES, 99, memoryview(data))]
+    found = [(file, at, bytes(part)) for file, at, part in Places(PLACES).laid(99, memoryview(data))]
     assert found == [("a", 149, b"c"), ("b", 7, b"d"), ("a", 0, b"ef")]
-    assert list(laid(PLACES, 150, memoryview(bytes(10)))) == []
+    assert list(Places(PLACES).laid(150, memoryview(bytes(10)))) == []
 
 
 COLUMNS = tuple(Transfer("ab"[n], 20, 3 * n, 3, ((10, 3, 6),)) for n in range(2))
@@ -90,3 +90,18 @@ def test_runs_of_a_stride_lie_at_their_places(cuts: list[int], places: tuple[Tra
         wanted["b"][:30] = pairs[:, :, 1].ravel()
     assert {name: bytes(file) for name, file in disk.files.items()} == {n: w.tobytes() for n, w in wanted.items()}
     assert digest_in(disk, places) == files.digests[0] == digest(data)
+
+
+def test_a_place_is_found_among_many() -> None:
+    places = [Transfer("a", 1000 - 10 * number, 10 * number, 10) for number in range(100)]
+    copies = [Transfer("b", number, number, 1) for number in range(0, 1000, 3)]
+    data = np.random.default_rng(4).integers(0, 256, 1000, np.uint8).tobytes()
+    found = Places([*copies, *places])
+    for start, stop in ((0, 1000), (5, 6), (38, 38), (95, 214), (999, 1000)):
+        written = {"a": bytearray(1010), "b": bytearray(1000)}
+        for file, at, part in found.laid(start, memoryview(data)[start:stop]):
+            written[file][at : at + len(part)] = part
+        for number, byte in enumerate(data):
+            inside = start <= number < stop
+            assert written["a"][1000 - number // 10 * 10 + number % 10] == (byte if inside else 0)
+            assert written["b"][number] == (byte if inside and number % 3 == 0 else 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from threading import get_ident
+from time import sleep
 
 import numpy as np
 import pytest
@@ -181,3 +183,47 @@ def test_items_are_moved_from_any_source_to_any_sink(rooms: bool, lending: bool,
     assert all(np.array_equal(out, truth) for out, truth in zip(sink.out, expected, strict=True))
     assert sink.counts == sizes
     assert rooms or sorted(sink.ended) == list(range(5))
+
+
+class _InTurns(_Taken):
+    """Takes parts of an item from several threads, and follows them in order."""
+
+    in_turns = True
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__(sizes, rooms=False)
+        self.threads: set[int] = set()
+
+    def lay(self, key: int, start: int, data: memoryview) -> None:
+        self.threads.add(get_ident())
+        sleep(0.001 * ((start >> 20) % 3))
+        self.out[key][start : start + len(data)] = np.frombuffer(data, np.uint8)
+
+    def follow(self, key: int, start: int, data: memoryview) -> None:
+        super().take(key, start, data)
+
+
+@pytest.mark.parametrize("jobs", [1, 2, 5])
+def test_a_large_item_is_laid_by_several_workers_and_followed_in_order(jobs: int) -> None:
+    size = (35 << 20) + 5
+    content = np.random.default_rng(3).integers(0, 256, size, np.uint8)
+    sink = _InTurns([size, 10])
+    items = [Item(key, count, [Transfer("0", key, 0, count)], (0,)) for key, count in enumerate((size - 1, 10))]
+    assert Movement(items, _Files(content.tobytes()), sink, Limits(jobs, 16 << 20)).run() == 0
+    assert np.array_equal(sink.out[0][: size - 1], content[: size - 1])
+    assert sink.counts == [size - 1, 10]
+    assert sorted(sink.ended) == [0, 1]
+    assert len(sink.threads) == (jobs if jobs > 1 else 0)
+
+
+def test_an_error_ends_those_who_wait_for_their_turn() -> None:
+    class Broken(_InTurns):
+        def lay(self, key: int, start: int, data: memoryview) -> None:
+            if start == 3 << 20:
+                raise OSError("broken")
+            super().lay(key, start, data)
+
+    size = 40 << 20
+    items = [Item(0, size, [Transfer("0", 0, 0, size)], (0,))]
+    with pytest.raises(OSError, match="broken"):
+        Movement(items, _Files(bytes(size)), Broken([size]), Limits(4, 16 << 20)).run()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import accumulate
 
 import numpy as np
 import xxhash
@@ -19,6 +21,8 @@ _BLOCK = 1 << 20
 class HashingFiles(Sink):
     """Files that take items, each at its places, and hash them on the way.
 
+    Several threads may lay one item's bytes; only the hash must follow them in order.
+
     Args:
         files: where the bytes go; None: nowhere, they are only hashed.
         places: for each item, by key, where its bytes go, as the transfers that would read them back (see
@@ -27,6 +31,8 @@ class HashingFiles(Sink):
         progress: told the number of bytes that were just taken.
         finish: told the key and the hash of each item that came whole.
     """
+
+    in_turns = True
 
     def __init__(
         self,
@@ -44,33 +50,63 @@ class HashingFiles(Sink):
         self._hashed = hashed
         self._progress = progress
         self._open: dict[int, xxhash.xxh3_128] = {}
+        self._found: dict[int, Places] = {}
 
     def take(self, key: int, start: int, data: memoryview) -> None:
         """See `Sink`."""
+        self.lay(key, start, data)
+        self.follow(key, start, data)
+
+    def lay(self, key: int, start: int, data: memoryview) -> None:
+        """See `Sink`."""
         if self._files is not None:
-            for file, offset, part in laid(self._places[key], start, data):
+            for file, offset, part in self.laid(key, start, data):
                 self._files.pwrite(file, offset, part)
+
+    def follow(self, key: int, _start: int, data: memoryview) -> None:
+        """See `Sink`."""
         if key in self._hashed:
             self._open.setdefault(key, xxhash.xxh3_128()).update(data)
         self._progress(len(data))
 
+    def laid(self, key: int, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
+        """Yield where bytes of an item lie: file, offset, and the bytes as they lie there."""
+        places = self._found.get(key)
+        if places is None:
+            places = self._found[key] = Places(self._places[key])
+        return places.laid(start, data)
+
     def end(self, key: int) -> None:
         """See `Sink`."""
+        self._found.pop(key, None)
         if key in self._hashed:
             self._finish(key, self._open.pop(key, xxhash.xxh3_128()).hexdigest())
 
 
-def laid(places: Iterable[Transfer], start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
-    """Yield where an item's bytes from `start` on lie in files: file, offset, and the bytes as they lie there."""
-    stop = start + len(data)
-    for place in places:
-        if not place.loops:
-            low, high = max(start, place.target), min(stop, place.target_end)
-            if low < high:
-                yield place.file, place.source + low - place.target, data[low - start : high - start]
-        elif place.target < stop and start < place.target_end:
-            for part in clip(place, start, stop):
-                yield from _gathered(part, start, data)
+class Places:
+    """Where an item's bytes lie in files; a tensor of all experts has a place for each of them.
+
+    Args:
+        places: as transfers that would read the item, in any order.
+    """
+
+    def __init__(self, places: Sequence[Transfer]) -> None:
+        self._places = sorted(places, key=lambda place: place.target)
+        self._starts = [place.target for place in self._places]
+        # Running maxima, as places may overlap: what several ranks hold has several.
+        self._ends = list(accumulate((place.target_end for place in self._places), max))
+
+    def laid(self, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
+        """Yield where the bytes from `start` on lie: file, offset, and the bytes as they lie there."""
+        stop = start + len(data)
+        for place in self._places[bisect_right(self._ends, start) : bisect_left(self._starts, stop)]:
+            if not place.loops:
+                low, high = max(start, place.target), min(stop, place.target_end)
+                if low < high:
+                    yield place.file, place.source + low - place.target, data[low - start : high - start]
+            elif place.target < stop and start < place.target_end:
+                for part in clip(place, start, stop):
+                    yield from _gathered(part, start, data)
 
 
 def _gathered(part: Transfer, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:

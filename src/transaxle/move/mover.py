@@ -9,18 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from threading import Event
+from threading import Condition, Event
 
 import numpy as np
 
 from transaxle.move.endpoint import Bytes, Readable, Sink
 from transaxle.move.runs import RUN, Item, Owner, Run, alone, batches, packed
 from transaxle.move.strided_fill import fill, scatter
+from transaxle.move.transfer import Transfer, active
 from transaxle.move.transport import Alone, Deferred, Exchange, Parcel
-from transaxle.move.workers import Limits, Worker, share
+from transaxle.move.workers import Limits, Worker, block_ends, share
 
-_Work = tuple[Item, int, int]
-"""Bytes of an item: `(item, start, stop)`."""
+_Work = tuple[Item, int, int, list[Transfer] | None]
+"""Bytes of an item: `(item, start, stop, the parts of its transfers if it is moved in turns)`."""
+_LARGE = 32 << 20
+"""Bytes of an item that all workers move together, in turns: else one would be left with the largest."""
+_TURN = 0.1
+"""Seconds after which a worker that waits for its turn looks whether another one failed."""
 
 
 class Movement:
@@ -44,6 +49,9 @@ class Movement:
         rank = self._exchange.rank
         self._owner: Owner = getattr(source, "owner", None) or (lambda _: rank)
         self._own, self._others = alone(items, self._owner)
+        self._turn = Condition()
+        self._reached: dict[int, int] = {}
+        """Bytes of the items that are moved in turns which were followed, by key."""
 
     def run(self) -> int:
         """Move everything; collective over the ranks.
@@ -76,15 +84,32 @@ class Movement:
         for queue in self._own.get(self._exchange.rank, ()):
             # An ordered sink (a file that is hashed while it is written) takes a queue from beginning to end; others
             # take any run.
-            if self._sink.ordered:
-                yield [(item, 0, item.size) for item in queue]
+            if self._sink.ordered and self._takes_turns(queue):
+                (item,) = queue
+                for start, stop, parts in active(
+                    item.transfers, block_ends(item.transfers, item.size, self._limit.block)
+                ):
+                    yield [(item, start, stop, parts)]
+            elif self._sink.ordered:
+                yield [(item, 0, item.size, None) for item in queue]
             else:
                 for item in queue:
                     for start in range(0, item.size, RUN):
-                        yield [(item, start, min(start + RUN, item.size))]
+                        yield [(item, start, min(start + RUN, item.size), None)]
+
+    def _takes_turns(self, queue: Sequence[Item]) -> bool:
+        """Tell whether a queue is one large item that several workers can make."""
+        if not self._sink.in_turns or self._limit.jobs == 1 or hasattr(self._source, "lend"):
+            return False
+        return len(queue) == 1 and queue[0].queue is None and queue[0].blocks is None and queue[0].size >= _LARGE
 
     def _do(self, worker: Worker, work: list[_Work]) -> None:
-        for item, start, stop in work:
+        for item, start, stop, parts in work:
+            if parts is not None:
+                self._do_in_turn(worker, item.key, parts, start, stop)
+                if stop == item.size:
+                    self._sink.end(item.key)
+                continue
             # A sink with memory of its own is filled in place, which saves a copy.
             room = None if self._sink.ordered else self._sink.room(item.key, start, stop)
             if room is not None:
@@ -96,6 +121,20 @@ class Movement:
                 self._sink.take(item.key, at, block)
                 at += len(block)
             self._sink.end(item.key)
+
+    def _do_in_turn(self, worker: Worker, key: int, parts: Sequence[Transfer], start: int, stop: int) -> None:
+        """Lay a block of an item at once, and let it be followed when those before it were."""
+        block = worker.block(parts, start, stop).data
+        self._sink.lay(key, start, block)
+        # Blocks are handed out in order, and each worker has one: the first of them never waits.
+        with self._turn:
+            while self._reached.get(key, 0) != start:
+                worker.go_on()
+                self._turn.wait(_TURN)
+        self._sink.follow(key, start, block)
+        with self._turn:
+            self._reached[key] = stop
+            self._turn.notify_all()
 
     def _meet(self, later: Deferred) -> int:
         # Ranks with much work of their own get fewer of the runs that any rank could take.

@@ -154,10 +154,14 @@ class Worker:
         """Bytes that are produced at once at most."""
         return len(self._block)
 
-    def fill(self, parts: Collection[Transfer], start: int, out: Bytes) -> None:
-        """Make bytes of a target where they belong; see `produce`."""
+    def go_on(self) -> None:
+        """Raise StoppedError where the work is no longer wanted."""
         if self._stop.is_set():
             raise StoppedError
+
+    def fill(self, parts: Collection[Transfer], start: int, out: Bytes) -> None:
+        """Make bytes of a target where they belong; see `produce`."""
+        self.go_on()
         produce(self._reader, parts, start, out, self.scratch)
 
     def block(self, parts: Sequence[Transfer], start: int, stop: int) -> Bytes:
@@ -194,13 +198,8 @@ class Worker:
             dtype: the tensor's type, where there is arithmetic.
             arithmetic: what is done to every value.
         """
-        if length is None:
-            # Long runs are read straight into the block, where a small one stays in the cache. Short runs want the
-            # larger one, so that a strided read covers more of them.
-            plain = all(transfer.width >= _SMALLEST for transfer in transfers)
-            length = _BLOCK if plain else self.room
-        ends = range(min(length, self.room), size, min(length, self.room))
-        return self.cut(transfers, [*ends, size] if size else (), dtype=dtype, arithmetic=arithmetic)
+        ends = block_ends(transfers, size, self.room, length)
+        return self.cut(transfers, ends, dtype=dtype, arithmetic=arithmetic)
 
     def cut(
         self, transfers: Sequence[Transfer], ends: Iterable[int], *, dtype: str = "U8", arithmetic: Steps | None = None
@@ -219,6 +218,23 @@ class Worker:
             except ValueError as error:
                 raise refuse("LOSSY", f"the arithmetic has no finite result for the value {error}") from None
             yield out.data
+
+
+def block_ends(transfers: Sequence[Transfer], size: int, room: int, length: int | None = None) -> list[int]:
+    """Return where the blocks end in which a tensor is produced.
+
+    Args:
+        transfers: what fills it.
+        size: its bytes.
+        room: bytes that a worker produces at once at most.
+        length: bytes per block at most; None: what suits the transfers.
+    """
+    if length is None:
+        # Long runs are read straight into the block, where a small one stays in the cache. Short runs want the larger
+        # one, so that a strided read covers more of them.
+        plain = all(transfer.width >= _SMALLEST for transfer in transfers)
+        length = _BLOCK if plain else room
+    return [*range(min(length, room), size, min(length, room)), size] if size else []
 
 
 class Pair:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.formats.remote.read_ahead import LEAST, ReadAhead
+from transaxle.formats.remote.read_ahead import LEAST, NearReads
 
 DATA = random.Random(0).randbytes(3_000_000)
 
@@ -34,7 +34,7 @@ class Requests:
         return sum(stop - start for start, stop in self.made)
 
 
-def read(ahead: ReadAhead, offset: int, size: int) -> bytes:
+def read(ahead: NearReads, offset: int, size: int) -> bytes:
     buffer = bytearray(size)
     ahead.read_into("a", len(DATA), offset, memoryview(buffer))
     return bytes(buffer)
@@ -43,7 +43,7 @@ def read(ahead: ReadAhead, offset: int, size: int) -> bytes:
 @given(st.lists(st.tuples(st.integers(0, len(DATA)), st.integers(0, 400_000)), max_size=30), st.integers(1, 2_000_000))
 def test_any_reads_in_any_memory(reads: list[tuple[int, int]], memory: int) -> None:
     requests = Requests()
-    ahead, largest = ReadAhead(requests.fetch, memory), 0
+    ahead, largest = NearReads(requests.fetch, memory), 0
     for offset, size in reads:
         size = min(size, len(DATA) - offset)
         largest = max(largest, size)
@@ -53,7 +53,7 @@ def test_any_reads_in_any_memory(reads: list[tuple[int, int]], memory: int) -> N
 
 def test_a_file_read_in_order_is_asked_for_once() -> None:
     requests = Requests()
-    ahead = ReadAhead(requests.fetch, 32 << 20)
+    ahead = NearReads(requests.fetch, 32 << 20)
     for start in range(0, len(DATA), 10_000):
         assert read(ahead, start, 10_000) == DATA[start : start + 10_000]
     assert requests.asked == len(DATA)
@@ -62,7 +62,7 @@ def test_a_file_read_in_order_is_asked_for_once() -> None:
 
 def test_scattered_reads_ask_for_little_more() -> None:
     requests = Requests()
-    ahead = ReadAhead(requests.fetch)
+    ahead = NearReads(requests.fetch)
     for start in (2_500_000, 1_000_000, 0):
         read(ahead, start, 1000)
     assert requests.asked <= 3 * LEAST
@@ -72,7 +72,7 @@ def test_scattered_reads_ask_for_little_more() -> None:
 
 def test_threads_that_want_the_same_ask_once() -> None:
     requests, begin = Requests(), threading.Barrier(8)
-    ahead = ReadAhead(requests.fetch)
+    ahead = NearReads(requests.fetch)
 
     def one(_: int) -> bytes:
         begin.wait()
@@ -85,7 +85,7 @@ def test_threads_that_want_the_same_ask_once() -> None:
 
 def test_a_failure_is_not_kept() -> None:
     requests = Requests()
-    ahead = ReadAhead(requests.fetch)
+    ahead = NearReads(requests.fetch)
     requests.failing = True
     with pytest.raises(OSError, match="down"):
         read(ahead, 0, 10)
@@ -95,7 +95,7 @@ def test_a_failure_is_not_kept() -> None:
 
 def test_threads_in_little_memory() -> None:
     requests = Requests()
-    ahead = ReadAhead(requests.fetch, 100_000)
+    ahead = NearReads(requests.fetch, 100_000)
     offsets = [random.Random(i).randrange(len(DATA) - 30_000) for i in range(500)]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(lambda offset: read(ahead, offset, 30_000), offsets))

@@ -6,7 +6,7 @@ copy. Nothing else moves data: relayouts, resharding, box reads and rank-local p
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -71,11 +71,16 @@ def cut(share: Share, start: int, stop: int) -> list[tuple[tuple[Interval, ...],
     return [(box, share.offset + sum(b[0] * s for b, s in zip(box, strides, strict=True))) for box in boxes]
 
 
+Cut = Callable[[Share, int, int], list[tuple[tuple[Interval, ...], int]]]
+"""`cut`, or what remembers its results."""
+
+
 def pieces(
     layout: Layout,
     component: str,
     intervals: Sequence[Sequence[Interval]] | None = None,
     strides: Sequence[int] | None = None,
+    cut: Cut = cut,
 ) -> tuple[Piece, ...]:
     """Lower a component's share of a chunk of a stored tensor to pieces.
 
@@ -84,6 +89,7 @@ def pieces(
         component: the logical tensor.
         intervals: per stored dim, the positions that the chunk holds, in chunk order; None: the whole tensor.
         strides: element strides of the chunk; None: row-major.
+        cut: cuts a share.
 
     Returns:
         Disjoint pieces whose union is what the chunk holds of the component.
@@ -92,23 +98,28 @@ def pieces(
     if intervals is None:
         intervals = [((0, size),) for size in layout.shape]
     if strides is None:
-        strides = row_major([sum(stop - start for start, stop in dim_intervals) for dim_intervals in intervals])
+        strides = row_major([sum([stop - start for start, stop in spans]) for spans in intervals])
     axis_strides: dict[str, int] = {}
-    per_dim: list[list[tuple[dict[str, Interval], int]]] = []
+    per_dim: list[list[tuple[Share, tuple[Interval, ...], int]]] = []
     for share, dim_intervals, step in zip(shares, intervals, strides, strict=True):
-        axis_strides |= {axis: step * stride for axis, _, stride in share.axes}
-        names = [axis for axis, _, _ in share.axes]
+        for axis, _, stride in share.axes:
+            axis_strides[axis] = step * stride
         dim_boxes = []
         base = 0
         for start, stop in dim_intervals:
             for spans, position in cut(share, start, stop):
-                dim_boxes.append((dict(zip(names, spans, strict=True)), (base + position - start) * step))
+                dim_boxes.append((share, spans, (base + position - start) * step))
             base += stop - start
         per_dim.append(dim_boxes)
     result = []
     for parts in product(*per_dim):
-        box = {axis: span for spans, _ in parts for axis, span in spans.items()}
-        result.append(Piece(box, sum(offset for _, offset in parts), axis_strides))
+        box: dict[str, Interval] = {}
+        offset = 0
+        for share, spans, begin in parts:
+            offset += begin
+            for (axis, _, _), span in zip(share.axes, spans, strict=True):
+                box[axis] = span
+        result.append(Piece(box, offset, axis_strides))
     return tuple(result)
 
 

@@ -9,30 +9,34 @@ from transaxle.axes.layout.relayout import Target
 from transaxle.axes.notation.expression import Layout
 
 
-def chunk_cuts(targets: Mapping[str, Target], name_axes: Collection[str]) -> dict[str, tuple[tuple[int, ...], ...]]:
+def chunk_cuts(
+    targets: Mapping[str, Target], numbered: Mapping[str, Collection[str]]
+) -> dict[str, tuple[tuple[int, ...], ...]]:
     """Return where chunks begin along the first dims of tensors, without those that are one chunk.
 
     Args:
         targets: the tensors.
-        name_axes: axes that other dialects have in names: layers, experts.
+        numbered: logical tensor -> axes that other dialects have in its names: layers, experts.
     """
     by_layout: dict[int, tuple[tuple[int, ...], ...]] = {}
     found = {}
     for name, target in targets.items():
         key = id(target.layout)
         if key not in by_layout:
-            by_layout[key] = _cuts(target.layout, name_axes)
+            by_layout[key] = _cuts(target.layout, numbered)
         if any(len(starts) > 1 for starts in by_layout[key]):
             found[name] = by_layout[key]
     return found
 
 
-def _cuts(layout: Layout, name_axes: Collection[str]) -> tuple[tuple[int, ...], ...]:
+def _cuts(layout: Layout, numbered: Mapping[str, Collection[str]]) -> tuple[tuple[int, ...], ...]:
     cuts: list[tuple[int, ...]] = []
+    # A router has a row for each expert, and yet is one tensor of its layer in every dialect.
+    own = set[str].intersection(*(set(numbered.get(component, ())) for component in layout.shares))
     for dim, size in enumerate(layout.shape):
         shares = [share[dim] for share in layout.shares.values()]
         axes = {share.axes for share in shares}
-        if len(axes) == 1 and all(len(share.axes) == 1 and share.axes[0][0] in name_axes for share in shares):
+        if len(axes) == 1 and all(len(share.axes) == 1 and share.axes[0][0] in own for share in shares):
             cuts.append(tuple(range(size)))
             continue
         # Parts that lie behind each other, such as gate and up, are chunks of their own.

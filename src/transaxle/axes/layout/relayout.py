@@ -15,7 +15,7 @@ from itertools import accumulate, product
 from math import prod
 from typing import Protocol
 
-from transaxle.axes.geometry.piece import Interval, Move, Piece, meet, pieces
+from transaxle.axes.geometry.piece import Interval, Move, Piece, cut, meet, pieces
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation.expression import Layout, Share
 from transaxle.axes.notation.family import Arithmetic
@@ -181,6 +181,7 @@ class Copier:
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self.stored = stored
         self._pieces: dict[tuple[int, str, _Positions | None, Shape | None], tuple[Piece, ...]] = {}
+        self._cuts: dict[tuple[int, int, int], list[tuple[tuple[Interval, ...], int]]] = {}
         self._alive: list[Layout] = []
         self._tilings: dict[str, _Chunks] = {}
 
@@ -228,8 +229,16 @@ class Copier:
         lowered = self._pieces.get(key)
         if lowered is None:
             self._alive.append(layout)  # an identity is a key only as long as its object lives
-            lowered = self._pieces[key] = pieces(layout, component, positions, strides)
+            lowered = self._pieces[key] = pieces(layout, component, positions, strides, self._cut)
         return lowered
+
+    def _cut(self, share: Share, start: int, stop: int) -> list[tuple[tuple[Interval, ...], int]]:
+        """Cut a share, once for all chunks that lie alike along its dim; the layout keeps it alive."""
+        key = id(share), start, stop
+        found = self._cuts.get(key)
+        if found is None:
+            found = self._cuts[key] = cut(share, start, stop)
+        return found
 
     def _source_pieces(self, origin: Origin, piece: Piece, index: Mapping[str, int]) -> Iterator[tuple[int, Piece]]:
         """Yield the pieces of the source's chunks that can meet a target piece, with the chunks' numbers."""
@@ -246,7 +255,7 @@ class Copier:
             tiling = self._tilings[origin.name] = _Chunks(extents)
         for number in tiling.overlapping(_span(origin, piece, index)):
             chunk = extents[number]
-            positions = tuple(((first, first + size),) for first, size in zip(chunk.start, chunk.shape, strict=True))
+            positions = tuple([((first, first + size),) for first, size in zip(chunk.start, chunk.shape, strict=True)])
             for source in self._lower(origin.layout, origin.component, positions, chunk.strides):
                 yield number, source
 
@@ -320,7 +329,7 @@ class _Chunks:
             candidates: Iterable[int] = range(len(self.chunks))
         else:
             candidates = (number for start in product(*near) for number in self.by_start.get(start, ()))
-        return sorted(number for number in candidates if _overlaps(self.chunks[number], spans))
+        return sorted([number for number in candidates if _overlaps(self.chunks[number], spans)])
 
 
 def _edges(chunks: Sequence[Chunk], dim: int) -> tuple[list[int], list[int]]:
@@ -336,7 +345,7 @@ def _edges(chunks: Sequence[Chunk], dim: int) -> tuple[list[int], list[int]]:
 
 
 def _overlaps(chunk: Chunk, spans: Sequence[Interval]) -> bool:
-    return all(
-        first < stop and start < first + size
-        for first, size, (start, stop) in zip(chunk.start, chunk.shape, spans, strict=True)
-    )
+    for first, size, (start, stop) in zip(chunk.start, chunk.shape, spans, strict=True):
+        if first >= stop or start >= first + size:
+            return False
+    return True

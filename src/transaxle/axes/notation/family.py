@@ -192,6 +192,15 @@ class Family:
         """Axes that some dialect keeps in its stored names; in a formula they mean an index, not a size."""
         return frozenset(axis for d in self.dialects for line in d.lines for axis in line.name.axes)
 
+    @cached_property
+    def numbered_axes(self) -> Mapping[str, frozenset[str]]:
+        """Logical tensor -> axes that some dialect keeps in its stored names: which modules have one of their own."""
+        numbered: defaultdict[str, set[str]] = defaultdict(set)
+        for line in (line for dialect in self.dialects for line in dialect.lines):
+            for component in line.expression.components:
+                numbered[component].update(line.name.axes)
+        return {component: frozenset(axes) for component, axes in numbered.items()}
+
 
 _Measured = tuple[dict[str, int], MutableMapping[str, Any]]
 """Sizes, and the values that formulas see."""

@@ -33,6 +33,7 @@ from transaxle.engine.views.swizzled_scales import ordering
 from transaxle.errors import Refusal, TransaxleError, gathered, refuse
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.detect import open_container
+from transaxle.formats.format import uncollected
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS
 
@@ -379,6 +380,7 @@ def _cutter(user_settings: Settings) -> Cutter:
     return cut
 
 
+@uncollected()
 def open_checkpoint(
     path: PathLike,
     *,

@@ -17,6 +17,7 @@ from transaxle.errors import Refusal, StorageError, TransaxleError, Where, refus
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.dtype import nbytes
+from transaxle.formats.storage.near_reads import NearReads
 
 SCHEMA = 1
 _BLOCK = 1 << 20
@@ -162,10 +163,11 @@ def _tensor_ranges(container: Container) -> dict[str, list[tuple[int, int]]]:
 def _digest_around(container: Container, name: str, size: int, ranges: list[tuple[int, int]]) -> tuple[int, str]:
     """Return the number, and the xxh3-128, of a file's bytes outside its tensors."""
     state = xxhash.xxh3_128()
+    read = NearReads(container.storage).read
     reached = count = 0
     for begin, end in [*sorted(ranges), (size, size)]:
         for start in range(reached, begin, _BLOCK):
-            state.update(container.storage.read(name, start, min(_BLOCK, begin - start)))
+            state.update(read(name, start, min(_BLOCK, begin - start)))
         count += max(0, begin - reached)
         reached = max(reached, end)
     return count, state.hexdigest()

@@ -24,7 +24,7 @@ from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage
-from transaxle.move.hashing import HashingFiles, laid
+from transaxle.move.hashing import HashingFiles
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Limits, Progress, StoppedError, Worker
 
@@ -151,10 +151,12 @@ class _Written(HashingFiles):
         first_only: let the first difference end it.
     """
 
+    in_turns = False  # whoever finds a difference goes on with another tensor
+
     def __init__(
         self, storage: Storage, tensors: Sequence[PlannedTensor], progress: Progress, *, first_only: bool
     ) -> None:
-        super().__init__(None, (), range(len(tensors)), progress)
+        super().__init__(None, [tensor.everywhere for tensor in tensors], range(len(tensors)), progress)
         self.wrong: dict[str, None] = {}
         """Names of tensors that differ."""
         self._storage = storage
@@ -168,7 +170,7 @@ class _Written(HashingFiles):
         tensor, storage = self._tensors[key], self._storage
         if tensor.name in self.wrong:
             return
-        for file, offset, part in laid(tensor.everywhere, start, data):
+        for file, offset, part in self.laid(key, start, data):
             if storage.read(storage.single or file, offset, len(part)) != part:
                 self.wrong[tensor.name] = None
                 return

@@ -35,7 +35,7 @@ from transaxle.families import is_dialect
 from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Spec
 from transaxle.formats.dtype import ITEM_BITS, nbytes
-from transaxle.formats.format import Format
+from transaxle.formats.format import Format, uncollected
 from transaxle.formats.registry import find, get, writable
 from transaxle.formats.storage.storage import VirtualFiles, layer
 from transaxle.formats.training_state.full_precision import with_full_precision
@@ -100,6 +100,7 @@ def for_hub(to: str) -> bool:
     return (form, (label or IDENTITY).partition("@")[0]) == HUB
 
 
+@uncollected()
 def make_plan(
     checkpoint: Checkpoint,
     to: str,
@@ -383,7 +384,7 @@ def _draft_options(
     if "cuts" not in kind.draft_takes or isinstance(reading, TransaxleError):
         cuts = {}
     else:
-        cuts = chunk_cuts(view.targets, reading.family.name_axes)
+        cuts = chunk_cuts(view.targets, reading.family.numbered_axes)
     return {"groups": groups, "run": run, "read": read, "config": checkpoint.config, "cuts": cuts}
 
 

@@ -7,16 +7,15 @@ of the file are read too; fields that an old torch did not write are simply abse
 
 from __future__ import annotations
 
-import gc
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from transaxle.errors import Faults, refuse
 from transaxle.formats.builtin_formats import DCP_DATA, DCP_METADATA
 from transaxle.formats.dtype import Shape
+from transaxle.formats.format import uncollected
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, Names
 from transaxle.formats.pickled.descriptors import DType, Global, Key, Object
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
@@ -142,7 +141,7 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
         raise refuse("CORRUPT", f"the metadata has {size} bytes; at most {bounds.size} are read", file=file)
     bounds = Bounds(memory=max(bounds.memory, min(_MEMORY_PER_BYTE * size, _MOST_MEMORY)))
     data = storage.read(file, 0, size)
-    with _uncollected():
+    with uncollected():
         top = read_pickle(data, file=file, bounds=bounds, allowed=NAMES).value
     fields = _fields(top, "Metadata")
     if fields is None:
@@ -157,18 +156,6 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
     notes = fields.get("mcore_data")
     placed = _placed(stored, file, faults)
     return _ItemReader(file, faults, placed, notes if isinstance(notes, dict) else {}).items(described, paths)
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Pause garbage collection: none of the millions of objects that are about to be created is garbage."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 PayloadPlaces = Mapping[str, dict[Shape | None, Payload]]
@@ -388,7 +375,10 @@ def _counts(value: object) -> Shape | None:
         value = tuple(value)
     if not isinstance(value, tuple) or len(value) > _MAX_DIMS + 1:
         return None
-    return value if all(type(count) is int and 0 <= count <= _MAX_COUNT for count in value) else None
+    for count in value:
+        if type(count) is not int or not 0 <= count <= _MAX_COUNT:
+            return None
+    return value
 
 
 def _kind(value: object) -> str:

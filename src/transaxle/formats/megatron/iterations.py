@@ -17,6 +17,8 @@ from transaxle.formats.newest_step import listed
 BACKEND_FILE = "metadata.json"
 """Says which kind of distributed checkpoint a folder is."""
 _BACKEND = "sharded_backend"
+COMMON_FILE = "common.pt"
+"""The state beside the sharded tensors, up to megatron-core 0.18."""
 
 RELEASE = "release"
 WEIGHTS = "weights"

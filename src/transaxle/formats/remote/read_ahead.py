@@ -38,7 +38,7 @@ class _Request:
     """Its bytes, once they have arrived."""
 
 
-class ReadAhead:
+class NearReads:
     """Reads byte ranges of many files through few requests.
 
     Args:

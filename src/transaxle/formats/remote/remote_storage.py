@@ -13,7 +13,7 @@ from datetime import datetime
 from urllib.parse import quote, unquote
 
 from transaxle.errors import Refusal, TransaxleError, refuse
-from transaxle.formats.remote.read_ahead import MEMORY, ReadAhead
+from transaxle.formats.remote.read_ahead import MEMORY, NearReads
 from transaxle.formats.remote.service import FILE, RANGES, Info, Service
 from transaxle.formats.remote.web import WEB
 from transaxle.formats.storage.storage import Listing, Storage, checked_parts, is_plain
@@ -56,7 +56,7 @@ class RemoteStorage(Storage):
         self._single: str | None = None
         self._stamps: dict[str, ObjectStamp] = {}
         self._listings: dict[str, Listing] = {}
-        self._ahead = ReadAhead(self._fetch, memory)
+        self._ahead = NearReads(self._fetch, memory)
         self._closed = False
         info = None if url.endswith("/") else self._service.info(self._root, self._path)
         if info is not None and info.get("type") == FILE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import product
 
 import numpy as np
 import pytest
@@ -120,3 +121,30 @@ def test_more_than_can_be_checked() -> None:
     faults = Faults()
     assert not tiled("a", shape, boxes, "f", faults)
     assert faults.error().code == "UNSUPPORTED"
+
+
+@st.composite
+def nearly_a_grid(draw: st.DrawFn) -> tuple[Shape, list[ChunkBox]]:
+    """Boxes of one size at all of its multiples; one may be moved, doubled, left out or cut."""
+    sizes = tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
+    shape = tuple(size * draw(st.integers(1, 3)) for size in sizes)
+    starts = list(product(*(range(0, length, size) for length, size in zip(shape, sizes, strict=True))))
+    boxes: list[ChunkBox] = [(start, sizes) for start in draw(st.permutations(starts))]
+    match draw(st.sampled_from(["whole", "moved", "doubled", "left out", "cut"])):
+        case "moved":
+            boxes[0] = (tuple(draw(st.integers(0, at + 1)) for at in boxes[0][0]), sizes)
+        case "doubled":
+            boxes[-1] = boxes[0]
+        case "left out":
+            boxes.pop()
+        case "cut":
+            boxes[0] = (boxes[0][0], tuple(draw(st.integers(0, size)) for size in sizes))
+    return shape, boxes
+
+
+@given(nearly_a_grid())
+def test_a_grid_is_a_tiling_and_nothing_else_is_taken_for_one(given_boxes: tuple[Shape, list[ChunkBox]]) -> None:
+    shape, boxes = given_boxes
+    inside = not any(outside(shape, box) for box in boxes)
+    faults = Faults()
+    assert tiled("x", shape, boxes, "f", faults) == (inside and flaw(shape, boxes) is None) == (not faults)

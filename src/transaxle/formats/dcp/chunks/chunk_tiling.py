@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 from transaxle.errors import Faults
@@ -86,6 +87,8 @@ def tiled(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, faults:
         file: the file that says so.
         faults: receives CORRUPT, INCOMPLETE, OVERLAP or UNSUPPORTED.
     """
+    if _is_grid(shape, boxes):
+        return True
     for start, sizes in boxes:
         if outside(shape, (start, sizes)):
             message = f"a chunk of {list(sizes)} at {list(start)} does not lie inside the shape {list(shape)}"
@@ -105,6 +108,18 @@ def tiled(name: str, shape: Shape, boxes: Sequence[ChunkBox], file: str, faults:
     else:
         faults.add("INCOMPLETE", f"none of its {len(boxes)} chunks contains the index {list(at)}", file, name)
     return False
+
+
+def _is_grid(shape: Shape, boxes: Sequence[ChunkBox]) -> bool:
+    """Tell whether boxes of one size begin at all of its multiples, as they nearly always do: these tile a tensor."""
+    sizes = boxes[0][1] if boxes else ()
+    if len(sizes) != len(shape) or 0 in sizes or any(size % step for size, step in zip(shape, sizes, strict=True)):
+        return False
+    counts = (size // step for size, step in zip(shape, sizes, strict=True))
+    if prod(counts) != len(boxes) or any(box[1] != sizes for box in boxes):
+        return False
+    multiples = (range(0, size, step) for size, step in zip(shape, sizes, strict=True))
+    return {box[0] for box in boxes} == set(product(*multiples))
 
 
 def holding(index: Shape, boxes: Iterable[ChunkBox]) -> list[int]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Generic, NamedTuple, TypeVar
 
 from transaxle.formats.dcp.metadata import Payload
+from transaxle.formats.storage.near_reads import NearReads
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.torch_file.saved import DATA
 from transaxle.formats.torch_file.zip.archive import (
@@ -64,17 +65,19 @@ class Stencils(Generic[Result]):
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._arrangements: dict[int, list[_Arrangement]] = {}
-        self._known: dict[tuple[_Arrangement, bytes], Result] = {}
+        self._read = NearReads(storage).read
+        self._by_length: dict[int, list[tuple[_Arrangement, dict[bytes, Result]]]] = {}
+        self._count = 0
 
     def match(self, payload: Payload) -> Match[Result] | None:
         """Recognise an archive; None if it must be read."""
-        for arrangement in self._arrangements.get(payload.length, ()):
+        for arrangement, known in self._by_length.get(payload.length, ()):
             skeleton = self._skeleton(payload, arrangement)
+            result = known.get(_blanked(skeleton, arrangement))
+            if result is None:
+                continue
             checksum_pairs = [tuple(_CRC.unpack_from(skeleton, at)[0] for at in pair) for pair in arrangement.checksums]
-            blank = _blanked(skeleton, arrangement)
-            result = self._known.get((arrangement, blank))
-            if result is not None and all(first == second for first, second in checksum_pairs):
+            if all(first == second for first, second in checksum_pairs):
                 has_tensor = arrangement.tail > arrangement.head
                 return Match(result, checksum_pairs[0][0] if has_tensor and checksum_pairs else 0)
         return None
@@ -85,21 +88,25 @@ class Stencils(Generic[Result]):
         arrangement = _arranged(archive)
         if arrangement is None:
             return
-        alike = self._arrangements.setdefault(payload.length, [])
-        if arrangement not in alike:
-            alike.insert(0, arrangement)
+        if self._count >= _MOST:
+            self._by_length.clear()
+            self._count = 0
+        alike = self._by_length.setdefault(payload.length, [])
+        known = next((known for other, known in alike if other == arrangement), None)
+        if known is None:
+            known = {}
+            alike.insert(0, (arrangement, known))
             del alike[_MOST_ALIKE:]
-        if len(self._known) >= _MOST:
-            self._known.clear()
-        self._known[arrangement, _blanked(self._skeleton(payload, arrangement), arrangement)] = result
+        known[_blanked(self._skeleton(payload, arrangement), arrangement)] = result
+        self._count += 1
 
     def _skeleton(self, payload: Payload, arrangement: _Arrangement) -> bytes:
         file, offset, length = payload
         head, tail = arrangement.head, arrangement.tail
         if length <= _WHOLE:
-            data = self._storage.read(file, offset, length)
+            data = self._read(file, offset, length)
             return data[:head] + data[tail:]
-        read = self._storage.read
+        read = self._read
         return read(file, offset, head) + read(file, offset + tail, length - tail)
 
 

@@ -35,8 +35,7 @@ from transaxle.formats.dcp.written_chunks import (
     metadata_of,
 )
 from transaxle.formats.dtype import Shape, logical, numpy_dtype
-from transaxle.formats.megatron.iterations import BACKEND_FILE, RELEASE, iteration_folder
-from transaxle.formats.megatron.torch_dist.reader import COMMON_FILE
+from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE, RELEASE, iteration_folder
 from transaxle.formats.megatron.torch_dist.written_state import common_state, optimizer_settings, step_of
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.torch_file.draft import surround

@@ -159,7 +159,10 @@ def counts(function: Global, noun: str, values: Any) -> tuple[int, ...]:
         raise malformed(f"{function}: the {noun} must be a list of counts, not a {type(values).__name__}")
     if len(values) > _MAX_DIMS:
         raise malformed(f"{function}: {len(values)} {noun}, and at most {_MAX_DIMS} are allowed")
-    return tuple(_count(function, noun, item) for item in values)
+    for item in values:
+        if type(item) is not int or not 0 <= item <= _MAX_COUNT:
+            _count(function, noun, item)
+    return tuple(values)
 
 
 def _count(function: Global, noun: str, value: Any) -> int:

@@ -1,0 +1,183 @@
+"""Promises: to Megatron's distributed checkpoints and back at half the speed of `cp`, in 128 MB; planned in 2 s.
+
+The model of `convert.py` (Qwen3-MoE, 8 layers x 64 experts, 1.3 GB of random bf16) goes hub -> torch_dist and back,
+with a hash of every tensor: whole processes with bytecode cached, in turn with `cp -r` of the same folder. Ratios are
+taken pair by pair within one run, and what comes back must have the hashes of what went. Then a folder of 61 layers x
+384 experts of a few numbers each is opened and planned for the hub; the least of its times counts.
+
+With `--bridge PYTHON`, the interpreter that `make megatron` installs, Megatron-Bridge 0.6.2 takes the same ways on the
+CPU, once: its own mappings fill a model of megatron-core, and `dist_checkpointing` saves it; back, `dist_checkpointing`
+loads it and Bridge exports the weights. Its own commands for that need modelopt, and do no less.
+
+    python benchmarks/megatron.py [--rounds 5] [--layers 8] [--experts 64] [--jobs 2] [--bridge PYTHON]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from convert import make, run
+from startup import model
+
+ROOT = Path(__file__).parents[1]
+SPEED, MEMORY, PLANNED = 0.5, 128, 2.0
+"""Of cp's speed at least; MB at most; seconds at most."""
+DEEP = 61, 384
+KEYS = {
+    "architectures": ["Qwen3MoeForCausalLM"], "num_experts_per_tok": 2, "rms_norm_eps": 1e-6, "rope_theta": 1e4,
+    "hidden_act": "silu", "max_position_embeddings": 64, "dtype": "bfloat16",
+}  # fmt: skip
+"""What Megatron-Bridge asks of a config.json beside the sizes."""
+
+PLAN = """
+import os, resource, sys, time
+begin, used = time.perf_counter(), os.times()
+import transaxle as tx
+plan = tx.plan(tx.open(sys.argv[1]), sys.argv[2], to="safetensors:hf")
+assert not plan.refusals
+now = os.times()
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+print(len(plan.tensors), time.perf_counter() - begin, now.user + now.system - used.user - used.system, peak)
+"""
+
+PEER = """
+import sys
+from pathlib import Path
+from tests.oracles.bridge_peer import devices, stand_ins
+devices.pretend()
+stand_ins.install()
+import torch
+from torch import distributed as dist
+dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+from megatron.bridge import AutoBridge
+from megatron.core import dist_checkpointing
+way, hub, folder, out = sys.argv[1:]
+auto = AutoBridge.from_hf_pretrained(hub)
+provider = auto.to_megatron_provider(load_weights=way == "to")
+provider.use_cpu_initialization, provider.gradient_accumulation_fusion = True, False
+provider.finalize()
+provider.initialize_model_parallel(seed=0)
+parts = provider.provide_distributed_model(
+    wrap_with_ddp=False, mixed_precision_wrapper=None, use_cpu_initialization=True
+)
+state = {"model": parts[0].sharded_state_dict(), "iteration": 0}
+if way == "to":
+    Path(folder).mkdir()
+    dist_checkpointing.save(state, folder)
+else:
+    parts[0].load_state_dict(dist_checkpointing.load(state, folder)["model"])
+    from safetensors.torch import save_file
+    Path(out).mkdir()
+    weights = auto.export_hf_weights(parts, show_progress=False)
+    save_file({each.param_name: each.weight.contiguous() for each in weights}, out + "/model.safetensors")
+dist.destroy_process_group()
+"""
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Return the hash of every tensor of a folder that we wrote."""
+    tensors = json.loads((folder / "transaxle.json").read_text("utf-8"))["tensors"]
+    return {name: record["xxh3"] for name, record in tensors.items()}
+
+
+def conversions(folder: Path, said: argparse.Namespace, total: int) -> bool:
+    """Convert there and back in turn with cp; print a table, and tell whether the promises hold."""
+    hub, dist = folder / "hub", folder / "dist"
+    ours = [sys.executable, "-m", "transaxle", "convert", "IN", "OUT", "--no-sync", "--jobs", str(said.jobs), "--to"]
+    run([word.replace("IN", str(hub)).replace("OUT", str(dist)) for word in [*ours, "torch_dist"]])
+    run([word.replace("IN", str(dist)).replace("OUT", str(folder / "back")) for word in [*ours, "hf"]])
+    run([word.replace("IN", str(hub)).replace("OUT", str(folder / "same")) for word in [*ours, "hf"]])
+    assert hashes(folder / "back") == hashes(folder / "same")
+    shutil.rmtree(folder / "back")
+    shutil.rmtree(folder / "same")
+    ways = {"hub -> torch_dist": (hub, "torch_dist"), "torch_dist -> hub": (dist, "hf")}
+    kept = True
+    print(f"{total / 1e9:.2f} GB, {said.jobs} workers, median of {said.rounds} rounds")
+    for way, (source, to) in ways.items():
+        commands = {"transaxle": [*ours, to], "cp -r": ["cp", "-r", "IN", "OUT"]}
+        seconds: dict[str, list[float]] = {key: [] for key in commands}
+        memory = 0.0
+        for turn in range(said.rounds + 1):
+            for key, command in commands.items():
+                took, peak = run([{"IN": str(source), "OUT": str(folder / "out")}.get(word, word) for word in command])
+                shutil.rmtree(folder / "out")
+                if turn:
+                    seconds[key].append(took)
+                    memory = max(memory, peak if key == "transaxle" else 0.0)
+        ratio = statistics.median(c / t for t, c in zip(seconds["transaxle"], seconds["cp -r"], strict=True))
+        mine, copied = (statistics.median(seconds[key]) for key in commands)
+        within = ratio >= SPEED and memory <= MEMORY
+        kept &= within
+        print(
+            f"  {way}: {mine:.2f} s, cp {copied:.2f} s: {ratio:.2f} x cp's speed (at least {SPEED}); "
+            f"peak {memory:.0f} MB (at most {MEMORY}){'' if within else '  BROKEN'}"
+        )
+    return kept
+
+
+def bridge(folder: Path, python: str) -> None:
+    """Let Megatron-Bridge take both ways once, and print its time and memory."""
+    os.environ |= {"NVTE_PROJECT_BUILDING": "1", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    for way in ("to", "from"):
+        words = [python, "-c", PEER, way, *(str(folder / name) for name in ("hub", "bridge", "bridge_back"))]
+        took, peak = run(words)
+        print(f"  Megatron-Bridge, {way} torch_dist: {took:.1f} s, peak {peak:.0f} MB")
+
+
+def planned(folder: Path, rounds: int) -> bool:
+    """Open and plan a folder of many experts; print the least times."""
+    model(folder / "many", *DEEP)
+    ours = [sys.executable, "-m", "transaxle", "convert", str(folder / "many"), str(folder / "deep"), "--to"]
+    run([*ours, "torch_dist", "--no-sync"])
+    command = [sys.executable, "-c", PLAN, str(folder / "deep"), str(folder / "planned")]
+    times = [
+        list(map(float, subprocess.run(command, capture_output=True, check=True, text=True).stdout.split()))
+        for _ in range(rounds)
+    ]
+    (count, *_), (wall, used, peak) = times[0], (min(column) for column in list(zip(*times, strict=True))[1:])
+    within = used <= PLANNED
+    print(
+        f"{DEEP[0]} layers x {DEEP[1]} experts, {count:.0f} tensors, opened and planned: {used:.2f} s of processor time"
+        f" (at most {PLANNED}), {wall:.2f} s, peak {peak:.0f} MB{'' if within else '  BROKEN'}"
+    )
+    return within
+
+
+def main() -> int:
+    """Measure, print, and tell whether the promises hold."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--bridge", default=os.environ.get("MEGATRON_PYTHON"))
+    said = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="transaxle-bench-") as name:
+        folder = Path(name)
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
+        # A process of its own: a child's peak memory starts with that of the process it was forked from.
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            total = pool.submit(make, folder / "hub", said.layers, said.experts).result()
+        config = folder / "hub" / "config.json"
+        config.write_text(json.dumps(json.loads(config.read_text("utf-8")) | KEYS), "utf-8")
+        kept = conversions(folder, said, total)
+        if said.bridge:
+            bridge(folder, said.bridge)
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            kept &= pool.submit(planned, folder, said.rounds).result()
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
