@@ -29,7 +29,7 @@ from transaxle.formats.format import HERE
 from transaxle.formats.megatron.arguments_of_run import NAMES, RunState, run_state
 from transaxle.formats.megatron.flat_buckets.restored_state import LEAVE_OUT, with_state_of_parameters
 from transaxle.formats.megatron.flat_buckets.stored_buckets import is_of_groups, object_name
-from transaxle.formats.megatron.iterations import BACKEND_FILE
+from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE
 from transaxle.formats.megatron.torch_dist.flattened_ranges import in_whole_shapes
 from transaxle.formats.megatron.torch_dist.group_settings import with_groups, with_settings
 from transaxle.formats.pickled.descriptors import TensorRef
@@ -41,8 +41,6 @@ from transaxle.formats.training_state.full_precision import MASTER, with_full_pr
 from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, OPTIMIZER, KeyPath, Leaf, joined
 from transaxle.formats.training_state.state_groups import single
 
-COMMON_FILE = "common.pt"
-"""The state beside the sharded tensors, up to megatron-core 0.18."""
 COMMON = "common_state/shard_0_1"
 """The same from 0.19 on: an item of the folder."""
 _MASTERS = frozenset({"fp32_param", "param", "master_param"})
