@@ -54,6 +54,8 @@ def distributed(folder: Folder) -> tuple[str, ...]:
     # Megatron-FSDP writes plain DCP folders: only the tracker tells that they are Megatron's.
     tells = _is_torch_dist if newest is None else _is_distributed
     members = tuple(name for name in found if tells(folder, f"{name}/"))
+    for name in found if not members else ():
+        _check_backend(folder, name)
     if newest is not None and not members:
         _check_ranks(folder, newest)
     return members
@@ -82,20 +84,27 @@ def _is_interrupted(names: Sequence[str]) -> bool:
     return COMMON_FILE in names and DCP_METADATA not in names and any(map(_DATA.fullmatch, names))
 
 
+def _check_backend(folder: Folder, name: str) -> None:
+    """Check that a sub-folder is not of the format that came before.
+
+    Raises:
+        Refused: UNSUPPORTED.
+    """
+    if _backend(folder, f"{name}/") == _ZARR:
+        message = "it is of Megatron's older format, zarr, which is not read"
+        hint = "Let the release that wrote it load it, and save it in torch_dist (--ckpt-format torch_dist)."
+        raise refuse("UNSUPPORTED", message, file=f"{folder.inside}{name}", hint=hint)
+
+
 def _check_ranks(folder: Folder, newest: str) -> None:
     """Check that an iteration that is no distributed checkpoint has folders of ranks.
 
     Raises:
-        Refused: UNSUPPORTED for the format that came before; INCOMPLETE where there is nothing.
+        Refused: INCOMPLETE where there is nothing.
     """
     where = f"{folder.inside}{newest}"
-    listing = folder.storage.listing(where)
-    if any(map(_RANK.fullmatch, listing.folders)):
+    if any(map(_RANK.fullmatch, folder.storage.listing(where).folders)):
         return
-    if _ZARR in _backend(folder, f"{newest}/"):
-        message = "it is of Megatron's older format, zarr, which is not read"
-        hint = "Let the release of megatron-core that wrote it load it, and save it with --ckpt-format torch_dist."
-        raise refuse("UNSUPPORTED", message, file=where, hint=hint)
     message = f"{MEGATRON_TRACKER} names this folder, and there is no checkpoint in it: the save was interrupted, or "
     hint = "Take an earlier iteration, or copy the missing files."
     raise refuse("INCOMPLETE", f"{message}the files were not copied", file=where, hint=hint)
