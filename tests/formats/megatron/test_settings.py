@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 import transaxle as tx
 from tests.formats.dcp.damage import MARKER, Evil
 from tests.oracles import hub
+from transaxle.cli import main
 from transaxle.errors import Refused, UsageError
 from transaxle.formats.megatron.settings_of_run import arguments_of
 from transaxle.formats.megatron.settings_text import NotUnderstood, read_settings
@@ -100,10 +101,13 @@ def _same(folder: Path, source: Path) -> bool:
 def test_the_settings_of_megatron_bridge_are_the_sizes(run: Path, source: Path, tmp_path: Path) -> None:
     with tx.open(run) as checkpoint:
         assert checkpoint.config["num_hidden_layers"] == 2
-        assert checkpoint.metadata["megatron"] == {
+        told = dict(checkpoint.metadata["megatron"])
+        assert told.pop("arguments")["num_experts"] == 4
+        assert told == {
             "iteration": 7,
             "parallel": {"tp": 2, "ep": 4},
             "counters": {"consumed_train_samples": 56},
+            "vocabulary": {"vocab_size": 50},
         }
     tx.convert(run, tmp_path / "out", to="hf")
     assert _same(tmp_path / "out", source)
@@ -128,6 +132,25 @@ def test_the_settings_of_nemo_are_the_sizes(run: Path, source: Path, tmp_path: P
     (folder / "context/model.yaml").write_text(NEMO)
     tx.convert(folder, tmp_path / "out", to="hf")
     assert _same(tmp_path / "out", source)
+
+
+def test_info_tells_the_run_and_its_vocabulary(
+    run: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: str | Path) -> str:
+        assert main(["info", *map(str, words)]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    text = said(run)
+    assert "run iteration 7, saved by tp 2 ep 4, a vocabulary of 50, consumed_train_samples 56" in text
+    assert "arguments 17 of them; --all, or --json, shows them" in text
+    assert "(pickled state of Megatron's)" in text
+    assert "arguments add_qkv_bias False, consumed_train_samples 56" in said("--all", run)
+    found = json.loads(said("--json", run))["metadata"]["megatron"]
+    assert found["vocabulary"] == {"vocab_size": 50}
+    assert found["arguments"]["moe_layer_freq"] == [1, 1]
+    tx.convert(source, tmp_path / "padded", to="torch_dist", axes={"p": 14})
+    assert "a vocabulary of 50, padded to 64" in said(tmp_path / "padded")
 
 
 def test_settings_that_are_not_understood_are_left_behind(run: Path, source: Path, tmp_path: Path) -> None:

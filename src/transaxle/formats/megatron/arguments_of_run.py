@@ -65,6 +65,7 @@ DEGREES = {
 
 COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 """Arguments that count what a run has read."""
+_ROWS = ("vocab_size", "padded_vocab_size")
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,18 @@ class RunState:
         return only if type(only) is int else None
 
     def described(self) -> dict[str, Any]:
-        """Return what a container's metadata keep of it: the facts, degrees of parallelism, counters of samples."""
+        """Return what a container's metadata keep of it: the facts, and what the arguments say of ranks and samples.
+
+        `vocab_size` is what the tokenizer has, `padded_vocab_size` what the embedding has.
+        """
         degrees = {axis: self.args.get(name) for axis, name in DEGREES.items()}
         counters = {name: self.args.get(name) for name in COUNTERS}
         return {
             **self.facts,
             "parallel": {axis: size for axis, size in degrees.items() if isinstance(size, int)},
             "counters": {name: count for name, count in counters.items() if isinstance(count, int)},
+            "vocabulary": {name: rows for name in _ROWS if isinstance(rows := self.args.get(name), int)},
+            "arguments": dict(sorted(self.args.items())),
         }
 
 

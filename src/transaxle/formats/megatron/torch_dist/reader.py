@@ -119,6 +119,7 @@ class _Items:
         """Return an item that is not read: an object."""
         if item.key == COMMON:
             self.common = item.payload
+            return None
         if item.dtype is not None:
             return None
         name = object_name(item.key)
