@@ -50,10 +50,11 @@ _PLANNED = "save_pretrained and what the model holds"
 _TRAINED = "ModelState of transformers' model"
 BRIDGE = "megatron-bridge"
 _BRIDGE = "AutoBridge: what it makes of the hub's tensors, and of these again"
+_AS_SAVED = "the lines of te, with the prefixes of what jobs save"
+_BRIDGE_SAVES = "save_megatron_model: what it saves of them"
 SAVED = ("megatron_layers", "megatron_dist")
 """Dialects of what Megatron's jobs save."""
 _SAVED = "what jobs of one to four ranks save and load"
-_AS_SAVED = "the lines of te, with the prefixes of what jobs save"
 
 
 NO_TABLE = "no table, and transformers 5.23 has no such model"
@@ -111,7 +112,7 @@ def lists() -> Iterator[tuple[str, str]]:
     yield from ((TE, family) for family in DENSE)
     bridged = [MODELS[name].config["model_type"] for name in bridge.RIGHT]
     yield from _families(MEGATRON, bridged)
-    yield from _families(TE, (model_type for model_type in bridged if model_type != "gpt_oss"))
+    yield from _families(TE, bridged)
     for dialect in SAVED:
         yield from (
             (dialect, name) for name, entry in builtin().entries.items() if {dialect, TE} <= entry.dialects.keys()
@@ -153,12 +154,15 @@ def _megatron() -> Iterator[tuple[Oracle, str]]:
     yield from ((Oracle(TE, "megatron-core", "without experts, the lines of megatron"), family) for family in DENSE)
     for name in bridge.RIGHT:
         model_type = MODELS[name].config["model_type"]
-        for dialect in (MEGATRON,) if model_type == "gpt_oss" else (MEGATRON, TE):
+        for dialect in (MEGATRON, TE):
             yield from _with(Oracle(dialect, BRIDGE, _BRIDGE), [model_type])
+    bridged = {family for name in bridge.RIGHT for _, family in _families("", [MODELS[name].config["model_type"]])}
     saved = {family for config in jobs.MODELS.values() for _, family in _families("", [config["model_type"]])}
     for dialect in SAVED:
         for name, entry in builtin().entries.items():
-            if {dialect, TE} <= entry.dialects.keys():
+            if dialect in entry.dialects and name in bridged:
+                yield Oracle(dialect, BRIDGE, _BRIDGE_SAVES), name
+            if dialect in entry.dialects and (name in saved or name not in bridged):
                 yield Oracle(dialect, "megatron-core", _SAVED if name in saved else _AS_SAVED), name
 
 

@@ -98,7 +98,7 @@ TORCH_DIST = Format(
         Clue(
             "transaxle.formats.megatron.iterations:distributed",
             5,
-            hint="|".join((r"metadata\.json", re.escape(MEGATRON_TRACKER), "weights")),
+            hint="|".join((r"metadata\.json", r"common\.pt", re.escape(MEGATRON_TRACKER), "weights")),
         ),
     ),
     reader="transaxle.formats.megatron.torch_dist.reader:open_torch_dist",

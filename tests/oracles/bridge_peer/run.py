@@ -4,8 +4,8 @@
 
 writes, for each model, `hub` (what transformers 5.12.1 stores of a random model; of models that it does not know, what
 the bridge exports of a random Megatron model), `held` (the bridge has read `hub` into a Megatron model, and this is its
-state dict), `back` (what the bridge exports of that) and `said.json`; and `bridges.json`, all architectures that
-Megatron-Bridge has a bridge for.
+state dict), `back` (what the bridge exports of that), `saved` (the folder in which it saves it) and `said.json`; and
+`bridges.json`, all architectures that Megatron-Bridge has a bridge for.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import gc
 import json
 import logging
 import os
+import queue
 import re
 import sys
 from collections.abc import Iterable, Mapping
@@ -35,7 +36,7 @@ Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
 
 SAID, BRIDGES = "said.json", "bridges.json"
-HUB, HELD, BACK = "hub", "held", "back"
+HUB, HELD, BACK, SAVED = "hub", "held", "back", "saved"
 ERROR, NOT_LOADED = "error", "not loaded"
 _BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -138,6 +139,15 @@ class _Bridge:
         self.bridge.load_weights_hf_to_megatron(source, self.parts)
         return source, sorted(name for name, value in self.state.items() if bool(value.isnan().any()))
 
+    def save(self, folder: Path) -> None:
+        """Let the bridge save the model as a distributed checkpoint."""
+        stand_ins.install_for_saving()
+        from megatron.bridge.training.model_load_save import save_megatron_model
+        from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+        filesystem_async._results_queue = queue.Queue()  # in place of a process that serves one
+        save_megatron_model(self.parts, folder)
+
 
 def _ahead(names: Iterable[str], depth: int) -> list[str]:
     """Of exported names those of layers that predict ahead, which transformers does not store."""
@@ -166,6 +176,7 @@ def _one(model: Model, folder: Path) -> dict[str, Any]:
         source, left = made.read(Path(place, HUB))
         _save(folder / HELD, made.state, config)
         _save(folder / BACK, {n: v for n, v in made.export(source).items() if n not in copies}, config)
+    made.save(folder / SAVED)
     return {NOT_LOADED: left}
 
 

@@ -13,6 +13,8 @@ import os
 import re
 import sys
 import typing
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
@@ -88,6 +90,44 @@ def install() -> None:
     kernels = dict.fromkeys(("mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"), _no_kernel)
     _module("mamba_ssm.ops.triton.ssd_combined", **kernels)
     _transformer_engine()
+
+
+def install_for_saving() -> None:
+    """Put in the packages that Megatron-Bridge's training code imports, and that saving does not call.
+
+    Call it when everything else has been imported: other packages look for these too.
+    """
+    if not any(isinstance(each, _Uncalled) for each in sys.meta_path):
+        sys.meta_path.append(_Uncalled())
+
+
+class _Uncalled(MetaPathFinder, Loader):
+    """Finds packages in which every name is an empty class, or a function that does nothing."""
+
+    _names = ("datasets", "modelopt", "megatron.energon")
+
+    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+        known = any(fullname == name or fullname.startswith(f"{name}.") for name in self._names)
+        return ModuleSpec(fullname, self, is_package=True) if known else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _UncalledModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class _UncalledModule(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = type(name, (), {}) if name[:1].isupper() else _nothing
+        setattr(self, name, found)
+        return found
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
 def _transformer_engine() -> None:

@@ -28,6 +28,7 @@ from transaxle.errors import Refusal, TransaxleError
 from transaxle.families import builtin
 from transaxle.formats.registry import every_format, writable
 from transaxle.formats.torch_file.quantized_tensors import NOTE
+from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
 
 _FACTS = (
@@ -37,8 +38,10 @@ _FACTS = (
     "torch_dtype", "dtype", "quantization_config",
 )  # fmt: skip
 """Config keys that people look for first."""
-_TOLD = frozenset({GROUPS, NOTE})
-"""Metadata keys that have lines of their own: `groups`, `encodings`."""
+_TOLD = frozenset({GROUPS, NOTE, MEGATRON, LEFT_BEHIND})
+"""Metadata keys that have lines of their own: `groups`, `encodings`, `run`, `left`."""
+_OF_RUN = ("iteration", "checkpoint_version")
+"""What Megatron's run says of itself first."""
 _REPLACED = "which replaces the built-in family of this name"
 _SHOWN = 6
 _LABELS = 24
@@ -240,10 +243,43 @@ def _checkpoint_lines(screen: Screen, facts: JsonFacts) -> list[tuple[str, str]]
         ("carried", _some(screen, facts["carried"])),
         ("ignored", _some(screen, list(folded(tuple(facts["ignored"]))))),
         ("groups", _some(screen, [_group(group) for group in facts["metadata"].get(GROUPS, ())])),
+        *_run_lines(screen, facts["metadata"].get(MEGATRON, {})),
+        ("left", _left(screen, facts["metadata"].get(LEFT_BEHIND, {}))),
         ("metadata", _some(screen, [f"{key}={value}" for key, value in facts["metadata"].items() if key not in _TOLD])),
         ("manifest", _manifest_line(facts["manifest"])),
     ]
     return lines
+
+
+def _run_lines(screen: Screen, run: JsonFacts) -> list[tuple[str, str]]:
+    """Describe the run of Megatron that saved a checkpoint."""
+    words = [f"{key} {run[key]}" for key in _OF_RUN if key in run]
+    degrees = " ".join(f"{axis} {size}" for axis, size in run.get("parallel", {}).items())
+    words += [f"saved by {degrees}"] if degrees else []
+    rows = run.get("vocabulary", {})
+    if "vocab_size" in rows:
+        padded = f", padded to {rows['padded_vocab_size']:,}" if "padded_vocab_size" in rows else ""
+        words.append(f"a vocabulary of {rows['vocab_size']:,}{padded}")
+    elif rows:
+        words.append(f"a vocabulary padded to {rows['padded_vocab_size']:,}")
+    words += [f"{name} {count:,}" for name, count in run.get("counters", {}).items()]
+    words += [
+        f"{key} {value}" for key, value in run.items() if key not in _OF_RUN and not isinstance(value, dict | list)
+    ]
+    arguments = [f"{key} {_value(value)}" for key, value in run.get("arguments", {}).items()]
+    whole = "" if screen.everything or not arguments else f"{len(arguments):,} of them; --all, or --json, shows them"
+    return [
+        ("run", ", ".join(words)),
+        ("arguments", whole or ", ".join(arguments)),
+    ]
+
+
+def _left(screen: Screen, left: dict[str, str]) -> str:
+    """Say what is left behind, and why."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in left.items():
+        reasons.setdefault(str(why), []).append(name)
+    return "; ".join(f"{_some(screen, list(folded(tuple(names))))} ({why})" for why, names in reasons.items())
 
 
 def _group(group: ParamGroup) -> str:

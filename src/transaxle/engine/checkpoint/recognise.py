@@ -37,6 +37,8 @@ _KNOWN_TO_RUN = (
 )  # fmt: skip
 """Keys of a config of which a checkpoint that says them itself must say the same: sizes of axes that are merged into
 one dim can be exchanged, and the shapes still fit."""
+_VOCABULARY, _ROWS = "vocab_size", "n"
+"""Key of a config, and the axis in tables; rows beyond it are padding, which targets do not get."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,8 +288,13 @@ def _ways(types: Sequence[str]) -> str:
     )
 
 
-def check_same(config: Mapping[str, Any], said: Mapping[str, Any]) -> None:
-    """Check that a config has the sizes that a checkpoint's own files say.
+def check_same(config: Mapping[str, Any], said: Mapping[str, Any], axes: Mapping[str, int]) -> None:
+    """Check that a config has the sizes that a checkpoint's own files say, and no smaller a vocabulary.
+
+    Args:
+        config: of the model.
+        said: by the checkpoint's own files.
+        axes: sizes that the user gives: they decide.
 
     Raises:
         Refused: SHAPE_MISMATCH.
@@ -298,6 +305,14 @@ def check_same(config: Mapping[str, Any], said: Mapping[str, Any]) -> None:
         theirs, ours = (", ".join(f"{key} {of[key]!r}" for key in differing) for of in (config, said))
         message = f"the config says {theirs}, but the run that saved the checkpoint says {ours}"
         hint = "Give the config.json of this model, or none: its sizes are known."
+        raise refuse("SHAPE_MISMATCH", message, hint=hint)
+    kept, rows = config.get(_VOCABULARY), said.get(_VOCABULARY)
+    if isinstance(kept, int) and isinstance(rows, int) and kept < rows and _ROWS not in axes:
+        message = (
+            f"the config says {_VOCABULARY} {kept}, but the run that saved the checkpoint says {rows}; "
+            f"{rows - kept} rows of its vocabulary would be left out"
+        )
+        hint = f"Give the config.json of this model; if these rows only pad its vocabulary: --axis {_ROWS}={kept}."
         raise refuse("SHAPE_MISMATCH", message, hint=hint)
 
 
@@ -380,7 +395,7 @@ class StoredNames:
         Raises:
             Refused: SHAPE_MISMATCH where the user's config is that of another model.
         """
-        check_same(self.config, self._container.config)
+        check_same(self.config, self._container.config, self._settings.axes)
         trusted = self.manifest if self._settings.config is None else None
         axes = {} if trusted is None else trusted.axes
         return Sizes(self.recognised.family, self.config, {**axes, **self._settings.axes})

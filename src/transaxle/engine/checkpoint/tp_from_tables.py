@@ -28,7 +28,7 @@ def cutter(settings: Settings) -> Cutter:
         config = settings.config
         if config is None:
             config = stored_config(storage) or said
-        check_same(config, said)
+        check_same(config, said, settings.axes)
         try:
             reading = recognise(names, config, settings.families, settings.family, settings.dialect)
         except TransaxleError as error:

@@ -48,6 +48,7 @@ KEYS: Mapping[str, str] = {
     "qk_nope_head_dim": "qk_head_dim",
     "qk_rope_head_dim": "qk_pos_emb_head_dim",
     "num_nextn_predict_layers": "mtp_num_layers",
+    "moe_latent_size": "moe_latent_size",
 }
 """Key of a config.json -> Megatron's argument of the same meaning."""
 _COMMON_STEP = "common_step"
@@ -64,6 +65,7 @@ DEGREES = {
 
 COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 """Arguments that count what a run has read."""
+_ROWS = ("vocab_size", "padded_vocab_size")
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class RunState:
         if isinstance(untied, bool):
             found["tie_word_embeddings"] = not untied
         if args.get("num_experts"):
-            found |= _sparse_layers(args)
+            found |= _sparse_layers(args) | _shared_experts(args)
         return {key: value for key, value in found.items() if value is not None}
 
     def step(self) -> int | None:
@@ -103,13 +105,18 @@ class RunState:
         return only if type(only) is int else None
 
     def described(self) -> dict[str, Any]:
-        """Return what a container's metadata keep of it: the facts, degrees of parallelism, counters of samples."""
+        """Return what a container's metadata keep of it: the facts, and what the arguments say of ranks and samples.
+
+        `vocab_size` is what the tokenizer has, `padded_vocab_size` what the embedding has.
+        """
         degrees = {axis: self.args.get(name) for axis, name in DEGREES.items()}
         counters = {name: self.args.get(name) for name in COUNTERS}
         return {
             **self.facts,
             "parallel": {axis: size for axis, size in degrees.items() if isinstance(size, int)},
             "counters": {name: count for name, count in counters.items() if isinstance(count, int)},
+            "vocabulary": {name: rows for name in _ROWS if isinstance(rows := self.args.get(name), int)},
+            "arguments": dict(sorted(self.args.items())),
         }
 
 
@@ -146,6 +153,15 @@ def _sparse_layers(args: Mapping[str, Any]) -> dict[str, Any]:
     if dense == list(range(first)):
         found["first_k_dense_replace"] = first
     return found
+
+
+def _shared_experts(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the size of experts that every token passes, which families count in experts, or in rows."""
+    rows, of_one = args.get("moe_shared_expert_intermediate_size"), args.get("moe_ffn_hidden_size")
+    if not isinstance(rows, int) or not isinstance(of_one, int) or rows < 1 or of_one < 1:
+        return {}
+    counted = {"n_shared_experts": rows // of_one, "num_shared_experts": rows // of_one} if not rows % of_one else {}
+    return {"shared_expert_intermediate_size": rows, **counted}
 
 
 def run_state(value: object, number: Callable[[TensorRef], float | None] = lambda _: None) -> RunState:

@@ -8,17 +8,26 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 from transaxle.errors import TransaxleError, refuse
-from transaxle.formats.builtin_formats import DCP_METADATA, MEGATRON_MODEL, MEGATRON_RANK, MEGATRON_TRACKER, TORCH_DIST
+from transaxle.formats.builtin_formats import (
+    DCP_DATA,
+    DCP_METADATA,
+    MEGATRON_MODEL,
+    MEGATRON_RANK,
+    MEGATRON_TRACKER,
+    TORCH_DIST,
+)
 from transaxle.formats.format import HERE, Folder
 from transaxle.formats.newest_step import listed
 
 BACKEND_FILE = "metadata.json"
 """Says which kind of distributed checkpoint a folder is."""
-_BACKEND = "sharded_backend"
+_BACKEND, _ZARR = "sharded_backend", "zarr"
 COMMON_FILE = "common.pt"
 """The state beside the sharded tensors, up to megatron-core 0.18."""
+_DATA = re.compile(rf"__\d+_\d+{re.escape(DCP_DATA)}")
 
 RELEASE = "release"
 WEIGHTS = "weights"
@@ -36,7 +45,7 @@ def distributed(folder: Folder) -> tuple[str, ...]:
     """
     if folder.storage.single:
         return ()
-    if _is_torch_dist(folder, ""):
+    if _is_torch_dist(folder, "") or _is_interrupted(folder.names):
         return (HERE,)
     newest = newest_iteration(folder)
     found = [name for name in (newest or WEIGHTS,) if name in folder.folders]
@@ -44,7 +53,12 @@ def distributed(folder: Folder) -> tuple[str, ...]:
         found.append(f"{newest}/{WEIGHTS}")
     # Megatron-FSDP writes plain DCP folders: only the tracker tells that they are Megatron's.
     tells = _is_torch_dist if newest is None else _is_distributed
-    return tuple(name for name in found if tells(folder, f"{name}/"))
+    members = tuple(name for name in found if tells(folder, f"{name}/"))
+    for name in found if not members else ():
+        _check_backend(folder, name)
+    if newest is not None and not members:
+        _check_ranks(folder, newest)
+    return members
 
 
 def legacy(folder: Folder) -> tuple[str, ...]:
@@ -63,6 +77,37 @@ def legacy(folder: Folder) -> tuple[str, ...]:
         return ()
     inside = folder.storage.listing(f"{folder.inside}{newest}").folders
     return (newest,) if any(map(_RANK.fullmatch, inside)) else ()
+
+
+def _is_interrupted(names: Sequence[str]) -> bool:
+    """Tell whether files are those of a save that did not come to its end, when Megatron writes the metadata."""
+    return COMMON_FILE in names and DCP_METADATA not in names and any(map(_DATA.fullmatch, names))
+
+
+def _check_backend(folder: Folder, name: str) -> None:
+    """Check that a sub-folder is not of the format that came before.
+
+    Raises:
+        Refused: UNSUPPORTED.
+    """
+    if _backend(folder, f"{name}/") == _ZARR:
+        message = "it is of Megatron's older format, zarr, which is not read"
+        hint = "Let the release that wrote it load it, and save it in torch_dist (--ckpt-format torch_dist)."
+        raise refuse("UNSUPPORTED", message, file=f"{folder.inside}{name}", hint=hint)
+
+
+def _check_ranks(folder: Folder, newest: str) -> None:
+    """Check that an iteration that is no distributed checkpoint has folders of ranks.
+
+    Raises:
+        Refused: INCOMPLETE where there is nothing.
+    """
+    where = f"{folder.inside}{newest}"
+    if any(map(_RANK.fullmatch, folder.storage.listing(where).folders)):
+        return
+    message = f"{MEGATRON_TRACKER} names this folder, and there is no checkpoint in it: the save was interrupted, or "
+    hint = "Take an earlier iteration, or copy the missing files."
+    raise refuse("INCOMPLETE", f"{message}the files were not copied", file=where, hint=hint)
 
 
 def newest_iteration(folder: Folder) -> str | None:
@@ -94,17 +139,22 @@ def iteration_folder(iteration: int) -> str:
 
 def _is_distributed(folder: Folder, inside: str) -> bool:
     names = folder.storage.listing(f"{folder.inside}{inside}".rstrip("/")).names
-    return DCP_METADATA in names or _is_torch_dist(folder, inside)
+    return DCP_METADATA in names or any(map(_DATA.fullmatch, names)) or _is_torch_dist(folder, inside)
 
 
 def _is_torch_dist(folder: Folder, inside: str) -> bool:
+    return _backend(folder, inside) == TORCH_DIST.name
+
+
+def _backend(folder: Folder, inside: str) -> str:
+    """Return which kind of distributed checkpoint a folder says that it is; empty where it does not."""
     where = f"{folder.inside}{inside}"
     names = folder.names if not inside else folder.storage.listing(where.rstrip("/")).names
     if BACKEND_FILE not in names:
-        return False
+        return ""
     file = f"{where}{BACKEND_FILE}"
     try:
         found = json.loads(folder.storage.read(file, 0, min(folder.storage.size(file), _LONGEST)))
     except (ValueError, RecursionError, TransaxleError):
-        return False
-    return isinstance(found, dict) and found.get(_BACKEND) == TORCH_DIST.name
+        return ""
+    return str(found.get(_BACKEND, "")) if isinstance(found, dict) else ""

@@ -49,7 +49,12 @@ _MASTER = "param"
 """State: what a distributed optimizer calls the full-precision copies."""
 _STEP, GLOBAL_STEPS = "step", "global_steps"
 _EMBEDDING = "embedding.word_embeddings.weight"
-_MODULE = re.compile(r"(decoder\.|mtp\.)(.+)\.(?:weight|layer_norm_weight)")
+_MODULE = re.compile(
+    r"((?:(?:language_model|vision_model)\.)?(?:decoder|mtp|merger)\..+|multi_modal_projector\.(?:proj|mm_soft_embed_norm))"
+    r"\.(?:weight|layer_norm_weight)(?:\.[A-Za-z]+)?"
+)
+_HEAD, _LISTED = "output_layer", (".layers.", ".deepstack_merger_list.")
+"""Module that only some models keep a state of; lists of modules, of which a tensor has all, or one by number."""
 _JOINED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
@@ -227,13 +232,14 @@ def _states(shapes: Mapping[str, Shape], files: DataFiles) -> PlacedObjects:
         match = _MODULE.fullmatch(name)
         if match is None or _STATELESS.fullmatch(name.rpartition(".")[0]):
             continue
-        module = f"{match[1]}{match[2]}"
+        module = match[1]
         modules[module] = _counts(module, shape)
         attention = _ATTENTION.fullmatch(module)
         if attention is not None:
             modules[f"{attention[1]}.core_attention"] = modules[module]
     if not modules:
         return []
+    modules |= {f"{name.removesuffix(_EMBEDDING)}{_HEAD}": () for name in shapes if name.endswith(_EMBEDDING)}
     empty = b"".join(data for _, data in surround(METADATA, [None], []).known)
     payload = files.keep(empty)
     return [(path, payload) for module, counts in modules.items() for path in _shards(module, counts)]
@@ -241,9 +247,8 @@ def _states(shapes: Mapping[str, Shape], files: DataFiles) -> PlacedObjects:
 
 def _counts(module: str, shape: Shape) -> Shape:
     """Return the sizes of the axes of a module's tensors that are layers and experts."""
-    numbered = re.search(r"\blayers\.\d+\.", module) is not None
-    count = (0 if numbered or ".layers." not in module else 1) + (1 if ".experts.experts." in module else 0)
-    return shape[:count]
+    lists = sum(1 for each in _LISTED if re.search(rf"{re.escape(each)}(?!\d)", module))
+    return shape[: lists + (1 if ".experts.experts." in module else 0)]
 
 
 def _shards(module: str, counts: Shape) -> Iterator[KeyPath]:

@@ -30,6 +30,12 @@ from transaxle.formats.megatron.arguments_of_run import NAMES, RunState, run_sta
 from transaxle.formats.megatron.flat_buckets.restored_state import LEAVE_OUT, with_state_of_parameters
 from transaxle.formats.megatron.flat_buckets.stored_buckets import is_of_groups, object_name
 from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE
+from transaxle.formats.megatron.settings_of_run import (
+    LATEST_TRAIN_STATE,
+    RUN_CONFIG,
+    TRAIN_STATE,
+    with_settings_of_run,
+)
 from transaxle.formats.megatron.torch_dist.flattened_ranges import in_whole_shapes
 from transaxle.formats.megatron.torch_dist.group_settings import with_groups, with_settings
 from transaxle.formats.pickled.descriptors import TensorRef
@@ -46,6 +52,8 @@ COMMON = "common_state/shard_0_1"
 _MASTERS = frozenset({"fp32_param", "param", "master_param"})
 _STATE = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([A-Za-z_][A-Za-z0-9_]*)\.(.+)", re.DOTALL)
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+_WRAPPER = "module."
+"""NeMo 2 saves the module that holds the model."""
 _SHARD = re.compile(r"/shard_[\d.]+_[\d.]+\Z")
 
 
@@ -73,7 +81,10 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     conventions = Conventions(TORCH_DIST.name, items.paths, items.unread, items.wanted)
     container = in_whole_shapes(read_folder(files, path, names, conventions), items.shapes, names[0])
     container, state = _with_optimizer(files, container, items, _run_state(files, items.common))
-    container = replace(container, metadata={**container.metadata, MEGATRON: state.described()}, config=state.config())
+    state, left = with_settings_of_run(state, storage, member, _number)
+    left = {**container.metadata.get(LEFT_BEHIND, {}), **left}
+    metadata = {**container.metadata, MEGATRON: state.described(), **({LEFT_BEHIND: left} if left else {})}
+    container = replace(container, metadata=metadata, config=state.config())
     if weights == "fp32":
         container = with_full_precision(container, strict=True)
     container = with_groups(_with_steps(container, state), state)
@@ -108,6 +119,7 @@ class _Items:
         """Return an item that is not read: an object."""
         if item.key == COMMON:
             self.common = item.payload
+            return None
         if item.dtype is not None:
             return None
         name = object_name(item.key)
@@ -134,15 +146,15 @@ def _without_aliases(items: Sequence[SavedItem]) -> list[SavedItem]:
 def _path(key: str) -> KeyPath:
     match = _STATE.fullmatch(key)
     if match is None:
-        return (key,)
+        return (key.removeprefix(_WRAPPER),)
     state, parameter = match.groups()
-    return ("optimizer", "state", parameter, MASTER if state in _MASTERS else state)
+    return ("optimizer", "state", parameter.removeprefix(_WRAPPER), MASTER if state in _MASTERS else state)
 
 
 def _name(key: str) -> str:
     """Return the name that the tensor of an item gets."""
     path = _path(key)
-    return key if len(path) == 1 else f"{OPTIMIZER}{path[2]}/{path[3]}"
+    return str(path[0]) if len(path) == 1 else f"{OPTIMIZER}{path[2]}/{path[3]}"
 
 
 def _run_state(storage: Storage, common: Payload | None) -> RunState:
@@ -227,7 +239,7 @@ def _outside(container: Container, inside: SubFolder) -> Container:
 def _with_sidecars(container: Container) -> Container:
     """Return a container with the files beside it: Megatron's own describe the folder, and do not travel."""
     sidecars = sort_sidecars(container.storage, container.files)
-    own = {COMMON_FILE, BACKEND_FILE, MEGATRON_TRACKER}
+    own = {COMMON_FILE, BACKEND_FILE, MEGATRON_TRACKER, RUN_CONFIG, TRAIN_STATE, LATEST_TRAIN_STATE}
     carried = tuple(name for name in sidecars.carried if name not in own)
     ignored = tuple(name for name in sidecars.ignored if name not in own)
     return replace(container, carried=carried, ignored=ignored)

@@ -1,0 +1,264 @@
+"""Settings that Megatron-Bridge and NeMo keep beside a checkpoint: read as data, and taken for the model's sizes."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import transaxle as tx
+from tests.formats.dcp.damage import MARKER, Evil
+from tests.oracles import hub
+from transaxle.cli import main
+from transaxle.errors import Refused, UsageError
+from transaxle.formats.megatron.settings_of_run import arguments_of
+from transaxle.formats.megatron.settings_text import NotUnderstood, read_settings
+
+SIZES = {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+    "mlp_only_layers": [],
+    "vocab_size": 50,
+}
+MODEL = """\
+  _target_: megatron.bridge.models.gpt_provider.GPTModelProvider
+  activation_func:
+    _call_: false
+    _target_: torch.nn.functional.silu
+  add_qkv_bias: false
+  expert_model_parallel_size: 4
+  ffn_hidden_size: 20
+  hidden_size: 16
+  kv_channels: 6
+  moe_ffn_hidden_size: 12
+  moe_layer_freq:
+  - 1
+  - 1
+  multi_latent_attention: false
+  num_attention_heads: 4
+  num_layers: 2
+  num_moe_experts: 4
+  num_query_groups: 2
+  share_embeddings_and_output_weights: false
+  tensor_model_parallel_size: 2
+  vocab_size: 50
+"""
+RUN_CONFIG = f"_target_: megatron.bridge.training.config.ConfigContainer\nmodel:\n{MODEL}train: null\n"
+NEMO = f"_target_: nemo.collections.llm.gpt.model.qwen3.Qwen3Model\nconfig:\n{MODEL}tokenizer:\n  _target_: a.B\n"
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hub folder."""
+    folder = tmp_path_factory.mktemp("hub")
+    config, tensors = hub.make(SIZES, 0)
+    Path(folder, "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / hub.WEIGHTS)
+    return folder
+
+
+@pytest.fixture
+def run(source: Path, tmp_path: Path) -> Path:
+    """What Megatron-Bridge saves of it: settings in place of arguments, and what was read in a file of its own."""
+    folder = tmp_path / "run"
+    tx.convert(source, folder, to="torch_dist")
+    for name in ("config.json", "transaxle.json", "release/common.pt"):
+        Path(folder, name).unlink()
+    (folder / "release").rename(folder / "iter_0000007")
+    (folder / "latest_checkpointed_iteration.txt").write_text("7")
+    (folder / "iter_0000007/run_config.yaml").write_text(RUN_CONFIG)
+    counted = {"step": 7, "consumed_train_samples": 56, "floating_point_operations_so_far": 1e9, "do_train": False}
+    state = {name: torch.tensor(value) for name, value in counted.items()}
+    for file in ("latest_train_state.pt", "iter_0000007/train_state.pt"):
+        torch.save(state, folder / file)
+    return folder
+
+
+def _same(folder: Path, source: Path) -> bool:
+    found, expected = load_file(folder / hub.WEIGHTS), load_file(source / hub.WEIGHTS)
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_settings_of_megatron_bridge_are_the_sizes(run: Path, source: Path, tmp_path: Path) -> None:
+    with tx.open(run) as checkpoint:
+        assert checkpoint.config["num_hidden_layers"] == 2
+        told = dict(checkpoint.metadata["megatron"])
+        assert told.pop("arguments")["num_experts"] == 4
+        assert told == {
+            "iteration": 7,
+            "parallel": {"tp": 2, "ep": 4},
+            "counters": {"consumed_train_samples": 56},
+            "vocabulary": {"vocab_size": 50},
+        }
+    tx.convert(run, tmp_path / "out", to="hf")
+    assert _same(tmp_path / "out", source)
+    with pytest.raises(Refused, match="num_key_value_heads 4"):
+        tx.convert(run, tmp_path / "other", to="hf", config={**SIZES, "num_key_value_heads": 4})
+
+
+def test_the_settings_of_nemo_are_the_sizes(run: Path, source: Path, tmp_path: Path) -> None:
+    """Its names begin with that of the module that holds the model."""
+    folder = tmp_path / "nemo"
+    shutil.copytree(run / "iter_0000007", folder / "weights")
+    metadata = FileSystemReader(folder / "weights").read_metadata()
+    named = {name for name, item in metadata.state_dict_metadata.items() if hasattr(item, "size")}
+    with warnings.catch_warnings(action="ignore"):
+        state = _load_state_dict_from_keys(named, checkpoint_id=folder / "weights")
+    for file in (*folder.glob("weights/*.distcp"), folder / "weights/.metadata", folder / "weights/run_config.yaml"):
+        file.unlink()
+    writer = FileSystemWriter(folder / "weights", overwrite=True)
+    with warnings.catch_warnings(action="ignore"):
+        save({f"module.{name}": value for name, value in state.items()}, storage_writer=writer, no_dist=True)
+    (folder / "context").mkdir()
+    (folder / "context/model.yaml").write_text(NEMO)
+    tx.convert(folder, tmp_path / "out", to="hf")
+    assert _same(tmp_path / "out", source)
+
+
+def test_info_tells_the_run_and_its_vocabulary(
+    run: Path, source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said(*words: str | Path) -> str:
+        assert main(["info", *map(str, words)]) == 0
+        return " ".join(capsys.readouterr().out.split())
+
+    text = said(run)
+    assert "run iteration 7, saved by tp 2 ep 4, a vocabulary of 50, consumed_train_samples 56" in text
+    assert "arguments 17 of them; --all, or --json, shows them" in text
+    assert "(pickled state of Megatron's)" in text
+    assert "arguments add_qkv_bias False, consumed_train_samples 56" in said("--all", run)
+    found = json.loads(said("--json", run))["metadata"]["megatron"]
+    assert found["vocabulary"] == {"vocab_size": 50}
+    assert found["arguments"]["moe_layer_freq"] == [1, 1]
+    tx.convert(source, tmp_path / "padded", to="torch_dist", axes={"p": 14})
+    assert "a vocabulary of 50, padded to 64" in said(tmp_path / "padded")
+
+
+def test_settings_that_are_not_understood_are_left_behind(run: Path, source: Path, tmp_path: Path) -> None:
+    file = run / "iter_0000007/run_config.yaml"
+    for text, reason in (
+        (b"model: [1, 2", "line 1 ends within brackets"),
+        (b"model:\n  num_layers: 2\n num_layers: 3\n", "line 3 belongs to nothing"),
+        (b"\xff\xfe", "utf-8"),
+        (b"a: 1\n" * 300_000, "more than"),
+    ):
+        file.write_bytes(text)
+        with tx.open(run) as checkpoint:
+            assert reason in checkpoint.metadata["left_behind"]["iter_0000007/run_config.yaml"]
+        with pytest.raises(UsageError, match="UNKNOWN_AXIS"):
+            tx.convert(run, tmp_path / "out", to="hf")
+    tx.convert(run, tmp_path / "out", to="hf", config=source / "config.json")
+    assert _same(tmp_path / "out", source)
+
+
+def test_nothing_runs(run: Path, tmp_path: Path) -> None:
+    file = run / "iter_0000007/run_config.yaml"
+    file.write_text(RUN_CONFIG + f"evil: !!python/object/apply:os.system ['touch {tmp_path / MARKER}']\n")
+    with tx.open(run) as checkpoint:
+        assert checkpoint.config["num_hidden_layers"] == 2
+    torch.save({"step": Evil(tmp_path)}, run / "iter_0000007/train_state.pt")
+    with pytest.raises(Refused, match="UNSAFE_PICKLE"):
+        tx.open(run)
+    assert not list(tmp_path.rglob(MARKER))
+
+
+def test_arguments() -> None:
+    assert arguments_of({"model": {"num_query_groups": None, "num_layers": 2, "_target_": "a.B"}}) == {
+        "num_layers": 2,
+        "group_query_attention": False,
+    }
+    inner = {"_builder_": "a.B", "vocab_size": 9, "transformer": {"num_layers": 2, "hybrid_layer_pattern": "M*"}}
+    assert arguments_of({"model": inner}) == {"num_layers": 2, "hybrid_override_pattern": "M*", "vocab_size": 9}
+    odd: list[Any] = [None, [], "text", {"model": None}, {"model": [1]}, {"config": "x"}]
+    assert all(arguments_of(each) == {} for each in odd)
+
+
+TEXTS: list[tuple[str, Any]] = [
+    ("", None),
+    ("# only this\n---\n", None),
+    ("text", "text"),
+    ("a: 1\nb: 1.5e-06\nc: .inf\nd: -2\ne: 1e5\nf: 0x1f\n", {"a": 1, "b": 1.5e-6, "c": math.inf, "d": -2, "e": "1e5",
+                                                               "f": "0x1f"}),
+    ("a:\nb: ~\nc: true\nd: 'true'\ne: \"a\\n\\x41\\u00e9\"\n", {"a": None, "b": None, "c": True, "d": "true",
+                                                                 "e": "a\nAé"}),
+    ("a: text # a comment\nb: a#b\nc: 'it''s # this'\n", {"a": "text", "b": "a#b", "c": "it's # this"}),
+    ("a:\n- 1\n- b: 2\n  c: 3\n-\n  - 4\n- - 5\n  - 6\nd: x\n", {"a": [1, {"b": 2, "c": 3}, [4], [5, 6]], "d": "x"}),
+    ("a: &id001\n  b: [1, 'x, y', {c: 2}, []]\nd: *id001\n", {"a": {"b": [1, "x, y", {"c": 2}, []]},
+                                                              "d": {"b": [1, "x, y", {"c": 2}, []]}}),
+    ("a: a long text\n  that goes on\nb: 'and\n\n  another'\nc: |\n  x\n  y\n", {"a": "a long text that goes on",
+                                                                              "b": "and\nanother", "c": "x\ny"}),
+    ("a: !!python/object:os.system {}\nb: !!python/tuple\n- 1\n- 2\n", {"a": {}, "b": [1, 2]}),
+    ("a:b: 1\n'c: d': 2\n", {"a:b": 1, "c: d": 2}),
+]  # fmt: skip
+NOT_TEXTS = [
+    "a: 1\n  b: 2\n- c\n",
+    "a: 1\na: 2\n",
+    "a: *b\n",
+    "a: [1, 2\n",
+    "a: 'x\n",
+    "a: {1, 2}\n",
+    "- 1\nb: 2\n",
+    "a:\n    b: 1\n  c: 2\n",
+    "- " * 100 + "x",
+    "a: " + "[" * 100 + "]" * 100,
+    "a: [" + "\n1," * 2000 + "]",
+    "a: 'x" + "\n" * 2000 + "'",
+    "a: " + "x" * 30_000,
+]
+
+
+@pytest.mark.parametrize(("text", "value"), TEXTS)
+def test_what_a_text_says(text: str, value: Any) -> None:
+    assert read_settings(text) == value
+
+
+@pytest.mark.parametrize("text", NOT_TEXTS, ids=range(len(NOT_TEXTS)))
+def test_what_is_not_understood(text: str) -> None:
+    with pytest.raises(NotUnderstood):
+        read_settings(text)
+
+
+_PLAIN = [
+    1, -2, 1.5, 1e-8, math.inf, None, True, "x", "true", "null", "1", "1.0", "a: b", "a #b", "- x", "it's", '"q"', "",
+    "multi word " * 20, "line\nbreak", " lead", "[1]", "{a}", "*a", "&b", "!t", "%x", "@y", "x,y", "\t", "é", "~",
+    "1e5", "a:b", "#c", "a\n\nb", ": ", "?",
+]  # fmt: skip
+
+
+def _drawn(draw: random.Random, depth: int) -> Any:
+    kind = draw.random()
+    if depth and kind < 0.4:
+        keys = draw.sample(["a", "b c", "_target_", "x:y", "1", "- q", "null", "é"], draw.randint(0, 3))
+        return {key: _drawn(draw, depth - 1) for key in keys}
+    if depth and kind < 0.6:
+        return [_drawn(draw, depth - 1) for _ in range(draw.randint(0, 3))]
+    return draw.choice(_PLAIN)
+
+
+@pytest.mark.parametrize("flow", [False, True, None])
+def test_what_pyyaml_writes_is_read(flow: bool | None) -> None:
+    yaml = pytest.importorskip("yaml")
+    draw = random.Random(5)
+    for _ in range(300):
+        value = {"a": _drawn(draw, 4)}
+        text = yaml.safe_dump(value, default_flow_style=flow, width=draw.choice([30, 80]))
+        assert read_settings(text) == value, text
