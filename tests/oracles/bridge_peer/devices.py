@@ -53,6 +53,11 @@ class _Stream:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def wait_stream(self, *_: object) -> None:
+        """It has passed everything."""
+
+    record = record_event = synchronize = wait_event = wait = wait_stream
+
 
 def _always(answer: Any) -> Callable[..., Any]:
     """Return a function with this answer; torch wants each of its functions to be another one."""
@@ -91,4 +96,6 @@ def pretend() -> None:
         setattr(torch.cuda, name, _Stream)
     for name in ("get_rng_state", "set_rng_state", "_lazy_init"):
         setattr(torch.cuda.random, name, calls[name])
+    for name in ("range_push", "range_pop"):
+        setattr(torch.cuda.nvtx, name, _always(None))
     _OnCpu().__enter__()  # type: ignore[no-untyped-call]

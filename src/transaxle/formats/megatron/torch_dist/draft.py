@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from transaxle.arguments import Degrees
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.errors import Faults, refuse
 from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
@@ -38,6 +39,7 @@ from transaxle.formats.dtype import Shape, logical, numpy_dtype
 from transaxle.formats.megatron.iterations import BACKEND_FILE, RELEASE, iteration_folder
 from transaxle.formats.megatron.torch_dist.reader import COMMON_FILE
 from transaxle.formats.megatron.torch_dist.written_state import common_state, optimizer_settings, step_of
+from transaxle.formats.megatron.written_arguments import is_padded
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.torch_file.draft import surround
 from transaxle.formats.training_state.full_precision import MASTER
@@ -70,6 +72,7 @@ def draft(
     config: Mapping[str, Any] | None = None,
     run: Mapping[str, Any] | None = None,
     read: Callable[[str], bytes] | None = None,
+    degrees: Degrees | None = None,
 ) -> Draft:
     """Lay out a distributed checkpoint: weights as a release, or an iteration with the optimizer's state.
 
@@ -81,6 +84,7 @@ def draft(
         config: the model's config.json.
         run: what the source says of its run.
         read: returns the bytes of a small tensor, for the optimizer's steps.
+        degrees: the ranks for which the user has padded the vocabulary; None: it is as in the source.
 
     Raises:
         Refused: for every tensor that has no place: UNSUPPORTED, NAME_COLLISION, SHAPE_MISMATCH; for an optimizer that
@@ -97,7 +101,8 @@ def draft(
     entries, chunks = _placed(tensors, cuts or {}, files, folder)
     objects = _states(shapes, files)
     fragments, sizes = files.finished()
-    vocabulary = shapes[_EMBEDDING][0] if _EMBEDDING in shapes else None
+    rows = shapes[_EMBEDDING][0] if _EMBEDDING in shapes else None
+    vocabulary = rows if degrees is not None or is_padded(config or {}, rows) else None
     small = {
         MEGATRON_TRACKER: (RELEASE if optimizer is None else str(facts["iteration"])).encode(),
         f"{folder}/{BACKEND_FILE}": json.dumps(_BACKEND).encode(),
