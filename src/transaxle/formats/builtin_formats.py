@@ -34,7 +34,7 @@ SAFETENSORS = Format(
     ),
     reader="transaxle.formats.safetensors.reader:open_safetensors",
     draft="transaxle.formats.safetensors.draft:draft",
-    draft_takes=frozenset({"groups", "sealed"}),
+    draft_takes=frozenset({"groups", "run", "sealed"}),
     one_file=(".safetensors",),
     heads=((8, b"{"),),
     openers=(INDEX,),

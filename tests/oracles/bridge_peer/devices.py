@@ -28,6 +28,10 @@ class _OnCpu(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("cuda", "pin_memory"):
             return args[0]
+        if name == "type":  # tensors have the names of a GPU's
+            given = [each.replace("torch.cuda.", "torch.") if isinstance(each, str) else each for each in args]
+            found = func(*given, **kwargs)
+            return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
         if kwargs.get("pin_memory"):

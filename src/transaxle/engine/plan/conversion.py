@@ -131,11 +131,10 @@ def make_plan(
     checkpoint, form, wanted, hub_refusals = _aimed(checkpoint, to, degrees)
     view, names, problems = _viewed(checkpoint, wanted, encode, bare=wanted == to)
     unknown = checkpoint.foreign(wanted)
-    problems += [*hub_refusals, *checkpoint.container.unread, *unknown]
+    problems += [*hub_refusals, *checkpoint.container.unread, *unknown, *misnamed(target, form)]
     if strict and not unknown:
         problems.extend(_without_line(name, wanted) for name in view.kept)
     single = is_one_file(target)
-    problems.extend(misnamed(target, form))
     source = checkpoint.source_of(wanted)
     outputs = _by_name(_outputs(view, names, encode.encoding if encode else ""), problems)
     ranks = _ranks_options(checkpoint, get(form), wanted, outputs, degrees, problems)
@@ -173,6 +172,7 @@ def make_plan(
         allow_lossy=allow_lossy,
         stayed=casts_of(checkpoint.container.storage).stayed if recoding_any else (),
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
+        notes=draft.notes,
     )
     return Prepared(plan, checkpoint, draft)
 

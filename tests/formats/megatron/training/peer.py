@@ -26,6 +26,7 @@ import torch
 import typing_extensions
 from torch import distributed as dist
 
+from tests.formats.megatron.training import fused_adam
 from tests.oracles.bridge_peer import devices, stand_ins
 
 GRADIENT = 1e-2
@@ -58,7 +59,7 @@ class Case:
     steps: int = 0
     """Optimizer steps after it has loaded."""
     more: int = 0
-    """Steps after it has saved."""
+    """Steps after it has saved; then it saves again."""
 
 
 def launch(python: Path, root: Path, cases: list[Case]) -> tuple[int, str]:
@@ -86,6 +87,7 @@ def _prepare(te: bool) -> None:
         vars(typing).setdefault("override", typing_extensions.override)
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
         torch.cuda.is_available = lambda: False
+        fused_adam.install()
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.training import initialize
 
@@ -152,9 +154,9 @@ def _train(words: list[str], case: Case) -> dict[str, Any]:
     found["held"] = _held(models, optimizer)
     if args.save:
         told = {"checkpointing_context": {}, "preprocess_common_state_dict_fn": training.preprocess_common_state_dict}
-        checkpointing.save_checkpoint(args.iteration + case.steps, chunks, optimizer, schedule, 0, **told)
-        _step(chunks, optimizer, schedule, args, case.more)
-        found["more"] = _held(models, optimizer)
+        for steps in dict.fromkeys((case.steps, case.steps + case.more)):
+            _step(chunks, optimizer, schedule, args, steps - case.steps)
+            checkpointing.save_checkpoint(args.iteration + steps, chunks, optimizer, schedule, 0, **told)
     return found
 
 
@@ -166,6 +168,7 @@ def _step(chunks: list[Any], optimizer: Any, schedule: Any, args: Any, steps: in
                 parameter.main_grad.copy_(parameter.detach().float() * GRADIENT)
         optimizer.step()
         schedule.step(increment=args.global_batch_size)
+        args.consumed_train_samples += args.global_batch_size
 
 
 def _held(models: list[Any], optimizer: Any) -> dict[str, Any]:

@@ -38,12 +38,12 @@ from transaxle.formats.dcp.written_chunks import (
 from transaxle.formats.dtype import Shape, logical, numpy_dtype
 from transaxle.formats.megatron.iterations import BACKEND_FILE, RELEASE, iteration_folder
 from transaxle.formats.megatron.torch_dist.reader import COMMON_FILE
-from transaxle.formats.megatron.torch_dist.written_state import common_state, optimizer_settings, step_of
+from transaxle.formats.megatron.torch_dist.written_state import common_state, counted, optimizer_settings, step_of
 from transaxle.formats.megatron.written_arguments import is_padded
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.torch_file.draft import surround
 from transaxle.formats.training_state.full_precision import MASTER
-from transaxle.formats.training_state.state import MEGATRON, OPTIMIZER, KeyPath
+from transaxle.formats.training_state.state import OPTIMIZER, KeyPath
 from transaxle.formats.training_state.state_groups import GROUPS, ParamGroup
 
 Cuts = Mapping[str, Sequence[Sequence[int]]]
@@ -91,9 +91,9 @@ def draft(
             Megatron cannot hold, UNSUPPORTED, INCOMPLETE.
     """
     del metadata
-    facts = dict((run or {}).get(MEGATRON, {}))
+    facts = counted(run or {})
     shapes = {spec.name: spec.shape for spec in tensors if split_slot(spec.name)[0] == spec.name}
-    optimizer = _optimizer(tensors, facts, (run or {}).get(GROUPS, ()), read)
+    optimizer, notes = _optimizer(tensors, shapes, facts, (run or {}).get(GROUPS, ()), read)
     if optimizer is not None:
         facts.setdefault("iteration", (run or {}).get(GLOBAL_STEPS) or step_of(optimizer))
     folder = RELEASE if optimizer is None else iteration_folder(facts["iteration"])
@@ -117,16 +117,18 @@ def draft(
             *(Fragment(f"{folder}/{each.file}", each.offset, each.data) for each in fragments),
             *(Fragment(file, 0, data) for file, data in small.items()),
         ),
+        notes=tuple(notes),
     )
 
 
 def _optimizer(
     tensors: Sequence[Spec],
+    shapes: Mapping[str, Shape],
     facts: Mapping[str, Any],
     groups: Sequence[ParamGroup],
     read: Callable[[str], bytes] | None,
-) -> dict[Any, Any] | None:
-    """Return the optimizer's settings; None where there is no state of it.
+) -> tuple[dict[Any, Any] | None, list[str]]:
+    """Return the optimizer's settings, and notes on them; None where there is no state of it.
 
     Raises:
         Refused: UNSUPPORTED where the parameters have made different numbers of steps.
@@ -134,12 +136,13 @@ def _optimizer(
     states = [(spec, *split_slot(spec.name)) for spec in tensors if spec.name.startswith(OPTIMIZER)]
     parameters = dict.fromkeys(parameter for _, parameter, _ in states)
     if not parameters:
-        return None
+        return None, []
     steps = {_number(read(spec.name), spec.dtype) for spec, _, state in states if state == _STEP and read is not None}
     if len(steps) > 1:
         message = f"its parameters have made {' and '.join(map(str, sorted(steps)))} steps; Megatron keeps one number"
         raise refuse("UNSUPPORTED", message, hint="Write the weights alone: --no-optimizer.")
-    return optimizer_settings(parameters, facts, groups, steps.pop() if steps else 0)
+    trained = {name: shapes[name] for name in parameters if name in shapes}
+    return optimizer_settings(trained, facts, groups, steps.pop() if steps else 0)
 
 
 def _number(data: bytes, dtype: str) -> int:
