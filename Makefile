@@ -5,7 +5,8 @@
 #   .demo  -> the package with what `transaxle demo` needs
 #   .all   -> the tools, the docs, and the frameworks that the tests compare with
 #
-# Megatron-Bridge needs other versions of these than the rest: `make megatron` gives it an environment of its own.
+# Megatron-Bridge and Megatron's training code need other versions of these than the rest: `make megatron` gives them an
+# environment of their own.
 
 VENV   ?= .venv
 JOBS   ?= 2
@@ -35,7 +36,7 @@ help:
 	@echo 'make check   lint, types and the quick tests: a minute, for every change'
 	@echo 'make test    lint, types, tests and docs: what CI runs'
 	@echo 'make oracle  the whole sweeps over what the peers ship (make test runs a sample)'
-	@echo 'make megatron  the tables against Megatron-Bridge, in an environment of its own'
+	@echo 'make megatron  Megatron itself and Megatron-Bridge, in an environment of their own'
 	@echo 'make fuzz    hostile inputs, each with a cap on time and memory'
 	@echo 'make bench   the speed figures, one script a promise'
 	@echo 'make docs    the documentation, in build/docs/index.html'
@@ -110,7 +111,7 @@ $(VENV)/.all: $(VENV)/.demo
 
 $(MEGATRON_VENV)/.all: $(BRIDGE)
 	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer (with venv) is needed: make PYTHON=/path/to/python3 megatron' >&2; exit 1; }
-	@echo 'installing Megatron-Bridge into $(MEGATRON_VENV)'
+	@echo 'installing Megatron and Megatron-Bridge into $(MEGATRON_VENV)'
 	@$(PYTHON) -m venv $(MEGATRON_VENV)
 	@$(MEGATRON_PIP) torch==2.13.0
 	@$(MEGATRON_PIP) --no-deps --ignore-requires-python --requirement $(BRIDGE)

@@ -199,8 +199,9 @@ def convert(
             instead of keeping them under their names), `encode` (`float8_block`, `mxfp8` or `nvfp4`: write the weights
             of linear layers in this encoding), `only` (patterns of the table names to encode instead, or, with `decode`
             or `dtype`, to decode or cast) and `skip` (patterns of names to leave unchanged), `tp`, `pp`, `ep` and
-            `make_vocab_size_divisible_by` (of a checkpoint with a folder for each rank, `megatron_torch`), `jobs`
-            (worker threads), `memory` (bytes of all buffers together); and those of `open`.
+            `make_vocab_size_divisible_by` (the ranks of `megatron_torch`, which has a folder for each; for
+            `torch_dist` the first and the last, which pad), `jobs` (worker threads), `memory` (bytes of all buffers
+            together); and those of `open`.
 
     Raises:
         TypeError: an argument of a type that it cannot have.

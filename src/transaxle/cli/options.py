@@ -128,11 +128,11 @@ _PLANNING = (
 _DEGREES = tuple(
     click.option(f"--{name.replace('_', '-')}", name, metavar="N", type=click.IntRange(1, 1 << 20), help=text)
     for name, text in (
-        ("tp", "megatron_torch only: tensor-parallel ranks.  [default: 1]"),
+        ("tp", "megatron_torch: tensor-parallel ranks; torch_dist: those for which to pad.  [default: 1]"),
         ("pp", "megatron_torch only: pipeline stages.  [default: 1]"),
         ("ep", "megatron_torch only: expert-parallel ranks.  [default: 1]"),
         ("make_vocab_size_divisible_by",
-         "megatron_torch only: pad the vocabulary to a multiple of N times --tp.  [default: 128]"),
+         "megatron_torch, torch_dist: pad the vocabulary to N times --tp.  [default: 128; torch_dist: none]"),
     )
 )  # fmt: skip
 _DERIVE = click.option("--derive", is_flag=True,

@@ -115,6 +115,25 @@ def test_what_the_run_says_of_itself(hubs: Hubs, trained: Trained) -> None:
         assert not any("bucket" in name for name in checkpoint.metadata["left_behind"])
 
 
+def test_files_of_safetensors_keep_what_the_run_counts(hubs: Hubs, trained: Trained, tmp_path: Path) -> None:
+    config = hubs["llama"] / "config.json"
+    tx.convert(trained(FLAT), tmp_path / "hub", to="hf", config=config, optimizer=True)
+    report = tx.convert(tmp_path / "hub", tmp_path / "back", to="torch_dist", config=config)
+    assert report.notes == ()
+    with tx.open(trained(FLAT), config=config) as begun, tx.open(tmp_path / "back") as back:
+        wanted, found = (each.metadata["megatron"] for each in (begun, back))
+        assert found["iteration"] == wanted["iteration"] == 7
+        assert found["counters"] == wanted["counters"] == {"consumed_train_samples": 56}
+    tx.convert(tmp_path / "hub", tmp_path / "universal", to="deepspeed-universal", config=config)
+    with tx.open(tmp_path / "universal") as universal:
+        assert universal.metadata["deepspeed"]["global_samples"] == 56
+    report = tx.convert(tmp_path / "universal", tmp_path / "there", to="torch_dist:identity", config=config)
+    assert not any("samples" in note for note in report.notes)
+    tx.convert(trained(FLAT), tmp_path / "weights", to="hf", config=config)
+    with tx.open(tmp_path / "weights") as weights:
+        assert "megatron" not in weights.metadata
+
+
 def test_weights_that_are_not_their_rounded_copies_are_refused(hubs: Hubs, trained: Trained, tmp_path: Path) -> None:
     """That they are is the proof that the order of the parameters in the buckets is right."""
     folder = _copied(trained(FLAT), tmp_path)

@@ -146,6 +146,43 @@ def test_a_folder_that_is_not_whole_is_refused(saved: dict[Any, Path], tmp_path:
     _refused(folder, "CORRUPT", "neither an iteration nor 'release'")
 
 
+@pytest.mark.parametrize("given", [{}, {"tp": 2, "make_vocab_size_divisible_by": 6}, {"tp": 4}], ids=str)
+def test_the_vocabulary_is_padded_on_request(given: dict[str, Any], hubs: dict[str, Path], tmp_path: Path) -> None:
+    """And otherwise by Megatron: a run of any tensor parallelism takes `padded_vocab_size` for what it needs itself."""
+    rows = {0: 50, 1: 512, 2: 60}[len(given)]
+    tx.convert(hubs["tied"], tmp_path / "out", to="torch_dist", **given)
+    with tx.open(tmp_path / "out") as checkpoint:
+        assert checkpoint["embedding.word_embeddings.weight"].shape[0] == rows
+    state = torch.load(tmp_path / "out/release/common.pt", weights_only=False)
+    assert vars(state["args"]).get("padded_vocab_size") == (rows if given else None)
+    assert state["args"].vocab_size == _SIZES["vocab_size"]
+    tx.convert(tmp_path / "out", tmp_path / "back", to="hf")
+    assert tx.diff(hubs["tied"], tmp_path / "back")
+    tx.convert(tmp_path / "out", tmp_path / "again", to="torch_dist")
+    assert (tmp_path / "again/release/common.pt").read_bytes() == (tmp_path / "out/release/common.pt").read_bytes()
+
+
+def test_a_folder_for_any_ranks_is_not_for_some(hubs: dict[str, Path], tmp_path: Path) -> None:
+    cases: list[dict[str, Any]] = [{"pp": 2}, {"tp": 2, "ep": 2}]
+    for given in cases:
+        with pytest.raises(Refused, match="Omit --pp and --ep") as caught:
+            tx.convert(hubs["llama"], tmp_path / "out", to="torch_dist", **given)
+        assert caught.value.code == "UNSUPPORTED"
+
+
+def test_what_the_shares_of_experts_add_up_to_is_told(hubs: dict[str, Path], tmp_path: Path) -> None:
+    config = json.loads(Path(hubs["qwen3_moe"], "config.json").read_text())
+    told = {}
+    for number, (normed, scores) in enumerate(((True, None), (False, "softmax"), (False, "sigmoid"), (None, None))):
+        said = {"norm_topk_prob": normed, "scoring_func": scores}
+        given = {**config, **said}
+        given = {key: value for key, value in given.items() if key not in said or said[key] is not None}
+        tx.convert(hubs["qwen3_moe"], tmp_path / str(number), to="torch_dist", config=given)
+        state = torch.load(tmp_path / str(number) / "release/common.pt", weights_only=False)
+        told[normed, scores] = vars(state["args"]).get("moe_router_pre_softmax")
+    assert list(told.values()) == [False, True, None, None]
+
+
 def test_layers_that_differ_do_not_fit_into_one_tensor(hubs: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(Refused, match="holds for some of them only"):
         tx.convert(hubs["mixed"], tmp_path / "out", to="torch_dist:megatron_dist")

@@ -28,6 +28,10 @@ class _OnCpu(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in ("cuda", "pin_memory"):
             return args[0]
+        if name == "type":  # tensors have the names of a GPU's
+            given = [each.replace("torch.cuda.", "torch.") if isinstance(each, str) else each for each in args]
+            found = func(*given, **kwargs)
+            return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
         if kwargs.get("pin_memory"):
@@ -52,6 +56,11 @@ class _Stream:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+    def wait_stream(self, *_: object) -> None:
+        """It has passed everything."""
+
+    record = record_event = synchronize = wait_event = wait = wait_stream
 
 
 def _always(answer: Any) -> Callable[..., Any]:
@@ -91,4 +100,6 @@ def pretend() -> None:
         setattr(torch.cuda, name, _Stream)
     for name in ("get_rng_state", "set_rng_state", "_lazy_init"):
         setattr(torch.cuda.random, name, calls[name])
+    for name in ("range_push", "range_pop"):
+        setattr(torch.cuda.nvtx, name, _always(None))
     _OnCpu().__enter__()  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ import click
 from transaxle.arguments import Overwrite
 from transaxle.cli import options
 from transaxle.cli.command import Command
-from transaxle.cli.commands.plan import print_counted, print_others
+from transaxle.cli.commands.plan import print_counted, print_notes, print_others
 from transaxle.cli.commands.verify import print_comparison, print_verification
 from transaxle.cli.screen.quantities import duration, plural, size, speed
 from transaxle.cli.screen.recoded import print_measured, print_stayed
@@ -132,5 +132,6 @@ def _print(screen: Screen, report: Report) -> None:
     print_stayed(screen, report.stayed)
     print_counted(screen, report.counted)
     print_others(screen, report.kept, report.ignored, report.carried)
+    print_notes(screen, report.notes)
     if not report.synced:
         screen.line("  not synced (--no-sync): a power cut in the next minutes may damage the checkpoint")

@@ -86,6 +86,7 @@ def _print(screen: Screen, plan: Plan, limit: Limits) -> None:
     print_stayed(screen, plan.stayed)
     print_counted(screen, plan.counted)
     print_others(screen, plan.kept, plan.ignored, plan.carried)
+    print_notes(screen, plan.notes)
     print_recoded(screen, plan.recoded)
     if plan.aliases:
         screen.line(f"  tied: {', '.join(f'{name} = {of}' for name, of in plan.aliases.items())}")
@@ -149,6 +150,12 @@ def print_others(screen: Screen, kept: tuple[str, ...], ignored: tuple[str, ...]
     if carried:
         shown = ", ".join(carried) if screen.everything or len(carried) <= 8 else f"{', '.join(carried[:8])} …"
         screen.line(f"  carried along: {shown}")
+
+
+def print_notes(screen: Screen, notes: tuple[str, ...]) -> None:
+    """Print what programs that go on with the target must be told."""
+    for note in notes:
+        screen.line(f"  note: {note}")
 
 
 def folded(names: tuple[str, ...]) -> Iterator[str]:

@@ -72,6 +72,8 @@ class Report:
     """Axes in names that no config sizes -> the number of indices in the names."""
     leftovers: tuple[str, ...] = ()
     """Leftovers of a killed run beside the target, and what happened to them."""
+    notes: tuple[str, ...] = ()
+    """What programs that go on with it must be told, or will take for what the source does not say."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
@@ -142,6 +144,7 @@ def execute(
         carried=() if single else plan.carried,
         recoded=recoded,
         stayed=plan.stayed,
+        notes=plan.notes,
         counted=plan.counted,
         leftovers=found,
     )

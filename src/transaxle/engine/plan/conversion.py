@@ -132,11 +132,10 @@ def make_plan(
     checkpoint, form, wanted, hub_refusals = _aimed(checkpoint, to, degrees)
     view, names, problems = _viewed(checkpoint, wanted, encode, bare=wanted == to)
     unknown = checkpoint.foreign(wanted)
-    problems += [*hub_refusals, *checkpoint.container.unread, *unknown]
+    problems += [*hub_refusals, *checkpoint.container.unread, *unknown, *misnamed(target, form)]
     if strict and not unknown:
         problems.extend(_without_line(name, wanted) for name in view.kept)
     single = is_one_file(target)
-    problems.extend(misnamed(target, form))
     source = checkpoint.source_of(wanted)
     outputs = _by_name(_outputs(view, names, encode.encoding if encode else ""), problems)
     ranks = _ranks_options(checkpoint, get(form), wanted, outputs, degrees, problems)
@@ -174,6 +173,7 @@ def make_plan(
         allow_lossy=allow_lossy,
         stayed=casts_of(checkpoint.container.storage).stayed if recoding_any else (),
         counted=counted(checkpoint.bound, checkpoint.sizes, view.axes) if reading else {},
+        notes=draft.notes,
     )
     return Prepared(plan, checkpoint, draft)
 
@@ -188,11 +188,14 @@ def _aimed(checkpoint: Checkpoint, to: str, degrees: Degrees | None) -> tuple[Ch
     form, label = parse_to(to)
     kind = get(form)
     wanted = label or _written_in(checkpoint, kind)
-    if "parts" in kind.draft_takes and wanted != IDENTITY:
-        checkpoint = padded(checkpoint, wanted, degrees or Degrees())
-    elif degrees is not None and "parts" not in kind.draft_takes:
+    if degrees is not None and "degrees" not in kind.draft_takes:
         message = f"{kind.title} has no files for each rank: it is read at any degree of parallelism"
         raise refuse("UNSUPPORTED", message, hint="Omit --tp, --pp, --ep and --make-vocab-size-divisible-by.")
+    if degrees is not None and "parts" not in kind.draft_takes and degrees.pp * degrees.ep > 1:
+        message = f"{kind.title} is read at any degrees; --tp says for how many ranks the vocabulary is padded"
+        raise refuse("UNSUPPORTED", message, hint="Omit --pp and --ep.")
+    if "parts" in kind.draft_takes or degrees is not None:
+        checkpoint = checkpoint if wanted == IDENTITY else padded(checkpoint, wanted, degrees or Degrees())
     if for_hub(to):
         weights, refusals = _for_hub(checkpoint)
         return weights, form, wanted, refusals
@@ -396,9 +399,9 @@ def _ranks_options(
     degrees: Degrees | None,
     problems: list[Refusal],
 ) -> dict[str, Any]:
-    """Return what drafts take that lay out files for each rank."""
+    """Return what drafts take that lay out files for each rank, or for so many of them."""
     if "parts" not in kind.draft_takes:
-        return {}
+        return {} if degrees is None else {"degrees": degrees}
     return of_ranks(checkpoint, dialect, names, degrees or Degrees(), problems)
 
 

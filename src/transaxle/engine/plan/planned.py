@@ -168,6 +168,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Plain source tensors that keep their dtype where others are cast."""
     counted: dict[str, int] = {}
     """Name axes whose size only the names show -> that size: a missing last index would go unnoticed."""
+    notes: tuple[str, ...] = ()
+    """What programs that go on with the target must be told, or will take for what the source does not say."""
 
     @property
     def band(self) -> int:

@@ -180,6 +180,8 @@ class Draft:
     """Space for digests in a file that is the whole checkpoint; the fragment around it is written last."""
     copies: Mapping[str, tuple[Extent, ...]] = field(default_factory=dict)
     """Further places of a tensor, by its name: chunks that several ranks hold, each with the same bytes."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the files must be told, or takes for what the source does not say; one sentence each."""
 
     def early(self) -> tuple[Fragment, ...]:
         """Return the fragments that are known before any tensor is copied: all but the one with room for digests."""

@@ -31,10 +31,9 @@ def arguments(config: Mapping[str, Any], names: Collection[str], padded_vocabula
     Args:
         config: the model's config.json; empty where it is not known.
         names: Megatron's names of its tensors.
-        padded_vocabulary: rows of the embedding.
+        padded_vocabulary: rows of the embedding; None: Megatron pads them, as the ranks of its run need it.
     """
-    text = config.get("text_config")
-    known = {**config, **text} if isinstance(text, Mapping) else dict(config)
+    known = _of_text(config)
     found = {argument: known[key] for key, argument in KEYS.items() if known.get(key) is not None}
     if not {"num_layers", "hidden_size", "num_attention_heads"} <= found.keys():
         return {}  # Megatron asks for these of any arguments; without arguments it asks nothing
@@ -44,8 +43,31 @@ def arguments(config: Mapping[str, Any], names: Collection[str], padded_vocabula
     found.setdefault("kv_channels", found["hidden_size"] // heads)
     found |= _DEGREES | _from_names(names, found) | _from_config(known)
     found["multi_latent_attention"] = "kv_lora_rank" in found
-    found["padded_vocab_size"] = padded_vocabulary
+    if padded_vocabulary is not None:
+        found["padded_vocab_size"] = padded_vocabulary
     return found
+
+
+def _before_choice(known: Mapping[str, Any]) -> bool | None:
+    """Tell whether experts are chosen after the softmax, so that their shares do not add up to one; None: not known."""
+    normed = known.get("norm_topk_prob")
+    return not normed if isinstance(normed, bool) and known.get("scoring_func", "softmax") == "softmax" else None
+
+
+def is_padded(config: Mapping[str, Any], rows: int | None) -> bool:
+    """Tell whether an embedding has other rows than the model's vocabulary.
+
+    Args:
+        config: the model's config.json; empty where it is not known.
+        rows: of the embedding.
+    """
+    return rows != _of_text(config).get("vocab_size", rows)
+
+
+def _of_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config says of the model of text."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, Mapping) else dict(config)
 
 
 def _from_names(names: Collection[str], found: Mapping[str, Any]) -> dict[str, Any]:
@@ -84,6 +106,7 @@ def _from_config(known: Mapping[str, Any]) -> dict[str, Any]:
         "rotary_base": base if not isinstance(base, float) or not base.is_integer() else int(base),
         "rotary_percent": None if base is None else share or 1.0,
         "moe_router_topk": known.get("num_experts_per_tok"),
+        "moe_router_pre_softmax": _before_choice(known),
         "attention_dropout": known.get("attention_dropout"),
     }
     return {name: value for name, value in told.items() if value is not None}

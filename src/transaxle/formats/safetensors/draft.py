@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.builtin_formats import SAFETENSORS
@@ -16,6 +17,8 @@ from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Fragment, Sp
 from transaxle.formats.dtype import BITS, nbytes
 from transaxle.formats.safetensors.header import MAX_DIMS, METADATA, blank_seal, encode_header, room_for_seal
 from transaxle.formats.shards import Sized, lay_out_shards
+from transaxle.formats.training_state.run_facts import KEPT_RUN, facts_as_text
+from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.formats.training_state.state_groups import KEPT, ParamGroup, encode
 
 _STEM = "model"
@@ -28,6 +31,7 @@ def draft(
     metadata: Mapping[str, str] | None = None,
     shard_size: int | None = None,
     groups: Sequence[ParamGroup] = (),
+    run: Mapping[str, Any] | None = None,
     sealed: bool = False,
 ) -> Draft:
     """Lay out safetensors files.
@@ -38,6 +42,7 @@ def draft(
         shard_size: bytes of tensors in one file; a tensor that is larger gets a file of its own. Without it, or when
             everything fits, there is one file `model.safetensors` and no index.
         groups: settings of the optimizer, as text in the header of the first file.
+        run: what the source says of its run, likewise where there is state of an optimizer.
         sealed: leave room for digests in the header; there must be one file.
 
     Raises:
@@ -53,7 +58,10 @@ def draft(
         sized.append((spec, size))
     if faults:
         raise faults.error()
-    first_file_metadata = iter([{KEPT: encode(groups)}] if groups else [])
+    beside = {KEPT: encode(groups)} if groups else {}
+    if any(spec.name.startswith(OPTIMIZER) for spec in tensors) and (facts := facts_as_text(run or {})) is not None:
+        beside[KEPT_RUN] = facts
+    first_file_metadata = iter([beside])
     room = blank_seal(sum(size > 0 for _, size in sized)) if sealed else {}
 
     def lay_out(file: str, shard: Iterable[Sized]) -> tuple[list[Entry], list[Fragment], int]:

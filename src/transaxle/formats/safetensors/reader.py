@@ -19,6 +19,7 @@ from transaxle.formats.safetensors.header import Header, read_header
 from transaxle.formats.safetensors.torch_parts import NOTE, NOTES, starts
 from transaxle.formats.shards import read_files
 from transaxle.formats.storage.storage import Storage
+from transaxle.formats.training_state.run_facts import KEPT_RUN, facts_in
 from transaxle.formats.training_state.state_groups import GROUPS, KEPT, decode
 
 
@@ -46,6 +47,9 @@ def open_safetensors(storage: Storage, path: str, member: str) -> Container:
     if KEPT in metadata and (groups := decode(metadata[KEPT])) is not None:
         del metadata[KEPT]
         metadata[GROUPS] = groups
+    if KEPT_RUN in metadata and (facts := facts_in(metadata[KEPT_RUN])):
+        del metadata[KEPT_RUN]
+        metadata |= facts
     seals = tuple(header.seal for header in read.parts.values() if header.seal is not None)
     return Container(
         SAFETENSORS.name,

@@ -264,7 +264,7 @@ def test_ranks_that_do_not_fit(run: Run, message: str, hint: str, tmp_path: Path
 
 def test_formats_without_ranks(tmp_path: Path) -> None:
     _hub(tmp_path / "hub", Run())
-    for to in ("torch_dist", "hf", "dcp"):
+    for to in ("hf", "dcp"):
         with pytest.raises(TransaxleError, match=r"has no files for each rank"):
             tx.convert(tmp_path / "hub", tmp_path / "out", to=to, tp=2)
     with pytest.raises(ValueError, match="tp must be"):

@@ -27,11 +27,17 @@ from transaxle.formats.megatron.legacy.joined_ranks import EMBEDDING, is_cut_by_
 from transaxle.formats.megatron.legacy.param_order import is_vocabulary
 from transaxle.formats.megatron.legacy.rank_grid import Mesh, Place, folder_of
 from transaxle.formats.megatron.legacy.written_ranks import STEP, Home, RankContents, Sharing, sharing
-from transaxle.formats.megatron.torch_dist.written_state import groups_in, optimizer_settings, state_of_run, step_of
+from transaxle.formats.megatron.torch_dist.written_state import (
+    counted,
+    groups_in,
+    optimizer_settings,
+    state_of_run,
+    step_of,
+)
 from transaxle.formats.megatron.written_arguments import arguments
 from transaxle.formats.torch_file.draft import surround
 from transaxle.formats.torch_file.zip.layout import ZipLayout
-from transaxle.formats.training_state.state import MEGATRON, OPTIMIZER
+from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS
 
 Shape = tuple[int, ...]
@@ -82,11 +88,11 @@ def draft(
     """
     del metadata, shard_size
     degrees = degrees or Degrees()
-    facts = dict((run or {}).get(MEGATRON, {}))
+    facts = counted(run or {})
     weights = {spec.name: spec for spec in tensors if not spec.name.startswith(OPTIMIZER)}
     shared = sharing(list(weights), degrees)
     contents, boxes, copies = _held(tensors, weights, shared, parts or {})
-    settings = _settings(tensors, facts, (run or {}).get(GROUPS, ()), degrees, read)
+    settings, notes = _settings(tensors, facts, (run or {}).get(GROUPS, ()), degrees, read)
     if settings is not None:
         facts.setdefault("iteration", (run or {}).get(_GLOBAL_STEPS) or step_of(settings))
     args = _args(config or {}, weights, degrees)
@@ -111,6 +117,7 @@ def draft(
             *(Fragment(file, at, data) for place, (file, _) in files.items() for at, data in layouts[place].known),
         ),
         copies={name: extents(held) for name, held in copies.items() if held},
+        notes=tuple(notes),
     )
 
 
@@ -238,8 +245,10 @@ def _settings(
     groups: Sequence[Mapping[str, Any]],
     degrees: Degrees,
     read: Callable[[str], bytes] | None,
-) -> dict[str, Any] | None:
+) -> tuple[dict[str, Any] | None, list[str]]:
     """Return the settings of the optimizer's groups, those of experts apart where they have ranks of their own.
+
+    Also return notes on what Megatron must be told.
 
     Raises:
         Refused: UNSUPPORTED where the parameters have made different numbers of steps.
@@ -247,19 +256,21 @@ def _settings(
     states = [(spec, *split_slot(spec.name)) for spec in tensors if spec.name.startswith(OPTIMIZER)]
     parameters = dict.fromkeys(parameter for _, parameter, _ in states)
     if not parameters:
-        return None
-    counted = {(spec.dtype, read(spec.name)) for spec, _, state in states if state == STEP and read is not None}
-    steps = {int(np.frombuffer(data, numpy_dtype(dtype))[0]) for dtype, data in counted}
+        return None, []
+    shapes = {spec.name: spec.shape for spec in tensors if spec.name in parameters}
+    stored = {(spec.dtype, read(spec.name)) for spec, _, state in states if state == STEP and read is not None}
+    steps = {int(np.frombuffer(data, numpy_dtype(dtype))[0]) for dtype, data in stored}
     if len(steps) > 1:
         message = f"its parameters have made {' and '.join(map(str, sorted(steps)))} steps; Megatron keeps one number"
         raise refuse("UNSUPPORTED", message, hint="Write the weights alone: --no-optimizer.")
     step = steps.pop() if steps else 0
-    found = groups_in(optimizer_settings(parameters, facts, groups, step))
+    made, notes = optimizer_settings(shapes, facts, groups, step)
+    found = groups_in(made)
     dense = [{**group, _EXPERT_GROUP: False} for group in found if not group.get(_EXPERT_GROUP)]
     experts = [group for group in found if group.get(_EXPERT_GROUP)]
     if degrees.ep > 1 and not experts:
         experts = [{**group, _EXPERT_GROUP: True} for group in dense if group.get("wd_mult", 1.0)]
-    return {"param_groups": [*dense, *(experts if degrees.ep > 1 else ())]}
+    return {"param_groups": [*dense, *(experts if degrees.ep > 1 else ())]}, notes
 
 
 def _value(

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from transaxle.arguments import Degrees
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.errors import Faults, refuse
 from transaxle.formats.builtin_formats import MEGATRON_TRACKER, TORCH_DIST
@@ -36,11 +37,12 @@ from transaxle.formats.dcp.written_chunks import (
 )
 from transaxle.formats.dtype import Shape, logical, numpy_dtype
 from transaxle.formats.megatron.iterations import BACKEND_FILE, COMMON_FILE, RELEASE, iteration_folder
-from transaxle.formats.megatron.torch_dist.written_state import common_state, optimizer_settings, step_of
+from transaxle.formats.megatron.torch_dist.written_state import common_state, counted, optimizer_settings, step_of
+from transaxle.formats.megatron.written_arguments import is_padded
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.torch_file.draft import surround
 from transaxle.formats.training_state.full_precision import MASTER
-from transaxle.formats.training_state.state import MEGATRON, OPTIMIZER, KeyPath
+from transaxle.formats.training_state.state import OPTIMIZER, KeyPath
 from transaxle.formats.training_state.state_groups import GROUPS, ParamGroup
 
 Cuts = Mapping[str, Sequence[Sequence[int]]]
@@ -74,6 +76,7 @@ def draft(
     config: Mapping[str, Any] | None = None,
     run: Mapping[str, Any] | None = None,
     read: Callable[[str], bytes] | None = None,
+    degrees: Degrees | None = None,
 ) -> Draft:
     """Lay out a distributed checkpoint: weights as a release, or an iteration with the optimizer's state.
 
@@ -85,15 +88,16 @@ def draft(
         config: the model's config.json.
         run: what the source says of its run.
         read: returns the bytes of a small tensor, for the optimizer's steps.
+        degrees: the ranks for which the user has padded the vocabulary; None: it is as in the source.
 
     Raises:
         Refused: for every tensor that has no place: UNSUPPORTED, NAME_COLLISION, SHAPE_MISMATCH; for an optimizer that
             Megatron cannot hold, UNSUPPORTED, INCOMPLETE.
     """
     del metadata
-    facts = dict((run or {}).get(MEGATRON, {}))
+    facts = counted(run or {})
     shapes = {spec.name: spec.shape for spec in tensors if split_slot(spec.name)[0] == spec.name}
-    optimizer = _optimizer(tensors, facts, (run or {}).get(GROUPS, ()), read)
+    optimizer, notes = _optimizer(tensors, shapes, facts, (run or {}).get(GROUPS, ()), read)
     if optimizer is not None:
         facts.setdefault("iteration", (run or {}).get(GLOBAL_STEPS) or step_of(optimizer))
     folder = RELEASE if optimizer is None else iteration_folder(facts["iteration"])
@@ -101,7 +105,8 @@ def draft(
     entries, chunks = _placed(tensors, cuts or {}, files, folder)
     objects = _states(shapes, files)
     fragments, sizes = files.finished()
-    vocabulary = shapes[_EMBEDDING][0] if _EMBEDDING in shapes else None
+    rows = shapes[_EMBEDDING][0] if _EMBEDDING in shapes else None
+    vocabulary = rows if degrees is not None or is_padded(config or {}, rows) else None
     small = {
         MEGATRON_TRACKER: (RELEASE if optimizer is None else str(facts["iteration"])).encode(),
         f"{folder}/{BACKEND_FILE}": json.dumps(_BACKEND).encode(),
@@ -116,16 +121,18 @@ def draft(
             *(Fragment(f"{folder}/{each.file}", each.offset, each.data) for each in fragments),
             *(Fragment(file, 0, data) for file, data in small.items()),
         ),
+        notes=tuple(notes),
     )
 
 
 def _optimizer(
     tensors: Sequence[Spec],
+    shapes: Mapping[str, Shape],
     facts: Mapping[str, Any],
     groups: Sequence[ParamGroup],
     read: Callable[[str], bytes] | None,
-) -> dict[Any, Any] | None:
-    """Return the optimizer's settings; None where there is no state of it.
+) -> tuple[dict[Any, Any] | None, list[str]]:
+    """Return the optimizer's settings, and notes on them; None where there is no state of it.
 
     Raises:
         Refused: UNSUPPORTED where the parameters have made different numbers of steps.
@@ -133,12 +140,13 @@ def _optimizer(
     states = [(spec, *split_slot(spec.name)) for spec in tensors if spec.name.startswith(OPTIMIZER)]
     parameters = dict.fromkeys(parameter for _, parameter, _ in states)
     if not parameters:
-        return None
+        return None, []
     steps = {_number(read(spec.name), spec.dtype) for spec, _, state in states if state == _STEP and read is not None}
     if len(steps) > 1:
         message = f"its parameters have made {' and '.join(map(str, sorted(steps)))} steps; Megatron keeps one number"
         raise refuse("UNSUPPORTED", message, hint="Write the weights alone: --no-optimizer.")
-    return optimizer_settings(parameters, facts, groups, steps.pop() if steps else 0)
+    trained = {name: shapes[name] for name in parameters if name in shapes}
+    return optimizer_settings(trained, facts, groups, steps.pop() if steps else 0)
 
 
 def _number(data: bytes, dtype: str) -> int:

@@ -23,8 +23,8 @@ SETTINGS = "optimizer"
 _LISTED = "param_groups"
 _DECAY, _EXPERTS, _DECOUPLED = "wd_mult", "is_expert_parallel", "is_decoupled_lr"
 _KINDS = ("lr_mult", "pre_lr_mult", "pre_wd_mult", _DECAY, _EXPERTS, _DECOUPLED)
-_OWN = frozenset({*_KINDS, "max_lr", "min_lr", "default_config"})
-"""Settings by which Megatron forms groups and schedules them, which mean nothing to other programs."""
+_OWN = frozenset({*_KINDS, "default_config"})
+"""Settings by which Megatron forms groups, which mean nothing to other programs."""
 _BIAS = ".bias"
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 _HEAD_NORMS = (".q_layernorm.", ".k_layernorm.")

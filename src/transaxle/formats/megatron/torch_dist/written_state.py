@@ -9,18 +9,21 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from transaxle.errors import refuse
+from transaxle.formats.dtype import Shape
+from transaxle.formats.megatron.torch_dist.made_groups import made_groups
 from transaxle.formats.megatron.written_arguments import arguments
 from transaxle.formats.pickled.descriptors import Global, Object
 from transaxle.formats.torch_file.draft import surround
+from transaxle.formats.training_state.state import MEGATRON
 from transaxle.formats.training_state.state_groups import ParamGroup
 
 SHARDING = "fully_reshardable"
 """The form of the optimizer's state that loads at any degrees: in the model's shapes."""
 _VERSION = 3.0
+_GLOBAL_SAMPLES = "global_samples"
 _EXPERTS = ".experts."
 _KEPT = ("opt_param_scheduler", "num_floating_point_operations_so_far")
-_SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "max_lr", "min_lr")
+_SAMPLES = "consumed_train_samples"
 
 
 def common_state(
@@ -61,7 +64,7 @@ def state_of_run(
     state: dict[str, Any] = {"checkpoint_version": _VERSION, "iteration": facts.get("iteration", 0)}
     found = dict(args)
     if optimizer is not None:
-        state["opt_param_scheduler"] = _scheduler(optimizer)
+        state["opt_param_scheduler"] = _scheduler(optimizer, facts.get("counters", {}).get(_SAMPLES, 0))
         state |= {key: facts[key] for key in _KEPT if key in facts}
     if optimizer is not None and found:
         found |= {key: value for key, value in facts.get("counters", {}).items() if key not in found}
@@ -71,15 +74,18 @@ def state_of_run(
 
 
 def optimizer_settings(
-    parameters: Collection[str], facts: Mapping[str, Any], groups: Sequence[ParamGroup], step: int
-) -> dict[Any, Any]:
+    parameters: Mapping[str, Shape], facts: Mapping[str, Any], groups: Sequence[ParamGroup], step: int
+) -> tuple[dict[Any, Any], list[str]]:
     """Return the optimizer's settings as Megatron keeps them: those of the source's own run, or made from its groups.
 
     Args:
-        parameters: names of the trained parameters.
+        parameters: the trained parameters, under Megatron's names.
         facts: what the source says of its run, if it is Megatron's.
         groups: settings of the source's optimizer.
         step: steps it has made.
+
+    Returns:
+        The settings, and notes on what Megatron must be told to go on with them.
 
     Raises:
         Refused: UNSUPPORTED where the groups of the source differ in a way that Megatron's cannot.
@@ -87,10 +93,24 @@ def optimizer_settings(
     has_experts = any(_EXPERTS in name for name in parameters)
     own = groups_in(facts.get("optimizer"))
     if own:
-        return _chained(own, has_experts)
-    made = _made_groups(groups, step)
+        return _chained(own, has_experts), []
+    made, notes = made_groups(groups, step, parameters)
+    if _SAMPLES not in facts.get("counters", {}):
+        notes.append("the source does not say how many samples it has read: Megatron's data and schedule begin anew")
     experts = [group | {"is_expert_parallel": True} for group in made if group["wd_mult"]] if has_experts else []
-    return _chained([*made, *experts], has_experts)
+    return _chained([*made, *experts], has_experts), notes
+
+
+def counted(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run of Megatron says of itself, or what one of DeepSpeed counts under Megatron's names.
+
+    Args:
+        run: what the source says of its run.
+    """
+    facts = dict(run.get(MEGATRON, {}))
+    if isinstance(samples := run.get(_GLOBAL_SAMPLES), int) and _SAMPLES not in facts.get("counters", {}):
+        facts["counters"] = {**facts.get("counters", {}), _SAMPLES: samples}
+    return facts
 
 
 def step_of(optimizer: Mapping[Any, Any]) -> int:
@@ -98,8 +118,8 @@ def step_of(optimizer: Mapping[Any, Any]) -> int:
     return max((group.get("step", 0) for group in groups_in(optimizer)), default=0)
 
 
-def _scheduler(optimizer: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the state of a scheduler that goes on with the learning rate and decay as they are.
+def _scheduler(optimizer: Mapping[Any, Any], samples: int) -> dict[str, Any]:
+    """Return the state of a scheduler, which counts samples, with the learning rate and decay as they are.
 
     Megatron asks that its own settings equal these, or for `--override-opt_param-scheduler`.
     """
@@ -109,13 +129,13 @@ def _scheduler(optimizer: Mapping[Any, Any]) -> dict[str, Any]:
         "max_lr": group.get("max_lr", 0.0),
         "min_lr": group.get("min_lr", 0.0),
         "lr_warmup_steps": 0,
-        "num_steps": step_of(optimizer),
+        "num_steps": samples,
         "lr_decay_style": "constant",
-        "lr_decay_steps": max(step_of(optimizer), 1),
+        "lr_decay_steps": max(samples, 1),
         "start_wd": decay,
         "end_wd": decay,
         "wd_incr_style": "constant",
-        "wd_incr_steps": max(step_of(optimizer), 1),
+        "wd_incr_steps": max(samples, 1),
     }
 
 
@@ -139,38 +159,3 @@ def _chained(groups: Sequence[dict[str, Any]], has_experts: bool) -> dict[Any, A
         return of(groups)
     dense = [group for group in groups if not group.get("is_expert_parallel")]
     return {0: of(dense), 1: of([group for group in groups if group.get("is_expert_parallel")])}
-
-
-def _made_groups(groups: Sequence[ParamGroup], step: int) -> list[dict[str, Any]]:
-    """Return Megatron's two groups, with weight decay and without, from those of another optimizer."""
-    settings: dict[bool, dict[str, Any]] = {}
-    for group in groups:
-        found = {key: group[key] for key in _SETTINGS if key in group}
-        decays = bool(found.get("weight_decay"))
-        if settings.setdefault(decays, found) != found:
-            differ = sorted(key for key in found if settings[decays].get(key) != found[key])
-            message = f"its optimizer has groups that differ in {', '.join(differ)}; Megatron's differ in decay only"
-            raise refuse("UNSUPPORTED", message, hint="Write the weights alone: --no-optimizer.")
-    known = settings.get(True) or settings.get(False) or {}
-    made = []
-    for decays in (True, False):
-        found = settings.get(decays, known)
-        lr = found.get("lr", 0.0)
-        made.append(
-            {
-                "is_expert_parallel": False,
-                "default_config": True,
-                "wd_mult": 1.0 if decays else 0.0,
-                "lr_mult": 1.0,
-                "is_decoupled_lr": False,
-                "max_lr": found.get("max_lr", lr),
-                "min_lr": found.get("min_lr", 0.0),
-                "lr": lr,
-                "bias_correction": found.get("bias_correction", True),
-                "betas": found.get("betas", (0.9, 0.999)),
-                "eps": found.get("eps", 1e-8),
-                "weight_decay": found.get("weight_decay", 0.0) if decays else 0.0,
-                "step": step,
-            }
-        )
-    return made

@@ -1,0 +1,84 @@
+"""Megatron's groups, made from those of another optimizer: what is known is kept, what is not is said, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from transaxle.errors import Refused
+from transaxle.formats.megatron.torch_dist.made_groups import made_groups
+
+NORM, BIAS, MATRIX = (
+    f"decoder.layers.self_attention.{name}"
+    for name in ("linear_qkv.layer_norm_weight", "linear_qkv.bias", "linear_proj.weight")
+)
+EMBEDDING = "embedding.word_embeddings.weight"
+SHAPES = {NORM: (4, 20), BIAS: (4, 48), MATRIX: (4, 20, 24), EMBEDDING: (41, 20)}
+KNOWN: dict[str, Any] = {"lr": 2e-4, "betas": (0.9, 0.95), "eps": 1e-6}
+
+
+def _group(decay: float, *names: str, **given: Any) -> dict[str, Any]:
+    return {**KNOWN, "weight_decay": decay, "params": list(names), **given}
+
+
+def test_what_the_source_says_is_kept() -> None:
+    schedule = {"max_lr": 1e-3, "min_lr": 1e-5}
+    groups = [_group(0.1, MATRIX, EMBEDDING, **schedule), _group(0.0, NORM, BIAS, **schedule)]
+    made, notes = made_groups(groups, 7, SHAPES)
+    assert [group["wd_mult"] for group in made] == [1.0, 0.0]
+    assert [group["weight_decay"] for group in made] == [0.1, 0.0]
+    for group in made:
+        assert {key: group[key] for key in (*KNOWN, *schedule, "step")} == {**KNOWN, **schedule, "step": 7}
+    (note,) = notes
+    assert note.startswith("Megatron finds the optimizer's groups by --lr 0.001 --min-lr 1e-05 --weight-decay 0.1; ")
+
+
+def test_a_schedule_that_is_not_known() -> None:
+    for given, highest, guess in (
+        ({"initial_lr": 1e-3}, 1e-3, "does not say its schedule: 0 for the lowest)"),
+        ({}, 2e-4, "the learning rate of its last step for the highest, 0 for the lowest)"),
+        ({"lr": np.float32(0.5)}, 0.5, "the learning rate of its last step for the highest, 0 for the lowest)"),
+    ):
+        made, notes = made_groups([_group(0.1, MATRIX, EMBEDDING, **given)], 7, SHAPES)
+        assert [(group["max_lr"], group["min_lr"]) for group in made] == [(highest, 0.0)] * 2
+        assert type(made[0]["lr"]) is float
+        assert guess in notes[0]
+        assert f"--lr {highest} --min-lr 0.0" in notes[0]
+
+
+def test_weight_decay_that_megatron_does_otherwise_is_said() -> None:
+    _, notes = made_groups([_group(0.1, *SHAPES)], 7, SHAPES)
+    assert notes[1:] == [f"{NORM}, {BIAS} had weight decay, which Megatron does not apply to vectors and biases"]
+    _, notes = made_groups([_group(0.1, MATRIX), _group(0.0, EMBEDDING, NORM, BIAS)], 7, SHAPES)
+    assert notes[1:] == [f"{EMBEDDING} had no weight decay, which Megatron applies to all matrices"]
+    _, notes = made_groups([_group(0.0, *SHAPES)], 7, SHAPES)
+    assert notes[1:] == []  # --weight-decay 0.0
+    many = {f"decoder.layers.{layer}.pre_mlp_layernorm.weight": (20,) for layer in range(5)}
+    _, notes = made_groups([_group(0.1, *many)], 7, many)
+    assert "and 2 more parameters had weight decay" in notes[1]
+
+
+def test_settings_that_are_not_known_are_said() -> None:
+    made, notes = made_groups([{"lr": 1e-3, "weight_decay": 0.0, "params": [MATRIX]}], 7, SHAPES)
+    assert made[0]["betas"] == (0.9, 0.999)
+    assert "goes on with betas (0.9, 0.999), eps 1e-08" in notes[1]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([], "the settings of its optimizer are not there"),
+        ([{"params": [MATRIX]}], "the settings of its optimizer are not there"),
+        ([_group(0.1, MATRIX), _group(0.1, EMBEDDING, eps=1e-8)], "differ in eps"),
+        ([_group(0.1, MATRIX), _group(0.2, EMBEDDING)], "differ in weight_decay"),
+        ([_group(0.1, MATRIX), _group(0.0, NORM, lr=1e-3)], "differ in lr"),
+    ],
+    ids=str,
+)
+def test_what_megatron_cannot_hold(groups: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(Refused, match=message) as caught:
+        made_groups(groups, 7, SHAPES)
+    assert caught.value.code == "UNSUPPORTED"
+    assert "--no-optimizer" in str(caught.value)

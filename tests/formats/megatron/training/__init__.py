@@ -1,0 +1,1 @@
+"""Folders that are written, under the training code of Megatron itself: see `peer`."""
