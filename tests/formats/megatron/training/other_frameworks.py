@@ -75,8 +75,8 @@ def zero(rank: int, world: int, hub: str, stage: int, source: str, folder: str, 
 
 def fsdp(rank: int, world: int, hub: str, folder: str, saves: list[int]) -> None:
     """Train with FSDP2, and save DCP folders."""
-    from torch.distributed import checkpoint
     from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.checkpoint.state_dict_saver import save
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -93,4 +93,4 @@ def fsdp(rank: int, world: int, hub: str, folder: str, saves: list[int]) -> None
         optimizer.step()
         if number in saves:
             weights, state = get_state_dict(model, optimizer)
-            checkpoint.save({"model": weights, "optim": state}, checkpoint_id=Path(folder, str(number)))
+            save({"model": weights, "optim": state}, checkpoint_id=Path(folder, str(number)))
