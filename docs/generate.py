@@ -70,16 +70,24 @@ def codes() -> Iterator[str]:
 
 
 def known_families() -> Iterator[str]:
-    """Yield the table of families: what each is, its dialects, and what it was compared with."""
-    yield "| family | model types | dialects | made | compared with |\n|---|---|---|---|---|\n"
+    """Yield the table of families: what each is, its dialects, its length, and what it was compared with."""
+    yield "| family | model types | dialects | lines | made | compared with |\n|---|---|---|---|---|---|\n"
     for name, entry in _index().items():
         text = (FAMILIES / entry.file).read_text("utf-8")
         peer = _PEER.search(text)
         made = (
             ("by tracing", f"transformers {peer[1]}") if entry.traced and peer else ("by hand", "[oracles](#oracles)")
         )
-        cells = (f"`{name}`", ", ".join(entry.model_types), ", ".join(entry.dialects), *made)
+        written = _tables().families[name][0].written
+        assert written is not None
+        own, whole = (_count_lines(each) for each in (text, written.spelled()))
+        lines = str(own) if entry.traced else f"{own} of {whole}"
+        cells = (f"`{name}`", ", ".join(entry.model_types), ", ".join(entry.dialects), lines, *made)
         yield f"| {' | '.join(cells)} |\n"
+
+
+def _count_lines(table: str) -> int:
+    return sum(bool(line.split("#")[0].strip()) for line in table.splitlines())
 
 
 def model_types() -> Iterator[str]:
