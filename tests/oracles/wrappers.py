@@ -36,6 +36,11 @@ _FILLED: dict[str, dict[str, Any]] = {
     "step3p5": {"share_expert_dim": 12},
     "step3p5_vision": {"mlp_ratio": 1.5, "intermediate_size": 48},
     "nemotron": {"num_key_value_heads": 2},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0, "intermediate_size": [32, 32], "activation_sparsity_pattern": [0.5, 0.0],
+        "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 89, "laurel_rank": 6,
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 10, "n_groups": 2},
     "longcat_flash": {
         "expert_ffn_hidden_size": 24, "zero_expert_num": 3, "moe_topk": 2, "qk_head_dim": 12, "num_key_value_heads": 4,
     },

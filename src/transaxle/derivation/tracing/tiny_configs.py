@@ -75,7 +75,7 @@ _RULES: tuple[tuple[tuple[int, ...], str], ...] = (
     ((8, 12, 10, 14), "time_step_rank mamba_dt_rank"),
     ((32,), "index_topk num_mel_bins sliding_window image_size attention_window"),
     ((8,), "index_n_heads patch_size"),
-    ((16, 24, 20, 28), "hidden_size_per_layer_input"),
+    ((20, 28, 24, 36), "hidden_size_per_layer_input"),
 )  # fmt: skip
 """Sizes in each variant, and the keys that have them, as patterns."""
 _HANG_TOGETHER: dict[tuple[int, ...], str] = {_LAYERS: "layers", _HEADS: "heads", _GROUPS: "heads"}
@@ -108,6 +108,9 @@ _INDEXER = {
 _FILLED: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 2, "layer_types": [*["sliding_attention", "full_attention"] * 17, "sliding_attention"],
+    },
     "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
     "nemotron": {"num_key_value_heads": 2},
     "qwen4_exp": _INDEXER,
@@ -216,7 +219,9 @@ class _Shrinking:
         if isinstance(value, list | tuple) and self.sizes in _FRACTIONS and _OF_STAGES.fullmatch(key):
             return self._stages(list(value))
         if isinstance(value, list) and (_TOKEN.search(key) or not self.deep):
-            return _list(key, value, self.variant, layers)
+            shorter = _list(key, value, self.variant, layers)
+            same = len(value) == layers and type(value[0]) is int and value.count(value[0]) == layers
+            return [self._number(key, each) for each in shorter] if same else shorter
         return value
 
     def _share(self, value: int, heads: Sequence[int]) -> int:
