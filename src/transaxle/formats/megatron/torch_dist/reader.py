@@ -217,12 +217,13 @@ def _without_unknown(container: Container) -> Container:
 
 def _outside(container: Container, inside: SubFolder) -> Container:
     """Return a container of a sub-folder as one of the folder around it: its files have their path there."""
+    named = {name: inside.named(name) for name in container.files} | {NUMBERS: NUMBERS}
 
     def placed(entry: Entry) -> Entry:
-        extents = (
-            each if each.file == NUMBERS else replace(each, file=inside.named(each.file)) for each in entry.extents
-        )
-        return replace(entry, extents=tuple(extents))
+        extents = [
+            Extent(each.start, each.shape, named[each.file], each.offset, each.strides) for each in entry.extents
+        ]
+        return Entry(entry.name, entry.dtype, entry.shape, tuple(extents))
 
     inline = layer(container.storage, NumbersInMemory)
     assert inline is not None
