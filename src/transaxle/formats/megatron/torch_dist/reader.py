@@ -37,6 +37,14 @@ from transaxle.formats.megatron.settings_of_run import (
     with_settings_of_run,
 )
 from transaxle.formats.megatron.torch_dist.flattened_ranges import in_whole_shapes
+from transaxle.formats.megatron.torch_dist.fsdp_names import (
+    fsdp_path,
+    is_fact,
+    is_of_fsdp,
+    run_of_items,
+    short_key,
+    with_whole_gates,
+)
 from transaxle.formats.megatron.torch_dist.group_settings import with_groups, with_settings
 from transaxle.formats.pickled.descriptors import TensorRef
 from transaxle.formats.storage.storage import Storage, layer
@@ -80,7 +88,10 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     items = _Items()
     conventions = Conventions(TORCH_DIST.name, items.paths, items.unread, items.wanted)
     container = in_whole_shapes(read_folder(files, path, names, conventions), items.shapes, names[0])
-    container, state = _with_optimizer(files, container, items, _run_state(files, items.common))
+    if items.is_of_fsdp:
+        container, state = with_whole_gates(container), run_of_items(files, items.facts)
+    else:
+        container, state = _with_optimizer(files, container, items, _run_state(files, items.common))
     state, left = with_settings_of_run(state, storage, member, _number)
     left = {**container.metadata.get(LEFT_BEHIND, {}), **left}
     metadata = {**container.metadata, MEGATRON: state.described(), **({LEFT_BEHIND: left} if left else {})}
@@ -101,11 +112,15 @@ class _Items:
         """Where the state beside the tensors is, if it is an item."""
         self.of_groups: dict[tuple[int, int, str], Payload] = {}
         """Where the objects of groups of data-parallel ranks are, see `stored_buckets.object_name`."""
+        self.is_of_fsdp = False
+        self.facts: dict[str, Payload] = {}
+        """Of Megatron-FSDP: where the state beside the tensors is."""
         self.shapes: dict[str, Shape] = {}
         """Name of a flattened tensor -> its shape in the model."""
 
     def wanted(self, items: Sequence[SavedItem]) -> list[SavedItem]:
         """Return the items that are tensors of their own, or objects; shapes of flattened tensors are noted."""
+        self.is_of_fsdp = is_of_fsdp([item.key for item in items])
         for item in items:
             if item.unflattened is not None:
                 self.shapes[_name(item.key)] = item.unflattened
@@ -113,7 +128,7 @@ class _Items:
 
     def paths(self, paths: Sequence[KeyPath]) -> tuple[list[KeyPath], None]:
         """Return the paths of items: the optimizer's state by parameter."""
-        return [_path(joined(path)) for path in paths], None
+        return [(fsdp_path if self.is_of_fsdp else _path)(joined(path)) for path in paths], None
 
     def unread(self, item: SavedItem) -> Leaf | None:
         """Return an item that is not read: an object."""
@@ -122,6 +137,10 @@ class _Items:
             return None
         if item.dtype is not None:
             return None
+        if self.is_of_fsdp:
+            if is_fact(item.key) and item.payload is not None:
+                self.facts[item.key] = item.payload
+            return Leaf((short_key(item.key),), "other", None, "pickled state of Megatron's")
         name = object_name(item.key)
         if name is not None and item.payload is not None:
             self.of_groups[name] = item.payload
