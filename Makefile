@@ -19,6 +19,7 @@ PINNED := $(PIP) install --quiet --constraint constraints.txt
 TITAN  := torchtitan nemo-automodel
 BRIDGE := tests/oracles/bridge_peer/requirements.txt
 MEGATRON_VENV ?= $(VENV)-megatron
+RELEASES := 0.12.3 0.14.0 0.15.3
 MEGATRON_PIP  := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet
 KERNEL := src/transaxle/encodings/arithmetic/kernel.c src/transaxle/formats/storage/runs.c
 
@@ -60,8 +61,9 @@ test: lint
 oracle: $(VENV)/.all
 	$(BIN)/python -m pytest -q -m oracle --numprocesses $(JOBS) --dist worksteal
 
-megatron: $(VENV)/.all $(MEGATRON_VENV)/.all
-	MEGATRON_PYTHON=$(MEGATRON_VENV)/bin/python $(BIN)/python -m pytest -q -m megatron
+megatron: $(VENV)/.all $(MEGATRON_VENV)/.all $(MEGATRON_VENV)/.releases
+	MEGATRON_PYTHON=$(MEGATRON_VENV)/bin/python MEGATRON_RELEASES=$(MEGATRON_VENV)/releases \
+		$(BIN)/python -m pytest -q -m megatron
 
 fuzz: $(VENV)/.all
 	$(BIN)/python fuzz/resources.py
@@ -115,4 +117,13 @@ $(MEGATRON_VENV)/.all: $(BRIDGE)
 	@$(PYTHON) -m venv $(MEGATRON_VENV)
 	@$(MEGATRON_PIP) torch==2.13.0
 	@$(MEGATRON_PIP) --no-deps --ignore-requires-python --requirement $(BRIDGE)
+	@touch $@
+
+# Older releases of megatron-core run in the environment of all tests, each from a folder of its own.
+$(MEGATRON_VENV)/.releases: $(VENV)/.all
+	@echo 'installing megatron-core $(RELEASES) into $(MEGATRON_VENV)/releases'
+	@mkdir -p $(MEGATRON_VENV)
+	@for release in $(RELEASES); do \
+		$(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --upgrade \
+			--target "$(MEGATRON_VENV)/releases/$$release" "megatron-core==$$release" || exit 1; done
 	@touch $@

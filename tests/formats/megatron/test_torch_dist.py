@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import transaxle as tx
 from tests.formats.megatron import gpt_job
@@ -160,6 +163,30 @@ def test_the_vocabulary_is_padded_on_request(given: dict[str, Any], hubs: dict[s
     assert tx.diff(hubs["tied"], tmp_path / "back")
     tx.convert(tmp_path / "out", tmp_path / "again", to="torch_dist")
     assert (tmp_path / "again/release/common.pt").read_bytes() == (tmp_path / "out/release/common.pt").read_bytes()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_the_state_of_a_run_is_an_item_from_0_19_on(hubs: dict[str, Path], tmp_path: Path) -> None:
+    """Its arguments have members of enums, which no other pickle may name."""
+    tx.convert(hubs["llama"], tmp_path / "out", to="torch_dist")
+    with tx.open(tmp_path / "out") as checkpoint:
+        read = {
+            name: torch.frombuffer(bytearray(each.tobytes()), dtype=torch.float32) for name, each in checkpoint.items()
+        }
+        tensors = {name: value.reshape(checkpoint[name].shape) for name, value in read.items()}
+    state = torch.load(tmp_path / "out/release/common.pt", weights_only=False)
+    state["args"].exit_signal = signal.SIGTERM
+    extra = {"common_state/shard_0_1": [state], "rng_state/shard_0_1": [{"torch": signal.SIGTERM}]}
+    folder = tmp_path / "run" / "release"
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    save({**tensors, **extra}, checkpoint_id=folder, no_dist=True, planner=planner)
+    shutil.copy(tmp_path / "out/release/metadata.json", folder)
+    (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("release")
+    with tx.open(tmp_path / "run") as checkpoint:
+        assert checkpoint.metadata["megatron"]["arguments"]["num_layers"] == 4
+        assert checkpoint.metadata["left_behind"].keys() == {"rng_state"}
+    tx.convert(tmp_path / "run", tmp_path / "back", to="hf")
+    assert tx.diff(hubs["llama"], tmp_path / "back")
 
 
 def test_a_folder_for_any_ranks_is_not_for_some(hubs: dict[str, Path], tmp_path: Path) -> None:

@@ -28,4 +28,8 @@ def facts_in(text: str) -> dict[str, Any]:
     """Return the facts as a container's metadata keep them; none for any other text."""
     groups = decode(text) or []
     found = settings_of(groups[0]) if len(groups) == 1 else {}
-    return {key: found[key] for key in (RUN, MEGATRON) if isinstance(found.get(key), dict) and found[key]}
+    facts = {key: found[key] for key in (RUN, MEGATRON) if isinstance(found.get(key), dict) and found[key]}
+    counts = facts.get(MEGATRON, {}).get("counters", {})
+    whole = [*facts.get(RUN, {}).values(), *(counts.values() if isinstance(counts, dict) else [None])]
+    whole += [facts[MEGATRON]["iteration"]] if "iteration" in facts.get(MEGATRON, {}) else []
+    return facts if all(type(count) is int and count >= 0 for count in whole) else {}

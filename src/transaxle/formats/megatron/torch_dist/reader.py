@@ -93,8 +93,10 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     else:
         container, state = _with_optimizer(files, container, items, _run_state(files, items.common))
     state, left = with_settings_of_run(state, storage, member, _number)
-    left = {**container.metadata.get(LEFT_BEHIND, {}), **left}
-    metadata = {**container.metadata, MEGATRON: state.described(), **({LEFT_BEHIND: left} if left else {})}
+    metadata = {**container.metadata, MEGATRON: state.described()}
+    left = {**metadata.pop(LEFT_BEHIND, {}), **left}
+    left.pop(_SHARD.sub("", COMMON), None)  # read above, with names that only Megatron's pickles may have
+    metadata |= {LEFT_BEHIND: left} if left else {}
     container = replace(container, metadata=metadata, config=state.config())
     if weights == "fp32":
         container = with_full_precision(container, strict=True)
@@ -134,7 +136,6 @@ class _Items:
         """Return an item that is not read: an object."""
         if item.key == COMMON:
             self.common = item.payload
-            return None
         if item.dtype is not None:
             return None
         if self.is_of_fsdp:
