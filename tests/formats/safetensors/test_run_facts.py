@@ -13,7 +13,7 @@ import transaxle as tx
 from transaxle.formats.training_state.run_facts import KEPT_RUN, facts_as_text, facts_in
 from transaxle.formats.training_state.state import MEGATRON, RUN
 
-FACTS = {
+FACTS: dict[str, dict[str, object]] = {
     RUN: {"global_steps": 3, "global_samples": 48},
     MEGATRON: {"iteration": 3, "counters": {"consumed_train_samples": 48}, "opt_param_scheduler": {"max_lr": 1e-3}},
 }
