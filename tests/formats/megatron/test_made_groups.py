@@ -9,6 +9,7 @@ import pytest
 
 from transaxle.errors import Refused
 from transaxle.formats.megatron.torch_dist.made_groups import made_groups
+from transaxle.formats.megatron.torch_dist.written_state import groups_in, optimizer_settings
 
 NORM, BIAS, MATRIX = (
     f"decoder.layers.self_attention.{name}"
@@ -82,3 +83,16 @@ def test_what_megatron_cannot_hold(groups: list[dict[str, Any]], message: str) -
         made_groups(groups, 7, SHAPES)
     assert caught.value.code == "UNSUPPORTED"
     assert "--no-optimizer" in str(caught.value)
+
+
+def test_experts_get_groups_of_their_own() -> None:
+    """A run without expert parallelism has none for them; one with it looks for them."""
+    groups = [{"wd_mult": decay, "lr": 1e-3, "is_expert_parallel": False} for decay in (1.0, 0.0)]
+    facts = {"optimizer": {"optimizer": {"param_groups": groups}}}
+    shapes = {**SHAPES, "decoder.layers.mlp.experts.experts.linear_fc2.weight": (4, 8, 20, 8)}
+    settings, notes = optimizer_settings(shapes, facts, (), 7)
+    assert notes == []
+    assert groups_in(settings[0]) == groups
+    assert groups_in(settings[1]) == [{**groups[0], "is_expert_parallel": True}]
+    again, _ = optimizer_settings(shapes, {"optimizer": settings}, (), 7)
+    assert again == settings

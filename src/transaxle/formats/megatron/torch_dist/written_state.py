@@ -21,7 +21,7 @@ SHARDING = "fully_reshardable"
 """The form of the optimizer's state that loads at any degrees: in the model's shapes."""
 _VERSION = 3.0
 _GLOBAL_SAMPLES = "global_samples"
-_EXPERTS = ".experts."
+_EXPERTS, _APART = ".experts.", "is_expert_parallel"
 _KEPT = ("opt_param_scheduler", "num_floating_point_operations_so_far")
 _SAMPLES = "consumed_train_samples"
 
@@ -93,12 +93,11 @@ def optimizer_settings(
     has_experts = any(_EXPERTS in name for name in parameters)
     own = groups_in(facts.get("optimizer"))
     if own:
-        return _chained(own, has_experts), []
+        return _chained([*own, *_of_experts(own, has_experts)], has_experts), []
     made, notes = made_groups(groups, step, parameters)
     if _SAMPLES not in facts.get("counters", {}):
         notes.append("the source does not say how many samples it has read: Megatron's data and schedule begin anew")
-    experts = [group | {"is_expert_parallel": True} for group in made if group["wd_mult"]] if has_experts else []
-    return _chained([*made, *experts], has_experts), notes
+    return _chained([*made, *_of_experts(made, has_experts)], has_experts), notes
 
 
 def counted(run: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,6 +148,13 @@ def groups_in(optimizer: object) -> list[dict[str, Any]]:
     return [group for inner in optimizer.values() for group in groups_in(inner)]
 
 
+def _of_experts(groups: Sequence[Mapping[str, Any]], has_experts: bool) -> list[dict[str, Any]]:
+    """Return the groups of experts that a run without expert parallelism does not keep apart."""
+    if not has_experts or any(group.get(_APART) for group in groups):
+        return []
+    return [{**group, _APART: True} for group in groups if group.get("wd_mult", 1.0)]
+
+
 def _chained(groups: Sequence[dict[str, Any]], has_experts: bool) -> dict[Any, Any]:
     """Return the settings of one optimizer; with experts there are two of them."""
 
@@ -157,5 +163,5 @@ def _chained(groups: Sequence[dict[str, Any]], has_experts: bool) -> dict[Any, A
 
     if not has_experts:
         return of(groups)
-    dense = [group for group in groups if not group.get("is_expert_parallel")]
-    return {0: of(dense), 1: of([group for group in groups if group.get("is_expert_parallel")])}
+    dense = [group for group in groups if not group.get(_APART)]
+    return {0: of(dense), 1: of([group for group in groups if group.get(_APART)])}
