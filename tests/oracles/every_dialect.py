@@ -51,7 +51,7 @@ _TRAINED = "ModelState of transformers' model"
 BRIDGE = "megatron-bridge"
 _BRIDGE = "AutoBridge: what it makes of the hub's tensors, and of these again"
 _AS_SAVED = "the lines of te, with the prefixes of what jobs save"
-_BRIDGE_SAVES = "save_megatron_model: what it saves of them"
+_BRIDGE_SAVES = "save_megatron_model: what it saves of them; it loads what is written"
 SAVED = ("megatron_layers", "megatron_dist")
 """Dialects of what Megatron's jobs save."""
 _SAVED = "what jobs of one to four ranks save and load"

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PYTHON = Path(os.environ.get("MEGATRON_PYTHON", ROOT / ".venv-megatron/bin/python"))
 SECONDS = 1800
 MEGATRON, TE, HF = "megatron", "te", "hf"
-SAVED = "saved"
+SAVED, OURS = "saved", "ours"
 
 pytestmark = [
     pytest.mark.megatron,
@@ -56,11 +56,27 @@ ALIASES = {"ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM"}
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What Megatron-Bridge made of all models."""
     folder = tmp_path_factory.mktemp("bridge")
-    command = [str(PYTHON), "-m", "tests.oracles.bridge_peer.run", str(folder)]
+    _run(str(folder))
+    return folder
+
+
+def _run(*words: str) -> None:
+    command = [str(PYTHON), "-m", "tests.oracles.bridge_peer.run", *words]
     cleared = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "NVTE"))}
     done = subprocess.run(command, cwd=ROOT, env=cleared, capture_output=True, text=True, timeout=SECONDS, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    return folder
+
+
+@pytest.fixture(scope="session")
+def ours(made: Path) -> Path:
+    """The same folder, when we have written distributed checkpoints of its hubs, and Megatron has loaded them."""
+    for name in RIGHT:
+        theirs = _written_by(made / name / SAVED / "iter_0000000")
+        dialect = "megatron_layers" if any("decoder.layers.0." in key for key in theirs) else "megatron_dist"
+        source, target = made / name / "hub", made / name / OURS
+        tx.convert(source, target, to=f"torch_dist:{dialect}", sync=False, allow_lossy=True)
+    _run(str(made), "--load", *RIGHT)
+    return made
 
 
 def _said(folder: Path) -> dict[str, Any]:
@@ -119,15 +135,14 @@ def test_what_the_bridge_saves_is_read(name: str, made: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_we_write_every_key_that_the_bridge_saves(name: str, made: Path, tmp_path: Path) -> None:
+def test_megatron_loads_what_we_write(name: str, ours: Path) -> None:
     """Megatron refuses a folder that lacks the state of one of its modules, whatever is in it."""
-    folder = made / name
-    theirs = _written_by(folder / SAVED / "iter_0000000")
-    dialect = "megatron_layers" if any("decoder.layers.0." in key for key in theirs) else "megatron_dist"
-    tx.convert(folder / "hub", tmp_path / "out", to=f"torch_dist:{dialect}", sync=False, allow_lossy=True)
-    ours = _written_by(tmp_path / "out/release")
-    assert {key: ours.get(key) for key in theirs if not key.startswith("common_state/")}.items() <= theirs.items()
-    assert ours.keys() >= {key for key in theirs if not key.startswith("common_state/")}
+    folder = ours / name
+    assert json.loads((folder / "said_of_ours.json").read_text("utf-8")) == {}
+    assert differing(loaded(folder / "loaded"), loaded(folder / "held")) == []
+    theirs, written = (_written_by(folder / part) for part in (f"{SAVED}/iter_0000000", f"{OURS}/release"))
+    keys = {key for key in theirs if not key.startswith("common_state/")}
+    assert {key: written.get(key) for key in keys} == {key: theirs[key] for key in keys}
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import transaxle as tx
 from tests.formats.dcp.damage import MARKER, Evil
 from tests.oracles import hub
+from transaxle.engine.checkpoint.recognise import check_same
 from transaxle.errors import Code, TransaxleError
 
 TRACKER, METADATA, COMMON, BACKEND = "latest_checkpointed_iteration.txt", ".metadata", "common.pt", "metadata.json"
@@ -147,6 +148,17 @@ def test_rows_that_only_pad_the_vocabulary_may_be_left_out(run: tuple[Path, dict
     tx.convert(run[0], tmp_path / "out", to="hf", config={**run[1], "vocab_size": 40}, axes={"n": 40})
     with tx.open(tmp_path / "out") as written:
         assert written["model.embed_tokens.weight"].shape == (40, 16)
+
+
+def test_a_config_with_defaults_of_other_keys() -> None:
+    """transformers writes every key of a config, those too that the model does not ask."""
+    said = {"num_experts": 6, "n_routed_experts": 6, "num_local_experts": 6, "moe_intermediate_size": 44}
+    check_same(
+        {"num_experts": 256, "n_routed_experts": 6, "intermediate_size": 44, "moe_intermediate_size": 8}, said, {}
+    )
+    for config in ({"num_experts": 256}, {"n_routed_experts": 8}, {"moe_intermediate_size": 8}):
+        with pytest.raises(TransaxleError, match="SHAPE_MISMATCH"):
+            check_same(config, said, {})
 
 
 def test_a_config_that_is_not_there(run: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:

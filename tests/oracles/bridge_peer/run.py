@@ -1,11 +1,12 @@
 """The process in Megatron-Bridge's environment: builds each model with it, and stores what it makes of the tensors.
 
-    python -m tests.oracles.bridge_peer.run FOLDER [MODEL ...]
+    python -m tests.oracles.bridge_peer.run FOLDER [--load] [MODEL ...]
 
 writes, for each model, `hub` (what transformers 5.12.1 stores of a random model; of models that it does not know, what
 the bridge exports of a random Megatron model), `held` (the bridge has read `hub` into a Megatron model, and this is its
 state dict), `back` (what the bridge exports of that), `saved` (the folder in which it saves it) and `said.json`; and
-`bridges.json`, all architectures that Megatron-Bridge has a bridge for.
+`bridges.json`, all architectures that Megatron-Bridge has a bridge for. With `--load`, it lets Megatron load `ours`, a
+distributed checkpoint, into each model, and writes `loaded`, what that then holds.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.oracles.bridge_peer import devices, stand_ins
 from tests.oracles.bridge_peer.models import MODELS, Model
@@ -35,8 +37,8 @@ from tests.oracles.bridge_peer.models import MODELS, Model
 Tensors = dict[str, torch.Tensor]
 Config = dict[str, Any]
 
-SAID, BRIDGES = "said.json", "bridges.json"
-HUB, HELD, BACK, SAVED = "hub", "held", "back", "saved"
+SAID, LOADED_SAID, BRIDGES = "said.json", "said_of_ours.json", "bridges.json"
+HUB, HELD, BACK, SAVED, OURS, LOADED = "hub", "held", "back", "saved", "ours", "loaded"
 ERROR, NOT_LOADED = "error", "not loaded"
 _BACKENDS = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -131,13 +133,24 @@ class _Bridge:
         """Let the bridge read files; return them as it wants them, and the names that it leaves alone."""
         from megatron.bridge.models.hf_pretrained.state import SafeTensorsStateSource, StateDict
 
-        for value in self.state.values():
-            if value.is_floating_point():
-                value.data.fill_(float("nan"))
+        self._forget()
         files = StateDict(SafeTensorsStateSource(folder))
         source = SimpleNamespace(state=files, config=self.configuration, model_name_or_path=str(folder))
         self.bridge.load_weights_hf_to_megatron(source, self.parts)
         return source, sorted(name for name, value in self.state.items() if bool(value.isnan().any()))
+
+    def _forget(self) -> None:
+        for value in self.state.values():
+            if value.is_floating_point():
+                value.data.fill_(float("nan"))
+
+    def load(self, folder: Path) -> None:
+        """Let Megatron load a distributed checkpoint, as strictly as it does by default."""
+        stand_ins.install_for_saving()
+        from megatron.bridge.training.checkpointing import _load_model_weights_from_checkpoint
+
+        self._forget()
+        _load_model_weights_from_checkpoint(str(folder), self.parts)
 
     def save(self, folder: Path) -> None:
         """Let the bridge save the model as a distributed checkpoint."""
@@ -180,14 +193,21 @@ def _one(model: Model, folder: Path) -> dict[str, Any]:
     return {NOT_LOADED: left}
 
 
+def _loaded(model: Model, folder: Path) -> dict[str, Any]:
+    made = _Bridge(_configuration(model.config), model)
+    made.load(folder / OURS / "release")
+    _save(folder / LOADED, made.state, model.config)
+    return {}
+
+
 def _architectures() -> list[str]:
     from megatron.bridge.models.conversion.model_bridge import get_model_bridge
 
     return sorted(each if isinstance(each, str) else each.__name__ for each in get_model_bridge._exact_types)
 
 
-def main(target: Path, names: list[str]) -> None:
-    """Write what Megatron-Bridge makes of models, of all where none is named."""
+def main(target: Path, names: list[str], *, load: bool = False) -> None:
+    """Write what Megatron-Bridge makes of models, of all where none is named, or what Megatron loads of ours."""
     devices.pretend()
     stand_ins.install()
     logging.disable(logging.CRITICAL)
@@ -195,16 +215,17 @@ def main(target: Path, names: list[str]) -> None:
     with redirect_stdout(StringIO()):
         for name in names or MODELS:
             folder = target / name
-            folder.mkdir()
+            folder.mkdir(exist_ok=load)
             try:
-                said = _one(MODELS[name], folder)
-            except Exception as error:  # noqa: BLE001 - of the bridge: the test tells whether it is the expected one
+                said = (_loaded if load else _one)(MODELS[name], folder)
+            except (Exception, CheckpointException) as error:  # noqa: BLE001 - the test tells whether it is the expected one
                 said = {ERROR: f"{type(error).__name__}: {error}"}
-            (folder / SAID).write_text(json.dumps(said), "utf-8")
+            (folder / (LOADED_SAID if load else SAID)).write_text(json.dumps(said), "utf-8")
             gc.collect()
         (target / BRIDGES).write_text(json.dumps(_architectures()), "utf-8")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    words = sys.argv[2:]
+    main(Path(sys.argv[1]), [word for word in words if word != "--load"], load="--load" in words)

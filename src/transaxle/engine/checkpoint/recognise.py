@@ -37,6 +37,12 @@ _KNOWN_TO_RUN = (
 )  # fmt: skip
 """Keys of a config of which a checkpoint that says them itself must say the same: sizes of axes that are merged into
 one dim can be exchanged, and the shapes still fit."""
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_SAME: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(_EXPERTS, _EXPERTS),
+    "moe_intermediate_size": ("moe_intermediate_size", "intermediate_size"),
+}
+"""Keys of which one may say a size, beside others with a value of no meaning: transformers writes its defaults too."""
 _VOCABULARY, _ROWS = "vocab_size", "n"
 """Key of a config, and the axis in tables; rows beyond it are padding, which targets do not get."""
 
@@ -300,7 +306,7 @@ def check_same(config: Mapping[str, Any], said: Mapping[str, Any], axes: Mapping
         Refused: SHAPE_MISMATCH.
     """
     both = [key for key in _KNOWN_TO_RUN if config.get(key) is not None and key in said]
-    differing = [key for key in both if config[key] != said[key]]
+    differing = [key for key in both if all(config.get(same) != said[key] for same in _SAME.get(key, (key,)))]
     if differing:
         theirs, ours = (", ".join(f"{key} {of[key]!r}" for key in differing) for of in (config, said))
         message = f"the config says {theirs}, but the run that saved the checkpoint says {ours}"

@@ -60,6 +60,8 @@ _HEAD, _LISTED = "output_layer", (".layers.", ".deepstack_merger_list.")
 _JOINED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "self_attention.linear_q_up_proj.layer_norm_weight": "self_attention.q_layernorm.weight",
+    "self_attention.linear_kv_up_proj.layer_norm_weight": "self_attention.kv_layernorm.weight",
 }
 """Norm of Transformer Engine's modules -> its name in the local ones, in checkpoints."""
 _APART = re.compile(rf"(.+\.layers\.(?:\d+\.)?)({'|'.join(map(re.escape, _JOINED))})")

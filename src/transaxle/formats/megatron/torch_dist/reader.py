@@ -46,6 +46,7 @@ from transaxle.formats.megatron.torch_dist.fsdp_names import (
     with_whole_gates,
 )
 from transaxle.formats.megatron.torch_dist.group_settings import with_groups, with_settings
+from transaxle.formats.megatron.torch_dist.numbered_layers import with_numbered_layers
 from transaxle.formats.pickled.descriptors import TensorRef
 from transaxle.formats.storage.storage import Storage, layer
 from transaxle.formats.storage.sub_folder import SubFolder
@@ -92,6 +93,7 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
         container, state = with_whole_gates(container), run_of_items(files, items.facts)
     else:
         container, state = _with_optimizer(files, container, items, _run_state(files, items.common))
+    container = with_numbered_layers(container)
     state, left = with_settings_of_run(state, storage, member, _number)
     metadata = {**container.metadata, MEGATRON: state.described()}
     left = {**metadata.pop(LEFT_BEHIND, {}), **left}
