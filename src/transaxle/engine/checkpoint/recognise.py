@@ -322,6 +322,18 @@ def check_same(config: Mapping[str, Any], said: Mapping[str, Any], axes: Mapping
         raise refuse("SHAPE_MISMATCH", message, hint=hint)
 
 
+def _check_axes(family: Family, given: Mapping[str, int]) -> None:
+    """Refuse sizes of axes that a family does not have: they would change nothing.
+
+    Raises:
+        UsageError: UNKNOWN_AXIS.
+    """
+    for axis in given:
+        if axis not in family.axes:
+            message = f"the family {family.name} has no axis {axis!r}"
+            raise refuse("UNKNOWN_AXIS", message, hint=f"Axes: {', '.join(sorted(family.axes))}.")
+
+
 class StoredNames:
     """The stored names of a checkpoint, read through its tables: found out once, and shared by all views of its files.
 
@@ -390,9 +402,11 @@ class StoredNames:
                     dialect = self.manifest.dialect
             if ADAPTER_CONFIG in self._container.carried:
                 check_model(self._container)
-            return recognise(tuple(self.catalog.entries), self.config, settings.families, family, dialect)
+            found = recognise(tuple(self.catalog.entries), self.config, settings.families, family, dialect)
+            _check_axes(found.family, settings.axes)
         except TransaxleError as error:
             return error
+        return found
 
     @cached_property
     def sizes(self) -> Sizes:
