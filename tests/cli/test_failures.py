@@ -142,7 +142,7 @@ def test_overwrite_spares_what_is_no_checkpoint(ck: Path, transaxle: Transaxle) 
     [
         (["--to", "torchtitn"], "Did you mean torchtitan?"),
         (["--to", "hf", "--axis", "q=3"], "the family qwen3_moe has no axis 'q'"),
-            (["--to", "hf", "--axis", "zz=3"], "no family has an axis 'zz'"),
+        (["--to", "hf", "--axis", "zz=3"], "no family has an axis 'zz'"),
         (["--to", "hf", "--axis", "g"], "is not AXIS=SIZE"),
         (["--to", "hf", "--axis", "g=2", "--axis", "g=3"], "given twice"),
         (["--to", "hf", "--family", "qwen3-moe"], "Did you mean qwen3_moe?"),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 import transaxle as tx
 from tests.formats.dcp.conftest import Saved
@@ -111,6 +114,18 @@ def test_every_form(saved: Saved, tmp_path: Path, form: Damage) -> None:
     folder = tmp_path / CHECKPOINT
     shutil.copytree(place / CHECKPOINT, folder)
     form(folder)
+    with tx.open(folder) as checkpoint:
+        hold(checkpoint, truth_of(place))
+
+
+def test_plans_of_all_ranks_beside_the_metadata(saved: Saved, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron keeps them there; up to Python 3.11.3 the members of their enums were pickled by name."""
+    place = saved(2) / "sharded"
+    folder = tmp_path / CHECKPOINT
+    shutil.copytree(place / CHECKPOINT, folder)
+    plans = [SavePlan([WriteItem(MetadataIndex("x"), kind) for kind in WriteItemType])]
+    monkeypatch.setattr(Enum, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)))
+    edit(lambda m: setattr(m, "all_local_plans", plans))(folder)
     with tx.open(folder) as checkpoint:
         hold(checkpoint, truth_of(place))
 

@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -166,8 +167,11 @@ def test_the_vocabulary_is_padded_on_request(given: dict[str, Any], hubs: dict[s
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_the_state_of_a_run_is_an_item_from_0_19_on(hubs: dict[str, Path], tmp_path: Path) -> None:
-    """Its arguments have members of enums, which no other pickle may name."""
+@pytest.mark.parametrize("by_name", [False, True])
+def test_the_state_of_a_run_is_an_item_from_0_19_on(
+    hubs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by_name: bool
+) -> None:
+    """Its arguments have members of enums, which no other pickle may name; up to Python 3.11.3 written by name."""
     tx.convert(hubs["llama"], tmp_path / "out", to="torch_dist")
     with tx.open(tmp_path / "out") as checkpoint:
         read = {
@@ -179,6 +183,8 @@ def test_the_state_of_a_run_is_an_item_from_0_19_on(hubs: dict[str, Path], tmp_p
     extra = {"common_state/shard_0_1": [state], "rng_state/shard_0_1": [{"torch": signal.SIGTERM}]}
     folder = tmp_path / "run" / "release"
     planner = DefaultSavePlanner(flatten_state_dict=False)
+    if by_name:
+        monkeypatch.setattr(Enum, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)))
     save({**tensors, **extra}, checkpoint_id=folder, no_dist=True, planner=planner)
     shutil.copy(tmp_path / "out/release/metadata.json", folder)
     (tmp_path / "run/latest_checkpointed_iteration.txt").write_text("release")

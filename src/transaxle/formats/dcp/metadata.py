@@ -57,6 +57,7 @@ _FLATTENED = "nd_reformulated_orig_global_shape"
 """What Megatron notes of a tensor whose flattened parts are saved."""
 _PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
 """Classes of torch's planner: Megatron keeps the plans of all ranks beside the metadata."""
+_KINDS_OF_ITEM = ("TENSOR", "SHARD", "BYTE_IO")
 
 
 def _names() -> Iterator[tuple[str, str]]:
@@ -65,12 +66,14 @@ def _names() -> Iterator[tuple[str, str]]:
             yield global_name.module, global_name.name
     for name in _PLANNER:
         yield f"{MODULES[0]}.planner", name
+    for member in _KINDS_OF_ITEM:  # up to Python 3.11.3, members of an Enum were pickled by name
+        yield f"{MODULES[0]}.planner", f"WriteItemType.{member}"
     yield _MEGATRON, "MCoreSavePlan"  # up to megatron-core 0.15
     for module in _PROPERTIES:
         yield module, "TensorProperties"
         for formats in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"):
             yield module, formats
-            for member in _MEMORY_FORMATS:  # Python 3.11 pickled members of an Enum by name
+            for member in _MEMORY_FORMATS:
                 yield module, f"{formats}.{member}"
 
 

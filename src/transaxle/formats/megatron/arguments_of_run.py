@@ -26,7 +26,9 @@ class _Names(dict[tuple[str, str], GlobalRule]):
         return super().get(key) or (INERT if key[0].partition(".")[0] in _OWN_PACKAGES else default)
 
 
-NAMES: Names = _Names({**ALLOWED, ("signal", "Signals"): INERT, ("enum", "Enum"): INERT})
+_SIGNALS = ("Signals", "Signals.SIGINT", "Signals.SIGTERM", "Signals.SIGHUP", "Signals.SIGUSR1", "Signals.SIGUSR2")
+"""The signal on which a run saves and ends; up to Python 3.11.3, members of an Enum were pickled by name."""
+NAMES: Names = _Names({**ALLOWED, **{("signal", name): INERT for name in _SIGNALS}, ("enum", "Enum"): INERT})
 """What the pickle of a run's state may name."""
 
 KEYS: Mapping[str, str] = {

@@ -89,7 +89,12 @@ _TORCH = {
 _DEEPSPEED = {
     "deepspeed.checkpoint.universal_checkpoint": ("SubparamShape",),
     "deepspeed.runtime.fp16.loss_scaler": ("LossScaler", "DynamicLossScaler"),
-    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
+    "deepspeed.runtime.zero.config": (
+        "ZeroStageEnum",
+        *(
+            f"ZeroStageEnum.{stage}" for stage in ("disabled", "optimizer_states", "gradients", "weights", "max_stage")
+        ),  # up to Python 3.11.3, members of an Enum were pickled by name
+    ),
     "deepspeed.utils.tensor_fragment": ("fragment_address",),
     "megatron.enums": ("AttnMaskType", "AttnType", "LayerType", "PositionEmbeddingType"),
     "megatron.model.enums": ("AttnMaskType", "AttnType", "LayerType", "PositionEmbeddingType"),
