@@ -6,8 +6,10 @@ session and take functions in turn; each call has a process group of its own.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -27,6 +29,8 @@ TIMEOUT = timedelta(minutes=10)
 """How long a rank waits for the others: on a busy machine one may be minutes late, and one that died is heard of."""
 _PATIENCE = 1200.0
 """Seconds after which ranks that have not answered are taken for hung; nothing that works waits for them."""
+_GRACE = 180.0
+"""Seconds after which the others have not heard of a rank that died."""
 _ATTEMPTS = 3
 Task = Callable[..., Any]
 """A function of a module under `tests`, at its top."""
@@ -38,6 +42,7 @@ DIED = "died"
 def _serve(rank: int, world: int, pipe: Any, timeout: timedelta) -> None:
     """Take tasks from a pipe until it closes."""
     warnings.simplefilter("ignore")
+    faulthandler.enable()  # a rank that crashes says where
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     while True:
@@ -116,9 +121,13 @@ class Ranks:
 
     def _answer(self, rank: int, where: str) -> Any:
         """Return what a rank says."""
-        if not self.pipes[rank].poll(_PATIENCE):
-            self.stop()
-            raise TimeoutError(f"rank {rank} of {self.world} hangs in {where}")
+        begin, patience = time.monotonic(), _PATIENCE
+        while not self.pipes[rank].poll(1.0):
+            dead = {number: process.exitcode for number, process in enumerate(self.processes) if not process.is_alive()}
+            patience = min(patience, time.monotonic() - begin + _GRACE) if dead else _PATIENCE
+            if time.monotonic() - begin > patience:
+                self.stop()
+                raise TimeoutError(f"rank {rank} of {self.world} hangs in {where}; exit codes of dead ranks: {dead}")
         try:
             return self.pipes[rank].recv()
         except EOFError:
