@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from importlib import import_module
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,10 @@ _PATIENCE = 1200.0
 """Seconds after which ranks that have not answered are taken for hung; nothing that works waits for them."""
 _GRACE = 180.0
 """Seconds after which the others have not heard of a rank that died."""
+_TICK = 1.0
 _ATTEMPTS = 3
+_UNCONNECTED = "connectFullMesh failed"
+"""What gloo says where the ranks of a group did not find each other: it cuts one in some thousands of connections."""
 Task = Callable[..., Any]
 """A function of a module under `tests`, at its top."""
 _TESTS = "tests"
@@ -84,30 +88,67 @@ def _module(task: Task) -> str:
     return own if own.startswith(f"{_TESTS}.") else f"{_TESTS}.{own}"
 
 
+def _unconnected(found: dict[int, tuple[bool, Any]]) -> bool:
+    return any(not fine and _UNCONNECTED in str(value) for fine, value in found.values())
+
+
 class Ranks:
     """Processes that act as the ranks of one world."""
 
     def __init__(self, world: int, timeout: timedelta = TIMEOUT) -> None:
-        starter = context()
         self.world = world
+        self.timeout = timeout
+        self._start()
+
+    def _start(self) -> None:
+        starter = context()
         self.pipes = []
         self.processes = []
-        for rank in range(world):
+        for rank in range(self.world):
             here, there = starter.Pipe()
             # Only a process that is no daemon may have processes of its own.
-            process = starter.Process(target=_serve, args=(rank, world, there, timeout))
+            process = starter.Process(target=_serve, args=(rank, self.world, there, self.timeout))
             process.start()
             there.close()
             self.pipes.append(here)
             self.processes.append(process)
 
     def answers(self, task: Task, *args: Any) -> list[tuple[bool, Any]]:
-        """Run `task(rank, world, *args)` on every rank; return (whether it returned, what it returned or raised)."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.meet(folder)
-            for pipe in self.pipes:
-                pipe.send((_module(task), task.__name__, args))
-            return [self._answer(rank, task.__name__) for rank in range(self.world)]
+        """Run `task(rank, world, *args)` on every rank; return (whether it returned, what it returned or raised).
+
+        It is run again on new processes where gloo did not connect the ranks of a group that the task made.
+        """
+        for _ in range(_ATTEMPTS):
+            with tempfile.TemporaryDirectory() as folder:
+                self.meet(folder)
+                for pipe in self.pipes:
+                    pipe.send((_module(task), task.__name__, args))
+                found = self._collected(task.__name__)
+            if not _unconnected(found):
+                return [found[rank] for rank in range(self.world)]
+            self.stop()
+            self._start()
+        raise ConnectionError(f"{self.world} ranks did not meet in a group of {task.__name__}")
+
+    def _collected(self, where: str) -> dict[int, tuple[bool, Any]]:
+        """Return what the ranks say, by rank; only that of the first ones where a group did not connect."""
+        found: dict[int, tuple[bool, Any]] = {}
+        end = time.monotonic() + _PATIENCE
+        while len(found) < self.world and time.monotonic() < end:
+            ready = connection.wait([pipe for rank, pipe in enumerate(self.pipes) if rank not in found], _TICK)
+            for rank in [rank for rank, pipe in enumerate(self.pipes) if pipe in ready]:
+                try:
+                    found[rank] = self.pipes[rank].recv()
+                except EOFError:
+                    found[rank] = (False, DIED)
+                    end = min(end, time.monotonic() + _GRACE)
+            if _unconnected(found):
+                return found
+        if len(found) < self.world:
+            self.stop()
+            silent = sorted({*range(self.world)} - found.keys())
+            raise TimeoutError(f"ranks {silent} of {self.world} hang in {where}; the others: {found}")
+        return found
 
     def meet(self, folder: str) -> None:
         """Give the ranks a process group; again, if it fails: one in some thousands of gloo's connections is cut."""
@@ -121,13 +162,9 @@ class Ranks:
 
     def _answer(self, rank: int, where: str) -> Any:
         """Return what a rank says."""
-        begin, patience = time.monotonic(), _PATIENCE
-        while not self.pipes[rank].poll(1.0):
-            dead = {number: process.exitcode for number, process in enumerate(self.processes) if not process.is_alive()}
-            patience = min(patience, time.monotonic() - begin + _GRACE) if dead else _PATIENCE
-            if time.monotonic() - begin > patience:
-                self.stop()
-                raise TimeoutError(f"rank {rank} of {self.world} hangs in {where}; exit codes of dead ranks: {dead}")
+        if not self.pipes[rank].poll(_PATIENCE):
+            self.stop()
+            raise TimeoutError(f"rank {rank} of {self.world} hangs in {where}")
         try:
             return self.pipes[rank].recv()
         except EOFError:

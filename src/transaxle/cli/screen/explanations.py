@@ -102,7 +102,7 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "The size of an axis is needed, and nothing tells it.",
         "This conversion separates axes that the source stores merged, for example the key-value groups inside the "
         "rows of a fused projection, and neither a manifest nor config.json nor the shapes give their sizes. "
-        "The code also stands for an option that names an axis which no family has.",
+        "The code also stands for an option that names an axis which the family does not have.",
         "decoder.layers.{l}.self_attention.linear_qkv.weight = [(g [q:(r c) | k:c | v:c]) d]\n"
         "    the size of axis g is needed, and the shape [12, 8] does not determine it",
         "Give the model's config with --config FILE, or the size itself: --axis g=8. The family's table says what each "

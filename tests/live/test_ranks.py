@@ -1,0 +1,32 @@
+"""The ranks that tests run on: a task whose group gloo did not connect is run again, anything else is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.live.ranks import run
+
+
+def _cut_once(rank: int, world: int, folder: str) -> int:
+    mark = Path(folder, "cut")
+    if rank == 0 and not mark.exists():
+        mark.touch()
+        raise RuntimeError("Gloo connectFullMesh failed with a connection that was closed")
+    dist.barrier()
+    return rank
+
+
+def _fails(rank: int, world: int) -> None:
+    raise RuntimeError(f"rank {rank} of {world} fails")
+
+
+def test_a_group_that_did_not_connect_is_made_again(tmp_path: Path) -> None:
+    assert run(2, _cut_once, str(tmp_path)) == [0, 1]
+
+
+def test_any_other_failure_is_told() -> None:
+    with pytest.raises(AssertionError, match="rank 0 of 2 fails"):
+        run(2, _fails)
