@@ -9,6 +9,7 @@ import numpy as np
 from transaxle.axes.geometry.piece import Move
 from transaxle.axes.layout.relayout import Copier, Target, is_one_run, unchanged
 from transaxle.engine.copying.bitcast import Intervals
+from transaxle.engine.copying.stamps import Stamps
 from transaxle.errors import Code, TransaxleError, refuse
 from transaxle.formats.catalog.catalog import Container, Entry
 from transaxle.formats.dtype import ITEM_BITS, nbytes
@@ -32,6 +33,7 @@ class Source:
         self.container = container
         self.entries = container.entries if entries is None else entries
         self._copier = Copier(self.entries)
+        self._stamps = Stamps(self.entries)
 
     def transfers(self, target: Target, intervals: Intervals | None = None) -> list[Transfer]:
         """Return the transfers that fill a target tensor, or a chunk of it, sorted by where they land.
@@ -44,9 +46,12 @@ class Source:
             (extent,) = self.entries[whole].extents
             size = nbytes(target.dtype, target.shape)
             return [Transfer(extent.file, extent.offset, 0, size)] if size else []
+        if intervals is None and (stamped := self._stamps.transfer(target)):
+            return [stamped]
         bits = ITEM_BITS.get(target.dtype, 8)
         found = []
-        for copy in self._copier.copies(target, intervals):
+        copies = list(self._copier.copies(target, intervals))
+        for copy in copies:
             move = copy.move
             if move.size == 0:
                 continue
@@ -57,6 +62,8 @@ class Source:
             item = max(bits // 8, 1)
             found.append(lower(extent.file, extent.offset, item, move.source_offset, move.target_offset, move.loops))
         found.sort(key=_landing)
+        if intervals is None:
+            self._stamps.learn(target, copies, found)
         return found
 
     def covers(self, target: Target) -> bool:

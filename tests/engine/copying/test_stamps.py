@@ -1,0 +1,134 @@
+"""Stamped transfers: what is shifted from one layer or expert to the next is what would be found the long way."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import transaxle as tx
+from transaxle.engine.copying.source import Source
+from transaxle.engine.copying.stamps import Stamps
+from transaxle.formats.catalog.catalog import Entry, Extent
+from transaxle.move.transfer import Transfer
+
+LAYERS, EXPERTS, HIDDEN, INNER = 3, 5, 16, 12
+FIRST = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3-MoE in Megatron's form: layers and experts are dims, and every expert's half is a chunk."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (40, HIDDEN),
+        "model.norm.weight": (HIDDEN,),
+        "lm_head.weight": (40, HIDDEN),
+    }
+    for layer in range(LAYERS):
+        base = f"model.layers.{layer}"
+        shapes |= {f"{base}.{norm}.weight": (HIDDEN,) for norm in ("input_layernorm", "post_attention_layernorm")}
+        shapes |= {f"{base}.self_attn.{norm}.weight": (8,) for norm in ("q_norm", "k_norm")}
+        shapes |= {f"{base}.self_attn.{name}_proj.weight": (16, HIDDEN) for name in ("k", "v")}
+        shapes |= {f"{base}.self_attn.q_proj.weight": (32, HIDDEN), f"{base}.self_attn.o_proj.weight": (HIDDEN, 32)}
+        shapes[f"{base}.mlp.gate.weight"] = (EXPERTS, HIDDEN)
+        for expert in range(EXPERTS):
+            inside = f"{base}.mlp.experts.{expert}"
+            shapes |= {f"{inside}.{half}_proj.weight": (INNER, HIDDEN) for half in ("gate", "up")}
+            shapes[f"{inside}.down_proj.weight"] = (HIDDEN, INNER)
+    config = {
+        "model_type": "qwen3_moe", "tie_word_embeddings": False, "hidden_size": HIDDEN, "intermediate_size": 24,
+        "moe_intermediate_size": INNER, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "num_experts": EXPERTS, "num_experts_per_tok": 2, "vocab_size": 40,
+    }  # fmt: skip
+    hub = tmp_path_factory.mktemp("hub")
+    random = np.random.default_rng(18)
+    save_file({name: random.random(shape, np.float32) for name, shape in shapes.items()}, hub / "model.safetensors")
+    (hub / "config.json").write_text(json.dumps(config))
+    made = tmp_path_factory.mktemp("megatron") / "out"
+    tx.convert(hub, made, to="torch_dist")
+    return made
+
+
+def long_way(monkeypatch: pytest.MonkeyPatch, source: Source, opened: tx.Checkpoint) -> dict[str, list[Transfer]]:
+    with monkeypatch.context() as patch:
+        patch.setattr(Stamps, "transfer", lambda *_: None)
+        return transfers(source, opened)
+
+
+def transfers(source: Source, opened: tx.Checkpoint) -> dict[str, list[Transfer]]:
+    return {name: source.transfers(target) for name, target in opened.translation("hf").targets.items()}
+
+
+def stamped(source: Source, opened: tx.Checkpoint) -> set[str]:
+    targets = opened.translation("hf").targets
+    for target in targets.values():
+        source.transfers(target)
+    return {name for name, target in targets.items() if source._stamps.transfer(target) is not None}
+
+
+def test_experts_are_stamped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = tx.open(folder)
+    entries = opened.container.entries
+    found = transfers(Source(opened.container), opened)
+    assert found == long_way(monkeypatch, Source(opened.container), opened)
+    names = stamped(Source(opened.container), opened)
+    assert len(entries[FIRST].extents) == 2 * LAYERS * EXPERTS
+    assert sum(".mlp.experts." in name for name in names) == 3 * LAYERS * EXPERTS
+    assert "model.embed_tokens.weight" not in names
+
+
+def whole(extent: Extent) -> list[Extent]:
+    return [extent]
+
+
+def in_two(extent: Extent) -> list[Extent]:
+    """Cut a chunk along its third dim."""
+    rows = extent.shape[2] // 2
+    shape = (*extent.shape[:2], rows, *extent.shape[3:])
+    second = (*extent.start[:2], extent.start[2] + rows, *extent.start[3:])
+    half = 4 * rows * extent.shape[3]
+    return [replace(extent, shape=shape), replace(extent, shape=shape, start=second, offset=extent.offset + half)]
+
+
+def turned(extent: Extent) -> list[Extent]:
+    """Let a chunk lie column by column."""
+    return [replace(extent, strides=(1, 1, 1, extent.shape[2]))]
+
+
+def elsewhere(extent: Extent) -> list[Extent]:
+    return [replace(extent, file="other", offset=3 * extent.offset)]
+
+
+@pytest.mark.parametrize("change", [whole, in_two, turned, elsewhere])
+@pytest.mark.parametrize("changed", [range(0, 60, 7), range(1), range(60), range(0, 60, 2)])
+def test_chunks_that_differ(folder: Path, monkeypatch: pytest.MonkeyPatch, change: object, changed: range) -> None:
+    """A chunk that is cut, turned or elsewhere is found as it is."""
+    assert callable(change)
+    opened = tx.open(folder)
+    extents = [
+        other
+        for number, extent in enumerate(opened.container.entries[FIRST].extents)
+        for other in (change(extent) if number in changed else [extent])
+    ]
+    before = opened.container.entries[FIRST]
+    entries = {**opened.container.entries, FIRST: Entry(FIRST, before.dtype, before.shape, tuple(extents))}
+    found = transfers(Source(opened.container, entries), opened)
+    assert found == long_way(monkeypatch, Source(opened.container, entries), opened)
+
+
+def test_experts_in_one_chunk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of several experts have no index to themselves: nothing is stamped, and all is found."""
+    opened = tx.open(folder)
+    before = opened.container.entries[FIRST]
+    extents = tuple(
+        Extent((layer, 0, 0, 0), (1, *before.shape[1:]), "a", 10_000_000 * layer) for layer in range(LAYERS)
+    )
+    entries = {**opened.container.entries, FIRST: replace(before, extents=extents)}
+    found = transfers(Source(opened.container, entries), opened)
+    assert found == long_way(monkeypatch, Source(opened.container, entries), opened)
+    names = stamped(Source(opened.container, entries), opened)
+    assert not any("gate_proj" in name for name in names)
