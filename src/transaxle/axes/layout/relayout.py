@@ -19,7 +19,7 @@ from transaxle.axes.geometry.piece import Interval, Move, Piece, cut, meet, piec
 from transaxle.axes.layout.solve import Shape
 from transaxle.axes.notation.expression import Layout, Share
 from transaxle.axes.notation.family import Arithmetic
-from transaxle.axes.notation.number_format import PLAIN
+from transaxle.axes.notation.number_format import PLAIN, NumberFormat
 from transaxle.errors import refuse
 
 IDENTITY = "#"
@@ -121,6 +121,17 @@ class Target:
     def shape(self) -> Shape:
         """Shape of the whole tensor."""
         return self.layout.shape
+
+    def at(self, name: str, index: Mapping[str, int]) -> Target:
+        """Return the same target under another name, with another index: of its sources, another part."""
+        other = object.__new__(Target)
+        other.__dict__.update(self.__dict__, name=name, index=index)  # a tenth of the time of `replace`
+        return other
+
+    @property
+    def form(self) -> NumberFormat:
+        """The form in which it is written."""
+        return NumberFormat(self.dtype, self.encoding)
 
     @property
     def moved_whole(self) -> str | None:

@@ -92,6 +92,34 @@ class LineSources:
         return tuple(index[axis] for axis in common) in projection
 
 
+@dataclass(eq=False)
+class ComponentSources:
+    """The sources of one component of one target tensor."""
+
+    line_sources: LineSources
+    """The line that the sources are of."""
+    places: dict[frozenset[tuple[str, int]], SourceTensor]
+    """Name index -> source."""
+
+    @property
+    def first(self) -> SourceTensor:
+        """The first source."""
+        return next(iter(self.places.values()))
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the component's axes, those in stored names included where they are known."""
+        origin, known = self.first.origin, self.first.sizes
+        axes = [axis for share in origin.layout.shares[origin.component] for axis, _, _ in share.axes]
+        return {axis: known[axis] for axis in [*axes, *origin.index] if axis in known}
+
+    @property
+    def origins(self) -> tuple[Origin, ...]:
+        """The sources, sorted by their indices."""
+        origins = (place.origin for place in self.places.values())
+        return tuple(sorted(origins, key=lambda origin: [origin.index[axis] for axis in self.line_sources.axes]))
+
+
 def solved(bound: Bound, stored: Mapping[str, Stored], sizes: Sizes) -> Sizes:
     """Add the sizes that names and shapes imply."""
     counted: dict[str, int] = {}

@@ -24,7 +24,7 @@ from transaxle.axes.notation.name import Numbering
 from transaxle.axes.notation.number_format import PLAIN, NumberFormat, Recode, same
 from transaxle.axes.translation.agree import agreements
 from transaxle.axes.translation.complete import incomplete, unfilled
-from transaxle.axes.translation.holdings import Holdings, LineSources, SourceTensor, solved
+from transaxle.axes.translation.holdings import ComponentSources, Holdings, LineSources, SourceTensor, solved
 from transaxle.axes.translation.undecided_lines import LineConditions
 from transaxle.errors import Refusal, TransaxleError, Where, refuse
 
@@ -52,35 +52,7 @@ class Translation:
     """Axis sizes that are the same in every layer: given ones, and those that names and shapes imply."""
 
 
-@dataclass
-class _ComponentSources:
-    """The sources of one component of one target tensor."""
-
-    line_sources: LineSources
-    """The line that the sources are of."""
-    places: dict[frozenset[tuple[str, int]], SourceTensor]
-    """Name index -> source."""
-
-    @property
-    def first(self) -> SourceTensor:
-        """The first source."""
-        return next(iter(self.places.values()))
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes of the component's axes, those in stored names included where they are known."""
-        origin, known = self.first.origin, self.first.sizes
-        axes = [axis for share in origin.layout.shares[origin.component] for axis, _, _ in share.axes]
-        return {axis: known[axis] for axis in [*axes, *origin.index] if axis in known}
-
-    @property
-    def origins(self) -> tuple[Origin, ...]:
-        """The sources, sorted by their indices."""
-        origins = (place.origin for place in self.places.values())
-        return tuple(sorted(origins, key=lambda origin: [origin.index[axis] for axis in self.line_sources.axes]))
-
-
-_SourcesByComponent = Mapping[str, _ComponentSources]
+_SourcesByComponent = Mapping[str, ComponentSources]
 """Component -> its sources."""
 
 
@@ -114,7 +86,7 @@ class _Translator:
         self.holdings = Holdings(bound, stored, self.sizes, self.basis, self.whole)
         self.conditions = LineConditions(self.lines, self.holdings)
         self._layouts: dict[Hashable, Layout] = {}
-        self._varying = tuple(sorted(self.sizes.varying))
+        self._varying = frozenset(self.sizes.varying)
         self._used: set[tuple[str, str]] = set()
         self._single: dict[tuple[str, str, frozenset[tuple[str, int]]], str] = {}
 
@@ -174,16 +146,16 @@ class _Translator:
             return
         rewritten = self.basis.rewrite(line.expression)
         # None (not known yet) counts as possible: the encoding of the tensor, known below, decides then.
-        possible_keys = [
-            key
-            for key in keys
-            if self._holds_throughout(line, self._index(line, key))
-            and self.conditions.holds(line, self._index(line, key)) is not False
-        ]
+        possible_keys = keys if line.when is None else [key for key in keys if self._is_possible(line, key)]
+        model: tuple[Target, _SourcesByComponent] | None = None
+        alike = self._are_alike(line)
         for key, name in self._names(line, slot, possible_keys):
             index = self._index(line, key)
             by_component = {component: sources[key] for component, sources in parts.items() if key in sources}
             forms = self._forms(name, by_component)
+            if model and model[1] == by_component and forms == [model[0].form] and name not in built:
+                built[name] = model[0].at(name, index)  # as with layers and experts that are dims of one tensor
+                continue
             encoding = forms[0].encoding if len(forms) == 1 else None
             if line.by_form and self.conditions.holds(line, index, encoding) is False:
                 continue
@@ -204,8 +176,18 @@ class _Translator:
                 self.refuse(error.refusals, name)
             places = (place.origin for sources in by_component.values() for place in sources.places.values())
             self._used.update((origin.name, origin.component) for origin in places)
+            if alike and name in built and not any(each.line_sources.scalar for each in by_component.values()):
+                model = built[name], by_component
             if len(by_component) == 1:
                 self._single[line.expression.components[0], slot, frozenset(index.items())] = name
+
+    def _are_alike(self, line: Line) -> bool:
+        """Tell whether targets of a line that have the same sources differ in name and index alone."""
+        return line.when is None and not self.tied and self._varying.isdisjoint(line.name.axes)
+
+    def _is_possible(self, line: Line, key: Index) -> bool:
+        index = self._index(line, key)
+        return self._holds_throughout(line, index) and self.conditions.holds(line, index) is not False
 
     def _holds_throughout(self, line: Line, index: Mapping[str, int]) -> bool:
         """Tell whether the condition of a line holds along its dims: all layers in one tensor are of one kind.
@@ -257,19 +239,24 @@ class _Translator:
         stored = {place.form for sources in by_component.values() for place in sources.places.values()}
         return sorted({self.recode(name, form) for form in stored})
 
-    def _gather(self, component: str, slot: str, line: Line) -> dict[Index, _ComponentSources]:
+    def _gather(self, component: str, slot: str, line: Line) -> dict[Index, ComponentSources]:
         """Collect the sources of one component of a target line, by the target's index.
 
         Where several lines of the source hold it, they complete each other; a tensor that two lines hold is taken once.
         """
-        gathered: dict[Index, _ComponentSources] = {}
+        gathered: dict[Index, ComponentSources] = {}
         # A tied tensor that is not stored is read from the first that is, of those that it is tied to.
         for name in (component, *self.tied.get(component, ())):
             if (name, slot) in self.holdings.sources:
                 break
-        for line_sources in self.holdings.sources.get((name, slot), ()):
+        held = self.holdings.sources.get((name, slot), ())
+        if len(held) == 1 and len(held[0].places) == 1:  # layers and experts are dims of it: all have the same source
+            (place,) = held[0].places.values()
+            only = ComponentSources(held[0], {frozenset(place.origin.index.items()): place})
+            return {key: only for key, _ in self._keyed(held[0], line)}
+        for line_sources in held:
             for key, place in self._keyed(line_sources, line):
-                entry = gathered.setdefault(key, _ComponentSources(line_sources, {}))
+                entry = gathered.setdefault(key, ComponentSources(line_sources, {}))
                 # Lines complete each other only if they number the same axes in names: a stack and single tensors would
                 # overlap.
                 if entry.line_sources is line_sources or set(entry.line_sources.axes) == set(line_sources.axes):
@@ -296,7 +283,7 @@ class _Translator:
                 ranges.append(range(place.sizes[axis]) if p is None else (position[p],))
             yield from ((key, place) for key in product(*ranges))
 
-    def _agree(self, entry: _ComponentSources, place: SourceTensor) -> None:
+    def _agree(self, entry: ComponentSources, place: SourceTensor) -> None:
         """Refuse stored tensors of different sizes for one target tensor."""
         # The same dict object means the same line and shape, so there is nothing to compare: the usual case, for every
         # expert but the first.
@@ -374,7 +361,7 @@ class _Translator:
         # Equal keys give equal layouts; computing them once per kind of layer keeps planning linear.
         alike = (
             id(line),
-            tuple(index.get(axis) for axis in self._varying),
+            tuple([index.get(axis) for axis in self._varying]),
             tuple(
                 (component, id(sources.line_sources), id(sources.first.sizes), id(sources.first.origin.layout))
                 for component, sources in by_component.items()
