@@ -10,15 +10,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from transaxle.errors import Faults, refuse
 from transaxle.formats.builtin_formats import DCP_DATA, DCP_METADATA
 from transaxle.formats.dtype import Shape
 from transaxle.formats.format import uncollected
-from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, Names
+from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, GlobalRule, Names
 from transaxle.formats.pickled.descriptors import DType, Global, Key, Object
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
+from transaxle.formats.pickled.repeats import Run, Text, elements, keys
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state.state import KeyPath, joined
 
@@ -77,7 +79,12 @@ def _names() -> Iterator[tuple[str, str]]:
                 yield module, f"{formats}.{member}"
 
 
-NAMES: Names = {**ALLOWED, **dict.fromkeys(_names(), INERT)}
+NAMES: Names = {
+    **ALLOWED,
+    **dict.fromkeys(_names(), INERT),
+    **{(each.module, each.name): GlobalRule(build=elements) for each in _GLOBALS["ChunkStorageMetadata"]},
+    **{(each.module, each.name): GlobalRule(build=keys) for each in _GLOBALS["MetadataIndex"]},
+}
 """Globals that this file may name; the files that hold tensors may not."""
 
 
@@ -235,14 +242,13 @@ class _ItemReader:
             )
             return None
         places = self._places.get(key, {})
-        chunks = []
+        chunks: list[SavedChunk] = []
         for chunk_value in listed:
-            box = _fields(chunk_value, "ChunkStorageMetadata") or {}
-            start, sizes = _counts(box.get("offsets")), _counts(box.get("sizes"))
-            if start is None or sizes is None:
+            boxes = _boxes(chunk_value)
+            if boxes is None:
                 self._fault(key, "a chunk's offsets or sizes are malformed")
                 return None
-            chunks.append(SavedChunk(start, sizes, places.get(start)))
+            chunks.extend([SavedChunk(start, sizes, places.get(start)) for start, sizes in boxes])
         extra = places.keys() - {chunk.start for chunk in chunks}
         if extra:
             shown = " and ".join("an object" if start is None else f"a chunk at {list(start)}" for start in extra)
@@ -280,7 +286,7 @@ class _ItemReader:
 def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> PayloadPlaces:
     """Return the places of all parts, by key and first index."""
     places: defaultdict[str, dict[Shape | None, Payload]] = defaultdict(dict)
-    for index, info in stored.items():
+    for index, info in _each(stored, places):
         if faults.full:
             break
         index_fields = _fields(index, "MetadataIndex")
@@ -304,6 +310,56 @@ def _placed(stored: Mapping[Any, Any], file: str, faults: Faults) -> PayloadPlac
             faults.add("CORRUPT", complaint, file, key)
         places[key][start] = payload
     return places
+
+
+def _each(
+    stored: Mapping[Any, Any], places: defaultdict[str, dict[Shape | None, Payload]]
+) -> Iterator[tuple[object, object]]:
+    """Yield each index with its place, those in runs too; but of a run without any problem the places are noted."""
+    for index, info in stored.items():
+        if not isinstance(index, Key) or not isinstance(info, Run) or index.value is not info:
+            yield index, info
+        elif not _noted(info, places):
+            for record in info.records():
+                yield from zip(record[::2], record[1::2], strict=False)
+
+
+def _noted(run: Run, places: defaultdict[str, dict[Shape | None, Payload]]) -> bool:
+    """Note the places in a run, if there is nothing wrong with them; tell whether they are noted."""
+    found: dict[str, dict[Shape | None, Payload]] = {}
+    for index, info in zip(run.templates[::2], run.templates[1::2], strict=False):
+        index_fields, info_fields = _fields(index, "MetadataIndex") or {}, _fields(info, "_StorageInfo") or {}
+        key, file, start = index_fields.get("fqn"), info_fields.get("relative_path"), index_fields.get("offset")
+        spans = _counts((info_fields.get("offset"), info_fields.get("length")))
+        if not isinstance(key, str | Text) or not isinstance(file, str) or spans is None:
+            return False
+        if info_fields.get("transform_descriptors") or (start is not None and _counts(start) is None):
+            return False
+        keys_of_rows = repeat(key, len(run.columns)) if isinstance(key, str) else run.texts[key.column]
+        starts = repeat(None, len(run.columns)) if start is None else run.rows(start)
+        for key_of_row, start_of_row, span in zip(keys_of_rows, starts, run.rows(spans), strict=True):
+            known = found.setdefault(key_of_row, {})
+            if start_of_row in known or start_of_row in places.get(key_of_row, ()):
+                return False
+            known[start_of_row] = Payload(file, *span)
+    for key, added in found.items():
+        places[key].update(added)
+    return True
+
+
+def _boxes(value: object) -> list[tuple[Shape, Shape]] | None:
+    """Return first index and size of a chunk, or of each in a run of them; None if one is malformed."""
+    found = []
+    for template in value.templates if isinstance(value, Run) else (value,):
+        box = _fields(template, "ChunkStorageMetadata") or {}
+        start, sizes = _counts(box.get("offsets")), _counts(box.get("sizes"))
+        if start is None or sizes is None:
+            return None
+        found.append((start, sizes))
+    if not isinstance(value, Run):
+        return found
+    rows = [zip(value.rows(start), value.rows(sizes), strict=True) for start, sizes in found]
+    return [box for record in zip(*rows, strict=True) for box in record]
 
 
 def _payload(info: Mapping[str, Any] | None, file: str, key: str, faults: Faults) -> Payload | None:

@@ -15,9 +15,9 @@ from typing import Any
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, Names
 from transaxle.formats.pickled.descriptors import Persistent
-from transaxle.formats.pickled.fault import PickleEnds, PickleFault
+from transaxle.formats.pickled.fault import PickleEnds, PickleFault, malformed
 from transaxle.formats.pickled.machine import Bounds, Machine, PersistentId
-from transaxle.formats.pickled.steps import run
+from transaxle.formats.pickled.steps import perform
 
 _UNSAFE = "the pickle asks for {}, which is not on the list of harmless names; nothing was imported or run"
 _HINT = "Only if you trust its author: load it with the program that wrote it, and save plain tensors."
@@ -66,7 +66,8 @@ def read_pickle(
     machine = Machine(data, start, bounds or Bounds(), allowed, persistent)
     record_prefix = f"record {record}: " if record else ""
     try:
-        value = run(machine)
+        perform(machine)
+        value = _only(machine)
     except PickleFault as fault:
         if not complete and isinstance(fault, PickleEnds):
             raise
@@ -77,6 +78,13 @@ def read_pickle(
     if machine.unsafe:
         raise _unsafe(machine.unsafe, file, record_prefix)
     return Pickled(value, machine.at, machine.protocol)
+
+
+def _only(machine: Machine) -> Any:
+    """Return the one value that a pickle has built."""
+    if machine.outer or len(machine.stack) != 1:
+        raise malformed("it does not end with exactly one value")
+    return machine.stack[0]
 
 
 def _unsafe(names: Mapping[str, int], file: str, record_prefix: str) -> TransaxleError:

@@ -6,11 +6,12 @@ It offers the steps what they need and nothing else: bytes of the pickle, names 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
 from transaxle.formats.pickled.allowed_globals.allowed import MEMBER, Names
+from transaxle.formats.pickled.allowed_globals.builders import Build
 from transaxle.formats.pickled.descriptors import NOTHING, Global, Object
 from transaxle.formats.pickled.fault import PickleEnds, malformed
 
@@ -47,6 +48,7 @@ class Machine:
         protocol: what the pickle says.
         left: estimated bytes that may still be built.
         limit: position that it must not reach.
+        histories: what builders keep of earlier calls, by function; see `repeats`.
     """
 
     def __init__(self, data: bytes, start: int, bounds: Bounds, allowed: Names, persistent: PersistentId) -> None:
@@ -59,6 +61,7 @@ class Machine:
         self.memo: dict[int, Any] = {}
         self.left = bounds.memory
         self.limit = start + bounds.size
+        self.histories: dict[Global, Any] = {}
         self._allowed = allowed
         self._persistent = persistent
         self._nested = 0
@@ -164,6 +167,17 @@ class Machine:
             raise malformed("it takes an attribute of something that is not a class")
         self.charge(len(args[0].name) + len(args[1]))
         return self.find(args[0].module, f"{args[0].name}.{args[1]}")
+
+    def is_inert(self, function: Global, builders: Collection[Build]) -> bool:
+        """Tell whether calling a global only describes the call, or is done by one of these builders."""
+        rule = self._allowed.get((function.module, function.name))
+        return rule is not None and rule is not MEMBER and (rule.build is None or rule.build in builders)
+
+    def within(self, data: bytes, memo: dict[int, Any]) -> Machine:
+        """Return a machine for other bytes, with the same names."""
+        inner = Machine(data, 0, Bounds(), self._allowed, self._persistent)
+        inner.memo = memo
+        return inner
 
     def refer(self, pid: object) -> Any:
         """Resolve a persistent id."""

@@ -29,8 +29,8 @@ _LONGEST_NUMBER = 1300
 _U16, _U32, _I32, _U64, _F64 = (struct.Struct(form) for form in ("<H", "<I", "<i", "<Q", ">d"))
 
 
-def run(machine: Machine) -> Any:
-    """Do all steps of a pickle and return its value.
+def perform(machine: Machine) -> None:
+    """Do all steps of a pickle; what it built is on the stack.
 
     Raises:
         PickleFault: whatever is wrong; names that are not allowed are only noted in `machine.unsafe`.
@@ -49,9 +49,6 @@ def run(machine: Machine) -> Any:
         raise malformed("a text is not valid Unicode") from None
     except (ValueError, OverflowError):
         raise malformed("a number is malformed") from None
-    if machine.outer or len(machine.stack) != 1:
-        raise malformed("it does not end with exactly one value")
-    return machine.stack[0]
 
 
 def _run(machine: Machine) -> None:
