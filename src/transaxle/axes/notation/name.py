@@ -234,8 +234,11 @@ class Name:
 
     def format(self, numbers: tuple[int, ...]) -> str:
         """Put numbers into the holes, in order.  Inverse: `match`."""
-        first, *rest = self.literals
-        return first + "".join(f"{number}{literal}" for number, literal in zip(numbers, rest, strict=True))
+        return self._template % numbers
+
+    @cached_property
+    def _template(self) -> str:
+        return "%d".join(literal.replace("%", "%%") for literal in self.literals)
 
 
 def _hole(axes: str, shift: str | None, mesh: str | None, factor: int) -> Hole:
@@ -254,11 +257,14 @@ class Numbering:
 
     def numbers(self, position: Sequence[int]) -> tuple[int | None, ...]:
         """Return the number of each hole for the indices of the name's axes; None where an index is beyond its axis."""
-        numbers = []
+        numbers: list[int | None] = []
         start = 0
         for counter in self.counters:
             stop = start + 1 + len(counter.spans)
-            numbers.append(counter.number(position[start:stop]))
+            if counter.spans:
+                numbers.append(counter.number(position[start:stop]))
+            else:
+                numbers.append(position[start] * counter.factor + counter.shift)
             start = stop
         return tuple(numbers)
 
@@ -279,5 +285,5 @@ class Numbering:
 def natural(name: str) -> tuple[str | tuple[int, str], ...]:
     """Return a sort key in which `layers.2` comes before `layers.10`."""
     return tuple(
-        (len(piece.lstrip("0")), piece.lstrip("0")) if i % 2 else piece for i, piece in enumerate(_SPLIT.split(name))
+        [(len(digits := piece.lstrip("0")), digits) if i % 2 else piece for i, piece in enumerate(_SPLIT.split(name))]
     )

@@ -114,6 +114,11 @@ class ComponentSources:
         return {axis: known[axis] for axis in [*axes, *origin.index] if axis in known}
 
     @property
+    def forms(self) -> set[NumberFormat]:
+        """The forms in which they are stored."""
+        return {place.form for place in self.places.values()}
+
+    @property
     def origins(self) -> tuple[Origin, ...]:
         """The sources, sorted by their indices."""
         origins = (place.origin for place in self.places.values())

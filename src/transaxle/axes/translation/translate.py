@@ -228,7 +228,7 @@ class _Translator:
         for key in keys:
             if numbering is None:
                 numbering = line.name.numbering(self.sizes.at({}))
-            numbers = tuple(-1 if number is None else number for number in numbering.numbers(key))
+            numbers = tuple([-1 if number is None else number for number in numbering.numbers(key)])
             if min(numbers, default=0) < 0:
                 at = ", ".join(f"{axis}={i}" for axis, i in self._index(line, key).items())
                 raise refuse("SHAPE_MISMATCH", f"{line.text}\nthe name would get the number {min(numbers)} for {at}")
@@ -236,8 +236,8 @@ class _Translator:
 
     def _forms(self, name: str, by_component: _SourcesByComponent) -> list[NumberFormat]:
         """Return the forms in which the parts of a target tensor would be written; one, unless they do not fit."""
-        stored = {place.form for sources in by_component.values() for place in sources.places.values()}
-        return sorted({self.recode(name, form) for form in stored})
+        stored = {form for sources in by_component.values() for form in sources.forms}
+        return [self.recode(name, *stored)] if len(stored) == 1 else sorted({self.recode(name, f) for f in stored})
 
     def _gather(self, component: str, slot: str, line: Line) -> dict[Index, ComponentSources]:
         """Collect the sources of one component of a target line, by the target's index.

@@ -45,8 +45,8 @@ class _Arrangement(NamedTuple):
     """Bytes before the tensor."""
     tail: int
     """First byte after it, in the archive."""
-    blanks: tuple[tuple[int, int], ...]
-    """Spans that may differ."""
+    kept: tuple[tuple[int, int], ...]
+    """Spans that may not differ."""
     checksums: tuple[tuple[int, int], ...]
     """Positions of checksums that occur twice; the tensor's comes first."""
 
@@ -76,10 +76,12 @@ class Stencils(Generic[Result]):
             result = known.get(_blanked(skeleton, arrangement))
             if result is None:
                 continue
-            checksum_pairs = [tuple(_CRC.unpack_from(skeleton, at)[0] for at in pair) for pair in arrangement.checksums]
-            if all(first == second for first, second in checksum_pairs):
-                has_tensor = arrangement.tail > arrangement.head
-                return Match(result, checksum_pairs[0][0] if has_tensor and checksum_pairs else 0)
+            for first, second in arrangement.checksums:
+                if skeleton[first : first + _CRC.size] != skeleton[second : second + _CRC.size]:
+                    break
+            else:
+                has_checksum = arrangement.tail > arrangement.head and arrangement.checksums
+                return Match(result, _CRC.unpack_from(skeleton, arrangement.checksums[0][0])[0] if has_checksum else 0)
         return None
 
     def learn(self, payload: Payload, result: Result) -> None:
@@ -111,10 +113,8 @@ class Stencils(Generic[Result]):
 
 
 def _blanked(skeleton: bytes, arrangement: _Arrangement) -> bytes:
-    blank = bytearray(skeleton)
-    for start, stop in arrangement.blanks:
-        blank[start:stop] = bytes(stop - start)
-    return bytes(blank)
+    """Return what is left of a skeleton without the spans that may differ: these have their places in all of them."""
+    return b"".join([skeleton[start:stop] for start, stop in arrangement.kept])
 
 
 def _arranged(archive: Archive) -> _Arrangement | None:
@@ -146,7 +146,9 @@ def _arranged(archive: Archive) -> _Arrangement | None:
                 checksums.append(pair)
     if serial:
         blanks.append((inside(serial.offset), inside(serial.offset) + serial.size))
-    return _Arrangement(head, tail, tuple(blanks), tuple(checksums))
+    edges = sorted(blanks)
+    kept = zip([0, *(stop for _, stop in edges)], [*(start for start, _ in edges), size - (tail - head)], strict=True)
+    return _Arrangement(head, tail, tuple(kept), tuple(checksums))
 
 
 def _directory(archive: Archive) -> Iterator[tuple[str, int, int, int]]:

@@ -121,6 +121,7 @@ class _Items:
         """Of Megatron-FSDP: where the state beside the tensors is."""
         self.shapes: dict[str, Shape] = {}
         """Name of a flattened tensor -> its shape in the model."""
+        self._unread: dict[str, Leaf] = {}
 
     def wanted(self, items: Sequence[SavedItem]) -> list[SavedItem]:
         """Return the items that are tensors of their own, or objects; shapes of flattened tensors are noted."""
@@ -148,7 +149,10 @@ class _Items:
         if name is not None and item.payload is not None:
             self.of_groups[name] = item.payload
         # One for each layer, expert and rank: listed once.
-        return Leaf((_SHARD.sub("", item.key),), "other", None, "pickled state of Megatron's")
+        key = _SHARD.sub("", item.key)
+        if key not in self._unread:
+            self._unread[key] = Leaf((key,), "other", None, "pickled state of Megatron's")
+        return self._unread[key]
 
 
 def _without_aliases(items: Sequence[SavedItem]) -> list[SavedItem]:
