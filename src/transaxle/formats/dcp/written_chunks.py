@@ -21,7 +21,18 @@ VERSION = "1.0.0"
 DTYPES = {code: DType(name) for name, code in CODES.items()}
 """Safetensors code -> torch's type."""
 _METADATA_MODULE = f"{MODULES[0]}.metadata"
-_STORED_MODULE = f"{MODULES[0]}.filesystem"
+_CLASSES = {
+    name: Global(_METADATA_MODULE, name)
+    for name in (
+        "Metadata",
+        "StorageMeta",
+        "MetadataIndex",
+        "ChunkStorageMetadata",
+        "TensorStorageMetadata",
+        "BytesStorageMetadata",
+    )
+}
+_INFO, _SIZE = Global(f"{MODULES[0]}.filesystem", "_StorageInfo"), Global("torch", "Size")
 
 
 class TorchTensor(NamedTuple):
@@ -214,7 +225,7 @@ def metadata_of(tensors: ChunksByTensor, objects: PlacedObjects) -> Object:
             stored[index] = _place(payload)
     for path, payload in objects:
         key = joined(path)
-        described[key] = Object(Global(_METADATA_MODULE, "BytesStorageMetadata"), new=True)
+        described[key] = Object(_CLASSES["BytesStorageMetadata"], new=True)
         paths[key] = path
         stored[_made("MetadataIndex", fqn=key, index=None, offset=None)] = _place(payload)
     about = _made("StorageMeta", checkpoint_id=None, save_id=None, load_id=None, modules=[])
@@ -230,7 +241,7 @@ def metadata_of(tensors: ChunksByTensor, objects: PlacedObjects) -> Object:
 
 def _place(payload: Payload) -> Object:
     state = {"relative_path": payload.file, "offset": payload.offset, "length": payload.length}
-    return Object(Global(_STORED_MODULE, "_StorageInfo"), state=state, new=True)
+    return Object(_INFO, state=state, new=True)
 
 
 def _properties(dtype: DType) -> Object:
@@ -242,8 +253,8 @@ def _properties(dtype: DType) -> Object:
 
 
 def _made(name: str, **fields: object) -> Object:
-    return Object(Global(_METADATA_MODULE, name), state=fields, new=True)
+    return Object(_CLASSES[name], state=fields, new=True)
 
 
 def _size(counts: Shape) -> Object:
-    return Object(Global("torch", "Size"), (counts,))
+    return Object(_SIZE, (counts,))

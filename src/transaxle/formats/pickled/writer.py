@@ -55,6 +55,7 @@ class _Assembler:
     def __init__(self) -> None:
         self.out: list[bytes] = []
         self._memo: dict[str | Global, int] = {}
+        self._counted: dict[tuple[Global, tuple[int, ...]], bytes] = {}
 
     def put(self, value: Any, depth: int) -> None:
         if depth > _DEEPEST:
@@ -81,6 +82,18 @@ class _Assembler:
         self.put(args, depth)
         self.out.append(b"\x81" if new else b"R")
 
+    def counted(self, function: Global, counts: tuple[int, ...], depth: int) -> None:
+        """Call a function with a tuple of integers; what was written before of the same call is written again."""
+        written = self._counted.get((function, counts))
+        if written is None:
+            is_new = function not in self._memo
+            begin = len(self.out)
+            self.call(function, (counts,), depth)
+            if not is_new:
+                self._counted[function, counts] = b"".join(self.out[begin:])
+        else:
+            self.out.append(written)
+
     def items(self, items: Iterable[Any], opcode: bytes, depth: int) -> None:
         """Write items in batches, each between a mark and the opcode that takes them."""
         room = 0
@@ -96,7 +109,14 @@ class _Assembler:
             self.out.append(opcode)
 
     def pairs(self, pairs: Mapping[Any, Any], depth: int) -> None:
-        self.items((part for pair in pairs.items() for part in pair), b"u", depth)
+        if not 0 < len(pairs) <= _BATCH // 2:
+            self.items((part for pair in pairs.items() for part in pair), b"u", depth)
+            return
+        self.out.append(b"(")
+        for key, value in pairs.items():
+            self.put(key, depth)
+            self.put(value, depth)
+        self.out.append(b"u")
 
 
 def _none(a: _Assembler, _value: None, _depth: int) -> None:
@@ -203,9 +223,15 @@ def _object(a: _Assembler, value: Object, depth: int) -> None:
     if value.cls.module == _GETATTR.module and value.cls.name in _SETS:
         a.call(value.cls, (value.items,), depth)
         return
-    a.call(value.cls, value.args, depth, new=value.new)
-    a.items(value.items, b"e", depth)
-    a.pairs(value.pairs, depth)
+    args = value.args
+    if len(args) == 1 and type(args[0]) is tuple and not value.new and all([type(each) is int for each in args[0]]):
+        a.counted(value.cls, args[0], depth)
+    else:
+        a.call(value.cls, args, depth, new=value.new)
+    if value.items:
+        a.items(value.items, b"e", depth)
+    if value.pairs:
+        a.pairs(value.pairs, depth)
     _state(a, value.state, depth)
 
 
