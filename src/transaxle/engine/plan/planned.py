@@ -58,8 +58,7 @@ class Measured:
         return {**data, "shape": list(self.what.shape), **error_data}
 
 
-@dataclass(frozen=True, slots=True)
-class OutputTensor:
+class OutputTensor(msgspec.Struct, frozen=True):
     """One tensor to be written."""
 
     name: str

@@ -224,7 +224,7 @@ def _object(a: _Assembler, value: Object, depth: int) -> None:
         a.call(value.cls, (value.items,), depth)
         return
     args = value.args
-    if len(args) == 1 and type(args[0]) is tuple and not value.new and all([type(each) is int for each in args[0]]):
+    if len(args) == 1 and type(args[0]) is tuple and not value.new and all(type(each) is int for each in args[0]):
         a.counted(value.cls, args[0], depth)
     else:
         a.call(value.cls, args, depth, new=value.new)
