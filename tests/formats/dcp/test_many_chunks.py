@@ -1,0 +1,153 @@
+"""Descriptions of many chunks, read as columns: what is read, and what is refused, is the same as one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from transaxle.errors import Faults, Refusal
+from transaxle.formats.catalog.catalog import Spec
+from transaxle.formats.dcp import metadata
+from transaxle.formats.dcp.metadata import METADATA, Payload, SavedItem, read_metadata
+from transaxle.formats.dcp.written_chunks import ChunksByTensor, PlacedChunk, PlacedObjects, TorchTensor, metadata_of
+from transaxle.formats.pickled.allowed_globals.allowed import INERT
+from transaxle.formats.pickled.descriptors import DType, Global, Object
+from transaxle.formats.pickled.repeats import Run, elements, keys
+from transaxle.formats.pickled.writer import write_pickle
+from transaxle.formats.storage.local import LocalStorage
+
+LAYERS, EXPERTS = 2, 300
+SIZE = Global("torch", "Size")
+STORED, INDEX = "storage_data", "offset"
+Change = Callable[[dict[str, Any]], object]
+
+
+def described() -> Object:
+    """Two tensors of a chunk for each expert and half, and an object for each of them."""
+    tensors: ChunksByTensor = []
+    for number, name in enumerate(("fc1.weight", "fc2.weight")):
+        shape = (LAYERS, EXPERTS, 4096, 8)
+        starts = [
+            (layer, expert, half * 2048, 0) for layer in range(LAYERS) for expert in range(EXPERTS) for half in (0, 1)
+        ]
+        chunks = [
+            PlacedChunk(start, (1, 1, 2048, 8), Payload(f"__0_{number}.distcp", at * 70_000_000, 65536 + 1000))
+            for at, start in enumerate(starts)
+        ]
+        tensors.append((TorchTensor(Spec(name, "F32", shape), (name,), DType("float32"), shape, 0), chunks))
+    objects: PlacedObjects = [
+        ((f"fc1._extra_state/shard_{at}",), Payload("__0_0.distcp", 10**12, 1500)) for at in range(EXPERTS)
+    ]
+    return metadata_of(tensors, objects)
+
+
+def read(folder: Path, made: Object) -> tuple[list[SavedItem] | None, list[Refusal]]:
+    (folder / METADATA).write_bytes(write_pickle(made))
+    faults = Faults()
+    items = read_metadata(LocalStorage(folder), METADATA, faults)
+    return items, list(faults.error().refusals) if faults else []
+
+
+def both(folder: Path, monkeypatch: pytest.MonkeyPatch, change: Change) -> tuple[list[SavedItem] | None, list[Refusal]]:
+    made = described()
+    assert isinstance(made.state, dict)
+    change(made.state)
+    fast = read(folder, made)
+    with monkeypatch.context() as patch:
+        one_by_one = {name: INERT if rule.build in (elements, keys) else rule for name, rule in metadata.NAMES.items()}
+        patch.setattr(metadata, "NAMES", one_by_one)
+        assert fast == read(folder, made)
+    return fast
+
+
+def test_they_are_read_as_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    boxes = metadata._boxes
+
+    def counting(value: object) -> list[Any] | None:
+        found = boxes(value)
+        if isinstance(value, Run):
+            seen.append(len(found or ()))
+        return found
+
+    monkeypatch.setattr(metadata, "_boxes", counting)
+    items, refusals = read(tmp_path, described())
+    assert not refusals
+    assert items is not None
+    chunks = [chunk for item in items for chunk in item.chunks]
+    assert len(chunks) == 4 * LAYERS * EXPERTS
+    assert sum(seen) > 0.9 * len(chunks)
+    assert all(chunk.payload is not None for chunk in chunks)
+    assert sum(item.payload is not None for item in items) == EXPERTS
+
+
+def place_of(state: dict[str, Any], number: int) -> tuple[Object, Object]:
+    found: tuple[Object, Object] = list(state[STORED].items())[number]
+    return found
+
+
+def setting(number: int, which: int, **fields: Any) -> Change:
+    """Change fields of the index (0) or of the place (1) of one part."""
+    return lambda state: place_of(state, number)[which].state.update(fields)  # type: ignore[attr-defined]
+
+
+def everywhere(which: int, **fields: Any) -> Change:
+    def change(state: dict[str, Any]) -> None:
+        for pair in state[STORED].items():
+            pair[which].state.update(fields)
+
+    return change
+
+
+def chunk(number: int, **fields: Any) -> Change:
+    return lambda state: state["state_dict_metadata"]["fc1.weight"].state["chunks"][number].state.update(fields)
+
+
+def all_chunks(**fields: Any) -> Change:
+    def change(state: dict[str, Any]) -> None:
+        for each in state["state_dict_metadata"]["fc2.weight"].state["chunks"]:
+            each.state.update(fields)
+
+    return change
+
+
+def size(*counts: int) -> Object:
+    return Object(SIZE, (counts,))
+
+
+CHANGES: dict[str, tuple[Change, bool]] = {
+    "as it is": (lambda _: None, False),
+    "stored twice": (setting(700, 0, offset=size(0, 10, 0, 0)), True),
+    "stored twice in a run": (setting(701, 0, offset=size(1, 49, 0, 0)), True),
+    "all in one place": (everywhere(0, offset=size(0, 0, 0, 0)), True),
+    "under a key without description": (setting(900, 0, fqn="nothing"), True),
+    "all under a key without description": (everywhere(0, fqn="nothing"), True),
+    "key is no text": (setting(900, 0, fqn=7), True),
+    "keys are no texts": (everywhere(0, fqn=None), True),
+    "place is negative": (setting(900, 1, offset=-1), True),
+    "places are negative": (everywhere(1, length=-1), True),
+    "places are no numbers": (everywhere(1, offset=None), True),
+    "places are true": (everywhere(1, offset=True), True),
+    "bytes are transformed": (everywhere(1, transform_descriptors=["zip"]), True),
+    "one is transformed": (setting(900, 1, transform_descriptors=["zip"]), True),
+    "file is no text": (everywhere(1, relative_path=None), True),
+    "offsets of another rank": (everywhere(0, offset=size(1)), True),
+    "offset is a number": (everywhere(0, offset=1), True),
+    "another file": (setting(900, 1, relative_path="other"), False),
+    "chunk elsewhere": (chunk(800, offsets=size(3, 3, 3, 3)), True),
+    "chunk is malformed": (chunk(800, sizes=None), True),
+    "chunks are malformed": (all_chunks(sizes=5), True),
+    "chunks of another size": (all_chunks(sizes=size(2, 2)), False),
+    "chunks with more fields": (all_chunks(more=(1, "a", None)), False),
+    "chunks with a list": (all_chunks(offsets=[1, 2]), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_same_as_one_by_one(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, is_refused = CHANGES[name]
+    _, refusals = both(tmp_path, monkeypatch, change)
+    assert bool(refusals) == is_refused
