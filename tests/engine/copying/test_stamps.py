@@ -67,7 +67,8 @@ def stamped(source: Source, opened: tx.Checkpoint) -> set[str]:
     targets = opened.translation("hf").targets
     for target in targets.values():
         source.transfers(target)
-    return {name for name, target in targets.items() if source._stamps.transfer(target) is not None}
+    stamps = source._stamps
+    return {name for name, target in targets.items() if stamps is not None and stamps.transfer(target) is not None}
 
 
 def test_experts_are_stamped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, lower
 
 _SCRATCH = 1 << 20
+_CHUNKS = 4
+"""With fewer of them, there is nothing that many targets have in common."""
 _ABSENT: Code = "INCOMPLETE"
 
 
@@ -33,7 +35,7 @@ class Source:
         self.container = container
         self.entries = container.entries if entries is None else entries
         self._copier = Copier(self.entries)
-        self._stamps = Stamps(self.entries)
+        self._stamps: Stamps | None = None
 
     def transfers(self, target: Target, intervals: Intervals | None = None) -> list[Transfer]:
         """Return the transfers that fill a target tensor, or a chunk of it, sorted by where they land.
@@ -46,7 +48,8 @@ class Source:
             (extent,) = self.entries[whole].extents
             size = nbytes(target.dtype, target.shape)
             return [Transfer(extent.file, extent.offset, 0, size)] if size else []
-        if intervals is None and (stamped := self._stamps.transfer(target)):
+        stamps = self._stamps_of(target) if intervals is None else None
+        if stamps is not None and (stamped := stamps.transfer(target)):
             return [stamped]
         bits = ITEM_BITS.get(target.dtype, 8)
         found = []
@@ -62,9 +65,19 @@ class Source:
             item = max(bits // 8, 1)
             found.append(lower(extent.file, extent.offset, item, move.source_offset, move.target_offset, move.loops))
         found.sort(key=_landing)
-        if intervals is None:
-            self._stamps.learn(target, copies, found)
+        if stamps is not None:
+            stamps.learn(target, copies, found)
         return found
+
+    def _stamps_of(self, target: Target) -> Stamps | None:
+        """Return the stamps, for a target that is part of one tensor of many chunks; None for any other."""
+        if len(target.parts) != 1 or len(target.parts[0].origins) != 1:
+            return None
+        if len(self.entries[target.parts[0].origins[0].name].extents) < _CHUNKS:
+            return None
+        if self._stamps is None:
+            self._stamps = Stamps(self.entries)
+        return self._stamps
 
     def covers(self, target: Target) -> bool:
         """Tell whether everything is there that a target consists of."""
