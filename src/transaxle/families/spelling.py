@@ -35,6 +35,10 @@ class _Dialect(msgspec.Struct, frozen=True):
     name: str
 
 
+_Cut = tuple[str, tuple[str, ...], tuple[str, ...] | None]
+"""Mesh axis, axes, and the tensors it is of."""
+
+
 class _Spelled(msgspec.Struct, frozen=True, omit_defaults=True):
     """A family; its fields are those of `Family`, formulas and names as text."""
 
@@ -46,7 +50,8 @@ class _Spelled(msgspec.Struct, frozen=True, omit_defaults=True):
     dialects: tuple[_Dialect, ...]
     named: dict[str, str] = {}
     ties: tuple[tuple[str, str, str], ...] = ()
-    cuts: tuple[tuple[str, tuple[str, ...], tuple[str, ...] | None], ...] = ()
+    cuts: tuple[_Cut, ...] = ()
+    other_cuts: tuple[_Cut, ...] = ()
     within: dict[str, str] = {}
     precise: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()
@@ -69,7 +74,8 @@ def encode(family: Family) -> bytes:
         ),
         named={name: formula.text for name, formula in family.named.items()},
         ties=tuple((tie.alias, tie.original, tie.when.text) for tie in family.ties),
-        cuts=tuple((c.mesh, c.axes, None if c.tensors is None else tuple(sorted(c.tensors))) for c in family.cuts),
+        cuts=tuple(map(_cut, family.cuts)),
+        other_cuts=tuple(map(_cut, family.other_cuts)),
         within=dict(family.within),
         precise=tuple(sorted(family.precise)),
         wrappers=family.wrappers,
@@ -81,6 +87,15 @@ def encode(family: Family) -> bytes:
 def _line(line: Line) -> _Line:
     lossy = None if line.lossy is None else line.lossy.text
     return _Line(line.name.text, line.expression.text, _text(line.when), lossy, line.read_only)
+
+
+def _cut(cut: Cuttable) -> _Cut:
+    return cut.mesh, cut.axes, None if cut.tensors is None else tuple(sorted(cut.tensors))
+
+
+def _cuttable(cut: _Cut) -> Cuttable:
+    mesh, axes, of = cut
+    return Cuttable(mesh, axes, None if of is None else frozenset(of))
 
 
 def _text(formula: Formula | None) -> str | None:
@@ -116,7 +131,8 @@ def decode(data: bytes) -> Family:
         axes={axis: condition(text) for axis, text in spelled.axes.items()},
         tensors={name: LogicalTensor(name, axes, condition(when)) for name, (axes, when) in spelled.tensors.items()},
         ties=tuple(Tie(alias, original, formula(when)) for alias, original, when in spelled.ties),
-        cuts=tuple(Cuttable(mesh, axes, None if of is None else frozenset(of)) for mesh, axes, of in spelled.cuts),
+        cuts=tuple(map(_cuttable, spelled.cuts)),
+        other_cuts=tuple(map(_cuttable, spelled.other_cuts)),
         within=spelled.within,
         named=named,
         dialects=tuple(

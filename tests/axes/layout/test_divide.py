@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.axes.geometry.chunk import whole
-from transaxle.axes.layout.divide import Division, ListedPositions, divide, share_out
+from transaxle.axes.layout.divide import Division, ListedPositions, divide, rank_shares, share_out
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.expression import Expression, parse, size
 from transaxle.axes.notation.family import Cuttable
@@ -170,7 +170,7 @@ def test_tables_say_what_may_be_cut() -> None:
     [
         ("cut tp", "'cut tp = AXIS"),
         ("cut tp = ()", "'cut tp = AXIS"),
-        ("cut ep = g", "'cut tp = AXIS"),
+        ("cut pp = g", "'cut tp = AXIS"),
         ("cut tp = g of", "'of' is not in 'axes'"),
         ("cut tp = z", "'z' is not in 'axes'"),
         ("cut tp = g of z", "'z' is none"),
@@ -230,3 +230,98 @@ def test_a_group_may_be_shared_by_ranks() -> None:
 def test_what_does_not_divide_is_refused(rule: str, axis: str) -> None:
     with pytest.raises(TransaxleError, match=r"does not divide over 2|its padding is split"):
         share_out(parse(rule), [cuttable(axis)], SIZES, 2)
+
+
+FAMILY = """
+family toy
+  axes n d f g r c e m y w p
+  embed : n d
+  norm  : g c
+  q     : g r c d
+  k     : g c d
+  v     : g c d
+  gate  : e f d
+  up    : e f d
+  down  : e d f
+  bias  : e d
+  x     : m w d
+  b     : y w d
+  cut tp = n
+  cut tp = g
+  cut tp = r within g
+  cut tp = f
+  cut tp@engine = none of norm
+  cut tp@engine = d of bias
+  cut tp@engine = m y
+  cut ep = e of gate up down bias
+"""
+ENGINE_SIZES = dict(zip("ndfgrcemywp", (60, 6, 8, 2, 4, 3, 10, 8, 4, 2, 4), strict=True))
+
+
+def shares(rule: str, *, dialect: str = "engine", **degrees: int) -> tuple[int, list[list[int]]] | None:
+    """The dim that is shared out, and every rank's rows of it, one by one."""
+    (family,) = tables.read(FAMILY)
+    found = rank_shares(parse(rule), family, dialect, ENGINE_SIZES, **degrees)
+    if found is None:
+        return None
+    dim, positions = found
+    return dim, [[row for start, stop in intervals for row in range(start, stop)] for intervals in positions]
+
+
+def test_a_fused_dim_is_cut_in_each_component() -> None:
+    heads = [*range(12)], [*range(12, 24)]
+    assert shares("[[q:(g r c) | k:(g c) | v:(g c)] d]", tp=2) == (
+        0,
+        [
+            [*q, *k, *v]
+            for q, k, v in zip(heads, ([24, 25, 26], [27, 28, 29]), ([30, 31, 32], [33, 34, 35]), strict=True)
+        ],
+    )
+    assert shares("[e [gate:f | up:f] d]", tp=4) == (1, [[0, 1, 8, 9], [2, 3, 10, 11], [4, 5, 12, 13], [6, 7, 14, 15]])
+    assert shares("[e (f [gate: | up:]) d]", tp=4) == (1, [[*range(4 * rank, 4 * rank + 4)] for rank in range(4)])
+
+
+def test_ranks_that_share_a_kv_head_hold_copies_of_it() -> None:
+    found = shares("[[q:(g r c) | k:(g c)] d]", tp=4)
+    assert found is not None
+    assert found[1] == [
+        [*range(6 * rank, 6 * rank + 6), *range(24 + rank // 2 * 3, 27 + rank // 2 * 3)] for rank in range(4)
+    ]
+    assert shares("q[d (g r c)]", tp=8) == (1, [[*range(3 * rank, 3 * rank + 3)] for rank in range(8)])
+
+
+def test_padding_is_cut_as_it_is() -> None:
+    assert shares("[[embed:n | 0:p] d]", tp=4) == (0, [[*range(16 * rank, 16 * rank + 16)] for rank in range(4)])
+    assert shares("[e [bias:d | 0:w]]", tp=2) == (1, [[0, 1, 2, 3], [4, 5, 6, 7]])
+    with pytest.raises(TransaxleError, match="64 does not divide over 3 ranks"):
+        shares("[[embed:n | 0:p] d]", tp=3)
+
+
+def test_experts_are_shared_out_unevenly_but_all() -> None:
+    rows = [[0, 1, 2], [3, 4, 5], [6, 7], [8, 9]]
+    assert shares("[e [gate:f | up:f] d]", tp=4, ep=4) == (0, rows)
+    assert shares("down[e d f]", tp=4, ep=4) == (0, rows)
+    assert shares("q[(g r c) d]", tp=2, ep=2) == shares("q[(g r c) d]", tp=2)
+
+
+def test_what_a_dialect_says_goes_before_what_all_have() -> None:
+    assert shares("norm[(g c)]", tp=2) is None
+    assert shares("norm[(g c)]", tp=2, dialect="other") == (0, [[0, 1, 2], [3, 4, 5]])
+    assert shares("x[(m w) d]", tp=2, dialect="other") is None
+
+
+def test_components_without_the_axis_step_with_it_or_are_shared() -> None:
+    halves = [*range(8)], [*range(8, 16)]
+    assert shares("[[x:(m w) | b:(y w)] d]", tp=2) == (
+        0,
+        [[*x, *b] for x, b in zip(halves, ([16, 17, 18, 19], [20, 21, 22, 23]), strict=True)],
+    )
+    found = shares("[[x:(m w) | b:(y w)] d]", tp=8)
+    assert found is not None
+    assert found[1] == [[2 * r, 2 * r + 1, 16 + r // 2 * 2, 17 + r // 2 * 2] for r in range(8)]
+
+
+def test_what_does_not_divide_over_an_engine_is_refused() -> None:
+    for rule, ranks in (("q[(g r c) d]", 3), ("q[(g r c) d]", 16), ("down[e d f]", 3), ("[[x:(m w) | b:(y w)] d]", 16)):
+        with pytest.raises(TransaxleError, match=f"does not divide over {ranks} ranks"):
+            shares(rule, tp=ranks)

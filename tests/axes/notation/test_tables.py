@@ -356,6 +356,33 @@ def test_what_ranks_share_out_within_an_axis() -> None:
         tables.read(text.replace("r within", "s within"))
 
 
+def test_what_ranks_share_out_in_one_dialect() -> None:
+    text = "family toy\n  axes e f g\n  up : e f g\n  cut tp = f\n  cut ep = e of up\n  cut tp@mine = none of up\n"
+    (family,) = tables.read(text)
+    assert [cut.text for cut in family.cuts] == ["f"]
+    assert [(cut.mesh, cut.axes) for cut in family.cuts_of("tp", "mine")] == [("tp@mine", ()), ("tp", ("f",))]
+    assert [(cut.mesh, cut.axes) for cut in family.cuts_of("ep", "mine")] == [("ep", ("e",))]
+    with pytest.raises(TransaxleError, match="'ep' and 'tp@DIALECT' are meshes too"):
+        tables.read(text.replace("cut ep", "cut pp"))
+    with pytest.raises(TransaxleError, match="declared axes only; 'none' is not in 'axes'"):
+        tables.read(text.replace("none of up", "none"))
+
+
+def test_cuts_of_a_dialect_are_beside_those_of_all() -> None:
+    text = (
+        "family toy\n  axes e f\n  up : e f\n  down : e f\n  cut tp = f\n  cut tp@mine = none of up\n"
+        "family more like toy\n  cut tp@mine = none of down\n  cut tp@mine = f\n  cut ep = e\n"
+    )
+    _, family = tables.read(text)
+    assert [(cut.mesh, cut.text, cut.tensors) for cut in (*family.cuts, *family.other_cuts)] == [
+        ("tp", "f", None),
+        ("tp@mine", "()", frozenset({"up"})),
+        ("tp@mine", "()", frozenset({"down"})),
+        ("tp@mine", "f", None),
+        ("ep", "e", None),
+    ]
+
+
 AXES = "family toy\naxes l=num_layers d=hidden_size f=intermediate_size\n"
 GROWING = {
     "axes": (AXES, "axis a{0} = x{0} // 2"),

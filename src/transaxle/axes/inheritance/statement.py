@@ -39,7 +39,9 @@ OPTIONAL = " optional"
 LOSSY = " lossy:"
 _WHEN = re.compile(r"(?<!\s)\s+when\s+")
 _COMPONENT = re.compile(rf"^\s*({WORD})\s*\[|({WORD})\s*:")
-_CUT = re.compile(r"cut\s+\w+\s*=\s*(.*?)\s*(?:(\bof\b.*|\bwithin\b.*))?")
+NONE = "none"
+"""In place of the axes of a `cut`: every rank has all of these tensors."""
+_CUT = re.compile(r"cut\s+([\w@]+)\s*=\s*(.*?)\s*(?:(\bof\b.*|\bwithin\b.*))?")
 _CUT_ITEM = re.compile(r"\([^()]*\)|[^\s()]+")
 
 
@@ -156,14 +158,15 @@ def keyed(statement: Statement) -> Iterator[Keyed]:
 
 def _keyed_cuts(statement: Statement) -> Iterator[Keyed]:
     match = _CUT.fullmatch(statement.text)
-    if match is None or (match[2] or "").startswith(WITHIN):
-        yield (WITHIN, match[1] if match is not None else statement.text), statement
+    if match is None or (match[3] or "").startswith(WITHIN):
+        yield (WITHIN, match[2] if match is not None else statement.text), statement
         return
-    for item in _CUT_ITEM.findall(match[1]):
-        yield (
-            (CUT, " ".join(item.strip("()").split())),
-            statement.saying(f"cut tp = {item} {match[2] or ''}".strip()),
-        )
+    mesh, items, tensors = match[1], match[2], match[3] or ""
+    for item in _CUT_ITEM.findall(items):
+        name = " ".join(item.strip("()").split())
+        if mesh != "tp":  # beside the cuts of all dialects, not in their place
+            name = f"{mesh} {name} {tensors}".strip() if name == NONE else f"{mesh} {name}"
+        yield (CUT, name), statement.saying(f"cut {mesh} = {item} {tensors}".strip())
 
 
 def left_out_of(statement: Statement) -> list[Key]:

@@ -15,13 +15,15 @@ from math import prod
 import numpy as np
 
 from transaxle.axes.geometry.chunk import ChunkRule, Intervals, Replicated, take
-from transaxle.axes.geometry.ranges import Indices, axes_in, positions_of
+from transaxle.axes.geometry.ranges import Indices, Ranges, axes_in, positions, positions_of
 from transaxle.axes.layout.solve import mismatch, root, unknown, unknown_axis
 from transaxle.axes.notation.expression import PADDING, Axis, Expression, Merge, Node, Sum, size, walk
-from transaxle.axes.notation.family import Cuttable
+from transaxle.axes.notation.family import Cuttable, Family
 from transaxle.errors import refuse
 
 Shape = tuple[int, ...]
+Shares = tuple[int, tuple[Intervals, ...]]
+"""The dim that ranks share out, and every rank's positions in it, in local order."""
 _APART = "'"
 """Suffix that renames an axis in the components that a `cut` statement does not name."""
 
@@ -92,9 +94,7 @@ def divide(
     )
 
 
-def share_out(
-    expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], ranks: int
-) -> tuple[int, tuple[Intervals, ...]] | None:
+def share_out(expression: Expression, cuts: Sequence[Cuttable], sizes: Mapping[str, int], ranks: int) -> Shares | None:
     """Cut a stored tensor evenly over ranks: along the axis of the first statement that applies to it.
 
     Args:
@@ -130,8 +130,123 @@ def share_out(
     return None
 
 
+def rank_shares(
+    expression: Expression, family: Family, dialect: str, sizes: Mapping[str, int], *, tp: int, ep: int = 1
+) -> Shares | None:
+    """Cut a stored tensor as an inference engine's ranks hold it: by the first statement that applies to it.
+
+    A fused dim is cut in each of its components; a padded one as it is, padding and all. Ranks beyond the number of an
+    axis share its indices where the family says what they share out within one (kv heads, `cut tp = r within g`).
+
+    Args:
+        expression: what it holds.
+        family: has the `cut` statements.
+        dialect: name of the dialect; what it says itself goes before what holds in every one.
+        sizes: axis -> size in the whole model; every size is known.
+        tp: number of tensor-parallel ranks.
+        ep: number of ranks that share out experts, the first of them having one more where they do not divide.
+
+    Returns:
+        None where every rank holds all of it.
+
+    Raises:
+        Refused: UNSUPPORTED where an axis does not divide.
+    """
+    for mesh, ranks in (("ep", ep), ("tp", tp)):
+        applying = [
+            cut
+            for cut in (family.cuts_of(mesh, dialect) if ranks > 1 else ())
+            if cut.tensors is None or not cut.tensors.isdisjoint(expression.components)
+        ]
+        for number, cut in enumerate(applying):
+            if not cut.axes:
+                return None
+            for dim, node in enumerate(expression.dims):
+                if axes_in(node).issuperset(cut.axes):
+                    spans = _spans(expression, cut, node, family.within, sizes, ranks)
+                    if spans is None:
+                        step = size(node, sizes) // ranks
+                        return dim, tuple(((rank * step, (rank + 1) * step),) for rank in range(ranks))
+                    for beside in applying[number + 1 :]:
+                        _step_with(expression, beside, node, sizes, spans)
+                    return dim, _of_spans(node, cut, sizes, spans)
+    return None
+
+
+def _spans(
+    expression: Expression,
+    cut: Cuttable,
+    node: Node,
+    within: Mapping[str, str],
+    sizes: Mapping[str, int],
+    ranks: int,
+) -> list[dict[str, tuple[int, int]]] | None:
+    """Return which indices of which axes each rank has of a dim; None where the dim is padded and cut as it is."""
+    *outer, axis = cut.axes
+    count, inner = sizes[axis], within.get(axis)
+    whole, sharing = count % ranks == 0, ranks // count if count and ranks % count == 0 else 0
+    if _padded(node):
+        count = size(node, sizes)
+        if count % ranks == 0:
+            return None
+    elif cut.mesh.partition("@")[0] == "ep":
+        each, more = divmod(count, ranks)
+        ends = [each * (rank + 1) + min(rank + 1, more) for rank in range(ranks)]
+        return [{axis: span} for span in zip([0, *ends], ends, strict=False)]
+    elif whole and not outer:
+        return [{axis: span} for span in _even(count, ranks)]
+    elif sharing and inner is not None and not outer and sizes[inner] % sharing == 0:
+        parts = _even(sizes[inner], sharing)
+        return [{axis: (rank // sharing, rank // sharing + 1), inner: parts[rank % sharing]} for rank in range(ranks)]
+    message = f"{expression.text}\n{cut.text}: {count} does not divide over {ranks} ranks"
+    raise refuse("UNSUPPORTED", message, hint="Choose another degree of parallelism.")
+
+
+def _even(count: int, ranks: int) -> list[tuple[int, int]]:
+    each = count // ranks
+    return [(rank * each, (rank + 1) * each) for rank in range(ranks)]
+
+
+def _step_with(
+    expression: Expression,
+    cut: Cuttable,
+    node: Node,
+    sizes: Mapping[str, int],
+    spans: list[dict[str, tuple[int, int]]],
+) -> None:
+    """Let ranks share out another axis too, which is in other components of the same dim: groups of a state space
+    beside its heads. Ranks beyond the number of its indices share these.
+    """
+    if len(cut.axes) != 1 or cut.tensors is not None or cut.axes[0] not in axes_in(node):
+        return
+    (axis,) = cut.axes
+    taken = set(spans[0])
+    if any(axis in axes and taken.intersection(axes) for axes in map(expression.axes_of, expression.components)):
+        return
+    ranks, count = len(spans), sizes[axis]
+    if count % ranks and ranks % count:
+        message = f"{expression.text}\n{cut.text}: {count} does not divide over {ranks} ranks"
+        raise refuse("UNSUPPORTED", message, hint="Choose another degree of parallelism.")
+    sharing = max(1, ranks // count)
+    parts = _even(count, ranks // sharing)
+    for rank, each in enumerate(spans):
+        each[axis] = parts[rank // sharing]
+
+
+def _of_spans(node: Node, cut: Cuttable, sizes: Mapping[str, int], spans: Sequence[Ranges]) -> tuple[Intervals, ...]:
+    """Return every rank's positions in a dim, in the components that a statement is of."""
+    renamed = _apart(node, cut)
+    known = {**sizes, **_marked(renamed, sizes)}
+    there = axes_in(renamed)
+    return tuple(positions(renamed, known, {a: span for a, span in each.items() if a in there}) for each in spans)
+
+
+def _padded(node: Node) -> bool:
+    return any(name == PADDING for inner in walk(node) if isinstance(inner, Sum) for name, _ in inner.segments)
+
+
 def _refuse_padding(expression: Expression, node: Node) -> None:
-    if any(name == PADDING for inner in walk(node) if isinstance(inner, Sum) for name, _ in inner.segments):
+    if _padded(node):
         raise refuse("UNSUPPORTED", f"{expression.text}\nits padding is split over the ranks too")
 
 

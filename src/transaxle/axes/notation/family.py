@@ -50,9 +50,9 @@ class Cuttable:
     """An axis that the ranks of a mesh may share out."""
 
     mesh: str
-    """The mesh axis, `tp`."""
+    """The mesh axis, `tp` or `ep`; `tp@vllm` where a dialect has a cut of its own."""
     axes: tuple[str, ...]
-    """The axis; several axes are cut as one flattened axis, outermost first."""
+    """The axis; several axes are cut as one flattened axis, outermost first; none: every rank has all."""
     tensors: frozenset[str] | None = None
     """The tensors it applies to; None: every tensor with the axis."""
 
@@ -151,6 +151,8 @@ class Family:
     """Tensors that may be one."""
     cuts: tuple[Cuttable, ...] = ()
     """Axes that tensor-parallel ranks may share out."""
+    other_cuts: tuple[Cuttable, ...] = ()
+    """Axes that expert-parallel ranks may share out, and the cuts of single dialects."""
     within: Mapping[str, str] = field(default_factory=dict)
     """Outer axis -> inner axis, for `cut tp = INNER within OUTER`: where there are more ranks than indices of the
     outer axis (kv heads), the ranks that get the same outer index divide the inner axis (its query heads) among
@@ -181,6 +183,17 @@ class Family:
         named = [d for d in self.dialects if d.name == label]
         exact = [d for d in self.dialects if d.label == label]
         return max(named, key=lambda dialect: age(dialect.version), default=None) or next(iter(exact), None)
+
+    def cuts_of(self, mesh: str, dialect: str) -> tuple[Cuttable, ...]:
+        """Return what the ranks of a mesh axis share out in a dialect; what it says itself comes first.
+
+        Args:
+            mesh: `tp` or `ep`.
+            dialect: its name.
+        """
+        every = (*self.cuts, *self.other_cuts)
+        own = tuple(cut for cut in every if cut.mesh == f"{mesh}@{dialect}")
+        return own + tuple(cut for cut in every if cut.mesh == mesh)
 
     @cached_property
     def labels(self) -> tuple[str, ...]:

@@ -14,6 +14,8 @@
       precise extra                              # keeps its number type where all others are cast
       cut tp = f                                 # what tensor-parallel ranks may share out
       cut tp = d of extra                        # this axis in one tensor only
+      cut tp@fancy = none of extra               # in this dialect, every rank has all of it
+      cut ep = e of up                           # what expert-parallel ranks may share out
 
     dialect hf
       layers.{l}.up.weight = up[f d]
@@ -43,6 +45,7 @@ from transaxle.axes.inheritance.statement import (
     HINT,
     IGNORE,
     LOSSY,
+    NONE,
     WORD,
     Statement,
     split_when,
@@ -63,7 +66,7 @@ _NAMED = re.compile(rf"\w+\s+({WORD})\s*=(.+)")
 _TENSOR = re.compile(rf"({WORD})\s*:\s*((?:{WORD}\s*)*)")
 _TIE = re.compile(rf"tie\s+({WORD})\s*=\s*({WORD})")
 _CUT_ITEM = rf"{WORD}\b|\((?:\s*{WORD}\b)+\s*\)"
-_CUT = re.compile(rf"cut\s+(tp)\s*=((?:\s*(?:{_CUT_ITEM}))+?)(?:\s+of((?:\s+{WORD}\b)+))?")
+_CUT = re.compile(rf"cut\s+((?:tp|ep)(?:@{WORD})?)\s*=((?:\s*(?:{_CUT_ITEM}))+?)(?:\s+of((?:\s+{WORD}\b)+))?")
 _WITHIN = re.compile(rf"cut\s+tp\s*=\s*({WORD})\s+within\s+({WORD})")
 _MOST_PROBLEMS = 100
 """Cap on the number of reported problems."""
@@ -279,16 +282,21 @@ class _TableParser:
         match = _CUT.fullmatch(text)
         if match is None:
             forms = "'cut tp = AXIS …', 'cut tp = AXIS … of TENSOR …' or 'cut tp = AXIS within AXIS'"
-            raise self.expected(f"{forms}; '(AXIS AXIS)' counts through both")
+            raise self.expected(f"{forms}; '(AXIS AXIS)' counts through both; 'ep' and 'tp@DIALECT' are meshes too")
         mesh, items, owners = match.groups()
         tensors = None if owners is None else frozenset(owners.split())
         for name in sorted((tensors or frozenset()) - self.family.tensors.keys()):
             self.problem(f"a tensor of the family, declared above; {name!r} is none", name)
         axes = [tuple(item.strip("()").split()) for item in re.findall(_CUT_ITEM, items)]
+        if axes == [(NONE,)] and tensors is not None:
+            axes = [()]
         for axis in sorted({axis for names in axes for axis in names} - self.family.axes.keys()):
             self.problem(f"declared axes only; {axis!r} is not in 'axes'", axis)
         cuts = tuple(Cuttable(mesh, names, tensors) for names in axes)
-        self.touch(replace(self.family, cuts=self.family.cuts + cuts))
+        if mesh == "tp":
+            self.touch(replace(self.family, cuts=self.family.cuts + cuts))
+        else:
+            self.touch(replace(self.family, other_cuts=self.family.other_cuts + cuts))
 
     def precise(self, text: str) -> None:
         assert self.family is not None
