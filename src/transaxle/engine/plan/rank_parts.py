@@ -15,13 +15,13 @@ from transaxle.axes.geometry.chunk import Intervals
 from transaxle.axes.geometry.ranges import axes_in
 from transaxle.axes.geometry.strided import row_major
 from transaxle.axes.layout.bind import bind, split_slot
-from transaxle.axes.layout.divide import share_out
+from transaxle.axes.layout.divide import rank_shares, share_out
 from transaxle.axes.layout.solve import unknown
 from transaxle.axes.notation.expression import PADDING, Node, Sum, size
-from transaxle.axes.notation.family import Line
+from transaxle.axes.notation.family import Family, Line, Sizes
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
-from transaxle.errors import Refusal, TransaxleError, Where
+from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.formats.catalog.catalog import Entry, Extent
 from transaxle.formats.catalog.inline import NumbersInMemory
 from transaxle.formats.dtype import ITEM_BITS
@@ -30,6 +30,8 @@ from transaxle.formats.storage.storage import layer
 Parts = Mapping[str, tuple[int, tuple[Intervals, ...]] | None]
 """Parameter -> the dim that tensor-parallel ranks share out, and the positions of each; None: all have all of it."""
 _TP = "tp"
+_RANKS = "tensor_parallel_size"
+"""Key that formulas find in a config: for tensors that have one part of their whole on each rank."""
 _WIDEST = 16
 """Bytes of the widest element."""
 
@@ -89,6 +91,51 @@ def rank_parts(
                 problems.extend(
                     Refusal(each.code, each.message, Where(None, name), each.hint) for each in error.refusals
                 )
+    return found
+
+
+def for_ranks(config: Mapping[str, Any], tp: int) -> dict[str, Any]:
+    """Return a config as formulas see it on so many tensor-parallel ranks; the text model's part says so too."""
+    nested = config.get("text_config")
+    inner = {"text_config": {**nested, _RANKS: tp}} if isinstance(nested, Mapping) else {}
+    return {**config, **inner, _RANKS: tp}
+
+
+def engine_parts(
+    family: Family, dialect: str, config: Mapping[str, Any], names: Collection[str], *, tp: int, ep: int = 1
+) -> Parts:
+    """Return what the ranks of an inference engine hold of its parameters.
+
+    Args:
+        family: of the model.
+        dialect: the engine's.
+        config: of the model.
+        names: of the parameters; those that the dialect does not have are left out.
+        tp: number of tensor-parallel ranks.
+        ep: how many of them share out the experts: all, or 1 where each has a part of every expert.
+
+    Raises:
+        Refused: UNSUPPORTED, with every parameter that does not divide.
+        UsageError: UNKNOWN_AXIS where a size is not known.
+    """
+    sizes = Sizes(family, for_ranks(config, 1 if ep > 1 else tp))
+    label = pick_dialect(family, dialect)
+    bound = bind(tuple(names), family, label, sizes)
+    found: dict[str, tuple[int, tuple[Intervals, ...]] | None] = {}
+    problems: list[Refusal] = []
+    known: dict[tuple[Line, frozenset[tuple[str, int]]], tuple[int, tuple[Intervals, ...]] | None] = {}
+    for (line, _), names_of_line in bound.names.items():
+        for position, name in names_of_line.items():
+            at = sizes.at(dict(zip(line.name.axes, position, strict=True)))
+            key = line, frozenset(at.items())
+            try:
+                if key not in known:
+                    known[key] = rank_shares(line.expression, family, label.name, at, tp=tp, ep=ep)
+                found[name] = known[key]
+            except TransaxleError as error:
+                problems.extend(replace(each, where=Where(None, name)) for each in error.refusals)
+    if problems:
+        raise gathered(problems)
     return found
 
 

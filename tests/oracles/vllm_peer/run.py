@@ -1,0 +1,188 @@
+"""The process in vLLM's environment: builds each model on every rank, lets vLLM load it, and stores what it holds.
+
+    python -m tests.oracles.vllm_peer.run FOLDER [MODEL ...]
+
+writes, for each model, `hub` (what transformers stores of a model whose numbers are counted through), and for each rank
+`TP-EP-RANK.safetensors`: the parameters and stored buffers of vLLM's own model after its own `load_weights`, before
+kernels repack them. The ranks are built one after the other in this process, each under vLLM's own groups with the
+rank and the size of the job that it stands for. `said.json` has what went wrong.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import distributed as dist
+
+from tests.oracles.vllm_peer.models import MODELS, Model
+
+ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "DO_NOT_TRACK": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""Set before vLLM is imported."""
+Tensors = dict[str, torch.Tensor]
+HUB, SAID = "hub", "said.json"
+BUFFER = "buffer "
+"""Stands before the names of stored buffers."""
+_MOST = 2**24
+"""Integers up to here are float32 numbers."""
+_EXPONENTS = "A_log"
+"""Ends the names of what is stored as a logarithm."""
+
+
+def _number(tensors: Tensors) -> None:
+    """Give every element of the model a number of its own."""
+    start = 1
+    for name, value in sorted(tensors.items()):
+        if not value.is_floating_point():
+            continue
+        if name.endswith(_EXPONENTS):
+            value.copy_(torch.linspace(0, 2, value.numel()).reshape(value.shape))
+        else:
+            value.copy_(torch.arange(start, start + value.numel()).reshape(value.shape))
+            start += value.numel()
+    assert start < _MOST, "more elements than there are numbers"
+
+
+def _hub(model: Model, folder: Path) -> None:
+    """Let transformers store the model."""
+    import transformers
+
+    keys = {key: value for key, value in model.config.items() if key != "model_type"}
+    configuration = transformers.AutoConfig.for_model(model.config["model_type"], **keys)
+    made = getattr(transformers, model.kind)(configuration).float().eval()
+    with torch.no_grad():
+        _number(made.state_dict())
+    made.tie_weights()
+    made.save_pretrained(folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text("utf-8")) | {"architectures": [model.architecture], **model.more}
+    path.write_text(json.dumps(config), "utf-8")
+
+
+def _stand_ins() -> None:
+    """What a CPU lacks of vLLM and does not need to load weights, and a look at classes without a process for each."""
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    _stand_ins.library = library  # type: ignore[attr-defined]
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
+    from vllm.model_executor.layers.fused_moe.oracle.unquantized import backend_to_kernel_cls
+    from vllm.model_executor.models import registry
+
+    registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
+        self.load_model_cls()
+    )
+    select = experts.select_unquantized_moe_backend
+
+    def selected(moe_config: Any) -> Any:
+        try:
+            return select(moe_config=moe_config)
+        except NotImplementedError:
+            cpu = experts.UnquantizedMoeBackend.CPU
+            return cpu, backend_to_kernel_cls(cpu)[0]
+
+    experts.select_unquantized_moe_backend = selected
+
+
+def _start() -> None:
+    """Make the groups of a job of one rank."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    with set_current_vllm_config(VllmConfig()):
+        dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # type: ignore[attr-defined]
+        parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+
+
+def _pretend(rank: int, ranks: int) -> None:
+    """Let vLLM's groups say that this is one rank of several."""
+    from vllm.distributed import parallel_state
+
+    for group in (parallel_state._TP, parallel_state._EP, parallel_state._ETP):
+        if group is not None:
+            group.world_size, group.rank_in_group = ranks, rank
+
+
+def _held(folder: Path, rank: int, ranks: int, *, experts: bool) -> Tensors:
+    """What vLLM holds on one rank."""
+    from vllm.config import (
+        CacheConfig,
+        DeviceConfig,
+        LoadConfig,
+        ModelConfig,
+        ParallelConfig,
+        VllmConfig,
+        set_current_vllm_config,
+    )
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    model_config = ModelConfig(
+        model=str(folder), tokenizer=str(folder), skip_tokenizer_init=True, dtype="float32", max_model_len=64,
+        enforce_eager=True,
+    )  # fmt: skip
+    config = VllmConfig(
+        model_config=model_config,
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=ranks, enable_expert_parallel=experts, distributed_executor_backend="mp"
+        ),
+        load_config=LoadConfig(load_format="safetensors", use_tqdm_on_load=False),
+        device_config=DeviceConfig("cpu"),
+        cache_config=CacheConfig(),
+    )
+    config.parallel_config.rank = rank
+    _pretend(rank, ranks)
+    with set_current_vllm_config(config):
+        torch.set_default_dtype(torch.float32)
+        model = initialize_model(config, model_config=model_config)
+        for parameter in model.parameters():  # what is not loaded shows
+            parameter.data.fill_(float("nan") if parameter.is_floating_point() else -1)
+        DefaultModelLoader(config.load_config).load_weights(model, model_config)
+    buffers = {f"{BUFFER}{name}": value for name, value in model.named_buffers() if name in model.state_dict()}
+    return {name: value.detach().clone() for name, value in (*model.named_parameters(), *buffers.items())}
+
+
+def _one(model: Model, folder: Path) -> None:
+    _hub(model, folder / HUB)
+    for ranks, sharing in model.degrees:
+        for rank in range(ranks):
+            held = _held(folder / HUB, rank, ranks, experts=sharing > 1)
+            save_file({n: v.contiguous() for n, v in held.items()}, folder / f"{ranks}-{sharing}-{rank}.safetensors")
+
+
+def main(target: Path, names: list[str]) -> None:
+    """Write what vLLM holds of models, of all where none is named."""
+    os.environ.update(ENVIRONMENT)
+    _stand_ins()
+    _start()
+    for name in names or MODELS:
+        folder = target / name
+        folder.mkdir()
+        said: dict[str, str] = {}
+        try:
+            _one(MODELS[name], folder)
+        except Exception as error:  # noqa: BLE001 - the test shows it
+            said = {"error": f"{type(error).__name__}: {error}"}
+        (folder / SAID).write_text(json.dumps(said), "utf-8")
+        gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
