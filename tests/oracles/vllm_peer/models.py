@@ -23,6 +23,10 @@ class Model:
     """Keys of published configs that vLLM reads and transformers does not write."""
     kind: str = ""
     """The class in transformers, where it has another name."""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of names that transformers stores -> those that vLLM reads, of the hub's own files."""
+    transposed: str = ""
+    """Ends the names of experts that vLLM reads with their last dims exchanged, as the hub's first files have them."""
     left: str = ""
     """Parameters that vLLM itself leaves as they were: a part of their names."""
     most: int = 4
@@ -31,7 +35,8 @@ class Model:
     @property
     def degrees(self) -> tuple[Degrees, ...]:
         """The ranks that it is loaded on."""
-        experts = ((2, 2), (4, 4)) if self.config.keys() & _COUNTS else ()
+        keys = self.config.keys() | self.config.get("text_config", {}).keys()
+        experts = ((2, 2), (4, 4)) if keys & _COUNTS else ()
         return tuple(each for each in ((1, 1), (2, 1), (4, 1), *experts) if each[0] <= self.most)
 
 
@@ -141,6 +146,58 @@ _LFM = {"conv_dim": 128, "conv_dim_out": 128, "block_dim": 128, "block_ff_dim": 
 _HY = {"expert_hidden_dim": 24, "moe_router_enable_expert_bias": True, "route_norm": True, "qk_norm": True}
 
 
+_TOWER = {
+    "depth": 2,
+    "hidden_size": 64,
+    "num_heads": 4,
+    "in_channels": 3,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "intermediate_size": 96,
+    "out_hidden_size": 128,
+}
+_POSITIONS = {**_TOWER, "num_position_embeddings": 16}
+_DEEP = {**_POSITIONS, "deepstack_visual_indexes": [0]}
+_SIGLIP = {
+    "model_type": "siglip_vision_model",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+    "vision_use_head": False,
+}
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_THREE = {"rope_parameters": {**_ROPE, "mrope_section": [8, 12, 12], "mrope_interleaved": True}}
+_PART = {
+    "rope_parameters": {
+        **_ROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 3, 3], "mrope_interleaved": True,
+    }
+}  # fmt: skip
+_MIXED = {
+    "hybrid_override_pattern": "M*E-",
+    "layers_block_type": ["mamba", "attention", "moe", "mlp"],
+    "num_hidden_layers": 4,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 4,
+    "ssm_state_size": 16,
+    "conv_kernel": 4,
+    "expand": 1,
+    "chunk_size": 16,
+    "n_routed_experts": 10,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_INDEXED = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
+
+
 def _model(
     architecture: str,
     model_type: str,
@@ -155,7 +212,26 @@ def _model(
     for part in (*parts, config):
         merged |= part
     keys = {key: value for key, value in merged.items() if value is not None or key == "q_lora_rank"}
-    return Model(architecture, {"model_type": model_type, **keys}, more or {}, kind or architecture, left, most)
+    return Model(
+        architecture, {"model_type": model_type, **keys}, more or {}, kind or architecture, left=left, most=most
+    )
+
+
+def _pictured(
+    architecture: str,
+    model_type: str,
+    text: str,
+    *parts: Config,
+    vision: Config,
+    renamed: Mapping[str, str] | None = None,
+    transposed: str = "",
+    **config: Any,
+) -> Model:
+    """A model of text and pictures."""
+    inner = _model(architecture, text, *parts).config
+    whole = {"model_type": model_type, "tie_word_embeddings": False, **config}
+    whole |= {"text_config": inner, "vision_config": vision}
+    return Model(architecture, whole, kind=architecture, renamed=renamed or {}, transposed=transposed)
 
 
 MODELS = {
@@ -184,6 +260,7 @@ MODELS = {
         "Cohere2MoeForCausalLM", "cohere2_moe", _WIDE, _TIED, num_shared_experts=2, first_k_dense_replace=1,
         prefix_dense_intermediate_size=112, expert_selection_fn="softmax",
     ),
+    "deepseek_v32": _model("DeepseekV32ForCausalLM", "deepseek_v32", _LATENT, _INDEXED, more=_BY_BIAS),
     "ernie4_5": _model("Ernie4_5ForCausalLM", "ernie4_5"),
     "ernie4_5_moe": _model("Ernie4_5_MoeForCausalLM", "ernie4_5_moe", _ERNIE, _NARROW),
     "exaone4": _model("Exaone4ForCausalLM", "exaone4"),
@@ -249,6 +326,7 @@ MODELS = {
     "ministral3": _model("Ministral3ForCausalLM", "ministral3"),
     "mistral": _model("MistralForCausalLM", "mistral"),
     "nemotron": _model("NemotronForCausalLM", "nemotron"),
+    "nemotron_h": _model("NemotronHForCausalLM", "nemotron_h", _MIXED),
     "olmo": _model("OlmoForCausalLM", "olmo", _NARROW),
     "olmo2": _model("Olmo2ForCausalLM", "olmo2", _NARROW),
     "olmo3": _model("Olmo3ForCausalLM", "olmo3", _NARROW),
@@ -269,6 +347,25 @@ MODELS = {
     "stablelm": _model("StableLmForCausalLM", "stablelm", _NARROW),
     "starcoder2": _model("Starcoder2ForCausalLM", "starcoder2", _NARROW),
     "vaultgemma": _model("VaultGemmaForCausalLM", "vaultgemma", _TIED),
+    "gemma3_whole": _pictured(
+        "Gemma3ForConditionalGeneration", "gemma3", "gemma3_text", vision=_SIGLIP, mm_tokens_per_image=4,
+        renamed={"vision_tower.": "vision_tower.vision_model."},
+    ),
+    "qwen2_5_vl": _pictured(
+        "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "qwen2_5_vl_text", _NARROW, _THREE, {"hidden_size": 512},
+        vision={**_TOWER, "out_hidden_size": 512, "fullatt_block_indexes": [1], "window_size": 8},
+    ),
+    "qwen3_vl": _pictured("Qwen3VLForConditionalGeneration", "qwen3_vl", "qwen3_vl_text", _THREE, vision=_DEEP),
+    "qwen3_vl_moe": _pictured(
+        "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", "qwen3_vl_moe_text", _EXPERTS, _THREE,
+        {"norm_topk_prob": True}, vision=_DEEP, transposed="_proj",
+    ),
+    "qwen3_5_whole": _pictured(
+        "Qwen3_5ForConditionalGeneration", "qwen3_5", "qwen3_5_text", _NET, _FOUR, _PART, vision=_POSITIONS
+    ),
+    "qwen3_5_moe_whole": _pictured(
+        "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", "qwen3_5_moe_text", _NET_EXPERTS, _PART, vision=_POSITIONS
+    ),
     "flex_olmo": _model("FlexOlmoForCausalLM", "flex_olmo", _WIDE, _NARROW, most=2),
     "hunyuan_v1_moe": _model("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", num_experts=10, moe_topk=2, most=2),
     "mellum": _model("MellumForCausalLM", "mellum", _EXPERTS, most=2),

@@ -13,12 +13,14 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 
 from tests.oracles.vllm_peer.models import MODELS, Model
@@ -74,15 +76,34 @@ def _hub(model: Model, folder: Path) -> None:
     path.write_text(json.dumps(config), "utf-8")
 
 
+def _published(model: Model, folder: Path) -> Path:
+    """The folder that vLLM reads: tensors as in the hub's own files, where transformers stores them otherwise."""
+    if not model.renamed and not model.transposed:
+        return folder
+    target = folder.with_name("published")
+    target.mkdir()
+    stored: Tensors = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        for old, new in model.renamed.items():
+            name = re.sub(rf"^{re.escape(old)}", new, name)
+        turned = model.transposed and ".experts." in name and name.endswith(model.transposed)
+        stored[name] = value.transpose(1, 2).contiguous() if turned else value
+    save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(folder / "config.json", target)
+    return target
+
+
 def _stand_ins() -> None:
     """What a CPU lacks of vLLM and does not need to load weights, and a look at classes without a process for each."""
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     _stand_ins.library = library  # type: ignore[attr-defined]
+    from vllm.model_executor.layers.fused_moe import config
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as experts
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import backend_to_kernel_cls
     from vllm.model_executor.models import registry
+    from vllm.platforms.cpu import CpuPlatform
 
     registry._LazyRegisteredModel.inspect_model_cls = lambda self: registry._ModelInfo.from_model_cls(
         self.load_model_cls()
@@ -97,6 +118,25 @@ def _stand_ins() -> None:
             return cpu, backend_to_kernel_cls(cpu)[0]
 
     experts.select_unquantized_moe_backend = selected
+    config.current_platform = _Platform()
+    backend = CpuPlatform.get_attn_backend_cls.__func__
+
+    def dense(cls: Any, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> Any:
+        return backend(cls, selected_backend, attn_selector_config._replace(use_sparse=False), num_heads)
+
+    CpuPlatform.get_attn_backend_cls = classmethod(dense)
+
+
+class _Platform:
+    """A CPU that has kernels for experts without a gate."""
+
+    def __getattr__(self, name: str) -> Any:
+        from vllm.platforms import current_platform
+
+        return getattr(current_platform, name)
+
+    def is_cuda_alike(self) -> bool:
+        return True
 
 
 def _start() -> None:
@@ -160,9 +200,10 @@ def _held(folder: Path, rank: int, ranks: int, *, experts: bool) -> Tensors:
 
 def _one(model: Model, folder: Path) -> None:
     _hub(model, folder / HUB)
+    read = _published(model, folder / HUB)
     for ranks, sharing in model.degrees:
         for rank in range(ranks):
-            held = _held(folder / HUB, rank, ranks, experts=sharing > 1)
+            held = _held(read, rank, ranks, experts=sharing > 1)
             save_file({n: v.contiguous() for n, v in held.items()}, folder / f"{ranks}-{sharing}-{rank}.safetensors")
 
 
