@@ -122,6 +122,22 @@ def test_a_few_strange_names_do_not_matter() -> None:
     assert found((*NAMES, "optimizer.state", "rng", "model.layers.0.extra")) == ("qwen3_moe", "hf", "")
 
 
+@pytest.mark.parametrize("family", ["falcon", "bloom", "gpt2", "phi3"])
+def test_an_engine_that_has_the_names_of_the_hub_is_never_guessed(family: str) -> None:
+    """It may hold other contents under them: its dialect must be named."""
+    dialect = builtin()[family].dialect("vllm")
+    assert dialect is not None
+    names = tuple(line.name.text.replace("{l}", "0") for line in dialect.lines if not line.read_only)
+    config = {"model_type": family}
+    assert recognise(names, config, builtin()).dialect.name == "hf"
+    assert recognise(names, config, builtin(), dialect="vllm").dialect.name == "vllm"
+
+
+def test_an_engine_is_known_by_names_of_its_own() -> None:
+    names = ("model.layers.0.self_attn.qkv_proj.weight", "model.layers.0.mlp.gate_up_proj.weight")
+    assert recognise(names, {"model_type": "qwen3"}, builtin()).dialect.name == "vllm"
+
+
 def test_what_the_user_says_is_believed() -> None:
     assert found(PLAIN, family="qwen3") == ("qwen3", "hf", "")
     assert found(PLAIN, {"model_type": "unheard_of"}, family="llama")[0] == "llama"
