@@ -58,6 +58,8 @@ class Item:
     """Items of one queue come one after another; None: this one is alone in its queue."""
     blocks: Callable[[Worker], Iterator[memoryview]] | None = None
     """Makes all of them in order, where they are no plain copies."""
+    grain: int | None = None
+    """Bytes of a run of it at most; None: `RUN`."""
 
     @cached_property
     def transfers(self) -> Sequence[Transfer]:
@@ -74,9 +76,9 @@ class Item:
             if is_long(transfer):
                 found |= {transfer.target, transfer.target_end}
         edges = sorted(found)
-        # An edge less than RUN after the last one still begins a run: long copies must not be mixed with their
+        # An edge less than a grain after the last one still begins a run: long copies must not be mixed with their
         # neighbours.
-        return [at for a, b in pairwise(edges) for at in range(a, b, RUN)] + [self.size]
+        return [at for a, b in pairwise(edges) for at in range(a, b, self.grain or RUN)] + [self.size]
 
     def parts(self, start: int, stop: int) -> list[Transfer]:
         """Return the transfers' parts that land in `[start, stop)`."""
@@ -198,9 +200,14 @@ def _runs(item: Item, busy: dict[int, int], owner: Owner) -> Iterator[Run]:
 
 
 class _Bounds:
-    """What a batch may hold: so that no rank has too much open, sends too much, or receives too much."""
+    """What a batch may hold: so that no rank has too much open, sends too much, or receives too much.
 
-    def __init__(self) -> None:
+    Args:
+        most: bytes that a rank sends, and that it receives.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._open: dict[int, int] = {}
         self._moved: dict[tuple[int, bool], int] = {}
 
@@ -216,7 +223,7 @@ class _Bounds:
                     for key in ((rank, True), (taker, False)):
                         moved[key] = moved.get(key, self._moved.get(key, 0)) + size
         # Limits hold for each rank separately, since memory and links are per rank.
-        full = max(opened.values(), default=0) > _BATCH or max(moved.values(), default=0) > _ROUND
+        full = max(opened.values(), default=0) > _BATCH or max(moved.values(), default=0) > self._most
         # An empty batch accepts any run, however large; otherwise a run above the limits could never move.
         if full and self._open:
             return False
@@ -225,13 +232,17 @@ class _Bounds:
         return True
 
 
-def batches(items: Iterable[Item], busy: Mapping[int, int], owner: Owner) -> Iterator[list[Run]]:
+def batches(
+    items: Iterable[Item], busy: Mapping[int, int], owner: Owner, most: int | None = None
+) -> Iterator[list[Run]]:
     """Put the runs of items together to batches in which all ranks have something to do.
 
     Args:
         items: what is moved.
         busy: bytes that each rank has to make, or to take, besides.
         owner: tells the rank that holds a file.
+        most: bytes that a rank sends, and that it receives, for one batch; a larger run has a batch of its own. None:
+            `_ROUND`.
 
     Post-condition: runs of items with the same takers come in order; so do the runs of any item.
     """
@@ -243,7 +254,7 @@ def batches(items: Iterable[Item], busy: Mapping[int, int], owner: Owner) -> Ite
     while any(lane.head is not None for lane in lanes):
         # One run of each lane in turn, until none fits: so all takers have work in every batch, not one after the
         # other.
-        bounds, batch = _Bounds(), list[Run]()
+        bounds, batch = _Bounds(most or _ROUND), list[Run]()
         moving = True
         while moving:
             moving = False

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -22,6 +24,8 @@ from transaxle.torch_tensors.tp_shard import part_of
 
 Held = tuple[Intervals, ...]
 """Per dim, the positions that a rank holds, in local order."""
+_SHOWN = 8
+"""Ranks that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +66,17 @@ def alone(rank: int) -> Placement:
     return Placement((1,), (rank,), ((None, Replicated()),))
 
 
-def placement_of(tensor: torch.Tensor, rank: int, name: str) -> Placement:
+def placement_of(tensor: torch.Tensor, rank: int, name: str, numbers: Mapping[int, int] | None = None) -> Placement:
     """Return how a live tensor lies on its mesh.
 
     Args:
         tensor: a tensor or DTensor.
-        rank: this process's global rank.
+        rank: this process's rank.
         name: its name, for refusals.
+        numbers: what the ranks of its mesh are called; None: as the mesh calls them.
 
     Raises:
-        Refused: UNSUPPORTED for `Partial` placements.
+        Refused: UNSUPPORTED for `Partial` placements, and for a mesh with ranks that have no number.
     """
     part = part_of(tensor)
     base = None if part is None else part.held
@@ -80,8 +85,26 @@ def placement_of(tensor: torch.Tensor, rank: int, name: str) -> Placement:
     if not isinstance(tensor, DTensor):
         return replace(alone(rank), base=base)
     mesh = tensor.device_mesh
-    ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
-    return Placement(tuple(mesh.mesh.shape), ranks, tuple(cut_of(p, name) for p in tensor.placements), base)
+    shape, ranks = _described(mesh)
+    if numbers is not None:
+        if outside := [str(rank) for rank in ranks if rank not in numbers]:
+            message = f"ranks {', '.join(outside[:_SHOWN])} of its mesh are not in the process group"
+            raise refuse("UNSUPPORTED", message, tensor=name, hint="Let all ranks of the mesh join the group.")
+        ranks = tuple(numbers[rank] for rank in ranks)
+    return Placement(shape, ranks, tuple(cut_of(p, name) for p in tensor.placements), base)
+
+
+_DESCRIBED: WeakKeyDictionary[DeviceMesh, tuple[tuple[int, ...], tuple[int, ...]]] = WeakKeyDictionary()
+"""What was asked of a mesh: torch computes its ranks anew each time, which takes as long as all else here."""
+
+
+def _described(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks along each dim of a mesh, and all of them, row-major."""
+    found = _DESCRIBED.get(mesh)
+    if found is None:
+        ranks = mesh.mesh
+        found = _DESCRIBED[mesh] = tuple(ranks.shape), tuple(int(rank) for rank in ranks.flatten().tolist())
+    return found
 
 
 def local_parts(

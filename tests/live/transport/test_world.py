@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import transaxle as tx
+from tests.live.jobs import apart, free_port, joined
 from tests.live.ranks import run
 from transaxle.errors import TransaxleError, refuse
 from transaxle.live.transport.world import _PAGE, _SIZE, World
@@ -77,3 +80,62 @@ def _part_of_a_mesh(rank: int, world: int) -> str:
 def test_a_mesh_of_several_dims_is_no_group(tmp_path: Path) -> None:
     text = 'group must be a mesh of one dim, such as mesh["dp"]; got one of 2 dims [2, 1]'
     assert run(4, _part_of_a_mesh) == [text] * 4
+
+
+def _numbered(rank: int, world: int, port: int) -> tuple[int, tuple[int, ...], dict[int, int] | None]:
+    apart(rank, world, 2)
+    found = World(joined(rank, world, port))
+    assert World().numbers is None
+    assert found.gather(rank) == list(range(world))
+    return found.rank, found.ranks, None if found.numbers is None else dict(found.numbers)
+
+
+def test_a_group_may_join_two_jobs() -> None:
+    """Each job counts its ranks from 0, and so do meshes; the group has numbers of its own."""
+    of_first, of_second = {0: 0, 1: 1}, {0: 2}
+    expected = [(0, (0, 1, 2), of_first), (1, (0, 1, 2), of_first), (2, (0, 1, 2), of_second)]
+    assert run(3, _numbered, free_port()) == expected
+
+
+def _whole(rank: int, world: int) -> tuple[int, ...]:
+    found = World(dist.new_group([1, 0]))
+    assert found.numbers is None
+    return found.ranks
+
+
+def test_a_group_of_one_job_has_its_ranks() -> None:
+    assert run(2, _whole) == [(0, 1), (0, 1)]
+
+
+def _into_another_job(rank: int, world: int, port: int) -> int:
+    job, own = apart(rank, world, 2)
+    group, values = joined(rank, world, port), torch.arange(64.0).reshape(8, 8)
+    mesh = init_device_mesh("cpu", (2,))
+    held = values.clone() if job == 0 else torch.zeros_like(values)
+    tensor = distribute_tensor(held, mesh, [Shard(job)], src_data_rank=None)
+    report = tx.reshard({"w": tensor} if job == 0 else {}, {"w": tensor} if job == 1 else {}, group)
+    assert torch.equal(tensor.to_local(), values.chunk(2, job)[own])
+    return report.bytes_received
+
+
+def test_parts_go_into_another_job() -> None:
+    """Rank 0 of the one is not rank 0 of the other, whatever the two meshes say."""
+    assert run(4, _into_another_job, free_port()) == [0, 0, 128, 128]
+
+
+def _mesh_outside(rank: int, world: int, port: int) -> str:
+    job, _ = apart(rank, world, 2)
+    mesh = init_device_mesh("cpu", (2 if job == 0 else 1,))
+    if rank == 1:
+        return ""
+    group = joined(min(rank, 1), 2, port)
+    state = {"w": distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None)}
+    with pytest.raises(TransaxleError) as found:
+        tx.reshard(state if job == 0 else {}, state if job == 1 else {}, group)
+    return str(found.value)
+
+
+def test_a_mesh_with_ranks_outside_of_the_group_is_refused() -> None:
+    first, _, second = run(3, _mesh_outside, free_port())
+    assert first == second
+    assert "ranks 1 of its mesh are not in the process group" in first

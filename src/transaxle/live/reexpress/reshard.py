@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from transaxle.arguments import Config, read_optional_text
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings, model_config
-from transaxle.errors import gathered, refuse
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.dtype import nbytes
-from transaxle.live.derived.settle import settle, untaken
+from transaxle.live.derived.settle import settle
 from transaxle.live.model.live_config import shared_config
-from transaxle.live.model.matching import compared, left_out, unmatched
 from transaxle.live.model.source_view import View, view
-from transaxle.live.model.state_tensors import Leaves, State, leaves, unwritable
-from transaxle.live.reexpress.ties import Sides, filled_by_ties, spare, torn
+from transaxle.live.model.state_tensors import State, leaves
+from transaxle.live.reexpress.agreed_match import matched
+from transaxle.live.reexpress.ties import Sides
 from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.sharding.memory import container, memory_of
 from transaxle.live.tensors.destination import Landing, Rooms
@@ -29,10 +28,6 @@ from transaxle.move.runs import Item
 from transaxle.move.workers import limits
 from transaxle.torch_tensors.placement import local_shape
 from transaxle.torch_tensors.torch_arguments import Ranks
-
-_CAST = "Resharding never changes dtypes. Give both sides the same, for example {name: tensor.to(torch.bfloat16)}."
-_SHOWN = 3
-"""Names of each side that an error shows."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +92,7 @@ def reshard(
     with world.together():
         memory = container(source, own_source, world.rank, source_config)
         seen = _seen(memory, target, family, dialect)
-    plan = _plan(sides, own_target, seen, strict=strict)
+    plan = matched(sides, own_target, seen.tensors, strict=strict)
     with world.together():
         landings = {
             name: Landing(tensor, plan.stored[name].dtype)
@@ -115,54 +110,10 @@ def reshard(
     return ReshardReport(len(landings), written, received, seconds, plan.missing, plan.unexpected)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """What all ranks have agreed to copy."""
-
-    stored: Mapping[str, StoredTensor]
-    """The source's tensors by the target's names."""
-    missing: tuple[str, ...]
-    """Names that only the target has."""
-    unexpected: tuple[str, ...]
-    """Names that only the source has."""
-
-
 def _seen(memory: Container, target: Census, family: str | None, dialect: str | None) -> View:
     """Return the source, the memory of all ranks, in the target's dialect."""
     shapes = {name: tensor.shape for name, tensor in target.items()}
     return view(Checkpoint(memory, Settings(family=family, partial=True), None, None), shapes, family, dialect)
-
-
-def _plan(sides: Sides, own_target: Leaves, seen: View, *, strict: bool) -> _Plan:
-    """Match both sides and gather every problem; collective.
-
-    Raises:
-        TransaxleError: on every rank.
-    """
-    world = sides.world
-    with world.together():
-        stored = seen.tensors()
-        differences, missing, unexpected = compared(sides.target, stored, optimizer=True)
-        problems = [replace(each, hint=_CAST) if each.code == "DTYPE_MISMATCH" else each for each in differences]
-        unloadable_modules, omitted = untaken(() if own_target.kept else own_target.islands)
-        problems += [*unwritable(own_target.tensors), *own_target.kept, *unloadable_modules]
-    ties = filled_by_ties(sides, stored) | spare(sides, stored, unexpected)
-    problems += torn(sides, stored)
-    missing, unexpected = (tuple(name for name in names if name not in ties) for names in (missing, unexpected))
-    with world.together():
-        if not any(name in stored for name in sides.target) and (sides.target or sides.source):
-            shown = (", ".join([*names][:_SHOWN]) or "(none)" for names in (sides.target, stored))
-            message = "target and source have no tensor name in common\ntarget: {}\nsource: {}".format(*shown)
-            raise refuse(
-                "UNKNOWN_FAMILY",
-                message,
-                hint="Check that both are the same model; if they are, give family= and dialect=.",
-            )
-        if strict:
-            problems += [*unmatched(missing, unexpected), *left_out(omitted)]
-        if problems:
-            raise gathered(problems)
-    return _Plan(stored, missing, unexpected)
 
 
 def _items(target: Census, stored: Mapping[str, StoredTensor]) -> tuple[list[Item], list[str]]:

@@ -42,19 +42,23 @@ class Sides:
     """The ranks of both sides."""
 
 
-def spare(sides: Sides, stored: Mapping[str, StoredTensor], unexpected: Sequence[str]) -> set[str]:
+def spare(
+    sides: Sides, stored: Mapping[str, StoredTensor], unexpected: Sequence[str], *, once: bool = True
+) -> set[str]:
     """Return the names of a source that the target does without: their values are those of another name; collective.
 
     Args:
         sides: source and target.
         stored: the source's tensors by the target's names; the same on all ranks.
         unexpected: names that only the source has.
+        once: values that are equal now count, too; otherwise only the same memory.
     """
     pairs: dict[str, list[Pair]] = {}
     for name in unexpected:
         alike = (n for n in sides.target if n in stored and _alike(stored[name], stored[n], sides.source))
         pairs[name] = [(*stored[name].origins, *stored[other].origins) for other in alike]  # type: ignore[misc]
-    equal = _equal_pairs(sides, [pair for each in pairs.values() for pair in each], values=len(unexpected) <= _FEW)
+    few = once and len(unexpected) <= _FEW
+    equal = _equal_pairs(sides, [pair for each in pairs.values() for pair in each], values=few)
     return {name for name, each in pairs.items() if not equal.isdisjoint(each)}
 
 
@@ -64,15 +68,23 @@ def filled_by_ties(sides: Sides, stored: Collection[str]) -> set[str]:
     return {name for name, tensor in sides.target.items() if all(name in tied_by_rank[rank] for rank in tensor.held)}
 
 
-def torn(sides: Sides, stored: Mapping[str, StoredTensor]) -> list[Refusal]:
-    """Refuse two tensors of a source that differ, where the target has one for both names; collective."""
+def torn(sides: Sides, stored: Mapping[str, StoredTensor], *, once: bool = True) -> list[Refusal]:
+    """Refuse two tensors of a source that differ, where the target has one for both names; collective.
+
+    Args:
+        sides: source and target.
+        stored: the source's tensors by the target's names; the same on all ranks.
+        once: values that are equal now count, too; otherwise only the same memory.
+    """
     shared = sides.world.gather(list(_shared(sides.own_target, stored)))
     both = sorted({names for of_rank in shared for names in of_rank})
     pairs = {names: tuple(origin for n in names for origin in sorted(stored[n].origins)) for names in both}
     alike = {names: _alike(stored[names[0]], stored[names[1]], sides.source) for names in both}
-    equal = _equal_pairs(sides, [pairs[names] for names in both if alike[names]], values=True)  # type: ignore[misc]
+    equal = _equal_pairs(sides, [pairs[names] for names in both if alike[names]], values=once)  # type: ignore[misc]
     return [
-        Refusal("UNEQUAL_COPIES", f"{names[0]} has other values", Where(None, names[1]), _UNTIED)
+        Refusal(
+            "UNEQUAL_COPIES", f"{names[0]} has other {'values' if once else 'memory'}", Where(None, names[1]), _UNTIED
+        )
         for names in both
         if not alike[names] or pairs[names] not in equal
     ]

@@ -103,7 +103,7 @@ def census(tensors: Mapping[str, torch.Tensor], world: World) -> Census:
         placements: dict[Placement, int] = {}
         mine: list[_Told] = []
         for name, tensor in tensors.items():
-            placement = placement_of(tensor, world.rank, name)
+            placement = placement_of(tensor, world.rank, name, world.numbers)
             number = placements.setdefault(placement, len(placements))
             mine.append((name, code_of(tensor.dtype), whole_shape(tensor), number))
         return mine, tuple(placements)

@@ -2,13 +2,17 @@
 
 Every phase of a load or a save ends in `agree`: no rank goes on while another has failed, and every rank raises the
 same error. Without an initialised process group the world is this process alone.
+
+A rank is known by its number in its job, which meshes and users mean. A process group may join ranks of several jobs,
+each with a world of its own; then the numbers are those in the group, and `numbers` tells them from the job's own.
 """
 
 from __future__ import annotations
 
 import pickle
+import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import TypeVar
 
@@ -21,6 +25,8 @@ from transaxle.torch_tensors.torch_arguments import Ranks, read_group
 Item = TypeVar("Item")
 _PAGE, _SIZE = 4096, 8
 """Bytes that are gathered at once, and those at the beginning that say how long the item is."""
+_JOB = "transaxle/job"
+"""Key under which a job's store has the job's name."""
 
 
 @contextmanager
@@ -47,17 +53,41 @@ class World:
         TypeError: `group` is none of these.
     """
 
+    numbers: Mapping[int, int] | None = None
+    """Where a group joins several jobs: rank in this job -> number in the group; None: a rank has one number only."""
+
     def __init__(self, group: Ranks | None = None) -> None:
         self.group = group = read_group("group", group)
-        self.live = dist.is_available() and dist.is_initialized()
-        self.rank = dist.get_rank() if self.live else 0
-        self.size = dist.get_world_size(group) if self.live else 1
-        self.ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD)) if self.live else (0,)
+        in_job = dist.is_available() and dist.is_initialized()
+        self.live = in_job or group is not None
+        self.rank = dist.get_rank() if in_job else 0
+        self.size = 1
+        self.ranks: tuple[int, ...] = (self.rank,)
+        if group is None:
+            self.size = dist.get_world_size() if in_job else 1
+            self.ranks = tuple(range(self.size))
+            return
+        self.size = group.size()
+        known = _ranks_of(group)
+        if known is None or known == tuple(range(self.size)):
+            self._learn_numbers(group)
+        else:
+            self.ranks = known
+
+    def _learn_numbers(self, group: dist.ProcessGroup) -> None:
+        """Find out whether a group joins several jobs: torch does not know, and takes its numbers for global ranks."""
+        members = self.gather((_own_job(), self.rank))
+        job, _ = members[group.rank()]
+        if all(each == job for each, _ in members):
+            self.ranks = tuple(rank for _, rank in members)
+            return
+        self.numbers = {rank: number for number, (each, rank) in enumerate(members) if each == job}
+        self.rank, self.ranks = group.rank(), tuple(range(self.size))
 
     @property
     def device(self) -> torch.device:
         """Where the group's backend wants its buffers."""
-        if self.size > 1 and dist.get_backend(self.group) == dist.Backend.NCCL:
+        if self.size > 1 and _on_accelerator(self.group):
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
 
@@ -149,6 +179,30 @@ class World:
                 self.agree(refuse("IO", f"rank {self.rank} failed: {error!r}"))
             raise
         self.agree(refusal)
+
+
+def _ranks_of(group: dist.ProcessGroup) -> tuple[int, ...] | None:
+    """Return the global ranks of a group as torch knows them; None for a group that it does not know."""
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:
+        return None
+
+
+def _own_job() -> str:
+    """Return a name that the ranks of one torch world have in common, and no others."""
+    name = secrets.token_hex(16)
+    if not dist.is_initialized():
+        return name
+    store = dist.distributed_c10d._get_default_store()
+    return str(store.compare_set(_JOB, "", name).decode())
+
+
+def _on_accelerator(group: dist.ProcessGroup | None) -> bool:
+    """Tell whether a group moves nothing but the memory of accelerators."""
+    if group is None or _ranks_of(group) is not None:
+        return dist.get_backend(group) == dist.Backend.NCCL
+    return all(device.type != "cpu" for device in group._device_types)
 
 
 class Clock:
