@@ -18,10 +18,10 @@ import transaxle as tx
 from transaxle import arguments
 from transaxle.torch_tensors import torch_arguments
 
-ROOMS: tuple[ModuleType, ...] = (tx, tx.nn, tx.parallel, tx.quant)
+ROOMS: tuple[ModuleType, ...] = (tx, tx.nn, tx.parallel, tx.quant, tx.refit)
 RESULTS = {
     "Checkpoint", "Comparison", "Leftover", "LoadReport", "Path", "Plan", "QuantizedTensor", "Refusal", "Report",
-    "ReshardReport", "SaveJob", "SaveReport", "StoredTensor", "Table", "TransaxleError", "Verification",
+    "RefitReport", "ReshardReport", "SaveJob", "SaveReport", "StoredTensor", "Table", "TransaxleError", "Verification",
 }  # fmt: skip
 """Classes that functions return: their constructors are called by nobody else."""
 METHODS = (
@@ -29,6 +29,7 @@ METHODS = (
     tx.quant.QuantizedTensor.dequantize,
     tx.quant.QuantizedTensor.quantize_,
     tx.quant.Quantizer.quantize,
+    tx.Refit.push,
 )
 """Methods of classes that have arguments of the kinds below."""
 OTHERWISE = {
@@ -103,7 +104,9 @@ MANY = ["a", "list"]
 WRONG: dict[str, tuple[Any, ...]] = {
     "a": (3, None),
     "axes": (MANY, {"g": "8"}, {"g": 1.5}, "g=8"),
+    "address": (29600, None, ("here", 29600)),
     "b": (3,),
+    "bucket": (1.5, MANY, True, None),
     "config": (3, MANY, b"{}"),
     "decode": (3, MANY),
     "device": (1.5, MANY),
@@ -170,6 +173,9 @@ def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
         "save": save,
         "async_save": save,
         "reshard": given(src_state=state, dst_state=state),
+        "Refit": given(src_state=state, dst_state=state),
+        "Refit.push": given(self=tx.Refit(state, state)),
+        "meet": given(address="127.0.0.1:1", number=0, size=1),
         "state_dict_as": recast,
         "loadable_as": recast,
         "LoadPlanner": given(),

@@ -44,9 +44,10 @@ HOUSE = {
     # The doors: what a user meets.
     "__main__": _room("cli", needs=frozenset()),
     "cli": _room(DOORWAY, "derivation", "live", "engine", needs=CORE | TERMINAL),
-    DOORWAY: _room("_api", "parallel", "nn", "live", "quant", needs=frozenset()),
+    DOORWAY: _room("_api", "refit", "parallel", "nn", "live", "quant", needs=frozenset()),
     "_api": _room("derivation", "live", "engine"),
-    # The training side: only these five may import torch.
+    # The training side: only these six may import torch.
+    "refit": _room("live", needs=CORE | TRAINING),
     "parallel": _room("live", "nn", needs=CORE | TRAINING),
     "nn": _room("quant", "torch_tensors", "move", "axes", needs=CORE | TRAINING),
     "live": _room("quant", "torch_tensors", "engine", needs=CORE | TRAINING),

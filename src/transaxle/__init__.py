@@ -23,6 +23,8 @@ _ELSEWHERE = {
     "LoadPlanner": "live.integrations.dcp_planners",
     "LoadReport": "live.model.report",
     "Random": "live.training.extra_state",
+    "Refit": "refit.refitting",
+    "RefitReport": "refit.refitting",
     "ReshardReport": "live.reexpress.reshard",
     "SaveJob": "live.background.asynchronous",
     "SavePlanner": "live.integrations.dcp_planners",
@@ -39,11 +41,11 @@ _ELSEWHERE = {
 }
 """What few programs use -> its module: what works on live models, which imports torch, and derived tables."""
 
-_ROOMS = frozenset({"nn", "parallel", "quant"})
+_ROOMS = frozenset({"nn", "parallel", "quant", "refit"})
 """Rooms with public names of their own, `tx.quant.MXFP8`; they import torch."""
 
 if TYPE_CHECKING:
-    from transaxle import nn, parallel, quant
+    from transaxle import nn, parallel, quant, refit
     from transaxle._api import (
         Checkpoint,
         Comparison,
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from transaxle.live.save.save import save
     from transaxle.live.sharding.dcp_chunks import as_runs
     from transaxle.live.training.extra_state import Random
+    from transaxle.refit.refitting import Refit, RefitReport
 
 
 def __getattr__(name: str) -> Any:
@@ -93,6 +96,8 @@ __all__ = [
     "LoadReport",
     "Plan",
     "Random",
+    "Refit",
+    "RefitReport",
     "Refusal",
     "Report",
     "ReshardReport",
@@ -118,6 +123,7 @@ __all__ = [
     "parallel",
     "plan",
     "quant",
+    "refit",
     "reshard",
     "save",
     "state_dict_as",

@@ -38,3 +38,19 @@ def same_bytes(first: torch.Tensor, second: torch.Tensor) -> bool:
         return True
     own, other = (byte_view(tensor.detach().contiguous()) for tensor in (first, second))
     return torch.equal(own, other.to(own.device))
+
+
+class _Shown:
+    """An array under the flags of one that may be written to."""
+
+    def __init__(self, array: Bytes) -> None:
+        self._array = array
+        self.__array_interface__ = {**array.__array_interface__, "data": (array.__array_interface__["data"][0], False)}
+
+
+def of_bytes(array: Bytes) -> torch.Tensor:
+    """Return bytes of numpy as a tensor that shares their memory; nobody writes into one whose bytes are read-only.
+
+    torch warns of those that are.
+    """
+    return torch.from_numpy(array if array.flags.writeable else np.asarray(_Shown(array)))

@@ -84,6 +84,11 @@ class Weights:
             name for weight, one in self._all.items() for name in (*one.entries, *one.state) if name != weight
         )
 
+    def value_type(self, name: str) -> str | None:
+        """Return the safetensors code of a parameter's values; None for a name that is no quantized parameter."""
+        one = self._all.get(name)
+        return None if one is None else one.dtype
+
     def seen(
         self,
         checkpoint: Checkpoint,

@@ -28,6 +28,11 @@ class ShmTransport:
         self._seen: dict[int, Bytes] = {}
         self._readers: dict[int, frozenset[int]] = {}
 
+    @property
+    def size(self) -> int:
+        """Bytes of this rank's region."""
+        return 0 if self._own is None else self._own.size
+
     def prepare(self, need: int) -> None:
         """Make room for so many bytes of every rank; collective over the world, which must ask for equally many."""
         # All ranks ask for the same size, so all skip the collective calls below, or none does.
@@ -57,6 +62,11 @@ class ShmTransport:
     def reaches(self, sender: int, receiver: int) -> bool:
         """Tell whether one rank sees what another one has written; all ranks answer alike."""
         return receiver in self._readers.get(sender, ())
+
+    @property
+    def reaches_any(self) -> bool:
+        """Tell whether any rank sees another one; all ranks answer alike."""
+        return any(self._readers.values())
 
     def room(self, start: int, size: int) -> Bytes:
         """Return room in this rank's region, for the round that comes."""

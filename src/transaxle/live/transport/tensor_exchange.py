@@ -6,7 +6,7 @@ backend carries.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,31 @@ from transaxle.move.transport import Fill, Parcel, Take
 
 _ALIGNED = 64
 """Parcels begin at multiples of this in shared memory, so that strided copies move whole words."""
+
+
+def begin_all_to_all(
+    world: World, received: torch.Tensor, sent: torch.Tensor, receive_sizes: list[int], send_sizes: list[int]
+) -> Callable[[], None]:
+    """Begin to send bytes of every rank to every other one, and return what waits until they are there; collective.
+
+    Args:
+        world: the ranks.
+        received: where they go, those of the first rank first.
+        sent: what this rank sends, that for the first rank first.
+        receive_sizes: bytes from each rank.
+        send_sizes: bytes for each rank.
+
+    Raises:
+        StorageError: IO where a rank is lost; so does what is returned.
+    """
+    with collective():
+        work = dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=world.group, async_op=True)
+
+    def wait() -> None:
+        with collective():
+            work.wait()
+
+    return wait
 
 
 class RankExchange:
@@ -125,8 +150,7 @@ class RankExchange:
         flat = np.concatenate([piece for part in outgoing for piece in part] or [np.empty(0, np.uint8)])
         sent = torch.from_numpy(flat).to(self._device)
         received = torch.empty(sum(receive_sizes), dtype=torch.uint8, device=self._device)
-        with collective():
-            dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=world.group)
+        begin_all_to_all(world, received, sent, receive_sizes, send_sizes)()
         arrived = received.cpu().numpy()
         start = 0
         for number in (n for part in incoming for n in part):

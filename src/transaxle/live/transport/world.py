@@ -25,6 +25,8 @@ from transaxle.torch_tensors.torch_arguments import Ranks, read_group
 Item = TypeVar("Item")
 _PAGE, _SIZE = 4096, 8
 """Bytes that are gathered at once, and those at the beginning that say how long the item is."""
+_LOST = "a rank died or did not answer in time"
+"""Begin of what is said of a lost rank."""
 _JOB = "transaxle/job"
 """Key under which a job's store has the job's name."""
 
@@ -39,7 +41,7 @@ def collective() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        message = f"a rank died or did not answer in time: {error}"
+        message = f"{_LOST}: {error}"
         raise refuse("IO", message, hint="Look at the first error of the other ranks.") from error
 
 
@@ -173,6 +175,8 @@ class World:
         try:
             yield
         except TransaxleError as error:
+            if is_loss(error):
+                raise  # there is nobody to agree with
             refusal = error
         except BaseException as error:
             with suppress(Exception):  # the error of this rank is raised below
@@ -203,6 +207,11 @@ def _on_accelerator(group: dist.ProcessGroup | None) -> bool:
     if group is None or _ranks_of(group) is not None:
         return dist.get_backend(group) == dist.Backend.NCCL
     return all(device.type != "cpu" for device in group._device_types)
+
+
+def is_loss(error: TransaxleError) -> bool:
+    """Tell whether an error says that a rank is lost."""
+    return any(refusal.message.startswith(_LOST) for refusal in error.refusals)
 
 
 class Clock:

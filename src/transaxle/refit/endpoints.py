@@ -1,0 +1,180 @@
+"""Endpoints: this rank's side of a refit, read anew at each push: its tensors may have moved, but keep their form.
+
+What is read are the values of that moment. A target gets them in memory of its own first (staged), from which it takes
+them all at once; or straight into its tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from transaxle.axes.geometry.piece import Move
+from transaxle.errors import Refusal, Where, gathered
+from transaxle.live.model.state_tensors import Leaves
+from transaxle.live.sharding.memory import tensor_of
+from transaxle.move.transfer import Transfer
+from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.placement import local_parts, placement_of
+from transaxle.torch_tensors.strided_copy import copy_box
+from transaxle.torch_tensors.tensor_bytes import with_plain_bytes
+from transaxle.torch_tensors.torch_dtype import torch_dtype
+
+_ANEW = "Make the Refit anew when tensors of a model are replaced by others."
+
+
+@dataclass(frozen=True)
+class Form:
+    """What must not change between two pushes."""
+
+    dtype: torch.dtype
+    """Element type."""
+    shape: tuple[int, ...]
+    """Of this rank's part."""
+    placement: object
+    """How it lies on its mesh."""
+
+
+def forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Form]:
+    """Return the forms of this rank's tensors."""
+    return {name: _form(name, tensor) for name, tensor in tensors.items()}
+
+
+def _form(name: str, tensor: torch.Tensor) -> Form:
+    return Form(tensor.dtype, tuple(tensor.shape), placement_of(tensor, 0, name))
+
+
+def check_forms(side: str, now: Mapping[str, torch.Tensor], planned: Mapping[str, Form]) -> None:
+    """Refuse tensors that are no longer what was planned with.
+
+    Args:
+        side: source or target.
+        now: this rank's tensors.
+        planned: their forms when the refit was made.
+
+    Raises:
+        Refused: MISSING_TENSOR, UNEXPECTED_TENSOR, SHAPE_MISMATCH.
+    """
+    problems = [
+        Refusal("MISSING_TENSOR", f"the {side} no longer has it", Where(None, name), _ANEW)
+        for name in planned
+        if name not in now
+    ]
+    for name, tensor in now.items():
+        was, form = planned.get(name), _form(name, tensor)
+        if was is None:
+            problems.append(Refusal("UNEXPECTED_TENSOR", f"the {side} did not have it", Where(None, name), _ANEW))
+        elif was != form:
+            message = f"the {side} has it in another form: {_words(form)}, was {_words(was)}"
+            problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name), _ANEW))
+    if problems:
+        raise gathered(problems)
+
+
+def _words(form: Form) -> str:
+    return f"{str(form.dtype).removeprefix('torch.')} {list(form.shape)}"
+
+
+class SourceValues:
+    """The values of this rank's tensors, as they are sent.
+
+    Args:
+        own: what this rank holds.
+        sent_as: safetensors codes of the tensors whose values are cast on the way, by name.
+    """
+
+    def __init__(self, own: Leaves, sent_as: Mapping[str, str]) -> None:
+        self._locals = {part: tensor for _, part, tensor in local_parts(own.tensors)}
+        self._types = {
+            part: torch_dtype(sent_as[name]) if name in sent_as else tensor.dtype
+            for name, part, tensor in local_parts(own.tensors)
+        }
+        self._last: tuple[str, torch.Tensor] = "", torch.empty(0)
+
+    def copy(self, transfer: Transfer, room: torch.Tensor) -> None:
+        """Copy values to where they belong.
+
+        Args:
+            transfer: from a part of the source into the room.
+            room: bytes, or elements of the type that is sent.
+        """
+        name = tensor_of(transfer.file)
+        dtype, values = self._types[name], self._flat(name)
+        wanted = torch.uint8 if dtype.itemsize == 1 else dtype
+        copy_box(_in_elements(transfer, dtype.itemsize), values, room if room.dtype == wanted else room.view(wanted))
+
+    def _flat(self, name: str) -> torch.Tensor:
+        """Return the values of a part in one dim; a copy of those that are not contiguous is kept for the next run."""
+        if self._last[0] != name:
+            self._last = name, with_plain_bytes(local_of(self._locals[name]).contiguous()).view(-1)
+        return self._last[1]
+
+
+def _in_elements(transfer: Transfer, itemsize: int) -> Move:
+    """Return a transfer as a move of elements."""
+    loops = [(count, source // itemsize, target // itemsize) for count, source, target in transfer.loops]
+    run = (transfer.width // itemsize, 1, 1)
+    return Move(transfer.source // itemsize, transfer.target // itemsize, (*loops, run))
+
+
+class TargetRoom:
+    """Where values come in on this rank.
+
+    Args:
+        tensors: what takes them, by the parts' names.
+        names: the part of each item, by key; those of other ranks are not among the tensors.
+        padded: keys of the items that no value fills whole.
+        in_place: write them straight into the tensors.
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], names: Sequence[str], padded: Iterable[int], *, in_place: bool
+    ) -> None:
+        self._names = names
+        self._padded = frozenset(padded)
+        self._locals = {name: local_of(tensor) for name, tensor in tensors.items()}
+        self._rooms: dict[str, torch.Tensor] = {}
+        self._in_place = in_place
+
+    def __bool__(self) -> bool:
+        """Whether this rank has any of the target."""
+        return bool(self._locals)
+
+    def begin(self, keys: Iterable[int]) -> None:
+        """Make room for items."""
+        for key in keys:
+            name = self._names[key]
+            local = self._locals.get(name)
+            if local is None or name in self._rooms:
+                continue
+            if self._in_place and local.is_contiguous():
+                room = local
+            else:
+                room = torch.empty(local.shape, dtype=local.dtype, device=local.device)
+            self._rooms[name] = with_plain_bytes(room).view(-1)
+            if key in self._padded:
+                self._rooms[name].zero_()
+
+    def of(self, key: int) -> torch.Tensor:
+        """Return the room of an item: elements of its type in one dim."""
+        return self._rooms[self._names[key]]
+
+    def lay(self, key: int, transfer: Transfer, parcel: torch.Tensor) -> None:
+        """Take values out of a parcel."""
+        room = self.of(key)
+        copy_box(_in_elements(transfer, room.dtype.itemsize), parcel.view(room.dtype), room)
+
+    def switch(self) -> int:
+        """Give the tensors the values that came in; return their bytes."""
+        written = 0
+        with torch.no_grad():
+            for name, room in self._rooms.items():
+                local = self._locals[name]
+                written += local.nbytes
+                if room.data_ptr() != local.data_ptr() or not local.numel():
+                    plain = with_plain_bytes(local)
+                    plain.copy_(room.view(local.shape))
+        self._rooms.clear()
+        return written

@@ -1,0 +1,377 @@
+"""Refit: live weights of a trainer into an inference engine, again and again. It plans once; then only bytes move."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass
+from typing import Any, Self, TypedDict, Unpack
+
+import torch
+
+from transaxle.arguments import (
+    Config,
+    DType,
+    PathLike,
+    Patterns,
+    Size,
+    check_keywords,
+    read_float_type,
+    read_optional_text,
+    read_patterns,
+    read_size,
+)
+from transaxle.engine.views.name_filter import chosen
+from transaxle.errors import TransaxleError, refuse
+from transaxle.live.derived.settle import settle
+from transaxle.live.model.quantized_model import stand_in
+from transaxle.live.model.state_tensors import Leaves, State, leaves
+from transaxle.live.sharding.memory import rank_of
+from transaxle.live.tensors.type_change import check_dtype
+from transaxle.live.transport.bucket_exchange import BucketExchange
+from transaxle.live.transport.world import World, is_loss
+from transaxle.move.transport import Deferred
+from transaxle.quant.modules.entries import begin_anew, put_values
+from transaxle.refit.agreement import Agreement, Asked, agreed
+from transaxle.refit.endpoints import Form, SourceValues, TargetRoom, check_forms, forms
+from transaxle.refit.hops import Program, program, schedule
+from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.torch_arguments import Ranks
+
+_LEAST = 1 << 20
+"""Bytes of a bucket at least."""
+_ANEW = "Make a new Refit when all ranks are there again."
+Pause = Callable[[], AbstractContextManager[Any]]
+"""Returns what is entered while a target is written; see `Refit`."""
+
+
+class Refitting(TypedDict, total=False):
+    """How weights are moved: further keyword arguments of `Refit`."""
+
+    family: str | None
+    """Model family, such as `qwen3_moe`; None: recognised."""
+    dialect: str | None
+    """Dialect of the target's names, such as `hf`; None: recognised."""
+    config: Config | None
+    """The model's config."""
+    rules: PathLike | None
+    """A table of the user's own."""
+    dtype: DType | None
+    """Parameters of this type take floating-point tensors of other types, cast where they are sent."""
+    strict: bool
+    """Refuse names that only one side has, and configs that differ."""
+    bucket: Size
+    """Bytes of a bucket."""
+    pause: Pause | None
+    """Returns a context manager that is entered while the target is written."""
+
+
+@dataclass(frozen=True)
+class RefitReport:
+    """What a push did on this rank."""
+
+    version: int
+    """How many pushes there have been, this one included."""
+    tensors: int
+    """Target tensors of which this rank holds anything, and which were moved."""
+    bytes_needed: int
+    """Bytes of them that other ranks hold."""
+    bytes_received: int
+    """Bytes that came from other ranks."""
+    bytes_written: int
+    """Bytes written into the target."""
+    buffers: int
+    """Bytes of this rank's buckets: at most two of them."""
+    seconds: float
+    """Wall time."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain JSON data."""
+        return asdict(self)
+
+
+class Refit:
+    """Moves live weights into other live tensors of any placement and dialect, as often as asked; collective to make.
+
+        refit = tx.Refit(trainer, {}, group)    # on the trainer's ranks
+        refit.push()
+
+        refit = tx.Refit({}, engine, group)     # on the engine's
+        refit.pull()
+
+    Args:
+        src_state: model or state dict to read; a rank without any of it gives `{}`.
+        dst_state: model or state dict to write; likewise.
+        group: ranks of both sides, a process group (see `tx.refit.meet` for that of two jobs) or a mesh of one dim;
+            None: all.
+        in_place: write what comes straight into the target. It needs no memory for a second copy of this rank's part of
+            the target, but a reader sees old and new weights beside one another, and a push that fails leaves both.
+        **options: `family` (None: recognised), `dialect` (of the target's names; None: recognised), `config` (None:
+            that of a model that has one), `rules` (path of a table of your own), `dtype` (`bf16`, `fp16` or `fp32`:
+            parameters of this type take plain floating-point tensors of other types, cast where they are sent; None:
+            other types are refused), `strict` (refuse names that only one side has, and configs that differ; a tied
+            name may be missing where both are one tensor), `bucket` (bytes; each rank has two for what is sent),
+            `pause` (called on ranks with a target; returns a context manager that is entered while the target is
+            written, such as one that stops requests).
+
+    Raises:
+        TypeError: an argument of a type that it cannot have.
+        TransaxleError: on every rank, with every problem of both sides.
+    """
+
+    def __init__(
+        self,
+        src_state: State,
+        dst_state: State,
+        group: Ranks | None = None,
+        *,
+        in_place: bool = False,
+        **options: Unpack[Refitting],
+    ) -> None:
+        check_keywords("Refit", options, Refitting.__annotations__)
+        self._world = world = World(group)
+        self._states = src_state, dst_state
+        self._in_place = in_place
+        self._pause = options.get("pause")
+        with world.together():
+            asked, bucket = _asked(options), _bucket(options.get("bucket", "64MB"))
+            source, target = leaves(src_state), leaves(dst_state)
+            self._forms: tuple[Mapping[str, Form], Mapping[str, Form]] = forms(source.tensors), forms(target.tensors)
+        _check_alike((asked.strict, asked.dtype, asked.family, asked.dialect, in_place, bucket), world)
+        self._plan: Agreement = agreed((src_state, source), (dst_state, target), world, asked)
+        plan = self._plan
+        self._exchange = BucketExchange(world)
+        self._schedule = schedule(plan.items, plan.names, rank_of, world, bucket)
+        self._padded = [i.key for i in plan.items if sum(t.size for t in i.transfers) != i.size]
+        self._chosen: dict[_Patterns, frozenset[str]] = {}
+        self._programs: dict[frozenset[str] | None, Program] = {}
+        self._version = 0
+        self._lost = ""
+        self._program(None)
+
+    @property
+    def version(self) -> int:
+        """How many pushes have changed the target of this rank, or were sent from its source."""
+        return self._version
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The target's names of what is moved, those of other ranks too."""
+        return tuple(dict.fromkeys(self._plan.names))
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """Names that only the target has (`strict=False`); their values are unchanged."""
+        return self._plan.match.missing
+
+    @property
+    def unexpected(self) -> tuple[str, ...]:
+        """Names that only the source has (`strict=False`), as the target would name them."""
+        return self._plan.match.unexpected
+
+    def push(self, *, only: Patterns = (), skip: Patterns = ()) -> RefitReport:
+        """Move the values of now; collective: every rank calls this, or `pull`.
+
+        All ranks receive everything first; only if all of them have it, each writes it into its target.
+
+        Args:
+            only: patterns of the target's names that are moved; none: all.
+            skip: patterns of names that are not moved, such as those of frozen parameters.
+
+        Raises:
+            TypeError: an argument of a type that it cannot have.
+            TransaxleError: on every rank. The targets are then as they were, unless this writes in place; and where a
+                rank is lost in the moment in which the others begin to write, `version` tells which have written.
+        """
+        return self._move((read_patterns("only", only), read_patterns("skip", skip)))
+
+    def pull(self) -> RefitReport:
+        """Do the same on a rank that leaves the choice to those that push."""
+        return self._move(None)
+
+    def close(self) -> None:
+        """Let the buckets go; another push makes them anew."""
+        self._exchange.close()
+        self._programs.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _move(self, asked: _Patterns | None) -> RefitReport:
+        begin = time.monotonic()
+        if self._lost:
+            raise refuse("IO", f"an earlier push failed: {self._lost}", hint=_ANEW)
+        try:
+            program = self._program(self._wanted(asked))
+            with ExitStack() as stack:
+                room, own = self._read(program)
+                if self._in_place:
+                    self._stop_requests(stack, room)
+                self._receive(program, room)
+                if not self._in_place:
+                    self._stop_requests(stack, room)
+                with self._world.together():
+                    written = self._write(program, room, own)
+        except TransaxleError as error:
+            self._lost = error.refusals[0].message if is_loss(error) else ""
+            raise
+        self._version += 1
+        return RefitReport(
+            version=self._version,
+            tensors=program.tensors,
+            bytes_needed=program.needed,
+            bytes_received=program.route.received,
+            bytes_written=written,
+            buffers=self._exchange.held,
+            seconds=time.monotonic() - begin,
+        )
+
+    def _wanted(self, asked: _Patterns | None) -> frozenset[str] | None:
+        """Return the names that are moved, as those say that push; None: all. Collective."""
+        world = self._world
+        said = world.gather((self._version, asked))
+        if len({version for version, _ in said}) > 1:
+            versions = ", ".join(f"rank {rank}: {v}" for rank, (v, _) in zip(world.ranks, said, strict=True))
+            raise refuse("AMBIGUOUS", f"the ranks are at different versions: {versions}", hint=_ANEW)
+        choices = {patterns for _, patterns in said if patterns is not None}
+        if len(choices) > 1:
+            message = "the ranks push different tensors"
+            raise refuse("AMBIGUOUS", message, hint="Give the same only= and skip= wherever push is called.")
+        only, skip = choices.pop() if choices else ((), ())
+        if not only and not skip:
+            return None
+        if (only, skip) not in self._chosen:
+            self._chosen[only, skip] = frozenset(chosen(self.names, only, skip, "tensor"))
+        return self._chosen[only, skip]
+
+    def _program(self, wanted: frozenset[str] | None) -> Program:
+        """Return what is carried out for some names; collective when they are asked for the first time."""
+        if wanted not in self._programs:
+            self._programs[wanted] = program(self._schedule, wanted, self._exchange)
+        return self._programs[wanted]
+
+    def _read(self, program: Program) -> tuple[_Room, Leaves]:
+        """Look at both sides as they are now, and make room for what comes."""
+        with self._world.together():
+            source, target = map(leaves, self._states)
+            check_forms("source", source.tensors, self._forms[0])
+            check_forms("target", target.tensors, self._forms[1])
+            plan = self._plan
+            values = {
+                name: stand_in(target.weights[name], code, meta=False)
+                for name, code in plan.quantized.anew.items()
+                if name in target.weights
+            }
+            filled = {name: t for name, t in target.tensors.items() if name not in plan.quantized.gone} | values
+            taken = {name: tensor for name, tensor in filled.items() if name in plan.match.stored}
+            room = TargetRoom(taken, plan.parts, self._padded, in_place=self._in_place)
+            room.begin(program.keys)
+            return _Room(SourceValues(source, plan.sent_as), room, values), target
+
+    def _receive(self, program: Program, room: _Room) -> None:
+        """Exchange everything; every rank has then what it needs."""
+        hops = program.schedule.rounds
+
+        def copy_own() -> None:
+            for _, key, transfers in program.schedule.own:
+                for transfer in transfers:
+                    room.source.copy(transfer, room.target.of(key))
+
+        def pack(number: int, parcel: int, buffer: torch.Tensor) -> None:
+            for packing, _ in hops[number][parcel].steps:
+                room.source.copy(packing, buffer)
+
+        def take(number: int, parcel: int, buffer: torch.Tensor) -> None:
+            hop = hops[number][parcel]
+            for _, spreading in hop.steps:
+                room.target.lay(hop.key, spreading, buffer)
+
+        # An error of this rank must not end the collective calls, or the others would wait for it.
+        later = Deferred()
+        with self._world.together():
+            later(copy_own)()
+            self._exchange.run(program.route, later(pack), later(take))
+            later.check()
+
+    def _stop_requests(self, stack: ExitStack, room: _Room) -> None:
+        """Enter what the user gave for the time in which the target is written."""
+        with self._world.together():
+            if self._pause is not None and room.target:
+                stack.enter_context(self._pause())
+
+    def _write(self, program: Program, room: _Room, own: Leaves) -> int:
+        """Give this rank's target the values that it has received; return the bytes written."""
+        quantized = self._plan.quantized
+        written = room.target.switch()
+        for name, values in room.values.items():
+            if program.moves(name):
+                written += put_values(own.weights[name], local_of(values)) - local_of(values).nbytes
+        for name in quantized.begins:
+            if name in own.weights and program.moves(name):
+                begin_anew(own.weights[name])
+        settle(own.islands, own.tensors)
+        return written
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Both sides of this rank in one push."""
+
+    source: SourceValues
+    """What is sent."""
+    target: TargetRoom
+    """Where it comes in."""
+    values: Mapping[str, torch.Tensor]
+    """Values that are quantized into the target when all of them are there, by the parameters' names."""
+
+
+_Patterns = tuple[tuple[str, ...], tuple[str, ...]]
+"""What is moved, and what is not."""
+
+
+def _asked(options: Refitting) -> Asked:
+    """Return what the user says, checked.
+
+    Raises:
+        TypeError: an argument of a type that it cannot have.
+        Refused: UNSUPPORTED for a `dtype` that parameters cannot be cast to.
+    """
+    dtype = read_float_type("dtype", options.get("dtype"))
+    if dtype is not None:
+        check_dtype(dtype)
+    return Asked(
+        read_optional_text("family", options.get("family"), "qwen3_moe"),
+        read_optional_text("dialect", options.get("dialect"), "hf"),
+        options.get("config"),
+        options.get("rules"),
+        dtype,
+        options.get("strict", True),
+    )
+
+
+def _bucket(given: Size) -> int:
+    """Return the bytes of a bucket.
+
+    Raises:
+        TypeError: it is no size.
+        ValueError: it is too small.
+    """
+    size = read_size("bucket", given)
+    if size < _LEAST:
+        raise ValueError(f"bucket must be at least {_LEAST:,} bytes (1 MiB); got {given!r}")
+    return size
+
+
+def _check_alike(given: tuple[Any, ...], world: World) -> None:
+    """Prove that all ranks ask for the same; collective.
+
+    Raises:
+        UsageError: AMBIGUOUS, on every rank.
+    """
+    if any(each != given for each in world.gather(given)):
+        message = "the ranks give different arguments (strict, dtype, family, dialect, in_place, bucket)"
+        raise refuse("AMBIGUOUS", message, hint="Give both sides the same arguments.")

@@ -1,0 +1,242 @@
+"""What goes wrong is told on both sides, and the target keeps the weights that it had."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import transaxle as tx
+from tests.live.jobs import apart, free_port
+from tests.live.ranks import DIED, Ranks, run
+from transaxle.errors import refuse
+from transaxle.live.model.state_tensors import State
+from transaxle.refit import endpoints
+
+WORLD = 3
+SIDE = 1024
+
+
+def _sides(rank: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Rank 0 trains, the others are an engine."""
+    if rank == 0:
+        return {f"w{n}": torch.full((SIDE, SIDE), float(n + 1)) for n in range(3)}, {}
+    return {}, {f"w{n}": torch.zeros(SIDE, SIDE) for n in range(3)}
+
+
+def _killed(rank: int, world: int, victim: int, port: int) -> str:
+    """Lose a rank in the middle of the second push; return what is said, with the weights of the first one in place."""
+    apart(rank, world, 1)
+    group = tx.refit.meet(f"127.0.0.1:{port}", rank, world, timeout=8)
+    given, taken = _sides(rank)
+    refit = tx.Refit(given, taken, group, bucket="1MiB")
+    refit.push()
+    for tensor in given.values():
+        tensor.add_(10)
+    if rank == victim:
+        moment = "copy" if rank == 0 else "lay"
+        where: Any = endpoints.SourceValues if rank == 0 else endpoints.TargetRoom
+        calls, usual = [], getattr(where, moment)
+
+        def die(self: Any, *args: Any) -> None:
+            calls.append(1)
+            if len(calls) == 5:
+                os.kill(os.getpid(), signal.SIGKILL)
+            usual(self, *args)
+
+        setattr(where, moment, die)
+    with pytest.raises(tx.TransaxleError) as found:
+        refit.push()
+    assert found.value.code == "IO"
+    assert all(bool((tensor == n + 1).all()) for n, tensor in enumerate(taken.values()))
+    assert refit.version == 1
+    with pytest.raises(tx.TransaxleError, match="an earlier push failed"):
+        refit.pull()
+    return str(found.value)
+
+
+@pytest.mark.parametrize("victim", [0, 2], ids=["trainer", "engine"])
+def test_a_killed_rank_leaves_the_old_weights(victim: int) -> None:
+    ranks = Ranks(WORLD)
+    try:
+        answers = ranks.answers(_killed, victim, free_port())
+    finally:
+        ranks.stop()
+    assert answers[victim] == (False, DIED)
+    for rank, (fine, said) in enumerate(answers):
+        if rank != victim:
+            assert fine, said
+            assert "a rank died or did not answer in time" in said
+
+
+def _failing(rank: int, world: int) -> tuple[str, int]:
+    """An error of one rank in a push, and a push that succeeds afterwards."""
+    given, taken = _sides(rank)
+    refit = tx.Refit(given, taken, bucket="1MiB")
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 2:
+
+            def fail(*_: object) -> None:
+                raise refuse("NO_SPACE", "no memory left")
+
+            patch.setattr(endpoints.TargetRoom, "lay", fail)
+        with pytest.raises(tx.TransaxleError) as found:
+            refit.push()
+    assert not any(bool(tensor.any()) for tensor in taken.values())
+    version = refit.push().version
+    assert all(bool((tensor == n + 1).all()) for n, tensor in enumerate(taken.values()))
+    return str(found.value), version
+
+
+def test_an_error_of_one_rank_is_that_of_all() -> None:
+    for said, version in run(WORLD, _failing):
+        assert "no memory left" in said
+        assert version == 1
+
+
+class Config:
+    """A model's config."""
+
+    def __init__(self, **values: Any) -> None:
+        self._values = values
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._values
+
+
+class Model(nn.Module):
+    """One weight, and a config that says how many heads it is for."""
+
+    def __init__(self, heads: int, size: int = 8) -> None:
+        super().__init__()
+        self.config = Config(model_type="mine", num_attention_heads=heads, pad_token_id=heads)
+        self.w = nn.Parameter(torch.full((size, size), float(heads)))
+
+
+def _differing(rank: int, world: int, heads: int, size: int) -> str:
+    trainer: State = Model(4) if rank == 0 else {}
+    engine: State = Model(heads, size) if rank == 1 else {}
+    with pytest.raises(tx.TransaxleError) as found:
+        tx.Refit(trainer, engine)
+    if heads != 4 and size == 8:
+        tx.Refit(trainer, engine, strict=False).push()
+        assert not isinstance(engine, Model) or bool((engine.w == 4).all())
+    return str(found.value)
+
+
+@pytest.mark.parametrize(("heads", "size"), [(2, 8), (4, 16)])
+def test_another_config_is_refused_on_both_sides(heads: int, size: int) -> None:
+    """The same shapes with other heads are another model; tokens of padding say nothing of it."""
+    first, second = run(2, _differing, heads, size)
+    assert first == second
+    assert ("num_attention_heads is 2 in the target's config, but 4 in the source's" in first) == (heads == 2)
+    assert "pad_token_id" not in first
+    assert "SHAPE_MISMATCH" in first
+
+
+def _unlike(rank: int, world: int) -> tuple[str, str, str]:
+    """Arguments, choices and versions that differ from rank to rank."""
+    given, taken = ({"w": torch.ones(4)}, {}) if rank == 0 else ({}, {"w": torch.zeros(4)})
+    said = []
+    with pytest.raises(tx.TransaxleError) as found:
+        tx.Refit(given, taken, in_place=rank == 0)
+    said.append(str(found.value))
+    for side in (given, taken):
+        side |= {"v": torch.ones(2)} if side else {}
+    refit = tx.Refit(given, taken)
+    with pytest.raises(tx.TransaxleError) as found:
+        refit.push(only="w" if rank == 0 else "v")
+    said.append(str(found.value))
+    with pytest.raises(tx.TransaxleError) as found:
+        _ = refit.push(only="x*") if rank == 0 else refit.pull()
+    said.append(str(found.value))
+    return said[0], said[1], said[2]
+
+
+def test_ranks_that_ask_for_different_things_are_told() -> None:
+    first, second = run(2, _unlike)
+    assert first == second
+    assert "the ranks give different arguments" in first[0]
+    assert "the ranks push different tensors" in first[1]
+    assert "no tensor has a name like 'x*'" in first[2]
+
+
+def test_a_tensor_that_is_replaced_by_another_form_is_refused() -> None:
+    source, target = {"w": torch.ones(4)}, {"w": torch.zeros(4)}
+    refit = tx.Refit(source, target)
+    source["w"] = torch.full((4,), 2.0)  # of the same form: it is looked up anew
+    refit.push()
+    assert target["w"].tolist() == [2.0] * 4
+    source["w"] = torch.ones(5)
+    with pytest.raises(tx.TransaxleError, match="the source has it in another form"):
+        refit.push()
+    del source["w"]
+    with pytest.raises(tx.TransaxleError, match="the source no longer has it"):
+        refit.push()
+    source |= {"w": torch.ones(4), "v": torch.ones(1)}
+    with pytest.raises(tx.TransaxleError, match="the source did not have it"):
+        refit.push()
+    assert (refit.version, target["w"].tolist()) == (1, [2.0] * 4)
+
+
+def test_types_are_cast_only_if_asked() -> None:
+    source, target = {"w": torch.randn(100)}, {"w": torch.zeros(100, dtype=torch.bfloat16)}
+    with pytest.raises(tx.TransaxleError, match="Give dtype="):
+        tx.Refit(source, target)
+    tx.Refit(source, target, dtype="bf16").push()
+    assert torch.equal(target["w"], source["w"].bfloat16())
+    with pytest.raises(tx.TransaxleError, match="parameters cannot be cast to dtype='fp8'"):
+        tx.Refit(source, target, dtype="fp8")
+
+
+def test_tensors_that_are_equal_now_are_not_taken_for_tied() -> None:
+    """A head that equals the embedding at the first push may differ at the next."""
+    weight = torch.ones(2, 2)
+    with pytest.raises(tx.TransaxleError, match="the model has no such tensor"):
+        tx.Refit({"embed": weight, "head": weight.clone()}, {"embed": torch.zeros(2, 2)})
+    target = {"embed": torch.zeros(2, 2)}
+    tx.Refit({"embed": weight, "head": weight}, target).push()
+    assert torch.equal(target["embed"], weight)
+
+
+def test_requests_are_stopped_while_the_target_is_written() -> None:
+    seen: list[str] = []
+    source, target = {"w": torch.ones(4)}, {"w": torch.zeros(4)}
+
+    @contextmanager
+    def pause() -> Iterator[None]:
+        seen.append(f"stopped at {target['w'][0]:.0f}")
+        yield
+        seen.append(f"goes on at {target['w'][0]:.0f}")
+
+    for in_place in (False, True):
+        target["w"].zero_()
+        tx.Refit(source, target, in_place=in_place, pause=pause).push()
+    assert seen == ["stopped at 0", "goes on at 1"] * 2
+
+
+@pytest.mark.parametrize(
+    ("address", "number", "size", "text"),
+    [
+        ("here", 0, 1, "address must be HOST:PORT"),
+        ("here:port", 0, 1, "address must be HOST:PORT"),
+        ("127.0.0.1:1", 2, 2, "number must be from 0 to 1"),
+    ],
+)
+def test_a_meeting_that_cannot_be_is_refused(address: str, number: int, size: int, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        tx.refit.meet(address, number, size)
+    with pytest.raises(ValueError, match="backend must be one of gloo, nccl"):
+        tx.refit.meet("127.0.0.1:1", 0, 1, backend="mpi")
+
+
+def test_nobody_at_the_address_is_an_error_of_the_machine() -> None:
+    with pytest.raises(tx.TransaxleError) as found:
+        tx.refit.meet(f"127.0.0.1:{free_port()}", 1, 2, timeout=1)
+    assert found.value.code == "IO"
