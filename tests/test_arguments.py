@@ -175,6 +175,7 @@ def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
         "reshard": given(src_state=state, dst_state=state),
         "Refit": given(src_state=state, dst_state=state),
         "Refit.push": given(self=tx.Refit(state, state)),
+        "named_tensors": given(state=state),
         "meet": given(address="127.0.0.1:1", number=0, size=1),
         "state_dict_as": recast,
         "loadable_as": recast,

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from transaxle.axes.geometry.piece import Move
-from transaxle.errors import Refusal, Where, gathered
+from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.live.model.state_tensors import Leaves
 from transaxle.live.sharding.memory import tensor_of
+from transaxle.live.transport.world import World
 from transaxle.move.transfer import Transfer
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.placement import local_parts, placement_of
@@ -71,6 +72,22 @@ def check_forms(side: str, now: Mapping[str, torch.Tensor], planned: Mapping[str
             problems.append(Refusal("SHAPE_MISMATCH", message, Where(None, name), _ANEW))
     if problems:
         raise gathered(problems)
+
+
+def check_alike(names: str, given: tuple[object, ...], world: World) -> None:
+    """Prove that all ranks ask for the same; collective.
+
+    Args:
+        names: of the arguments.
+        given: their values on this rank.
+        world: the ranks.
+
+    Raises:
+        UsageError: AMBIGUOUS, on every rank.
+    """
+    if any(each != given for each in world.gather(given)):
+        message = f"the ranks give different arguments ({names})"
+        raise refuse("AMBIGUOUS", message, hint="Give all ranks of both sides the same arguments.")
 
 
 def _words(form: Form) -> str:

@@ -31,10 +31,10 @@ from transaxle.live.sharding.memory import rank_of
 from transaxle.live.tensors.type_change import check_dtype
 from transaxle.live.transport.bucket_exchange import BucketExchange
 from transaxle.live.transport.world import World, is_loss
-from transaxle.move.transport import Deferred
 from transaxle.quant.modules.entries import begin_anew, put_values
 from transaxle.refit.agreement import Agreement, Asked, agreed
-from transaxle.refit.endpoints import Form, SourceValues, TargetRoom, check_forms, forms
+from transaxle.refit.carrying import carry
+from transaxle.refit.endpoints import Form, SourceValues, TargetRoom, check_alike, check_forms, forms
 from transaxle.refit.hops import Program, program, schedule
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.torch_arguments import Ranks
@@ -138,7 +138,8 @@ class Refit:
             asked, bucket = _asked(options), _bucket(options.get("bucket", "64MB"))
             source, target = leaves(src_state), leaves(dst_state)
             self._forms: tuple[Mapping[str, Form], Mapping[str, Form]] = forms(source.tensors), forms(target.tensors)
-        _check_alike((asked.strict, asked.dtype, asked.family, asked.dialect, in_place, bucket), world)
+        given = asked.strict, asked.dtype, asked.family, asked.dialect, in_place, bucket
+        check_alike("strict, dtype, family, dialect, in_place, bucket", given, world)
         self._plan: Agreement = agreed((src_state, source), (dst_state, target), world, asked)
         plan = self._plan
         self._exchange = BucketExchange(world)
@@ -274,28 +275,8 @@ class Refit:
 
     def _receive(self, program: Program, room: _Room) -> None:
         """Exchange everything; every rank has then what it needs."""
-        hops = program.schedule.rounds
-
-        def copy_own() -> None:
-            for _, key, transfers in program.schedule.own:
-                for transfer in transfers:
-                    room.source.copy(transfer, room.target.of(key))
-
-        def pack(number: int, parcel: int, buffer: torch.Tensor) -> None:
-            for packing, _ in hops[number][parcel].steps:
-                room.source.copy(packing, buffer)
-
-        def take(number: int, parcel: int, buffer: torch.Tensor) -> None:
-            hop = hops[number][parcel]
-            for _, spreading in hop.steps:
-                room.target.lay(hop.key, spreading, buffer)
-
-        # An error of this rank must not end the collective calls, or the others would wait for it.
-        later = Deferred()
         with self._world.together():
-            later(copy_own)()
-            self._exchange.run(program.route, later(pack), later(take))
-            later.check()
+            carry(program, room.source, room.target, self._exchange)
 
     def _stop_requests(self, stack: ExitStack, room: _Room) -> None:
         """Enter what the user gave for the time in which the target is written."""
@@ -364,14 +345,3 @@ def _bucket(given: Size) -> int:
     if size < _LEAST:
         raise ValueError(f"bucket must be at least {_LEAST:,} bytes (1 MiB); got {given!r}")
     return size
-
-
-def _check_alike(given: tuple[Any, ...], world: World) -> None:
-    """Prove that all ranks ask for the same; collective.
-
-    Raises:
-        UsageError: AMBIGUOUS, on every rank.
-    """
-    if any(each != given for each in world.gather(given)):
-        message = "the ranks give different arguments (strict, dtype, family, dialect, in_place, bucket)"
-        raise refuse("AMBIGUOUS", message, hint="Give both sides the same arguments.")

@@ -1,0 +1,210 @@
+"""The stream of whole tensors: what every rank holds a part of, put together bucket by bucket under a hub's names.
+
+For engines that cut what they are given themselves. Where both sides are known, `Refit` sends much less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypedDict, Unpack
+
+import torch
+
+from transaxle.arguments import (
+    Config,
+    DType,
+    PathLike,
+    Size,
+    check_keywords,
+    read_float_type,
+    read_optional_text,
+    read_size,
+    read_text,
+)
+from transaxle.encodings.arithmetic.casting import CASTS, PLAIN
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.checkpoint.settings import settings
+from transaxle.engine.plan.conversion import for_hub, make_plan, ready
+from transaxle.engine.plan.planned import PlannedTensor
+from transaxle.engine.views.cast import precise
+from transaxle.errors import gathered
+from transaxle.live.model.live_config import shared_config
+from transaxle.live.model.published_codes import published
+from transaxle.live.model.state_tensors import Leaves, State, leaves, unsavable
+from transaxle.live.sharding.global_tensors import census
+from transaxle.live.sharding.memory import container, rank_of
+from transaxle.live.tensors.type_change import check_dtype
+from transaxle.live.transport.bucket_exchange import BucketExchange
+from transaxle.live.transport.world import World
+from transaxle.move.runs import Item
+from transaxle.refit.carrying import carry
+from transaxle.refit.endpoints import SourceValues, TargetRoom, check_alike
+from transaxle.refit.hops import program, schedule
+from transaxle.torch_tensors.local_tensor import local_of
+from transaxle.torch_tensors.placement import local_parts
+from transaxle.torch_tensors.torch_arguments import Device, Ranks, read_device
+from transaxle.torch_tensors.torch_dtype import torch_dtype
+
+_BUCKET = 64_000_000
+"""Bytes of the buckets in which parts travel."""
+_FORMAT = "safetensors:"
+Bucket = list[tuple[str, torch.Tensor]]
+"""Whole tensors by name."""
+
+
+class Streaming(TypedDict, total=False):
+    """How tensors are put together: further keyword arguments of `named_tensors`."""
+
+    family: str | None
+    """Model family, such as `qwen3_moe`; None: recognised."""
+    dialect: str | None
+    """Dialect of the model's names, such as `hf`; None: recognised."""
+    config: Config | None
+    """The model's config; None: `model.config`, where it has one."""
+    rules: PathLike | None
+    """A table of the user's own."""
+    dtype: DType | None
+    """Type that weights are cast to on their way."""
+    device: Device | None
+    """Where the tensors are; None: where the model's are."""
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """What is put together; the same on all ranks."""
+
+    planned: Sequence[PlannedTensor]
+    """The tensors, in order."""
+    own: Leaves
+    """What this rank holds of what they are made of."""
+    sent_as: Mapping[str, str]
+    """Safetensors codes of the tensors whose values are cast on the way."""
+
+
+def named_tensors(
+    state: State,
+    *,
+    to: str = "hf",
+    bucket: Size = "1GB",
+    on: Sequence[int] | None = None,
+    group: Ranks | None = None,
+    **options: Unpack[Streaming],
+) -> Iterator[Bucket]:
+    """Yield whole tensors in a dialect's names, bucket by bucket; collective: all ranks go through it to the end.
+
+        for tensors in tx.refit.named_tensors(model, bucket="1GB"):
+            engine.update_weights_from_tensor(tensors)
+
+    They are those that `tx.save(model, ..., to=to)` writes, with the same bytes, and in memory of their own: nothing
+    that is done to them changes the model.
+
+    Args:
+        state: a model under any parallelism, or a state dict whose leaves are tensors or DTensors.
+        to: the dialect.
+        bucket: bytes of the tensors that are yielded at once; a larger one is alone.
+        on: ranks that get the tensors; the others get empty buckets. None: all.
+        group: ranks that hold the state, a process group or a mesh of one dim; None: all.
+        **options: `family` (None: recognised), `dialect` (of the model's names; None: recognised), `config` (None:
+            `model.config`, where it has one), `rules` (path of a table of your own), `dtype` (`bf16`, `fp16` or `fp32`:
+            plain weights are cast where they are sent, but for those that the table marks as precise), `device` (None:
+            that of the model's tensors).
+
+    Raises:
+        TypeError: an argument of a type that it cannot have.
+        TransaxleError: on every rank.
+    """
+    check_keywords("named_tensors", options, Streaming.__annotations__)
+    size, world = read_size("bucket", bucket), World(group)
+    dialect, device = read_text("to", to, "hf"), read_device("device", options.get("device"))
+    takers = world.ranks if on is None else tuple(on)
+    if not set(takers) <= set(world.ranks):
+        raise ValueError(f"on must be ranks of the group, {list(world.ranks)}; got {on!r}")
+    check_alike("to, bucket, on, dtype", (dialect, size, takers, str(options.get("dtype"))), world)
+    return _streamed(_planned(state, dialect, options, world), takers, size, device, world)
+
+
+def _planned(state: State, to: str, options: Streaming, world: World) -> _Stream:
+    """Find out what all ranks hold, and how it is put together; collective.
+
+    Raises:
+        TransaxleError: on every rank.
+    """
+    with world.together():
+        dtype = read_float_type("dtype", options.get("dtype"))
+        if dtype is not None:
+            check_dtype(dtype)
+        said = settings(
+            family=read_optional_text("family", options.get("family"), "qwen3_moe"),
+            dialect=read_optional_text("dialect", options.get("dialect"), "hf"),
+            config=options.get("config"),
+            rules=options.get("rules"),
+        )
+        own = leaves(state, sharded=True)
+        if problems := unsavable(own.tensors):
+            raise gathered(problems)
+    config = shared_config(state, said.config, world)
+    everything, tensors = census(own.tensors, world), own.tensors
+    if for_hub(_FORMAT + to):
+        of_hub = published(tensors, everything, own.weights, config, world)
+        tensors, everything, config = of_hub.tensors, of_hub.everything, of_hub.config
+    with world.together():
+        parts = {part: tensor for _, part, tensor in local_parts(tensors)}
+
+        def seen() -> Checkpoint:
+            memory = container(everything, parts, world.rank, config)
+            return Checkpoint(memory, replace(said, config=None), None, None)
+
+        sent_as: dict[str, str] = {}
+        if dtype is not None:
+            source = seen()
+            keep = precise(None if source.family is None else source.bound)
+            code = CASTS[dtype]
+            sent_as = {n: code for n, t in everything.items() if t.dtype in PLAIN and t.dtype != code and n not in keep}
+            sent_as = {name: code for name in sent_as if name not in _scales(source)}
+            everything = {n: replace(t, dtype=sent_as.get(n, t.dtype)) for n, t in everything.items()}
+        planned = ready(make_plan(seen(), _FORMAT + to, shard_size=_BUCKET, target=to)).tensors
+    return _Stream(planned, replace(own, tensors=tensors), sent_as)
+
+
+def _scales(source: Checkpoint) -> set[str]:
+    """Return the tensors that are scales of codes: these are not values."""
+    return {stored for encoded in source.catalog.encoded.values() for stored in encoded.parts.values()}
+
+
+def _streamed(
+    stream: _Stream, takers: tuple[int, ...], size: int, device: torch.device | None, world: World
+) -> Iterator[Bucket]:
+    """Put the tensors together; collective."""
+    source, exchange = SourceValues(stream.own, stream.sent_as), BucketExchange(world)
+    place = device or next((local_of(tensor).device for tensor in stream.own.tensors.values()), torch.device("cpu"))
+    try:
+        for planned in _buckets(stream.planned, size):
+            items = [Item(key, tensor.nbytes, tensor.transfers, takers) for key, tensor in enumerate(planned)]
+            names = [tensor.name for tensor in planned]
+            with world.together():
+                mine = planned if world.rank in takers else []
+                made = {t.name: torch.empty(t.shape, dtype=torch_dtype(t.dtype), device=place) for t in mine}
+                padded = [item.key for item in items if sum(each.size for each in item.transfers) != item.size]
+                room = TargetRoom(made, names, padded, in_place=True)
+                room.begin(range(len(items)))
+            steps = program(schedule(items, names, rank_of, world, _BUCKET), None, exchange)
+            with world.together():
+                carry(steps, source, room, exchange)
+            yield list(made.items())
+    finally:
+        exchange.close()
+
+
+def _buckets(planned: Sequence[PlannedTensor], size: int) -> Iterator[list[PlannedTensor]]:
+    """Yield tensors in order, so many at once that they do not exceed a size."""
+    held: list[PlannedTensor] = []
+    total = 0
+    for tensor in planned:
+        if held and total + tensor.nbytes > size:
+            yield held
+            held, total = [], 0
+        held.append(tensor)
+        total += tensor.nbytes
+    if held:
+        yield held
