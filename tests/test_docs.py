@@ -157,6 +157,7 @@ def _old_run(folder: Path) -> None:
         "how-to/training",
         "how-to/moe",
         "how-to/inference",
+        "how-to/refit",
         "how-to/dcp",
         "reference/cli",
     ],
