@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Literal, Self, TypedDict, Unpack
 
 import torch
 
@@ -26,12 +26,13 @@ from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import TransaxleError, refuse
 from transaxle.live.derived.settle import settle
 from transaxle.live.model.quantized_model import stand_in
-from transaxle.live.model.state_tensors import Leaves, State, leaves
+from transaxle.live.model.state_tensors import Leaves, State
 from transaxle.live.sharding.memory import rank_of
 from transaxle.live.tensors.type_change import check_dtype
 from transaxle.live.transport.bucket_exchange import BucketExchange
 from transaxle.live.transport.world import World, is_loss
 from transaxle.quant.modules.entries import begin_anew, put_values
+from transaxle.refit.adapters import read_adapter, source_leaves, target_leaves
 from transaxle.refit.agreement import Agreement, Asked, agreed
 from transaxle.refit.carrying import carry
 from transaxle.refit.endpoints import Form, SourceValues, TargetRoom, check_alike, check_forms, forms
@@ -63,6 +64,8 @@ class Refitting(TypedDict, total=False):
     """Refuse names that only one side has, and configs that differ."""
     bucket: Size
     """Bytes of a bucket."""
+    adapter: Literal["merged", "alone"] | None
+    """What becomes of a trainer's adapter."""
     pause: Pause | None
     """Returns a context manager that is entered while the target is written."""
 
@@ -112,8 +115,10 @@ class Refit:
             parameters of this type take plain floating-point tensors of other types, cast where they are sent; None:
             other types are refused), `strict` (refuse names that only one side has, and configs that differ; a tied
             name may be missing where both are one tensor), `bucket` (bytes; each rank has two for what is sent),
-            `pause` (called on ranks with a target; returns a context manager that is entered while the target is
-            written, such as one that stops requests).
+            `adapter` (of a source that is a model of peft: `merged` sends the base with the active adapter merged into
+            it, as a plain model; `alone` sends the adapter, under the names of its files; None: all that the model has,
+            under its own names), `pause` (called on ranks with a target; returns a context manager that is entered
+            while the target is written, such as one that stops requests).
 
     Raises:
         TypeError: an argument of a type that it cannot have.
@@ -136,10 +141,12 @@ class Refit:
         self._pause = options.get("pause")
         with world.together():
             asked, bucket = _asked(options), _bucket(options.get("bucket", "64MB"))
-            source, target = leaves(src_state), leaves(dst_state)
+            self._adapter = read_adapter(options.get("adapter"))
+            source = source_leaves(src_state, self._adapter, values=False)
+            target = target_leaves(dst_state, self._adapter)
             self._forms: tuple[Mapping[str, Form], Mapping[str, Form]] = forms(source.tensors), forms(target.tensors)
-        given = asked.strict, asked.dtype, asked.family, asked.dialect, in_place, bucket
-        check_alike("strict, dtype, family, dialect, in_place, bucket", given, world)
+        given = self._adapter, asked.strict, asked.dtype, asked.family, asked.dialect, in_place, bucket
+        check_alike("adapter, strict, dtype, family, dialect, in_place, bucket", given, world)
         self._plan: Agreement = agreed((src_state, source), (dst_state, target), world, asked)
         plan = self._plan
         self._exchange = BucketExchange(world)
@@ -258,7 +265,8 @@ class Refit:
     def _read(self, program: Program) -> tuple[_Room, Leaves]:
         """Look at both sides as they are now, and make room for what comes."""
         with self._world.together():
-            source, target = map(leaves, self._states)
+            source = source_leaves(self._states[0], self._adapter, values=True)
+            target = target_leaves(self._states[1], self._adapter)
             check_forms("source", source.tensors, self._forms[0])
             check_forms("target", target.tensors, self._forms[1])
             plan = self._plan

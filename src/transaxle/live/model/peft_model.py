@@ -34,6 +34,24 @@ def adapted(state: object) -> Any:
     return model if _is(model, _MODEL) else None
 
 
+def tuners(model: nn.Module) -> list[Any]:
+    """Return the modules of a model of peft that an adapter changes."""
+    return [module for module in model.modules() if _is(module, _TUNER)]
+
+
+def is_active(model: nn.Module, copy: torch.Tensor) -> bool:
+    """Tell whether a copy of a base's weight is that of the active adapter."""
+    wrappers: list[Any] = [module for module in model.modules() if _is(module, _WRAPPER)]
+    copies = [getattr(wrapper, _COPIES, {}) for wrapper in wrappers]
+    active = (
+        each[name]
+        for each, wrapper in zip(copies, wrappers, strict=True)
+        for name in wrapper.active_adapters
+        if name in each
+    )
+    return any(copy is parameter for module in active for parameter in module.parameters())
+
+
 def seen_by(model: nn.Module, found: Leaves, names: Collection[str], *, adapter: bool) -> Leaves:
     """Return the part of a model of peft that a checkpoint is for, under the checkpoint's names.
 

@@ -1,0 +1,87 @@
+"""Adapters: what an engine gets is what peft itself makes of the model, and the trainer keeps what it had."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import transaxle as tx
+from tests.live.model.test_peft_model import _base, _held, _with
+from tests.live.ranks import run
+from tests.live.topologies import full
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def _merged(model: Any) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = copy.deepcopy(model).merge_and_unload().state_dict()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["lora", "embedding", "ia3", "vera", "oft", "norms"])
+def test_an_adapter_is_merged_on_the_way(kind: str) -> None:
+    """Low-rank, with magnitudes, by factors, by rotations; with modules that are trained as a whole."""
+    model, engine = _with(kind, 1), _base(2)
+    refit = tx.Refit(model, engine, adapter="merged")
+    for _ in range(2):
+        before = _held(model)
+        refit.push()
+        wanted, found = _merged(model), engine.state_dict()
+        assert all(torch.equal(found[name], wanted[name]) for name in found)
+        after = _held(model)
+        assert all(torch.equal(after[name], before[name]) for name in before)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+
+
+def test_an_adapter_is_sent_alone() -> None:
+    model, other = _with("lora", 1), _with("lora", 2)
+    before = _held(other)
+    report = tx.Refit(model, other, adapter="alone").push()
+    wanted, found = _held(model), _held(other)
+    changed = {name for name in found if not torch.equal(found[name], before[name])}
+    assert changed == {name for name in found if "lora_" in name or ".modules_to_save." in name}
+    assert all(torch.equal(found[name], wanted[name]) for name in changed)
+    assert report.tensors == len(changed)
+
+
+def _sharded(rank: int, world: int) -> float:
+    """Merge under FSDP2; return how far the result is from that of one process."""
+    import peft
+
+    model, engine = _base(1), _base(2)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)))
+    wanted = _merged(model)
+    mesh = init_device_mesh("cpu", (world,))
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    before = {name: full(parameter) for name, parameter in model.named_parameters()}
+    tx.Refit(model, engine, adapter="merged").push()
+    assert all(torch.equal(full(parameter), before[name]) for name, parameter in model.named_parameters())
+    found = engine.state_dict()
+    return max(float((found[name] - wanted[name]).abs().max()) for name in wanted)
+
+
+def test_an_adapter_is_merged_in_shards() -> None:
+    assert max(run(2, _sharded)) < 1e-5
+
+
+def test_a_source_without_adapters_is_told() -> None:
+    with pytest.raises(tx.TransaxleError, match="the source is no model of peft"):
+        tx.Refit(_base(1), _base(2), adapter="merged")
+    with pytest.raises(ValueError, match="adapter must be one of merged, alone"):
+        tx.Refit(_base(1), _base(2), adapter="both")  # type: ignore[arg-type]  # that is the point
+    model = _with("lora", 1)
+    model.merge_adapter()
+    with pytest.raises(tx.TransaxleError, match="its adapter is merged"):
+        tx.Refit(model, _base(2), adapter="merged")
