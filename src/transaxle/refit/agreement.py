@@ -10,10 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from transaxle.arguments import Config, PathLike
 from transaxle.encodings.arithmetic.casting import CASTS, PLAIN
-from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.checkpoint.settings import settings
+from transaxle.encodings.arithmetic.wide import WIDE
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
+from transaxle.engine.checkpoint.settings import Settings, settings
 from transaxle.errors import Refusal, Where
 from transaxle.formats.dtype import nbytes
 from transaxle.live.model.live_config import shared_config
@@ -22,10 +25,11 @@ from transaxle.live.model.source_view import View
 from transaxle.live.model.state_tensors import Leaves, State, unsavable
 from transaxle.live.reexpress.agreed_match import Match, matched
 from transaxle.live.reexpress.ties import Sides
-from transaxle.live.sharding.global_tensors import Census, census
+from transaxle.live.sharding.global_tensors import Census, Global, census
 from transaxle.live.sharding.memory import container
 from transaxle.live.transport.world import World
 from transaxle.move.runs import Item
+from transaxle.refit.encoded_targets import EncodedTarget, encoded_targets
 from transaxle.torch_tensors.placement import local_parts, local_shape
 
 _CAST = 'Give dtype="bf16" to cast values on the way, or build both sides with the same dtypes.'
@@ -59,6 +63,8 @@ class Agreement:
     """The source's tensors by the target's names."""
     quantized: Sorted
     """The target's parameters that quantize what comes."""
+    codes: Mapping[str, EncodedTarget]
+    """The target's tensors that are encoded, by table name."""
     sent_as: Mapping[str, str]
     """Safetensors codes of the source's tensors that are cast on the way."""
     items: list[Item]
@@ -87,50 +93,115 @@ def agreed(source: tuple[State, Leaves], target: tuple[State, Leaves], world: Wo
     config = shared_config(source[0], said.config, world)
     config_of_target = shared_config(target[0], None, world)
     differences = _differences(config, config_of_target)
-    config = config_of_target if config is None else config
     everything, wanted = census(own_source.tensors, world), census(own_target.tensors, world)
     weights = Weights(own_target.weights, world)
-    parts = {part: tensor for _, part, tensor in local_parts(own_source.tensors)}
-
-    def seen(held: Census) -> View:
-        memory = container(held, parts, world.rank, config)
-        source_now = Checkpoint(memory, replace(said, config=None, partial=True), None, None)
-        return weights.seen(source_now, wanted, asked.family, asked.dialect, None, partial=False)
-
     with world.together():
-        view = seen(everything)
-        sent_as = _casts(view, everything, wanted, weights, asked.dtype)
-        if sent_as:
-            everything = {n: replace(t, dtype=sent_as.get(n, t.dtype)) for n, t in everything.items()}
-            view = seen(everything)
-        stored = view.tensors()
-        quantized = weights.sorted(view, stored)
-        stand_ins = {
-            name: stand_in(own_target.weights[name], code, meta=True)
-            for name, code in quantized.anew.items()
-            if name in own_target.weights
-        }
-    gone = quantized.gone
+        codes = encoded_targets(wanted, config_of_target, weights.names, world.rank)
+        views = _Views(own_source, config or config_of_target, said, asked, weights, world.rank)
+        seen = views.of(everything, wanted, codes)
+        stand_ins = _stand_ins(own_target, seen, world.rank)
+    gone = seen.quantized.gone | {name for one in seen.codes.values() for name in one.tensor.parts.values()}
     filled = {n: t for n, t in own_target.tensors.items() if n not in gone} | stand_ins
     targets = {n: t for n, t in wanted.items() if n not in gone} | dict(census(stand_ins, world))
-    sides = Sides(own_source.tensors, filled, everything, targets, world)
-    others = [*quantized.problems, *unsavable(own_source.tensors), *(differences if asked.strict else ())]
-    kept = {name: tensor for name, tensor in stored.items() if name not in gone or name in quantized.anew}
+    sides = Sides(own_source.tensors, filled, seen.everything, targets, world)
+    others = [*seen.quantized.problems, *unsavable(own_source.tensors), *(differences if asked.strict else ())]
+    made = seen.quantized.anew.keys() | seen.codes.keys()
+    kept = {name: tensor for name, tensor in seen.stored.items() if name not in gone or name in made}
     match = matched(sides, own_target, lambda: kept, strict=asked.strict, others=lambda: others, hint=_CAST, once=False)
-    return Agreement(match, quantized, sent_as, *_items(targets, match))
+    return Agreement(match, seen.quantized, seen.codes, seen.sent_as, *_items(targets, match))
 
 
-def _casts(view: View, everything: Census, wanted: Census, weights: Weights, dtype: str | None) -> dict[str, str]:
-    """Return the source's tensors that are cast on the way, with the type of the target's that are made of them."""
-    if dtype is None:
-        return {}
-    to = CASTS[dtype]
-    found: dict[str, str] = {}
-    for name, stored in view.tensors().items():
-        target = wanted.get(name)
-        takes = weights.value_type(name) or (None if target is None else target.dtype)
-        if takes == to:
-            found |= {o: to for o in stored.origins if everything[o].dtype in PLAIN and everything[o].dtype != to}
+@dataclass(frozen=True)
+class _Seen:
+    """The source by the target's names, as it arrives there."""
+
+    everything: Census
+    """What all ranks hold of it, in the types that are sent."""
+    sent_as: Mapping[str, str]
+    """Safetensors codes of its tensors that are cast on the way."""
+    stored: Mapping[str, StoredTensor]
+    """Its tensors by the target's names."""
+    quantized: Sorted
+    """The target's parameters that quantize what comes."""
+    codes: Mapping[str, EncodedTarget]
+    """The target's tensors that are encoded, by table name."""
+
+
+@dataclass(frozen=True)
+class _Views:
+    """Sees a source as a target names it."""
+
+    own: Leaves
+    """What this rank holds of the source."""
+    config: Mapping[str, Any] | None
+    """The model's config."""
+    said: Settings
+    """What the user says of the source."""
+    asked: Asked
+    """What the user says of both."""
+    weights: Weights
+    """The target's quantized parameters."""
+    rank: int
+    """This rank."""
+
+    def of(self, everything: Census, wanted: Census, codes: Mapping[str, EncodedTarget]) -> _Seen:
+        """Return the source in the target's names.
+
+        Args:
+            everything: what all ranks hold of it.
+            wanted: the target's tensors.
+            codes: those that could be encoded.
+        """
+        view = self._view(everything, _shown(wanted, codes))
+        stored = view.tensors()
+        plain = {name: one for name, one in codes.items() if name in stored and stored[name].dtype in WIDE}
+        if plain.keys() != codes.keys():  # what the source has in codes travels so
+            codes, view = plain, self._view(everything, _shown(wanted, plain))
+        sent_as = self._casts(view, everything, wanted, codes)
+        if sent_as:
+            everything = {n: replace(t, dtype=sent_as.get(n, t.dtype)) for n, t in everything.items()}
+            view = self._view(everything, _shown(wanted, codes))
+        stored = view.tensors()
+        return _Seen(everything, sent_as, stored, self.weights.sorted(view, stored), codes)
+
+    def _view(self, everything: Census, names: Census) -> View:
+        parts = {part: tensor for _, part, tensor in local_parts(self.own.tensors)}
+        memory = container(everything, parts, self.rank, self.config)
+        source = Checkpoint(memory, replace(self.said, config=None, partial=True), None, None)
+        return self.weights.seen(source, names, self.asked.family, self.asked.dialect, None, partial=False)
+
+    def _casts(
+        self, view: View, everything: Census, wanted: Census, codes: Mapping[str, EncodedTarget]
+    ) -> dict[str, str]:
+        """Return the source's tensors that are cast on the way: those of which others of the asked type are made."""
+        if self.asked.dtype is None:
+            return {}
+        to = CASTS[self.asked.dtype]
+        takes = dict.fromkeys(codes, to) | {n: t.dtype for n, t in wanted.items() if n not in codes}
+        found: dict[str, str] = {}
+        for name, stored in view.tensors().items():
+            if (self.weights.value_type(name) or takes.get(name)) == to:
+                found |= {o: to for o in stored.origins if everything[o].dtype in PLAIN and everything[o].dtype != to}
+        return found
+
+
+def _shown(wanted: Census, codes: Mapping[str, EncodedTarget]) -> Census:
+    """Return a target's tensors with values in the place of codes and scales."""
+    parts = {stored for one in codes.values() for stored in one.tensor.parts.values()}
+    values = {name: Global(name, "", one.tensor.shape, {}) for name, one in codes.items()}
+    return {name: tensor for name, tensor in wanted.items() if name not in parts} | values
+
+
+def _stand_ins(own_target: Leaves, seen: _Seen, rank: int) -> dict[str, torch.Tensor]:
+    """Return tensors without memory for the values that this rank's target quantizes or encodes."""
+    found = {
+        name: stand_in(own_target.weights[name], code, meta=True)
+        for name, code in seen.quantized.anew.items()
+        if name in own_target.weights
+    }
+    for name, one in seen.codes.items():
+        values = one.stand_in(rank, seen.stored[name].dtype, "meta")
+        found |= {} if values is None else {name: values}
     return found
 
 

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self, TypedDict, Unpack
 
+import numpy as np
 import torch
 
 from transaxle.arguments import (
@@ -35,6 +36,7 @@ from transaxle.quant.modules.entries import begin_anew, put_values
 from transaxle.refit.adapters import read_adapter, source_leaves, target_leaves
 from transaxle.refit.agreement import Agreement, Asked, agreed
 from transaxle.refit.carrying import carry
+from transaxle.refit.encoded_targets import Buffers, encode, largest, put
 from transaxle.refit.endpoints import Form, SourceValues, TargetRoom, check_alike, check_forms, forms
 from transaxle.refit.hops import Program, program, schedule
 from transaxle.torch_tensors.local_tensor import local_of
@@ -219,11 +221,11 @@ class Refit:
                 room, own = self._read(program)
                 if self._in_place:
                     self._stop_requests(stack, room)
-                self._receive(program, room)
+                buffers = self._receive(program, room)
                 if not self._in_place:
                     self._stop_requests(stack, room)
                 with self._world.together():
-                    written = self._write(program, room, own)
+                    written = self._write(program, room, own, buffers)
         except TransaxleError as error:
             self._lost = error.refusals[0].message if is_loss(error) else ""
             raise
@@ -275,16 +277,31 @@ class Refit:
                 for name, code in plan.quantized.anew.items()
                 if name in target.weights
             }
-            filled = {name: t for name, t in target.tensors.items() if name not in plan.quantized.gone} | values
+            codes = {
+                name: each.stand_in(self._world.rank, plan.match.stored[name].dtype, "cpu")
+                for name, each in plan.codes.items()
+            }
+            encoded = {name: tensor for name, tensor in codes.items() if tensor is not None}
+            filled = {n: t for n, t in target.tensors.items() if n not in plan.quantized.gone} | values | encoded
             taken = {name: tensor for name, tensor in filled.items() if name in plan.match.stored}
             room = TargetRoom(taken, plan.parts, self._padded, in_place=self._in_place)
             room.begin(program.keys)
-            return _Room(SourceValues(source, plan.sent_as), room, values), target
+            return _Room(SourceValues(source, plan.sent_as), room, values, encoded), target
 
-    def _receive(self, program: Program, room: _Room) -> None:
-        """Exchange everything; every rank has then what it needs."""
+    def _receive(self, program: Program, room: _Room) -> Buffers:
+        """Exchange everything; every rank has then what it needs. Return the codes and scales that were made of it."""
         with self._world.together():
             carry(program, room.source, room.target, self._exchange)
+        with self._world.together():
+            room.target.hand_over(room.encoded)
+        targets = {name: each for name, each in self._plan.codes.items() if program.moves(name)}
+        sizes = largest(targets, room.encoded, self._world)
+        buffers: dict[str, np.ndarray] = {}
+        with self._world.together():
+            for name, each in targets.items():
+                if name in room.encoded:
+                    buffers |= encode(each, room.encoded[name], sizes.get(name), self._world.rank)
+        return buffers
 
     def _stop_requests(self, stack: ExitStack, room: _Room) -> None:
         """Enter what the user gave for the time in which the target is written."""
@@ -292,10 +309,10 @@ class Refit:
             if self._pause is not None and room.target:
                 stack.enter_context(self._pause())
 
-    def _write(self, program: Program, room: _Room, own: Leaves) -> int:
+    def _write(self, program: Program, room: _Room, own: Leaves, buffers: Buffers) -> int:
         """Give this rank's target the values that it has received; return the bytes written."""
         quantized = self._plan.quantized
-        written = room.target.switch()
+        written = room.target.switch() + put(buffers, {name: local_of(own.tensors[name]) for name in buffers})
         for name, values in room.values.items():
             if program.moves(name):
                 written += put_values(own.weights[name], local_of(values)) - local_of(values).nbytes
@@ -316,6 +333,8 @@ class _Room:
     """Where it comes in."""
     values: Mapping[str, torch.Tensor]
     """Values that are quantized into the target when all of them are there, by the parameters' names."""
+    encoded: Mapping[str, torch.Tensor]
+    """Values that are encoded for the target, by the names that tables know."""
 
 
 _Patterns = tuple[tuple[str, ...], tuple[str, ...]]

@@ -84,6 +84,11 @@ class Weights:
             name for weight, one in self._all.items() for name in (*one.entries, *one.state) if name != weight
         )
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of all their entries."""
+        return frozenset(name for one in self._all.values() for name in (*one.entries, *one.state))
+
     def value_type(self, name: str) -> str | None:
         """Return the safetensors code of a parameter's values; None for a name that is no quantized parameter."""
         one = self._all.get(name)
