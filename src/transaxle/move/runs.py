@@ -58,8 +58,8 @@ class Item:
     """Items of one queue come one after another; None: this one is alone in its queue."""
     blocks: Callable[[Worker], Iterator[memoryview]] | None = None
     """Makes all of them in order, where they are no plain copies."""
-    grain: int = RUN
-    """Bytes of a run of it at most."""
+    grain: int | None = None
+    """Bytes of a run of it at most; None: `RUN`."""
 
     @cached_property
     def transfers(self) -> Sequence[Transfer]:
@@ -78,7 +78,7 @@ class Item:
         edges = sorted(found)
         # An edge less than a grain after the last one still begins a run: long copies must not be mixed with their
         # neighbours.
-        return [at for a, b in pairwise(edges) for at in range(a, b, self.grain)] + [self.size]
+        return [at for a, b in pairwise(edges) for at in range(a, b, self.grain or RUN)] + [self.size]
 
     def parts(self, start: int, stop: int) -> list[Transfer]:
         """Return the transfers' parts that land in `[start, stop)`."""
@@ -232,14 +232,17 @@ class _Bounds:
         return True
 
 
-def batches(items: Iterable[Item], busy: Mapping[int, int], owner: Owner, most: int = _ROUND) -> Iterator[list[Run]]:
+def batches(
+    items: Iterable[Item], busy: Mapping[int, int], owner: Owner, most: int | None = None
+) -> Iterator[list[Run]]:
     """Put the runs of items together to batches in which all ranks have something to do.
 
     Args:
         items: what is moved.
         busy: bytes that each rank has to make, or to take, besides.
         owner: tells the rank that holds a file.
-        most: bytes that a rank sends, and that it receives, for one batch; a larger run has a batch of its own.
+        most: bytes that a rank sends, and that it receives, for one batch; a larger run has a batch of its own. None:
+            `_ROUND`.
 
     Post-condition: runs of items with the same takers come in order; so do the runs of any item.
     """
@@ -251,7 +254,7 @@ def batches(items: Iterable[Item], busy: Mapping[int, int], owner: Owner, most: 
     while any(lane.head is not None for lane in lanes):
         # One run of each lane in turn, until none fits: so all takers have work in every batch, not one after the
         # other.
-        bounds, batch = _Bounds(most), list[Run]()
+        bounds, batch = _Bounds(most or _ROUND), list[Run]()
         moving = True
         while moving:
             moving = False

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from transaxle.axes.geometry.piece import Move
 from transaxle.errors import Refusal, Where, gathered, refuse
@@ -17,11 +18,12 @@ from transaxle.live.model.state_tensors import Leaves
 from transaxle.live.sharding.memory import tensor_of
 from transaxle.live.transport.world import World
 from transaxle.move.transfer import Transfer
-from transaxle.torch_tensors.local_tensor import local_of
-from transaxle.torch_tensors.placement import local_parts, placement_of
+from transaxle.torch_tensors.local_tensor import local_of, stored_local
+from transaxle.torch_tensors.placement import local_parts
 from transaxle.torch_tensors.strided_copy import copy_box
 from transaxle.torch_tensors.tensor_bytes import with_plain_bytes
 from transaxle.torch_tensors.torch_dtype import torch_dtype
+from transaxle.torch_tensors.tp_shard import part_of
 
 _ANEW = "Make the Refit anew when tensors of a model are replaced by others."
 
@@ -35,16 +37,23 @@ class Form:
     shape: tuple[int, ...]
     """Of this rank's part."""
     placement: object
-    """How it lies on its mesh."""
+    """Its mesh, and how it lies there."""
 
 
 def forms(tensors: Mapping[str, torch.Tensor]) -> dict[str, Form]:
     """Return the forms of this rank's tensors."""
-    return {name: _form(name, tensor) for name, tensor in tensors.items()}
+    return {name: _form(tensor) for name, tensor in tensors.items()}
 
 
-def _form(name: str, tensor: torch.Tensor) -> Form:
-    return Form(tensor.dtype, tuple(tensor.shape), placement_of(tensor, 0, name))
+def _form(tensor: torch.Tensor) -> Form:
+    if isinstance(tensor, DTensor):
+        return Form(tensor.dtype, tuple(tensor.shape), (tensor.device_mesh, tensor.placements, part_of(tensor)))
+    return Form(tensor.dtype, tuple(tensor.shape), part_of(tensor))
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor, as `local_of`; of DTensors in a tenth of the time."""
+    return stored_local(tensor).detach() if isinstance(tensor, DTensor) else local_of(tensor)
 
 
 def check_forms(side: str, now: Mapping[str, torch.Tensor], planned: Mapping[str, Form]) -> None:
@@ -64,7 +73,7 @@ def check_forms(side: str, now: Mapping[str, torch.Tensor], planned: Mapping[str
         if name not in now
     ]
     for name, tensor in now.items():
-        was, form = planned.get(name), _form(name, tensor)
+        was, form = planned.get(name), _form(tensor)
         if was is None:
             problems.append(Refusal("UNEXPECTED_TENSOR", f"the {side} did not have it", Where(None, name), _ANEW))
         elif was != form:
@@ -125,7 +134,7 @@ class SourceValues:
     def _flat(self, name: str) -> torch.Tensor:
         """Return the values of a part in one dim; a copy of those that are not contiguous is kept for the next run."""
         if self._last[0] != name:
-            self._last = name, with_plain_bytes(local_of(self._locals[name]).contiguous()).view(-1)
+            self._last = name, with_plain_bytes(_local(self._locals[name]).contiguous()).view(-1)
         return self._last[1]
 
 
@@ -151,7 +160,7 @@ class TargetRoom:
     ) -> None:
         self._names = names
         self._padded = frozenset(padded)
-        self._locals = {name: local_of(tensor) for name, tensor in tensors.items()}
+        self._locals = {name: _local(tensor) for name, tensor in tensors.items()}
         self._rooms: dict[str, torch.Tensor] = {}
         self._in_place = in_place
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Placement as TorchPlacement
 from torch.distributed.tensor.placement_types import _StridedShard
@@ -83,13 +85,26 @@ def placement_of(tensor: torch.Tensor, rank: int, name: str, numbers: Mapping[in
     if not isinstance(tensor, DTensor):
         return replace(alone(rank), base=base)
     mesh = tensor.device_mesh
-    ranks = tuple(int(r) for r in mesh.mesh.flatten().tolist())
+    shape, ranks = _described(mesh)
     if numbers is not None:
         if outside := [str(rank) for rank in ranks if rank not in numbers]:
             message = f"ranks {', '.join(outside[:_SHOWN])} of its mesh are not in the process group"
             raise refuse("UNSUPPORTED", message, tensor=name, hint="Let all ranks of the mesh join the group.")
         ranks = tuple(numbers[rank] for rank in ranks)
-    return Placement(tuple(mesh.mesh.shape), ranks, tuple(cut_of(p, name) for p in tensor.placements), base)
+    return Placement(shape, ranks, tuple(cut_of(p, name) for p in tensor.placements), base)
+
+
+_DESCRIBED: WeakKeyDictionary[DeviceMesh, tuple[tuple[int, ...], tuple[int, ...]]] = WeakKeyDictionary()
+"""What was asked of a mesh: torch computes its ranks anew each time, which takes as long as all else here."""
+
+
+def _described(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks along each dim of a mesh, and all of them, row-major."""
+    found = _DESCRIBED.get(mesh)
+    if found is None:
+        ranks = mesh.mesh
+        found = _DESCRIBED[mesh] = tuple(ranks.shape), tuple(int(rank) for rank in ranks.flatten().tolist())
+    return found
 
 
 def local_parts(
