@@ -48,11 +48,21 @@ LAYOUTS: dict[str, tuple[list[int], tuple[int, ...], Callable[[torch.Tensor], li
     "middle": ([1, 2], (), lambda tensor: [Shard(tensor.dim() - 1)]),
     "three dims": ([0, 1, 2, 3], (2, 2, 1), lambda tensor: [Shard(0), Shard(tensor.dim() - 1), Replicate()]),
     "copies": ([0, 1, 2, 3], (2, 2), lambda _: [Replicate(), Shard(0)]),
+    "everywhere": ([0, 1, 2, 3], (), lambda _: [Replicate()]),
     "strided": ([3, 1, 2, 0], (2, 2), lambda _: [_StridedShard(0, split_factor=2), Shard(0)]),
 }
 
 
-def _between(rank: int, world: int, source: str, target: str, blind: bool, in_place: bool) -> tuple[int, int]:
+def _lacking(own: Tensors, wanted: Tensors) -> int:
+    """Count the bytes of elements that a rank needs and does not hold; no two elements of a tensor are alike."""
+    held = {name: set(local_of(tensor).flatten().tolist()) for name, tensor in own.items()}
+    return sum(
+        tensor.itemsize * len(set(local_of(tensor).flatten().tolist()) - held.get(name, set()))
+        for name, tensor in wanted.items()
+    )
+
+
+def _between(rank: int, world: int, source: str, target: str, blind: bool, in_place: bool) -> tuple[int, int, int]:
     with pytest.MonkeyPatch.context() as patch:
         if blind:
             patch.setattr(shm_transport, "seen", lambda _: None)
@@ -61,6 +71,10 @@ def _between(rank: int, world: int, source: str, target: str, blind: bool, in_pl
         truth = _cut(VALUES, meshes[target], rank, LAYOUTS[target][2])
         empty = {name: torch.full_like(tensor, -1) for name, tensor in VALUES.items()}
         taken = _cut(empty, meshes[target], rank, LAYOUTS[target][2])
+        lacking = _lacking(given, truth)
+        at_once = _cut(empty, meshes[target], rank, LAYOUTS[target][2])
+        assert tx.reshard(given, at_once).bytes_received == lacking
+        assert all(torch.equal(local_of(tensor), local_of(truth[name])) for name, tensor in at_once.items())
         refit = tx.Refit(given, taken, in_place=in_place, bucket="1MiB")
         reports = []
         for _ in range(3):
@@ -70,7 +84,7 @@ def _between(rank: int, world: int, source: str, target: str, blind: bool, in_pl
             for tensor in (*given.values(), *truth.values()):
                 local_of(tensor).add_(0.5)
         refit.close()
-    return reports[-1].bytes_received, reports[-1].bytes_needed
+    return reports[-1].bytes_received, reports[-1].bytes_needed, lacking
 
 
 @pytest.mark.parametrize(
@@ -78,13 +92,14 @@ def _between(rank: int, world: int, source: str, target: str, blind: bool, in_pl
     [
         ("rows", "columns"), ("first two", "last two"), ("rows", "middle"), ("first two", "middle"),
         ("three dims", "last two"), ("strided", "columns"), ("columns", "strided"), ("copies", "three dims"),
+        ("copies", "copies"), ("copies", "rows"), ("three dims", "middle"), ("everywhere", "three dims"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("blind", [False, True], ids=["memory", "network"])
 def test_any_mesh_into_any_other(source: str, target: str, blind: bool) -> None:
     """Square matrices, uneven cuts, ten experts over four ranks; over the network as in shared memory."""
-    for received, needed in run(4, _between, source, target, blind, source == "strided"):
-        assert received == needed
+    for received, needed, lacking in run(4, _between, source, target, blind, source == "strided"):
+        assert received == needed == lacking
 
 
 def _two_engines(rank: int, world: int) -> int:

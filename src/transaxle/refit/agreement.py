@@ -27,6 +27,7 @@ from transaxle.live.reexpress.agreed_match import Match, matched
 from transaxle.live.reexpress.ties import Sides
 from transaxle.live.sharding.global_tensors import Census, Global, census
 from transaxle.live.sharding.memory import container
+from transaxle.live.sharding.replicas import Replicas
 from transaxle.live.transport.world import World
 from transaxle.move.runs import Item
 from transaxle.refit.encoded_targets import EncodedTarget, encoded_targets
@@ -70,9 +71,9 @@ class Agreement:
     items: list[Item]
     """Every part of the target that ranks hold."""
     names: list[str]
-    """The target's tensor of each item."""
+    """The target's tensor of each item, by its key."""
     parts: list[str]
-    """The name of the part on the ranks that hold it."""
+    """The name of the part on the ranks that hold it, likewise."""
 
 
 def agreed(source: tuple[State, Leaves], target: tuple[State, Leaves], world: World, asked: Asked) -> Agreement:
@@ -108,7 +109,9 @@ def agreed(source: tuple[State, Leaves], target: tuple[State, Leaves], world: Wo
     made = seen.quantized.anew.keys() | seen.codes.keys()
     kept = {name: tensor for name, tensor in seen.stored.items() if name not in gone or name in made}
     match = matched(sides, own_target, lambda: kept, strict=asked.strict, others=lambda: others, hint=_CAST, once=False)
-    return Agreement(match, seen.quantized, seen.codes, seen.sent_as, *_items(targets, match))
+    return Agreement(
+        match, seen.quantized, seen.codes, seen.sent_as, *_items(targets, match, Replicas(seen.everything))
+    )
 
 
 @dataclass(frozen=True)
@@ -230,8 +233,8 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
     return {key: value for key, value in flat.items() if type(value) is int and not key.endswith(_TOKENS)}
 
 
-def _items(targets: Census, match: Match) -> tuple[list[Item], list[str], list[str]]:
-    """Return every part of a target that ranks hold, with the names of its tensor and of itself."""
+def _items(targets: Census, match: Match, replicas: Replicas) -> tuple[list[Item], list[str], list[str]]:
+    """Return every part of a target that ranks hold; by the items' keys, the names of its tensor and of itself."""
     items, names, parts = list[Item](), list[str](), list[str]()
     for name, tensor in targets.items():
         stored = match.stored.get(name)
@@ -240,7 +243,7 @@ def _items(targets: Census, match: Match) -> tuple[list[Item], list[str], list[s
         for held, ranks in tensor.boxes.items():
             within = tensor.within(held, stored.shape)
             size = nbytes(stored.dtype, local_shape(within))
-            items.append(Item(len(items), size, stored.transfers(within), ranks))
+            items += replicas.near(Item(len(names), size, stored.transfers(within), ranks))
             names.append(name)
             parts.append(tensor.part_name(held))
     return items, names, parts

@@ -34,6 +34,7 @@ from transaxle.live.model.published_codes import published
 from transaxle.live.model.state_tensors import Leaves, State, leaves, unsavable
 from transaxle.live.sharding.global_tensors import census
 from transaxle.live.sharding.memory import container, rank_of
+from transaxle.live.sharding.replicas import Replicas
 from transaxle.live.tensors.type_change import check_dtype
 from transaxle.live.transport.bucket_exchange import BucketExchange
 from transaxle.live.transport.world import World
@@ -80,6 +81,8 @@ class _Stream:
     """What this rank holds of what they are made of."""
     sent_as: Mapping[str, str]
     """Safetensors codes of the tensors whose values are cast on the way."""
+    replicas: Replicas
+    """The ranks that hold the same."""
 
 
 def named_tensors(
@@ -164,7 +167,7 @@ def _planned(state: State, to: str, options: Streaming, world: World) -> _Stream
             sent_as = {name: code for name in sent_as if name not in _scales(source)}
             everything = {n: replace(t, dtype=sent_as.get(n, t.dtype)) for n, t in everything.items()}
         planned = ready(make_plan(seen(), _FORMAT + to, shard_size=_BUCKET, target=to)).tensors
-    return _Stream(planned, replace(own, tensors=tensors), sent_as)
+    return _Stream(planned, replace(own, tensors=tensors), sent_as, Replicas(everything))
 
 
 def _scales(source: Checkpoint) -> set[str]:
@@ -180,14 +183,15 @@ def _streamed(
     place = device or next((local_of(tensor).device for tensor in stream.own.tensors.values()), torch.device("cpu"))
     try:
         for planned in _buckets(stream.planned, size):
-            items = [Item(key, tensor.nbytes, tensor.transfers, takers) for key, tensor in enumerate(planned)]
+            whole = [Item(key, tensor.nbytes, tensor.transfers, takers) for key, tensor in enumerate(planned)]
+            items = [item for each in whole for item in stream.replicas.near(each)]
             names = [tensor.name for tensor in planned]
             with world.together():
                 mine = planned if world.rank in takers else []
                 made = {t.name: torch.empty(t.shape, dtype=torch_dtype(t.dtype), device=place) for t in mine}
                 padded = [item.key for item in items if sum(each.size for each in item.transfers) != item.size]
                 room = TargetRoom(made, names, padded, in_place=True)
-                room.begin(range(len(items)))
+                room.begin(range(len(names)))
             steps = program(schedule(items, names, rank_of, world, _BUCKET), None, exchange)
             with world.together():
                 carry(steps, source, room, exchange)

@@ -20,6 +20,7 @@ from transaxle.live.reexpress.agreed_match import matched
 from transaxle.live.reexpress.ties import Sides
 from transaxle.live.sharding.global_tensors import Census, census
 from transaxle.live.sharding.memory import container, memory_of
+from transaxle.live.sharding.replicas import Replicas
 from transaxle.live.tensors.destination import Landing, Rooms
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import World
@@ -99,7 +100,7 @@ def reshard(
             for name, tensor in own_target.tensors.items()
             if name in plan.stored
         }
-        items, names = _items(target, plan.stored)
+        items, names = _items(target, plan.stored, Replicas(source))
         movement = Movement(items, memory_of(memory), Rooms(landings, names), limits(jobs=1), RankExchange(world))
     with world.together():
         received = movement.run()
@@ -116,14 +117,14 @@ def _seen(memory: Container, target: Census, family: str | None, dialect: str | 
     return view(Checkpoint(memory, Settings(family=family, partial=True), None, None), shapes, family, dialect)
 
 
-def _items(target: Census, stored: Mapping[str, StoredTensor]) -> tuple[list[Item], list[str]]:
-    """Return what is moved: each part of a target tensor that ranks hold; and for each the name of its tensor."""
+def _items(target: Census, stored: Mapping[str, StoredTensor], replicas: Replicas) -> tuple[list[Item], list[str]]:
+    """Return what is moved: each part of a target tensor that ranks hold; and by its key the name of its tensor."""
     items, names = list[Item](), list[str]()
     for name, tensor in target.items():
         if name not in stored:
             continue
         for held, ranks in tensor.boxes.items():
             size = nbytes(stored[name].dtype, local_shape(held))
-            items.append(Item(len(items), size, stored[name].transfers(held), ranks))
+            items += replicas.near(Item(len(names), size, stored[name].transfers(held), ranks))
             names.append(name)
     return items, names
