@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
@@ -42,6 +41,46 @@ def batch() -> torch.Tensor:
     return torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS) * 5 % WORDS
 
 
+def _all(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the rows of all ranks."""
+    parts = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(parts, own.contiguous(), group)
+    return torch.cat(parts)
+
+
+def _own(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return this rank's rows of the sum over all ranks."""
+    summed = whole.contiguous().clone()
+    dist.all_reduce(summed, group=group)
+    return summed.chunk(group.size())[group.rank()].clone()
+
+
+class _Gathered(torch.autograd.Function):
+    """The rows of all ranks. Torch's own, which do not wait, crash now and then in a thread of gloo."""
+
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _all(own, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _own(gradients[0], ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    """This rank's rows of the sum over all ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _own(whole, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all(gradients[0], ctx.group), None
+
+
 class Experts(nn.Module):
     """Gated experts in Automodel's layout: `[E, D, 2F]`, gate before up, and `[E, F, D]`."""
 
@@ -62,14 +101,13 @@ class Experts(nn.Module):
         """Return for each token the sum of its experts' answers; `weights` `[tokens, E]` has zeros for the others."""
         held = [p.to_local() if isinstance(p, DTensor) else p for p in (self.gate_and_up_projs, self.down_projs)]
         if self.group is not None:
-            tokens = all_gather_tensor_autograd(tokens.contiguous(), 0, self.group)
-            weights = all_gather_tensor_autograd(weights.contiguous(), 0, self.group)
+            tokens, weights = _Gathered.apply(tokens, self.group), _Gathered.apply(weights, self.group)
             weights = weights.tensor_split(dist.get_world_size(self.group), 1)[dist.get_rank(self.group)]
         gate, up = torch.einsum("td,edf->tef", tokens, held[0]).chunk(2, -1)
         answers = torch.einsum("tef,efd,te->td", functional.silu(gate) * up, held[1], weights)
         if self.group is None:
             return answers
-        summed: torch.Tensor = reduce_scatter_tensor_autograd(answers, "sum", 0, self.group)
+        summed: torch.Tensor = _Summed.apply(answers, self.group)
         return summed
 
 
