@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.blocks import execute
 from tests.checkpoints import CONFIG, tensors, tiny, write
 from tests.engine import quantized
 from tests.formats.deepspeed.built import write_old
@@ -169,7 +170,8 @@ def test_what_the_pages_tell_to_type_prints_what_they_show(page: str, tmp_path: 
     assert blocks
     for language, block in blocks:
         if language == "python":
-            _run(sys.executable, "-c", block, cwd=tmp_path)
+            code, printed = execute(block, tmp_path)
+            assert code == 0, f"{block}\n{printed}"
             continue
         for command, shown in re.findall(r"^\$ (.*)\n((?:(?!\$ ).*\n)*)", block, re.MULTILINE):
             differs = "differ" in shown
