@@ -101,13 +101,13 @@ class Experts(nn.Module):
         """Return for each token the sum of its experts' answers; `weights` `[tokens, E]` has zeros for the others."""
         held = [p.to_local() if isinstance(p, DTensor) else p for p in (self.gate_and_up_projs, self.down_projs)]
         if self.group is not None:
-            tokens, weights = _Gathered.apply(tokens, self.group), _Gathered.apply(weights, self.group)
+            tokens, weights = (_Gathered.apply(each, self.group) for each in (tokens, weights))  # type: ignore[no-untyped-call]
             weights = weights.tensor_split(dist.get_world_size(self.group), 1)[dist.get_rank(self.group)]
         gate, up = torch.einsum("td,edf->tef", tokens, held[0]).chunk(2, -1)
         answers = torch.einsum("tef,efd,te->td", functional.silu(gate) * up, held[1], weights)
         if self.group is None:
             return answers
-        summed: torch.Tensor = _Summed.apply(answers, self.group)
+        summed: torch.Tensor = _Summed.apply(answers, self.group)  # type: ignore[no-untyped-call]
         return summed
 
 
