@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from transaxle.arguments import Overwrite
 from transaxle.axes.notation.name import natural
@@ -17,7 +18,11 @@ from transaxle.cli.screen.quantities import percent, plural, size
 from transaxle.cli.screen.recoded import print_recoded, print_stayed
 from transaxle.cli.screen.refusals import error_document, print_refusals
 from transaxle.cli.screen.screen import Screen
+from transaxle.cli.screen.traffic_table import print_traffic
+from transaxle.engine.capacity.pair_traffic import planned_traffic
+from transaxle.engine.capacity.rank_meshes import read_mesh
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+from transaxle.engine.checkpoint.settings import settings
 from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.plan.planned import Plan
@@ -25,6 +30,11 @@ from transaxle.errors import gathered
 from transaxle.move.workers import Limits
 
 _GAP = "  "
+_OF_REFIT = frozenset({
+    "src", "dst", "meshes", "together", "ranks_per_node", "config", "family", "axes", "rules", "dtype", "as_json",
+    "everything",
+})  # fmt: skip
+"""Parameters that planning a refit takes."""
 
 
 @click.command(
@@ -34,12 +44,33 @@ _GAP = "  "
         ("transaxle plan Qwen3-30B-A3B/ out/ --to dcp:torchtitan", ""),
         ("transaxle plan my-moe/ out/ --to safetensors:joined --rules my.rules", "use a table of your own"),
         ("transaxle plan Qwen3-30B-A3B/ out/ --to hf --json", "print every tensor and every number"),
+        ("transaxle plan hf vllm --mesh fsdp=64,ep=8 --mesh tp=8 --config Kimi-K2/", "plan a refit"),
     ),
     help="""Show what a conversion would do, without writing anything.
 
     Prints, rule by rule, which axes move between names and shapes, how many bytes are read and written, and every
     reason against the conversion: in the tensors, in the files of SRC, and at DST. Takes the options of convert. Exits
-    with 0 if the conversion can run, and otherwise with the exit code that convert would return.""",
+    with 0 if the conversion can run, and otherwise with the exit code that convert would return.
+
+    With --mesh, twice, it tells instead how many bytes a refit of live weights (`tx.Refit`) would send between which
+    ranks, from a config.json alone: SRC is then the dialect of the trainer, DST that of the engine, and --to is left
+    out. A mesh of a trainer has the dims replicate, pp, fsdp, ep, tp, outermost first as you write them (expert_dim=1:
+    FSDP divides experts along dim 1); that of vllm has replicas, dp, pp, tp, and ep=N where its ranks share out the
+    experts.""",
+)
+@click.option(
+    "--mesh",
+    "meshes",
+    metavar="DIM=SIZE,…",
+    multiple=True,
+    help="Plan a refit: the trainer's mesh, then, given again, the engine's.",
+)
+@click.option("--same-ranks", "together", is_flag=True, help="With --mesh: both are on the same ranks.")
+@click.option(
+    "--ranks-per-node",
+    metavar="N",
+    type=click.IntRange(1, 1 << 20),
+    help="With --mesh: tell what is sent inside machines of so many ranks, and between them.",
 )
 @options.converting
 def command(
@@ -55,7 +86,15 @@ def command(
     limit: Limits,
     **shaping: Any,
 ) -> int:
-    """Plan a conversion."""
+    """Plan a conversion, or a refit."""
+    context = click.get_current_context()
+    refit = {name: shaping.pop(name) for name in ("meshes", "together", "ranks_per_node")}
+    if any(refit.values()):
+        return _plan_refit(screen, context, (src, dst), source_options, refit)
+    if to is None:
+        raise click.MissingParameter(
+            ctx=context, param=next(each for each in context.command.params if each.name == "to")
+        )
     with open_checkpoint(src, **source_options) as checkpoint, screen.working("planning"):
         planned = make_plan(checkpoint, to, target=dst, **shaping)
         prepared = preflight(planned, dst, overwrite=overwrite, resume=resume, limit=limit)
@@ -76,6 +115,41 @@ def command(
         if error is not None:
             print_refusals(screen, "  the conversion would be refused", error.refusals, screen.line)
     return 0 if error is None else error.exit_code
+
+
+# `--to` is left out where a refit is planned.
+next(each for each in command.params if each.name == "to").required = False
+
+
+def _plan_refit(
+    screen: Screen, context: click.Context, dialects: tuple[str, str], said: dict[str, Any], refit: dict[str, Any]
+) -> int:
+    """Tell what a refit would send.
+
+    Args:
+        screen: where it is told.
+        context: of the command.
+        dialects: of both sides.
+        said: how a checkpoint would be read.
+        refit: the options of a refit.
+    """
+    typed = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
+    others = [option.opts[0] for option in context.command.params if option.name in typed - _OF_REFIT]
+    if others:
+        raise click.UsageError(f"{', '.join(others)}: not with --mesh, which plans a refit")
+    if len(refit["meshes"]) != 2:
+        raise click.UsageError("a refit has two meshes: --mesh of the trainer, and --mesh of the engine")
+    if said.get("config") is None:
+        raise click.UsageError("a refit is planned from a config.json: --config FILE")
+    given = settings(**{name: said[name] for name in ("family", "config", "axes", "rules") if name in said})
+    with screen.working("planning"):
+        meshes = read_mesh(dialects[0], refit["meshes"][0]), read_mesh(dialects[1], refit["meshes"][1])
+        found = planned_traffic(given, meshes, dtype=said.get("dtype"), together=refit["together"])
+    if screen.as_json:
+        screen.document(found.as_json(refit["ranks_per_node"]))
+    else:
+        print_traffic(screen, found, refit["ranks_per_node"])
+    return 0
 
 
 def _print(screen: Screen, plan: Plan, limit: Limits) -> None:

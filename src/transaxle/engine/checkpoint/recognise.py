@@ -45,7 +45,7 @@ _SAME: Mapping[str, tuple[str, ...]] = {
 """Keys of which one may say a size, beside others with a value of no meaning: transformers writes its defaults too."""
 _VOCABULARY, _ROWS = "vocab_size", "n"
 """Key of a config, and the axis in tables; rows beyond it are padding, which targets do not get."""
-_ENGINES = frozenset({"vllm"})
+ENGINES = frozenset({"vllm"})
 """Dialects of inference engines, which files have only where their names, the manifest or the user say so: some engines
 keep other contents under the names of the hub.
 """
@@ -204,8 +204,8 @@ def recognise(
         raise _nothing(names, types, candidates, families, dialect)
     most = max(r.matched for r in readings)
     best = _most_complete([r for r in readings if r.matched == most], grouped)
-    besides = {r.family.name for r in best if r.dialect.name not in _ENGINES}
-    best = [r for r in best if r.dialect.name not in _ENGINES or r.family.name not in besides]
+    besides = {r.family.name for r in best if r.dialect.name not in ENGINES}
+    best = [r for r in best if r.dialect.name not in ENGINES or r.family.name not in besides]
     distinct = {(r.family.name, _reading(r, grouped)): r for r in reversed(best)}
     if len(distinct) > 1 and types and family is None and not candidates:
         raise _unknown_type(types, _sentence(_ways(types)))

@@ -1,0 +1,76 @@
+"""What `transaxle plan` says of a refit before there is one: the bytes that real ranks then receive."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+import transaxle as tx
+from tests.live.ranks import run
+from tests.live.topologies import LLAMA, MOE
+from tests.oracles import hub
+from transaxle.axes.geometry.chunk import Intervals, whole
+from transaxle.engine.capacity.pair_traffic import traffic
+from transaxle.engine.capacity.rank_meshes import read_mesh
+from transaxle.engine.plan.rank_parts import engine_parts
+from transaxle.families import builtin
+from transaxle.torch_tensors.tp_shard import Part, mark
+
+TRAINERS, VLLM = 2, "vllm"
+SURE = {"attention_bias": False, "mlp_bias": False, "mlp_only_layers": []}
+
+
+def _engine(folder: str, config: dict[str, Any], tp: int, place: int) -> dict[str, torch.Tensor]:
+    """What a rank of vLLM holds, empty."""
+    with tx.open(folder) as checkpoint:
+        shapes = {name: tuple(each.shape) for name, each in checkpoint.as_dialect(VLLM).items()}
+    parts = engine_parts(builtin()[config["model_type"]], VLLM, config, shapes, tp=tp)
+    found = {}
+    for name, shape in shapes.items():
+        held: list[Intervals] = [whole(size) for size in shape]
+        part = parts[name]
+        if part is not None:
+            dim, positions = part
+            held[dim] = positions[place]
+        local = [sum(stop - start for start, stop in intervals) for intervals in held]
+        found[name] = mark(torch.zeros(local, dtype=torch.bfloat16), Part(shape, tuple(held)))
+    return found
+
+
+def _pushed(rank: int, world: int, folder: str, config: dict[str, Any], apart: bool) -> tuple[int, int]:
+    begin = TRAINERS if apart else 0
+    model: Any = {}
+    if rank < TRAINERS:
+        torch.manual_seed(0)
+        model = hub.model(config, torch.float32)
+    mesh = DeviceMesh("cpu", torch.arange(TRAINERS))
+    if rank < TRAINERS:
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    engine = _engine(folder, config, world - begin, rank - begin) if rank >= begin else {}
+    with tx.Refit(model, engine, dtype="bf16", dialect=VLLM, family=config["model_type"]) as refit:
+        report = refit.push()
+    return report.bytes_received, report.bytes_needed
+
+
+@pytest.mark.parametrize("config", [LLAMA, MOE], ids=["llama", "moe"])
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
+def test_every_rank_receives_what_was_planned(tmp_path: Path, config: dict[str, Any], apart: bool) -> None:
+    config = {**config, **SURE}
+    said, tensors = hub.make(config, 0)
+    tx.save(tensors, tmp_path / "hub", config=said | config)
+    world = TRAINERS + 2 if apart else TRAINERS
+    received = run(world, _pushed, str(tmp_path / "hub"), config, apart)
+    meshes = read_mesh("transformers", f"fsdp={TRAINERS}"), read_mesh(VLLM, "tp=2")
+    family = builtin()[config["model_type"]]
+    planned = traffic(family, config, meshes, axes={}, together=not apart)
+    expected = planned.sent.sum(axis=0).tolist()
+    assert [one for one, _ in received] == ([0] * TRAINERS if apart else []) + expected
+    assert json.loads(json.dumps(planned.as_json()))["received"] == expected
