@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import transaxle as tx
@@ -41,6 +41,33 @@ def _engine(folder: str, config: dict[str, Any], tp: int, place: int) -> dict[st
         local = [sum(stop - start for start, stop in intervals) for intervals in held]
         found[name] = mark(torch.zeros(local, dtype=torch.bfloat16), Part(shape, tuple(held)))
     return found
+
+
+def _copies(rank: int, world: int, folder: str, config: dict[str, Any]) -> tuple[int, int]:
+    """Two copies of a trainer of two ranks, and on the same ranks two engines."""
+    torch.manual_seed(0)
+    model: Any = hub.model(config, torch.float32)
+    mesh = init_device_mesh("cpu", (2, TRAINERS), mesh_dim_names=("replicate", "shard"))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    engine = _engine(folder, config, 2, rank % 2)
+    with tx.Refit(model, engine, dtype="bf16", dialect=VLLM, family=config["model_type"]) as refit:
+        report = refit.push()
+    return report.bytes_received, report.bytes_needed
+
+
+def test_of_copies_every_rank_takes_its_own(tmp_path: Path) -> None:
+    config = {**LLAMA, **SURE}
+    said, tensors = hub.make(config, 0)
+    tx.save(tensors, tmp_path / "hub", config=said | config)
+    received = run(2 * TRAINERS, _copies, str(tmp_path / "hub"), config)
+    meshes = read_mesh("transformers", f"replicate=2,fsdp={TRAINERS}"), read_mesh(VLLM, "replicas=2,tp=2")
+    planned = traffic(builtin()["llama"], config, meshes, axes={}, together=True)
+    assert [one for one, _ in received] == planned.sent.sum(axis=0).tolist()
+    apart = traffic(builtin()["llama"], config, meshes, axes={})
+    assert (planned.matrix.sum(axis=0) == apart.matrix.sum(axis=0)).all()
+    assert (planned.matrix >= 0).all()
 
 
 def _pushed(rank: int, world: int, folder: str, config: dict[str, Any], apart: bool) -> tuple[int, int]:

@@ -192,7 +192,7 @@ def traffic(
         item = ITEM_BITS[CASTS[_WIDE if component in family.precise else dtype]] // 8
         moved = np.zeros_like(matrix)
         for meeting in _meetings(component, trainer, engine):
-            parameters += meeting.add(moved, item)
+            parameters += meeting.add(moved, item, together=together)
         matrix += moved
         tensors[component] = int(moved.sum())
     stays = tuple(sorted(trainer.kinds.keys() - engine.kinds.keys()))
@@ -256,10 +256,15 @@ class _Meeting:
     targets: Sequence[HeldBoxes]
     count: int
 
-    def add(self, matrix: Matrix, item: int) -> int:
+    def add(self, matrix: Matrix, item: int, *, together: bool) -> int:
         """Add the bytes of each pair of ranks; return the elements that are moved, each counted once.
 
-        Of ranks that hold the same, each gives an equal share.
+        Of ranks that hold the same, each gives an equal share; but a rank that needs what it holds takes its own.
+
+        Args:
+            matrix: what is added to.
+            item: bytes of an element.
+            together: the ranks of both sides are the same ones.
 
         Raises:
             Refused: UNSUPPORTED where what ranks of the source hold overlaps in part, or leaves something out.
@@ -281,6 +286,10 @@ class _Meeting:
         ranks = np.concatenate([source.ranks for source in self.sources])
         for column, target in enumerate(self.targets):
             matrix[np.ix_(ranks, target.ranks)] += given[:, column, None]
+            for number, source in enumerate(self.sources) if together else ():
+                here = np.intersect1d(source.ranks, target.ranks)
+                matrix[np.ix_(source.ranks, here)] -= given[owner == number, column, None]
+                matrix[here, here] += elements[number, column] * item * self.count
         return sum(int(_overlaps([source], source.boxes)[0]) for source in self.sources) * self.count
 
 
