@@ -9,18 +9,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
 
-from transaxle.errors import Faults, refuse
+from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.builtin_formats import DCP_DATA, DCP_METADATA
 from transaxle.formats.dtype import Shape
 from transaxle.formats.format import uncollected
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, GlobalRule, Names
+from transaxle.formats.pickled.columns import Column, Run
 from transaxle.formats.pickled.descriptors import DType, Global, Key, Object
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
-from transaxle.formats.pickled.repeats import Run, Text, elements, keys
+from transaxle.formats.pickled.repeats import elements, keys
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state.state import KeyPath, joined
 
@@ -88,8 +90,11 @@ NAMES: Names = {
         for name, possible in _GLOBALS.items()
         for each in possible
     },
+    (f"{MODULES[0]}.planner", "WriteItem"): GlobalRule(build=elements),
 }
 """Globals that this file may name; the files that hold tensors may not."""
+_ONE_BY_ONE = {name: GlobalRule(rule.value) if rule.build in (elements, keys) else rule for name, rule in NAMES.items()}
+"""The same, without runs."""
 
 
 class Payload(NamedTuple):
@@ -156,7 +161,24 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
     bounds = Bounds(memory=max(bounds.memory, min(_MEMORY_PER_BYTE * size, _MOST_MEMORY)))
     data = storage.read(file, 0, size)
     with uncollected():
-        top = read_pickle(data, file=file, bounds=bounds, allowed=NAMES).value
+        pickled = read_pickle(data, file=file, bounds=bounds, allowed=NAMES)
+        if pickled.has_runs:
+            found = Faults()
+            with suppress(TransaxleError):
+                items = _items(pickled.value, file, found)
+                if not found:
+                    return items
+            # Whatever is wrong is said as it is said of single records.
+            pickled = read_pickle(data, file=file, bounds=bounds, allowed=_ONE_BY_ONE)
+    return _items(pickled.value, file, faults)
+
+
+def _items(top: object, file: str, faults: Faults) -> list[SavedItem]:
+    """Return the items that a file describes.
+
+    Raises:
+        Refused: CORRUPT where there are none.
+    """
     fields = _fields(top, "Metadata")
     if fields is None:
         raise refuse("CORRUPT", f"the file holds {_kind(top)}, not the metadata of a checkpoint", file=file)
@@ -337,11 +359,11 @@ def _noted(run: Run, places: defaultdict[str, dict[Shape | None, Payload]]) -> b
         index_fields, info_fields = _fields(index, "MetadataIndex") or {}, _fields(info, "_StorageInfo") or {}
         key, file, start = index_fields.get("fqn"), info_fields.get("relative_path"), index_fields.get("offset")
         spans = _counts((info_fields.get("offset"), info_fields.get("length")))
-        if not isinstance(key, str | Text) or not isinstance(file, str) or spans is None:
+        if not isinstance(key, str | Column) or not isinstance(file, str) or spans is None:
             return False
         if info_fields.get("transform_descriptors") or (start is not None and _counts(start) is None):
             return False
-        keys_of_rows = repeat(key, len(run.columns)) if isinstance(key, str) else run.texts[key.column]
+        keys_of_rows = repeat(key, len(run.columns)) if isinstance(key, str) else run.values(key.number)
         starts = repeat(None, len(run.columns)) if start is None else run.rows(start)
         for key_of_row, start_of_row, span in zip(keys_of_rows, starts, run.rows(spans), strict=True):
             known = found.setdefault(key_of_row, {})
@@ -355,17 +377,22 @@ def _noted(run: Run, places: defaultdict[str, dict[Shape | None, Payload]]) -> b
 
 def _boxes(value: object) -> list[tuple[Shape, Shape]] | None:
     """Return first index and size of a chunk, or of each in a run of them; None if one is malformed."""
-    found = []
-    for template in value.templates if isinstance(value, Run) else (value,):
-        box = _fields(template, "ChunkStorageMetadata") or {}
-        start, sizes = _counts(box.get("offsets")), _counts(box.get("sizes"))
-        if start is None or sizes is None:
-            return None
-        found.append((start, sizes))
     if not isinstance(value, Run):
-        return found
-    rows = [zip(value.rows(start), value.rows(sizes), strict=True) for start, sizes in found]
+        box = _box(value)
+        return None if box is None else [box]
+    columns = [_box(template) for template in value.templates]
+    if None in columns:  # they are references, or malformed
+        boxes = [_box(each) for record in value.records() for each in record]
+        return None if None in boxes else [box for box in boxes if box is not None]
+    rows = [zip(value.rows(start), value.rows(sizes), strict=True) for start, sizes in filter(None, columns)]
     return [box for record in zip(*rows, strict=True) for box in record]
+
+
+def _box(value: object) -> tuple[Shape, Shape] | None:
+    """Return first index and size of a chunk; None if it is malformed."""
+    fields = _fields(value, "ChunkStorageMetadata") or {}
+    start, sizes = _counts(fields.get("offsets")), _counts(fields.get("sizes"))
+    return None if start is None or sizes is None else (start, sizes)
 
 
 def _payload(info: Mapping[str, Any] | None, file: str, key: str, faults: Faults) -> Payload | None:

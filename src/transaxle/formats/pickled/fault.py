@@ -18,6 +18,12 @@ class PickleEnds(PickleFault):
     """The bytes end before the pickle does."""
 
 
+class TakenApart(Exception):
+    """A step that runs cannot be read with, such as one that takes the last of their records away again: the pickle is
+    to be read without them.
+    """
+
+
 def malformed(message: str) -> PickleFault:
     """Build (not raise) the fault of a pickle that is CORRUPT."""
     return PickleFault(message)

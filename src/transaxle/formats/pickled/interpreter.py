@@ -15,7 +15,7 @@ from typing import Any
 from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, Names
 from transaxle.formats.pickled.descriptors import Persistent
-from transaxle.formats.pickled.fault import PickleEnds, PickleFault, malformed
+from transaxle.formats.pickled.fault import PickleEnds, PickleFault, TakenApart, malformed
 from transaxle.formats.pickled.machine import Bounds, Machine, PersistentId
 from transaxle.formats.pickled.steps import perform
 
@@ -33,6 +33,8 @@ class Pickled:
     """Position after its last byte."""
     protocol: int
     """0 to 5; 0 if it states none."""
+    has_runs: bool = False
+    """Some records are in it as a `Run`, which builders in `repeats` make."""
 
 
 def read_pickle(
@@ -63,11 +65,23 @@ def read_pickle(
             outside of the pickle.
         PickleEnds: see `complete`.
     """
-    machine = Machine(data, start, bounds or Bounds(), allowed, persistent)
     record_prefix = f"record {record}: " if record else ""
+
+    def machine_for(*, finds_runs: bool) -> Machine:
+        machine = Machine(data, start, bounds or Bounds(), allowed, persistent)
+        machine.finds_runs = finds_runs
+        return machine
+
+    machine = machine_for(finds_runs=True)
     try:
-        perform(machine)
-        value = _only(machine)
+        try:
+            value = _whole(machine)
+        except (PickleFault, TakenApart):
+            # Whatever is wrong is said as the single steps say it.
+            if not machine.has_runs:
+                raise
+            machine = machine_for(finds_runs=False)
+            value = _whole(machine)
     except PickleFault as fault:
         if not complete and isinstance(fault, PickleEnds):
             raise
@@ -77,13 +91,21 @@ def read_pickle(
         value = None
     if machine.unsafe:
         raise _unsafe(machine.unsafe, file, record_prefix)
-    return Pickled(value, machine.at, machine.protocol)
+    return Pickled(value, machine.at, machine.protocol, machine.has_runs)
 
 
-def _only(machine: Machine) -> Any:
-    """Return the one value that a pickle has built."""
+def _whole(machine: Machine) -> Any:
+    """Do all steps of a pickle, and return the one value that it has built.
+
+    Raises:
+        PickleFault: whatever is wrong.
+        TakenApart: it cannot be read with runs.
+    """
+    perform(machine)
     if machine.outer or len(machine.stack) != 1:
         raise malformed("it does not end with exactly one value")
+    if machine.loose_runs or machine.memo.is_changed():
+        raise TakenApart
     return machine.stack[0]
 
 

@@ -6,14 +6,16 @@ It offers the steps what they need and nothing else: bytes of the pickle, names 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Collection
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from transaxle.formats.pickled.allowed_globals.allowed import MEMBER, Names
 from transaxle.formats.pickled.allowed_globals.builders import Build
-from transaxle.formats.pickled.descriptors import NOTHING, Global, Object
-from transaxle.formats.pickled.fault import PickleEnds, malformed
+from transaxle.formats.pickled.columns import Remembered, Run
+from transaxle.formats.pickled.descriptors import NOTHING, Global, Key, Object
+from transaxle.formats.pickled.fault import PickleEnds, TakenApart, malformed
 
 _MIB = 1 << 20
 TOO_MUCH = "it builds more objects than any real checkpoint"
@@ -38,6 +40,51 @@ class Bounds:
     """Bytes, estimated, of everything it builds."""
 
 
+class Memo(dict[int, Any]):
+    """What a pickle remembers, by number; what runs remember is made when it is asked for.
+
+    Attributes:
+        absent: how many things are remembered that are not in the dict.
+        is_numbered: the pickle itself gives the numbers, so that they may have gaps, and may be given again.
+    """
+
+    def __init__(self, absent: int = 0) -> None:
+        super().__init__()
+        self.absent = absent
+        self.is_numbered = False
+        self._tangled: int | None = None
+        self._begins: list[int] = []
+        self._parts: list[Remembered] = []
+
+    @property
+    def end(self) -> int:
+        """The next number, where the pickle gives none."""
+        return len(self) + self.absent
+
+    @property
+    def plain_end(self) -> int:
+        """What is remembered below this number is there, or is made without anything else that is remembered."""
+        return self.end if self._tangled is None else self._tangled
+
+    def extend(self, part: Remembered) -> None:
+        """Remember what a run does, under the next numbers."""
+        if self._tangled is None and part.refers:
+            self._tangled = self.end
+        self._begins.append(self.end)
+        self._parts.append(part)
+        self.absent += len(part)
+
+    def is_changed(self) -> bool:
+        """Tell whether something that a run remembered has been changed since."""
+        return any(part.is_changed() for part in self._parts)
+
+    def __missing__(self, number: int) -> Any:
+        at = bisect_right(self._begins, number) - 1
+        if at < 0 or number - self._begins[at] >= len(self._parts[at]):
+            raise KeyError(number)
+        return self._parts[at][number - self._begins[at]]
+
+
 class Machine:
     """The state of one run.
 
@@ -49,6 +96,9 @@ class Machine:
         left: estimated bytes that may still be built.
         limit: position that it must not reach.
         histories: what builders keep of earlier calls, by function; see `repeats`.
+        finds_runs: those builders may read records as columns.
+        has_runs: they have.
+        loose_runs: how many of these are in no list or dict yet.
     """
 
     def __init__(self, data: bytes, start: int, bounds: Bounds, allowed: Names, persistent: PersistentId) -> None:
@@ -58,10 +108,13 @@ class Machine:
         self.unsafe: dict[str, int] = {}
         self.stack: list[Any] = []
         self.outer: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        self.memo = Memo()
         self.left = bounds.memory
         self.limit = start + bounds.size
         self.histories: dict[Global, Any] = {}
+        self.finds_runs = True
+        self.has_runs = False
+        self.loose_runs = 0
         self._allowed = allowed
         self._persistent = persistent
         self._nested = 0
@@ -173,18 +226,52 @@ class Machine:
         rule = self._allowed.get((function.module, function.name))
         return rule is not None and rule is not MEMBER and (rule.build is None or rule.build in builders)
 
-    def within(self, data: bytes, memo: dict[int, Any]) -> Machine:
-        """Return a machine for other bytes, with the same names."""
+    def within(self, data: bytes, known: Mapping[int, Any]) -> Machine:
+        """Return a machine for other bytes, with the same names, which remembers as many things, and knows a few."""
         inner = Machine(data, 0, Bounds(), self._allowed, self._persistent)
-        inner.memo = memo
+        inner.memo.update(known)
+        inner.memo.absent = self.memo.end - len(known)
+        inner.finds_runs = False
         return inner
+
+    def settled(self, items: list[Any]) -> list[Any]:
+        """Return what a step adds to the container on top of the stack, and note which runs are among it.
+
+        Raises:
+            TakenApart: one is in the wrong place.
+        """
+        if not self.loose_runs:
+            return items
+        kind = type(self.stack[-1])
+        for at, each in enumerate(items):
+            if type(each) is Run:
+                before = items[at - 1] if at % 2 and kind is dict else None
+                if kind is not list and (type(before) is not Key or before.value is not each):
+                    raise TakenApart
+                self.loose_runs -= 1
+            elif type(each) is Key and kind is not dict:
+                raise TakenApart
+        return items
+
+    def as_one(self) -> None:
+        """Note that a step takes single records: it cannot be done after runs.
+
+        Raises:
+            TakenApart: there are some.
+        """
+        if self.has_runs:
+            raise TakenApart
 
     def refer(self, pid: object) -> Any:
         """Resolve a persistent id."""
         return self._persistent(pid)
 
     def remember(self, index: int) -> None:
-        """Store the top of the stack in the memo."""
+        """Store the top of the stack in the memo, under a number that the pickle gives."""
         if not 0 <= index < _MEMO:
             raise malformed("a reference is out of range")
-        self.memo[index] = self.stack[-1]
+        memo = self.memo
+        if memo.absent:
+            raise TakenApart
+        memo.is_numbered = True
+        memo[index] = self.stack[-1]

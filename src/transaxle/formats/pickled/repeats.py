@@ -1,24 +1,24 @@
 """Runs: objects that follow one another by the thousand, alike but for numbers and texts, read as columns of these.
 
-Of records that are the same to the last byte, but for numbers and references to texts, the machine does the first ones
+Of records that are the same to the last byte, but for numbers, texts and references, the machine does the first ones
 step by step. The others would take the same steps, so what they build is what the last one built, with other numbers
-and texts. Whatever is not certain to be so (a step that remembers something, a call that looks at its numbers, a
-negative number) is left to the machine.
+and texts; and so is what they put into the memo. Whatever is not certain to be so (a call that looks at its numbers, a
+negative number, a reference to what has not been built) is left to the machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from transaxle.formats.pickled.allowed_globals.builders import Caller, size
-from transaxle.formats.pickled.descriptors import DType, Global, Key, Object
+from transaxle.formats.pickled.columns import CONSTANT, Column, Remembered, Run, is_simple
+from transaxle.formats.pickled.descriptors import Global, Key, Object
 from transaxle.formats.pickled.fault import PickleFault
-from transaxle.formats.pickled.machine import Machine
+from transaxle.formats.pickled.machine import Machine, Memo
 from transaxle.formats.pickled.steps import perform
 
 _FEWEST = 8
@@ -32,42 +32,19 @@ _BLOCK = 1 << 7
 _NEW = 0x81
 _PLAIN = frozenset(b")(t\x85\x86\x87R\x81}]usaebN\x88\x89")
 """Steps without an operand."""
+_MEMOIZE = 0x94
 _NUMBERS = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
 """Step -> bytes of its number."""
 _GETS = {ord("h"): 1, ord("j"): 4}
 _TEXTS = {ord("X"): 4, 0x8C: 1}
-_SIGNED, _LONG = ord("J"), 0x8A
-_CONSTANT = frozenset({str, bool, type(None), Global, DType})
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """In a template, the number of a column of texts."""
-
-    column: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """What several records built."""
-
-    templates: tuple[Any, ...]
-    """What each of them built, with the numbers of columns for its integers, and `Text` for texts that differ."""
-    columns: NDArray[np.int64]
-    """The integers, one row a record; none is negative."""
-    texts: Mapping[int, Sequence[str]]
-    """Column -> its texts."""
-
-    def records(self) -> Iterator[tuple[Any, ...]]:
-        """Yield what each record built."""
-        for number, row in enumerate(self.columns.tolist()):
-            for column, texts in self.texts.items():
-                row[column] = texts[number]
-            yield tuple(_filled(template, row) for template in self.templates)
-
-    def rows(self, columns: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return some columns, row by row."""
-        return list(map(tuple, self.columns[:, list(columns)].tolist()))
+_BININT, _LONG = ord("J"), 0x8A
+_WIDEST = 8
+"""Bytes of the longest number."""
+_NUMBER, _SIGNED, _TEXT, _REFERENCE = "number", "signed", "text", "reference"
+_ANY, _ASCII = 0xFF, 0x7F
+"""Bits of an octet that may differ."""
+_PLACEHOLDER = 2**32 - 1
+"""Number in the memo that stands for the first column of texts or references; others precede it."""
 
 
 class _Place(NamedTuple):
@@ -79,12 +56,35 @@ class _Place(NamedTuple):
     left: int
 
 
+class _Operand(NamedTuple):
+    """What may differ from record to record: a number, a text, or a reference."""
+
+    step: int
+    """First byte of the step."""
+    at: int
+    """Its own first byte."""
+    width: int
+    """Its bytes."""
+    kind: str
+    """One of the four below; signed ones may not be negative."""
+
+
+class _Built(NamedTuple):
+    """What a record builds, as templates."""
+
+    values: tuple[Any, ...]
+    kept: tuple[Any, ...]
+    """What it puts into the memo."""
+
+
 class _History:
     """Where objects of one class began, and how long to wait before the next attempt."""
 
     def __init__(self) -> None:
         self.places: list[_Place] = []
         self.wait = self.waited = 0
+        self.built: dict[tuple[Any, ...], _Built | None] = {}
+        """What records of one form build."""
 
     def attempt(self, succeeded: bool) -> None:
         self.waited = 0
@@ -93,28 +93,49 @@ class _History:
 
 def elements(function: Global, args: tuple[Any, ...], machine: Caller) -> Object:
     """Build an element of a list; a run of them before it becomes one element, a `Run`."""
-    return _built(function, args, machine, keys=False)
+    return _built(function, args, machine, _as_element, list)
 
 
 def keys(function: Global, args: tuple[Any, ...], machine: Caller) -> Object:
     """Build a key of a dict; a run of items before it becomes one item, `Key(Run)` and the same `Run`."""
-    return _built(function, args, machine, keys=True)
+    return _built(function, args, machine, _as_item, dict)
 
 
-def _built(function: Global, args: tuple[Any, ...], machine: Caller, *, keys: bool) -> Object:
+def _as_element(machine: Machine, run: Run) -> None:
+    machine.stack.insert(-1, run)
+
+
+def _as_item(machine: Machine, run: Run) -> None:
+    machine.stack[-1:-1] = [Key(run), run]
+
+
+def _built(
+    function: Global, args: tuple[Any, ...], machine: Caller, put: Callable[[Machine, Run], None], kind: type
+) -> Object:
     assert isinstance(machine, Machine)
     is_new = machine.data[machine.begin] == _NEW
-    if is_new and not args:
-        history = machine.histories.setdefault(function, _History())
+    if is_new and not args and machine.finds_runs and _is_part(machine, kind):
+        history = machine.histories.get(function)
+        if history is None:
+            history = machine.histories[function] = _History()
         place = _Place(machine.begin, len(machine.outer), len(machine.stack), machine.left)
         run = _run_at(function, machine, history, place)
         if run is not None:
-            machine.stack[-1:-1] = [Key(run), run] if keys else [run]
+            machine.has_runs = True
+            machine.loose_runs += 1
+            put(machine, run)
             history.places.clear()
         else:
             history.places.append(place)
             del history.places[:-_MOST_ALTERNATING]
     return Object(function, args, new=is_new)
+
+
+def _is_part(machine: Machine, kind: type) -> bool:
+    """Tell whether what is built now is the next element of a list, or the next key of a dict."""
+    if not machine.outer or not machine.outer[-1] or type(machine.outer[-1][-1]) is not kind:
+        return False
+    return kind is list or len(machine.stack) % 2 == 1
 
 
 def _run_at(function: Global, machine: Machine, history: _History, place: _Place) -> Run | None:
@@ -130,177 +151,209 @@ def _run_at(function: Global, machine: Machine, history: _History, place: _Place
             return None
         record = data[before.begin : here]
         known: dict[int, Any] = {}
-        operands = _operands(record, data[here : here + length], machine, known)
-        count = _alike(data, here, record, operands) if operands else 0
-        if count < _FEWEST:
+        operands = _operands(record, data[here : here + length], machine.memo, known)
+        if not operands or not all(_is_harmless(value, machine) for value in known.values()):
             continue
-        columns = _columns(data, here, length, count, operands)
-        texts = _texts(machine, columns, operands)
-        templates = _templates(function, machine.within(record, known), operands)
-        if texts is None or templates is None or len(templates) != place.height - before.height:
+        form = _Form(record, operands)
+        columns = _columns(data, here, length, form.count(data, here), operands)
+        count = _referable(columns, operands, machine.memo)
+        built = _what_is_built(function, machine, history, form, known) if count >= _FEWEST else None
+        if built is None or len(built.values) != place.height - before.height:
             continue
+        run = _run(built, columns[:count], data, here, form, machine.memo)
+        if built.kept:
+            machine.memo.extend(Remembered(run, built.kept))
         machine.charge(count * (before.left - place.left))
         machine.begin = here + count * length
         machine.at = machine.begin + 1
         history.attempt(succeeded=True)
-        return Run(templates, columns, texts)
+        return run
     if len(history.places) == _MOST_ALTERNATING:
         history.attempt(succeeded=False)
     return None
 
 
-class _Operand(NamedTuple):
-    """A number in a record, or a reference to a text."""
-
-    at: int
-    """Its first byte."""
-    width: int
-    """Its bytes."""
-    is_signed: bool = False
-    is_text: bool = False
-
-
-def _operands(record: bytes, next_record: bytes, machine: Machine, known: dict[int, Any]) -> list[_Operand]:
+def _operands(record: bytes, next_record: bytes, memo: Memo, known: dict[int, Any]) -> list[_Operand]:
     """Return what may differ from record to record; nothing if a step might do something else in another record.
 
     Args:
         record: a record that was done step by step.
-        next_record: the next one, which tells the references that differ.
-        machine: what has been built so far.
+        next_record: the next one, which tells the texts and references that differ.
+        memo: what has been built so far.
         known: receives what the record refers to otherwise, by reference.
     """
     found: list[_Operand] = []
-    at = 0
-    while at < len(record):
-        code = record[at]
+    at, end = 0, len(record)
+    while at < end:
+        step, code = at, record[at]
         at += 1
+        if code in _PLAIN:
+            continue
         if code in _NUMBERS:
-            found.append(_Operand(at, _NUMBERS[code], is_signed=code == _SIGNED))
-            at += _NUMBERS[code]
-        elif code == _LONG and at < len(record) and 0 < record[at] <= 8:
-            found.append(_Operand(at + 1, record[at], is_signed=True))
-            at += 1 + record[at]
+            width = _NUMBERS[code]
+            found.append(_Operand(step, at, width, _SIGNED if code == _BININT else _NUMBER))
         elif code in _GETS:
             width = _GETS[code]
             reference = int.from_bytes(record[at : at + width], "little")
-            value = machine.memo.get(reference, 0)
-            if type(value) is str and record[at : at + width] != next_record[at : at + width]:
-                found.append(_Operand(at, width, is_text=True))
-            elif _is_constant(value, machine):
+            value = memo.get(reference, memo)
+            is_same = record[at : at + width] == next_record[at : at + width]
+            if type(value) in CONSTANT and (is_same or type(value) is not str):
                 known[reference] = value
             else:
-                return []
-            at += width
+                found.append(_Operand(step, at, width, _REFERENCE))
         elif code in _TEXTS:
-            at += _TEXTS[code] + int.from_bytes(record[at : at + _TEXTS[code]], "little")
-        elif code not in _PLAIN:
+            at, width = at + _TEXTS[code], int.from_bytes(record[at : at + _TEXTS[code]], "little")
+            text = record[at : at + width]
+            if text != next_record[at : at + width] and text.isascii():
+                found.append(_Operand(step, at, width, _TEXT))
+        elif code == _LONG and at < end and 0 < record[at] <= _WIDEST:
+            at, width = at + 1, record[at]
+            found.append(_Operand(step, at, width, _SIGNED))
+        elif code == _MEMOIZE and not memo.is_numbered:
+            width = 0
+        else:
             return []
-    return found if at == len(record) and len(found) <= _MOST_COLUMNS else []
+        at += width
+    return found if at == end and len(found) <= _MOST_COLUMNS else []
 
 
-def _is_constant(value: object, machine: Machine) -> bool:
-    """Tell whether something that was built before is no number, and takes any number as an argument."""
-    if type(value) is not Global:
-        return type(value) in _CONSTANT
-    return machine.is_inert(value, (elements, keys, size))
+def _is_harmless(value: object, machine: Machine) -> bool:
+    """Tell whether a constant takes any number as an argument, if it is called."""
+    return type(value) is not Global or machine.is_inert(value, (elements, keys, size))
 
 
-def _alike(data: bytes, here: int, record: bytes, operands: Sequence[_Operand]) -> int:
-    """Return how many records from here on are this one with other numbers and texts, none of them negative."""
-    length = len(record)
-    expected = np.frombuffer(record, np.uint8)
-    free = np.zeros(length, np.uint8)
-    for at, width, is_signed, _ in operands:
-        free[at : at + width] = 0xFF
-        if is_signed:
-            free[at + width - 1] = 0x7F
-    fixed = ~free
-    expected = expected & fixed
-    for at, width, is_signed, _ in operands:
-        if is_signed:
-            expected[at + width - 1] = 0
-    count, block = 0, _BLOCK
-    while True:
-        begin = here + count * length
-        rows = min(block, (len(data) - begin) // length)
-        found = np.frombuffer(data, np.uint8, rows * length, begin).reshape(rows, length)
-        alike = ((found & fixed) == expected).all(axis=1)
-        same = rows if alike.all() else int(alike.argmin())
-        count += same
-        if same < block:
-            # The last one ended as this one did, but is not followed by another.
-            return count if data[here + count * length : here + count * length + 1] == record[:1] else max(count - 1, 0)
-        block *= 2
-
-
-def _templates(function: Global, machine: Machine, operands: Sequence[_Operand]) -> tuple[Any, ...] | None:
-    """Return what a record builds, with the numbers of columns in it; None if it is nothing simple.
+class _Form:
+    """What is the same in all records of a run.
 
     Args:
-        function: what is called first.
-        machine: for the record alone; its memo holds what the record refers to.
-        operands: what becomes a column.
+        record: one of them.
+        operands: what may differ.
     """
-    numbered = bytearray(machine.data)
-    for column, (at, width, _, is_text) in enumerate(operands):
-        number = 256**width - 1 - column if is_text else column
-        numbered[at : at + width] = number.to_bytes(width, "little")
-        if is_text and machine.memo.setdefault(number, Text(column)) != Text(column):
-            return None
-    machine.data = bytes(numbered) + b"."
-    machine.stack = [function, ()]
-    try:
-        perform(machine)
-    except PickleFault:
-        return None
-    *built, called, args = machine.stack if len(machine.stack) > 1 else (None, None)
-    if machine.outer or machine.unsafe or called != function or args != () or not all(map(_is_simple, built)):
-        return None
-    return tuple(built)
 
+    def __init__(self, record: bytes, operands: Sequence[_Operand]) -> None:
+        self.record = record
+        self.operands = operands
+        free = np.zeros(len(record), np.uint8)
+        for _, at, width, kind in operands:
+            free[at : at + width] = _ASCII if kind == _TEXT else _ANY
+            if kind == _SIGNED:
+                free[at + width - 1] = _ASCII  # the highest bit is the sign
+        self._fixed = ~free
+        self._expected = np.frombuffer(record, np.uint8) & self._fixed
+        for _, at, width, kind in operands:
+            if kind == _SIGNED:
+                self._expected[at + width - 1] = 0
 
-def _texts(machine: Machine, columns: NDArray[np.int64], operands: Sequence[_Operand]) -> dict[int, list[str]] | None:
-    """Return the texts that the columns of references refer to; None if some are no texts."""
-    found: dict[int, list[str]] = {}
-    for column, operand in enumerate(operands):
-        if operand.is_text:
-            values = [machine.memo.get(reference) for reference in columns[:, column].tolist()]
-            found[column] = [value for value in values if type(value) is str]
-            if len(found[column]) < len(values):
-                return None
-    return found
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from other forms."""
+        return self._expected.tobytes(), *self.operands
 
-
-def _is_simple(value: object) -> bool:
-    """Tell whether a value is filled in by `_filled`."""
-    if type(value) is tuple:
-        return all(map(_is_simple, value))
-    if type(value) is dict:
-        return all(type(key) is str for key in value) and all(map(_is_simple, value.values()))
-    if type(value) is Object:
-        return not (value.args or value.kwargs or value.items or value.pairs) and _is_simple(value.state)
-    return type(value) in (int, Text) or type(value) in _CONSTANT
-
-
-def _filled(template: Any, row: Sequence[Any]) -> Any:
-    """Return a template with the numbers and texts of one record."""
-    if type(template) is int:
-        return row[template]
-    if type(template) is Text:
-        return row[template.column]
-    if type(template) is tuple:
-        return tuple([_filled(item, row) for item in template])
-    if type(template) is dict:
-        return {key: _filled(item, row) for key, item in template.items()}
-    if type(template) is Object:
-        return Object(template.cls, state=_filled(template.state, row), new=template.new)
-    return template
+    def count(self, data: bytes, here: int) -> int:
+        """Return how many records from here on have this form, none of them with a negative number."""
+        length = len(self.record)
+        count, block = 0, _BLOCK
+        while True:
+            begin = here + count * length
+            rows = min(block, (len(data) - begin) // length)
+            found = np.frombuffer(data, np.uint8, rows * length, begin).reshape(rows, length)
+            alike = ((found & self._fixed) == self._expected).all(axis=1)
+            same = rows if alike.all() else int(alike.argmin())
+            count += same
+            if same < block:
+                # The last one ended as this one did, but is not followed by another.
+                is_followed = data[here + count * length : here + count * length + 1] == self.record[:1]
+                return count if is_followed else max(count - 1, 0)
+            block *= 2
 
 
 def _columns(data: bytes, here: int, length: int, count: int, operands: Sequence[_Operand]) -> NDArray[np.int64]:
     rows = np.frombuffer(data, np.uint8, count * length, here).reshape(count, length)
     columns = np.zeros((count, len(operands)), "<i8")
     octets = columns.view(np.uint8).reshape(count, len(operands), 8)
-    for column, (at, width, *_) in enumerate(operands):
-        octets[:, column, :width] = rows[:, at : at + width]
+    for column, (_, at, width, kind) in enumerate(operands):
+        if kind != _TEXT:
+            octets[:, column, :width] = rows[:, at : at + width]
     return columns
+
+
+def _referable(columns: NDArray[np.int64], operands: Sequence[_Operand], memo: Memo) -> int:
+    """Return how many records refer only to what there is: texts, where the pickle gives the numbers itself."""
+    count = len(columns)
+    for column, operand in enumerate(operands):
+        if operand.kind != _REFERENCE:
+            continue
+        references = columns[:count, column]
+        if memo.is_numbered:
+            is_there = np.array([type(memo.get(each)) is str for each in references.tolist()], bool)
+        else:
+            is_there = references < memo.plain_end
+            if not is_there.all():
+                beyond = [each for each in np.unique(references[~is_there]).tolist() if each in memo]
+                is_there |= np.isin(references, beyond)
+        if not is_there.all():
+            count = int(is_there.argmin())
+    return count
+
+
+def _what_is_built(
+    function: Global, machine: Machine, history: _History, form: _Form, known: Mapping[int, Any]
+) -> _Built | None:
+    """Return what a record builds, with the numbers of columns in it; None if it is nothing simple.
+
+    Args:
+        function: what is called first.
+        machine: what has been built so far.
+        history: what was found before.
+        form: of the record.
+        known: what the record refers to that is the same in all of them.
+    """
+    key = form.key, *known.items()
+    if key not in history.built:
+        history.built[key] = _templates(function, machine, form, known)
+    return history.built[key]
+
+
+def _templates(function: Global, machine: Machine, form: _Form, known: Mapping[int, Any]) -> _Built | None:
+    numbered: list[bytes] = []
+    stands: dict[int, Any] = {}
+    at = 0
+    for column, operand in enumerate(form.operands):
+        numbered.append(form.record[at : operand.step])
+        if operand.kind in (_TEXT, _REFERENCE):
+            stands[_PLACEHOLDER - column] = Column(column)
+            numbered.append(b"j" + (_PLACEHOLDER - column).to_bytes(4, "little"))
+        else:
+            numbered.append(b"M" + column.to_bytes(2, "little"))
+        at = operand.at + operand.width
+    numbered.append(form.record[at:])
+    inner = machine.within(b"".join((*numbered, b".")), {**known, **stands})
+    inner.stack = [function, ()]
+    try:
+        perform(inner)
+    except PickleFault:
+        return None
+    kept = tuple(inner.memo.values())[len(known) + len(stands) :]
+    *values, called, args = inner.stack if len(inner.stack) > 1 else (None, None)
+    if inner.outer or inner.unsafe or called != function or args != ():
+        return None
+    return _Built(tuple(values), kept) if all(map(is_simple, (*values, *kept))) else None
+
+
+def _run(built: _Built, columns: NDArray[np.int64], data: bytes, here: int, form: _Form, memo: Memo) -> Run:
+    """Return a run of records."""
+    count, length = len(columns), len(form.record)
+    rows = np.frombuffer(data, np.uint8, count * length, here).reshape(count, length)
+    texts: dict[int, Any] = {}
+    references = []
+    for column, (_, at, width, kind) in enumerate(form.operands):
+        if kind == _TEXT:
+            texts[column] = rows[:, at : at + width]
+        elif kind == _REFERENCE and memo.is_numbered:
+            texts[column] = [memo[each] for each in columns[:, column].tolist()]
+        elif kind == _REFERENCE:
+            references.append(column)
+    return Run(built.values, columns, texts, references, memo)
+
+
+__all__ = ["Run", "elements", "keys"]

@@ -106,6 +106,7 @@ def _mark(m: Machine) -> None:
 
 @_step(b"0")
 def _pop(m: Machine) -> None:
+    m.as_one()
     if m.stack:
         m.stack.pop()
     else:
@@ -114,11 +115,13 @@ def _pop(m: Machine) -> None:
 
 @_step(b"1")
 def _pop_mark(m: Machine) -> None:
+    m.as_one()
     m.since_mark()
 
 
 @_step(b"2")
 def _dup(m: Machine) -> None:
+    m.as_one()
     m.stack.append(m.stack[-1])
 
 
@@ -331,7 +334,7 @@ def _append(m: Machine) -> None:
 def _appends(m: Machine) -> None:
     items = m.since_mark()
     m.charge(8 * len(items))
-    _items_of(m.stack[-1]).extend(items)
+    _items_of(m.stack[-1]).extend(m.settled(items))
 
 
 def _items_of(target: object) -> list[Any]:
@@ -352,7 +355,7 @@ def _setitem(m: Machine) -> None:
 def _setitems(m: Machine) -> None:
     items = m.since_mark()
     m.charge(50 * len(items))
-    put(_pairs_of(m.stack[-1]), items)
+    put(_pairs_of(m.stack[-1]), m.settled(items))
 
 
 def _pairs_of(target: object) -> dict[Any, Any]:
@@ -383,7 +386,7 @@ def _long_binput(m: Machine) -> None:
 
 @_step(b"\x94", 80)
 def _memoize(m: Machine) -> None:
-    m.remember(len(m.memo))
+    m.memo[len(m.memo) + m.memo.absent] = m.stack[-1]
 
 
 @_step(b"g")
