@@ -27,7 +27,7 @@ _MOST_COLUMNS, _LONGEST = 200, 512
 """Caps on the numbers and the bytes of a record."""
 _MOST_ALTERNATING = 2
 """Records of so many forms may take turns, as those of two halves do."""
-_LONGEST_WAIT = 64
+_LONGEST_WAIT = 12
 _BLOCK = 1 << 7
 _NEW = 0x81
 _PLAIN = frozenset(b")(t\x85\x86\x87R\x81}]usaebN\x88\x89")
