@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from transaxle.errors import Refused
@@ -28,7 +29,7 @@ FILE = "t0.raw"
 
 def _entry(shape: Any = (4,), offset: Any = 0, dtype: Any = "F32", **changes: Any) -> Entry:
     extent = Extent((0,) * len(shape), shape, FILE, offset)
-    return Entry("a", dtype, shape, (replace(extent, **changes),))
+    return Entry("a", dtype, shape, (msgspec.structs.replace(extent, **changes),))
 
 
 CATALOGS = {

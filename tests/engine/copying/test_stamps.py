@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -92,16 +93,19 @@ def in_two(extent: Extent) -> list[Extent]:
     shape = (*extent.shape[:2], rows, *extent.shape[3:])
     second = (*extent.start[:2], extent.start[2] + rows, *extent.start[3:])
     half = 4 * rows * extent.shape[3]
-    return [replace(extent, shape=shape), replace(extent, shape=shape, start=second, offset=extent.offset + half)]
+    return [
+        msgspec.structs.replace(extent, shape=shape),
+        msgspec.structs.replace(extent, shape=shape, start=second, offset=extent.offset + half),
+    ]
 
 
 def turned(extent: Extent) -> list[Extent]:
     """Let a chunk lie column by column."""
-    return [replace(extent, strides=(1, 1, 1, extent.shape[2]))]
+    return [msgspec.structs.replace(extent, strides=(1, 1, 1, extent.shape[2]))]
 
 
 def elsewhere(extent: Extent) -> list[Extent]:
-    return [replace(extent, file="other", offset=3 * extent.offset)]
+    return [msgspec.structs.replace(extent, file="other", offset=3 * extent.offset)]
 
 
 @pytest.mark.parametrize("change", [whole, in_two, turned, elsewhere])

@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import lru_cache
 from math import prod
 
+import msgspec
+
 from transaxle.axes.geometry.piece import Interval
 from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Entry, Extent
@@ -86,7 +88,9 @@ def redescribed(entry: Entry, name: str, dtype: str, shape: Shape) -> Entry:
         return replace(entry, name=name, dtype=dtype)
     whole = len(entry.extents) == 1 and entry.extents[0].shape == entry.shape and entry.extents[0].strides is None
     if whole or not prod(shape):
-        extents = tuple(replace(e, start=(0,) * len(shape), shape=shape, strides=None) for e in entry.extents[:1])
+        extents = tuple(
+            msgspec.structs.replace(e, start=(0,) * len(shape), shape=shape, strides=None) for e in entry.extents[:1]
+        )
     else:
         groups = _paired(entry.name, stored, shape)
         extents = tuple(_extent(entry.name, extent, unit, stored, shape, groups) for extent in entry.extents)

@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from transaxle.formats.catalog.seal import Seal, filled
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import Storage
@@ -20,8 +22,7 @@ if TYPE_CHECKING:
     from transaxle.formats.training_items import TrainingItem
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(msgspec.Struct, frozen=True, gc=False):
     """A rectangular chunk of a stored tensor and the place of its bytes."""
 
     start: tuple[int, ...]
@@ -54,8 +55,7 @@ class Entry:
         return nbytes(self.dtype, self.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class Checksum:
+class Checksum(msgspec.Struct, frozen=True, gc=False):
     """A checksum that a container's format keeps for a range of bytes; it is compared when the range has been read."""
 
     file: str

@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.builtin_formats import DCP, DCP_RANK
 from transaxle.formats.catalog.catalog import Container, Entry, Extent, Twin
@@ -275,10 +277,13 @@ def _tensor(
     if missing:
         faults.add("INCOMPLETE", f"no file holds {missing} of its {len(chunks)} chunks", item_of_ranks.file, item.key)
         return None
-    places = {chunk[:2]: payloads.chunk(item, chunk) for chunk in chunks}
+    found = payloads.chunks(item, chunks)
+    places = {chunk[:2]: place for chunk, place in zip(chunks, found, strict=True)} if copies else {}
     pairs = [(places.get(copy[:2]), payloads.chunk(item, copy)) for copy in copies]
-    extents = [place for place in places.values() if isinstance(place, Extent)]
-    quantized = [(chunk, place) for chunk in chunks if isinstance(place := places[chunk[:2]], QuantizedChunk)]
+    extents = [place for place in found if isinstance(place, Extent)]
+    quantized = [
+        (chunk, place) for chunk, place in zip(chunks, found, strict=True) if isinstance(place, QuantizedChunk)
+    ]
     twins = tuple(twin for pair in pairs for twin in _twins(item_of_ranks, code, *pair, faults))
     if len(extents) + len(quantized) < len(chunks):
         return None
@@ -309,7 +314,7 @@ def _twins(
     key = item_of_ranks.item.key
     if isinstance(first_place, Extent) and isinstance(second_place, Extent):
         first, second = (
-            Entry(key, code, extent.shape, (replace(extent, start=(0,) * len(extent.start)),))
+            Entry(key, code, extent.shape, (msgspec.structs.replace(extent, start=(0,) * len(extent.start)),))
             for extent in (first_place, second_place)
         )
         yield Twin(first, second, _WHY.format(first_place.file, second_place.file, key))

@@ -8,8 +8,9 @@ number. So a strictly read archive serves as a stencil: whatever matches it is r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from transaxle.errors import Faults, Refusal, TransaxleError, Where
@@ -30,6 +31,8 @@ from transaxle.formats.torch_file.zip.archive import LOCAL
 from transaxle.formats.training_state.flatten import described
 from transaxle.formats.training_state.state import Leaf
 
+_MANY = 8
+"""Chunks that are recognised together."""
 _AGAIN = "Copy the file again, or save the checkpoint again."
 
 
@@ -114,6 +117,59 @@ class Payloads:
             offset, size = archive.stored
             self._note(payload, offset, size, match.crc32)
         return self._checked(item, chunk, payload, archive)
+
+    def chunks(self, item: SavedItem, chunks: Sequence[SavedChunk]) -> list[Extent | QuantizedChunk | None]:
+        """Return where the bytes of chunks lie; None for each with which something is wrong."""
+        found: list[Extent | QuantizedChunk | None] = [None] * len(chunks)
+        checksums: list[Sequence[Checksum]] = [()] * len(chunks)
+        alike: dict[tuple[str, int, Shape], list[int]] = {}
+        if len(chunks) >= _MANY:
+            for at, (_, shape, payload) in enumerate(chunks):
+                if payload is not None:
+                    alike.setdefault((payload.file, payload.length, shape), []).append(at)
+        done: set[int] = set()
+        own, self.checksums = self.checksums, []
+        for at, chunk in enumerate(chunks):
+            if at in done:
+                continue
+            found[at] = self.chunk(item, chunk)
+            checksums[at], self.checksums = self.checksums, []
+            # What was read now may be a stencil for those like it.
+            others = alike.pop((chunk.payload.file, chunk.payload.length, chunk.shape), ()) if chunk.payload else ()
+            if len(others) >= _MANY:
+                for other, extent, checksum in self._alike_ones(item, chunks, others[1:]):
+                    found[other], checksums[other] = extent, checksum
+                    done.add(other)
+        own.extend(chain.from_iterable(checksums))
+        self.checksums = own
+        return found
+
+    def _alike_ones(
+        self, item: SavedItem, chunks: Sequence[SavedChunk], which: Sequence[int]
+    ) -> Iterator[tuple[int, Extent, Sequence[Checksum]]]:
+        """Yield position, place and checksum of those chunks of one file, length and shape with which all is well.
+
+        They are recognised together; whichever is not is left out, and is to be looked at by itself.
+        """
+        assert item.dtype is not None
+        (file, _, length), shape = _payload(chunks[which[0]]), chunks[which[0]].shape
+        size = self._sizes.get(file, 0)
+        which = [at for at in which if _payload(chunks[at]).offset + length <= size]
+        offsets = [_payload(chunks[at]).offset for at in which]
+        taken = self._taken.setdefault(file, [])
+        for archive, found, crc32 in self._stencils.matches(file, length, offsets):
+            if not isinstance(archive, _TensorArchive) or archive.repeated:
+                continue
+            if (archive.dtype, archive.shape) != (item.dtype.name, shape):
+                continue
+            place, (begin, stored) = archive.place, archive.stored
+            sums = repeat(0) if crc32 is None else crc32.tolist()
+            for match, crc in zip(found.tolist(), sums, strict=False):
+                at, offset = which[match], offsets[match]
+                start = logical(chunks[at].start, item.dtype.code)
+                taken.append((offset, offset + length, item.key))
+                checksum = (Checksum(file, offset + begin, stored, crc, _WHAT),) if crc else ()
+                yield at, Extent(start, place.shape, file, offset + place.offset, place.strides), checksum
 
     def leaf(self, item: SavedItem) -> Leaf | None:
         """Return what an object's archive holds; None if something is wrong with it.
@@ -312,6 +368,11 @@ class Payloads:
 
     def _fault(self, key: str, file: str, message: str) -> None:
         self._faults.add("CORRUPT", message, file, key)
+
+
+def _payload(chunk: SavedChunk) -> Payload:
+    assert chunk.payload is not None
+    return chunk.payload
 
 
 _WHAT = "a chunk"

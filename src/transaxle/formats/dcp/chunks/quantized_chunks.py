@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import msgspec
+
 from transaxle.errors import Faults
 from transaxle.formats.catalog.catalog import Entry, Extent, Twin
 from transaxle.formats.dcp.chunks.payload import QuantizedChunk
@@ -155,4 +157,6 @@ def _tile(kind: StoringKind, end: str, first: Entry, shape: Shape) -> Shape | No
 def _placed(chunks: Sequence[tuple[SavedChunk, QuantizedChunk]], end: str, tile: Shape) -> Iterator[Extent]:
     for chunk, archive in chunks:
         (extent,) = archive.parts[end].extents
-        yield replace(extent, start=tuple(start // step for start, step in zip(chunk.start, tile, strict=True)))
+        yield msgspec.structs.replace(
+            extent, start=tuple(start // step for start, step in zip(chunk.start, tile, strict=True))
+        )

@@ -7,8 +7,11 @@ describe no place, and both copies of the tensor's checksum must still agree.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from transaxle.formats.dcp.metadata import Payload
 from transaxle.formats.storage.near_reads import NearReads
@@ -32,6 +35,10 @@ _MOST_ALIKE = 8
 """Cap on the arrangements of one length that are tried."""
 _WHOLE = 1 << 14
 """Archives up to this size are read in one piece."""
+_BLOCK = 1 << 18
+"""Bytes read at a time of archives that follow one another, and bytes of skeletons that are compared at a time."""
+_FEW = 4
+"""Contents that are looked for among many archives at a time; others are recognised one by one."""
 _CRC = struct.Struct("<I")
 _CRC_IN_CENTRAL, _CRC_IN_LOCAL, _CRC_IN_DESCRIPTOR = 16, 14, 4
 
@@ -60,6 +67,17 @@ class Match(NamedTuple, Generic[Result]):
     """Checksum of its own tensor; 0 if it has no tensor or no checksum."""
 
 
+class Matches(NamedTuple, Generic[Result]):
+    """Archives that were recognised, and equal the same one."""
+
+    result: Result
+    """The contents of that."""
+    which: NDArray[np.intp]
+    """Their positions among those that were looked at."""
+    crc32: NDArray[np.uint32] | None
+    """Checksum of each one's own tensor; None if they have no tensor or no checksum."""
+
+
 class Stencils(Generic[Result]):
     """The skeletons of archives that were read, with their contents."""
 
@@ -83,6 +101,23 @@ class Stencils(Generic[Result]):
                 has_checksum = arrangement.tail > arrangement.head and arrangement.checksums
                 return Match(result, _CRC.unpack_from(skeleton, arrangement.checksums[0][0])[0] if has_checksum else 0)
         return None
+
+    def matches(self, file: str, length: int, offsets: Sequence[int]) -> Iterator[Matches[Result]]:
+        """Recognise archives of one length, together; those that are not among the matches are unlike the others.
+
+        Args:
+            file: its name.
+            length: bytes of each archive.
+            offsets: where they begin.
+        """
+        for arrangement, known in self._by_length.get(length, ())[:1]:
+            width = length - (arrangement.tail - arrangement.head)
+            rows = max(_BLOCK // max(width, 1), 1)
+            for begin in range(0, len(offsets), rows):
+                some = offsets[begin : begin + rows]
+                skeletons = np.frombuffer(self._skeletons(file, length, some, arrangement), np.uint8)
+                for match in _matches(skeletons.reshape(len(some), width), arrangement, known):
+                    yield match._replace(which=match.which + begin)
 
     def learn(self, payload: Payload, result: Result) -> None:
         """Remember an archive that was read without any problem."""
@@ -110,6 +145,56 @@ class Stencils(Generic[Result]):
             return data[:head] + data[tail:]
         read = self._read
         return read(file, offset, head) + read(file, offset + tail, length - tail)
+
+    def _skeletons(self, file: str, length: int, offsets: Sequence[int], arrangement: _Arrangement) -> bytes:
+        """Return the skeletons of archives, joined."""
+        head, tail = arrangement.head, arrangement.tail
+        parts: list[bytes] = []
+        if length > _WHOLE:
+            for offset in offsets:
+                parts += (
+                    self._storage.read(file, offset, head),
+                    self._storage.read(file, offset + tail, length - tail),
+                )
+            return b"".join(parts)
+        data, begin, end = b"", 0, 0
+        for number, offset in enumerate(offsets):
+            if not begin <= offset <= offset + length <= end:
+                begin, end, following = offset, offset + length, number + 1
+                while following < len(offsets) and 0 <= offsets[following] - end <= length and end - begin < _BLOCK:
+                    end = offsets[following] + length
+                    following += 1
+                data = self._storage.read(file, begin, end - begin)
+            at = offset - begin
+            parts += (data[at : at + head], data[at + tail : at + length])
+        return b"".join(parts)
+
+
+def _matches(
+    skeletons: NDArray[np.uint8], arrangement: _Arrangement, known: dict[bytes, Result]
+) -> Iterator[Matches[Result]]:
+    """Find out which skeletons, one a row, are those of contents that are known."""
+    agree = np.ones(len(skeletons), bool)
+    for first, second in arrangement.checksums:
+        agree &= (skeletons[:, first : first + _CRC.size] == skeletons[:, second : second + _CRC.size]).all(axis=1)
+    has_checksum = arrangement.tail > arrangement.head and bool(arrangement.checksums)
+    left = agree
+    for _ in range(_FEW):
+        if not left.any():
+            return
+        one = skeletons[int(left.argmax())]
+        alike = left.copy()
+        for start, stop in arrangement.kept:
+            alike &= (skeletons[:, start:stop] == one[start:stop]).all(axis=1)
+        result = known.get(_blanked(one.tobytes(), arrangement))
+        which = alike.nonzero()[0]
+        if result is not None:
+            at = arrangement.checksums[0][0] if has_checksum else 0
+            crc32 = (
+                np.ascontiguousarray(skeletons[which, at : at + _CRC.size]).view("<u4")[:, 0] if has_checksum else None
+            )
+            yield Matches(result, which, crc32)
+        left = left & ~alike
 
 
 def _blanked(skeleton: bytes, arrangement: _Arrangement) -> bytes:

@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from transaxle.axes.layout.bind import split_slot
 from transaxle.errors import Faults
 from transaxle.formats.catalog.catalog import Container, Entry, Twin
@@ -110,5 +112,7 @@ def _stacked(name: str, first: Entry, second: Entry) -> Entry:
     if not first.shape:
         return replace(first, name=name)
     rows = first.shape[0]
-    below = tuple(replace(each, start=(each.start[0] + rows, *each.start[1:])) for each in second.extents)
+    below = tuple(
+        msgspec.structs.replace(each, start=(each.start[0] + rows, *each.start[1:])) for each in second.extents
+    )
     return Entry(name, first.dtype, (rows + second.shape[0], *first.shape[1:]), (*first.extents, *below))

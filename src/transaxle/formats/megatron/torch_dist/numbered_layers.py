@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
+
 from transaxle.axes.geometry.strided import row_major
 from transaxle.axes.layout.bind import join_slot, split_slot
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
@@ -53,4 +55,6 @@ def _of_layer(entry: Entry, layer: int) -> Iterator[Extent]:
             strides = each.strides or row_major(each.shape)
             inside = None if each.strides is None else each.strides[1:]
             offset = each.offset + row * strides[0] * item
-            yield replace(each, start=each.start[1:], shape=each.shape[1:], offset=offset, strides=inside)
+            yield msgspec.structs.replace(
+                each, start=each.start[1:], shape=each.shape[1:], offset=offset, strides=inside
+            )

@@ -1,0 +1,133 @@
+"""Archives of many chunks that are recognised together: what is read, and refused, is the same as one by one."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.formats.dcp.damage import archive
+from transaxle.errors import TransaxleError
+from transaxle.formats.catalog.catalog import Container, Spec
+from transaxle.formats.dcp.chunks import payload, stencil
+from transaxle.formats.dcp.metadata import METADATA, Payload
+from transaxle.formats.dcp.reader import open_dcp
+from transaxle.formats.dcp.written_chunks import PlacedChunk, TorchTensor, metadata_of
+from transaxle.formats.pickled.descriptors import DType
+from transaxle.formats.pickled.writer import write_pickle
+from transaxle.formats.storage.local import LocalStorage
+
+FILE = "__0_0.distcp"
+LAYERS, EXPERTS = 3, 20
+COUNT = LAYERS * EXPERTS
+
+
+def parts() -> list[bytes]:
+    """An archive for each expert; those of the last layer are transposed."""
+    torch.manual_seed(0)
+    values = torch.randn(LAYERS, EXPERTS, 4, 6)
+    last = [each.t().contiguous().t().reshape(1, 1, 4, 6) for each in values[-1]]
+    return [archive(each[None, None].clone()) for each in values[:-1].flatten(0, 1)] + [archive(each) for each in last]
+
+
+def written(folder: Path, archives: list[bytes], gaps: dict[int, int] | None = None, past_end: int = 0) -> Path:
+    """Write a folder of one tensor.
+
+    Args:
+        folder: where.
+        archives: one a chunk.
+        gaps: number of a chunk -> bytes before it; negative: it begins in the one before.
+        past_end: bytes of the last one that are missing.
+    """
+    shape, chunks, data = (LAYERS, EXPERTS, 4, 6), [], bytearray()
+    for at, part in enumerate(archives):
+        gap = (gaps or {}).get(at, 0)
+        begin = len(data) + gap
+        data += bytes(max(gap, 0)) + part[max(-gap, 0) :]
+        start = (at // EXPERTS, at % EXPERTS, 0, 0)
+        chunks.append(PlacedChunk(start, (1, 1, 4, 6), Payload(FILE, begin, len(part))))
+    folder.mkdir(exist_ok=True)
+    (folder / FILE).write_bytes(data[: len(data) - past_end])
+    tensor = TorchTensor(Spec("weight", "F32", shape), ("weight",), DType("float32"), shape, 0)
+    (folder / METADATA).write_bytes(write_pickle(metadata_of([(tensor, chunks)], [])))
+    return folder
+
+
+def read(folder: Path) -> Container | list[str]:
+    storage = LocalStorage(folder)
+    try:
+        return open_dcp(storage, str(folder), METADATA)
+    except TransaxleError as error:
+        return [str(each) for each in error.refusals]
+    finally:
+        storage.close()
+
+
+def both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Container | list[str]:
+    together = read(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(payload, "_MANY", COUNT + 1)
+        one_by_one = read(folder)
+    if isinstance(together, Container) and isinstance(one_by_one, Container):
+        assert together.entries == one_by_one.entries
+        assert together.checksums == one_by_one.checksums
+        assert len(together.checksums) == COUNT
+    else:
+        assert together == one_by_one
+    return together
+
+
+@pytest.mark.parametrize("block", [stencil._BLOCK, 5000])
+def test_as_they_are(block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stencil, "_BLOCK", block)
+    alone: list[Payload] = []
+    match = stencil.Stencils.match
+    with monkeypatch.context() as patch:
+
+        def counting(own: stencil.Stencils[object], place: Payload) -> stencil.Match[object] | None:
+            alone.append(place)
+            return match(own, place)
+
+        patch.setattr(stencil.Stencils, "match", counting)
+        assert isinstance(read(written(tmp_path / "a", parts())), Container)
+    assert len(alone) < COUNT / 2
+    for number, gaps in enumerate([{}, {5: 100, 30: 100_000}, {7: 3}]):
+        assert isinstance(both(written(tmp_path / str(number), parts(), gaps), monkeypatch), Container)
+
+
+def test_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stencil, "_WHOLE", 1000)
+    assert isinstance(both(written(tmp_path, parts()), monkeypatch), Container)
+
+
+def test_overlaps_and_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(both(written(tmp_path / "overlap", parts(), {9: -1}), monkeypatch), list)
+    found = both(written(tmp_path / "cut", parts(), past_end=10), monkeypatch)
+    assert isinstance(found, list)
+    assert "lie outside the file" in found[0]
+
+
+def test_flipped_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever archives are damaged, one by one the same is said of them."""
+    chosen = random.Random(0)
+    refused = 0
+    for _ in range(60):
+        archives = [bytearray(each) for each in parts()]
+        for _ in range(chosen.choice((1, 1, 3, 30))):
+            which = chosen.choice(archives)
+            which[chosen.randrange(len(which))] ^= 1 << chosen.randrange(8)
+        refused += isinstance(both(written(tmp_path, [bytes(each) for each in archives]), monkeypatch), list)
+    assert 10 < refused < 60
+
+
+def test_others_of_the_same_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Archives of other tensors, or of none, among those alike."""
+    archives = parts()
+    for at, other in ((12, torch.zeros(1, 1, 6, 4)), (13, torch.zeros(1, 1, 4, 6, dtype=torch.int32)), (40, 7)):
+        made = archive(other)
+        padded = [*archives[:at], made + bytes(len(archives[at]) - len(made)), *archives[at + 1 :]]
+        assert isinstance(both(written(tmp_path, padded), monkeypatch), list)
+    exchanged = [*archives[:10], *[archive(torch.zeros(1, 1, 6, 4))] * 20, *archives[30:]]
+    assert isinstance(both(written(tmp_path, exchanged), monkeypatch), list)
