@@ -7,7 +7,7 @@ cannot hold it refuse it. F4 and F6 count *elements* in shapes; their bytes are 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 
@@ -89,8 +89,9 @@ def packed_width(code: str, width: int) -> int:
     return bits // 8
 
 
+@lru_cache(maxsize=4096)
 def nbytes(code: str, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a dense tensor; see `packed_width`."""
+    """Return the bytes of a dense tensor; see `packed_width`. Cached, as models have few shapes."""
     count = 1
     for size in shape:
         count *= size

@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from transaxle.errors import TransaxleError, refuse
 
@@ -150,6 +150,9 @@ class Counter:
         return (count, *reversed(indices))
 
 
+_DIRECT = Counter(1, 0, ())
+
+
 @dataclass(frozen=True)
 class Name:
     """A name pattern: literals and holes in turn."""
@@ -216,7 +219,8 @@ class Name:
         Raises:
             UsageError: UNKNOWN_AXIS where a size that a number depends on is not known.
         """
-        return Numbering(self, tuple(hole.counted(sizes) for hole in self.holes))
+        counters = tuple(hole.counted(sizes) for hole in self.holes)
+        return Numbering(self, counters, all(counter == _DIRECT for counter in counters))
 
     @cached_property
     def skeleton(self) -> str:
@@ -254,6 +258,8 @@ class Numbering:
     """The name."""
     counters: tuple[Counter, ...]
     """One for each hole."""
+    is_index: bool
+    """Whether the numbers are the indices themselves."""
 
     def numbers(self, position: Sequence[int]) -> tuple[int | None, ...]:
         """Return the number of each hole for the indices of the name's axes; None where an index is beyond its axis."""
@@ -284,6 +290,13 @@ class Numbering:
 
 def natural(name: str) -> tuple[str | tuple[int, str], ...]:
     """Return a sort key in which `layers.2` comes before `layers.10`."""
-    return tuple(
-        [(len(digits := piece.lstrip("0")), digits) if i % 2 else piece for i, piece in enumerate(_SPLIT.split(name))]
-    )
+    pieces: list[str | tuple[int, str]] = [*_SPLIT.split(name)]
+    pieces[1::2] = map(_ordered, pieces[1::2])
+    return tuple(pieces)
+
+
+@lru_cache(maxsize=1 << 14)
+def _ordered(digits: str) -> tuple[int, str]:
+    """Return a sort key of a number. Cached, as layers and experts are counted again and again."""
+    significant = digits.lstrip("0")
+    return len(significant), significant

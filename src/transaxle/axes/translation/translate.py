@@ -8,7 +8,7 @@ target's name. What the target has no line for keeps its name. Nothing is read b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice, product
 
@@ -147,15 +147,21 @@ class _Translator:
         rewritten = self.basis.rewrite(line.expression)
         # None (not known yet) counts as possible: the encoding of the tensor, known below, decides then.
         possible_keys = keys if line.when is None else [key for key in keys if self._is_possible(line, key)]
-        model: tuple[Target, _SourcesByComponent] | None = None
+        model: tuple[Target, _SourcesByComponent, NumberFormat] | None = None
         alike = self._are_alike(line)
         for key, name in self._names(line, slot, possible_keys):
             index = self._index(line, key)
             by_component = {component: sources[key] for component, sources in parts.items() if key in sources}
-            forms = self._forms(name, by_component)
-            if model and model[1] == by_component and forms == [model[0].form] and name not in built:
+            if (
+                model
+                and model[1] == by_component
+                and name not in built
+                and self.recode(name, model[2]) == model[0].form
+            ):
                 built[name] = model[0].at(name, index)  # as with layers and experts that are dims of one tensor
                 continue
+            stored_forms = {form for sources in by_component.values() for form in sources.forms}
+            forms = self._forms(name, stored_forms)
             encoding = forms[0].encoding if len(forms) == 1 else None
             if line.by_form and self.conditions.holds(line, index, encoding) is False:
                 continue
@@ -177,7 +183,7 @@ class _Translator:
             places = (place.origin for sources in by_component.values() for place in sources.places.values())
             self._used.update((origin.name, origin.component) for origin in places)
             if alike and name in built and not any(each.line_sources.scalar for each in by_component.values()):
-                model = built[name], by_component
+                model = (built[name], by_component, stored_forms.pop()) if len(stored_forms) == 1 else None
             if len(by_component) == 1:
                 self._single[line.expression.components[0], slot, frozenset(index.items())] = name
 
@@ -228,15 +234,17 @@ class _Translator:
         for key in keys:
             if numbering is None:
                 numbering = line.name.numbering(self.sizes.at({}))
-            numbers = tuple([-1 if number is None else number for number in numbering.numbers(key)])
-            if min(numbers, default=0) < 0:
+            if numbering.is_index:
+                numbers = key
+            else:
+                numbers = tuple([-1 if number is None else number for number in numbering.numbers(key)])
+            if numbers and min(numbers) < 0:
                 at = ", ".join(f"{axis}={i}" for axis, i in self._index(line, key).items())
                 raise refuse("SHAPE_MISMATCH", f"{line.text}\nthe name would get the number {min(numbers)} for {at}")
             yield key, join_slot(line.name.format(numbers), slot)
 
-    def _forms(self, name: str, by_component: _SourcesByComponent) -> list[NumberFormat]:
+    def _forms(self, name: str, stored: Collection[NumberFormat]) -> list[NumberFormat]:
         """Return the forms in which the parts of a target tensor would be written; one, unless they do not fit."""
-        stored = {form for sources in by_component.values() for form in sources.forms}
         return [self.recode(name, *stored)] if len(stored) == 1 else sorted({self.recode(name, f) for f in stored})
 
     def _gather(self, component: str, slot: str, line: Line) -> dict[Index, ComponentSources]:

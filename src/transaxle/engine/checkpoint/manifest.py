@@ -17,10 +17,11 @@ from transaxle.errors import Refusal, StorageError, TransaxleError, Where, refus
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.dtype import nbytes
-from transaxle.formats.storage.near_reads import NearReads
 
 SCHEMA = 1
-_BLOCK = 1 << 20
+_BLOCK = 1 << 18
+_NEAR, _IN_A_ROW = 1 << 14, 4
+"""Bytes between small gaps that are near each other, and how many of them in a row tell that the next ones are too."""
 _LARGEST = 1 << 30
 
 
@@ -153,23 +154,36 @@ def _tensor_ranges(container: Container) -> dict[str, list[tuple[int, int]]]:
     ranges: dict[str, list[tuple[int, int]]] = {}
     copies = (twin.second for twin in container.twins)
     for entry in (*container.entries.values(), *container.left.values(), *copies, *container.uncompared):
+        dtype = entry.dtype
         for extent in entry.extents:
-            size = nbytes(entry.dtype, extent.shape)
+            size = nbytes(dtype, extent.shape)
             if size:
-                ranges.setdefault(extent.file, []).append((extent.offset, extent.offset + size))
+                offset = extent.offset
+                ranges.setdefault(extent.file, []).append((offset, offset + size))
     return ranges
 
 
 def _digest_around(container: Container, name: str, size: int, ranges: list[tuple[int, int]]) -> tuple[int, str]:
     """Return the number, and the xxh3-128, of a file's bytes outside its tensors."""
     state = xxhash.xxh3_128()
-    read = NearReads(container.storage).read
-    reached = count = 0
+    update, read = state.update, container.storage.read
+    reached = count = start_of_block = end_of_block = near = 0
+    block = memoryview(b"")
     for begin, end in [*sorted(ranges), (size, size)]:
-        for start in range(reached, begin, _BLOCK):
-            state.update(read(name, start, min(_BLOCK, begin - start)))
-        count += max(0, begin - reached)
-        reached = max(reached, end)
+        if begin > reached:
+            count += begin - reached
+        while reached < begin:
+            if reached >= end_of_block:
+                # Between small tensors there are small gaps: many of them are read together.
+                near = near + 1 if max(reached - end_of_block, begin - reached) <= _NEAR else 0
+                wanted = begin - reached if near < _IN_A_ROW else size - reached
+                block = memoryview(read(name, reached, min(_BLOCK, wanted)))
+                start_of_block, end_of_block = reached, reached + len(block)
+            stop = min(begin, end_of_block)
+            update(block[reached - start_of_block : stop - start_of_block])
+            reached = stop
+        if end > reached:
+            reached = end
     return count, state.hexdigest()
 
 

@@ -43,14 +43,14 @@ class Source:
         Raises:
             Refused: INCOMPLETE; UNSUPPORTED where packed elements would have to be taken apart.
         """
+        if intervals is None and self._stamps is not None and (stamped := self._stamps.transfer(target)):
+            return [stamped]
         whole = target.moved_whole if intervals is None or _are_all(intervals, target.shape) else None
         if whole is not None and is_one_run(self.entries[whole]):
             (extent,) = self.entries[whole].extents
             size = nbytes(target.dtype, target.shape)
             return [Transfer(extent.file, extent.offset, 0, size)] if size else []
         stamps = self._stamps_of(target) if intervals is None else None
-        if stamps is not None and (stamped := stamps.transfer(target)):
-            return [stamped]
         bits = ITEM_BITS.get(target.dtype, 8)
         found = []
         copies = list(self._copier.copies(target, intervals))

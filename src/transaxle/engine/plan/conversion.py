@@ -358,8 +358,10 @@ def _drafted(
 
 def _unholdable(kind: Format, specs: Sequence[Spec]) -> Iterator[Refusal]:
     """Yield why a format cannot hold tensors of some types."""
+    if kind.dtypes is None:
+        return
     for spec in specs:
-        if kind.dtypes is not None and spec.dtype not in kind.dtypes:
+        if spec.dtype not in kind.dtypes:
             hint = "Choose a format that can hold it, or leave it out."
             yield Refusal("UNSUPPORTED", f"{kind.name} has no dtype for {spec.dtype}", Where(None, spec.name), hint)
 
@@ -426,11 +428,16 @@ def _planned(
 ) -> list[PlannedTensor]:
     """Plan every tensor in file order; if the files could not be laid out, still collect the other problems."""
     planned = []
+    computed: dict[int, bool] = {}  # by the identity of the parts, which targets that are alike share
     for name in draft.entries or written:
         output = written[name]
+        target = output.target
+        is_computed = computed.get(id(target.parts))
+        if is_computed is None:
+            is_computed = computed[id(target.parts)] = target.computed
         try:
-            arithmetic = steps(output.target, allowed=allow_lossy) if output.target.computed else None
-            transfers = tuple(source.transfers(output.target))
+            arithmetic = steps(target, allowed=allow_lossy) if is_computed else None
+            transfers = tuple(source.transfers(target))
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
@@ -439,7 +446,7 @@ def _planned(
         entry = draft.entries[name]
         shape, places = entry.shape, _places(entry, entry.extents)
         copies = _places(entry, draft.copies[name]) if name in draft.copies else ()
-        size, rule, step = nbytes(output.dtype, shape), output.target.rule, output.step
+        size, rule, step = nbytes(output.dtype, shape), target.rule, output.step
         planned.append(
             PlannedTensor(name, output.dtype, shape, places, size, rule, transfers, arithmetic, step, copies)
         )

@@ -147,8 +147,7 @@ class Container:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
+class Spec(msgspec.Struct, frozen=True, gc=False):
     """A tensor to be written, as a draft needs it."""
 
     name: str

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Any, NamedTuple
+
+import msgspec
 
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.builtin_formats import DCP_DATA, DCP_METADATA
@@ -119,8 +120,7 @@ class SavedChunk(NamedTuple):
     """Its place; None if none is recorded, as may be for a chunk without elements."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedItem:
+class SavedItem(msgspec.Struct, frozen=True, gc=False):
     """One entry of the saved state dict."""
 
     key: str
@@ -365,13 +365,26 @@ def _noted(run: Run, places: defaultdict[str, dict[Shape | None, Payload]]) -> b
             return False
         keys_of_rows = repeat(key, len(run.columns)) if isinstance(key, str) else run.values(key.number)
         starts = repeat(None, len(run.columns)) if start is None else run.rows(start)
-        for key_of_row, start_of_row, span in zip(keys_of_rows, starts, run.rows(spans), strict=True):
-            known = found.setdefault(key_of_row, {})
-            if start_of_row in known or start_of_row in places.get(key_of_row, ()):
+        payloads = map(Payload, repeat(file), *zip(*run.rows(spans), strict=True))
+        if isinstance(key, str):
+            known, before = found.setdefault(key, {}), len(found[key])
+            known.update(zip(starts, payloads, strict=True))
+            if len(known) - before != len(run.columns):
                 return False
-            known[start_of_row] = Payload(file, *span)
+            continue
+        for key_of_row, start_of_row, payload in zip(keys_of_rows, starts, payloads, strict=True):
+            known = found.setdefault(key_of_row, {})
+            if start_of_row in known:
+                return False
+            known[start_of_row] = payload
     for key, added in found.items():
-        places[key].update(added)
+        if key in places and not places[key].keys().isdisjoint(added):
+            return False
+    for key, added in found.items():
+        if key in places:
+            places[key].update(added)
+        else:
+            places[key] = added
     return True
 
 

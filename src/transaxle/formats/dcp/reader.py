@@ -204,7 +204,9 @@ def _sizes(storage: Storage, items: Sequence[_ItemOfRanks], member: str, faults:
     parts: Counter[str] = Counter()
     for item_of_ranks in items:
         for item in (item_of_ranks.item, *item_of_ranks.others):
-            parts.update(place.file for place in (item.payload, *(chunk.payload for chunk in item.chunks)) if place)
+            if item.payload:
+                parts[item.payload.file] += 1
+            parts.update([chunk.payload.file for chunk in item.chunks if chunk.payload])
     listing = storage.listing()
     present = {*listing.everything(), *listing.folders}
     sizes: dict[str, int] = {}
