@@ -3,10 +3,11 @@
 The model of `convert.py` (Qwen3-MoE, 8 layers x 64 experts, 1.3 GB of random bf16) goes hub -> torch_dist and back,
 with a hash of every tensor: whole processes with bytecode cached, in turn with `cp -r` of the same folder, each after
 `sync`, so that neither shares the machine with what the other has left to be written. Ratios are taken pair by pair
-within one run, and what comes back must have the hashes of what went. `cp` needs one core, a conversion all: on a
-busy machine the ratio is lower. Then a folder of 61 layers x 384 experts of a few numbers each is opened and planned
-for the hub, once as we write it and once with a `.metadata` that Python's pickler made of torch's own classes, with the
-plan of the save that Megatron keeps in it; the least of the times counts.
+within one run, and what comes back must have the hashes of what went. `cp` needs one core, a conversion all: on a busy
+machine the ratio is lower, and of what is printed only the processor time can be compared. Then a folder of 61 layers x
+384 experts of a few numbers each is opened and planned for the hub, once as we write it and once with a `.metadata`
+that Python's pickler made of torch's own classes, with the plan of the save that Megatron keeps in it; the least of the
+times counts.
 
 With `--bridge PYTHON`, the interpreter that `make megatron` installs, Megatron-Bridge 0.6.2 takes the same ways on the
 CPU, once: its own mappings fill a model of megatron-core, and `dist_checkpointing` saves it; back, `dist_checkpointing`
@@ -129,22 +130,28 @@ def conversions(folder: Path, said: argparse.Namespace, total: int) -> bool:
     for way, (source, to) in ways.items():
         commands = {"transaxle": [*ours, to], "cp -r": ["cp", "-r", "IN", "OUT"]}
         seconds: dict[str, list[float]] = {key: [] for key in commands}
+        used: dict[str, list[float]] = {key: [] for key in commands}
         memory = 0.0
         for turn in range(said.rounds + 1):
             for key, command in commands.items():
                 os.sync()
+                before = os.times()
                 took, peak = run([{"IN": str(source), "OUT": str(folder / "out")}.get(word, word) for word in command])
+                after = os.times()
                 shutil.rmtree(folder / "out")
                 if turn:
+                    own = after.children_user - before.children_user, after.children_system - before.children_system
+                    used[key].append(sum(own))
                     seconds[key].append(took)
                     memory = max(memory, peak if key == "transaxle" else 0.0)
         ratio = statistics.median(c / t for t, c in zip(seconds["transaxle"], seconds["cp -r"], strict=True))
         mine, copied = (statistics.median(seconds[key]) for key in commands)
+        processor = " and ".join(f"{statistics.median(used[key]):.2f} s" for key in commands)
         within = ratio >= SPEED and memory <= MEMORY
         kept &= within
         print(
             f"  {way}: {mine:.2f} s, cp {copied:.2f} s: {ratio:.2f} x cp's speed (at least {SPEED}); "
-            f"peak {memory:.0f} MB (at most {MEMORY}){'' if within else '  BROKEN'}"
+            f"peak {memory:.0f} MB (at most {MEMORY}); processor time {processor}{'' if within else '  BROKEN'}"
         )
     return kept
 

@@ -326,7 +326,8 @@ class _Chunks:
         self.by_start: dict[Shape, list[int]] = {}
         for number, chunk in enumerate(chunks):
             self.by_start.setdefault(chunk.start, []).append(number)
-        self.edges = [_edges(chunks, dim) for dim in range(len(chunks[0].start) if chunks else 0)]
+        starts, shapes = (zip(*rows, strict=True) for rows in ([c.start for c in chunks], [c.shape for c in chunks]))
+        self.edges = [_edges(set(zip(*of_dim, strict=True))) for of_dim in zip(starts, shapes, strict=True)]
 
     def overlapping(self, spans: Sequence[Interval]) -> list[int]:
         """Return the numbers of the chunks that overlap a region, in order."""
@@ -343,12 +344,15 @@ class _Chunks:
         return sorted([number for number in candidates if _overlaps(self.chunks[number], spans)])
 
 
-def _edges(chunks: Sequence[Chunk], dim: int) -> tuple[list[int], list[int]]:
-    """Return where chunks begin along a dim, and the last position before which those up to each of these end."""
+def _edges(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Return where chunks begin along a dim, and the last position before which those up to each of these end.
+
+    Args:
+        spans: first position and number of positions of each chunk.
+    """
     ends: dict[int, int] = {}
-    for chunk in chunks:
-        start = chunk.start[dim]
-        ends[start] = max(ends.get(start, 0), start + chunk.shape[dim])
+    for start, size in spans:
+        ends[start] = max(ends.get(start, 0), start + size)
     starts = sorted(ends)
     # Running maxima, not the ends themselves: they ascend even where chunks have different sizes, so that bisect may be
     # used. Chunks they let through needlessly are dropped afterwards.

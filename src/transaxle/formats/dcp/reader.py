@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import msgspec
 
@@ -145,8 +146,7 @@ class Conventions:
     """Returns the items of one metadata file that are items of the checkpoint."""
 
 
-@dataclass(frozen=True, slots=True)
-class _ItemOfRanks:
+class _ItemOfRanks(NamedTuple):
     """One key of the saved state, as all metadata files describe it."""
 
     item: SavedItem

@@ -164,9 +164,10 @@ def _without_aliases(items: Sequence[SavedItem]) -> list[SavedItem]:
     placed: set[tuple[SavedChunk, ...]] = set()
     wanted = []
     for item in items:
-        if item.dtype is None or not item.chunks or item.chunks not in placed:
+        before = len(placed)
+        placed.add(item.chunks)
+        if item.dtype is None or not item.chunks or len(placed) > before:
             wanted.append(item)
-            placed.add(item.chunks)
     return wanted
 
 
