@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -27,6 +28,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
+# No example has to be found, or to be done, in a given time: these machines are shared. Tests of a GPU do without it.
+with suppress(ImportError):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("shared")
 
 EXAMPLES, QUICK = "--examples", "--quick"
 QUICK_ROOMS = frozenset({"axes", "encodings", "engine", "formats", "cli", "test_errors.py"})

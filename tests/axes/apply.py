@@ -28,7 +28,7 @@ HOLE = -1
 """What an element keeps that no copy writes."""
 DTYPE = "I64"
 
-law = settings(derandomize=True, deadline=None, max_examples=200, database=None)
+law = settings(derandomize=True, max_examples=200, database=None)
 """How many examples a law is tried on."""
 
 

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from hypothesis import settings
 
-law = settings(derandomize=True, deadline=None, max_examples=100, database=None)
+law = settings(derandomize=True, max_examples=100, database=None)
 """How properties are tested: the same examples in every run, however slow the machine is."""

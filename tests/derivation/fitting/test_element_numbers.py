@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from transaxle.derivation.fitting.element_numbers import FLOOR, Places, drawn, room, shuffled
 
 
-@settings(deadline=None)
 @given(st.integers(0, 3000), st.sampled_from([1 << 24, 1 << 52]))
 def test_drawn_numbers_are_found_again_and_constants_are_not(count: int, most: int) -> None:
     numbers = drawn(count, most)
@@ -21,7 +20,6 @@ def test_drawn_numbers_are_found_again_and_constants_are_not(count: int, most: i
     assert not places.of(np.array(constants)).any()
 
 
-@settings(deadline=None)
 @given(st.integers(0, 300))
 def test_no_element_has_one_number_twice(count: int) -> None:
     first, second = shuffled(count)

@@ -212,7 +212,7 @@ shapes = st.tuples(st.integers(0, 9), st.integers(0, 70).map(lambda n: 2 * n))
 
 
 @pytest.mark.skipif(len(PATHS) < 2, reason="the kernel is not built here")
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_both_paths_give_the_same_bits(data: st.DataObject) -> None:
     """Any bits as values, any shape, any tile, any encoding: codes, scales, decoded values and errors."""

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.axes.notation.test_linear_regex import expressions, names
@@ -30,7 +30,6 @@ def match_name() -> Any:
 
 
 @pytest.mark.peers
-@settings(deadline=None)
 @given(texts=st.lists(st.one_of(expressions, names.filter(bool)), min_size=1, max_size=3), name=names)
 def test_lists_of_transformers(should_convert: Any, texts: list[str], name: str) -> None:
     """As transformers has it, with a dot in a plain name taken for a dot."""
@@ -40,7 +39,6 @@ def test_lists_of_transformers(should_convert: Any, texts: list[str], name: str)
 
 
 @pytest.mark.peers
-@settings(deadline=None)
 @given(texts=st.lists(st.one_of(expressions.map("re:{}".format), names), max_size=3), name=names)
 def test_lists_of_compressed_tensors(match_name: Any, texts: list[str], name: str) -> None:
     assert (name in compressed_modules(texts)) == any(match_name(name, text) for text in texts)

@@ -299,7 +299,7 @@ documents = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=500)
+@settings(max_examples=500)
 @given(st.one_of(st.dictionaries(st.sampled_from(KEYS), documents), documents.map(lambda said: {SECTION: said})))
 def test_any_config_is_read_or_refused(config: dict[str, Any]) -> None:
     try:

@@ -123,7 +123,7 @@ SECTIONS: list[tuple[Config, Encoding, str]] = [
 
 
 @pytest.mark.parametrize(("section", "encoding", "convention"), SECTIONS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_whatever_stays_encoded_or_is_decoded_is_read_back(
     section: Config, encoding: Encoding, convention: str, data: st.DataObject
@@ -139,7 +139,7 @@ def test_whatever_stays_encoded_or_is_decoded_is_read_back(
     assert {key: value for key, value in result.items() if key != SECTION} == {"model_type": "x", "dtype": "bfloat16"}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     encoding=st.sampled_from([FLOAT8, CHANNEL, FLOAT8_BLOCK, MXFP8, MXFP4, NVFP4]),
     names=st.sets(st.sampled_from(NAMES), min_size=1),

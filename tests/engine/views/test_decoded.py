@@ -99,7 +99,7 @@ def test_a_tensor_is_its_codes_times_its_scales(sources: dict[str, tuple[Path, A
         assert list(checkpoint) == [NAMES[kind]]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", NAMES)
@@ -116,7 +116,7 @@ def test_any_range_of_bytes_is_that_range_of_all_of_them(
         assert checkpoint.container.storage.size(extent.file) == len(whole)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("kind", NAMES)
 def test_any_box_is_that_box_of_the_whole(

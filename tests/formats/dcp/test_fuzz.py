@@ -58,7 +58,7 @@ def attempt(file: Path, data: bytes) -> None:
 
 
 targets = st.sampled_from([(case, file) for case, files in CASES.items() for file in files])
-relaxed = settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+relaxed = settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @relaxed

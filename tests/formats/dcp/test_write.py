@@ -98,7 +98,7 @@ any_specs = st.lists(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(any_specs, st.none() | st.integers(1, 200))
 def test_every_draft_is_a_checkpoint(
     tmp_path_factory: pytest.TempPathFactory, specs: list[Spec], shard_size: int | None

@@ -50,7 +50,7 @@ arguments = st.sampled_from([b"", b"\0", b"\1", b"\0\0\0\0", b"\2\0\0\0ab", b"1\
 @given(
     st.lists(st.tuples(steps, arguments).map(b"".join) | plain.map(lambda what: pickle.dumps(what)[2:-1]), max_size=30)
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_programs(parts: list[bytes]) -> None:
     survives(program(*parts))
 
@@ -74,7 +74,7 @@ def _saved() -> list[bytes]:
 
 
 @given(st.data(), st.sampled_from(_saved()))
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_changed_pickles(choice: st.DataObject, data: bytes) -> None:
     changed = bytearray(data)
     for _ in range(choice.draw(st.integers(1, 5))):

@@ -91,7 +91,7 @@ def copies(draw: st.DrawFn) -> tuple[int, int, list[Loop]]:
 
 
 @given(copies())
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_run_is_its_slice(way: None, storage: LocalStorage, copy: tuple[int, int, list[Loop]]) -> None:
     offset, width, loops = copy
     size = max((target + width for _, target in places(loops)), default=0) + 3

@@ -63,7 +63,7 @@ def laid_out(data: bytes) -> bytes:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["float32", "int8", "uint16"]), st.integers(0, 300)), max_size=30))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_layout_is_that_of_torch(tensors: Sequence[tuple[str, int]]) -> None:
     """Byte for byte: headers, padding, descriptors, directory and end records."""
     file = io.BytesIO()
@@ -115,7 +115,7 @@ SHAPES = st.lists(st.integers(0, 4), max_size=4).map(tuple)
 
 
 @given(st.dictionaries(st.text(st.characters()), st.tuples(CODES, SHAPES), max_size=8))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_any_names_and_shapes(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> None:
     made = draft([Spec(name, code, shape) for name, (code, shape) in tensors.items()])
     out = bytearray(made.files[WHOLE])
@@ -149,7 +149,7 @@ def test_a_model_loads_it(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=12), st.integers(1, 120))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_shards_are_those_of_hugging_face(sizes: list[int], shard_size: int) -> None:
     state = {f"t{at:02}": torch.zeros(size, dtype=torch.uint8) for at, size in enumerate(sizes)}
     theirs = split_torch_state_dict_into_shards(

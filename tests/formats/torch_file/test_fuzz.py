@@ -48,7 +48,7 @@ numbers = st.sampled_from([0, 1, 4, 8, 16, 2**16 - 1, 2**31 - 1, 2**32 - 1, 2**6
 
 
 @given(st.data(), st.sampled_from(samples()))
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 def test_changed_files(choice: st.DataObject, data: bytes) -> None:
     changed = bytearray(data)
     for _ in range(choice.draw(st.integers(1, 4))):
@@ -72,7 +72,7 @@ def test_changed_files(choice: st.DataObject, data: bytes) -> None:
 
 
 @given(st.binary())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_bytes(data: bytes) -> None:
     survives(b"PK\3\4" + data)
     survives(b"\x80\2" + data)
@@ -89,7 +89,7 @@ sizes = st.integers(0, 6) | st.sampled_from([-1, 2**40, 2**63, True, None, "4"])
     held=st.integers(0, 40),
     kind=st.sampled_from([None, "float32", "int8", "complex128"]),
 )
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_views_of_every_kind(
     offset: int, shape: tuple[int, ...], strides: tuple[int, ...], count: int, held: int, kind: str | None
 ) -> None:
