@@ -120,3 +120,30 @@ def test_what_an_earlier_run_has_read_is_checked_too(tmp_path: Path) -> None:
     with pytest.raises(tx.TransaxleError, match="record data/0"):
         tx.convert(file, out, to="safetensors:identity", resume=True)
     assert not out.exists()
+
+
+def test_what_several_have_read_is_put_together(tmp_path: Path) -> None:
+    """What one of them has mostly read, it reads to the end; of the others, pieces are handed over."""
+    (tmp_path / "data").write_bytes(DATA)
+    checksum = Checksum("data", 0, 4000, zlib.crc32(DATA), "all")
+    pieces = []
+    for start, stop in ((0, 1500), (1500, 2500), (2500, 4000)):
+        worker = Witness(Counted(tmp_path), [checksum], {})
+        worker.read("data", start, stop - start)
+        tallies = worker.hand_over()
+        assert worker.open() == []
+        pieces.append(tallies[checksum].parts)
+    together = Counted(tmp_path)
+    witness = Witness(together, [checksum], {})
+    witness.expect("data", 0, 4000)
+    for parts in (pieces[0], pieces[2]):
+        witness.count(checksum, parts)
+    witness.recheck()
+    assert (witness.is_right(checksum), together.count) == (True, 1000)
+    mostly = Witness(Counted(tmp_path), [checksum], {})
+    mostly.read("data", 0, 2100)
+    assert (mostly.hand_over(), mostly.is_right(checksum)) == ({}, True)
+    wrong = Witness(LocalStorage(tmp_path), [Checksum("data", 0, 4000, 1, "all")], {})
+    wrong.read("data", 0, 4000)
+    with pytest.raises(tx.TransaxleError, match="do not match the checksum"):
+        wrong.hand_over()

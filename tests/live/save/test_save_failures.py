@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import transaxle as tx
 from tests.live.ranks import DIED, Ranks
 from transaxle.errors import TransaxleError
+from transaxle.formats.staging.writer import Writer
 from transaxle.live.background import asynchronous
 from transaxle.live.background.asynchronous import SaveJob, async_save
 from transaxle.live.save.save import save
-from transaxle.live.save.writer import Writer
 
 WORLD = 2
 SHORT = timedelta(seconds=30)

@@ -137,6 +137,21 @@ class Witness(Overlay):
         with self._lock:
             return list(self._tallies)
 
+    def hand_over(self) -> dict[Checksum, Tally]:
+        """Return the ranges that were read in part, with their progress, and leave them to whoever puts them together.
+
+        A range that was mostly read here is read to its end first, and judged.
+
+        Raises:
+            Refused: CORRUPT, for each range whose bytes do not match its checksum.
+            StorageError: IO.
+        """
+        self.settle([each for each in self.open() if 2 * self.tally(each).read >= each.size])
+        self.judge()
+        with self._lock:
+            tallies, self._tallies = self._tallies, {}
+        return tallies
+
     def tally(self, checksum: Checksum) -> Tally:
         """Return the progress of a range that is not checked yet."""
         return self._tallies.get(checksum, Tally())

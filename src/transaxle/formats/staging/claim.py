@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,9 @@ from transaxle.formats.storage.os_errors import failed
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BUSY = "another run is writing this target"
+_PATIENCE = 30.0
+"""Seconds in which the last workers of a run that shared its claim let go of it."""
+_PAUSE = 0.05
 
 
 class Claim:
@@ -69,6 +73,24 @@ class Claim:
         with suppress(FileNotFoundError), opened(self._path) as fd:
             self._is_mine(fd, created=False, unlocked=unlocked)
 
+    def share(self) -> None:
+        """Let other processes join the claim (`joined`); whoever does not belong to this run stays locked out."""
+        if self._fd is not None and joined(self._fd) is False:
+            raise refuse("EXISTS", _BUSY, file=self._typed, hint="Wait for that run, or end it.")
+
+    def take_back(self) -> None:
+        """Wait until those that joined have left, and have the claim alone again.
+
+        Raises:
+            UsageError: EXISTS if somebody stays.
+        """
+        end = time.monotonic() + _PATIENCE
+        while self._fd is not None and lock(self._fd) is False:
+            if time.monotonic() > end:
+                message = "a worker of this run is still writing"
+                raise refuse("EXISTS", message, file=self._typed, hint="Wait for that worker, or end it.")
+            time.sleep(_PAUSE)
+
     def release(self) -> None:
         """Release the lock."""
         if self._fd is not None:
@@ -96,8 +118,17 @@ class Claim:
 
 def lock(fd: int) -> bool | None:
     """Lock an open folder until it is closed: False if another process has the lock, None if there are no locks."""
+    return _locked(fd, fcntl.LOCK_EX)
+
+
+def joined(fd: int) -> bool | None:
+    """Lock an open folder together with others: False if a process has it alone, None if there are no locks."""
+    return _locked(fd, fcntl.LOCK_SH)
+
+
+def _locked(fd: int, kind: int) -> bool | None:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:

@@ -152,6 +152,22 @@ class Staging:
             self._place.sweep()
         self._claim.release()
 
+    def share(self) -> None:
+        """Let other processes write into the prepared files, each with a `Writer` that shares the claim.
+
+        Raises:
+            UsageError: EXISTS if another run took the claim meanwhile.
+        """
+        self._claim.share()
+
+    def take_back(self) -> None:
+        """Wait until these processes have closed their writers; nobody else writes afterwards.
+
+        Raises:
+            UsageError: EXISTS if one of them does not, or another run took the claim meanwhile.
+        """
+        self._claim.take_back()
+
     def prepare(self, files: Mapping[str, int]) -> frozenset[str]:
         """Create all files of known size, with their disk space where the file system can reserve it.
 

@@ -132,7 +132,7 @@ class LocalStorage(Storage):
     def version(self, name: str) -> str:
         """Return a text that changes when the file does; see `Storage.version`."""
         with self._handles.use(name):
-            return "-".join(map(str, self._stamps[name]))
+            return "-".join(map(str, self._stamps[name][1:]))  # machines number the device of a shared folder each anew
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
         """Fill a writable contiguous view with the bytes that start at `offset`; see `Storage.read_into`."""

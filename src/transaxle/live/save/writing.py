@@ -22,10 +22,10 @@ from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.errors import Refusal, Where, gathered
 from transaxle.formats.staging.location import staging_at
 from transaxle.formats.staging.upload import Upload
+from transaxle.formats.staging.writer import Writer
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.live.save.memory_to_files import Moved, move
 from transaxle.live.save.uploading import upload
-from transaxle.live.save.writer import Writer
 from transaxle.live.sharding.memory import Memory, memory_of, rank_of
 from transaxle.live.transport.tensor_exchange import RankExchange
 from transaxle.live.transport.world import Clock, World
