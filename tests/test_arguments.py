@@ -39,6 +39,7 @@ OTHERWISE = {
     "filter": "of modules, or of their parameters too",
     "resume": "of a Trainer, the folder; of a conversion, whether",
     "bias": "whether a layer has one; of a product, the bias itself",
+    "on": "of a conversion, who carries it out; of tensors put together, the ranks that get them",
     "shape": "of a matrix; of a matrix or a stack of them",
     "tensor": "what is converted, from one package to another",
 }

@@ -152,6 +152,7 @@ def _old_run(folder: Path) -> None:
         "how-to/convert",
         "how-to/verify",
         "how-to/urls",
+        "how-to/many-machines",
         "how-to/add-a-family",
         "how-to/deepspeed",
         "how-to/quantized",

@@ -13,6 +13,7 @@ CORE = {
     "CODES",
     "Checkpoint",
     "Comparison",
+    "Executor",
     "Leftover",
     "Plan",
     "Refusal",

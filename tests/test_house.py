@@ -70,6 +70,7 @@ HOUSE = {
 LAZY_EXTRAS = {
     "cli/demo.py": frozenset({"torch", "transformers"}),
     "derivation/tracing/transformers_models.py": frozenset({"torch", "transformers"}),
+    "engine/distribute/ray_cluster.py": frozenset({"ray"}),
     "formats/remote/web.py": frozenset({"aiohttp"}),
     "quant/modules/torchao.py": frozenset({"torchao"}),
 }

@@ -20,6 +20,7 @@ _LAZY = "transaxle._api"
 """Where everything below lives that is not imported above: it is loaded when it is first used."""
 _ELSEWHERE = {
     "AccelerateHooks": "live.integrations.callbacks",
+    "Executor": "engine.distribute.executor",
     "LoadPlanner": "live.integrations.dcp_planners",
     "LoadReport": "live.model.report",
     "Random": "live.training.extra_state",
@@ -39,7 +40,7 @@ _ELSEWHERE = {
     "save": "live.save.save",
     "state_dict_as": "live.reexpress.state_dict_adapter",
 }
-"""What few programs use -> its module: what works on live models, which imports torch, and derived tables."""
+"""What few programs use -> its module: what works on live models, which imports torch, derived tables, executors."""
 
 _ROOMS = frozenset({"nn", "parallel", "quant", "refit"})
 """Rooms with public names of their own, `tx.quant.MXFP8`; they import torch."""
@@ -63,6 +64,7 @@ if TYPE_CHECKING:
         verify,
     )
     from transaxle.derivation.sources import Table
+    from transaxle.engine.distribute.executor import Executor
     from transaxle.live.background.asynchronous import SaveJob, async_save
     from transaxle.live.integrations.callbacks import AccelerateHooks, TrainerCheckpoints
     from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner
@@ -91,6 +93,7 @@ __all__ = [
     "AccelerateHooks",
     "Checkpoint",
     "Comparison",
+    "Executor",
     "Leftover",
     "LoadPlanner",
     "LoadReport",

@@ -18,6 +18,7 @@ from transaxle.arguments import (
     read_path,
     read_patterns,
     read_size,
+    read_source,
     read_text,
     wrong_type,
 )
@@ -34,6 +35,8 @@ from transaxle.engine.compare.compare import compare as _compare
 from transaxle.engine.compare.pair import opened_pair
 from transaxle.engine.compare.verification import Verification, verify_against
 from transaxle.engine.compare.verification import verify as _verify
+from transaxle.engine.distribute.conversion_order import order
+from transaxle.engine.distribute.launch import Launch, On, convert_on, is_torchrun
 from transaxle.engine.execute.execute import Report, execute
 from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.plan.conversion import SHARD_SIZE, Prepared, make_plan
@@ -83,6 +86,15 @@ class Planning(Opening, total=False):
     """Worker threads."""
     memory: Size | None
     """Bytes of all buffers together."""
+
+
+class Converting(Planning, total=False):
+    """How a conversion is planned and carried out; see `Planning` for the rest."""
+
+    on: On | None
+    """Who carries it out: `ray`, `ray://HOST:PORT`, `torchrun`, an executor, or a pool with `submit`."""
+    items: int | None
+    """Into how many items of work it is divided then."""
 
 
 def open(path: PathLike, **reading: Unpack[Opening]) -> Checkpoint:  # noqa: A001 - the contract's name
@@ -181,7 +193,7 @@ def convert(
     resume: bool = False,
     sync: bool = True,
     progress: Progress = unwatched,
-    **options: Unpack[Planning],
+    **options: Unpack[Converting],
 ) -> Report:
     """Convert a checkpoint; the target appears complete or not at all.
 
@@ -201,15 +213,50 @@ def convert(
             or `dtype`, to decode or cast) and `skip` (patterns of names to leave unchanged), `tp`, `pp`, `ep` and
             `make_vocab_size_divisible_by` (the ranks of `megatron_torch`, which has a folder for each; for
             `torch_dist` the first and the last, which pad), `jobs` (worker threads), `memory` (bytes of all buffers
-            together); and those of `open`.
+            together); `on` (by whom: "ray", "ray://HOST:PORT", "torchrun", an object with the method of `Executor`, or
+            a pool with `submit`; `jobs` and `memory` are then those of each worker) and `items` (into how many items of
+            work; one for each GiB); and those of `open`.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
         TransaxleError: all refusals at once, before anything is written; or what went wrong while writing.
     """
-    check_keywords("convert", options, Planning.__annotations__)
+    check_keywords("convert", options, Converting.__annotations__)
+    on, items = options.get("on"), options.get("items")
+    if on is not None:
+        how = Launch(
+            on=on,
+            items=items,
+            overwrite=overwrite,
+            resume=resume,
+            sync=sync,
+            jobs=options.get("jobs"),
+            memory=limits(options.get("jobs"), options.get("memory")).memory if "memory" in options else None,
+            progress=progress,
+        )
+        return _converted_on(how, src, dst, to, options)
+    if items is not None:
+        raise TypeError("items needs on: nothing else is divided")
     with _planned(src, dst, to, options) as (prepared, target, limit):
         return execute(prepared, target, overwrite=overwrite, resume=resume, sync=sync, limit=limit, progress=progress)
+
+
+def _converted_on(how: Launch, src: CheckpointLike, dst: PathLike, to: str, options: Mapping[str, Any]) -> Report:
+    """Convert by several workers, which open the source themselves."""
+    if isinstance(src, Checkpoint):
+        raise TypeError("on needs the path of src: other processes open it themselves")
+    reading = {name: value for name, value in options.items() if name in Reading.__annotations__}
+    encode = _encode(options, reading)
+    shaping = {name: value for name, value in options.items() if name in Planning.__annotations__} | {"encode": encode}
+    asked = order(
+        read_source("src", src), read_path("dst", dst), read_text("to", to, "safetensors:hf"), reading, shaping
+    )
+    with _planned(src, dst, to, options) as (prepared, _, _):
+        if is_torchrun(how.on):
+            from transaxle.live.conversion.torchrun import convert_together
+
+            return convert_together(asked, prepared, how)
+        return convert_on(asked, prepared, how)
 
 
 def verify(

@@ -310,11 +310,24 @@ def _with(
     return body
 
 
+_DIVIDING = (
+    click.option("--on", metavar="WHERE", help="Let several processes do it: ray, ray://HOST:PORT or torchrun."),
+    click.option("--items", metavar="N", type=click.IntRange(1, 1 << 20),
+                 help="Divide their work into so many items.  [default: one for each GiB]"),
+)  # fmt: skip
+
+
+def said(name: str) -> int | None:
+    """Return the threads (`jobs`) or the memory that the user typed, for workers elsewhere; None: they choose."""
+    typed: int | None = click.get_current_context().params[name]
+    return typed
+
+
 def converting(body: Callable[..., int]) -> Callable[..., int]:
     """Add all that a conversion takes: its places, and what is read, changed, written and printed."""
     parts = (
         click.argument("src", type=click.Path()),
         click.argument("dst", type=click.Path()),
-        *(planning, reading, recoding, writing, working, printing, deriving),
+        *(planning, reading, recoding, writing, working, *_DIVIDING, printing, deriving),
     )
     return _with(parts, body)

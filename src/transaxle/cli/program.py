@@ -18,6 +18,7 @@ _LOADERS: dict[str, tuple[str, str]] = {
     "info": ("Describe a checkpoint, or this installation.", "transaxle.cli.commands.info"),
     "plan": ("Show what a conversion would do; write nothing.", "transaxle.cli.commands.plan"),
     "convert": ("Convert a checkpoint, exactly or not at all.", "transaxle.cli.commands.convert"),
+    "work": ("Carry out a conversion in parts, on many machines.", "transaxle.cli.work"),
     "verify": ("Check a checkpoint against its manifest, or compare two.", "transaxle.cli.commands.verify"),
     "diff": ("Show where two checkpoints differ, across dialects.", "transaxle.cli.commands.diff"),
     "clean": ("Remove what killed runs left behind.", "transaxle.cli.commands.clean"),

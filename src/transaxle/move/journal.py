@@ -1,5 +1,8 @@
 """The journal of a conversion: which tensors are already written, so that an interrupted run can be continued.
 
+Where several workers carry one plan out, each item of their work has a result beside the journal, written when its
+bytes are durable.
+
 One line per finished tensor, each with its own checksum; a torn last line is simply not there. A journal belongs to
 one plan over one state of the source: to anything else it is refused, and what is there stays. What it lists is read
 back and hashed before it is believed, so a resumed run gives the same bytes as an uninterrupted one.
@@ -8,7 +11,7 @@ back and hashed before it is believed, so a resumed run gives the same bytes as 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +22,8 @@ import msgspec
 
 from transaxle.encodings.arithmetic.codec import Error
 from transaxle.errors import refuse
-from transaxle.formats.staging.place import JOURNAL
+from transaxle.formats.catalog.checksums import SummedRange
+from transaxle.formats.staging.place import ITEMS, JOURNAL
 from transaxle.formats.storage.os_errors import failed
 from transaxle.move.hashing import digest
 
@@ -65,19 +69,110 @@ class Task(msgspec.Struct, frozen=True):
         return f"it was started with other options ({options}), or from another source"
 
 
-def begun(folder: Path) -> Task | None:
-    """Return what the journal in a folder belongs to; None where there is none, or nothing is finished in it.
+class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker has done and found out when an item of a plan's work is done, and its bytes are durable."""
+
+    task: Task
+    """What the item belongs to."""
+    number: int
+    """Number of the item."""
+    tensors: dict[str, tuple[str, str]]
+    """Tensor -> its hash, and the error of the values that it encodes, as the journal writes it."""
+    checks: tuple[int, ...] = ()
+    """Numbers of the checks whose copies proved equal."""
+    measured: dict[str, tuple[str, int]] = {}
+    """Tensor that is decoded or cast -> the error of its values, and how many became infinite."""
+    summed: tuple[tuple[str, int, tuple[SummedRange, ...]], ...] = ()
+    """Ranges with a checksum that were read in part: file, first byte, and the summed pieces."""
+    worker: str = ""
+    """Machine and process."""
+    nbytes: int = 0
+    """Bytes written."""
+    seconds: float = 0.0
+    """Wall time."""
+
+    @property
+    def finished(self) -> dict[str, Done]:
+        """The tensors, as the journal has them."""
+        return {name: Done(tensor_hash, _error(error)) for name, (tensor_hash, error) in self.tensors.items()}
+
+    @property
+    def errors(self) -> dict[str, tuple[Error, int]]:
+        """The tensors whose values were measured."""
+        return {name: (_error(text) or Error(), infinite) for name, (text, infinite) in self.measured.items()}
+
+    @property
+    def text(self) -> bytes:
+        """What its file holds: a checksum, then the rest; `result_of` reads it."""
+        rest = msgspec.json.encode(self)
+        return digest(rest).encode() + b" " + rest
+
+
+def item_file(number: int) -> str:
+    """Return the name of an item's result in the folder of the journal."""
+    return f"{ITEMS}/{number}"
+
+
+def result_of(text: bytes) -> ItemResult | None:
+    """Read a result; None where it is damaged."""
+    checksum, _, rest = text.partition(b" ")
+    try:
+        return msgspec.json.decode(rest, type=ItemResult) if digest(rest).encode() == checksum else None
+    except msgspec.MsgspecError:
+        return None
+
+
+def results_in(folder: Path, numbers: Iterable[int] | None = None) -> dict[int, ItemResult]:
+    """Return the results of work items by number, all of them or some, without those that are damaged.
 
     Raises:
         StorageError: IO.
     """
-    path = folder / JOURNAL
+    results = {}
     try:
-        lines = path.read_bytes().split(b"\n") if path.exists() else []
+        if numbers is None:
+            items = folder / ITEMS
+            numbers = (
+                sorted(int(path.name) for path in items.iterdir() if path.name.isdigit()) if items.is_dir() else ()
+            )
+        for number in numbers:
+            path = folder / item_file(number)
+            result = result_of(path.read_bytes()) if path.is_file() else None
+            if result is not None:
+                results[number] = result
     except OSError as error:
-        raise failed(error, "reading the journal", os.fspath(path)) from error
+        raise failed(error, "reading the results of work items", os.fspath(folder)) from error
+    return results
+
+
+def task_in(folder: Path) -> Task | None:
+    """Return what the work in a folder belongs to, whether anything of it is finished or not; None if nothing says so.
+
+    Raises:
+        StorageError: IO.
+    """
+    lines = _lines(folder / JOURNAL)
+    return _task(lines[0]) if lines else None
+
+
+def begun(folder: Path) -> Task | None:
+    """Return what the finished work in a folder belongs to; None where nothing is finished.
+
+    Raises:
+        StorageError: IO.
+    """
+    lines = _lines(folder / JOURNAL)
     # Without a finished tensor there is nothing to lose, so the journal binds nobody.
-    return _task(lines[0]) if len(lines) > 1 and any(map(_entry, lines[1:])) else None
+    if len(lines) > 1 and any(map(_entry, lines[1:])):
+        return _task(lines[0])
+    return next((result.task for result in results_in(folder).values()), None)
+
+
+def _lines(journal: Path) -> list[bytes]:
+    try:
+        return journal.read_bytes().split(b"\n") if journal.exists() else []
+    except OSError as error:
+        raise failed(error, "reading the journal", os.fspath(journal)) from error
 
 
 def _task(line: bytes) -> Task | None:
@@ -126,14 +221,15 @@ def refuse_other(folder: Path, task: Task, file: str) -> None:
     raise refuse("EXISTS", message, file=file, hint=hint)
 
 
-def _written(error: Error | None) -> str:
+def written_error(error: Error | None) -> str:
+    """Return the text of an error of values in a journal."""
     if error is None:
         return _NONE
     return f"{error.max!r},{error.square_sum!r},{error.count},{error.unequal}"
 
 
 def _error(text: str) -> Error | None:
-    """Inverse of `_written`."""
+    """Inverse of `written_error`."""
     if text == _NONE:
         return None
     most, squares, count, unequal = text.split(",")
@@ -155,6 +251,7 @@ class Journal:
         self._path = folder / JOURNAL
         self._lock = Lock()
         self._task = task
+        self._continued = False
         with self._named("reading"):
             self.finished = self._read()
             """What an earlier run of the same plan recorded, by tensor."""
@@ -162,16 +259,20 @@ class Journal:
             self._file: IO[bytes] = self._open()
 
     def _read(self) -> dict[str, Done]:
-        if not self._path.exists():
-            return {}
-        lines = self._path.read_bytes().split(b"\n")
-        task = _task(lines[0])
+        found: dict[str, Done] = {}
+        for result in results_in(self._path.parent).values():
+            if result.task.key == self._task.key:
+                found |= result.finished
+        lines = _lines(self._path)
+        task = _task(lines[0]) if lines else None
         if task is None or task.key != self._task.key:
-            return {}
-        return dict(entry for line in lines[1:] if (entry := _entry(line)) is not None)
+            return found
+        own = dict(entry for line in lines[1:] if (entry := _entry(line)) is not None)
+        self._continued = bool(own)
+        return found | own
 
     def _open(self) -> IO[bytes]:
-        if self.finished:
+        if self._continued:
             return self._path.open("ab", buffering=0)
         # Unbuffered: a line is with the operating system before the next tensor begins, so a killed process loses none.
         file = self._path.open("wb", buffering=0)
@@ -197,7 +298,7 @@ class Journal:
         """
         if "\n" in name:
             return
-        rest = f"{done.hash} {_written(done.error)} {name}".encode()
+        rest = f"{done.hash} {written_error(done.error)} {name}".encode()
         with self._lock, self._named("writing"):
             self._file.write(b"\n" + digest(rest).encode() + b" " + rest)  # first the break: a torn line stays alone
 

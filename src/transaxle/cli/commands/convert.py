@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -18,10 +19,13 @@ from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.compare.compare import Comparison, compare
 from transaxle.engine.compare.pair import of_second
 from transaxle.engine.compare.verification import Verification, verify
+from transaxle.engine.distribute.conversion_order import ConversionOrder, order
+from transaxle.engine.distribute.launch import Launch, convert_on, is_lead, is_torchrun
 from transaxle.engine.execute.execute import Report, execute
 from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.execute.resume_check import reproduced
 from transaxle.engine.plan.conversion import Prepared, make_plan, ready
+from transaxle.errors import TransaxleError
 from transaxle.move.workers import Limits
 
 
@@ -61,6 +65,8 @@ def command(
     src: str,
     dst: str,
     to: str,
+    on: str | None,
+    items: int | None,
     overwrite: Overwrite,
     resume: bool,
     check: bool,
@@ -70,18 +76,30 @@ def command(
     **shaping: Any,
 ) -> int:
     """Convert a checkpoint."""
+    if items is not None and on is None:
+        raise click.UsageError("--items needs --on: nothing else is divided")
     screen.consequence = "nothing was written"
+    how = None if on is None else Launch(on=on, items=items, overwrite=overwrite, resume=resume, sync=not no_sync)
+    if how is not None:
+        how = replace(how, jobs=options.said("jobs"), memory=options.said("memory"))
+    asked = None if on is None else order(src, dst, to, source_options, shaping)
     with open_checkpoint(src, **source_options) as source:
         with screen.working("planning"):
-            planned = make_plan(source, to, target=dst, **shaping)
-            prepared = preflight(planned, dst, overwrite=overwrite, resume=resume, running=True, limit=limit)
-            plan = ready(prepared)
+            prepared = make_plan(source, to, target=dst, **shaping)
+            if how is None:
+                prepared = preflight(prepared, dst, overwrite=overwrite, resume=resume, running=True, limit=limit)
+                ready(prepared)
         if resume:
             screen.way_on = "run the same command again to continue"
-        with screen.progress(sum(tensor.nbytes for tensor in plan.tensors), stays=True) as progress:
-            report = execute(
-                prepared, dst, overwrite=overwrite, resume=resume, sync=not no_sync, limit=limit, progress=progress
-            )
+        with screen.progress(sum(tensor.nbytes for tensor in prepared.plan.tensors), stays=True) as progress:
+            if how is not None and asked is not None:
+                report = _on(asked, prepared, replace(how, progress=progress))
+            else:
+                report = execute(
+                    prepared, dst, overwrite=overwrite, resume=resume, sync=not no_sync, limit=limit, progress=progress
+                )
+        if how is not None and is_torchrun(on) and not is_lead():
+            return 0  # the first rank speaks for all
         for note in () if screen.as_json else report.leftovers:
             screen.note(note)
         screen.consequence, screen.way_on = f"{dst} is written, but not verified", ""
@@ -89,13 +107,28 @@ def command(
     if screen.as_json:
         screen.document({**report.as_json(), **{_KEYS[type(result)]: result.as_json() for result in checked}})
     else:
-        _print(screen, report)
+        print_report(screen, report)
         for result in checked:
             if isinstance(result, Comparison):
                 print_comparison(screen, result)
             else:
                 print_verification(screen, result)
     return 0 if all(checked) else 1
+
+
+def _on(asked: ConversionOrder, prepared: Prepared, how: Launch) -> Report:
+    """Convert by several workers; a rank that is not the first leaves it to that one to say what they all raise."""
+    if not is_torchrun(how.on):
+        return convert_on(asked, prepared, how)
+    from transaxle.live.conversion.torchrun import convert_together
+    from transaxle.live.transport.world import is_loss
+
+    try:
+        return convert_together(asked, prepared, how)
+    except TransaxleError as error:
+        if is_lead() or is_loss(error):
+            raise
+        raise click.exceptions.Exit(error.exit_code) from None
 
 
 _KEYS = {Verification: "verification", Comparison: "comparison"}
@@ -113,7 +146,8 @@ def _verified(
         return [verification, compare(prepared.checkpoint, written, limit=limit, progress=progress)]
 
 
-def _print(screen: Screen, report: Report) -> None:
+def print_report(screen: Screen, report: Report) -> None:
+    """Print what is said of a conversion that is done."""
     parts = [
         report.path,
         report.format,
@@ -126,6 +160,9 @@ def _print(screen: Screen, report: Report) -> None:
     screen.line((" · ".join(parts), "bold"))
     if report.resumed:
         screen.line(f"  {plural(report.resumed, 'tensor')} had been written by an earlier run")
+    if report.workers:
+        shares = [f"{name} {size(written)}" for name, written in report.workers.items()]
+        screen.some(f"  written by {plural(len(report.workers), 'process', 'processes')}", shares)
     if report.checks:
         screen.line(f"  {plural(report.checks, 'copy', 'copies')} proved equal")
     print_measured(screen, report.recoded)

@@ -23,6 +23,8 @@ from transaxle.engine.capacity.pair_traffic import planned_traffic
 from transaxle.engine.capacity.rank_meshes import read_mesh
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import settings
+from transaxle.engine.distribute.conversion_order import order
+from transaxle.engine.distribute.work_plan import work_plan, write_plan
 from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.plan.planned import Plan
@@ -45,12 +47,16 @@ _OF_REFIT = frozenset({
         ("transaxle plan my-moe/ out/ --to safetensors:joined --rules my.rules", "use a table of your own"),
         ("transaxle plan Qwen3-30B-A3B/ out/ --to hf --json", "print every tensor and every number"),
         ("transaxle plan hf vllm --mesh fsdp=64,ep=8 --mesh tp=8 --config Kimi-K2/", "plan a refit"),
+        ("transaxle plan Qwen3-30B-A3B/ out/ --to hf --items 100 --write PLAN", "divide it for `transaxle work`"),
     ),
     help="""Show what a conversion would do, without writing anything.
 
     Prints, rule by rule, which axes move between names and shapes, how many bytes are read and written, and every
     reason against the conversion: in the tensors, in the files of SRC, and at DST. Takes the options of convert. Exits
     with 0 if the conversion can run, and otherwise with the exit code that convert would return.
+
+    --write PLAN also writes the plan into a file, divided into items, which any number of processes carry out: see
+    `transaxle work --help`. They read SRC and write DST under the paths that these have here.
 
     With --mesh, twice, it tells instead how many bytes a refit of live weights (`tx.Refit`) would send between which
     ranks, from a config.json alone: SRC is then the dialect of the trainer, DST that of the engine, and --to is left
@@ -72,16 +78,20 @@ _OF_REFIT = frozenset({
     type=click.IntRange(1, 1 << 20),
     help="With --mesh: tell what is sent inside machines of so many ranks, and between them.",
 )
+@click.option("--write", "path", metavar="PLAN", type=click.Path(), help="Write the plan into a file, for `work`.")
 @options.converting
 def command(
     screen: Screen,
     src: str,
     dst: str,
     to: str,
+    path: str | None,
+    on: str | None,
+    items: int | None,
     overwrite: Overwrite,
     resume: bool,
     check: bool,  # noqa: ARG001 - changes nothing of the plan
-    no_sync: bool,  # noqa: ARG001 - likewise
+    no_sync: bool,
     source_options: dict[str, Any],
     limit: Limits,
     **shaping: Any,
@@ -95,10 +105,16 @@ def command(
         raise click.MissingParameter(
             ctx=context, param=next(each for each in context.command.params if each.name == "to")
         )
+    if items is not None and path is None and on is None:
+        raise click.UsageError("--items needs --write or --on: nothing else is divided")
+    stored = None if path is None and on is None else order(src, dst, to, source_options, shaping)
     with open_checkpoint(src, **source_options) as checkpoint, screen.working("planning"):
         planned = make_plan(checkpoint, to, target=dst, **shaping)
         prepared = preflight(planned, dst, overwrite=overwrite, resume=resume, limit=limit)
     plan = prepared.plan
+    if path is not None and stored is not None and not plan.refusals:
+        how: dict[str, Any] = {"overwrite": overwrite, "sync": not no_sync, "jobs": options.said("jobs")}
+        write_plan(work_plan(stored, prepared, items, memory=options.said("memory"), **how), path)
     error = gathered(plan.refusals) if plan.refusals else None
     if screen.as_json:
         shown = {
@@ -110,6 +126,8 @@ def command(
         screen.document(shown if error is None else {**error_document(error), **shown})
     else:
         _print(screen, plan, limit)
+        if path is not None and not plan.refusals:
+            screen.line(f"  written into {path}: next  transaxle work {path} --begin")
         if prepared.finished:
             screen.line(f"  {dst} already holds exactly this: nothing is left to do")
         if error is not None:

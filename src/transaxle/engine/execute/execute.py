@@ -25,6 +25,7 @@ from transaxle.formats.staging.leftovers import sweep_beside
 from transaxle.formats.staging.location import shown, staging_at
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage, layer
+from transaxle.move.endpoint import Writable
 from transaxle.move.hashing import HashingFiles, digest_in
 from transaxle.move.journal import Done, Journal, refuse_other
 from transaxle.move.mover import Movement
@@ -74,6 +75,8 @@ class Report:
     """Leftovers of a killed run beside the target, and what happened to them."""
     notes: tuple[str, ...] = ()
     """What programs that go on with it must be told, or will take for what the source does not say."""
+    workers: Mapping[str, int] = field(default_factory=dict)
+    """Where several processes carried the plan out: machine and process -> bytes of tensors that it wrote."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
@@ -128,6 +131,30 @@ def execute(
             recoded = _measured(prepared, limit, errors, casts)
             staging.commit()
             found = staging.found
+    report = reported(prepared, target, single=single, resumed=resumed, recoded=recoded, leftovers=found)
+    return replace(report, seconds=time.monotonic() - begin, synced=sync)
+
+
+def reported(
+    prepared: Prepared,
+    target: str,
+    *,
+    single: bool,
+    resumed: int,
+    recoded: tuple[Measured, ...],
+    leftovers: tuple[str, ...],
+) -> Report:
+    """Return what is said of a conversion that is done.
+
+    Args:
+        prepared: the plan.
+        target: where the checkpoint is, as typed.
+        single: it is one file.
+        resumed: tensors that an earlier run had finished.
+        recoded: tensors whose values changed.
+        leftovers: what a killed run had left, and what became of it.
+    """
+    plan = prepared.plan
     return Report(
         path=shown(target),
         format=plan.format,
@@ -135,10 +162,10 @@ def execute(
         tensors=len(plan.tensors),
         bytes_read=plan.bytes_read,
         bytes_written=sum((prepared.draft.files if single else plan.files).values()),
-        seconds=time.monotonic() - begin,
+        seconds=0.0,
         checks=len(plan.checks),
         resumed=resumed,
-        synced=sync,
+        synced=True,
         kept=plan.kept,
         ignored=(*plan.ignored, *plan.carried) if single else plan.ignored,
         carried=() if single else plan.carried,
@@ -146,7 +173,7 @@ def execute(
         stayed=plan.stayed,
         notes=plan.notes,
         counted=plan.counted,
-        leftovers=found,
+        leftovers=leftovers,
     )
 
 
@@ -211,7 +238,7 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
         if tensors:
             _expect(prepared, [tensor for tensor in plan.tensors if tensor.name in tensors])
         progress(sum(tensor.nbytes for tensor in plan.tensors) - sum(tensor.nbytes for tensor in todo))
-        copying = _Copying(storage, limit, measured_sizes(todo, limit, partial(Worker, storage, limit)))
+        copying = Copying.of(todo, storage, limit)
         first = staging.ordered and prepared.draft.sealed_first
         if first:  # a stream cannot go back to them: everything is read twice
             write_known(staging, prepared.draft.late(_hashes(tensors | copying.copy(todo, None))))
@@ -233,7 +260,7 @@ def _hashes(tensors: Mapping[str, Done]) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class _Copying:
+class Copying:
     """Carries tensors of a plan out."""
 
     storage: Storage
@@ -243,10 +270,15 @@ class _Copying:
     sizes: Sizes
     """See `measured_sizes`."""
 
+    @classmethod
+    def of(cls, tensors: Sequence[PlannedTensor], storage: Storage, limit: Limits) -> Copying:
+        """Return what carries some tensors out, which are measured where that must be done first."""
+        return cls(storage, limit, measured_sizes(tensors, limit, partial(Worker, storage, limit)))
+
     def copy(
         self,
         tensors: Sequence[PlannedTensor],
-        staging: Stage | None,
+        files: Writable | None,
         record: Callable[[str, Done], None] | None = None,
         progress: Progress = unwatched,
     ) -> dict[str, Done]:
@@ -254,7 +286,7 @@ class _Copying:
 
         Args:
             tensors: of the plan.
-            staging: where to.
+            files: where to; one that is `ordered` gets the bytes of a file in order.
             record: told each tensor when it is written.
             progress: told the bytes of each block.
         """
@@ -267,8 +299,8 @@ class _Copying:
             if record is not None:
                 record(name, done[name])
 
-        ordered = staging is not None and staging.ordered
-        sink = HashingFiles(staging, [tensor.everywhere for tensor in tensors], range(len(tensors)), progress, finish)
+        ordered = getattr(files, "ordered", False)
+        sink = HashingFiles(files, [tensor.everywhere for tensor in tensors], range(len(tensors)), progress, finish)
         Movement(items_of(tensors, self.sizes, errors, ordered=ordered), self.storage, sink, self.limit).move_own()
         return done
 

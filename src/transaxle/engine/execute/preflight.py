@@ -94,7 +94,7 @@ def preflight(
         message = f"encoding the largest tensor needs {limit.least(prepared.plan.band):,} bytes of buffers"
         hint = f"Allow more than the {limit.memory:,} bytes of --memory (memory=), or omit that option."
         problems.append(Refusal("UNSUPPORTED", message, Where(), hint))
-    task = _task(prepared, problems)
+    task = task_of(prepared, problems)
     errors: dict[str, Error] = {}
     finished = False
 
@@ -117,7 +117,7 @@ def preflight(
     return Cleared(plan, prepared.checkpoint, prepared.draft, asked, task, finished, errors)
 
 
-def _task(prepared: Prepared, problems: list[Refusal]) -> Task:
+def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:
     """Return what a journal would belong to; files of the source that cannot be opened are added to the problems."""
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     lines = []

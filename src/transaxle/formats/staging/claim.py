@@ -31,6 +31,7 @@ class Claim:
         self._path = path
         self._typed = typed
         self._fd: int | None = None
+        self._pid = os.getpid()
 
     @property
     def taken(self) -> bool:
@@ -94,6 +95,9 @@ class Claim:
     def release(self) -> None:
         """Release the lock."""
         if self._fd is not None:
+            if self._pid == os.getpid():  # processes forked from this one have the lock too, as long as it has
+                with suppress(OSError):
+                    fcntl.flock(self._fd, fcntl.LOCK_UN)
             os.close(self._fd)
             self._fd = None
 

@@ -22,7 +22,7 @@ from transaxle.formats.registry import is_one_file
 from transaxle.formats.remote.url import local_path, without_secrets
 from transaxle.formats.staging.belongings import LocalFolder, strangers
 from transaxle.formats.staging.claim import Claim, lock, opened
-from transaxle.formats.staging.place import JOURNAL, OLD, OURS, PARTIAL, SCRATCH, make_durable, neighbour
+from transaxle.formats.staging.place import ITEMS, JOURNAL, OLD, OURS, PARTIAL, SCRATCH, make_durable, neighbour
 from transaxle.formats.storage.os_errors import failed
 from transaxle.formats.storage.storage import is_url
 
@@ -138,6 +138,8 @@ def leftover_at(path: Path, target: Path) -> Leftover:
         )
     elif written:
         description = f"unfinished work: {written:,} tensors are written, --resume continues it"
+    elif done := _count_done(scratch / ITEMS):
+        description = f"unfinished work: {done:,} work items are done, --resume continues it"
     else:
         description = "unfinished work, hardly begun"
     return Leftover(str(path), str(target), description, _size(path))
@@ -149,6 +151,11 @@ def _count_written(journal: Path) -> int:
         return 0
     with journal.open("rb") as lines:
         return max(0, sum(bool(line.strip()) for line in lines) - 1)  # the first line says what it belongs to
+
+
+def _count_done(items: Path) -> int:
+    """Count the work items that have a result."""
+    return sum(path.name.isdigit() for path in items.iterdir()) if items.is_dir() else 0
 
 
 def _size(path: Path) -> int:

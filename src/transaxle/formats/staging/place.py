@@ -25,9 +25,9 @@ from transaxle.formats.storage.os_errors import failed
 
 PARTIAL, OLD = "partial", "old"
 """Suffixes of the two hidden neighbours."""
-SCRATCH, JOURNAL = ".transaxle", "journal"
-"""Folder inside the hidden one for files outside the checkpoint, and the file in it that lists finished tensors. The
-folder's presence means that the work is not finished.
+SCRATCH, JOURNAL, ITEMS = ".transaxle", "journal", "items"
+"""Folder inside the hidden one for files outside the checkpoint, the file in it that lists finished tensors, and the
+folder in it with the results of work items. The first folder's presence means that the work is not finished.
 """
 OURS = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
 """Name of a hidden neighbour: groups are the target's name and the suffix."""

@@ -1,0 +1,90 @@
+"""Executors: what hands the items of a plan to workers, and brings back their results.
+
+A scheduler needs one method to be one. What has `submit`, as the pools of `concurrent.futures` have, of Dask, MPI or
+loky, is made one here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any, Protocol, runtime_checkable
+
+from transaxle.engine.distribute.work_items import WorkItem
+from transaxle.errors import StorageError
+
+Work = Callable[[int], bytes]
+"""Does the item of a number, anywhere, and returns its result. It can be pickled, and called in any process that sees
+the source and the target's folder; called twice for one item, also at once, it does no harm.
+"""
+_TRIES = 3
+"""How often an item is tried whose worker meets an error of the machine."""
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Hands items to workers."""
+
+    def run(self, work: Work, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
+        """Let workers do items; return when all are done and no worker is at work.
+
+        Args:
+            work: what a worker calls with an item's `number`.
+            items: what is to be done, in the order in which it should begin; `nbytes` tells how much it is.
+            take: to be called with each result, in any order, from one thread at a time; of an item done twice with
+                one of both, or both.
+
+        Raises:
+            Exception: what `work` raised, when trying again makes no sense; no worker may be at work then.
+        """
+
+
+@runtime_checkable
+class Submitting(Protocol):
+    """What has the method of a `concurrent.futures.Executor`."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
+        """Call a function somewhere."""
+
+
+class Here:
+    """Does all items in this process, one after the other."""
+
+    def run(self, work: Work, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
+        """See `Executor`."""
+        for item in items:
+            take(work(item.number))
+
+
+class Pool:
+    """Lets a pool of workers do items.
+
+    Args:
+        pool: processes or threads; `concurrent.futures.ProcessPoolExecutor`, or what is used like it.
+    """
+
+    def __init__(self, pool: Submitting) -> None:
+        self._pool = pool
+
+    def run(self, work: Work, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
+        """See `Executor`; an item that fails for an error of the machine is tried again."""
+        tries = {item.number: 1 for item in items}
+        running = {self._pool.submit(work, item.number): item.number for item in items}
+        try:
+            while running:
+                finished, _ = wait(running, return_when=FIRST_COMPLETED)
+                for each in finished:
+                    number = running.pop(each)
+                    try:
+                        result = each.result()
+                    except StorageError:
+                        if tries[number] == _TRIES:
+                            raise
+                        tries[number] += 1
+                        running[self._pool.submit(work, number)] = number
+                    else:
+                        take(result)
+        finally:
+            for each in running:
+                each.cancel()
+            wait([each for each in running if not each.cancelled()])

@@ -1,0 +1,131 @@
+"""A plan as a file, for workers that share nothing but a file system: what is converted, and the items of work.
+
+The file says what to plan, not the plan itself: each worker opens the source and plans anew, and must come to the same
+plan over the same files, or it is refused. So views of the source (decoded, cast, averaged) need no form on disk.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from transaxle.engine.distribute.conversion_order import ConversionOrder
+from transaxle.engine.distribute.work_items import WorkItem, divide
+from transaxle.engine.execute.preflight import Cleared
+from transaxle.errors import refuse
+from transaxle.formats.storage.local import read_file
+from transaxle.formats.storage.os_errors import failed
+from transaxle.move.hashing import digest
+from transaxle.move.journal import Task
+
+_VERSION = 1
+"""Of the form of the file."""
+_LONGEST = 1 << 28
+_AGAIN = "Plan again with this program:  transaxle plan SRC DST --to … --write PLAN."
+
+
+class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversion, divided into items of work."""
+
+    form: int = _VERSION
+    """Version of what follows."""
+    program: str
+    """Version of the program that planned."""
+    order: ConversionOrder
+    """What is converted."""
+    task: Task
+    """What the plan does, and the state of the source's files."""
+    overwrite: bool | str = False
+    """Replace a checkpoint at the target; `everything`: with whatever else is there."""
+    sync: bool = True
+    """Make everything durable before the target appears."""
+    jobs: int | None = None
+    """Threads of each worker."""
+    memory: int | None = None
+    """Bytes of the buffers of each worker."""
+    items: tuple[WorkItem, ...]
+    """The work."""
+    seal: str = ""
+    """Hash of all the rest, with this empty."""
+
+    @property
+    def text(self) -> bytes:
+        """The file's content; `read_plan` reads it."""
+        unsealed = msgspec.json.encode(msgspec.structs.replace(self, seal=""))
+        return msgspec.json.encode(msgspec.structs.replace(self, seal=digest(unsealed)))
+
+
+def program_version() -> str:
+    """Return the version of the installed program; empty where it is not installed."""
+    from importlib import metadata  # only whoever writes or reads a plan's file waits for it
+
+    try:
+        return metadata.version("transaxle")
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def work_plan(order: ConversionOrder, cleared: Cleared, count: int | None = None, **options: Any) -> WorkPlan:
+    """Divide a cleared plan into items of work.
+
+    Args:
+        order: what it was made of.
+        cleared: the plan.
+        count: how many items; None: one for each GiB.
+        **options: `overwrite`, `sync`, `jobs`, `memory` of `WorkPlan`.
+    """
+    return WorkPlan(
+        program=program_version(), order=order, task=cleared.task, items=divide(cleared.plan, count), **options
+    )
+
+
+def parse_plan(text: bytes, file: str) -> WorkPlan:
+    """Read a plan.
+
+    Args:
+        text: `WorkPlan.text`.
+        file: where it is from, for errors.
+
+    Raises:
+        Refused: CORRUPT where it is none, or was changed; UNSUPPORTED where another version of the program wrote it.
+    """
+    try:
+        form = msgspec.json.decode(text, type=_Form).form
+        plan = msgspec.json.decode(text, type=WorkPlan) if form == _VERSION else None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        message = f"this is no plan for workers, or only the beginning of one: {error}"
+        raise refuse("CORRUPT", message, file=file, hint=_AGAIN) from None
+    if plan is None or plan.program != program_version():
+        wrote = f"version {plan.program or '?'}" if plan is not None else f"a version with plans of form {form}"
+        message = f"{wrote} of the program made this plan; this is {program_version() or '?'}, which may plan otherwise"
+        raise refuse("UNSUPPORTED", message, file=file, hint=_AGAIN)
+    if plan.text != text:
+        raise refuse("CORRUPT", "the plan was changed after it was written", file=file, hint=_AGAIN)
+    return plan
+
+
+class _Form(msgspec.Struct):
+    form: int
+
+
+def read_plan(path: str) -> WorkPlan:
+    """Read a plan's file; raises as `parse_plan` and `read_file`."""
+    return parse_plan(read_file(path, _LONGEST), path)
+
+
+def write_plan(plan: WorkPlan, path: str) -> None:
+    """Write a plan's file, which must not exist.
+
+    Raises:
+        UsageError: EXISTS.
+        StorageError: IO, NO_SPACE.
+    """
+    try:
+        with Path(path).open("xb") as file:
+            file.write(plan.text)
+    except FileExistsError:
+        raise refuse("EXISTS", "the file for the plan already exists", file=path, hint="Name another file.") from None
+    except OSError as error:
+        raise failed(error, "writing the plan", path) from error

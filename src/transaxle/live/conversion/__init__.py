@@ -1,0 +1,1 @@
+"""Conversions that the ranks of a job carry out together."""

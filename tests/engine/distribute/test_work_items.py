@@ -1,0 +1,54 @@
+"""The items of a plan: everything once, about equally much, and nothing torn that belongs together."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.engine import synthetic
+from transaxle.engine.distribute.work_items import divide, numbers, ranges_of
+from transaxle.engine.plan.conversion import make_plan
+from transaxle.engine.views.encode import Encode
+
+
+@given(st.lists(st.integers(0, 50), unique=True))
+def test_ranges_hold_their_numbers(found: list[int]) -> None:
+    ranges = ranges_of(found)
+    assert list(numbers(ranges)) == sorted(found)
+    assert all(one[1] < other[0] for one, other in itertools.pairwise(ranges))
+
+
+@pytest.mark.parametrize("count", [1, 7, 64, 5000])
+@pytest.mark.parametrize("encode", [None, Encode("nvfp4")])
+def test_everything_is_in_one_item(count: int, encode: Encode | None) -> None:
+    plan = make_plan(synthetic.model(4, 16), "hf", encode=encode).plan
+    items = divide(plan, count)
+    assert [item.number for item in items] == list(range(count))
+    assert sorted(number for item in items for number in numbers(item.tensors)) == list(range(len(plan.tensors)))
+    largest = max(tensor.nbytes for tensor in plan.tensors)
+    total = sum(tensor.nbytes for tensor in plan.tensors)
+    assert sum(item.nbytes for item in items) == total
+    assert all(item.nbytes <= total / count + 2 * largest for item in items)
+    for item in items:
+        steps = {plan.tensors[number].step for number in numbers(item.tensors)}
+        own = {step.tensor for step in steps if step is not None}
+        others = {
+            tensor.step.tensor
+            for number, tensor in enumerate(plan.tensors)
+            if tensor.step is not None and number not in set(numbers(item.tensors))
+        }
+        assert not own & others
+        files = {plan.tensors[number].places[0].file for number in numbers(item.tensors)}
+        assert files == set(item.files)
+
+
+def test_without_a_number_there_is_an_item_for_each_gib() -> None:
+    plan = make_plan(synthetic.model(4, 16), "hf").plan
+    total = sum(tensor.nbytes for tensor in plan.tensors)
+    assert len(divide(plan)) == max(1, -(-total >> 30))
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match="items must be"):
+            divide(plan, wrong)

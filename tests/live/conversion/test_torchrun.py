@@ -1,0 +1,95 @@
+"""A conversion by the ranks of a job: the bytes of one process, one error for all, and each item by one rank."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import transaxle as tx
+from tests import checkpoints
+from tests.engine.killed import contents
+from tests.live.ranks import run
+
+ROOT = Path(__file__).parents[3]
+
+
+def _convert(_rank: int, _world: int, source: str, target: str, options: dict[str, Any]) -> dict[str, Any]:
+    report = tx.convert(source, target, on="torchrun", **options)
+    return {"workers": dict(report.workers), "tensors": report.tensors, "resumed": report.resumed}
+
+
+def _fails(rank: int, _world: int, source: str, target: str) -> str:
+    from transaxle.engine.distribute.item_work import OpenedPlan
+    from transaxle.errors import refuse
+
+    real = OpenedPlan._carried_out
+
+    def failing(self: OpenedPlan, item: Any, writer: Any) -> Any:
+        if item.number == 2:
+            raise refuse("IO", "the cable")
+        return real(self, item, writer)
+
+    OpenedPlan._carried_out = failing  # type: ignore[method-assign]
+    try:
+        tx.convert(source, target, to="torchtitan", items=6, on="torchrun", resume=True)
+    except tx.TransaxleError as error:
+        return str(error)
+    finally:
+        OpenedPlan._carried_out = real  # type: ignore[method-assign]
+    return f"rank {rank} met no error"
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("to", ["dcp:torchtitan", "megatron"])
+def test_the_bytes_are_those_of_one_process(world: int, to: str, tmp_path: Path) -> None:
+    source, target = checkpoints.tiny(tmp_path / "source"), tmp_path / "out"
+    tx.convert(source, tmp_path / "wanted", to=to, shard_size=8000)
+    options = {"to": to, "shard_size": 8000, "items": 9}
+    found = run(world, _convert, str(source), str(target), options)
+    assert contents(target) == contents(tmp_path / "wanted")
+    assert all(each == found[0] for each in found)
+    assert sum(found[0]["workers"].values()) == sum(tensor.nbytes for tensor in tx.open(target).values())
+    again = run(world, _convert, str(source), str(target), {**options, "resume": True})
+    assert all(each["resumed"] == each["tensors"] for each in again)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "wanted"]
+
+
+def test_one_rank_that_fails_fails_all_and_resume_goes_on(tmp_path: Path) -> None:
+    source, target = checkpoints.tiny(tmp_path / "source"), tmp_path / "out"
+    errors = run(2, _fails, str(source), str(target))
+    assert all("the cable" in error for error in errors), errors
+    assert not target.exists()
+    found = run(2, _convert, str(source), str(target), {"to": "torchtitan", "items": 6, "resume": True})
+    assert found[0]["resumed"] < found[0]["tensors"]
+    tx.convert(source, tmp_path / "wanted", to="torchtitan")
+    assert contents(target) == contents(tmp_path / "wanted")
+    with pytest.raises(tx.TransaxleError, match="already exists"):
+        run(2, _convert, str(source), str(target), {"to": "torchtitan"})
+
+
+def test_the_command_line_speaks_once(tmp_path: Path) -> None:
+    source = checkpoints.tiny(tmp_path / "source")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "transaxle")
+    command = [sys.executable, *launcher, "convert", str(source), "out", "--to", "torchtitan"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+
+    def ran(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*command, "--on", "torchrun", *more],
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
+        )  # fmt: skip
+
+    done = ran("--items", "4", "--verify")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("hashed while written") == 1
+    assert done.stdout.count("intact") == 1
+    tx.convert(source, tmp_path / "wanted", to="torchtitan")
+    assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
+    refused = ran()
+    assert refused.returncode != 0
+    assert refused.stderr.count("the target already exists") == 1
