@@ -113,6 +113,29 @@ def test_a_run_that_fails_leaves_nothing_or_what_resume_needs(
     assert again.done == []
 
 
+def test_who_resumes_may_divide_otherwise(source: Path, wanted: dict[str, bytes], tmp_path: Path) -> None:
+    """What is done stays done, though other items have the numbers."""
+    target = tmp_path / "out"
+
+    def fail(number: int) -> None:
+        if number == 0:
+            raise refuse("IO", "the cable")
+
+    left = []
+    for items in (5, 2, 9):
+        with pytest.raises(tx.TransaxleError, match="the cable"):
+            tx.convert(source, target, on=Backwards(fail), resume=True, **{**HOW, "items": items})
+        (partial,) = (path for path in tmp_path.iterdir() if path.name.startswith(".out"))
+        left.append(len(list((partial / ".transaxle" / "items").iterdir())))
+    assert left == sorted(left)
+    following = Backwards()
+    report = tx.convert(source, target, on=following, resume=True, **{**HOW, "items": 3})
+    assert following.done == [0]
+    assert report.resumed > 0
+    assert contents(target) == wanted
+    assert alone(target)
+
+
 def test_a_driver_that_is_killed_is_followed_by_another(source: Path, wanted: dict[str, bytes], tmp_path: Path) -> None:
     target = tmp_path / "out"
     for at in (4, 2, 0):

@@ -26,6 +26,7 @@ from transaxle.engine.distribute.item_work import (
     refuse_not_begun,
 )
 from transaxle.engine.distribute.work_items import WorkItem, ranges_of
+from transaxle.engine.distribute.work_items import numbers as numbers_in
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.engine.execute.commit import carry, write_known, write_rest
 from transaxle.engine.execute.execute import Report, reported
@@ -44,6 +45,9 @@ from transaxle.move.workers import Progress, unwatched
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+_ASIDE = 1 << 32
+"""First number of results that are no item's of this plan."""
 
 
 def staged(plan: WorkPlan, *, resume: bool) -> Staging:
@@ -87,19 +91,38 @@ def _files(prepared: Prepared, stage: Staging) -> dict[str, int]:
 
 
 def _believed(plan: WorkPlan, prepared: Prepared, scratch: Path, kept: frozenset[str]) -> dict[int, ItemResult]:
-    """Return results of this plan whose files are still the ones that they were written into; remove the others."""
+    """Return results of this plan whose files are still the ones that they were written into; remove the others.
+
+    One of another division of the plan gets a number that no item has, so that none takes its place.
+    """
     files = {tensor.name: [place.file for place in tensor.everywhere] for tensor in prepared.plan.tensors}
-    results = {}
-    for number, result in results_in(scratch).items():
+    results, beyond = {}, _ASIDE
+    found = results_in(scratch)
+    for number, result in found.items():
+        path = scratch / item_file(number)
         ours = result.task.key == plan.task.key and files.keys() >= result.tensors.keys()
-        if ours and all(kept.issuperset(files[name]) for name in result.tensors):
-            results[number] = result
-            continue
         try:
-            (scratch / item_file(number)).unlink(missing_ok=True)
+            if not ours or not all(kept.issuperset(files[name]) for name in result.tensors):
+                path.unlink(missing_ok=True)
+            elif number < _ASIDE and not _is_of(plan, prepared, number, result):
+                while beyond in found:
+                    beyond += 1
+                path.rename(scratch / item_file(beyond))
+                results[beyond] = result
+                beyond += 1
+            else:
+                results[number] = result
         except OSError as error:
-            raise failed(error, "removing a result", str(scratch / item_file(number))) from error
+            raise failed(error, "ordering the results of an earlier run", str(path)) from error
     return results
+
+
+def _is_of(plan: WorkPlan, prepared: Prepared, number: int, result: ItemResult) -> bool:
+    """Tell whether a result is that of the item with its number."""
+    if number >= len(plan.items):
+        return False
+    names = {prepared.plan.tensors[each].name for each in numbers_in(plan.items[number].tensors)}
+    return names == result.tensors.keys() and Known.of([result], plan.task).has(plan.items[number], prepared.plan)
 
 
 def left_to_do(plan: WorkPlan, prepared: Prepared, results: dict[int, ItemResult]) -> list[WorkItem]:
