@@ -30,6 +30,7 @@ METHODS = (
     tx.quant.QuantizedTensor.quantize_,
     tx.quant.Quantizer.quantize,
     tx.Refit.push,
+    tx.refit.VllmRefit.push,
 )
 """Methods of classes that have arguments of the kinds below."""
 OTHERWISE = {
@@ -177,6 +178,9 @@ def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
         "Refit": given(src_state=state, dst_state=state),
         "Refit.push": given(self=tx.Refit(state, state)),
         "named_tensors": given(state=state),
+        "VllmRefit": given(src_state=state, engine="http://127.0.0.1:1"),
+        "VllmRefit.push": given(self=None),
+        "VllmSource": given(state=state),
         "meet": given(address="127.0.0.1:1", number=0, size=1),
         "state_dict_as": recast,
         "loadable_as": recast,

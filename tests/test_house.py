@@ -55,6 +55,8 @@ HOUSE = {
     "torch_tensors": _room("axes", needs=CORE | TRAINING),
     # Tables from what converters do.
     "derivation": _room("engine"),
+    # What vLLM calls in each of its processes: it must cost them nothing.
+    "vllm_plugin": _room(needs=frozenset()),
     # The core.
     "engine": _room("move", "formats", "encodings", "families", "axes"),
     "move": _room("formats", "encodings", "axes"),
@@ -73,6 +75,10 @@ LAZY_EXTRAS = {
     "engine/distribute/ray_cluster.py": frozenset({"ray"}),
     "formats/remote/web.py": frozenset({"aiohttp"}),
     "quant/modules/torchao.py": frozenset({"torchao"}),
+    "refit/plugs/vllm_engine.py": frozenset({"vllm"}),
+    "refit/plugs/vllm_source.py": frozenset({"vllm"}),
+    "refit/plugs/vllm_weights.py": frozenset({"vllm"}),
+    "vllm_plugin.py": frozenset({"vllm"}),
 }
 """Modules that may import more than their room, inside functions only."""
 

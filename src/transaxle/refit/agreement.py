@@ -17,6 +17,7 @@ from transaxle.encodings.arithmetic.casting import CASTS, PLAIN
 from transaxle.encodings.arithmetic.wide import WIDE
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.settings import Settings, settings
+from transaxle.engine.plan.rank_parts import RANKS, for_ranks
 from transaxle.errors import Refusal, Where
 from transaxle.formats.dtype import nbytes
 from transaxle.live.model.live_config import shared_config
@@ -93,7 +94,11 @@ def agreed(source: tuple[State, Leaves], target: tuple[State, Leaves], world: Wo
     own_source, own_target = source[1], target[1]
     config = shared_config(source[0], said.config, world)
     config_of_target = shared_config(target[0], None, world)
-    differences = _differences(config, config_of_target)
+    differences = _differences(
+        shared_config(source[0], said.config, world, whole=True), shared_config(target[0], None, world, whole=True)
+    )
+    if config is not None and RANKS in (config_of_target or ()):  # some tensors have a part for each of an engine's
+        config = for_ranks(config, config_of_target[RANKS])  # type: ignore[index]  # it is in there
     everything, wanted = census(own_source.tensors, world), census(own_target.tensors, world)
     weights = Weights(own_target.weights, world)
     with world.together():

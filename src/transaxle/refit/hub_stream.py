@@ -24,7 +24,7 @@ from transaxle.arguments import (
 )
 from transaxle.encodings.arithmetic.casting import CASTS, PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.checkpoint.settings import settings
+from transaxle.engine.checkpoint.settings import Settings, settings
 from transaxle.engine.plan.conversion import for_hub, make_plan, ready
 from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.engine.views.cast import precise
@@ -72,7 +72,7 @@ class Streaming(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class _Stream:
+class Stream:
     """What is put together; the same on all ranks."""
 
     planned: Sequence[PlannedTensor]
@@ -124,25 +124,41 @@ def named_tensors(
     if not set(takers) <= set(world.ranks):
         raise ValueError(f"on must be ranks of the group, {list(world.ranks)}; got {on!r}")
     check_alike("to, bucket, on, dtype", (dialect, size, takers, str(options.get("dtype"))), world)
-    return _streamed(_planned(state, dialect, options, world), takers, size, device, world)
+    return streamed(planned_stream(state, dialect, options, world), takers, size, device, world)
 
 
-def _planned(state: State, to: str, options: Streaming, world: World) -> _Stream:
+def read_streaming(options: Streaming) -> tuple[str | None, Settings]:
+    """Return the type that weights are cast to, and what the user says of the model.
+
+    Raises:
+        TypeError: an argument of a type that it cannot have.
+        Refused: UNSUPPORTED for a `dtype` that parameters cannot be cast to; see `settings`.
+    """
+    dtype = read_float_type("dtype", options.get("dtype"))
+    if dtype is not None:
+        check_dtype(dtype)
+    return dtype, settings(
+        family=read_optional_text("family", options.get("family"), "qwen3_moe"),
+        dialect=read_optional_text("dialect", options.get("dialect"), "hf"),
+        config=options.get("config"),
+        rules=options.get("rules"),
+    )
+
+
+def planned_stream(state: State, to: str, options: Streaming, world: World) -> Stream:
     """Find out what all ranks hold, and how it is put together; collective.
+
+    Args:
+        state: what they hold.
+        to: the dialect.
+        options: see `named_tensors`.
+        world: the ranks.
 
     Raises:
         TransaxleError: on every rank.
     """
     with world.together():
-        dtype = read_float_type("dtype", options.get("dtype"))
-        if dtype is not None:
-            check_dtype(dtype)
-        said = settings(
-            family=read_optional_text("family", options.get("family"), "qwen3_moe"),
-            dialect=read_optional_text("dialect", options.get("dialect"), "hf"),
-            config=options.get("config"),
-            rules=options.get("rules"),
-        )
+        dtype, said = read_streaming(options)
         own = leaves(state, sharded=True)
         if problems := unsavable(own.tensors):
             raise gathered(problems)
@@ -167,7 +183,7 @@ def _planned(state: State, to: str, options: Streaming, world: World) -> _Stream
             sent_as = {name: code for name in sent_as if name not in _scales(source)}
             everything = {n: replace(t, dtype=sent_as.get(n, t.dtype)) for n, t in everything.items()}
         planned = ready(make_plan(seen(), _FORMAT + to, shard_size=_BUCKET, target=to)).tensors
-    return _Stream(planned, replace(own, tensors=tensors), sent_as, Replicas(everything))
+    return Stream(planned, replace(own, tensors=tensors), sent_as, Replicas(everything))
 
 
 def _scales(source: Checkpoint) -> set[str]:
@@ -175,10 +191,18 @@ def _scales(source: Checkpoint) -> set[str]:
     return {stored for encoded in source.catalog.encoded.values() for stored in encoded.parts.values()}
 
 
-def _streamed(
-    stream: _Stream, takers: tuple[int, ...], size: int, device: torch.device | None, world: World
+def streamed(
+    stream: Stream, takers: tuple[int, ...], size: int, device: torch.device | None, world: World
 ) -> Iterator[Bucket]:
-    """Put the tensors together; collective."""
+    """Put the tensors together; collective.
+
+    Args:
+        stream: what is put together.
+        takers: ranks that get it.
+        size: bytes of the tensors that are yielded at once.
+        device: where they are; None: where the model's are.
+        world: the ranks.
+    """
     source, exchange = SourceValues(stream.own, stream.sent_as), BucketExchange(world)
     place = device or next((local_of(tensor).device for tensor in stream.own.tensors.values()), torch.device("cpu"))
     try:

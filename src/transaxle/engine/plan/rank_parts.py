@@ -30,7 +30,7 @@ from transaxle.formats.storage.storage import layer
 Parts = Mapping[str, tuple[int, tuple[Intervals, ...]] | None]
 """Parameter -> the dim that tensor-parallel ranks share out, and the positions of each; None: all have all of it."""
 _TP = "tp"
-_RANKS = "tensor_parallel_size"
+RANKS = "tensor_parallel_size"
 """Key that formulas find in a config: for tensors that have one part of their whole on each rank."""
 _WIDEST = 16
 """Bytes of the widest element."""
@@ -97,8 +97,8 @@ def rank_parts(
 def for_ranks(config: Mapping[str, Any], tp: int) -> dict[str, Any]:
     """Return a config as formulas see it on so many tensor-parallel ranks; the text model's part says so too."""
     nested = config.get("text_config")
-    inner = {"text_config": {**nested, _RANKS: tp}} if isinstance(nested, Mapping) else {}
-    return {**config, **inner, _RANKS: tp}
+    inner = {"text_config": {**nested, RANKS: tp}} if isinstance(nested, Mapping) else {}
+    return {**config, **inner, RANKS: tp}
 
 
 def engine_parts(

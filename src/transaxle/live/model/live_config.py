@@ -16,23 +16,27 @@ _LISTED = 4
 """Keys that are named where two configs differ."""
 
 
-def shared_config(state: State, given: Mapping[str, Any] | None, world: World) -> Mapping[str, Any] | None:
+def shared_config(
+    state: State, given: Mapping[str, Any] | None, world: World, *, whole: bool = False
+) -> Mapping[str, Any] | None:
     """Return the config of a model, the same on all ranks; collective.
 
     Args:
         state: the model; a transformers model has a config.
         given: what the user says it is; None: the model's own, on the first rank that has one.
         world: the ranks.
+        whole: with what is as the class has it by default, which config.json leaves out.
     """
-    own = own_config(state) if given is None else given
+    own = own_config(state, whole=whole) if given is None else given
     return next((each for each in world.gather(own) if each is not None), None)
 
 
-def own_config(state: State) -> Mapping[str, Any] | None:
-    """Return the config that a model carries, as config.json holds it; None where it has none."""
+def own_config(state: State, *, whole: bool = False) -> Mapping[str, Any] | None:
+    """Return the config that a model carries, as config.json holds it, or the `whole` of it; None where it has none."""
     model = innermost(state) if isinstance(state, nn.Module) else state
     config = getattr(model, "config", None)
-    as_mapping = getattr(config, "to_diff_dict", None) or getattr(config, "to_dict", None)
+    said = None if whole else getattr(config, "to_diff_dict", None)
+    as_mapping = said or getattr(config, "to_dict", None)
     if as_mapping is None:
         return None
     mapping = dict(as_mapping())

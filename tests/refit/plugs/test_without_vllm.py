@@ -1,0 +1,166 @@
+"""What the plug for vLLM does where no vLLM is, is another one, or does not answer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import threading
+import tomllib
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import transaxle as tx
+from tests.live.jobs import free_port
+from transaxle import vllm_plugin
+from transaxle.refit.plugs.vllm_control import control
+from transaxle.refit.plugs.vllm_engine import VERSION, VllmEngine
+from transaxle.refit.plugs.vllm_weights import Ranks, _share, check_config, split_layers
+
+PROJECT = Path(__file__).parents[3] / "pyproject.toml"
+FACTORY = "vllm.distributed.weight_transfer.factory"
+
+
+class Factory:
+    """What vLLM has to register engines."""
+
+    _registry: dict[str, tuple[str, str]] = {}  # noqa: RUF012 - as vLLM has it
+
+    @classmethod
+    def register_engine(cls, name: str, module: str, found: str) -> None:
+        assert name not in cls._registry
+        cls._registry[name] = module, found
+
+
+def test_the_entry_point_registers_the_engine_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    points = tomllib.loads(PROJECT.read_text("utf-8"))["project"]["entry-points"]["vllm.general_plugins"]
+    module, _, function = points["transaxle"].partition(":")
+    assert getattr(import_module(module), function) is vllm_plugin.register
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.weight_transfer", FACTORY):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules[FACTORY], "WeightTransferEngineFactory", Factory, raising=False)
+    for _ in range(2):
+        vllm_plugin.register()
+    module, name = Factory._registry[vllm_plugin.BACKEND]
+    assert getattr(import_module(module), name) is VllmEngine
+
+
+def test_another_vllm_starts_all_the_same(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with caplog.at_level(logging.WARNING):
+        vllm_plugin.register()
+    assert "the weight transfer backend 'transaxle' is not there: it needs vLLM 0.32 or newer" in caplog.text
+
+
+def test_a_layer_is_pushed_as_a_whole() -> None:
+    names = ("a.weight", "a.bias", "b.weight")
+    split_layers(names, {"a.weight", "a.bias"})
+    with pytest.raises(tx.TransaxleError, match="vLLM repacks a layer as a whole"):
+        split_layers(names, {"a.weight", "b.weight"})
+
+
+def test_what_a_worker_holds_is_checked() -> None:
+    part = 1, (((0, 3), (6, 8)), ((3, 6), (8, 10)))
+    found = _share((4, 5), part, Ranks(2, 1))
+    assert found is not None
+    assert (found.shape, found.held) == ((4, 10), (((0, 4),), ((3, 6), (8, 10))))
+    assert _share((4, 5), None, Ranks(2, 1)) is None
+    with pytest.raises(ValueError, match="vLLM has 4 along dim 1 on this worker, where the table gives it 5"):
+        _share((4, 4), part, Ranks(2, 0))
+    experts = 0, (((0, 3),), ((3, 6),), ((6, 8),), ((8, 10),))
+    found = _share((2, 5), experts, Ranks(2, 1, 4, 3))
+    assert found is not None
+    assert found.held == (((8, 10),), ((0, 5),))
+
+
+def test_models_that_change_under_vllm_are_refused() -> None:
+    parallel = SimpleNamespace(enable_eplb=True)
+    with pytest.raises(tx.TransaxleError, match="experts that move between ranks"):
+        check_config(SimpleNamespace(parallel_config=parallel))
+    with pytest.raises(tx.TransaxleError, match=r"adapters \(enable_lora\)"):
+        check_config(SimpleNamespace(parallel_config=SimpleNamespace(), lora_config=object()))
+    check_config(SimpleNamespace(parallel_config=SimpleNamespace()))
+
+
+def test_versions_that_say_other_things_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    parallel = SimpleNamespace(rank=0, world_size=1)
+    engine = VllmEngine(None, SimpleNamespace(parallel_config=parallel, model_config=None), torch.device("cpu"), None)  # type: ignore[arg-type]  # no model is looked at
+    monkeypatch.setattr(engine, "_workers", lambda: SimpleNamespace(gather=lambda said: [said]))
+    with pytest.raises(RuntimeError, match="the trainer is of another version of transaxle"):
+        engine.init_transfer_engine(engine.parse_init_info({"version": VERSION + 1, "news": 1}))
+    engine.start_weight_update()
+    engine.update_weights({})  # no trainer is here: nothing comes, and nothing is changed
+    engine.finish_weight_update()
+    with pytest.raises(RuntimeError, match="no draft model"):
+        engine.set_weight_update_target(None, None)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """A server that refuses."""
+
+    def do_GET(self) -> None:
+        self._answer(200, {"world_size": 2})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self._answer(500, {"error": "Worker failed: the table does not say what it is"})
+
+    def _answer(self, code: int, said: Any) -> None:
+        self.send_response(code)
+        self.end_headers()
+        self.wfile.write(json.dumps(said).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_what_a_server_says_is_told(refusing: str) -> None:
+    with pytest.raises(tx.TransaxleError) as found:
+        tx.refit.VllmRefit({"w": torch.ones(1)}, refusing)
+    assert found.value.code == "IO"
+    assert "init_weight_transfer_engine answered 500" in str(found.value)
+    assert "the table does not say what it is" in str(found.value)
+
+
+def test_a_server_that_is_not_there_is_told() -> None:
+    with pytest.raises(tx.TransaxleError, match="cannot be reached"):
+        tx.refit.VllmRefit({"w": torch.ones(1)}, f"http://127.0.0.1:{free_port()}")
+
+
+class Client:
+    """A client as vLLM has them, whose engine refuses."""
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        raise RuntimeError(f"the engine has no backend {vllm_plugin.BACKEND}")
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        raise AssertionError("nothing has begun")
+
+
+def test_clients_of_vllm_are_asked() -> None:
+    with pytest.raises(tx.TransaxleError, match="Give workers="):
+        tx.refit.VllmRefit({"w": torch.ones(1)}, Client())
+    with pytest.raises(tx.TransaxleError, match="vLLM could not do it: the engine has no backend transaxle"):
+        tx.refit.VllmRefit({"w": torch.ones(1)}, Client(), workers=1)
+    with pytest.raises(TypeError, match="engine must be the URL of a server, an LLM, or a client"):
+        control(3, None, 1)
+    with pytest.raises(ValueError, match="adapter must be merged, or None"):
+        tx.refit.VllmRefit({"w": torch.ones(1)}, Client(), workers=1, adapter="alone")
