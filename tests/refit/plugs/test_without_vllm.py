@@ -8,6 +8,7 @@ import sys
 import threading
 import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.live.jobs import free_port
 from transaxle import vllm_plugin
 from transaxle.refit.plugs.vllm_control import control
 from transaxle.refit.plugs.vllm_engine import VERSION, VllmEngine
+from transaxle.refit.plugs.vllm_refit import _Engines, _said
 from transaxle.refit.plugs.vllm_weights import Ranks, _share, check_config, split_layers
 
 PROJECT = Path(__file__).parents[3] / "pyproject.toml"
@@ -164,3 +166,71 @@ def test_clients_of_vllm_are_asked() -> None:
         control(3, None, 1)
     with pytest.raises(ValueError, match="adapter must be merged, or None"):
         tx.refit.VllmRefit({"w": torch.ones(1)}, Client(), workers=1, adapter="alone")
+
+
+class Obedient:
+    """A client that notes what it is told, and fails at one thing."""
+
+    def __init__(self, fails: str = "") -> None:
+        self.fails, self.told = fails, list[str]()
+
+    def _note(self, what: str) -> None:
+        self.told.append(what)
+        if what == self.fails:
+            raise RuntimeError(f"cannot {what}")
+
+    def init_weight_transfer_engine(self, info: dict[str, Any]) -> None:
+        self._note(f"init {info['first']}" if info["address"] else "init")
+
+    def start_weight_update(self) -> None:
+        self._note("start")
+
+    def update_weights(self, info: dict[str, Any]) -> None:
+        self._note("forget" if "forget" in info else "update")
+
+    def finish_weight_update(self, version: str | None = None) -> None:
+        self._note(f"finish {version}")
+
+
+def test_an_update_is_open_in_all_engines_or_in_none() -> None:
+    """What fails in one engine ends in those that had begun; what a lost trainer has left open is ended first."""
+    clients = [Obedient(), Obedient("start")]
+    engines = _Engines(clients, {"workers": 2})
+    meeting = engines.prepare("127.0.0.1:1", 3, _said({}))
+    assert meeting is not None
+    assert (meeting.size, meeting.address) == (3 + 2 * 2, "127.0.0.1:1")
+    engines.left_open([False] * 3 + [False, False] + [False, True])
+    with pytest.raises(tx.TransaxleError, match="cannot start"):
+        engines.start()
+    engines.abandon()
+    assert [each.told for each in clients] == [
+        ["init", "start", "forget", "finish None"],
+        ["init", "forget", "finish None", "start"],
+    ]
+
+
+def test_other_ranks_speak_to_no_engine() -> None:
+    engines = _Engines([], {})
+    assert engines.prepare(None, 2, _said({})) is None
+    engines.left_open([False, False, True])
+    engines.start()
+    engines.switch("1")
+    engines.abandon()
+
+
+def test_all_engines_switch_while_requests_are_stopped() -> None:
+    clients, entered = [Obedient(), Obedient()], []
+
+    @contextmanager
+    def pause() -> Iterator[None]:
+        entered.append("stopped")
+        yield
+        entered.append("goes on")
+
+    engines = _Engines(clients, {"workers": 1, "pause": pause})
+    engines.prepare("127.0.0.1:1", 1, _said({}))
+    engines.start()
+    engines.switch("7")
+    engines.abandon()  # nothing is open any more
+    assert [each.told for each in clients] == [["init", "start", "finish 7"]] * 2
+    assert entered == ["stopped", "goes on"]

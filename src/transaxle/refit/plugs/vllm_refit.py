@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -115,7 +115,7 @@ class VllmRefit:
             self._world = World(group)
             heard = self._world.gather((-1, False))
             self._refit = Refit(src_state, {}, group, **_of_refit(options))
-        self._engines.left_open = any(left for _, left in heard)
+        self._engines.left_open([left for _, left in heard])
         self._lost = ""
 
     @property
@@ -145,9 +145,9 @@ class VllmRefit:
         split_layers(self.names, frozenset(chosen(self.names, wanted, unwanted, "tensor")))
         said = {"only": [*wanted], "skip": [*unwanted]}
         try:
-            with self._trainers.together():
-                self._engines.start()
             try:
+                with self._trainers.together():
+                    self._engines.start()
                 with self._while_engines(lambda each, _: each.update(said)):
                     with self._world.together():
                         pass  # all have room for what comes
@@ -202,7 +202,17 @@ class _Engines:
         self._firsts: list[int] = []
         self._pause = options.get("pause")
         self._pool = ThreadPoolExecutor(max(1, len(self._controls)))
-        self.left_open = False
+        self._open: set[Control] = set()
+
+    def left_open(self, left: Sequence[bool]) -> None:
+        """Note the engines in which a lost trainer has left an update open.
+
+        Args:
+            left: of each rank of the meeting, whether it has one.
+        """
+        ends = [*self._firsts[1:], len(left)][: len(self._firsts)]  # none on ranks that speak to no engine
+        spans = zip(self._controls, self._firsts, ends, strict=True)
+        self._open = {each for each, first, last in spans if any(left[first:last])}
 
     def prepare(self, address: str | None, trainers: int, said: Meeting) -> Meeting | None:
         """Ask all engines whether they can take weights; return what all ranks need to meet."""
@@ -215,8 +225,15 @@ class _Engines:
         self.each(lambda each, _: each.init(said.as_json()))
         return replace(said, address=address or _address(self._controls[0].local_host()), size=size)
 
-    def begin(self, action: Callable[[Control, int], None]) -> list[Future[None]]:
-        """Begin something with all engines at once; it is given the number of an engine's first worker."""
+    def begin(
+        self, action: Callable[[Control, int], None], only: Container[Control] | None = None
+    ) -> list[Future[None]]:
+        """Begin something with several engines at once.
+
+        Args:
+            action: what is begun; it is given the number of an engine's first worker.
+            only: with these; None: with all.
+        """
 
         def run(each: Control, first: int) -> None:
             try:
@@ -226,31 +243,42 @@ class _Engines:
             except Exception as error:  # whatever a client raises
                 raise refuse("IO", f"vLLM could not do it: {error}", hint=_LOOK) from error
 
-        return [self._pool.submit(run, *each) for each in zip(self._controls, self._firsts, strict=True)]
+        engines = zip(self._controls, self._firsts, strict=True)
+        return [self._pool.submit(run, each, first) for each, first in engines if only is None or each in only]
 
-    def each(self, action: Callable[[Control, int], None]) -> None:
-        """Do something with all engines at once."""
-        for future in self.begin(action):
+    def each(self, action: Callable[[Control, int], None], only: Container[Control] | None = None) -> None:
+        """Do something with engines at once; see `begin`."""
+        asked = self.begin(action, only)
+        wait(asked)
+        for future in asked:
             future.result()
 
     def start(self) -> None:
         """Begin an update; one that a lost trainer has left open ends without a trace."""
-        if self.left_open:
-            self.abandon()
-        self.left_open = False
-        self.each(lambda each, _: each.start())
+        self.abandon()
+
+        def begin(each: Control, _: int) -> None:
+            each.start()
+            self._open.add(each)
+
+        self.each(begin)
 
     def switch(self, version: str) -> None:
         """Let the engines have what has come, while they serve no requests."""
+
+        def finish(each: Control, _: int) -> None:
+            self._open.discard(each)  # whatever comes of it: nobody knows what a model has that could not take them
+            each.finish(version)
+
         with self._stopped():
-            self.each(lambda each, _: each.finish(version))
+            self.each(finish)
 
     def abandon(self) -> None:
         """End an update that has failed: engines that live keep what they have."""
-        with suppress(TransaxleError):
-            self.each(lambda each, _: each.update({"forget": True}))
-        with suppress(TransaxleError):
-            self.each(lambda each, _: each.finish(None))
+        for action in (lambda each, _: each.update({"forget": True}), lambda each, _: each.finish(None)):
+            with suppress(TransaxleError):
+                self.each(action, self._open)
+        self._open.clear()
 
     @contextmanager
     def _stopped(self) -> Iterator[None]:
