@@ -17,6 +17,7 @@ from tests.live.jobs import apart, free_port
 from tests.live.ranks import DIED, Ranks, run
 from transaxle.errors import refuse
 from transaxle.live.model.state_tensors import State
+from transaxle.live.transport.world import collective
 from transaxle.refit import endpoints
 
 WORLD = 3
@@ -73,6 +74,21 @@ def test_a_killed_rank_leaves_the_old_weights(victim: int) -> None:
         if rank != victim:
             assert fine, said
             assert "a rank died or did not answer in time" in said
+
+
+def test_a_lost_rank_is_told_where_torch_stumbles_over_the_group() -> None:
+    """Noting who has failed, torch asks for its rank in a group of several jobs, of which it does not know."""
+
+    def stumble() -> None:
+        try:
+            raise RuntimeError("closed by peer")
+        except RuntimeError:
+            raise ValueError("Group is not registered")  # noqa: B904 - as torch raises it
+
+    with pytest.raises(tx.TransaxleError, match="a rank died or did not answer in time: closed by peer"), collective():
+        stumble()
+    with pytest.raises(ValueError, match="an argument"), collective():
+        raise ValueError("an argument")
 
 
 def _failing(rank: int, world: int) -> tuple[str, int]:

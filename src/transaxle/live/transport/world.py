@@ -40,9 +40,12 @@ def collective() -> Iterator[None]:
     """
     try:
         yield
-    except RuntimeError as error:
-        message = f"{_LOST}: {error}"
-        raise refuse("IO", message, hint="Look at the first error of the other ranks.") from error
+    except (RuntimeError, ValueError) as error:
+        # torch notes the rank of who failed, and has none for a group of several jobs.
+        lost = error.__context__ if isinstance(error, ValueError) else error
+        if not isinstance(lost, RuntimeError):
+            raise
+        raise refuse("IO", f"{_LOST}: {lost}", hint="Look at the first error of the other ranks.") from error
 
 
 class World:
