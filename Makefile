@@ -70,7 +70,7 @@ megatron: $(VENV)/.all $(MEGATRON_VENV)/.all $(MEGATRON_VENV)/.releases
 		$(BIN)/python -m pytest -q -m megatron --numprocesses $(JOBS) --dist loadfile
 
 vllm: $(VENV)/.all $(VLLM_VENV)/.all
-	VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -q -m vllm
+	VLLM_PYTHON=$(VLLM_VENV)/bin/python $(BIN)/python -m pytest -q -m vllm --numprocesses $(JOBS) --dist loadfile
 
 fuzz: $(VENV)/.all
 	$(BIN)/python fuzz/resources.py
