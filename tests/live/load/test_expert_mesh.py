@@ -55,30 +55,24 @@ def _own(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return summed.chunk(group.size())[group.rank()].clone()
 
 
-class _Gathered(torch.autograd.Function):
-    """The rows of all ranks. Torch's own, which do not wait, crash now and then in a thread of gloo."""
+class _Exchanged(torch.autograd.Function):
+    """What ranks exchange, and back the gradients. Torch's own, which do not wait, crash now and then in gloo's thread.
+
+    Each of `_all` and `_own` is the way back of the other.
+    """
 
     @staticmethod
-    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _all(own, group)
+    def forward(ctx: Any, given: torch.Tensor, group: dist.ProcessGroup, there: Any, back: Any) -> torch.Tensor:
+        ctx.group, ctx.back = group, back
+        found: torch.Tensor = there(given, group)
+        return found
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _own(gradients[0], ctx.group), None
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return ctx.back(gradients[0], ctx.group), None, None, None
 
 
-class _Summed(torch.autograd.Function):
-    """This rank's rows of the sum over all ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return _own(whole, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all(gradients[0], ctx.group), None
+_exchanged: Any = _Exchanged.apply
 
 
 class Experts(nn.Module):
@@ -101,13 +95,13 @@ class Experts(nn.Module):
         """Return for each token the sum of its experts' answers; `weights` `[tokens, E]` has zeros for the others."""
         held = [p.to_local() if isinstance(p, DTensor) else p for p in (self.gate_and_up_projs, self.down_projs)]
         if self.group is not None:
-            tokens, weights = (_Gathered.apply(each, self.group) for each in (tokens, weights))  # type: ignore[no-untyped-call]
+            tokens, weights = (_exchanged(each, self.group, _all, _own) for each in (tokens, weights))
             weights = weights.tensor_split(dist.get_world_size(self.group), 1)[dist.get_rank(self.group)]
         gate, up = torch.einsum("td,edf->tef", tokens, held[0]).chunk(2, -1)
         answers = torch.einsum("tef,efd,te->td", functional.silu(gate) * up, held[1], weights)
         if self.group is None:
             return answers
-        summed: torch.Tensor = _Summed.apply(answers, self.group)  # type: ignore[no-untyped-call]
+        summed: torch.Tensor = _exchanged(answers, self.group, _own, _all)
         return summed
 
 

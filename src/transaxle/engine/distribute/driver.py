@@ -208,8 +208,9 @@ def commit(
         resumed=resumed,
         recoded=recoded,
         leftovers=stage.found,
+        synced=plan.sync,
     )
-    return replace(report, synced=plan.sync, workers=_shares(found))
+    return replace(report, workers=_shares(found))
 
 
 def _missing(plan: WorkPlan, items: Sequence[WorkItem]) -> Exception:

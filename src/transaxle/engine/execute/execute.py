@@ -131,8 +131,8 @@ def execute(
             recoded = _measured(prepared, limit, errors, casts)
             staging.commit()
             found = staging.found
-    report = reported(prepared, target, single=single, resumed=resumed, recoded=recoded, leftovers=found)
-    return replace(report, seconds=time.monotonic() - begin, synced=sync)
+    report = reported(prepared, target, single=single, resumed=resumed, recoded=recoded, leftovers=found, synced=sync)
+    return replace(report, seconds=time.monotonic() - begin)
 
 
 def reported(
@@ -143,6 +143,7 @@ def reported(
     resumed: int,
     recoded: tuple[Measured, ...],
     leftovers: tuple[str, ...],
+    synced: bool,
 ) -> Report:
     """Return what is said of a conversion that is done.
 
@@ -153,6 +154,7 @@ def reported(
         resumed: tensors that an earlier run had finished.
         recoded: tensors whose values changed.
         leftovers: what a killed run had left, and what became of it.
+        synced: it was made durable.
     """
     plan = prepared.plan
     return Report(
@@ -165,7 +167,7 @@ def reported(
         seconds=0.0,
         checks=len(plan.checks),
         resumed=resumed,
-        synced=True,
+        synced=synced,
         kept=plan.kept,
         ignored=(*plan.ignored, *plan.carried) if single else plan.ignored,
         carried=() if single else plan.carried,

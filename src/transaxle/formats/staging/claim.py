@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from transaxle.errors import refuse
+from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.storage.os_errors import failed
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BUSY = "another run is writing this target"
 _PATIENCE = 30.0
 """Seconds in which the last workers of a run that shared its claim let go of it."""
@@ -52,7 +52,7 @@ class Claim:
             while True:
                 created = _mkdir(self._path)
                 try:
-                    fd = os.open(self._path, _FOLDER)
+                    fd = os.open(self._path, FOLDER)
                 except FileNotFoundError:
                     continue
                 try:
@@ -77,7 +77,7 @@ class Claim:
     def share(self) -> None:
         """Let other processes join the claim (`joined`); whoever does not belong to this run stays locked out."""
         if self._fd is not None and joined(self._fd) is False:
-            raise refuse("EXISTS", _BUSY, file=self._typed, hint="Wait for that run, or end it.")
+            raise busy(self._typed)
 
     def take_back(self) -> None:
         """Wait until those that joined have left, and have the claim alone again.
@@ -105,7 +105,7 @@ class Claim:
         """Lock an open folder; False if its name now leads to another folder."""
         locked = lock(fd)
         if locked is False:
-            raise refuse("EXISTS", _BUSY, file=self._typed, hint="Wait for that run, or end it.")
+            raise busy(self._typed)
         if locked is None and not created and not unlocked:
             # No locks on this file system: only the one who made the folder, or says that it resumes, may have it.
             hint = f"If no run is writing this target, remove {self._path} or use --resume."
@@ -118,6 +118,11 @@ class Claim:
         except FileNotFoundError:
             return False
         return (folder_by_name.st_dev, folder_by_name.st_ino) == (opened_folder.st_dev, opened_folder.st_ino)
+
+
+def busy(file: str) -> TransaxleError:
+    """Return what is raised where another run has the claim."""
+    return refuse("EXISTS", _BUSY, file=file, hint="Wait for that run, or end it.")
 
 
 def lock(fd: int) -> bool | None:
@@ -147,7 +152,7 @@ def opened(folder: Path) -> Iterator[int]:
     Raises:
         OSError: it is missing, a file or a link.
     """
-    fd = os.open(folder, _FOLDER)
+    fd = os.open(folder, FOLDER)
     try:
         yield fd
     finally:

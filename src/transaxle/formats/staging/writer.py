@@ -7,13 +7,11 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-from transaxle.errors import refuse
-from transaxle.formats.staging.claim import joined
+from transaxle.formats.staging.claim import FOLDER, busy, joined
 from transaxle.formats.staging.staging import write_at
 from transaxle.formats.storage.handles import Handles
 from transaxle.formats.storage.os_errors import failed
 
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -38,13 +36,12 @@ class Writer:
         self._sync = sync
         self._dirty: set[str] = set()
         try:
-            self._folder = os.open(self._path, _FOLDER)
+            self._folder = os.open(self._path, FOLDER)
         except OSError as error:
             raise failed(error, "opening the folder for the unfinished work", str(self._path)) from error
         if shared and not joined(self._folder):
             os.close(self._folder)
-            hint = "Wait for that run, or end it."
-            raise refuse("EXISTS", "another run is writing this target", file=str(self._path), hint=hint)
+            raise busy(str(self._path))
         self._handles = Handles(self._open, lambda _, fd: os.close(fd))
 
     def pwrite(self, file: str, offset: int, view: memoryview) -> None:
