@@ -18,9 +18,6 @@ from transaxle.cli.screen.quantities import percent, plural, size
 from transaxle.cli.screen.recoded import print_recoded, print_stayed
 from transaxle.cli.screen.refusals import error_document, print_refusals
 from transaxle.cli.screen.screen import Screen
-from transaxle.cli.screen.traffic_table import print_traffic
-from transaxle.engine.capacity.pair_traffic import planned_traffic
-from transaxle.engine.capacity.rank_meshes import read_mesh
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import settings
 from transaxle.engine.distribute.conversion_order import order
@@ -151,6 +148,11 @@ def _plan_refit(
         said: how a checkpoint would be read.
         refit: the options of a refit.
     """
+    # No other command waits for these, of which some import this module.
+    from transaxle.cli.screen.traffic_table import print_traffic
+    from transaxle.engine.capacity.pair_traffic import planned_traffic
+    from transaxle.engine.capacity.rank_meshes import read_mesh
+
     typed = {name for name in context.params if context.get_parameter_source(name) is ParameterSource.COMMANDLINE}
     others = [option.opts[0] for option in context.command.params if option.name in typed - _OF_REFIT]
     if others:
