@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import random
@@ -189,6 +191,19 @@ def test_items_done_twice_at_once_are_done_once(source: Path, tmp_path: Path) ->
     assert [ended(child) for child in children] == [0, 0, 0]
     first = do_item(plan.text, 1)
     assert do_item(plan.text, 1) == first, "it is not done again"
+    commit_work(plan)
+    assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
+
+
+def test_a_file_system_without_locks(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    killed.convert(source, tmp_path / "wanted")
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    plan = planned(source, tmp_path / "out", killed.TO, 3)
+    begin_work(plan)
+    do(plan)
     commit_work(plan)
     assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
 

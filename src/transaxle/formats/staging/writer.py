@@ -24,7 +24,7 @@ class Writer:
         folder: the hidden folder.
         sync: make what was written durable in `finish`.
         shared: join the claim of the run that has shared it (`Staging.share`): until this writer is closed, nobody
-            commits, continues or removes the work.
+            commits, continues or removes the work, where the file system has locks.
 
     Raises:
         UsageError: EXISTS if another run has claimed the folder.
@@ -39,7 +39,7 @@ class Writer:
             self._folder = os.open(self._path, FOLDER)
         except OSError as error:
             raise failed(error, "opening the folder for the unfinished work", str(self._path)) from error
-        if shared and not joined(self._folder):
+        if shared and joined(self._folder) is False:
             os.close(self._folder)
             raise busy(str(self._path))
         self._handles = Handles(self._open, lambda _, fd: os.close(fd))
