@@ -36,14 +36,14 @@ def source_leaves(state: State, adapter: str | None, *, values: bool) -> Leaves:
     """Return what is sent of a source.
 
     Args:
-        state: model or state dict, the sharded one of a Megatron model too.
+        state: model or state dict, the sharded one of a Megatron model too; a model under ZeRO-3, without an adapter.
         adapter: what becomes of the adapter of a model of peft.
         values: merge; otherwise the tensors have the right form only.
 
     Raises:
         Refused: see `leaves`; UNSUPPORTED, AMBIGUOUS where an adapter cannot be sent in that way.
     """
-    found = leaves(state, sharded=True)
+    found = leaves(state, sharded=True, ranges=adapter is None)
     model = adapted(state) if isinstance(state, nn.Module) else None
     if adapter is None or not found.tensors:
         return found

@@ -159,7 +159,7 @@ def planned_stream(state: State, to: str, options: Streaming, world: World) -> S
     """
     with world.together():
         dtype, said = read_streaming(options)
-        own = leaves(state, sharded=True)
+        own = leaves(state, sharded=True, ranges=True)
         if problems := unsavable(own.tensors):
             raise gathered(problems)
     config = shared_config(state, said.config, world)

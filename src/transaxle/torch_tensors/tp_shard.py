@@ -26,7 +26,9 @@ class Part:
     shape: tuple[int, ...]
     """Of the whole tensor."""
     held: tuple[Intervals, ...]
-    """Per dim, the positions that this tensor-parallel rank holds, in local order."""
+    """Per dim, the positions that this tensor-parallel rank holds, in local order. In one dim where the whole has
+    several: a range of its elements, row-major.
+    """
 
 
 def part_of(tensor: torch.Tensor) -> Part | None:

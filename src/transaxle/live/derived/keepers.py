@@ -13,11 +13,12 @@ from torch import nn
 
 from transaxle.axes.notation.name import own_name
 from transaxle.errors import Refusal, Where
+from transaxle.live.derived.zero3 import is_taken_apart
 
 _HOOK, _HOOKS, _OFFLOAD = "_hf_hook", "hooks", "offload"
 """accelerate: a module's hook, those that are one, and whether it brings the weights for each forward pass."""
-_MASTER, _PARTITION = "_hp_mapping", "ds_id"
-"""DeepSpeed: where the optimizer has the values of a parameter (ZeRO-1 and 2, bf16), and what ZeRO-3 took apart."""
+_MASTER = "_hp_mapping"
+"""DeepSpeed: where the optimizer has the values of a parameter (ZeRO-1 and 2, bf16)."""
 _DEEPSPEED = "deepspeed.runtime"
 _MEGATRON, _MEGATRON_STATE = "megatron.core.", "megatron.core.parallel_state"
 """Megatron: what the names of its modules begin with, and the module that knows the degrees of parallelism."""
@@ -34,7 +35,7 @@ def partitioned(model: nn.Module) -> list[Refusal]:
             "UNSUPPORTED", "DeepSpeed ZeRO-3 has taken its values out of the module", Where(None, own_name(name)), hint
         )
         for name, parameter in model.named_parameters()
-        if hasattr(parameter, _PARTITION)
+        if is_taken_apart(parameter)
     ]
 
 

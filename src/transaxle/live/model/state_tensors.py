@@ -20,6 +20,7 @@ from transaxle.errors import Refusal, TransaxleError, Where, gathered, refuse
 from transaxle.live.derived import fsdp1
 from transaxle.live.derived.derived import EXTRA_STATE, Island, islands
 from transaxle.live.derived.keepers import kept_elsewhere, partitioned, shared_out
+from transaxle.live.derived.zero3 import is_taken_apart, own_range, refused_parts
 from transaxle.live.sharding.megatron_shards import MODULE as MEGATRON
 from transaxle.live.sharding.megatron_shards import Factory, is_sharded, megatron_state
 from transaxle.quant.modules.entries import is_quantized
@@ -66,13 +67,14 @@ class Leaves:
         return {**self.tensors, **self.weights}
 
 
-def leaves(state: State, *, sharded: bool = False) -> Leaves:
+def leaves(state: State, *, sharded: bool = False, ranges: bool = False) -> Leaves:
     """Collect the leaves of a model or state dict.
 
     Args:
         state: a module (its persistent buffers included), or a mapping whose leaves may be anything; nested mappings
             and lists are flattened with `.`. Megatron's sharded tensors go by their keys.
         sharded: take these, as grids of shards.
+        ranges: take the parameters of DeepSpeed ZeRO-3, as ranges of their elements.
 
     Raises:
         Refused: NAME_COLLISION where two paths have one name; UNSUPPORTED for what is no state, for lazy parameters,
@@ -82,13 +84,14 @@ def leaves(state: State, *, sharded: bool = False) -> Leaves:
     clean = isinstance(state, nn.Module)
     if isinstance(state, nn.Module):
         state = unwrapped(state)
-        if taken := [*partitioned(state), *shared_out(state)]:
+        if taken := [*(refused_parts(state) if ranges else partitioned(state)), *shared_out(state)]:
             raise gathered(taken)
         mark_all(state)
     found = iter((entries := _entries(state)).items()) if isinstance(state, nn.Module) else _flat(state, "")
     tensors: dict[str, torch.Tensor] = {}
     others: dict[str, Any] = {}
     of_megatron: list[Any] = []
+    of_zero3: dict[int, torch.Tensor] = {}
     problems = []
     for path, value in found:
         if MEGATRON in sys.modules and is_sharded(value):
@@ -102,6 +105,8 @@ def leaves(state: State, *, sharded: bool = False) -> Leaves:
         strange = _strange(name, value, of_module=clean)
         if strange is not None:
             problems.append(strange)
+        elif clean and is_taken_apart(value):
+            tensors[name] = of_zero3[id(value)] = of_zero3.get(id(value), own_range(value))  # tied ones stay one
         elif isinstance(value, torch.Tensor) and not (clean and name.endswith(EXTRA_STATE)):
             tensors[name] = value
         else:

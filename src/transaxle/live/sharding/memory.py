@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import numpy as np
 import torch
 
-from transaxle.axes.geometry.strided import row_major
+from transaxle.axes.geometry.strided import lexicographic_boxes, row_major
 from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Container, Entry, Extent
 from transaxle.formats.dtype import nbytes
@@ -209,9 +209,11 @@ def _entry(tensor: Global, given: dict[int, int]) -> Entry:
 
 
 def _extents(tensor: Global, held: Held, file: str) -> list[tuple[tuple[tuple[int, int], ...], Extent]]:
-    """Return the chunks of one rank's part: one for each combination of its intervals."""
-    strides = row_major(local_shape(held))
+    """Return the chunks of one rank's part: one for each combination of its intervals, or those of a range."""
     item = nbytes(tensor.dtype, (1,)) if tensor.shape else 1
+    if len(held) < len(tensor.shape):
+        return list(_extents_of_range(tensor.shape, held, file, item))
+    strides = row_major(local_shape(held))
     per_dim = []
     for intervals in held:
         base, found = 0, []
@@ -228,6 +230,17 @@ def _extents(tensor: Global, held: Held, file: str) -> list[tuple[tuple[tuple[in
             spans = tuple((first, last) for first, last, _ in parts)
             chunks.append((spans, Extent(start, shape, file, offset, strides)))
     return chunks
+
+
+def _extents_of_range(
+    shape: tuple[int, ...], held: Held, file: str, item: int
+) -> Iterator[tuple[tuple[tuple[int, int], ...], Extent]]:
+    """Yield the chunks of a range of a tensor's elements."""
+    ((first, stop),), strides = held[0], row_major(shape)
+    for box in lexicographic_boxes(shape, first, stop):
+        start = tuple(begin for begin, _ in box)
+        offset = (sum(at * stride for at, stride in zip(start, strides, strict=True)) - first) * item
+        yield box, Extent(start, tuple(end - begin for begin, end in box), file, offset, strides)
 
 
 def _count(shape: tuple[int, ...]) -> int:
