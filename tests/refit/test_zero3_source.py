@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,42 +15,15 @@ import transaxle as tx
 from tests.live.ranks import Ranks
 from tests.live.topologies import LLAMA, MOE
 from tests.oracles import hub
+from tests.refit.zero3_trainer import Tensors, gathered, zero3_engine
 
 pytestmark = pytest.mark.peers
 STEPS = 3
 TIED = LLAMA | {"tie_word_embeddings": True, "vocab_size": 37}
-Tensors = dict[str, torch.Tensor]
-
-
-def _engine(config: dict[str, Any], dtype: str) -> Any:
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(dist.get_rank())}
-    import deepspeed
-
-    torch.manual_seed(0)
-    model = hub.model(config, torch.float32)
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 40, "overlap_comm": False}
-    said: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": zero,
-        "zero_allow_untested_optimizer": True,
-    }
-    if dtype == "bf16":
-        said["bf16"] = {"enabled": True}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=said)[0]
-
-
-def _whole(engine: Any) -> Tensors:
-    """What DeepSpeed itself gathers."""
-    from deepspeed.runtime.zero import GatheredParameters
-
-    parameters = dict(engine.module.named_parameters(remove_duplicate=False))
-    with GatheredParameters(list(parameters.values())):
-        return {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
 
 def _pushed(rank: int, world: int, config: dict[str, Any], dtype: str, folder: str) -> None:
-    engine = _engine(config, dtype)
+    engine = zero3_engine(config, dtype)
     torch_type = torch.bfloat16 if dtype == "bf16" else torch.float32
     target: Any = hub.model(config, torch_type) if rank == world - 1 else {}
     before: Tensors = {}
@@ -60,7 +32,7 @@ def _pushed(rank: int, world: int, config: dict[str, Any], dtype: str, folder: s
             tokens = torch.arange(12).reshape(2, 6) * (rank + step + 2) % config["vocab_size"]
             engine.backward(engine(input_ids=tokens, labels=tokens).loss)
             engine.step()
-            truth = _whole(engine)
+            truth = gathered(engine)
             report = refit.push()
             assert report.bytes_received == report.bytes_needed
             if rank == world - 1:

@@ -1,7 +1,7 @@
 """A real vLLM takes weights from a trainer of several ranks: it says what one says that is started from a save.
 
 It runs in an environment of its own (`make vllm`), on a CPU, where vLLM packs the weights of its layers. Two servers
-are started for all tests here: a Llama on one worker, and a mixture of experts on two.
+are started for all tests here: a Llama on one worker, and a mixture of experts on two; and two more for one test each.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,9 @@ import transaxle as tx
 from tests.live.jobs import free_port
 from tests.live.ranks import DIED, Ranks, run
 from tests.live.topologies import FSDP, LLAMA, MOE, build, source, train
+from tests.oracles import hub
 from tests.refit.plugs.servers import PROMPTS, PYTHON, ROOT, Server, environment, serving
+from tests.refit.zero3_trainer import gathered, zero3_engine
 from transaxle.refit import endpoints
 
 ROUNDS = 10
@@ -75,16 +77,22 @@ class Engines:
 @pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     """Both servers, with random weights, and a process for each that starts fresh engines."""
-    folder = tmp_path_factory.mktemp("vllm")
+    with _started(tmp_path_factory.mktemp("vllm"), WORKERS) as found:
+        yield found
+
+
+@contextmanager
+def _started(folder: Path, workers: dict[str, int]) -> Iterator[Engines]:
+    """Start a server of each model, on so many workers."""
     found = Engines(folder)
     with ExitStack() as stack:
-        for name, config in MODELS.items():
-            cores = range(WORKERS[name])
-            first = source(folder / name, config)
+        for name, count in workers.items():
+            cores = range(count)
+            first = source(folder / name, MODELS[name])
             found.servers[name] = stack.enter_context(serving(folder, first, cores))
             log = stack.enter_context((folder / f"fresh-{name}.log").open("wb"))
             found.fresh[name] = subprocess.Popen(
-                [PYTHON, "-m", "tests.refit.plugs.fresh_engines", str(len(cores))],
+                [PYTHON, "-m", "tests.refit.plugs.fresh_engines", str(count)],
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
                 cwd=ROOT, env=environment(folder / "site", cores), start_new_session=True,
             )  # fmt: skip
@@ -150,10 +158,21 @@ def test_ten_rounds(name: str, engines: Engines) -> None:
     """After each push the server says what an engine says that has the save of that step; requests that are in flight
     are answered with the weights before or after, and never with both.
     """
+    _ten_rounds(name, TRAINERS[name], engines)
+
+
+@pytest.mark.parametrize(("name", "workers", "trainers"), [("llama", 2, 4), ("moe", 1, 2)])
+def test_ten_rounds_the_other_way(name: str, workers: int, trainers: int, tmp_path: Path) -> None:
+    """The same for each model on the other's workers, from the other's trainers."""
+    with _started(tmp_path, {name: workers}) as engines:
+        _ten_rounds(name, trainers, engines)
+
+
+def _ten_rounds(name: str, trainers: int, engines: Engines) -> None:
     server, folder = engines.servers[name], engines.folder / f"steps-{name}"
     folder.mkdir()
     first = server.answers()
-    said, asked = run(TRAINERS[name], _rounds, name, str(folder), server)[0]
+    said, asked = run(trainers, _rounds, name, str(folder), server)[0]
     steps = [str(folder / str(step)) for step in range(ROUNDS)]
     if name == "llama":
         truth = engines.said(name, steps[-1], steps)
@@ -167,6 +186,36 @@ def test_ten_rounds(name: str, engines: Engines) -> None:
     order = [known.index(tokens) for tokens in asked]  # what is neither would not be there
     assert order == sorted(order)
     assert len(set(order)) > 1
+
+
+def _from_zero3(rank: int, world: int, folder: str, server: Server) -> Answers:
+    engine = zero3_engine(MODELS["llama"], "bf16")
+    tokens = torch.arange(12).reshape(2, 6) + rank
+    with tx.refit.VllmRefit(engine.module, server.url, timeout=SECONDS) as refit:
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        refit.push()
+    values = gathered(engine)
+    plain = hub.model(MODELS["llama"], torch.bfloat16)
+    plain.load_state_dict(values)
+    if rank == 0:
+        tx.save(plain.state_dict(), folder, to="hf", config=MODELS["llama"], group=dist.new_group([0]))
+        return server.answers()
+    dist.new_group([0])
+    return []
+
+
+@pytest.mark.peers
+def test_a_trainer_under_zero3(engines: Engines) -> None:
+    """Each rank of DeepSpeed has ranges of elements, and gives these."""
+    server, folder = engines.servers["llama"], str(engines.folder / "zero3")
+    before = server.answers()
+    ranks = Ranks(2)  # DeepSpeed remembers the process group
+    try:
+        said = ranks.run(_from_zero3, folder, server)[0]
+    finally:
+        ranks.stop()
+    assert said == engines.said("llama", folder, [])[0] != before
 
 
 def test_an_engine_of_the_same_process(engines: Engines) -> None:
