@@ -115,6 +115,12 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+def pytest_sessionfinish() -> None:
+    """End the ranks that live as long as the session: this process would wait for them."""
+    if ranks := sys.modules.get("tests.live.ranks"):
+        ranks.stop_all()
+
+
 @pytest.fixture(autouse=True)
 def _process_state() -> Iterator[None]:
     """Put back environment, working directory and random state, also when the test fails."""
