@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import random
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
@@ -47,6 +49,8 @@ QUICK_IMPORTS = (sys.stdlib_module_names - {"subprocess", "multiprocessing"}) | 
 )
 """What a quick test may import beside the package and what is beside it here: no torch, no peers, no processes."""
 _TESTS = Path(__file__).parent
+_TEMPORARY = pytest.StashKey[str]()
+"""The folder for everything temporary, if it is to be removed."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -115,10 +119,24 @@ def _skip_without_gpu(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
-def pytest_sessionfinish() -> None:
-    """End the ranks that live as long as the session: this process would wait for them."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Give everything temporary one folder, of whatever processes the tests start; workers get it with the rest."""
+    if not hasattr(config, "workerinput"):
+        config.stash[_TEMPORARY] = os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="tx-")
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """End the ranks that live as long as the session, since this process would wait for them; keep what failed."""
     if ranks := sys.modules.get("tests.live.ranks"):
         ranks.stop_all()
+    if exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.config.stash[_TEMPORARY] = ""
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove what is temporary, unless something failed."""
+    if folder := config.stash.get(_TEMPORARY, ""):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

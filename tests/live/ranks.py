@@ -1,7 +1,7 @@
 """Running a function on several ranks: processes over gloo on loopback, which report what they return or raise.
 
-Starting processes that import torch costs seconds, so the ranks of one world size stay alive for all tests of a
-session and take functions in turn; each call has a process group of its own.
+Starting processes that import torch costs seconds, so the ranks of a world size stay alive for other tests and take
+functions in turn; each call has a process group of its own.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ _PATIENCE = 1200.0
 _GRACE = 180.0
 """Seconds after which the others have not heard of a rank that died."""
 _TICK = 1.0
+_MOST = 8
+"""Processes that are kept for later, of one session: each needs some 300 MB."""
 _ATTEMPTS = 3
 _UNCONNECTED = "connectFullMesh failed"
 """What gloo says where the ranks of a group did not find each other: it cuts one in some thousands of connections."""
@@ -194,13 +196,19 @@ class Ranks:
 
 
 _ALIVE: dict[int, Ranks] = {}
+"""Those used last are the last."""
 
 
 def ranks(world: int) -> Ranks:
-    """Return the living ranks of a world size."""
-    found = _ALIVE.get(world)
+    """Return the living ranks of a world size; those that were not used for longest make room for them."""
+    found = _ALIVE.pop(world, None)
     if found is None or not all(process.is_alive() for process in found.processes):
-        found = _ALIVE[world] = Ranks(world)
+        if found is not None:
+            found.stop()
+        while _ALIVE and sum(_ALIVE) + world > _MOST:
+            _ALIVE.pop(next(iter(_ALIVE))).stop()
+        found = Ranks(world)
+    _ALIVE[world] = found
     return found
 
 
