@@ -11,11 +11,12 @@ import pytest
 from transaxle.errors import Faults, Refusal
 from transaxle.formats.catalog.catalog import Spec
 from transaxle.formats.dcp import metadata
+from transaxle.formats.dcp.allowed_classes import NAMES
 from transaxle.formats.dcp.metadata import METADATA, Payload, SavedItem, read_metadata
 from transaxle.formats.dcp.written_chunks import ChunksByTensor, PlacedChunk, PlacedObjects, TorchTensor, metadata_of
 from transaxle.formats.pickled.allowed_globals.allowed import INERT
 from transaxle.formats.pickled.descriptors import DType, Global, Object
-from transaxle.formats.pickled.repeats import Run, elements, keys
+from transaxle.formats.pickled.repeats import Run, bare, elements, keys
 from transaxle.formats.pickled.writer import write_pickle
 from transaxle.formats.storage.local import LocalStorage
 
@@ -57,7 +58,7 @@ def both(folder: Path, monkeypatch: pytest.MonkeyPatch, change: Change) -> tuple
     change(made.state)
     fast = read(folder, made)
     with monkeypatch.context() as patch:
-        one_by_one = {name: INERT if rule.build in (elements, keys) else rule for name, rule in metadata.NAMES.items()}
+        one_by_one = {name: INERT if rule.build in (elements, keys, bare) else rule for name, rule in NAMES.items()}
         patch.setattr(metadata, "NAMES", one_by_one)
         assert fast == read(folder, made)
     return fast

@@ -30,6 +30,7 @@ from tests.formats.dcp.conftest import Saved
 from tests.formats.dcp.test_many_chunks import CHANGES, described
 from transaxle.errors import Faults, Refusal, TransaxleError
 from transaxle.formats.dcp import metadata
+from transaxle.formats.dcp.allowed_classes import NAMES, ONE_BY_ONE
 from transaxle.formats.dcp.metadata import METADATA, SavedItem, read_metadata
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
 from transaxle.formats.pickled.repeats import Run
@@ -122,7 +123,7 @@ def read(folder: Path, data: bytes) -> tuple[list[SavedItem] | None, list[Refusa
 def both(folder: Path, monkeypatch: pytest.MonkeyPatch, data: bytes) -> tuple[list[SavedItem] | None, list[Refusal]]:
     fast = read(folder, data)
     with monkeypatch.context() as patch:
-        patch.setattr(metadata, "NAMES", metadata._ONE_BY_ONE)
+        patch.setattr(metadata, "NAMES", ONE_BY_ONE)
         assert fast == read(folder, data)
     return fast
 
@@ -141,7 +142,7 @@ def test_megatrons_own(protocol: int, tmp_path: Path, monkeypatch: pytest.Monkey
     assert items is not None
     assert len(items) == 2 + 2 * EXPERTS
     assert all(chunk.payload is not None for item in items for chunk in item.chunks)
-    top = read_pickle(data, file="x", bounds=Bounds(memory=1 << 30), allowed=metadata.NAMES).value.state
+    top = read_pickle(data, file="x", bounds=Bounds(memory=1 << 30), allowed=NAMES).value.state
     if protocol > 3:
         (_, tensor), *_ = top["state_dict_metadata"].items()
         plans = [plan.state["items"] for plan in top["all_local_plans"]]

@@ -24,13 +24,14 @@ from transaxle.formats.pickled.descriptors import Key, Object, Persistent
 from transaxle.formats.pickled.interpreter import Bounds, Pickled, read_pickle
 
 MODULE = "repeated_records"
-PLAIN: Names = {**ALLOWED, **{(MODULE, name): INERT for name in ("Chunk", "Index", "Place", "Item")}}
+PLAIN: Names = {**ALLOWED, **{(MODULE, name): INERT for name in ("Chunk", "Index", "Place", "Item", "Bare")}}
 FAST: Names = {
     **PLAIN,
     (MODULE, "Size"): GlobalRule(build=size),
     (MODULE, "Chunk"): GlobalRule(build=repeats.elements),
     (MODULE, "Item"): GlobalRule(build=repeats.elements),
     (MODULE, "Index"): GlobalRule(build=repeats.keys),
+    (MODULE, "Bare"): GlobalRule(build=repeats.bare),
 }
 STEPWISE: Names = {**PLAIN, (MODULE, "Size"): GlobalRule(build=size)}
 """The names of a module that is there in this file alone."""
@@ -43,8 +44,8 @@ class Thing:
         self.__dict__.update(fields)
 
 
-Chunk, Index, Place, Item = (
-    type(name, (Thing,), {"__module__": MODULE}) for name in ("Chunk", "Index", "Place", "Item")
+Chunk, Index, Place, Item, Bare = (
+    type(name, (Thing,), {"__module__": MODULE}) for name in ("Chunk", "Index", "Place", "Item", "Bare")
 )
 Size: Any = type("Size", (tuple,), {"__module__": MODULE, "__reduce__": lambda self: (Size, (tuple(self),))})
 
@@ -52,7 +53,7 @@ Size: Any = type("Size", (tuple,), {"__module__": MODULE, "__reduce__": lambda s
 @pytest.fixture(autouse=True)
 def _classes(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType(MODULE)
-    for made in (Chunk, Index, Place, Item, Size):
+    for made in (Chunk, Index, Place, Item, Bare, Size):
         setattr(module, made.__name__, made)
     monkeypatch.setitem(sys.modules, MODULE, module)
 
@@ -334,3 +335,94 @@ def test_keys_are_only_keys() -> None:
     both(dumped([Index(fqn="x", n=i) for i in range(100)], 4))
     both(dumped({i: Chunk(n=i) for i in range(100)}, 4))
     both(dumped([Key, Object][:0], 4))
+
+
+# Objects without attributes, the values of a dict.
+
+
+def bare(count: int, *, shared: bool = False) -> dict[str, Any]:
+    """Return objects by texts of several lengths; each is its own, or all are one."""
+    one = Bare()
+    return {text(f"layers.{i * i}._extra_state/shard_{i}_{count}"): one if shared else Bare() for i in range(count)}
+
+
+@pytest.mark.parametrize("in_c", [True, False])
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("count", [1, 2, 3, 400])
+def test_bare_objects(count: int, protocol: int, in_c: bool) -> None:
+    found = both(dumped(bare(count), protocol, in_c=in_c))
+    assert found is not None
+    assert len(found.value) == count
+    if count > 100:
+        assert found.has_runs
+        assert len(set(map(id, found.value.values()))) < 20
+    both(dumped(bare(count, shared=True), protocol, in_c=in_c))
+    both(dumped([bare(count), Bare(), bare(count)], protocol, in_c=in_c))
+    both(dumped([described(20), bare(count), described(20)], protocol, in_c=in_c))
+
+
+@pytest.mark.parametrize("texts", [["é", "a"], ["\ud800"], ["", "a"], ["a" * 300, "b"], ["a\0", "b"]])
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_bare_objects_by_other_texts(texts: list[str], protocol: int) -> None:
+    both(dumped({text(f"{i}{texts[i % len(texts)]}"): Bare() for i in range(50)}, protocol))
+    both(dumped({(i if i % 9 == 8 else text(f"{i}")): Bare() for i in range(50)}, protocol))
+    both(dumped({text(f"{i}"): Bare(n=i) if i % 9 == 8 else Bare() for i in range(50)}, protocol))
+
+
+def test_a_key_twice_among_bare_objects() -> None:
+    data = dumped({"a11": Bare(), "a22": Bare(), "a33": Bare(), "a44": Bare(), "b": b" " * 600}, 4)
+    assert isinstance(outcome(data.replace(b"a44", b"a33"), FAST)[0], list)
+    both(data.replace(b"a44", b"a33"))
+
+
+@pytest.mark.parametrize(
+    "steps", [b"Na", b"(NNe", b"\x8c\x01aNs", b"}b", b"}\x8c\x01aNsb", b"Nb", b")\x81", b"\x85", b"]\x94%sa", b""]
+)
+@pytest.mark.parametrize("which", [0, 1, 2, 30, -1])
+@pytest.mark.parametrize("kind", [Bare, str])
+def test_bare_objects_that_are_changed(kind: type, which: int, steps: bytes) -> None:
+    value = bare(200)
+    found = numbers(kind, value)
+    number = found[which]
+    both(program(value, get(number), steps.replace(b"%s", get(number)), get(number), get(number)))
+
+
+@pytest.mark.parametrize(
+    "steps", [b"0", b"00N", b"2", b"1", b"}b", b"s", b"Na", b"]s", b"\x85", b"\x86", b"u", b"\x94", b"q\x01"]
+)
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_steps_among_bare_objects(protocol: int, steps: bytes) -> None:
+    """Steps in the middle of them that take something off the stack, or change what is on it."""
+    data = dumped([bare(60), b" " * 600], protocol)
+    ends = [at for at in range(len(data)) if data.startswith(b")\x81", at)]
+    for at in (ends[0], ends[1], ends[2], ends[30], ends[-1]):
+        both(data[: at + 2] + steps + data[at + 2 :])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_damage_among_bare_objects(seed: int) -> None:
+    chosen = random.Random(seed)
+    data = dumped([bare(30), Bare(), described(12, seed), bare(8)], chosen.choice([2, 4, 5]))
+    for _ in range(60):
+        damaged = bytearray(data)
+        for _ in range(chosen.choice([1, 1, 1, 3])):
+            at = chosen.randrange(len(damaged))
+            if chosen.random() < 0.6:
+                damaged[at] = chosen.choice([*b"hjqrX)\x81\x94\x8cb0s}]", chosen.randrange(256)])
+            elif chosen.random() < 0.5:
+                del damaged[at : at + chosen.choice([1, 2, 5, 40])]
+            else:
+                damaged[at:at] = damaged[max(0, at - chosen.choice([1, 2, 5, 40, 90])) : at]
+        both(bytes(damaged), bounds=Bounds(memory=10_000_000))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_memory_of_bare_objects_is_charged(protocol: int) -> None:
+    data = dumped(bare(300), protocol)
+
+    def fits(names: Names, memory: int) -> bool:
+        return not isinstance(outcome(data, names, bounds=Bounds(memory=memory))[0], list)
+
+    memory = bisect_left(range(10**7), True, key=lambda memory: fits(STEPWISE, memory))
+    assert fits(FAST, memory)
+    assert not fits(FAST, memory * 97 // 100)

@@ -8,8 +8,9 @@ of the file are read too; fields that an old torch did not write are simply abse
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 from itertools import repeat
 from typing import Any, NamedTuple
 
@@ -17,13 +18,12 @@ import msgspec
 
 from transaxle.errors import Faults, TransaxleError, refuse
 from transaxle.formats.builtin_formats import DCP_DATA, DCP_METADATA
+from transaxle.formats.dcp.allowed_classes import GLOBALS, NAMES, ONE_BY_ONE, TENSOR_PROPERTIES
 from transaxle.formats.dtype import Shape
 from transaxle.formats.format import uncollected
-from transaxle.formats.pickled.allowed_globals.allowed import ALLOWED, INERT, GlobalRule, Names
 from transaxle.formats.pickled.columns import Column, Run
 from transaxle.formats.pickled.descriptors import DType, Global, Key, Object
 from transaxle.formats.pickled.interpreter import Bounds, read_pickle
-from transaxle.formats.pickled.repeats import elements, keys
 from transaxle.formats.storage.storage import Storage
 from transaxle.formats.training_state.state import KeyPath, joined
 
@@ -31,18 +31,6 @@ METADATA = DCP_METADATA
 """Name of the file, and the suffix of its name where each rank wrote its own."""
 DATA_FILE = DCP_DATA
 
-MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard.checkpoint")
-"""Package of torch's classes, and its name before 2.0."""
-_PROPERTIES = ("torch.distributed.checkpoint.metadata", "torch.distributed._shard.sharded_tensor.metadata")
-"""Module of a tensor's properties, and its name before 2.3."""
-_CLASSES = {
-    "Metadata": "metadata", "TensorStorageMetadata": "metadata", "BytesStorageMetadata": "metadata",
-    "ChunkStorageMetadata": "metadata", "MetadataIndex": "metadata", "StorageMeta": "metadata",
-    "_StorageInfo": "filesystem",
-}  # fmt: skip
-"""Class -> module in the package."""
-_TENSOR_PROPERTIES = frozenset((module, "TensorProperties") for module in _PROPERTIES)
-_MEMORY_FORMATS = ("TORCH_CONTIGUOUS_FORMAT", "TORCH_CHANNELS_LAST", "TORCH_PRESERVE_FORMAT")
 _MAX_COUNT = 2**63 - 1
 _MAX_DIMS = 64
 _DEEPEST = 100
@@ -52,50 +40,8 @@ _MEMORY_PER_BYTE, _MOST_MEMORY = 64, 8 << 30
 """
 _SPARSE = "a {} layout is not supported; only dense tensors are"
 
-_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-_GLOBALS = {
-    name: tuple(Global(f"{package}.{module}", name) for package in MODULES) for name, module in _CLASSES.items()
-}
-"""Class -> its possible names."""
-_GLOBALS["Metadata"] += (Global(_MEGATRON, "MCoreMetadata"),)  # megatron-core 0.15
 _FLATTENED = "nd_reformulated_orig_global_shape"
 """What Megatron notes of a tensor whose flattened parts are saved."""
-_PLANNER = ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")
-"""Classes of torch's planner: Megatron keeps the plans of all ranks beside the metadata."""
-_KINDS_OF_ITEM = ("TENSOR", "SHARD", "BYTE_IO")
-
-
-def _names() -> Iterator[tuple[str, str]]:
-    for names_of_class in _GLOBALS.values():
-        for global_name in names_of_class:
-            yield global_name.module, global_name.name
-    for name in _PLANNER:
-        yield f"{MODULES[0]}.planner", name
-    for member in _KINDS_OF_ITEM:  # up to Python 3.11.3, members of an Enum were pickled by name
-        yield f"{MODULES[0]}.planner", f"WriteItemType.{member}"
-    yield _MEGATRON, "MCoreSavePlan"  # up to megatron-core 0.15
-    for module in _PROPERTIES:
-        yield module, "TensorProperties"
-        for formats in ("_MEM_FORMAT_ENCODING", "MEM_FORMAT_ENCODING"):
-            yield module, formats
-            for member in _MEMORY_FORMATS:
-                yield module, f"{formats}.{member}"
-
-
-NAMES: Names = {
-    **ALLOWED,
-    **dict.fromkeys(_names(), INERT),
-    # A name that stands for the one object of `_GLOBALS` is found there by its identity, in a tenth of the time.
-    **{
-        (each.module, each.name): GlobalRule(each, {"ChunkStorageMetadata": elements, "MetadataIndex": keys}.get(name))
-        for name, possible in _GLOBALS.items()
-        for each in possible
-    },
-    (f"{MODULES[0]}.planner", "WriteItem"): GlobalRule(build=elements),
-}
-"""Globals that this file may name; the files that hold tensors may not."""
-_ONE_BY_ONE = {name: GlobalRule(rule.value) if rule.build in (elements, keys) else rule for name, rule in NAMES.items()}
-"""The same, without runs."""
 
 
 class Payload(NamedTuple):
@@ -118,6 +64,11 @@ class SavedChunk(NamedTuple):
     """Elements along each dim."""
     payload: Payload | None
     """Its place; None if none is recorded, as may be for a chunk without elements."""
+
+
+# There are a hundred thousand of them: made so, a named tuple takes a third of the time.
+_new_payload: Callable[[Iterable[Any]], Payload] = partial(tuple.__new__, Payload)
+_new_chunk: Callable[[Iterable[Any]], SavedChunk] = partial(tuple.__new__, SavedChunk)
 
 
 class SavedItem(msgspec.Struct, frozen=True, gc=False):
@@ -169,7 +120,7 @@ def read_metadata(storage: Storage, file: str, faults: Faults) -> list[SavedItem
                 if not found:
                     return items
             # Whatever is wrong is said as it is said of single records.
-            pickled = read_pickle(data, file=file, bounds=bounds, allowed=_ONE_BY_ONE)
+            pickled = read_pickle(data, file=file, bounds=bounds, allowed=ONE_BY_ONE)
     return _items(pickled.value, file, faults)
 
 
@@ -209,11 +160,14 @@ class _ItemReader:
 
     def items(self, described: Mapping[Any, Any], paths: object) -> list[SavedItem]:
         items = []
+        bare: object = None  # an object that stands for those alike: see `repeats.bare`
         for key, value in described.items():
             if not isinstance(key, str):
                 self._faults.add("CORRUPT", f"the key of an item is {_kind(key)}, not text", self._file)
                 continue
-            item = self._item(key, value, paths)
+            if value is not bare:
+                bare = value if _fields(value, "BytesStorageMetadata", bare=True) is not None else None
+            item = self._item(key, value, paths, is_object=bare is not None)
             if item is not None:
                 items.append(item)
             if self._faults.full:
@@ -227,11 +181,11 @@ class _ItemReader:
             )
         return items
 
-    def _item(self, key: str, value: object, paths: object) -> SavedItem | None:
+    def _item(self, key: str, value: object, paths: object, *, is_object: bool) -> SavedItem | None:
         path = self._path(key, paths)
         if path is None:
             return None
-        if _fields(value, "BytesStorageMetadata", bare=True) is not None:
+        if is_object:
             return self._object(key, path)
         fields = _fields(value, "TensorStorageMetadata")
         if fields is None:
@@ -274,7 +228,7 @@ class _ItemReader:
             if boxes is None:
                 self._fault(key, "a chunk's offsets or sizes are malformed")
                 return None
-            chunks.extend([SavedChunk(start, sizes, places.get(start)) for start, sizes in boxes])
+            chunks.extend([_new_chunk((start, sizes, places.get(start))) for start, sizes in boxes])
         extra = places.keys() - {chunk.start for chunk in chunks}
         if extra:
             shown = " and ".join("an object" if start is None else f"a chunk at {list(start)}" for start in extra)
@@ -290,7 +244,9 @@ class _ItemReader:
 
     def _path(self, key: str, paths: object) -> KeyPath | None:
         """Return the path of a key; what is no mapping of paths is private to another planner."""
-        saved_path = paths.get(key) if isinstance(paths, dict) else None
+        if not paths or not isinstance(paths, dict):
+            return (key,)
+        saved_path = paths.get(key)
         if saved_path == (key,):
             return (key,)
         if (
@@ -356,27 +312,8 @@ def _noted(run: Run, places: defaultdict[str, dict[Shape | None, Payload]]) -> b
     """Note the places in a run, if there is nothing wrong with them; tell whether they are noted."""
     found: dict[str, dict[Shape | None, Payload]] = {}
     for index, info in zip(run.templates[::2], run.templates[1::2], strict=False):
-        index_fields, info_fields = _fields(index, "MetadataIndex") or {}, _fields(info, "_StorageInfo") or {}
-        key, file, start = index_fields.get("fqn"), info_fields.get("relative_path"), index_fields.get("offset")
-        spans = _counts((info_fields.get("offset"), info_fields.get("length")))
-        if not isinstance(key, str | Column) or not isinstance(file, str) or spans is None:
+        if not _noted_columns(run, index, info, found):
             return False
-        if info_fields.get("transform_descriptors") or (start is not None and _counts(start) is None):
-            return False
-        keys_of_rows = repeat(key, len(run.columns)) if isinstance(key, str) else run.values(key.number)
-        starts = repeat(None, len(run.columns)) if start is None else run.rows(start)
-        payloads = map(Payload, repeat(file), *zip(*run.rows(spans), strict=True))
-        if isinstance(key, str):
-            known, before = found.setdefault(key, {}), len(found[key])
-            known.update(zip(starts, payloads, strict=True))
-            if len(known) - before != len(run.columns):
-                return False
-            continue
-        for key_of_row, start_of_row, payload in zip(keys_of_rows, starts, payloads, strict=True):
-            known = found.setdefault(key_of_row, {})
-            if start_of_row in known:
-                return False
-            known[start_of_row] = payload
     for key, added in found.items():
         if key in places and not places[key].keys().isdisjoint(added):
             return False
@@ -385,6 +322,35 @@ def _noted(run: Run, places: defaultdict[str, dict[Shape | None, Payload]]) -> b
             places[key].update(added)
         else:
             places[key] = added
+    return True
+
+
+def _noted_columns(run: Run, index: object, info: object, found: dict[str, dict[Shape | None, Payload]]) -> bool:
+    """Note the places that one item of each record of a run tells, if there is nothing wrong with them."""
+    index_fields, info_fields = _fields(index, "MetadataIndex") or {}, _fields(info, "_StorageInfo") or {}
+    key, file, start = index_fields.get("fqn"), info_fields.get("relative_path"), index_fields.get("offset")
+    spans = _counts((info_fields.get("offset"), info_fields.get("length")))
+    if not isinstance(key, str | Column) or not isinstance(file, str) or spans is None:
+        return False
+    if info_fields.get("transform_descriptors") or (start is not None and _counts(start) is None):
+        return False
+    offsets, lengths = run.columns[:, list(spans)].T.tolist()
+    payloads = map(_new_payload, zip(repeat(file), offsets, lengths, strict=False))
+    count = len(run.columns)
+    if isinstance(key, str):
+        known, before = found.setdefault(key, {}), len(found[key])
+        known.update(zip(repeat(None, count) if start is None else run.rows(start), payloads, strict=True))
+        return len(known) - before == count
+    keys_of_rows = run.values(key.number)
+    if start is None and not found:  # objects, each with a key of its own
+        found.update((key_of_row, {None: payload}) for key_of_row, payload in zip(keys_of_rows, payloads, strict=True))
+        return len(found) == count
+    starts = repeat(None, count) if start is None else run.rows(start)
+    for key_of_row, start_of_row, payload in zip(keys_of_rows, starts, payloads, strict=True):
+        known = found.setdefault(key_of_row, {})
+        if start_of_row in known:
+            return False
+        known[start_of_row] = payload
     return True
 
 
@@ -440,7 +406,7 @@ def _fields(value: object, name: str, *, bare: bool = False) -> Mapping[str, Any
         name: the class.
         bare: it may have no fields.
     """
-    if not isinstance(value, Object) or value.args or value.items or value.pairs or value.cls not in _GLOBALS[name]:
+    if not isinstance(value, Object) or value.args or value.items or value.pairs or value.cls not in GLOBALS[name]:
         return None
     if isinstance(value.state, dict):
         return value.state
@@ -452,7 +418,7 @@ def _properties(value: object) -> tuple[DType | None, str | None]:
 
     The class moved twice and wrote its fields as a tuple; only its first two concern the bytes.
     """
-    if not isinstance(value, Object) or (value.cls.module, value.cls.name) not in _TENSOR_PROPERTIES:
+    if not isinstance(value, Object) or (value.cls.module, value.cls.name) not in TENSOR_PROPERTIES:
         return None, None
     state = value.state
     dtype: object = None

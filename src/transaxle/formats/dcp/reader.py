@@ -201,12 +201,9 @@ def _items(storage: Storage, files: Sequence[str], conventions: Conventions, fau
 
 def _sizes(storage: Storage, items: Sequence[_ItemOfRanks], member: str, faults: Faults) -> dict[str, int]:
     """Return the size of every data file; a missing or unreadable one is a fault."""
-    parts: Counter[str] = Counter()
-    for item_of_ranks in items:
-        for item in (item_of_ranks.item, *item_of_ranks.others):
-            if item.payload:
-                parts[item.payload.file] += 1
-            parts.update([chunk.payload.file for chunk in item.chunks if chunk.payload])
+    described = [each for item in items for each in (item.item, *item.others)]
+    parts = Counter([item.payload.file for item in described if item.payload])
+    parts.update([chunk.payload.file for item in described for chunk in item.chunks if chunk.payload])
     listing = storage.listing()
     present = {*listing.everything(), *listing.folders}
     sizes: dict[str, int] = {}
@@ -263,7 +260,7 @@ def _tensor(
     if code not in ITEM_BITS:
         faults.add("UNSUPPORTED", f"its elements are {code}, which cannot be read", item_of_ranks.file, item.key)
         return None
-    listed = [chunk for chunk in item.chunks if not _is_empty(item, chunk)]
+    listed = [chunk for chunk in item.chunks if 0 not in chunk.shape or not _is_empty(item, chunk)]
     chunks = list(listed)
     copies: list[SavedChunk] = []
     if item_of_ranks.others:

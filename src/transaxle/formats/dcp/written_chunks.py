@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from transaxle.errors import Faults, TransaxleError
 from transaxle.formats.catalog.catalog import Fragment, Spec
+from transaxle.formats.dcp.allowed_classes import MODULES
 from transaxle.formats.dcp.byte_items import LARGEST, frame
-from transaxle.formats.dcp.metadata import DATA_FILE, MODULES, Payload
+from transaxle.formats.dcp.metadata import DATA_FILE, Payload
 from transaxle.formats.dtype import PACKED, Shape, logical, nbytes
 from transaxle.formats.pickled.descriptors import CODES, DType, Global, Object
 from transaxle.formats.torch_file.zip.layout import ALIGNMENT

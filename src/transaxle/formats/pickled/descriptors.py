@@ -94,6 +94,11 @@ class Object:
     new: bool = False
     """Made by the class's `__new__`, not by a call."""
 
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing was given to it."""
+        return self.state is NOTHING and not (self.args or self.kwargs or self.items or self.pairs)
+
 
 @dataclass(slots=True, eq=False)
 class Persistent:

@@ -104,7 +104,7 @@ def _whole(machine: Machine) -> Any:
     perform(machine)
     if machine.outer or len(machine.stack) != 1:
         raise malformed("it does not end with exactly one value")
-    if machine.loose_runs or machine.memo.is_changed():
+    if machine.loose_runs or machine.memo.is_changed() or not all(each.is_bare for each in machine.shared):
         raise TakenApart
     return machine.stack[0]
 

@@ -99,6 +99,7 @@ class Machine:
         finds_runs: those builders may read records as columns.
         has_runs: they have.
         loose_runs: how many of these are in no list or dict yet.
+        shared: objects that stand for many that are alike.
     """
 
     def __init__(self, data: bytes, start: int, bounds: Bounds, allowed: Names, persistent: PersistentId) -> None:
@@ -115,6 +116,7 @@ class Machine:
         self.finds_runs = True
         self.has_runs = False
         self.loose_runs = 0
+        self.shared: list[Object] = []
         self._allowed = allowed
         self._persistent = persistent
         self._nested = 0

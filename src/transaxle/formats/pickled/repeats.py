@@ -36,6 +36,13 @@ _MEMOIZE = 0x94
 _NUMBERS = {ord("K"): 1, ord("M"): 2, ord("J"): 4}
 """Step -> bytes of its number."""
 _GETS = {ord("h"): 1, ord("j"): 4}
+_PUTS = {ord("q"): 1, ord("r"): 4}
+_PUTTING = frozenset({_MEMOIZE, *_PUTS})
+_COUNTED = -1
+"""Stands for the next number of the memo."""
+_EMPTY_TUPLE, _LONG_TEXT, _SHORT_TEXT = ord(")"), ord("X"), 0x8C
+_COST = 600
+"""Bytes, estimated as the steps do, that an item of a text and an object takes at most, without the text."""
 _TEXTS = {ord("X"): 4, 0x8C: 1}
 _BININT, _LONG = ord("J"), 0x8A
 _WIDEST = 8
@@ -101,6 +108,105 @@ def keys(function: Global, args: tuple[Any, ...], machine: Caller) -> Object:
     return _built(function, args, machine, _as_item, dict)
 
 
+def bare(function: Global, args: tuple[Any, ...], machine: Caller) -> Object:
+    """Build an object without attributes, the value in a dict; in the items that follow, those like it are it too.
+
+    A later step that changes one of them would change all: `machine.shared` tells afterwards whether one did.
+    """
+    assert isinstance(machine, Machine)
+    is_new = machine.data[machine.begin] == _NEW
+    made = Object(function, args, new=is_new)
+    is_value = is_new and not args and machine.finds_runs and _is_part(machine, dict, of_value=True)
+    if is_value and _take_alike(function, machine, made):
+        machine.has_runs = True
+        machine.shared.append(made)
+    return made
+
+
+def _take_alike(function: Global, machine: Machine, made: Object) -> bool:
+    """Do the steps of the items that follow an object, as long as these are a text and an object like it.
+
+    Returns:
+        Whether there were any.
+    """
+    data, memo, stack = machine.data, machine.memo, machine.stack
+    called = _call_before(data, machine.begin, memo, function)
+    if called is None:
+        return False
+    tail, of_class = called
+    width, last = len(tail), min(machine.limit, len(data) - _LONGEST)
+    first = at = machine.at
+    left = machine.left
+    while at < last:
+        of_object, after = _put_at(data, at) if data[at] in _PUTTING else (None, at)
+        code = data[after]
+        if code == _SHORT_TEXT:
+            begin, length = after + 2, data[after + 1]
+        elif code == _LONG_TEXT:
+            begin, length = after + 5, int.from_bytes(data[after + 1 : after + 5], "little")
+        else:
+            break
+        left -= _COST + length
+        end = begin + length
+        if end >= last or left < 0:
+            break
+        text = data[begin:end]
+        of_text, end = _put_at(data, end)
+        if data[end : end + width] != tail or not text.isascii():
+            break
+        key = text.decode("ascii")
+        kept = ((made, of_object), (key, of_text)) if of_object is not None else ((key, of_text),)
+        if not _remembered(memo, kept, of_class):
+            break
+        stack[-1] = made
+        stack += (key, function)
+        at = machine.at = end + width
+        machine.begin, machine.left = at - 1, left
+    return machine.at > first
+
+
+def _remembered(memo: Memo, kept: Sequence[tuple[object, int | None]], of_class: int) -> bool:
+    """Put values into the memo; or none of them, where a step would put something else there, or in place of the class.
+
+    Args:
+        memo: what has been built so far.
+        kept: values with their numbers.
+        of_class: number of the class.
+    """
+    for _, number in kept:
+        if number is not None and (memo.is_numbered if number == _COUNTED else memo.absent or number == of_class):
+            return False
+    if len(kept) > 1 and len({number == _COUNTED for _, number in kept if number is not None}) > 1:
+        return False
+    for value, number in kept:
+        if number is not None:
+            memo[memo.end if number == _COUNTED else number] = value
+            memo.is_numbered = number != _COUNTED
+    return True
+
+
+def _call_before(data: bytes, here: int, memo: Memo, function: Global) -> tuple[bytes, int] | None:
+    """Return the steps that ended here, if they fetched a class from the memo and made an object of it; and its number
+    there.
+    """
+    for get, width in _GETS.items():
+        begin = here - width - 2
+        if begin >= 0 and data[begin] == get and data[here - 1] == _EMPTY_TUPLE:
+            number = int.from_bytes(data[begin + 1 : begin + 1 + width], "little")
+            if memo.get(number) is function or memo.get(number) == function:
+                return data[begin : here + 1], number
+    return None
+
+
+def _put_at(data: bytes, at: int) -> tuple[int | None, int]:
+    """Return the number under which a step puts something into the memo, and where the next step is."""
+    code = data[at]
+    if code == _MEMOIZE:
+        return _COUNTED, at + 1
+    width = _PUTS.get(code)
+    return (None, at) if width is None else (int.from_bytes(data[at + 1 : at + 1 + width], "little"), at + 1 + width)
+
+
 def _as_element(machine: Machine, run: Run) -> None:
     machine.stack.insert(-1, run)
 
@@ -131,11 +237,11 @@ def _built(
     return Object(function, args, new=is_new)
 
 
-def _is_part(machine: Machine, kind: type) -> bool:
-    """Tell whether what is built now is the next element of a list, or the next key of a dict."""
+def _is_part(machine: Machine, kind: type, *, of_value: bool = False) -> bool:
+    """Tell whether what is built now is the next element of a list, or the next key of a dict, or the value of one."""
     if not machine.outer or not machine.outer[-1] or type(machine.outer[-1][-1]) is not kind:
         return False
-    return kind is list or len(machine.stack) % 2 == 1
+    return kind is list or len(machine.stack) % 2 == (0 if of_value else 1)
 
 
 def _run_at(function: Global, machine: Machine, history: _History, place: _Place) -> Run | None:
@@ -257,8 +363,8 @@ class _Form:
             begin = here + count * length
             rows = min(block, (len(data) - begin) // length)
             found = np.frombuffer(data, np.uint8, rows * length, begin).reshape(rows, length)
-            alike = ((found & self._fixed) == self._expected).all(axis=1)
-            same = rows if alike.all() else int(alike.argmin())
+            alike = (found & self._fixed) == self._expected
+            same = rows if alike.all() else int(alike.all(axis=1).argmin())  # row by row takes five times as long
             count += same
             if same < block:
                 # The last one ended as this one did, but is not followed by another.
@@ -356,4 +462,4 @@ def _run(built: _Built, columns: NDArray[np.int64], data: bytes, here: int, form
     return Run(built.values, columns, texts, references, memo)
 
 
-__all__ = ["Run", "elements", "keys"]
+__all__ = ["Run", "bare", "elements", "keys"]

@@ -104,13 +104,19 @@ def _lay_out(file: str, shard: Iterable[Sized], metadata: Mapping[str, str]) -> 
     """Give each tensor of one file its offset; also return the file's header and its size."""
     rows: list[tuple[Spec, int, int]] = []
     end = 0
-    for spec, size in sorted(shard, key=lambda item: (-_RANK[item[0].dtype], item[0].name)):
-        rows.append((spec, end, end + size))
-        end += size
+    by_name = sorted(shard, key=lambda item: item[0].name)
+    by_type: dict[str, list[Sized]] = {}
+    for item in by_name:
+        by_type.setdefault(item[0].dtype, []).append(item)
+    for dtype in sorted(by_type, key=_RANK.__getitem__, reverse=True):
+        for spec, size in by_type[dtype]:
+            rows.append((spec, end, end + size))
+            end += size
     header = encode_header(rows, metadata)
     base = len(header)
+    starts = {len(spec.shape): (0,) * len(spec.shape) for spec, _, _ in rows}
     placed = [
-        Entry(spec.name, spec.dtype, spec.shape, (Extent((0,) * len(spec.shape), spec.shape, file, base + begin),))
+        Entry(spec.name, spec.dtype, spec.shape, (Extent(starts[len(spec.shape)], spec.shape, file, base + begin),))
         for spec, begin, _ in rows
     ]
     return placed, [Fragment(file, 0, header)], base + end

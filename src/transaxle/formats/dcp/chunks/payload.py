@@ -8,7 +8,7 @@ number. So a strictly read archive serves as a stencil: whatever matches it is r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, repeat
 from typing import Any, NamedTuple
@@ -127,49 +127,52 @@ class Payloads:
             for at, (_, shape, payload) in enumerate(chunks):
                 if payload is not None:
                     alike.setdefault((payload.file, payload.length, shape), []).append(at)
-        done: set[int] = set()
         own, self.checksums = self.checksums, []
         for at, chunk in enumerate(chunks):
-            if at in done:
+            if found[at] is not None:
                 continue
             found[at] = self.chunk(item, chunk)
             checksums[at], self.checksums = self.checksums, []
             # What was read now may be a stencil for those like it.
             others = alike.pop((chunk.payload.file, chunk.payload.length, chunk.shape), ()) if chunk.payload else ()
             if len(others) >= _MANY:
-                for other, extent, checksum in self._alike_ones(item, chunks, others[1:]):
-                    found[other], checksums[other] = extent, checksum
-                    done.add(other)
+                self._find_alike(item, chunks, others[1:], found, checksums)
         own.extend(chain.from_iterable(checksums))
         self.checksums = own
         return found
 
-    def _alike_ones(
-        self, item: SavedItem, chunks: Sequence[SavedChunk], which: Sequence[int]
-    ) -> Iterator[tuple[int, Extent, Sequence[Checksum]]]:
-        """Yield position, place and checksum of those chunks of one file, length and shape with which all is well.
+    def _find_alike(
+        self,
+        item: SavedItem,
+        chunks: Sequence[SavedChunk],
+        which: Sequence[int],
+        found: list[Extent | QuantizedChunk | None],
+        checksums: list[Sequence[Checksum]],
+    ) -> None:
+        """Find the places and checksums of those chunks of one file, length and shape with which all is well.
 
         They are recognised together; whichever is not is left out, and is to be looked at by itself.
         """
         assert item.dtype is not None
         (file, _, length), shape = _payload(chunks[which[0]]), chunks[which[0]].shape
-        size = self._sizes.get(file, 0)
+        key, code, size = item.key, item.dtype.code, self._sizes.get(file, 0)
         which = [at for at in which if _payload(chunks[at]).offset + length <= size]
         offsets = [_payload(chunks[at]).offset for at in which]
         taken = self._taken.setdefault(file, [])
-        for archive, found, crc32 in self._stencils.matches(file, length, offsets):
+        for archive, matching, crc32 in self._stencils.matches(file, length, offsets):
             if not isinstance(archive, _TensorArchive) or archive.repeated:
                 continue
             if (archive.dtype, archive.shape) != (item.dtype.name, shape):
                 continue
             place, (begin, stored) = archive.place, archive.stored
+            inside, shape_there, strides = place.offset, place.shape, place.strides
             sums = repeat(0) if crc32 is None else crc32.tolist()
-            for match, crc in zip(found.tolist(), sums, strict=False):
+            for match, crc in zip(matching.tolist(), sums, strict=False):
                 at, offset = which[match], offsets[match]
-                start = logical(chunks[at].start, item.dtype.code)
-                taken.append((offset, offset + length, item.key))
-                checksum = (Checksum(file, offset + begin, stored, crc, _WHAT),) if crc else ()
-                yield at, Extent(start, place.shape, file, offset + place.offset, place.strides), checksum
+                taken.append((offset, offset + length, key))
+                found[at] = Extent(logical(chunks[at].start, code), shape_there, file, offset + inside, strides)
+                if crc:
+                    checksums[at] = (Checksum(file, offset + begin, stored, crc, _WHAT),)
 
     def leaf(self, item: SavedItem) -> Leaf | None:
         """Return what an object's archive holds; None if something is wrong with it.

@@ -185,7 +185,9 @@ def _matches(
         one = skeletons[int(left.argmax())]
         alike = left.copy()
         for start, stop in arrangement.kept:
-            alike &= (skeletons[:, start:stop] == one[start:stop]).all(axis=1)
+            equal = skeletons[:, start:stop] == one[start:stop]
+            if not equal.all():  # row by row takes five times as long
+                alike &= equal.all(axis=1)
         result = known.get(_blanked(one.tobytes(), arrangement))
         which = alike.nonzero()[0]
         if result is not None:

@@ -64,7 +64,8 @@ _STATE = re.compile(r"(?:chained_\d{1,4}\.)?optimizer\.state\.([A-Za-z_][A-Za-z0
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _WRAPPER = "module."
 """NeMo 2 saves the module that holds the model."""
-_SHARD = re.compile(r"/shard_[\d.]+_[\d.]+\Z")
+_SHARD = "/shard_"
+_NUMBERS_OF_SHARD = re.compile(r"[\d.]+_[\d.]+")
 
 
 def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights | None = None) -> Container:
@@ -98,7 +99,7 @@ def open_torch_dist(storage: Storage, path: str, member: str, weights: Weights |
     state, left = with_settings_of_run(state, storage, member, _number)
     metadata = {**container.metadata, MEGATRON: state.described()}
     left = {**metadata.pop(LEFT_BEHIND, {}), **left}
-    left.pop(_SHARD.sub("", COMMON), None)  # read above, with names that only Megatron's pickles may have
+    left.pop(_without_shard(COMMON), None)  # read above, with names that only Megatron's pickles may have
     metadata |= {LEFT_BEHIND: left} if left else {}
     container = replace(container, metadata=metadata, config=state.config())
     if weights == "fp32":
@@ -123,6 +124,8 @@ class _Items:
         self.shapes: dict[str, Shape] = {}
         """Name of a flattened tensor -> its shape in the model."""
         self._unread: dict[str, Leaf] = {}
+        self._alike: dict[str, Leaf] = {}
+        """Of those, what every shard is that has this name."""
 
     def wanted(self, items: Sequence[SavedItem]) -> list[SavedItem]:
         """Return the items that are tensors of their own, or objects; shapes of flattened tensors are noted."""
@@ -146,14 +149,21 @@ class _Items:
             if is_fact(item.key) and item.payload is not None:
                 self.facts[item.key] = item.payload
             return Leaf((short_key(item.key),), "other", None, "pickled state of Megatron's")
+        # One for each layer, expert and rank: listed once.
+        begin, shard, number = item.key.rpartition(_SHARD)
+        leaf = self._alike.get(begin)
+        if leaf is not None and shard and _NUMBERS_OF_SHARD.fullmatch(number):
+            return leaf
         name = object_name(item.key)
         if name is not None and item.payload is not None:
             self.of_groups[name] = item.payload
-        # One for each layer, expert and rank: listed once.
-        key = _SHARD.sub("", item.key)
-        if key not in self._unread:
-            self._unread[key] = Leaf((key,), "other", None, "pickled state of Megatron's")
-        return self._unread[key]
+        key = _without_shard(item.key)
+        leaf = self._unread.get(key)
+        if leaf is None:
+            leaf = self._unread[key] = Leaf((key,), "other", None, "pickled state of Megatron's")
+        if key == begin and object_name(f"{begin}{_SHARD}0_1") is None:
+            self._alike[begin] = leaf
+        return leaf
 
 
 def _without_aliases(items: Sequence[SavedItem]) -> list[SavedItem]:
@@ -161,14 +171,22 @@ def _without_aliases(items: Sequence[SavedItem]) -> list[SavedItem]:
 
     We write such names: see `draft`.
     """
-    placed: set[tuple[SavedChunk, ...]] = set()
+    placed: dict[SavedChunk, list[tuple[SavedChunk, ...]]] = {}  # by the first one: a tensor may have very many
     wanted = []
     for item in items:
-        before = len(placed)
-        placed.add(item.chunks)
-        if item.dtype is None or not item.chunks or len(placed) > before:
-            wanted.append(item)
+        if item.dtype is not None and item.chunks:
+            alike = placed.setdefault(item.chunks[0], [])
+            if item.chunks in alike:
+                continue
+            alike.append(item.chunks)
+        wanted.append(item)
     return wanted
+
+
+def _without_shard(key: str) -> str:
+    """Return the key of an object without the numbers that tell where it is."""
+    begin, shard, numbers = key.rpartition(_SHARD)
+    return begin if shard and _NUMBERS_OF_SHARD.fullmatch(numbers) else key
 
 
 def _path(key: str) -> KeyPath:
