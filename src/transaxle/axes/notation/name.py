@@ -26,6 +26,8 @@ _MERGED = rf"\(\s*{_AXIS}(?:\s+{_AXIS})+\s*\)"
 _HOLE = re.compile(rf"\{{(?:([1-9][0-9]{{0,2}})\*)?({_AXIS}|{_MERGED})([+-](?:{_AXIS}|[0-9]+))?(?:@({_AXIS}))?\}}")
 _DIGITS = re.compile(r"[0-9]+")
 _SPLIT = re.compile(r"([0-9]+)")
+_MARKS = re.compile("[\0\1]")
+"""Characters that have a meaning in sort keys."""
 _DECIMAL = "(0|[1-9][0-9]{0,9})"
 _SEPARATOR = "."
 COMPILED, CHECKPOINTED, FSDP1 = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
@@ -288,15 +290,31 @@ class Numbering:
         return tuple(position)
 
 
-def natural(name: str) -> tuple[str | tuple[int, str], ...]:
-    """Return a sort key in which `layers.2` comes before `layers.10`."""
-    pieces: list[str | tuple[int, str]] = [*_SPLIT.split(name)]
-    pieces[1::2] = map(_ordered, pieces[1::2])
-    return tuple(pieces)
+def natural(name: str) -> str:
+    """Return a sort key in which `layers.2` comes before `layers.10`.
+
+    A number becomes a mark below every character, its count of digits, and these: texts are compared in a fraction of
+    the time of tuples.
+    """
+    return ".".join(map(_natural_word, name.split(".")))
 
 
 @lru_cache(maxsize=1 << 14)
-def _ordered(digits: str) -> tuple[int, str]:
-    """Return a sort key of a number. Cached, as layers and experts are counted again and again."""
+def _natural_word(word: str) -> str:
+    """Return a sort key of a text without dots. Cached, as names have few words, and layers and experts few numbers."""
+    if "\0" in word or "\1" in word:
+        word = _MARKS.sub(_escaped, word)
+    pieces = _SPLIT.split(word)
+    pieces[1::2] = map(_ordered, pieces[1::2])
+    return "".join(pieces)
+
+
+def _escaped(mark: re.Match[str]) -> str:
+    """Return a character that marks something in a sort key as one that sorts the same and marks nothing."""
+    return f"\1{mark[0]}"
+
+
+def _ordered(digits: str) -> str:
+    """Return a sort key of a number."""
     significant = digits.lstrip("0")
-    return len(significant), significant
+    return f"\0{chr(len(significant))}{significant}"

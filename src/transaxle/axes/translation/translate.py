@@ -148,15 +148,18 @@ class _Translator:
         # None (not known yet) counts as possible: the encoding of the tensor, known below, decides then.
         possible_keys = keys if line.when is None else [key for key in keys if self._is_possible(line, key)]
         model: tuple[Target, _SourcesByComponent, NumberFormat] | None = None
+        model_form: NumberFormat | None = None
         alike = self._are_alike(line)
+        shared = _shared(parts, keys)
+        axes = line.name.axes
         for key, name in self._names(line, slot, possible_keys):
-            index = self._index(line, key)
-            by_component = {component: sources[key] for component, sources in parts.items() if key in sources}
+            index = dict(zip(axes, key, strict=True))
+            by_component = shared or {part: sources[key] for part, sources in parts.items() if key in sources}
             if (
                 model
-                and model[1] == by_component
+                and (model[1] is by_component or model[1] == by_component)
                 and name not in built
-                and self.recode(name, model[2]) == model[0].form
+                and self.recode(name, model[2]) == model_form
             ):
                 built[name] = model[0].at(name, index)  # as with layers and experts that are dims of one tensor
                 continue
@@ -184,6 +187,7 @@ class _Translator:
             self._used.update((origin.name, origin.component) for origin in places)
             if alike and name in built and not any(each.line_sources.scalar for each in by_component.values()):
                 model = (built[name], by_component, stored_forms.pop()) if len(stored_forms) == 1 else None
+                model_form = built[name].form
             if len(by_component) == 1:
                 self._single[line.expression.components[0], slot, frozenset(index.items())] = name
 
@@ -451,6 +455,17 @@ class _Translator:
             if written:
                 aliases[name] = written[-1]
         return aliases
+
+
+def _shared(parts: Mapping[str, Mapping[Index, ComponentSources]], keys: Collection[Index]) -> _SourcesByComponent:
+    """Return the sources of each component, if all targets of a line have the same; nothing otherwise."""
+    shared = {}
+    for component, by_key in parts.items():
+        sources = {id(each): each for each in by_key.values()}
+        if len(by_key) != len(keys) or len(sources) != 1:
+            return {}
+        (shared[component],) = sources.values()
+    return shared
 
 
 def _single_source(origin: Origin, name: str, dtype: str, rule: str) -> Target:

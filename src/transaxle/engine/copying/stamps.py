@@ -49,15 +49,18 @@ class Stamps:
 
     def transfer(self, target: Target) -> Transfer | None:
         """Return the one transfer that fills a target; None where it must be found the long way."""
-        origin = _only_origin(target)
+        parts, index = target.parts, target.index
+        if len(parts) != 1 or len(parts[0].origins) != 1:
+            return None
+        origin = parts[0].origins[0]
         stamp = self._stamps.get((id(target.layout), id(origin), target.dtype))
-        if stamp is None or origin is None or len(stamp.pinned) != len(target.index):
+        if stamp is None or len(stamp.pinned) != len(index):
             return None
         start = list(stamp.start)
         for dim, axis in stamp.pinned:
-            if axis not in target.index:
+            if axis not in index:
                 return None
-            start[dim] = target.index[axis]
+            start[dim] = index[axis]
         chunk = self._chunks[origin.name].get(tuple(start))
         if chunk is None or chunk.shape != stamp.shape or chunk.strides != stamp.strides:
             return None
