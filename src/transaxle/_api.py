@@ -35,8 +35,6 @@ from transaxle.engine.compare.compare import compare as _compare
 from transaxle.engine.compare.pair import opened_pair
 from transaxle.engine.compare.verification import Verification, verify_against
 from transaxle.engine.compare.verification import verify as _verify
-from transaxle.engine.distribute.conversion_order import order
-from transaxle.engine.distribute.launch import Launch, On, convert_on, is_torchrun
 from transaxle.engine.execute.execute import Report, execute
 from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.plan.conversion import SHARD_SIZE, Prepared, make_plan
@@ -48,6 +46,7 @@ from transaxle.move.workers import Limits, Progress, limits, unwatched
 
 if TYPE_CHECKING:
     from transaxle.derivation.sources import Table
+    from transaxle.engine.distribute.launch import On
 
 
 _CONVERTED = ("hf", "converted")
@@ -224,25 +223,25 @@ def convert(
     check_keywords("convert", options, Converting.__annotations__)
     on, items = options.get("on"), options.get("items")
     if on is not None:
-        how = Launch(
-            on=on,
-            items=items,
-            overwrite=overwrite,
-            resume=resume,
-            sync=sync,
-            jobs=options.get("jobs"),
-            memory=limits(options.get("jobs"), options.get("memory")).memory if "memory" in options else None,
-            progress=progress,
-        )
-        return _converted_on(how, src, dst, to, options)
+        how = {"overwrite": overwrite, "resume": resume, "sync": sync, "progress": progress}
+        return _converted_on(on, how, src, dst, to, options)
     if items is not None:
         raise TypeError("items needs on: nothing else is divided")
     with _planned(src, dst, to, options) as (prepared, target, limit):
         return execute(prepared, target, overwrite=overwrite, resume=resume, sync=sync, limit=limit, progress=progress)
 
 
-def _converted_on(how: Launch, src: CheckpointLike, dst: PathLike, to: str, options: Mapping[str, Any]) -> Report:
+def _converted_on(
+    on: On, how: Mapping[str, Any], src: CheckpointLike, dst: PathLike, to: str, options: Mapping[str, Any]
+) -> Report:
     """Convert by several workers, which open the source themselves."""
+    from transaxle.engine.distribute.conversion_order import order
+    from transaxle.engine.distribute.launch import Launch
+    from transaxle.live.conversion.chosen_workers import convert_by
+
+    jobs = options.get("jobs")
+    memory = limits(jobs, options.get("memory")).memory if "memory" in options else None
+    launch = Launch(on=on, items=options.get("items"), jobs=jobs, memory=memory, **how)
     if isinstance(src, Checkpoint):
         raise TypeError("on needs the path of src: other processes open it themselves")
     reading = {name: value for name, value in options.items() if name in Reading.__annotations__}
@@ -252,11 +251,7 @@ def _converted_on(how: Launch, src: CheckpointLike, dst: PathLike, to: str, opti
         read_source("src", src), read_path("dst", dst), read_text("to", to, "safetensors:hf"), reading, shaping
     )
     with _planned(src, dst, to, options) as (prepared, _, _):
-        if is_torchrun(how.on):
-            from transaxle.live.conversion.torchrun import convert_together
-
-            return convert_together(asked, prepared, how)
-        return convert_on(asked, prepared, how)
+        return convert_by(asked, prepared, launch)
 
 
 def verify(

@@ -124,8 +124,10 @@ class Target:
 
     def at(self, name: str, index: Mapping[str, int]) -> Target:
         """Return the same target under another name, with another index: of its sources, another part."""
+        attributes = self.__dict__.copy()
+        attributes["name"], attributes["index"] = name, index
         other = object.__new__(Target)
-        other.__dict__.update(self.__dict__, name=name, index=index)  # a tenth of the time of `replace`
+        object.__setattr__(other, "__dict__", attributes)  # a fourteenth of the time of `replace`
         return other
 
     @property

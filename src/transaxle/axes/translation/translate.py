@@ -151,7 +151,7 @@ class _Translator:
         model_form: NumberFormat | None = None
         alike = self._are_alike(line)
         shared = _shared(parts, keys)
-        axes = line.name.axes
+        axes, is_recoded = line.name.axes, self.recode is not same
         for key, name in self._names(line, slot, possible_keys):
             index = dict(zip(axes, key, strict=True))
             by_component = shared or {part: sources[key] for part, sources in parts.items() if key in sources}
@@ -159,7 +159,7 @@ class _Translator:
                 model
                 and (model[1] is by_component or model[1] == by_component)
                 and name not in built
-                and self.recode(name, model[2]) == model_form
+                and (not is_recoded or self.recode(name, model[2]) == model_form)
             ):
                 built[name] = model[0].at(name, index)  # as with layers and experts that are dims of one tensor
                 continue

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,14 +19,16 @@ from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.compare.compare import Comparison, compare
 from transaxle.engine.compare.pair import of_second
 from transaxle.engine.compare.verification import Verification, verify
-from transaxle.engine.distribute.conversion_order import ConversionOrder, order
-from transaxle.engine.distribute.launch import Launch, convert_on, is_lead, is_torchrun
 from transaxle.engine.execute.execute import Report, execute
 from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.execute.resume_check import reproduced
 from transaxle.engine.plan.conversion import Prepared, make_plan, ready
 from transaxle.errors import TransaxleError
 from transaxle.move.workers import Limits
+
+if TYPE_CHECKING:
+    from transaxle.engine.distribute.conversion_order import ConversionOrder
+    from transaxle.engine.distribute.launch import Launch
 
 
 @click.command(
@@ -79,26 +81,30 @@ def command(
     if items is not None and on is None:
         raise click.UsageError("--items needs --on: nothing else is divided")
     screen.consequence = "nothing was written"
-    how = None if on is None else Launch(on=on, items=items, overwrite=overwrite, resume=resume, sync=not no_sync)
-    if how is not None:
+    work = None
+    if on is not None:
+        from transaxle.engine.distribute.conversion_order import order
+        from transaxle.engine.distribute.launch import Launch
+
+        how = Launch(on=on, items=items, overwrite=overwrite, resume=resume, sync=not no_sync)
         how = replace(how, jobs=options.said("jobs"), memory=options.said("memory"))
-    asked = None if on is None else order(src, dst, to, source_options, shaping)
+        work = order(src, dst, to, source_options, shaping), how
     with open_checkpoint(src, **source_options) as source:
         with screen.working("planning"):
             prepared = make_plan(source, to, target=dst, **shaping)
-            if how is None:
+            if work is None:
                 prepared = preflight(prepared, dst, overwrite=overwrite, resume=resume, running=True, limit=limit)
                 ready(prepared)
         if resume:
             screen.way_on = "run the same command again to continue"
         with screen.progress(sum(tensor.nbytes for tensor in prepared.plan.tensors), stays=True) as progress:
-            if how is not None and asked is not None:
-                report = _on(asked, prepared, replace(how, progress=progress))
+            if work is not None:
+                report = _on(work[0], prepared, replace(work[1], progress=progress))
             else:
                 report = execute(
                     prepared, dst, overwrite=overwrite, resume=resume, sync=not no_sync, limit=limit, progress=progress
                 )
-        if how is not None and is_torchrun(on) and not is_lead():
+        if work is not None and _speaks_for_none(work[1]):
             return 0  # the first rank speaks for all
         for note in () if screen.as_json else report.leftovers:
             screen.note(note)
@@ -118,17 +124,25 @@ def command(
 
 def _on(asked: ConversionOrder, prepared: Prepared, how: Launch) -> Report:
     """Convert by several workers; a rank that is not the first leaves it to that one to say what they all raise."""
-    if not is_torchrun(how.on):
-        return convert_on(asked, prepared, how)
-    from transaxle.live.conversion.torchrun import convert_together
-    from transaxle.live.transport.world import is_loss
+    from transaxle.live.conversion.chosen_workers import convert_by
 
     try:
-        return convert_together(asked, prepared, how)
+        return convert_by(asked, prepared, how)
     except TransaxleError as error:
-        if is_lead() or is_loss(error):
+        if not _speaks_for_none(how):
+            raise
+        from transaxle.live.transport.world import is_loss
+
+        if is_loss(error):
             raise
         raise click.exceptions.Exit(error.exit_code) from None
+
+
+def _speaks_for_none(how: Launch) -> bool:
+    """Tell whether this process is a rank of a job, and not the first."""
+    from transaxle.engine.distribute.launch import is_lead, is_torchrun
+
+    return is_torchrun(how.on) and not is_lead()
 
 
 _KEYS = {Verification: "verification", Comparison: "comparison"}

@@ -20,8 +20,6 @@ from transaxle.cli.screen.refusals import error_document, print_refusals
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import settings
-from transaxle.engine.distribute.conversion_order import order
-from transaxle.engine.distribute.work_plan import work_plan, write_plan
 from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.plan.planned import Plan
@@ -104,12 +102,18 @@ def command(
         )
     if items is not None and path is None and on is None:
         raise click.UsageError("--items needs --write or --on: nothing else is divided")
-    stored = None if path is None and on is None else order(src, dst, to, source_options, shaping)
+    stored = None
+    if path is not None or on is not None:
+        from transaxle.engine.distribute.conversion_order import order
+
+        stored = order(src, dst, to, source_options, shaping)
     with open_checkpoint(src, **source_options) as checkpoint, screen.working("planning"):
         planned = make_plan(checkpoint, to, target=dst, **shaping)
         prepared = preflight(planned, dst, overwrite=overwrite, resume=resume, limit=limit)
     plan = prepared.plan
     if path is not None and stored is not None and not plan.refusals:
+        from transaxle.engine.distribute.work_plan import work_plan, write_plan
+
         how: dict[str, Any] = {"overwrite": overwrite, "sync": not no_sync, "jobs": options.said("jobs")}
         write_plan(work_plan(stored, prepared, items, memory=options.said("memory"), **how), path)
     error = gathered(plan.refusals) if plan.refusals else None

@@ -175,7 +175,9 @@ class Checkpoint(Mapping[str, StoredTensor]):
         from transaxle.axes.translation.translate import translate
         from transaxle.engine.views.decoded import plainly
 
-        translation = translate(self.bound, entries, target, self.sizes, plainly(recode), partial=partial)
+        if recode is not same or self.catalog.encoded or self.decoded:
+            recode = plainly(recode)
+        translation = translate(self.bound, entries, target, self.sizes, recode, partial=partial)
         return viewed(translation, self.catalog)
 
     def as_dialect(self, dialect: str) -> Checkpoint:

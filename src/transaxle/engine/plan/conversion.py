@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -23,7 +23,7 @@ from transaxle.engine.plan.model_config import rewritten
 from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Recoded, Route
 from transaxle.engine.plan.rank_parts import of_ranks, padded
 from transaxle.engine.plan.recoding import buffers_of, components, displaced, recoded, recoding
-from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed
+from transaxle.engine.plan.target_names import clashing, is_one_file, misnamed, unholdable, without_line
 from transaxle.engine.plan.training_beside import without_training
 from transaxle.engine.views.cast import casts_of
 from transaxle.engine.views.encode import Encode, choose
@@ -129,12 +129,12 @@ def make_plan(
     """
     if shard_size < 1:
         raise ValueError(f"shard_size must be positive, not {shard_size}")
-    checkpoint, form, wanted, hub_refusals = _aimed(checkpoint, to, degrees)
-    view, names, problems = _viewed(checkpoint, wanted, encode, bare=wanted == to)
+    checkpoint, form, wanted, hub_refusals, fitting = _aimed(checkpoint, to, degrees)
+    view, names, problems = _viewed(checkpoint, wanted, encode, fitting, bare=wanted == to)
     unknown = checkpoint.foreign(wanted)
     problems += [*hub_refusals, *checkpoint.container.unread, *unknown, *misnamed(target, form)]
     if strict and not unknown:
-        problems.extend(_without_line(name, wanted) for name in view.kept)
+        problems.extend(without_line(name, wanted) for name in view.kept)
     single = is_one_file(target)
     source = checkpoint.source_of(wanted)
     outputs = _by_name(_outputs(view, names, encode.encoding if encode else ""), problems)
@@ -178,8 +178,11 @@ def make_plan(
     return Prepared(plan, checkpoint, draft)
 
 
-def _aimed(checkpoint: Checkpoint, to: str, degrees: Degrees | None) -> tuple[Checkpoint, str, str, list[Refusal]]:
-    """Return what is written, format and dialect of the target, and why some of it cannot be.
+def _aimed(
+    checkpoint: Checkpoint, to: str, degrees: Degrees | None
+) -> tuple[Checkpoint, str, str, list[Refusal], View | None]:
+    """Return what is written, format and dialect of the target, and why some of it cannot be; also its translation,
+    where that is known.
 
     Raises:
         Refused: UNSUPPORTED for a format that cannot be written, or not for several ranks.
@@ -187,7 +190,11 @@ def _aimed(checkpoint: Checkpoint, to: str, degrees: Degrees | None) -> tuple[Ch
     """
     form, label = parse_to(to)
     kind = get(form)
-    wanted = label or _written_in(checkpoint, kind)
+    opened, fitting = checkpoint, None
+    if label:
+        wanted = label
+    else:
+        wanted, fitting = _written_in(checkpoint, kind)
     if degrees is not None and "degrees" not in kind.draft_takes:
         message = f"{kind.title} has no files for each rank: it is read at any degree of parallelism"
         raise refuse("UNSUPPORTED", message, hint="Omit --tp, --pp, --ep and --make-vocab-size-divisible-by.")
@@ -198,18 +205,21 @@ def _aimed(checkpoint: Checkpoint, to: str, degrees: Degrees | None) -> tuple[Ch
         checkpoint = checkpoint if wanted == IDENTITY else padded(checkpoint, wanted, degrees or Degrees())
     if for_hub(to):
         weights, refusals = _for_hub(checkpoint)
-        return weights, form, wanted, refusals
-    return _for_format(checkpoint, kind), form, wanted, []
+        return weights, form, wanted, refusals, fitting if weights is opened else None
+    checkpoint = _for_format(checkpoint, kind)
+    return checkpoint, form, wanted, [], fitting if checkpoint is opened else None
 
 
-def _written_in(checkpoint: Checkpoint, kind: Format) -> str:
+def _written_in(checkpoint: Checkpoint, kind: Format) -> tuple[str, View | None]:
     """Return the dialect in which a format is written where none is named: the first of its own that fits.
+
+    Also the translation into it, where one was made to find that out.
 
     Raises:
         UsageError: UNKNOWN_FAMILY, AMBIGUOUS where the format has dialects and the family is not known, or has none.
     """
     if not kind.dialects:
-        return IDENTITY
+        return IDENTITY, None
     family = checkpoint.recognised.family
     known = [label for label in kind.dialects if family.dialect(label) is not None]
     if not known:
@@ -217,7 +227,11 @@ def _written_in(checkpoint: Checkpoint, kind: Format) -> str:
         message = f"{kind.name} has tensors of the dialect {kind.dialects[0]}, and family {family.name} has: {listed}"
         hint = f"Add the dialect with --rules FILE, or write the names that there are: --to {kind.name}:{IDENTITY}"
         raise refuse("UNSUPPORTED", message, hint=hint)
-    return next((label for label in known if not checkpoint.translation(label).refusals), known[-1])
+    for label in known[:-1]:
+        view = checkpoint.translation(label)
+        if not view.refusals:
+            return label, view
+    return known[-1], None
 
 
 def _for_hub(checkpoint: Checkpoint) -> tuple[Checkpoint, list[Refusal]]:
@@ -246,13 +260,8 @@ def _recoded(
     return tuple(recoded(checkpoint, [(outputs[tensor.name], tensor.transfers) for tensor in planned]))
 
 
-def _without_line(name: str, dialect: str) -> Refusal:
-    message = f"dialect {dialect} has no line for this tensor"
-    return Refusal("UNEXPECTED_TENSOR", message, Where(None, name), "Omit --strict.")
-
-
 def _viewed(
-    checkpoint: Checkpoint, wanted: str, encode: Encode | None, *, bare: bool
+    checkpoint: Checkpoint, wanted: str, encode: Encode | None, known: View | None = None, *, bare: bool
 ) -> tuple[View, Sequence[str], list[Refusal]]:
     """Return the target's tensors, the names of those that are encoded, and all problems.
 
@@ -260,7 +269,7 @@ def _viewed(
     """
     if bare and wanted != IDENTITY and checkpoint.recognised.family.dialect(wanted) is None:
         pick_dialect(checkpoint.recognised.family, wanted, writable())  # a bare name may be meant as a format's
-    view = checkpoint.translation(wanted)
+    view = known or checkpoint.translation(wanted)
     if wanted == IDENTITY and (encode is not None or checkpoint.decoded):
         catalog = checkpoint.catalog
         view = replace(view, encoded=catalog.encoded, refusals=catalog.refusals)
@@ -277,13 +286,14 @@ def _viewed(
 
 def _outputs(view: View, names: Iterable[str], encoding: str) -> list[OutputTensor]:
     """Return the tensors that are written for a view, some of them as the buffers of an encoding."""
-    encoded = frozenset(names)
-    outputs = []
+    encoded, stored, outputs = frozenset(names), view.stored, list[OutputTensor]()
     for name, target in view.targets.items():
         if name in encoded:
             outputs.extend(buffers_of(view, name, encoding))
+        elif name in stored:
+            outputs.append(OutputTensor(name, *stored[name], target))
         else:
-            outputs.append(OutputTensor(name, *view.described(name), target))
+            outputs.append(OutputTensor(name, target.dtype, target.layout.shape, target))
     return outputs
 
 
@@ -340,7 +350,7 @@ def _drafted(
     kind = get(form)
     if draft_options["groups"] and not kind.draft_takes & {"groups", "run"}:
         left_out.append(GROUPS)
-    problems.extend(_unholdable(kind, specs))
+    problems.extend(unholdable(kind, specs))
     taken = {name: option for name, option in draft_options.items() if name in kind.draft_takes}
     try:
         drafter = kind.drafter
@@ -354,16 +364,6 @@ def _drafted(
     except TransaxleError as error:
         problems.extend(error.refusals)
         return Draft(form, {}, {}, ()), left_out
-
-
-def _unholdable(kind: Format, specs: Sequence[Spec]) -> Iterator[Refusal]:
-    """Yield why a format cannot hold tensors of some types."""
-    if kind.dtypes is None:
-        return
-    for spec in specs:
-        if spec.dtype not in kind.dtypes:
-            hint = "Choose a format that can hold it, or leave it out."
-            yield Refusal("UNSUPPORTED", f"{kind.name} has no dtype for {spec.dtype}", Where(None, spec.name), hint)
 
 
 def _notes(checkpoint: Checkpoint, wanted: str) -> dict[str, Any]:
@@ -429,7 +429,8 @@ def _planned(
     """Plan every tensor in file order; if the files could not be laid out, still collect the other problems."""
     planned = []
     computed: dict[int, bool] = {}  # by the identity of the parts, which targets that are alike share
-    for name in draft.entries or written:
+    entries, further = draft.entries, draft.copies
+    for name in entries or written:
         output = written[name]
         target = output.target
         is_computed = computed.get(id(target.parts))
@@ -441,15 +442,18 @@ def _planned(
         except TransaxleError as error:
             problems.extend(error.refusals)
             continue
-        if name not in draft.entries:
+        entry = entries.get(name)
+        if entry is None:
             continue
-        entry = draft.entries[name]
-        shape, places = entry.shape, _places(entry, entry.extents)
-        copies = _places(entry, draft.copies[name]) if name in draft.copies else ()
-        size, rule, step = nbytes(output.dtype, shape), target.rule, output.step
-        planned.append(
-            PlannedTensor(name, output.dtype, shape, places, size, rule, transfers, arithmetic, step, copies)
-        )
+        shape, extents = entry.shape, entry.extents
+        size = nbytes(output.dtype, shape)
+        if len(extents) == 1 and extents[0].shape == shape and entry.dtype == output.dtype:
+            places: tuple[Transfer, ...] = (Transfer(extents[0].file, extents[0].offset, 0, size),)
+        else:
+            places = _places(entry, extents)
+        copies = _places(entry, further[name]) if name in further else ()
+        dtype, rule, step = output.dtype, target.rule, output.step
+        planned.append(PlannedTensor(name, dtype, shape, places, size, rule, transfers, arithmetic, step, copies))
     return planned
 
 

@@ -2,17 +2,19 @@
 
 A name like `out.gguf` would make a folder of that name, which is not what anybody means. `A` and `a` are one file on
 many file systems, and so are an `é` of one character and one of two: checkpoints are copied between disks, so such
-pairs are refused wherever they are written.
+pairs are refused wherever they are written. What a target has no place for is told here too.
 """
 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from transaxle.errors import Refusal, Where
 from transaxle.formats import registry
+from transaxle.formats.catalog.catalog import Spec
 from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.format import Format
 from transaxle.formats.staging.place import SCRATCH
 
 _PACKED = (
@@ -87,3 +89,19 @@ def clashing(names: Iterable[str]) -> list[Refusal]:
 def _folded(name: str) -> str:
     """Return the key that names share if some file system treats them as equal."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+def without_line(name: str, dialect: str) -> Refusal:
+    """Say that a dialect has no line for a tensor."""
+    message = f"dialect {dialect} has no line for this tensor"
+    return Refusal("UNEXPECTED_TENSOR", message, Where(None, name), "Omit --strict.")
+
+
+def unholdable(kind: Format, specs: Sequence[Spec]) -> Iterator[Refusal]:
+    """Yield why a format cannot hold tensors of some types."""
+    if kind.dtypes is None:
+        return
+    for spec in specs:
+        if spec.dtype not in kind.dtypes:
+            hint = "Choose a format that can hold it, or leave it out."
+            yield Refusal("UNSUPPORTED", f"{kind.name} has no dtype for {spec.dtype}", Where(None, spec.name), hint)

@@ -216,8 +216,12 @@ def encode_header(tensors: Iterable[tuple[Spec, int, int]], metadata: Mapping[st
         Refused: UNSUPPORTED for names or metadata that are no Unicode, and for a header over 100 MB.
     """
     document: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
+    shapes: dict[tuple[int, ...], list[int]] = {}
     for spec, begin, end in tensors:
-        document[spec.name] = _TensorInfo(spec.dtype, list(spec.shape), (begin, end))
+        shape = shapes.get(spec.shape)
+        if shape is None:
+            shape = shapes[spec.shape] = list(spec.shape)
+        document[spec.name] = _TensorInfo(spec.dtype, shape, (begin, end))
     try:
         text = msgspec.json.encode(document)
     except UnicodeEncodeError as error:

@@ -1,0 +1,30 @@
+"""A conversion by several workers: those that hand items out, or the ranks of a job.
+
+Nothing is imported for the one that is not asked for: the ranks of a job need torch.
+"""
+
+from __future__ import annotations
+
+from transaxle.engine.distribute.conversion_order import ConversionOrder
+from transaxle.engine.distribute.launch import Launch, convert_on, is_torchrun
+from transaxle.engine.execute.execute import Report
+from transaxle.engine.plan.conversion import Prepared
+
+
+def convert_by(order: ConversionOrder, prepared: Prepared, launch: Launch) -> Report:
+    """Carry a conversion out by the workers that a launch names.
+
+    Args:
+        order: what is converted.
+        prepared: the plan that was made of it.
+        launch: by whom, and how.
+
+    Raises:
+        TypeError: nobody knows how to hand items to what it names.
+        TransaxleError: as `execute`; UNSUPPORTED where what it needs is not installed.
+    """
+    if not is_torchrun(launch.on):
+        return convert_on(order, prepared, launch)
+    from transaxle.live.conversion.torchrun import convert_together
+
+    return convert_together(order, prepared, launch)
