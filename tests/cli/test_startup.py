@@ -38,10 +38,13 @@ _LISTING = (
     "transaxle.families",
 )
 """Modules that help needs no more."""
+_OF_WORKERS = ("transaxle.engine.distribute", "secrets")
+"""Modules that only work of several processes needs."""
 COMMANDS = {
     "--help": (("--help",), (*NEVER, *_READING, *_LISTING)),
     "ls": (("ls", "ck"), (*NEVER, *_READING)),
-    "plan": (("plan", "ck", "out", "--to", "torchtitan"), NEVER),
+    "plan": (("plan", "ck", "out", "--to", "torchtitan"), (*NEVER, *_OF_WORKERS)),
+    "convert": (("convert", "ck", "out", "--to", "torchtitan"), (*NEVER, *_OF_WORKERS)),
 }
 SCRIPT = """
 import json, sys

@@ -27,6 +27,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(arguments)
     finally:
         gc.set_threshold(*thresholds)
+        if arguments is None:
+            # The process ends here. The interpreter would look twice for garbage among all that was imported and made,
+            # and the system takes it all at once: 0.05 s after imports alone.
+            gc.freeze()
 
 
 __all__ = ["main"]
