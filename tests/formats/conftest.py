@@ -1,6 +1,7 @@
 """Fixtures that several modules of this folder share."""
 
+from tests.formats.hub_server import hub
 from tests.formats.s3_server import bucket, s3_server
 from tests.formats.stores import memory, store
 
-__all__ = ["bucket", "memory", "s3_server", "store"]
+__all__ = ["bucket", "hub", "memory", "s3_server", "store"]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.live.ranks import run
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.errors import TransaxleError
+from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.live.load import shared_source
 from transaxle.live.load.load import load
 from transaxle.live.load.shared_source import refuse_different
@@ -54,6 +55,25 @@ def test_all_ranks_open_one_checkpoint(tmp_path: Path, replaced: bool) -> None:
     for said in run(2, _go, str(tmp_path / "run"), replaced):
         assert ("replaced" in said) == replaced
         assert said.startswith("CORRUPT") == replaced
+
+
+def _moved(rank: int, world: int, folder: str) -> str:
+    """Each rank has opened a branch of a hub, which moved in between, to files of the same sizes."""
+    checkpoint = open_checkpoint(Path(folder))
+    mine = replace(checkpoint.container, path=f"hf://owner/name@{str(rank) * 40}/run")
+    try:
+        refuse_different(Checkpoint(mine, checkpoint.settings, None, None), World())
+    except TransaxleError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_read_one_commit(tmp_path: Path) -> None:
+    save(_state(0), tmp_path / "run", to="safetensors")
+    (tmp_path / "run" / MANIFEST).unlink()
+    for said in run(2, _moved, str(tmp_path / "run")):
+        assert "ranks 0 and 1 opened different checkpoints" in said
+        assert "hf://owner/name/run" in said
 
 
 def _differ(rank: int, world: int, folder: str) -> str:

@@ -24,6 +24,7 @@ from transaxle.engine.execute.preflight import preflight
 from transaxle.engine.execute.resume_check import reproduced
 from transaxle.engine.plan.conversion import Prepared, make_plan, ready
 from transaxle.errors import TransaxleError
+from transaxle.formats.storage.storage import unpinned
 from transaxle.move.workers import Limits
 
 if TYPE_CHECKING:
@@ -162,6 +163,8 @@ def _verified(
 
 def print_report(screen: Screen, report: Report) -> None:
     """Print what is said of a conversion that is done."""
+    if unpinned(report.source) != report.source:
+        screen.line(f"read {report.source}")
     parts = [
         report.path,
         report.format,

@@ -74,7 +74,7 @@ def command(screen: Screen, path: str | None, source_options: dict[str, Any]) ->
         return _print_table(screen, source_options["family"], source_options.get("rules"))
     if path is not None:
         with open_checkpoint(path, **source_options) as checkpoint:
-            facts = {"path": path, **_recognised(checkpoint), **_contents(checkpoint)}
+            facts = {"path": checkpoint.path, **_recognised(checkpoint), **_contents(checkpoint)}
     facts |= _installation(complete=path is None)
     if screen.as_json:
         screen.document(facts)
@@ -169,15 +169,17 @@ def _encodings(checkpoint: Checkpoint) -> list[JsonFacts]:
 def _manifest(checkpoint: Checkpoint) -> JsonFacts:
     """Return whether there is a manifest, and whether its files are unchanged."""
     problems: list[Refusal] = []
+    made_of: JsonFacts = {}
     try:
         manifest = load(checkpoint.container)
         if manifest is None:
             return {"state": "none", "problems": []}
+        made_of = {"source": manifest.source} if manifest.source else {}
         problems = stale(manifest, checkpoint.container)
     except TransaxleError as error:
         problems = list(error.refusals)
     state = "stale" if problems else "matches"
-    return {"state": state, "problems": [problem.as_json() for problem in problems]}
+    return {"state": state, "problems": [problem.as_json() for problem in problems], **made_of}
 
 
 def _installation(*, complete: bool) -> JsonFacts:
@@ -324,7 +326,8 @@ def _manifest_line(manifest: JsonFacts) -> str:
     if manifest["state"] == "none":
         return "none: transaxle did not write this checkpoint"
     if manifest["state"] == "matches":
-        return "matches: all files still have the recorded sizes and headers"
+        made_of = f"; made of {manifest['source']}" if "source" in manifest else ""
+        return f"matches: all files still have the recorded sizes and headers{made_of}"
     first_problem = manifest["problems"][0]
     rest = f" and {len(manifest['problems']) - 1} more" if len(manifest["problems"]) > 1 else ""
     return f"no longer matches, so it is ignored: {first_problem['file'] or ''} {first_problem['message']}{rest}"

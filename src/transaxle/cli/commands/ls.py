@@ -46,7 +46,7 @@ def command(screen: Screen, path: str, seen_as: str | None, source_options: dict
         if screen.as_json:
             screen.document(
                 {
-                    "path": path,
+                    "path": checkpoint.path,
                     "format": checkpoint.format,
                     "family": checkpoint.family,
                     "dialect": view.dialect,

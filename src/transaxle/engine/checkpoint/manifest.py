@@ -66,6 +66,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """Every other file."""
     tensors: dict[str, TensorRecord]
     """Every tensor."""
+    source: str | msgspec.UnsetType = msgspec.UNSET
+    """What was read, where its URL leads to the same for ever: a hub's repository at a commit."""
     checksum: str = ""
     """xxh3-128 of this text with an empty checksum."""
 

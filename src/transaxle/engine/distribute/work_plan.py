@@ -17,6 +17,7 @@ from transaxle.engine.execute.preflight import Cleared
 from transaxle.errors import refuse
 from transaxle.formats.storage.local import read_file
 from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.storage import unpinned
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Task
 
@@ -76,6 +77,9 @@ def work_plan(order: ConversionOrder, cleared: Cleared, count: int | None = None
         count: how many items; None: one for each GiB.
         **options: `overwrite`, `sync`, `jobs`, `memory` of `WorkPlan`.
     """
+    source = cleared.checkpoint.path
+    if unpinned(source) != source:  # whoever does an item reads the commit that was planned, wherever a branch is then
+        order = msgspec.structs.replace(order, source=source)
     return WorkPlan(
         program=program_version(), order=order, task=cleared.task, items=divide(cleared.plan, count), **options
     )

@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+
 from transaxle.engine.checkpoint.manifest import FileRecord, Manifest, TensorRecord, encode
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.formats.catalog.catalog import Fragment
 from transaxle.formats.catalog.sidecar_files import MANIFEST
+from transaxle.formats.storage.storage import unpinned
 from transaxle.move.hashing import digest
 
 if TYPE_CHECKING:
@@ -80,6 +83,7 @@ def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping
         tensors={
             tensor.name: TensorRecord(tensor.dtype, tensor.shape, tensors[tensor.name]) for tensor in plan.tensors
         },
+        source=UNSET if unpinned(plan.source) == plan.source else plan.source,
     )
 
 

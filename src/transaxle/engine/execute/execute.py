@@ -77,6 +77,8 @@ class Report:
     """What programs that go on with it must be told, or will take for what the source does not say."""
     workers: Mapping[str, int] = field(default_factory=dict)
     """Where several processes carried the plan out: machine and process -> bytes of tensors that it wrote."""
+    source: str = ""
+    """What was read, as typed; of a hub at the commit."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
@@ -176,6 +178,7 @@ def reported(
         notes=plan.notes,
         counted=plan.counted,
         leftovers=leftovers,
+        source=plan.source,
     )
 
 

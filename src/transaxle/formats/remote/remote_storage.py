@@ -3,6 +3,7 @@
 A service has no open files: the object under a name may be another one at the next request. So each is known by its tag
 (its ETag, or whatever the service has) from the first look at it, and after every range that was read the tag is
 compared again: bytes of any other object are refused, never mixed in. Names from a listing are checked like any others.
+Where a service gives one version for ever, as a hub gives a commit, there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from urllib.parse import quote, unquote
 
 from transaxle.errors import Refusal, TransaxleError, refuse
 from transaxle.formats.remote.read_ahead import MEMORY, NearReads
-from transaxle.formats.remote.service import FILE, RANGES, Info, Service
+from transaxle.formats.remote.service import FILE, RANGES, Info, Readable, Service
 from transaxle.formats.remote.web import WEB
 from transaxle.formats.storage.storage import Listing, Storage, checked_parts, is_plain
 
@@ -42,14 +43,15 @@ class RemoteStorage(Storage):
     Args:
         url: a folder or a file; a trailing `/` says that it is a folder.
         memory: cap on the cached bytes that were read ahead.
+        service: what the URL leads to; None: what fsspec knows.
 
     Raises:
         Refused: UNSUPPORTED if no installed package knows the scheme.
         StorageError: IO if it is missing or unreadable; the hint names the most similar place beside it.
     """
 
-    def __init__(self, url: str, memory: int = MEMORY) -> None:
-        self._service = Service(url)
+    def __init__(self, url: str, memory: int = MEMORY, service: Readable | None = None) -> None:
+        self._service = service or Service(url)
         self._path = self._service.shown
         self._web = self._service.scheme in WEB
         self._root, self._query = self._service.path, ""
@@ -66,7 +68,7 @@ class RemoteStorage(Storage):
 
     @property
     def path(self) -> str:
-        """The URL as the user typed it, without password and query string."""
+        """The URL as the user typed it, without password and query string; of a hub, at the commit that is read."""
         return self._path
 
     @property
@@ -95,7 +97,7 @@ class RemoteStorage(Storage):
     def version(self, name: str) -> str:
         """Return a text that changes when the file does: its tag and size; see `Storage.version`."""
         self._check(name)
-        stamp = self._stamps[name]
+        stamp = self._stamp(name)
         return f"{stamp.tag}-{stamp.size}"
 
     def read_into(self, name: str, offset: int, view: memoryview) -> None:
@@ -177,7 +179,7 @@ class RemoteStorage(Storage):
 
     def _check(self, name: str) -> None:
         """Refuse an object that is no longer the version first seen under its name."""
-        if self._look(name) != self._stamp(name):
+        if not self._service.pinned and self._look(name) != self._stamp(name):
             raise refuse("CORRUPT", "the file was changed while the checkpoint was open", file=name)
 
     def _fetch(self, name: str, start: int, stop: int) -> bytes:

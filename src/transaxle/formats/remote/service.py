@@ -16,7 +16,7 @@ from transaxle.formats.remote.web import WEB, TooMuchError, session
 
 _CLIENTS = {
     "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "http": "aiohttp", "https": "aiohttp",
-    "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "sftp": "paramiko", "oci": "ocifs",
+    "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "sftp": "paramiko", "oci": "ocifs",
 }  # fmt: skip
 """Scheme -> package that fsspec needs for it."""
 _NO_CREDENTIALS = frozenset({
@@ -52,6 +52,35 @@ class Stream(Protocol):
         """Abandon the file."""
 
 
+class Readable(Protocol):
+    """What is asked of a service to read from it; see `Service`."""
+
+    @property
+    def scheme(self) -> str:
+        """What stands before the `://`."""
+
+    @property
+    def shown(self) -> str:
+        """The URL without secrets; of what is pinned the URL that leads to just this version."""
+
+    @property
+    def path(self) -> str:
+        """What the service calls the place that the URL denotes."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether nothing can change there, so that no second look at a file is needed."""
+
+    def info(self, path: str, file: str) -> Info | None:
+        """Return the current information on a file or folder; None if it does not exist."""
+
+    def members(self, path: str, file: str) -> list[Info]:
+        """Return the direct contents of a folder; empty if it does not exist."""
+
+    def fetch(self, path: str, start: int, stop: int, file: str) -> bytes:
+        """Return a range of a file's bytes, as many of them as the service gives."""
+
+
 class Service:
     """The service behind one URL.
 
@@ -63,6 +92,9 @@ class Service:
         Refused: UNSUPPORTED where the scheme is unknown, or its package is missing.
         StorageError: IO.
     """
+
+    pinned = False
+    """A file may be another one at the next look."""
 
     def __init__(self, url: str, *, writing: bool = False) -> None:
         self.scheme = scheme(url)

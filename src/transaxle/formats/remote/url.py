@@ -9,12 +9,14 @@ from __future__ import annotations
 import re
 from urllib.parse import unquote, urlsplit
 
+HUB = "hf"
+"""Scheme of the repositories of a Hugging Face hub."""
 _LOCAL = "file"
 _LOCAL_HOSTS = ("", "localhost")
 _PASSWORD = re.compile(r"(//[^/@:\s]*):[^/\s]*@")
 _QUERY = re.compile(r"(://[^\s'\"?]*)\?[^\s'\"]*")
 _SECRET = re.compile(r"(?i)\b([\w-]*(?:secret|token|signature|password|credential|access[_-]?key)[\w-]*\s*[=:])\s*\S+")
-_KEY_ID = re.compile(r"\b(?:AKIA|ASIA)[A-Z0-9]{8,}\b")
+_KEY_ID = re.compile(r"\b(?:(?:AKIA|ASIA)[A-Z0-9]{8,}|hf_[A-Za-z0-9]{8,})\b")
 _LONGEST = 300
 _HIDDEN = "…"
 _ALIASES = {"s3a": "s3", "gcs": "gs", "abfss": "abfs", "az": "abfs"}

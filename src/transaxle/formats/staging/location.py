@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 from transaxle.errors import refuse
-from transaxle.formats.remote.url import local_path, scheme, without_secrets
+from transaxle.formats.remote.url import HUB, local_path, scheme, without_secrets
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage, is_url
 
@@ -20,12 +20,16 @@ if TYPE_CHECKING:
 
 
 def storage_at(path: str | os.PathLike[str]) -> Storage:
-    """Open a path or URL for reading; raises as `LocalStorage` or `RemoteStorage`."""
+    """Open a path or URL for reading; raises as `LocalStorage`, `RemoteStorage` or `HubService`."""
     path = _on_this_machine(os.fspath(path))
     if not is_url(path):
         return LocalStorage(path)
     from transaxle.formats.remote.remote_storage import RemoteStorage
 
+    if scheme(path).lower() == HUB:
+        from transaxle.formats.hub.hub_service import HubService
+
+        return RemoteStorage(path, service=HubService(path))
     return RemoteStorage(path)
 
 
@@ -38,6 +42,9 @@ def staging_at(
     """
     target = _on_this_machine(os.fspath(target))
     if is_url(target):
+        if scheme(target).lower() == HUB:
+            hint = "Convert to a local folder, then upload it:  hf upload OWNER/NAME FOLDER"
+            raise refuse("UNSUPPORTED", "nothing is written to a hub", file=target, hint=hint)
         from transaxle.formats.staging.upload import Upload
 
         return Upload(target, overwrite=overwrite, resume=resume)

@@ -16,6 +16,7 @@ from transaxle.errors import LONGEST_NAME, Code, Refusal, refuse
 from transaxle.formats.storage.strided_reads import read_each, read_strided
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_PINNED = re.compile(r"(hf://(?:(?:datasets|spaces)/)?[^/@]+/[^/@]+)@[0-9a-f]{40}(?=/|$)")
 _INSIDE = "Names of files in a checkpoint are relative to its folder and stay inside it."
 
 
@@ -241,6 +242,12 @@ def is_plain(name: str) -> bool:
 def too_long(name: str) -> tuple[Code, str]:
     """Return the code and message for a tensor name beyond the cap on its length."""
     return "UNSUPPORTED", f"its name has {len(name):,} characters; names have at most {LONGEST_NAME:,}"
+
+
+def unpinned(path: str) -> str:
+    """Return the URL of a hub's repository at a commit without that commit; any other path or URL as it is."""
+    match = _PINNED.match(path)
+    return path if match is None else match[1] + path[match.end() :]
 
 
 def is_url(path: str) -> bool:

@@ -15,7 +15,7 @@ from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Checksum
 from transaxle.formats.catalog.checksums import Tally, Witness
 from transaxle.formats.catalog.sidecar_files import MANIFEST
-from transaxle.formats.storage.storage import Storage, layer
+from transaxle.formats.storage.storage import Storage, layer, unpinned
 from transaxle.live.load.planned_reads import Counting
 from transaxle.live.transport.world import World
 from transaxle.move.hashing import digest
@@ -67,7 +67,7 @@ def refuse_different(checkpoint: Checkpoint, world: World) -> None:
         Refused: CORRUPT, on every rank.
     """
     with world.together():
-        mine = checkpoint.path, _identity(checkpoint)
+        mine = unpinned(checkpoint.path), _identity(checkpoint)
     opened_by_rank = world.gather(mine)
     first_path, first_identity = opened_by_rank[0]
     for rank, (path, identity) in zip(world.ranks, opened_by_rank, strict=True):
@@ -83,7 +83,8 @@ def _identity(checkpoint: Checkpoint) -> str:
     storage = checkpoint.container.storage
     if storage.single is None and MANIFEST in storage.names() and storage.size(MANIFEST) <= _LARGEST_MANIFEST:
         return digest(storage.read(MANIFEST, 0, storage.size(MANIFEST)))
-    return digest(repr(sorted(checkpoint.container.files.items())).encode())
+    pinned = checkpoint.path if unpinned(checkpoint.path) != checkpoint.path else ""
+    return digest(repr((pinned, sorted(checkpoint.container.files.items()))).encode())
 
 
 def check_sums(storage: Storage, world: World) -> None:

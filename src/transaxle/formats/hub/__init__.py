@@ -1,0 +1,1 @@
+"""Repositories of a Hugging Face hub, read in ranges at one commit."""
