@@ -18,6 +18,8 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
+from transaxle.formats.hub.hub_requests import CLIENTS
+
 HOST = "127.0.0.1"
 SIGNATURE = "sIgNaTuRe"
 TOKEN = "hf_SeCrEtToKeNoFtHeTeSt"
@@ -83,7 +85,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.hub.meddle is not None and self.hub.meddle(self):
             return
         if self.host == "hub":
-            self._answer_of_hub()
+            self.answer_of_hub()
         else:
             self._answer_of_large()
 
@@ -118,7 +120,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         named = {"X_Error_Code": code, "X_Error_Message": message}
         return self.answer(status, body, **{name: text for name, text in named.items() if text})
 
-    def _answer_of_hub(self) -> None:
+    def answer_of_hub(self) -> None:
+        """Answer as the hub does."""
         path = urlsplit(self.path).path
         cached = path.removeprefix(_CACHE)
         match, file = _API.fullmatch(path), _FILE.fullmatch(cached)
@@ -252,7 +255,7 @@ def files_of(folder: Path) -> Files:
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     """An empty hub, which the client takes for the one on the web; nobody is logged in."""
     pytest.importorskip("huggingface_hub")
-    from huggingface_hub import close_session, constants
+    from huggingface_hub import constants
 
     found = Hub()
     servers = []
@@ -266,11 +269,14 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "ENDPOINT", found.url)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "*")
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"):
         monkeypatch.delenv(name, raising=False)
-    close_session()
     yield found
-    close_session()
+    for client in CLIENTS.values():
+        client.close()
+    CLIENTS.clear()
     for server in servers:
         server.shutdown()
         server.server_close()

@@ -18,6 +18,7 @@ from tests.work import peak
 from transaxle.errors import TransaxleError
 from transaxle.formats.hub import hub_requests
 from transaxle.formats.hub.hub_requests import ATTEMPTS, LONGEST_WAIT, redirected
+from transaxle.formats.hub.hub_service import HubService
 
 NAME = "owner/tiny-qwen3"
 BLOCK = b"\0" * (1 << 20)
@@ -303,10 +304,11 @@ def _ranged(handler: Handler, text: str, body: bytes | None = None) -> None:
 
 LIES: dict[str, tuple[str, Callable[[Handler], object], str, str]] = {
     "whole file": ("large", lambda handler: handler.answer(200, BLOCK), "IO", "sent more than the"),
-    "less": ("large", lambda handler: handler.answer(200, b"x" * 10), "IO", "bytes|ignores"),
+    "less": ("large", lambda handler: handler.answer(200, b"x" * 10), "IO", "but the server sent 10"),
     "no range": ("large", partial(_ranged, text=""), "IO", "sent others"),
     "other range": ("large", partial(_ranged, text="bytes {next}-{last}/*"), "IO", "sent others"),
     "other size": ("large", partial(_ranged, text="bytes {first}-{last}/123"), "CORRUPT", "the server has 123"),
+    "endless number": ("large", partial(_ranged, text="bytes {first}-{last}/" + "9" * 5000), "IO", "sent others"),
     "short": ("large", partial(_ranged, text="bytes {first}-{last}/*", body=b"x"), "IO", "but the server sent 1"),
     "no such range": ("large", lambda handler: handler.answer(416), "CORRUPT", "ends before"),
     "endless": ("large", _endless, "IO", "sent more than the"),
@@ -367,6 +369,64 @@ def test_a_hub_that_lies_is_refused(hub: Hub, local: Path, monkeypatch: pytest.M
 
     assert peak(read) < 64 << 20
     assert hub.sent < 100 << 20
+
+
+def test_small_files_may_come_whole(hub: Hub, local: Path) -> None:
+    """Those that the hub keeps itself, where it does not know ranges."""
+    text = (local / "config.json").read_bytes()
+
+    def meddle(handler: Handler) -> bool:
+        return "/resolve-cache/" in handler.path and handler.answer(200, text)
+
+    hub.meddle = meddle
+    service = HubService(f"hf://{NAME}")
+    assert service.fetch("/config.json", 3, 10, "config.json") == text[3:10]
+    assert service.fetch("/config.json", 3, 3, "config.json") == b""
+    hub.meddle = lambda handler: "/resolve-cache/" in handler.path and handler.answer(200, text + b"x")
+    assert refused(lambda: service.fetch("/config.json", 3, 10, "config.json")).code == "IO"
+    assert refused(lambda: service.fetch("/absent.json", 3, 10, "absent.json")).code == "IO"
+
+
+def test_a_repository_that_has_another_name_now(hub: Hub, local: Path) -> None:
+    def meddle(handler: Handler) -> bool:
+        return NAME in handler.path and handler.answer(308, Location=handler.path.replace(NAME, "owner/other"))
+
+    hub.repositories["models/owner/other"] = hub.repositories[f"models/{NAME}"]
+    hub.meddle = meddle
+    assert opened_and_read() == read(local)[GATE].tobytes()
+
+
+def test_a_mirror_that_redirects_to_a_hub(hub: Hub, local: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The token is for the mirror, whose address was given, and which file it is says the hub."""
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    lies = False
+
+    def meddle(handler: Handler) -> bool:
+        if handler.host == "hub":
+            return handler.answer(308, Location=f"{hub.large}{handler.path}")
+        if lies and "/resolve/" in handler.path:
+            return handler.answer(302, Location="/x", X_Linked_Size="5")
+        if f"/{NAME}/" in handler.path:
+            handler.answer_of_hub()
+            return True
+        return False
+
+    hub.meddle = meddle
+    assert opened_and_read() == read(local)[GATE].tobytes()
+    assert hub.asked("hub")
+    assert not any("authorization" in each.headers for each in hub.asked("large"))
+    lies = True
+    assert refused(opened_and_read).code == "CORRUPT"
+
+
+def test_no_log_holds_the_token(
+    hub: Hub, local: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    caplog.set_level("DEBUG")
+    opened_and_read()
+    assert caplog.records
+    assert TOKEN not in caplog.text
 
 
 def test_a_commit_that_the_hub_exchanges(hub: Hub, local: Path) -> None:

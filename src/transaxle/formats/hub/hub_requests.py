@@ -1,8 +1,8 @@
 """Requests to a hub, and to the hosts that it sends us to for the bytes of large files.
 
-`huggingface_hub` knows the hub's address, the login, and the client with the user's proxies and certificates. What it
-would do with an answer is done here instead: its own file system follows any redirect, also from https to http, reads
-answers to their end however long they are, and waits as long as a server says.
+`huggingface_hub` knows the hub's address and the login; the requests are made here, by a client of httpx. (Its own file
+system follows any redirect, also from https to http, reads answers to their end however long they are, and waits as
+long as a server says. Its HTTP client is another one in each of its major versions.)
 
 - The token goes to the hub's own address alone: same scheme, host and port.
 - A redirect leads to http or https, and never from https to http.
@@ -12,12 +12,13 @@ answers to their end however long they are, and waits as long as a server says.
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.remote.service import RANGES
@@ -100,25 +101,20 @@ class HubRequests:
         shown: URL of the repository, for errors.
 
     Raises:
-        Refused: UNSUPPORTED where the package is missing or too old, the network is forbidden, or the hub has no
-            address on the web.
+        Refused: UNSUPPORTED where a package is missing, the network is forbidden, or the hub has no address on the web.
     """
 
     def __init__(self, shown: str) -> None:
         self._shown = shown
         try:
             import httpx
-            from huggingface_hub import constants, get_session
+            from huggingface_hub import constants
         except ImportError:
             message, hint = "no installed package can open hf:// URLs", "Install it:  pip install 'transaxle[hf]'"
             raise refuse("UNSUPPORTED", message, file=shown, hint=hint) from None
         if constants.HF_HUB_OFFLINE:
             hint = "Unset HF_HUB_OFFLINE; or give the folder of a download, which `hf download OWNER/NAME` prints."
             raise refuse("UNSUPPORTED", "HF_HUB_OFFLINE forbids the network", file=shown, hint=hint)
-        self._session: Any = get_session
-        if not isinstance(get_session(), httpx.Client):
-            hint = "Install a newer one:  pip install 'transaxle[hf]'"
-            raise refuse("UNSUPPORTED", "huggingface_hub is older than 1.0", file=shown, hint=hint)
         self.endpoint = str(constants.ENDPOINT).rstrip("/")
         """The hub's address."""
         try:
@@ -163,14 +159,15 @@ class HubRequests:
     def head(self, url: str, file: str) -> Answer:
         """Return what the hub says of a file, without its bytes; `location` is where it keeps them, if not here.
 
-        Redirects are followed as long as they stay with the hub.
+        Redirects are followed until somebody says which file it is: of a repository with another name, of a mirror to
+        the hub. What follows then may be signed for reading alone.
 
         Raises:
             StorageError: IO.
         """
         for _ in range(_MOST_REDIRECTS):
             answer = self._patiently("HEAD", url, {}, file, 0)
-            if answer.location is None or not self.is_home(answer.location) or any(map(answer.says, OF_FILE)):
+            if answer.location is None or any(map(answer.says, OF_FILE)):
                 return answer
             url = answer.location
         raise refuse("IO", f"{_host(url)} redirects without end", file=file)
@@ -205,10 +202,10 @@ class HubRequests:
         if token:
             sent["Authorization"] = f"Bearer {token}"
         seconds = self._data_timeout if "Range" in headers else self._metadata_timeout
-        session = self._session()
+        client = _client()
         try:
-            request = session.build_request(method, url, headers=sent, timeout=httpx.Timeout(seconds))
-            response = session.send(request, stream=True, follow_redirects=False)
+            request = client.build_request(method, url, headers=sent, timeout=httpx.Timeout(seconds, pool=None))
+            response = client.send(request, stream=True, follow_redirects=False)
             try:
                 status = response.status_code
                 cap = most if status in (200, 206) else 1 << 16
@@ -231,8 +228,19 @@ class HubRequests:
         except httpx.TransportError as error:
             kind, said = type(error).__name__, harmless(_without(token, str(error)))
             raise _PassingError(f"{_host(url)} cannot be read ({kind}{': ' if said else ''}{said})") from None
-        except Exception as error:  # noqa: BLE001 - a client of the user's may raise anything, with the token in it
+        except Exception as error:  # noqa: BLE001 - what libraries raise may have the token in it
             raise refuse("IO", f"asking {_host(url)}: {type(error).__name__}", file=file) from None
+
+
+CLIENTS: dict[int, httpx.Client] = {}
+"""Process -> its client, with connections that all repositories and threads share, and no forked process."""
+
+
+def _client() -> httpx.Client:
+    import httpx
+
+    process = os.getpid()
+    return CLIENTS.get(process) or CLIENTS.setdefault(process, httpx.Client(follow_redirects=False))
 
 
 class _PassingError(Exception):
