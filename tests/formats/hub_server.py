@@ -12,6 +12,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -191,7 +192,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def _answer_of_large(self) -> None:
         address = urlsplit(self.path)
         held = {
-            hashlib.sha256(data).hexdigest(): data
+            _sha256(data): data
             for repository in self.hub.repositories.values()
             for files in repository.commits.values()
             for data in files.values()
@@ -206,12 +207,17 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """Say nothing."""
 
 
+@lru_cache(maxsize=64)
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
 def _entry(path: str, data: bytes) -> dict[str, Any]:
     """One line of a list."""
     if len(data) < LARGE:
         blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
         return {"type": "file", "oid": blob, "size": len(data), "path": path}
-    large = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+    large = {"oid": _sha256(data), "size": len(data), "pointerSize": 134}
     return {"type": "file", "oid": "1" * 40, "size": len(data), "lfs": large, "xetHash": "2" * 64, "path": path}
 
 

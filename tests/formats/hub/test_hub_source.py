@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -128,6 +129,37 @@ def test_workers_read_the_commit_that_was_planned(hub: Hub, tmp_path: Path) -> N
     with plan.order.planned() as prepared:
         assert prepared.checkpoint.path == plan.order.source
         assert not prepared.plan.refusals
+
+
+def test_several_workers_while_a_branch_moves(hub: Hub, tmp_path: Path) -> None:
+    local = tiny(tmp_path / "local", shards=3)
+    commit = hub.put(NAME, files_of(local))
+    other = files_of(write(tmp_path / "other", {name: -array for name, array in tensors().items()}, shards=3))
+
+    def move(handler: object) -> bool:
+        if len(hub.seen) == 3:
+            hub.put(NAME, other)
+        return False
+
+    hub.meddle = move
+    with ThreadPoolExecutor(2) as pool:
+        report = tx.convert(f"hf://{NAME}", tmp_path / "out", to="hf", on=pool, items=4)
+    assert len(hub.repositories[f"models/{NAME}"].commits) == 2
+    assert report.source == f"hf://{NAME}@{commit}"
+    assert same(local, tmp_path / "out")
+    asked = [each.path.rpartition("/")[2] for each in hub.asked("hub") if "/revision/" in each.path]
+    assert (asked[0], set(asked[1:]) <= {commit}) == ("main", True)
+
+
+def test_a_model_is_loaded(hub: Hub, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    random = np.random.default_rng(0)
+    held = {f"part.{at}.weight": random.standard_normal((64, 1024), np.float32) for at in range(12)}
+    hub.put(NAME, files_of(write(tmp_path / "local", held)))
+    state = {"part.5.weight": torch.zeros(64, 1024)}
+    tx.load(state, f"hf://{NAME}", strict=False)
+    assert state["part.5.weight"].numpy().tobytes() == held["part.5.weight"].tobytes()
+    assert hub.sent <= held["part.5.weight"].nbytes + 4 * LEAST
 
 
 def test_few_bytes_and_few_requests(hub: Hub, tmp_path: Path) -> None:
