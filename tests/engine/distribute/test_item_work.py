@@ -23,13 +23,15 @@ from tests import checkpoints
 from tests.engine import killed, quantized
 from tests.engine.distribute.arrays import do, ended, in_child, planned
 from tests.engine.killed import contents
+from transaxle.engine.distribute import item_work
 from transaxle.engine.distribute import work_plan as plans
+from transaxle.engine.distribute.conversion_order import ConversionOrder
 from transaxle.engine.distribute.driver import begin_work, commit_work
 from transaxle.engine.distribute.item_work import do_item, let_go
 from transaxle.engine.distribute.work_plan import WorkPlan, parse_plan, read_plan, write_plan
 from transaxle.engine.views.encode import Encode
 from transaxle.errors import Code
-from transaxle.formats.staging.place import ITEMS, PARTIAL, SCRATCH, neighbour
+from transaxle.formats.staging.place import ITEMS, MOVES, PARTIAL, SCRATCH, neighbour
 from transaxle.formats.staging.writer import Writer
 
 SMALL = {**checkpoints.SIZES, "num_hidden_layers": 1, "num_experts": 2}
@@ -282,6 +284,77 @@ def test_a_program_that_plans_otherwise_is_refused(source: Path, tmp_path: Path)
     begin_work(plan)
     other = msgspec.structs.replace(plan, task=msgspec.structs.replace(plan.task, plan="0" * 32))
     assert "makes another plan" in str(refused("UNSUPPORTED", lambda: do(other)))
+
+
+def forbidden(patch: pytest.MonkeyPatch) -> list[str]:
+    """Count who plans."""
+    planning: list[str] = []
+    planned_before = ConversionOrder.planned
+
+    def counted(order: ConversionOrder) -> Any:
+        planning.append(order.source)
+        return planned_before(order)
+
+    patch.setattr(ConversionOrder, "planned", counted)
+    return planning
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_worker_plans_only_where_the_source_is_seen_through_a_view(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, name, to, options = CASES[case]
+    reading: dict[str, Any] = {key: options[key] for key in ("decode", "dtype") if key in options}
+    shaping = {key: value for key, value in options.items() if key == "tp"}
+    if "encode" in options:
+        shaping["encode"] = Encode(options["encode"])
+    plan = planned(make(tmp_path / "source"), tmp_path / name, to, 3, reading, **shaping)
+    begin_work(plan)
+    planning = forbidden(monkeypatch)
+    do(plan)
+    seen_through_a_view = case in ("checksums", "decoded", "cast")
+    assert len(planning) == seen_through_a_view
+    assert all(bool(item.key) != seen_through_a_view for item in plan.items)
+
+
+@pytest.mark.parametrize("damage", ["changed", "shorter", "gone"])
+def test_moves_that_are_not_those_of_the_plan_are_not_done(
+    damage: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker then plans itself."""
+    killed.convert(source, tmp_path / "wanted")
+    plan = planned(source, tmp_path / "out", killed.TO, 3)
+    begin_work(plan)
+    moves = neighbour(tmp_path / "out", PARTIAL) / SCRATCH / MOVES
+    data = bytearray(moves.read_bytes())
+    assert sum(item.size for item in plan.items) == len(data)
+    if damage == "changed":
+        data[plan.items[1].begin + 100] ^= 1
+        moves.write_bytes(data)
+    elif damage == "shorter":
+        moves.write_bytes(data[: plan.items[1].begin + 5])
+    else:
+        moves.unlink()
+    planning = forbidden(monkeypatch)
+    do_item(plan.text, 0)
+    assert len(planning) == (damage == "gone")
+    do_item(plan.text, 1)
+    do_item(plan.text, 2)
+    assert len(planning) == 1
+    let_go()
+    commit_work(plan)
+    assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
+
+
+def test_a_worker_of_a_service_looks_at_the_files_that_it_reads(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = planned(source, tmp_path / "out", killed.TO, 2)
+    assert all(item.sources and set(item.sources) <= set(plan.files) for item in plan.items)
+    begin_work(plan)
+    os.utime(source / plan.items[0].sources[0])
+    monkeypatch.setattr(item_work, "is_url", lambda _: True)
+    assert "changed or replaced since" in str(refused("CORRUPT", lambda: do(plan, [0])))
 
 
 def test_work_of_another_conversion_is_left_alone(source: Path, tmp_path: Path) -> None:

@@ -24,9 +24,9 @@ from transaxle.engine.distribute.item_work import (
     lent,
     measured_of,
     refuse_not_begun,
+    write_moves,
 )
-from transaxle.engine.distribute.work_items import WorkItem, ranges_of
-from transaxle.engine.distribute.work_items import numbers as numbers_in
+from transaxle.engine.distribute.work_items import WorkItem, moves_of, ranges_of
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.engine.execute.commit import carry, write_known, write_rest
 from transaxle.engine.execute.execute import Report, reported
@@ -83,6 +83,7 @@ def begin(plan: WorkPlan, prepared: Prepared, stage: Staging) -> dict[int, ItemR
         (stage.scratch / ITEMS).mkdir(exist_ok=True)
     except OSError as error:
         raise failed(error, "making the folder for results", str(stage.scratch)) from error
+    write_moves(plan, prepared, stage.scratch)
     return _believed(plan, prepared, stage.scratch, kept)
 
 
@@ -121,14 +122,16 @@ def _is_of(plan: WorkPlan, prepared: Prepared, number: int, result: ItemResult) 
     """Tell whether a result is that of the item with its number."""
     if number >= len(plan.items):
         return False
-    names = {prepared.plan.tensors[each].name for each in numbers_in(plan.items[number].tensors)}
-    return names == result.tensors.keys() and Known.of([result], plan.task).has(plan.items[number], prepared.plan)
+    item = plan.items[number]
+    moves = moves_of(prepared.plan, item)
+    names = {tensor.name for tensor in moves.tensors}
+    return names == result.tensors.keys() and Known.of([result], plan.task).has(item, moves)
 
 
 def left_to_do(plan: WorkPlan, prepared: Prepared, results: dict[int, ItemResult]) -> list[WorkItem]:
     """Return the items of which something is in none of the results."""
     known = Known.of(results.values(), plan.task)
-    return [item for item in plan.items if not known.has(item, prepared.plan)]
+    return [item for item in plan.items if not known.has(item, moves_of(prepared.plan, item))]
 
 
 def hand_out(

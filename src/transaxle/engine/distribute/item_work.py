@@ -1,4 +1,4 @@
-"""What a worker does: it opens the plan once, carries out one item after another, and leaves a result of each.
+"""What a worker does: it opens the source once, carries out one item after another, and leaves a result of each.
 
 An item may be done by several workers at once, or again: all write the same bytes to the same places, and the result is
 put beside the draft in one step, when the bytes are durable. The commit takes the plan up only where no worker is left.
@@ -17,21 +17,24 @@ from threading import Lock
 from types import TracebackType
 from typing import Self
 
+import msgspec
+
 from transaxle.encodings.arithmetic.codec import Error
 from transaxle.engine.copying.duplicate_checks import unequal
-from transaxle.engine.distribute.work_items import WorkItem, numbers
+from transaxle.engine.distribute.work_items import Moves, WorkItem, moves_of, numbers, parse_moves
 from transaxle.engine.distribute.work_plan import WorkPlan, parse_plan
 from transaxle.engine.execute.execute import Copying
-from transaxle.engine.execute.preflight import task_of
+from transaxle.engine.execute.preflight import state_of, task_of
 from transaxle.engine.execute.tensor_stream import decoding_errors
 from transaxle.engine.plan.conversion import Prepared, ready
-from transaxle.engine.plan.planned import Plan
 from transaxle.engine.views.cast import casting_errors
 from transaxle.errors import Refusal, gathered, refuse
 from transaxle.formats.catalog.checksums import Witness
-from transaxle.formats.staging.place import SCRATCH, TargetPlace
+from transaxle.formats.staging.location import storage_at
+from transaxle.formats.staging.place import MOVES, SCRATCH, TargetPlace
 from transaxle.formats.staging.writer import Writer
-from transaxle.formats.storage.storage import layer
+from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.storage import Storage, is_url, layer
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Done, ItemResult, Task, item_file, results_in, task_in, written_error
 from transaxle.move.workers import Limits, limits
@@ -82,61 +85,160 @@ class OpenedPlan:
     ) -> None:
         self._stack.close()
 
+
+class Hand:
+    """What does items of a plan in this process, from their stored moves; it plans itself only where there are none.
+
+    Args:
+        plan: what was planned.
+        prepared: the same, where its source is open in this process already; it stays open.
+
+    Raises:
+        TransaxleError: what opening the source raises; CORRUPT where it has changed since.
+    """
+
+    def __init__(self, plan: WorkPlan, prepared: Prepared | None = None) -> None:
+        self.plan = plan
+        self._lock = Lock()
+        self._stack = ExitStack()
+        self._opened = None if prepared is None else self._stack.enter_context(OpenedPlan(plan, prepared))
+        self._storage: Storage | None = None
+        self._place = TargetPlace(plan.order.target, overwrite=False)
+        if prepared is None and any(item.key for item in plan.items):
+            self._storage = storage_at(plan.order.source)
+            self._stack.callback(self._storage.close)
+            try:
+                self._refuse_changed(self._storage)
+            except BaseException:
+                self._stack.close()
+                raise
+
+    def _refuse_changed(self, storage: Storage) -> None:
+        if is_url(self.plan.order.source):
+            return  # a request for each file is too much: those that an item reads are looked at then
+        problems = list[Refusal]()
+        state = state_of(storage, self.plan.files, problems)
+        if problems:
+            raise gathered(problems)
+        refuse_changed(self.plan.task, msgspec.structs.replace(self.plan.task, state=state))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
     def do(self, number: int) -> ItemResult:
         """Carry an item out, unless it is done already, and return its result.
 
         Raises:
-            TransaxleError: what reading and writing raise; UNEQUAL_COPIES; CORRUPT where the source was changed
-                meanwhile; EXISTS where other work is going on, or nothing has begun.
+            TransaxleError: what planning, reading and writing raise; UNEQUAL_COPIES; CORRUPT where the source was
+                changed meanwhile; EXISTS where other work is going on, or nothing has begun.
         """
         item = self.plan.items[number]
         if not self._place.partial.is_dir():
             raise refuse("INCOMPLETE", "the work on this plan has not begun", file=self.plan.order.target, hint=_BEGIN)
+        scratch = self._place.partial / SCRATCH
         writer = Writer(self._place.partial, sync=True, shared=True)
         try:
-            refuse_not_begun(self.plan, self.scratch)
-            earlier = results_in(self.scratch, [number]).get(number)
-            if earlier is not None and Known.of([earlier], self.plan.task).has(item, self.prepared.plan):
+            moves, storage, limit = self._ready(item, scratch)
+            refuse_not_begun(self.plan, scratch)
+            earlier = results_in(scratch, [number]).get(number)
+            if earlier is not None and Known.of([earlier], self.plan.task).has(item, moves):
                 return earlier
-            result = self._carried_out(item, writer)
+            result = _carried_out(self.plan, item, moves, storage, limit, writer)
             writer.flush()
             writer.put(f"{SCRATCH}/{item_file(number)}", result.text)
         finally:
             writer.close()
         return result
 
-    def _carried_out(self, item: WorkItem, writer: Writer) -> ItemResult:
-        begin = time.monotonic()
-        plan, storage = self.prepared.plan, self.prepared.checkpoint.container.storage
-        checks = [plan.checks[number] for number in numbers(item.checks)]
-        if differing := unequal(checks, storage, self.limit):
-            raise gathered(differing)
-        measured = self._measured(item)
-        tensors = [plan.tensors[number] for number in numbers(item.tensors)]
-        done = Copying.of(tensors, storage, self.limit).copy(tensors, writer)
-        witness = layer(storage, Witness)
-        tallies = {} if witness is None else witness.hand_over()
-        storage.recheck()
-        return ItemResult(
-            task=self.plan.task,
-            number=item.number,
-            tensors={name: (each.hash, written_error(each.error)) for name, each in done.items()},
-            checks=tuple(numbers(item.checks)),
-            measured={name: (written_error(error), infinite) for name, (error, infinite) in measured.items()},
-            summed=tuple((each.file, each.offset, tuple(tally.parts)) for each, tally in tallies.items()),
-            worker=f"{socket.gethostname()}:{os.getpid()}",
-            nbytes=sum(tensor.nbytes for tensor in tensors),
-            seconds=time.monotonic() - begin,
-        )
+    def _ready(self, item: WorkItem, scratch: Path) -> tuple[Moves, Storage, Limits]:
+        """Return what an item does, of which source, and with how much memory."""
+        moves = self._stored(item, scratch)
+        if moves is not None and self._storage is not None:
+            if any(self._storage.version(file) != version for file, version in moves.versions):
+                refuse_changed(self.plan.task, msgspec.structs.replace(self.plan.task, state=""))
+            return moves, self._storage, limits(self.plan.jobs, self.plan.memory).holding(moves.band)
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._stack.enter_context(OpenedPlan(self.plan))
+            opened = self._opened
+        prepared = opened.prepared
+        return moves_of(prepared.plan, item), prepared.checkpoint.container.storage, opened.limit
 
-    def _measured(self, item: WorkItem) -> dict[str, tuple[Error, int]]:
-        """Return how far the decoded and cast tensors of an item are from what they were."""
-        storage = self.prepared.checkpoint.container.storage
-        wanted = [self.prepared.plan.recoded[number] for number in numbers(item.measures)]
-        cast = casting_errors(storage, [each.name for each in wanted if each.action == "cast"], self.limit)
-        names = [each.name for each in wanted if each.action == "decoded"]
-        decoded = decoding_errors(storage, names, self.limit)
-        return cast | {name: (error, 0) for name, error in decoded.items()}
+    def _stored(self, item: WorkItem, scratch: Path) -> Moves | None:
+        """Return the moves of an item; None where they are not there, or others: whoever plans finds out why.
+
+        Raises:
+            StorageError: IO.
+        """
+        if self._storage is None or not item.key:
+            return None
+        begun = task_in(scratch)
+        if begun is None or begun.key != self.plan.task.key:
+            return None
+        try:
+            with (scratch / MOVES).open("rb") as file:
+                file.seek(item.begin)
+                return parse_moves(file.read(item.size), item)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise failed(error, "reading what an item does", str(scratch / MOVES)) from error
+
+
+def write_moves(plan: WorkPlan, prepared: Prepared, scratch: Path) -> None:
+    """Store what each item does, for workers that plan nothing.
+
+    Raises:
+        StorageError: IO, NO_SPACE.
+    """
+    if not any(item.key for item in plan.items):
+        return
+    storage, path = prepared.checkpoint.container.storage, scratch / MOVES
+    making = path.with_name(f"{MOVES}.new")
+    try:
+        with making.open("wb") as file:
+            for item in plan.items:
+                file.write(moves_of(prepared.plan, item, storage).text)
+        making.replace(path)
+    except OSError as error:
+        raise failed(error, "storing what the items do", str(path)) from error
+
+
+def _carried_out(
+    plan: WorkPlan, item: WorkItem, moves: Moves, storage: Storage, limit: Limits, writer: Writer
+) -> ItemResult:
+    begin = time.monotonic()
+    if differing := unequal(moves.checks, storage, limit):
+        raise gathered(differing)
+    measured = _measured(moves, storage, limit)
+    done = Copying.of(moves.tensors, storage, limit).copy(moves.tensors, writer)
+    witness = layer(storage, Witness)
+    tallies = {} if witness is None else witness.hand_over()
+    storage.recheck()
+    return ItemResult(
+        task=plan.task,
+        number=item.number,
+        tensors={name: (each.hash, written_error(each.error)) for name, each in done.items()},
+        checks=tuple(numbers(item.checks)),
+        measured={name: (written_error(error), infinite) for name, (error, infinite) in measured.items()},
+        summed=tuple((each.file, each.offset, tuple(tally.parts)) for each, tally in tallies.items()),
+        worker=f"{socket.gethostname()}:{os.getpid()}",
+        nbytes=sum(tensor.nbytes for tensor in moves.tensors),
+        seconds=time.monotonic() - begin,
+    )
+
+
+def _measured(moves: Moves, storage: Storage, limit: Limits) -> dict[str, tuple[Error, int]]:
+    """Return how far the decoded and cast tensors of an item are from what they were."""
+    cast = casting_errors(storage, [each.name for each in moves.measures if each.action == "cast"], limit)
+    names = [each.name for each in moves.measures if each.action == "decoded"]
+    decoded = decoding_errors(storage, names, limit)
+    return cast | {name: (error, 0) for name, error in decoded.items()}
 
 
 @dataclass(frozen=True)
@@ -160,12 +262,17 @@ class Known:
             frozenset(name for result in found for name in result.measured),
         )
 
-    def has(self, item: WorkItem, plan: Plan) -> bool:
-        """Tell whether all is known that an item should find out."""
+    def has(self, item: WorkItem, moves: Moves) -> bool:
+        """Tell whether all is known that an item should find out.
+
+        Args:
+            item: the item.
+            moves: what it does.
+        """
         return (
-            all(plan.tensors[number].name in self.tensors for number in numbers(item.tensors))
+            all(tensor.name in self.tensors for tensor in moves.tensors)
             and self.checks.issuperset(numbers(item.checks))
-            and all(plan.recoded[number].name in self.measured for number in numbers(item.measures))
+            and all(each.name in self.measured for each in moves.measures)
         )
 
 
@@ -202,8 +309,8 @@ def refuse_not_begun(plan: WorkPlan, scratch: Path) -> None:
 
 
 _lock = Lock()
-_opened: dict[str, OpenedPlan] = {}
-"""The plan that this process works on, by the hash of its text."""
+_opened: dict[str, Hand] = {}
+"""What does items of the plan that this process works on, by the hash of its text."""
 
 
 def do_item(text: bytes, number: int) -> bytes:
@@ -219,13 +326,13 @@ def do_item(text: bytes, number: int) -> bytes:
         `ItemResult.text`.
 
     Raises:
-        TransaxleError: as `OpenedPlan` and its `do`.
+        TransaxleError: as `Hand` and its `do`.
     """
     key = digest(text)
     with _lock:
         if key not in _opened:
             _close()
-            _opened[key] = OpenedPlan(parse_plan(text, "the plan"))
+            _opened[key] = Hand(parse_plan(text, "the plan"))
         opened = _opened[key]
     return opened.do(number).text
 
@@ -235,7 +342,7 @@ def lent(plan: WorkPlan, prepared: Prepared) -> Iterator[None]:
     """Let `do_item` use the source that is open in this process, until the block ends."""
     with _lock:
         _close()
-        _opened[digest(plan.text)] = OpenedPlan(plan, prepared)
+        _opened[digest(plan.text)] = Hand(plan, prepared)
     try:
         yield
     finally:

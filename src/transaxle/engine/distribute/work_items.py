@@ -2,6 +2,9 @@
 
 A tensor is never divided, as its hash is taken in order; the buffers that one tensor is encoded as stay together. What
 may refuse a conversion comes first: copies that must be equal, values that may become infinite.
+
+An item says by numbers what it does of the plan. The moves behind the numbers are kept beside the draft, a range of one
+file for each item, so that a worker reads those of its items and plans nothing. An item has their hash.
 """
 
 from __future__ import annotations
@@ -11,8 +14,12 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from transaxle.arguments import read_count
-from transaxle.engine.plan.planned import Plan
+from transaxle.engine.copying.duplicate_checks import PlannedCheck
+from transaxle.engine.plan.planned import Plan, PlannedTensor, Recoded
 from transaxle.formats.dtype import nbytes
+from transaxle.formats.storage.storage import Storage
+from transaxle.move.hashing import digest
+from transaxle.move.transfer import Transfer
 
 _USUAL = 1 << 30
 """Bytes of an item where nobody says how many there are."""
@@ -38,6 +45,73 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
     """Of which recoded tensors of the plan it measures the error."""
     files: tuple[str, ...] = ()
     """Target files that it writes into."""
+    sources: tuple[str, ...] = ()
+    """Source files that it reads, those first of which it reads most."""
+    begin: int = 0
+    """First byte of its moves in the file that holds those of all items."""
+    size: int = 0
+    """Bytes of its moves."""
+    key: str = ""
+    """Hash of its moves; empty where the file has none, and a worker must plan the whole conversion."""
+
+
+class Moves(msgspec.Struct, frozen=True, kw_only=True):
+    """What an item does, in full."""
+
+    versions: tuple[tuple[str, str], ...] = ()
+    """The source files that it reads, and the version of each that was planned for."""
+    tensors: tuple[PlannedTensor, ...] = ()
+    """What it writes."""
+    checks: tuple[PlannedCheck, ...] = ()
+    """What it compares."""
+    measures: tuple[Recoded, ...] = ()
+    """Of what it measures the error."""
+
+    @property
+    def band(self) -> int:
+        """See `Plan.band`."""
+        return max((tensor.step.band for tensor in self.tensors if tensor.step is not None), default=0)
+
+    @property
+    def text(self) -> bytes:
+        """The moves as bytes; `parse_moves` reads them."""
+        return msgspec.msgpack.encode(self)
+
+
+def parse_moves(text: bytes, item: WorkItem) -> Moves | None:
+    """Read the moves of an item; None where they are not those that were planned."""
+    if not item.key or digest(text) != item.key:
+        return None
+    return msgspec.msgpack.decode(text, type=Moves)
+
+
+def moves_of(plan: Plan, item: WorkItem, storage: Storage | None = None) -> Moves:
+    """Return what an item of a plan does.
+
+    Args:
+        plan: the plan.
+        item: the item.
+        storage: the source, for the versions of its files; None: they are left out.
+
+    Raises:
+        TransaxleError: a file of the source cannot be read.
+    """
+    return Moves(
+        versions=() if storage is None else tuple((name, storage.version(name)) for name in item.sources),
+        tensors=tuple(plan.tensors[number] for number in numbers(item.tensors)),
+        checks=tuple(plan.checks[number] for number in numbers(item.checks)),
+        measures=tuple(plan.recoded[number] for number in numbers(item.measures)),
+    )
+
+
+def keyed(plan: Plan, items: Iterable[WorkItem], storage: Storage) -> tuple[WorkItem, ...]:
+    """Return the items of a plan with the places and hashes of their moves; raises as `moves_of`."""
+    found, at = [], 0
+    for item in items:
+        text = moves_of(plan, item, storage).text
+        found.append(msgspec.structs.replace(item, begin=at, size=len(text), key=digest(text)))
+        at += len(text)
+    return tuple(found)
 
 
 def numbers(ranges: Ranges) -> Iterator[int]:
@@ -91,8 +165,26 @@ def divide(plan: Plan, count: int | None = None) -> tuple[WorkItem, ...]:
 def _item(plan: Plan, number: int, size: int, share: dict[str, list[int]]) -> WorkItem:
     tensors = share.get("tensors", [])
     files = dict.fromkeys(place.file for each in tensors for place in plan.tensors[each].everywhere)
-    ranges = {kind: ranges_of(found) for kind, found in share.items()}
-    return WorkItem(number=number, nbytes=size, files=tuple(files), **ranges)
+    reads: dict[str, int] = {}
+    for transfer in _reads(plan, share):
+        reads[transfer.file] = reads.get(transfer.file, 0) + transfer.size
+    return WorkItem(
+        number=number,
+        nbytes=size,
+        tensors=ranges_of(tensors),
+        checks=ranges_of(share.get("checks", ())),
+        measures=ranges_of(share.get("measures", ())),
+        files=tuple(files),
+        sources=tuple(sorted(reads, key=lambda file: -reads[file])),
+    )
+
+
+def _reads(plan: Plan, share: dict[str, list[int]]) -> Iterator[Transfer]:
+    for each in share.get("tensors", ()):
+        yield from plan.tensors[each].transfers
+    for each in share.get("checks", ()):
+        yield from plan.checks[each].first
+        yield from plan.checks[each].second
 
 
 def _pieces(plan: Plan) -> Iterator[tuple[int, str, Sequence[int]]]:

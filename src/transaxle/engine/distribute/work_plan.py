@@ -1,7 +1,8 @@
 """A plan as a file, for workers that share nothing but a file system: what is converted, and the items of work.
 
-The file says what to plan, not the plan itself: each worker opens the source and plans anew, and must come to the same
-plan over the same files, or it is refused. So views of the source (decoded, cast, averaged) need no form on disk.
+The file says what to plan, not the plan itself. Whoever begins and commits opens the source and plans anew, and must
+come to the same plan over the same files, or is refused. Workers read the moves of their items, which are kept beside
+the draft; where the source is seen through a view (decoded, cast, averaged), which has no form on disk, they plan too.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from typing import Any
 import msgspec
 
 from transaxle.engine.distribute.conversion_order import ConversionOrder
-from transaxle.engine.distribute.work_items import WorkItem, divide
-from transaxle.engine.execute.preflight import Cleared
+from transaxle.engine.distribute.work_items import WorkItem, divide, keyed
+from transaxle.engine.execute.preflight import Cleared, source_files
 from transaxle.errors import refuse
 from transaxle.formats.storage.local import read_file
 from transaxle.formats.storage.os_errors import failed
-from transaxle.formats.storage.storage import unpinned
+from transaxle.formats.storage.storage import Overlay, unpinned
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Task
 
@@ -48,6 +49,8 @@ class WorkPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of the buffers of each worker."""
     items: tuple[WorkItem, ...]
     """The work."""
+    files: tuple[str, ...] = ()
+    """The source files whose state is that of the task, where workers need not plan."""
     seal: str = ""
     """Hash of all the rest, with this empty."""
 
@@ -76,13 +79,18 @@ def work_plan(order: ConversionOrder, cleared: Cleared, count: int | None = None
         cleared: the plan.
         count: how many items; None: one for each GiB.
         **options: `overwrite`, `sync`, `jobs`, `memory` of `WorkPlan`.
+
+    Raises:
+        TransaxleError: a file of the source cannot be read.
     """
     source = cleared.checkpoint.path
     if unpinned(source) != source:  # whoever does an item reads the commit that was planned, wherever a branch is then
         order = msgspec.structs.replace(order, source=source)
-    return WorkPlan(
-        program=program_version(), order=order, task=cleared.task, items=divide(cleared.plan, count), **options
-    )
+    items, storage = divide(cleared.plan, count), cleared.checkpoint.container.storage
+    if isinstance(storage, Overlay):
+        return WorkPlan(program=program_version(), order=order, task=cleared.task, items=items, **options)
+    items, files = keyed(cleared.plan, items, storage), source_files(cleared)
+    return WorkPlan(program=program_version(), order=order, task=cleared.task, items=items, files=files, **options)
 
 
 def parse_plan(text: bytes, file: str) -> WorkPlan:

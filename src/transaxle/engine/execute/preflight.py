@@ -10,7 +10,7 @@ deletes what is being read.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from transaxle.errors import Refusal, TransaxleError, Where, gathered
 from transaxle.formats.remote.url import address, local_path
 from transaxle.formats.staging.location import shown, staging_at
 from transaxle.formats.staging.staging import Staging
-from transaxle.formats.storage.storage import is_url
+from transaxle.formats.storage.storage import Storage, is_url
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Task, refuse_other
 from transaxle.move.workers import Limits, Progress, limits, unwatched
@@ -120,14 +120,25 @@ def preflight(
 def task_of(prepared: Prepared, problems: list[Refusal]) -> Task:
     """Return what a journal would belong to; files of the source that cannot be opened are added to the problems."""
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
+    state = state_of(storage, source_files(prepared), problems)
+    what = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), source=""))
+    return Task(f"{plan.format}:{plan.dialect}", plan.source, state, digest(what))
+
+
+def source_files(prepared: Prepared) -> tuple[str, ...]:
+    """Return the files of the source that what is made of it depends on."""
+    return (*prepared.checkpoint.container.files, *prepared.plan.carried)
+
+
+def state_of(storage: Storage, files: Iterable[str], problems: list[Refusal]) -> str:
+    """Return the hash of the state of files; those that cannot be opened are added to the problems."""
     lines = []
-    for name in (*prepared.checkpoint.container.files, *plan.carried):
+    for name in files:
         try:
             lines.append(f"{name} {storage.version(name)}\n")
         except TransaxleError as error:
             problems.extend(error.refusals)
-    what = msgspec.json.encode(msgspec.structs.replace(plan, refusals=(), source=""))
-    return Task(f"{plan.format}:{plan.dialect}", plan.source, digest("".join(lines).encode()), digest(what))
+    return digest("".join(lines).encode())
 
 
 def refuse_together(checkpoint: Checkpoint, target: str) -> None:

@@ -25,9 +25,10 @@ from transaxle.formats.storage.os_errors import failed
 
 PARTIAL, OLD = "partial", "old"
 """Suffixes of the two hidden neighbours."""
-SCRATCH, JOURNAL, ITEMS = ".transaxle", "journal", "items"
-"""Folder inside the hidden one for files outside the checkpoint, the file in it that lists finished tensors, and the
-folder in it with the results of work items. The first folder's presence means that the work is not finished.
+SCRATCH, JOURNAL, ITEMS, MOVES = ".transaxle", "journal", "items", "moves"
+"""Folder inside the hidden one for files outside the checkpoint; in it the file that lists finished tensors, the folder
+with the results of work items, and the file that says what each of them does. The first folder's presence means that
+the work is not finished.
 """
 OURS = re.compile(rf"\.(.+)\.transaxle-({PARTIAL}|{OLD})", re.DOTALL)
 """Name of a hidden neighbour: groups are the target's name and the suffix."""
