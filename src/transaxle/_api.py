@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Unpack
 
 from transaxle.arguments import (
@@ -250,8 +250,8 @@ def _converted_on(
     asked = order(
         read_source("src", src), read_path("dst", dst), read_text("to", to, "safetensors:hf"), reading, shaping
     )
-    with _planned(src, dst, to, options) as (prepared, _, _):
-        return convert_by(asked, prepared, launch)
+    with ExitStack() as stack:
+        return convert_by(asked, lambda: stack.enter_context(_planned(src, dst, to, options))[0], launch)
 
 
 def verify(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -24,23 +25,23 @@ def _convert(_rank: int, _world: int, source: str, target: str, options: dict[st
 
 
 def _fails(rank: int, _world: int, source: str, target: str) -> str:
-    from transaxle.engine.distribute.item_work import OpenedPlan
+    from transaxle.engine.distribute import item_work
     from transaxle.errors import refuse
 
-    real = OpenedPlan._carried_out
+    real = item_work._carried_out
 
-    def failing(self: OpenedPlan, item: Any, writer: Any) -> Any:
+    def failing(plan: Any, item: Any, *rest: Any) -> Any:
         if item.number == 2:
             raise refuse("IO", "the cable")
-        return real(self, item, writer)
+        return real(plan, item, *rest)
 
-    OpenedPlan._carried_out = failing  # type: ignore[method-assign]
+    item_work._carried_out = failing  # type: ignore[assignment]
     try:
         tx.convert(source, target, to="torchtitan", items=6, on="torchrun", resume=True)
     except tx.TransaxleError as error:
         return str(error)
     finally:
-        OpenedPlan._carried_out = real  # type: ignore[method-assign]
+        item_work._carried_out = real
     return f"rank {rank} met no error"
 
 
@@ -84,12 +85,18 @@ def test_the_command_line_speaks_once(tmp_path: Path) -> None:
             cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
 
-    done = ran("--items", "4", "--verify")
+    done = ran("--items", "4", "--verify", "--all")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("hashed while written") == 1
     assert done.stdout.count("intact") == 1
     tx.convert(source, tmp_path / "wanted", to="torchtitan")
     assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
+    events = ran("--items", "4", "--overwrite", "--json")
+    assert json.loads(events.stdout)["tensors"] == len(tx.open(tmp_path / "wanted"))
+    told = [json.loads(line) for line in events.stderr.splitlines() if line.startswith('{"event"')]
+    assert [each["event"] for each in told] == ["begun", *["item"] * 4]
+    assert sorted(each["item"] for each in told[1:]) == [0, 1, 2, 3]
+    assert told[-1]["done"] == told[-1]["total"] == sum(each["nbytes"] for each in told)
     refused = ran()
     assert refused.returncode != 0
     assert refused.stderr.count("the target already exists") == 1

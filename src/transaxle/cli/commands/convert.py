@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -85,11 +86,19 @@ def command(
     work = None
     if on is not None:
         from transaxle.engine.distribute.conversion_order import order
-        from transaxle.engine.distribute.launch import Launch
+        from transaxle.engine.distribute.launch import Launch, is_lead, is_torchrun
 
         how = Launch(on=on, items=items, overwrite=overwrite, resume=resume, sync=not no_sync)
         how = replace(how, jobs=options.said("jobs"), memory=options.said("memory"))
         work = order(src, dst, to, source_options, shaping), how
+        if is_torchrun(on):
+            report = _together(screen, *work)
+            if not is_lead():
+                return 0  # the first rank speaks for all
+            if not check:
+                return _told(screen, report, [])
+            with work[0].planned() as prepared:
+                return _told(screen, report, _verified(screen, prepared, dst, source_options, limit))
     with open_checkpoint(src, **source_options) as source:
         with screen.working("planning"):
             prepared = make_plan(source, to, target=dst, **shaping)
@@ -98,52 +107,50 @@ def command(
                 ready(prepared)
         if resume:
             screen.way_on = "run the same command again to continue"
-        with screen.progress(sum(tensor.nbytes for tensor in prepared.plan.tensors), stays=True) as progress:
-            if work is not None:
-                report = _on(work[0], prepared, replace(work[1], progress=progress))
-            else:
+        if work is not None:
+            from transaxle.engine.distribute.launch import convert_on
+
+            with screen.workers() as watch:
+                report = convert_on(work[0], prepared, replace(work[1], watch=watch))
+        else:
+            with screen.progress(sum(tensor.nbytes for tensor in prepared.plan.tensors), stays=True) as progress:
                 report = execute(
                     prepared, dst, overwrite=overwrite, resume=resume, sync=not no_sync, limit=limit, progress=progress
                 )
-        if work is not None and _speaks_for_none(work[1]):
-            return 0  # the first rank speaks for all
-        for note in () if screen.as_json else report.leftovers:
-            screen.note(note)
-        screen.consequence, screen.way_on = f"{dst} is written, but not verified", ""
-        checked = _verified(screen, prepared, dst, source_options, limit) if check else []
-    if screen.as_json:
-        screen.document({**report.as_json(), **{_KEYS[type(result)]: result.as_json() for result in checked}})
-    else:
-        print_report(screen, report)
-        for result in checked:
-            if isinstance(result, Comparison):
-                print_comparison(screen, result)
-            else:
-                print_verification(screen, result)
-    return 0 if all(checked) else 1
+        return _told(screen, report, _verified(screen, prepared, dst, source_options, limit) if check else [])
 
 
-def _on(asked: ConversionOrder, prepared: Prepared, how: Launch) -> Report:
-    """Convert by several workers; a rank that is not the first leaves it to that one to say what they all raise."""
-    from transaxle.live.conversion.chosen_workers import convert_by
+def _together(screen: Screen, asked: ConversionOrder, how: Launch) -> Report:
+    """Convert by the ranks of a job; those that are not the first leave it to that one to say what they all raise."""
+    from transaxle.engine.distribute.launch import is_lead
+    from transaxle.live.conversion.torchrun import convert_together
+    from transaxle.live.transport.world import is_loss
 
     try:
-        return convert_by(asked, prepared, how)
+        if how.resume:
+            screen.way_on = "run the same command again to continue"
+        with screen.workers() as watch:
+            return convert_together(asked, replace(how, watch=watch) if is_lead() else how)
     except TransaxleError as error:
-        if not _speaks_for_none(how):
-            raise
-        from transaxle.live.transport.world import is_loss
-
-        if is_loss(error):
+        if is_lead() or is_loss(error):
             raise
         raise click.exceptions.Exit(error.exit_code) from None
 
 
-def _speaks_for_none(how: Launch) -> bool:
-    """Tell whether this process is a rank of a job, and not the first."""
-    from transaxle.engine.distribute.launch import is_lead, is_torchrun
-
-    return is_torchrun(how.on) and not is_lead()
+def _told(screen: Screen, report: Report, checked: Sequence[Verification | Comparison]) -> int:
+    """Print what was done, and return the exit code."""
+    if screen.as_json:
+        screen.document({**report.as_json(), **{_KEYS[type(result)]: result.as_json() for result in checked}})
+        return 0 if all(checked) else 1
+    for note in report.leftovers:
+        screen.note(note)
+    print_report(screen, report)
+    for result in checked:
+        if isinstance(result, Comparison):
+            print_comparison(screen, result)
+        else:
+            print_verification(screen, result)
+    return 0 if all(checked) else 1
 
 
 _KEYS = {Verification: "verification", Comparison: "comparison"}
@@ -153,6 +160,7 @@ def _verified(
     screen: Screen, prepared: Prepared, dst: str, source_options: dict[str, Any], limit: Limits
 ) -> list[Verification | Comparison]:
     """Check the result against its manifest and the source; what was encoded is encoded again for comparison."""
+    screen.consequence, screen.way_on = f"{dst} is written, but not verified", ""
     reading = {name: value for name, value in of_second(source_options).items() if name != "decode"}
     with open_checkpoint(dst, **reading) as written, screen.progress(2 * written.container.nbytes) as progress:
         verification = verify(written, limit, progress)
@@ -178,8 +186,7 @@ def print_report(screen: Screen, report: Report) -> None:
     if report.resumed:
         screen.line(f"  {plural(report.resumed, 'tensor')} had been written by an earlier run")
     if report.workers:
-        shares = [f"{name} {size(written)}" for name, written in report.workers.items()]
-        screen.some(f"  written by {plural(len(report.workers), 'process', 'processes')}", shares)
+        print_workers(screen, report.workers)
     if report.checks:
         screen.line(f"  {plural(report.checks, 'copy', 'copies')} proved equal")
     print_measured(screen, report.recoded)
@@ -189,3 +196,23 @@ def print_report(screen: Screen, report: Report) -> None:
     print_notes(screen, report.notes)
     if not report.synced:
         screen.line("  not synced (--no-sync): a power cut in the next minutes may damage the checkpoint")
+
+
+def print_workers(screen: Screen, workers: Mapping[str, int]) -> None:
+    """Print who wrote how much: by machine where there are several, and otherwise, or where all is asked for, each."""
+    from transaxle.engine.distribute.watching import node_of
+
+    nodes: dict[str, list[int]] = {}
+    for worker, written in workers.items():
+        nodes.setdefault(node_of(worker), []).append(written)
+    label = f"  written by {plural(len(workers), 'process', 'processes')}"
+    if len(nodes) > 1:
+        rows = [
+            f"{node} {size(sum(shares))} by {plural(len(shares), 'process', 'processes')}"
+            for node, shares in nodes.items()
+        ]
+        screen.some(f"{label} on {plural(len(nodes), 'machine')}", rows)
+        if not screen.everything:
+            return
+        label = "  each process"
+    screen.some(label, [f"{worker} {size(written)}" for worker, written in workers.items()])

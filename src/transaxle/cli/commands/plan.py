@@ -110,12 +110,12 @@ def command(
     with open_checkpoint(src, **source_options) as checkpoint, screen.working("planning"):
         planned = make_plan(checkpoint, to, target=dst, **shaping)
         prepared = preflight(planned, dst, overwrite=overwrite, resume=resume, limit=limit)
-    plan = prepared.plan
-    if path is not None and stored is not None and not plan.refusals:
-        from transaxle.engine.distribute.work_plan import work_plan, write_plan
+        plan = prepared.plan
+        if path is not None and stored is not None and not plan.refusals:
+            from transaxle.engine.distribute.work_plan import work_plan, write_plan
 
-        how: dict[str, Any] = {"overwrite": overwrite, "sync": not no_sync, "jobs": options.said("jobs")}
-        write_plan(work_plan(stored, prepared, items, memory=options.said("memory"), **how), path)
+            how: dict[str, Any] = {"overwrite": overwrite, "sync": not no_sync, "jobs": options.said("jobs")}
+            write_plan(work_plan(stored, prepared, items, memory=options.said("memory"), **how), path)
     error = gathered(plan.refusals) if plan.refusals else None
     if screen.as_json:
         shown = {

@@ -13,9 +13,14 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
+
+import msgspec
 
 from transaxle.errors import shortened
+
+if TYPE_CHECKING:
+    from transaxle.engine.distribute.watching import Event, Watch
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
@@ -23,6 +28,10 @@ _LONGEST = 20_000
 """Cap on the printed characters of one piece of a line."""
 _ENOUGH = 20
 """Rows of a list that are shown without `--all`."""
+_MOST = 16
+"""Machines that have a bar of their own."""
+_PERIOD = 120.0
+"""Seconds over which the rates of workers are taken: items are done seldom."""
 
 Text = str | tuple[str, str]
 """A text, or a text with its style."""
@@ -124,6 +133,44 @@ class Screen:
             yield lambda count: bar.advance(task, count)
 
     @contextmanager
+    def workers(self) -> Iterator[Watch]:
+        """Show on standard error what several workers do: a bar for all and one for each machine.
+
+        Where results are JSON, each event is a line of JSON there. The context gives the function that is told events.
+        """
+        if self.as_json:
+            yield _json_line
+            return
+        if not _watched(sys.stderr):
+            yield lambda _: None
+            return
+        from rich import progress
+        from rich.console import Console
+
+        bars = progress.Progress(
+            progress.TextColumn("  {task.description}"),
+            progress.BarColumn(40),
+            progress.DownloadColumn(),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(elapsed_when_finished=True),
+            console=Console(file=sys.stderr),
+            speed_estimate_period=_PERIOD,
+        )
+        nodes: dict[str, progress.TaskID] = {}
+        with bars:
+            everything = bars.add_task("", total=None)
+
+            def watch(event: Event) -> None:
+                text = f"{event.items_done} of {event.items} items"
+                bars.update(everything, total=event.total, completed=event.done, description=text)
+                if event.node and event.node not in nodes and len(nodes) < _MOST:
+                    nodes[event.node] = bars.add_task(event.node, total=None)
+                if event.node in nodes:
+                    bars.update(nodes[event.node], advance=event.nbytes)
+
+            yield watch
+
+    @contextmanager
     def working(self, activity: str) -> Iterator[None]:
         """Say on standard error what is being done, until it is done."""
         if not _watched(sys.stderr):
@@ -147,6 +194,11 @@ class Screen:
 def _number(value: Any) -> object:
     """Return a numpy scalar, such as a setting of an optimizer, as a plain number."""
     return value.item()
+
+
+def _json_line(event: Event) -> None:
+    sys.stderr.write(msgspec.json.encode(event).decode() + "\n")
+    sys.stderr.flush()
 
 
 def _watched(stream: TextIO) -> bool:

@@ -7,7 +7,7 @@ result, it writes what is known only then (digests, the manifest, carried files)
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,6 +26,7 @@ from transaxle.engine.distribute.item_work import (
     refuse_not_begun,
     write_moves,
 )
+from transaxle.engine.distribute.watching import Watch, Watcher, unseen
 from transaxle.engine.distribute.work_items import WorkItem, moves_of, ranges_of
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.engine.execute.commit import carry, write_known, write_rest
@@ -135,7 +136,12 @@ def left_to_do(plan: WorkPlan, prepared: Prepared, results: dict[int, ItemResult
 
 
 def hand_out(
-    plan: WorkPlan, prepared: Prepared, stage: Staging, executor: Executor, progress: Progress = unwatched
+    plan: WorkPlan,
+    prepared: Prepared,
+    stage: Staging,
+    executor: Executor,
+    progress: Progress = unwatched,
+    watch: Watch = unseen,
 ) -> tuple[dict[int, ItemResult], int]:
     """Begin, and let an executor do what is left to do; afterwards no worker is at work.
 
@@ -145,6 +151,7 @@ def hand_out(
         stage: entered.
         executor: hands items to workers.
         progress: told the bytes of each item that is done.
+        watch: told who has done it, and how much is left.
 
     Returns:
         All results, and how many tensors an earlier run had finished.
@@ -155,15 +162,14 @@ def hand_out(
     results = begin(plan, prepared, stage)
     items = left_to_do(plan, prepared, results)
     resumed = finished_of(list(results.values()))
-    sizes = {tensor.name: tensor.nbytes for tensor in prepared.plan.tensors}
-    progress(sum(sizes[name] for name in resumed))
+    watcher = Watcher(items, *sizes_of(prepared, resumed), progress, watch)
 
     def take(text: bytes) -> None:
         result = result_of(text)
         if result is None or result.task.key != plan.task.key:
             raise refuse("IO", "a worker's result was damaged on its way", file=plan.order.target)
         if result.number not in results:
-            progress(result.nbytes)
+            watcher.item(result)
         results[result.number] = result
 
     stage.share()
@@ -171,6 +177,12 @@ def hand_out(
         executor.run(partial(do_item, plan.text), items, take)
     stage.take_back()
     return results, len(resumed)
+
+
+def sizes_of(prepared: Prepared, finished: Collection[str]) -> tuple[int, int]:
+    """Return the bytes of all tensors, and of those that are finished."""
+    tensors = prepared.plan.tensors
+    return sum(each.nbytes for each in tensors), sum(each.nbytes for each in tensors if each.name in finished)
 
 
 def commit(
@@ -270,7 +282,13 @@ def _shares(results: Sequence[ItemResult]) -> dict[str, int]:
 
 
 def carry_out(
-    plan: WorkPlan, prepared: Prepared, executor: Executor, *, resume: bool = False, progress: Progress = unwatched
+    plan: WorkPlan,
+    prepared: Prepared,
+    executor: Executor,
+    *,
+    resume: bool = False,
+    progress: Progress = unwatched,
+    watch: Watch = unseen,
 ) -> Report:
     """Carry a plan out by several workers, from its beginning to its commit.
 
@@ -280,13 +298,14 @@ def carry_out(
         executor: hands items to workers.
         resume: continue an interrupted run, and keep this run's work if it fails too.
         progress: told the bytes of each item that is done.
+        watch: told who has done it, and how much is left.
 
     Raises:
         TransaxleError: whatever prevents it; the target is then as it was.
     """
     begun = time.monotonic()
     with staged(plan, resume=resume) as stage:
-        results, resumed = hand_out(plan, prepared, stage, executor, progress)
+        results, resumed = hand_out(plan, prepared, stage, executor, progress, watch)
         report = commit(plan, prepared, stage, results, resumed)
     return replace(report, seconds=time.monotonic() - begun)
 

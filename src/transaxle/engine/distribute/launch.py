@@ -10,6 +10,7 @@ from transaxle.arguments import Overwrite, wrong_type
 from transaxle.engine.distribute.conversion_order import ConversionOrder
 from transaxle.engine.distribute.driver import carry_out
 from transaxle.engine.distribute.executor import Executor, Pool, Submitting
+from transaxle.engine.distribute.watching import Watch, unseen
 from transaxle.engine.distribute.work_plan import WorkPlan, work_plan
 from transaxle.engine.execute.execute import Report, execute
 from transaxle.engine.execute.preflight import Cleared, preflight
@@ -44,6 +45,8 @@ class Launch:
     """Bytes of the buffers of each worker."""
     progress: Progress = field(default=unwatched)
     """Told the bytes of each item that is done."""
+    watch: Watch = field(default=unseen)
+    """Told who has done it, and how much is left."""
 
     @property
     def limit(self) -> Limits:
@@ -94,7 +97,7 @@ def convert_on(order: ConversionOrder, prepared: Prepared, launch: Launch) -> Re
     if cleared.finished:
         return launch.finished(cleared)
     work = launch.divided(order, cleared, jobs)
-    return carry_out(work, cleared, executor, resume=launch.resume, progress=launch.progress)
+    return carry_out(work, cleared, executor, resume=launch.resume, progress=launch.progress, watch=launch.watch)
 
 
 def _executor(on: On, jobs: int | None) -> tuple[Executor, int | None]:

@@ -5,18 +5,20 @@ Nothing is imported for the one that is not asked for: the ranks of a job need t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from transaxle.engine.distribute.conversion_order import ConversionOrder
 from transaxle.engine.distribute.launch import Launch, convert_on, is_torchrun
 from transaxle.engine.execute.execute import Report
 from transaxle.engine.plan.conversion import Prepared
 
 
-def convert_by(order: ConversionOrder, prepared: Prepared, launch: Launch) -> Report:
+def convert_by(order: ConversionOrder, prepared: Callable[[], Prepared], launch: Launch) -> Report:
     """Carry a conversion out by the workers that a launch names.
 
     Args:
         order: what is converted.
-        prepared: the plan that was made of it.
+        prepared: makes the plan of it; the ranks of a job leave that to the first of them.
         launch: by whom, and how.
 
     Raises:
@@ -24,7 +26,7 @@ def convert_by(order: ConversionOrder, prepared: Prepared, launch: Launch) -> Re
         TransaxleError: as `execute`; UNSUPPORTED where what it needs is not installed.
     """
     if not is_torchrun(launch.on):
-        return convert_on(order, prepared, launch)
+        return convert_on(order, prepared(), launch)
     from transaxle.live.conversion.torchrun import convert_together
 
-    return convert_together(order, prepared, launch)
+    return convert_together(order, launch)

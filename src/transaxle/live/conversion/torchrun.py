@@ -1,7 +1,7 @@
 """A conversion by the ranks of a job that torchrun has started: each takes the next item until none is left.
 
-Every rank runs the same command. The first one begins and commits; the items are counted in the job's own store, so a
-rank that is faster does more of them.
+Every rank runs the same command. The first one plans, begins and commits; the items are counted in the job's own store,
+so a rank that is faster does more of them, and so is what is done, which the first rank tells whoever watches.
 """
 
 from __future__ import annotations
@@ -9,18 +9,20 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
+import msgspec
 import torch.distributed as dist
 
 from transaxle.engine.distribute.conversion_order import ConversionOrder
-from transaxle.engine.distribute.driver import begin, commit, left_to_do, staged
-from transaxle.engine.distribute.item_work import do_item, finished_of, lent
+from transaxle.engine.distribute.driver import begin, commit, left_to_do, sizes_of, staged
+from transaxle.engine.distribute.item_work import do_item, finished_of, lent, let_go
 from transaxle.engine.distribute.launch import Launch
-from transaxle.engine.distribute.work_plan import WorkPlan, parse_plan
+from transaxle.engine.distribute.watching import Watcher
+from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.engine.execute.execute import Report
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import refuse
@@ -57,56 +59,73 @@ class _Lead:
 
     Args:
         order: what is converted.
-        prepared: the plan.
         launch: how.
     """
 
-    def __init__(self, order: ConversionOrder, prepared: Prepared, launch: Launch) -> None:
+    def __init__(self, order: ConversionOrder, launch: Launch) -> None:
         self._order = order
-        self._prepared = prepared
         self._launch = launch
+        self._prepared: Prepared | None = None
         self._work: WorkPlan | None = None
         self._stage: Staging | None = None
         self._results: dict[int, ItemResult] = {}
         self._report: Report | None = None
+        self._told: _Told | None = None
 
     def begin(self, stack: ExitStack) -> tuple[bytes, list[int]]:
-        """Create the files; return the plan, and the numbers of the items that are left to do."""
-        cleared = self._launch.cleared(self._order, self._prepared)
+        """Plan, and create the files; return the plan, and the numbers of the items that are left to do."""
+        cleared = self._launch.cleared(self._order, stack.enter_context(self._order.planned()))
         if cleared.finished:
             self._report = self._launch.finished(cleared)
             return b"", []
         self._work = self._launch.divided(self._order, cleared)
         self._stage = stack.enter_context(staged(self._work, resume=self._launch.resume))
-        self._results = begin(self._work, self._prepared, self._stage)
+        self._prepared = cleared
+        self._results = begin(self._work, cleared, self._stage)
         self._stage.share()
-        return self._work.text, [item.number for item in left_to_do(self._work, self._prepared, self._results)]
+        return self._work.text, [item.number for item in left_to_do(self._work, cleared, self._results)]
+
+    def watch(self, told: _Told, numbers: Sequence[int]) -> None:
+        """Tell whoever watches of the items that are done."""
+        work, prepared = self._begun()
+        sizes = sizes_of(prepared, finished_of(list(self._results.values())))
+        items = [work.items[each] for each in numbers]
+        told.watcher = Watcher(items, *sizes, self._launch.progress, self._launch.watch)
+        self._told = told
+
+    def lending(self) -> AbstractContextManager[None]:
+        """Let this process do items with the source that is open here."""
+        return lent(*self._begun())
+
+    def _begun(self) -> tuple[WorkPlan, Prepared]:
+        if self._work is None or self._prepared is None:
+            raise ValueError("nothing has begun")
+        return self._work, self._prepared
 
     def end(self, texts: list[bytes]) -> Report:
         """Commit what all ranks have done."""
-        if self._report is not None or self._work is None or self._stage is None:
-            return self._finished()
+        if self._report is not None:
+            return self._report
+        work, prepared = self._begun()
+        if self._stage is None:
+            raise ValueError("nothing has begun")
+        if self._told is not None:
+            self._told.look()
         resumed = len(finished_of(list(self._results.values())))
         for text in texts:
             result = result_of(text)
             if result is not None:
                 self._results[result.number] = result
         self._stage.take_back()
-        return commit(self._work, self._prepared, self._stage, self._results, resumed)
-
-    def _finished(self) -> Report:
-        if self._report is None:
-            raise ValueError("nothing has begun")
-        return self._report
+        return commit(work, prepared, self._stage, self._results, resumed)
 
 
-def convert_together(order: ConversionOrder, prepared: Prepared, launch: Launch) -> Report:
+def convert_together(order: ConversionOrder, launch: Launch) -> Report:
     """Carry a conversion out by all ranks of a job; collective.
 
     Args:
         order: what is converted, the same on all ranks.
-        prepared: the plan that was made of it.
-        launch: how.
+        launch: how; who watches is told of all items on the first rank, and of nothing on the others.
 
     Raises:
         UsageError: AMBIGUOUS where there is no job.
@@ -114,31 +133,69 @@ def convert_together(order: ConversionOrder, prepared: Prepared, launch: Launch)
     """
     begun = time.monotonic()
     with _job() as world, ExitStack() as stack:
-        lead = _Lead(order, prepared, launch) if world.rank == world.ranks[0] else None
+        lead = _Lead(order, launch) if world.rank == world.ranks[0] else None
         counter = f"transaxle/items/{secrets.token_hex(8)}"
         (text, numbers), counter = world.pool(lambda: (lead.begin(stack) if lead is not None else (b"", []), counter))[
             0
         ]
         done: list[list[bytes]] = []
         if text:
-            done = world.pool(lambda: _do(parse_plan(text, "the plan"), prepared, numbers, counter, launch))
+            done = world.pool(lambda: _do(text, numbers, counter, lead))
         results = [result for of_rank in done for result in of_rank]
         reports = world.pool(lambda: lead.end(results) if lead is not None else None)
     (report,) = (each for each in reports if each is not None)
     return replace(report, seconds=time.monotonic() - begun)
 
 
-def _do(work: WorkPlan, prepared: Prepared, numbers: list[int], counter: str, launch: Launch) -> list[bytes]:
+def _do(text: bytes, numbers: Sequence[int], counter: str, lead: _Lead | None) -> list[bytes]:
     """Take items until none is left, and return their results."""
     store = dist.distributed_c10d._get_default_store()
     results: list[bytes] = []
-    text = work.text
-    with lent(work, prepared):
+    told = _Told(f"{counter}/done")
+    if lead is not None:
+        lead.watch(told, numbers)
+    with nullcontext() if lead is None else lead.lending():
         try:
             while (at := store.add(counter, 1) - 1) < len(numbers):
                 results.append(do_item(text, numbers[at]))
-                launch.progress(work.items[numbers[at]].nbytes)
+                told.add(results[-1])
         except BaseException:
             store.add(counter, len(numbers))  # the others need not go on
             raise
+        finally:
+            let_go()
     return results
+
+
+class _Told:
+    """What all ranks have done, told by the first one.
+
+    Args:
+        key: where it is kept in the job's store.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._store = dist.distributed_c10d._get_default_store()
+        self._key = key
+        self.watcher: Watcher | None = None
+        """Told of each result; None on the other ranks."""
+        self._seen = 0
+
+    def add(self, text: bytes) -> None:
+        """Tell of an item that is done here; the first rank looks what the others have told."""
+        result = result_of(text)
+        if result is None:
+            return
+        short = msgspec.structs.replace(result, tensors={}, checks=(), measured={}, summed=())
+        self._store.set(f"{self._key}/{self._store.add(self._key, 1)}", short.text.decode())
+        self.look()
+
+    def look(self) -> None:
+        """On the first rank, tell what all have done since."""
+        if self.watcher is None:
+            return
+        while self._store.check([f"{self._key}/{self._seen + 1}"]):
+            self._seen += 1
+            result = result_of(self._store.get(f"{self._key}/{self._seen}"))
+            if result is not None:
+                self.watcher.item(result)
