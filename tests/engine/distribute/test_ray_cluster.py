@@ -20,7 +20,7 @@ from tests import checkpoints
 from tests.engine import killed
 from tests.engine.distribute.slow import Slow
 from tests.engine.killed import contents
-from transaxle.engine.distribute import ray_cluster
+from transaxle.engine.distribute import executor, ray_cluster
 from transaxle.engine.distribute.work_items import WorkItem
 from transaxle.errors import UsageError
 
@@ -99,8 +99,8 @@ def test_a_node_that_is_lost_is_replaced_by_the_others(
 
 def test_a_straggler_is_done_twice(cluster: Any, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cluster.list_all_nodes()
-    monkeypatch.setattr(ray_cluster, "_GRACE", 1.0)
-    monkeypatch.setattr(ray_cluster, "_TICK", 0.2)
+    monkeypatch.setattr(executor, "GRACE", 1.0)
+    monkeypatch.setattr(ray_cluster, "TICK", 0.2)
     killed.convert(source, tmp_path / "wanted")
     (stuck := tmp_path / "stuck").mkdir()
     begun = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from statistics import median
 from typing import Any, Protocol, runtime_checkable
 
 from transaxle.engine.distribute.work_items import WorkItem
@@ -19,6 +20,14 @@ the source and the target's folder; called twice for one item, also at once, it 
 """
 _TRIES = 3
 """How often an item is tried whose worker meets an error of the machine."""
+RETRIES = 10
+"""How often a scheduler that we tell does an item again whose worker or machine is lost, or met an error of it."""
+SLOW = 3.0
+"""An item is a straggler that takes so many times as long as half of the others did at most."""
+GRACE = 10.0
+"""Seconds that no item needs to explain."""
+TICK = 1.0
+"""Seconds between two looks for stragglers."""
 
 
 @runtime_checkable
@@ -88,3 +97,60 @@ class Pool:
             for each in running:
                 each.cancel()
             wait([each for each in running if not each.cancelled()])
+
+
+class Stragglers:
+    """Tells which items to begin once more: those that take much longer than the others did, when nothing else waits.
+
+    It knows nothing of who does them, or of clocks: whoever hands items out tells it what happens, and when.
+    """
+
+    def __init__(self) -> None:
+        self._running: dict[int, list[float]] = {}
+        """Item -> when each of its runs was handed out."""
+        self._seconds: list[float] = []
+        """How long the items took that are done."""
+        self._done: set[int] = set()
+        self._last_begun: float | None = None
+        """Since when no item waits for a place."""
+
+    def begun(self, number: int, now: float) -> None:
+        """Note that an item was handed out."""
+        self._running.setdefault(number, []).append(now)
+
+    def finished(self, number: int, seconds: float) -> None:
+        """Note that an item is done for the first time.
+
+        Args:
+            number: of the item.
+            seconds: how long its worker took.
+        """
+        self._running.pop(number, None)
+        self._done.add(number)
+        self._seconds.append(seconds)
+
+    def has(self, number: int) -> bool:
+        """Tell whether an item is done."""
+        return number in self._done
+
+    @property
+    def done(self) -> int:
+        """How many items are done."""
+        return len(self._done)
+
+    def again(self, now: float, places: int) -> list[int]:
+        """Return the items to begin once more.
+
+        Args:
+            now: the time.
+            places: how many items can be done at once. While there are as many that are not done, nobody is free.
+        """
+        if not self._seconds or len(self._running) >= places:
+            return []
+        if self._last_begun is None:
+            self._last_begun = now
+        limit = max(GRACE, SLOW * median(self._seconds))
+        since = self._last_begun
+        return [
+            number for number, begun in self._running.items() if len(begun) == 1 and now - max(begun[0], since) > limit
+        ]

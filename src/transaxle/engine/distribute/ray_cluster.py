@@ -7,31 +7,33 @@ begin and an item takes much longer than the others did, it is begun once more, 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median
 from typing import Any
 
-from transaxle.engine.distribute.executor import Work
+from transaxle.engine.distribute.executor import RETRIES, TICK, Stragglers, Work
 from transaxle.engine.distribute.work_items import WorkItem
 from transaxle.errors import StorageError, TransaxleError, refuse
 from transaxle.move.journal import result_of
 
-_RETRIES = 10
-"""How often Ray does an item again whose worker or machine is lost, or met an error of the machine."""
-_SLOW = 3.0
-"""An item is a straggler that takes so many times as long as half of the others did at most."""
-_GRACE = 10.0
-"""Seconds that no item needs to explain."""
-_TICK = 1.0
 _PATIENCE = 20.0
 """Seconds in which workers that are told to stop do so."""
 
 
 def _do(work: Work, number: int) -> bytes:
-    """Do an item in a worker of the cluster."""
-    return work(number)
+    """Do an item in a worker of the cluster; what is written goes to its log, which Ray keeps."""
+    sys.stderr.write(f"transaxle item {number}: begun\n")
+    try:
+        text = work(number)
+    except BaseException as error:
+        sys.stderr.write(f"transaxle item {number}: {error}\n")
+        raise
+    result = result_of(text)
+    if result is not None:
+        sys.stderr.write(f"transaxle item {number}: {result.nbytes:,} bytes in {result.seconds:.1f} s\n")
+    return text
 
 
 class RayCluster:
@@ -110,33 +112,30 @@ class _Running:
         self._ray = ray
         self._work = ray.put(work)
         self._task = ray.remote(
-            num_cpus=cpus, max_retries=_RETRIES, retry_exceptions=[StorageError], scheduling_strategy="SPREAD"
+            num_cpus=cpus, max_retries=RETRIES, retry_exceptions=[StorageError], scheduling_strategy="SPREAD"
         )(_do)
         self._cpus = cpus
-        self._begun: dict[Any, tuple[WorkItem, float]] = {}
-        """Reference of a task -> its item, and when it was handed to Ray."""
-        self._seconds: list[float] = []
-        """How long the items took that are done."""
-        self._last_begun: float | None = None
-        """Since when no item waits for a place."""
+        self._begun: dict[Any, WorkItem] = {}
+        """Reference of a task -> its item."""
+        self._stragglers = Stragglers()
 
     def all(self, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
         """Let all items be done."""
+        known = {item.number: item for item in items}
         for item in items:
             self._begin(item)
-        done: set[int] = set()
-        while len(done) < len(items):
-            finished, _ = self._ray.wait(list(self._begun), num_returns=1, timeout=_TICK)
+        while self._stragglers.done < len(items):
+            finished, _ = self._ray.wait(list(self._begun), num_returns=1, timeout=TICK)
             for each in finished:
-                item, _ = self._begun.pop(each)
-                if item.number in done:
+                item = self._begun.pop(each)
+                if self._stragglers.has(item.number):
                     continue  # the other one was faster
-                text = self._result(each)
-                done.add(item.number)
+                text = self._result(each, item)
                 result = result_of(text)
-                self._seconds.append(0.0 if result is None else result.seconds)
+                self._stragglers.finished(item.number, 0.0 if result is None else result.seconds)
                 take(text)
-            self._again(done)
+            for number in self._stragglers.again(time.monotonic(), self._places()):
+                self._begin(known[number])
 
     def stop(self) -> None:
         """End the tasks that nobody needs any more; those that do not end are heard of when the claim is taken back."""
@@ -149,10 +148,11 @@ class _Running:
 
     def _begin(self, item: WorkItem) -> None:
         task = self._task.options(name=f"transaxle item {item.number}")
-        self._begun[task.remote(self._work, item.number)] = item, time.monotonic()
+        self._begun[task.remote(self._work, item.number)] = item
+        self._stragglers.begun(item.number, time.monotonic())
 
-    def _result(self, reference: Any) -> bytes:
-        """Return the result of a task.
+    def _result(self, reference: Any, item: WorkItem) -> bytes:
+        """Return the result of the task of an item.
 
         Raises:
             TransaxleError: what the item raised; IO where Ray gave up.
@@ -164,27 +164,10 @@ class _Running:
         except RayTaskError as error:
             if isinstance(error.cause, TransaxleError):
                 raise error.cause from None
-            raise refuse("IO", f"a worker of the Ray cluster failed: {error.cause!r}") from error
+            raise refuse("IO", f"item {item.number} failed in a worker of the Ray cluster: {error.cause!r}") from error
         except RayError as error:
-            raise refuse("IO", f"a worker of the Ray cluster was lost: {error}") from error
+            raise refuse("IO", f"the worker of item {item.number} in the Ray cluster was lost: {error}") from error
         return result
-
-    def _again(self, done: set[int]) -> None:
-        """Begin stragglers once more, if all others have begun: only then is there room that nobody else needs."""
-        waiting: dict[int, list[float]] = {}
-        items: dict[int, WorkItem] = {}
-        for item, begun in self._begun.values():
-            if item.number not in done:
-                items[item.number] = item
-                waiting.setdefault(item.number, []).append(begun)
-        if not self._seconds or len(waiting) >= self._places():
-            return
-        now = time.monotonic()
-        self._last_begun = self._last_begun or now
-        limit = max(_GRACE, _SLOW * median(self._seconds))
-        for number, begun_at in waiting.items():
-            if len(begun_at) == 1 and now - max(begun_at[0], self._last_begun) > limit:
-                self._begin(items[number])
 
     def _places(self) -> int:
         """Return how many items the cluster does at once."""
