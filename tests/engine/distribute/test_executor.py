@@ -49,7 +49,7 @@ class Backwards:
         self.done: list[int] = []
 
     def run(self, work: Work, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
-        for item in reversed(items):
+        for item in sorted(items, key=lambda item: -item.number):
             self.before(item.number)
             for _ in range(2):
                 take(work(item.number))
@@ -237,7 +237,7 @@ def test_what_cannot_be(source: Path, tmp_path: Path) -> None:
 
 
 def test_stragglers_are_begun_once_more_when_nothing_else_waits() -> None:
-    rules = Stragglers()
+    rules = Stragglers(WorkItem(number=number, nbytes=100) for number in range(4))
     for number in range(4):
         rules.begun(number, 0.0)
     assert rules.again(100.0, 2) == [], "nothing is done: nobody knows how long items take"
@@ -253,10 +253,25 @@ def test_stragglers_are_begun_once_more_when_nothing_else_waits() -> None:
     assert rules.has(2)
     assert not rules.has(3)
     assert rules.done == 3
-    short = Stragglers()
+    short = Stragglers(WorkItem(number=number, nbytes=100) for number in range(3))
     for number in range(3):
         short.begun(number, 0.0)
     short.finished(0, 0.1)
     assert short.again(1.0, 3) == []
     assert short.again(10.9, 3) == [], "ten seconds need no reason"
     assert short.again(11.1, 3) == [1, 2]
+
+
+def test_a_large_item_among_small_ones_is_no_straggler() -> None:
+    sizes = [1000, 1100, 1200, *[1] * 8]
+    rules = Stragglers(WorkItem(number=number, nbytes=size) for number, size in enumerate(sizes))
+    for number in range(11):
+        rules.begun(number, 0.0)
+    for number in range(3, 11):
+        rules.finished(number, 0.1)
+    assert rules.again(1.0, 11) == []
+    assert rules.again(1000.0, 11) == [], "ten times as long as so many bytes took is a thousand seconds"
+    assert rules.again(1002.0, 11) == [0]
+    rules.finished(1, 60.0)
+    assert rules.again(180.0, 11) == [], "now one of its size is done"
+    assert rules.again(182.0, 11) == [0, 2]

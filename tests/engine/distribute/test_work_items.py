@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.engine import synthetic
-from transaxle.engine.distribute.work_items import divide, numbers, ranges_of
+from transaxle.engine.distribute.work_items import WorkItem, divide, in_order, numbers, ranges_of
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.views.encode import Encode
 
@@ -52,3 +52,10 @@ def test_without_a_number_there_is_an_item_for_each_gib() -> None:
     for wrong in (0, -1):
         with pytest.raises(ValueError, match="items must be"):
             divide(plan, wrong)
+
+
+def test_large_items_begin_first_and_before_them_what_may_refuse() -> None:
+    sizes = [1000, 5, 1020, 0, 9_000_000]
+    items = [WorkItem(number=number, nbytes=size) for number, size in enumerate(sizes)]
+    items.append(WorkItem(number=5, nbytes=1, checks=((0, 1),)))
+    assert [item.number for item in in_order(items)] == [5, 4, 0, 2, 1, 3]

@@ -27,7 +27,7 @@ from transaxle.engine.distribute.item_work import (
     write_moves,
 )
 from transaxle.engine.distribute.watching import Watch, Watcher, unseen
-from transaxle.engine.distribute.work_items import WorkItem, moves_of, ranges_of
+from transaxle.engine.distribute.work_items import WorkItem, in_order, moves_of, ranges_of
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.engine.execute.commit import carry, write_known, write_rest
 from transaxle.engine.execute.execute import Report, reported
@@ -130,9 +130,9 @@ def _is_of(plan: WorkPlan, prepared: Prepared, number: int, result: ItemResult) 
 
 
 def left_to_do(plan: WorkPlan, prepared: Prepared, results: dict[int, ItemResult]) -> list[WorkItem]:
-    """Return the items of which something is in none of the results."""
+    """Return the items of which something is in none of the results, in the order in which they should begin."""
     known = Known.of(results.values(), plan.task)
-    return [item for item in plan.items if not known.has(item, moves_of(prepared.plan, item))]
+    return in_order(item for item in plan.items if not known.has(item, moves_of(prepared.plan, item)))
 
 
 def hand_out(

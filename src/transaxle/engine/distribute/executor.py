@@ -6,7 +6,7 @@ loky, is made one here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from statistics import median
 from typing import Any, Protocol, runtime_checkable
@@ -23,7 +23,9 @@ _TRIES = 3
 RETRIES = 10
 """How often a scheduler that we tell does an item again whose worker or machine is lost, or met an error of it."""
 SLOW = 3.0
-"""An item is a straggler that takes so many times as long as half of the others did at most."""
+"""An item is a straggler that takes so many times as long as half of those of about its size did at most."""
+UNKNOWN = 10.0
+"""The same, where no other of its size is done, by bytes: larger tensors may go slower, a thread each."""
 GRACE = 10.0
 """Seconds that no item needs to explain."""
 TICK = 1.0
@@ -103,14 +105,17 @@ class Stragglers:
     """Tells which items to begin once more: those that take much longer than the others did, when nothing else waits.
 
     It knows nothing of who does them, or of clocks: whoever hands items out tells it what happens, and when.
+
+    Args:
+        items: what is to be done; a large one may take longer than small ones.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, items: Iterable[WorkItem]) -> None:
+        self._items = {item.number: item for item in items}
         self._running: dict[int, list[float]] = {}
         """Item -> when each of its runs was handed out."""
-        self._seconds: list[float] = []
+        self._seconds: dict[int, float] = {}
         """How long the items took that are done."""
-        self._done: set[int] = set()
         self._last_begun: float | None = None
         """Since when no item waits for a place."""
 
@@ -126,17 +131,16 @@ class Stragglers:
             seconds: how long its worker took.
         """
         self._running.pop(number, None)
-        self._done.add(number)
-        self._seconds.append(seconds)
+        self._seconds[number] = seconds
 
     def has(self, number: int) -> bool:
         """Tell whether an item is done."""
-        return number in self._done
+        return number in self._seconds
 
     @property
     def done(self) -> int:
         """How many items are done."""
-        return len(self._done)
+        return len(self._seconds)
 
     def again(self, now: float, places: int) -> list[int]:
         """Return the items to begin once more.
@@ -149,8 +153,24 @@ class Stragglers:
             return []
         if self._last_begun is None:
             self._last_begun = now
-        limit = max(GRACE, SLOW * median(self._seconds))
-        since = self._last_begun
+        limits = self._limits()
         return [
-            number for number, begun in self._running.items() if len(begun) == 1 and now - max(begun[0], since) > limit
+            number
+            for number, begun in self._running.items()
+            if len(begun) == 1 and now - max(begun[0], self._last_begun) > limits(self._items[number])
         ]
+
+    def _limits(self) -> Callable[[WorkItem], float]:
+        """Return how long an item may take: by the items of about its size, or, where none is done, by all bytes."""
+        alike: dict[int, list[float]] = {}
+        for number, seconds in self._seconds.items():
+            alike.setdefault(self._items[number].magnitude, []).append(seconds)
+        usual = {magnitude: median(found) for magnitude, found in alike.items()}
+        a_byte = sum(self._seconds.values()) / max(1, sum(self._items[number].nbytes for number in self._seconds))
+
+        def limit(item: WorkItem) -> float:
+            if item.magnitude in usual:
+                return max(GRACE, SLOW * usual[item.magnitude])
+            return max(GRACE, UNKNOWN * a_byte * item.nbytes)
+
+        return limit

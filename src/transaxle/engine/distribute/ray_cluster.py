@@ -117,11 +117,12 @@ class _Running:
         self._cpus = cpus
         self._begun: dict[Any, WorkItem] = {}
         """Reference of a task -> its item."""
-        self._stragglers = Stragglers()
+        self._stragglers = Stragglers(())
 
     def all(self, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
         """Let all items be done."""
         known = {item.number: item for item in items}
+        self._stragglers = Stragglers(items)
         for item in items:
             self._begin(item)
         while self._stragglers.done < len(items):

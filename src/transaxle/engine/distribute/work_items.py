@@ -54,6 +54,11 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
     key: str = ""
     """Hash of its moves; empty where the file has none, and a worker must plan the whole conversion."""
 
+    @property
+    def magnitude(self) -> int:
+        """A number that items of about one size share, those of the usual size among them."""
+        return (3 * self.nbytes).bit_length()
+
 
 class Moves(msgspec.Struct, frozen=True, kw_only=True):
     """What an item does, in full."""
@@ -129,6 +134,15 @@ def ranges_of(found: Iterable[int]) -> Ranges:
         else:
             ranges.append([number, number + 1])
     return tuple((first, stop) for first, stop in ranges)
+
+
+def in_order(items: Iterable[WorkItem]) -> list[WorkItem]:
+    """Return items in the order in which they should begin: what may refuse the conversion, then the large ones.
+
+    A large item that is begun last would leave all others waiting. Items of about one size stay in the order of the
+    files, so those that are done at the same time read and write near each other.
+    """
+    return sorted(items, key=lambda item: (not (item.checks or item.measures), -item.magnitude))
 
 
 def divide(plan: Plan, count: int | None = None) -> tuple[WorkItem, ...]:
