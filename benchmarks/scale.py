@@ -1,0 +1,237 @@
+"""Promise: 1, 2, 4 … 128 workers convert a checkpoint of 2 TB at 0.9 of linear or better, whatever fails on the way.
+
+A simulation. Real are the plan (61 layers x 384 experts in bf16, from hf to hf in other files, and to torchtitan with
+stacked experts), its division into items, and the rules by which items are begun, tried again and begun twice. Modelled
+are machines with 64 workers of one thread and a network card, an object store with a latency and a bandwidth for
+each connection and one for all, and what fails, drawn at random: one item in a thousand meets an error, one in 200 is
+ten times slower than the others, and every machine is lost for good after 48 hours, on average.
+
+    python benchmarks/scale.py [--nodes 16] [--items 16384] [--rounds 3] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+
+from transaxle.engine.distribute.executor import RETRIES, TICK, Stragglers
+from transaxle.engine.distribute.work_items import WorkItem, divide, in_order, keyed
+from transaxle.engine.plan.conversion import make_plan
+
+WORKERS = tuple(1 << power for power in range(11))
+A_NODE = 64
+"""Workers of a machine, each of one thread: Ray's, where nobody says how many."""
+NIC = 25e9 / 8
+"""Bytes a second that a machine receives, and as many that it sends."""
+LATENCY, CONNECTION, STORE = 0.03, 90e6, 400e9
+"""Seconds before a request's first byte; bytes a second of a connection; those of the store, either way."""
+READ, WRITE = 8 << 20, 16 << 20
+"""Bytes of a request and of a part."""
+START = 2.0
+"""Seconds until a worker is there and has the program."""
+FAILS, SLOW, SLOWER, LOST = 1e-3, 5e-3, 10.0, 48 * 3600.0
+GET_PRICE, PUT_PRICE, NODE_PRICE = 0.4e-6, 5e-6, 5.0
+"""USD a request, a part, and an hour of a machine."""
+PROMISE, UP_TO, MANY = 0.9, 128, 16_384
+
+
+@dataclass
+class Outcome:
+    """How a conversion went."""
+
+    seconds: float
+    """From the first item to the last."""
+    twice: float
+    """Bytes moved in vain."""
+    again: float
+    """Items begun once more as stragglers."""
+    retries: float
+    """Items tried again."""
+    lost: float
+    """Machines lost."""
+
+
+def alone() -> float:
+    """Return the bytes a second of a worker that nobody disturbs: it reads a block, then writes it."""
+    second = (LATENCY + READ / CONNECTION) / READ + (LATENCY + WRITE / CONNECTION) / WRITE
+    return 1 / second
+
+
+class Simulation:
+    """Workers on machines that take items one after another.
+
+    Args:
+        items: the work.
+        workers: how many there are.
+        a_node: how many share a machine.
+        seed: of what fails.
+    """
+
+    def __init__(self, items: Sequence[WorkItem], workers: int, a_node: int, seed: int) -> None:
+        self.items = in_order(item for item in items if item.nbytes)
+        self.sizes = {item.number: item.nbytes for item in self.items}
+        self.random = np.random.default_rng(seed)
+        self.node = np.arange(workers) // a_node
+        self.alive = np.ones(workers, bool)
+        self.item = np.full(workers, -1)
+        self.left = np.zeros(workers)
+        self.until = np.zeros(workers)
+        """Bytes that are left when an item meets its error; none is met at zero."""
+        self.factor = np.ones(workers)
+        self.queue = deque(item.number for item in self.items)
+        self.tries = dict.fromkeys(self.sizes, 0)
+        self.rules = Stragglers(self.items)
+        self.now = 0.0
+        self.outcome = Outcome(0.0, 0.0, 0, 0, 0)
+        nodes = int(self.node[-1]) + 1
+        self.loss = sorted((float(self.random.exponential(LOST)), node) for node in range(nodes))
+
+    def run(self) -> Outcome:
+        """Let all items be done."""
+        for item in self.items:
+            self.rules.begun(item.number, self.now)
+        tick = TICK
+        while self.rules.done < len(self.items):
+            self.hand_out()
+            rates = self.rates()
+            busy = self.item >= 0
+            if not busy.any():
+                raise RuntimeError("all machines are lost")
+            due = np.where(busy, (self.left - self.until) / rates, np.inf)
+            step = min(float(due.min()), tick - self.now, self.loss[0][0] - self.now if self.loss else np.inf)
+            self.now += step
+            self.left -= np.where(busy, rates * step, 0.0)
+            for worker in np.flatnonzero(busy & (due <= step * (1 + 1e-12))):
+                self.end(int(worker))
+            if self.loss and self.now >= self.loss[0][0]:
+                self.lose(self.loss.pop(0)[1])
+            if self.now < tick:
+                continue
+            tick += TICK
+            for number in self.rules.again(self.now, int(self.alive.sum())):
+                self.rules.begun(number, self.now)
+                self.queue.append(number)
+                self.outcome.again += 1
+        for worker in np.flatnonzero(self.item >= 0):
+            self.waste(int(worker))  # stopped: nobody needs them any more
+        self.outcome.seconds = self.now
+        return self.outcome
+
+    def hand_out(self) -> None:
+        """Give the next items to the workers that are free."""
+        for worker in np.flatnonzero(self.alive & (self.item < 0))[: len(self.queue)]:
+            number = self.queue.popleft()
+            size = self.sizes[number]
+            self.item[worker], self.left[worker] = number, size
+            self.until[worker] = size * self.random.random() if self.random.random() < FAILS else 0.0
+            self.factor[worker] = 1 / SLOWER if self.random.random() < SLOW else 1.0
+
+    def rates(self) -> np.ndarray:
+        """Return the bytes a second of every worker."""
+        busy = self.item >= 0
+        on_node = np.bincount(self.node, busy)[self.node]
+        share = np.minimum(NIC / np.maximum(on_node, 1), STORE / max(int(busy.sum()), 1))
+        return np.minimum(alone() * self.factor, share)
+
+    def end(self, worker: int) -> None:
+        """Take a result, or try an item again that met an error."""
+        number = int(self.item[worker])
+        if self.until[worker] > 0:
+            self.waste(worker)
+            self.retry(number)
+        elif self.rules.has(number):
+            self.waste(worker)
+        else:
+            self.rules.finished(number, self.sizes[number] / alone() / self.factor[worker])
+        self.item[worker] = -1
+
+    def retry(self, number: int) -> None:
+        """Put an item back."""
+        if self.rules.has(number):
+            return
+        self.tries[number] += 1
+        if self.tries[number] > RETRIES:
+            raise RuntimeError(f"item {number} failed too often")
+        self.outcome.retries += 1
+        self.queue.append(number)
+
+    def waste(self, worker: int) -> None:
+        """Count what was moved in vain."""
+        self.outcome.twice += self.sizes[int(self.item[worker])] - max(float(self.left[worker]), 0.0)
+
+    def lose(self, node: int) -> None:
+        """Lose a machine, unless it is the last one."""
+        if not (self.alive & (self.node != node)).any():
+            return
+        self.outcome.lost += 1
+        for worker in np.flatnonzero(self.node == node):
+            self.alive[worker] = False
+            if self.item[worker] >= 0:
+                self.waste(int(worker))
+                self.retry(int(self.item[worker]))
+                self.item[worker] = -1
+
+
+def average(items: Sequence[WorkItem], workers: int, a_node: int, seeds: Iterable[int]) -> Outcome:
+    """Return how conversions go, on average."""
+    found = [Simulation(items, workers, a_node, seed).run() for seed in seeds]
+    names = [field.name for field in fields(Outcome)]
+    return Outcome(**{name: sum(getattr(each, name) for each in found) / len(found) for name in names})
+
+
+def main() -> int:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from tests.engine import synthetic
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", type=int, default=16, help="machines of the last row, filled with workers")
+    parser.add_argument("--items", type=int, default=MANY, help="how many items there are the second time")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=3, help="conversions of which the mean is printed")
+    options = parser.parse_args()
+    source = synthetic.model(61, 384)
+    kept = True
+    for to, count in (("hf", None), ("hf", options.items), ("torchtitan", None)):
+        begin = time.process_time()
+        prepared = make_plan(source, to)
+        items = keyed(prepared.plan, divide(prepared.plan, count), prepared.checkpoint.container.storage)
+        planning = time.process_time() - begin
+        total, largest = sum(item.nbytes for item in items), max(item.nbytes for item in items)
+        print(
+            f"hf -> {to}: {total / 1e12:.2f} TB, {len(prepared.plan.tensors):,} tensors, {len(items):,} items of at "
+            f"most {largest / 1e9:.2f} GB; planned and divided in {planning:.1f} s; a worker alone moves "
+            f"{alone() / 1e6:.0f} MB/s"
+        )
+        print(
+            "workers machines  copying  of linear     all  moved twice  begun twice  tried again  lost  requests   USD"
+        )
+        filled = options.nodes * -(-NIC // alone())
+        for workers in (*WORKERS, int(filled)):
+            a_node = A_NODE if workers in WORKERS else workers // options.nodes
+            outcome = average(items, workers, a_node, range(options.seed, options.seed + options.rounds))
+            nodes = -(-workers // a_node)
+            linear = total / min(workers * alone(), nodes * NIC, STORE)
+            whole = planning + START + outcome.seconds
+            moved = total + outcome.twice
+            gets, puts = moved / READ, moved / WRITE
+            dollars = gets * GET_PRICE + puts * PUT_PRICE + nodes * whole / 3600 * NODE_PRICE
+            print(
+                f"{workers:7,} {nodes:8,} {outcome.seconds:6,.0f} s {linear / outcome.seconds:10.2f} {whole:6,.0f} s "
+                f"{outcome.twice / 1e9:9,.1f} GB {outcome.again:12.1f} {outcome.retries:12.1f} {outcome.lost:5.1f} "
+                f"{gets + puts:9,.0f} {dollars:5.2f}"
+            )
+            kept = kept and (count is None or workers > UP_TO or linear / outcome.seconds >= PROMISE)
+    verdict = "kept" if kept else "NOT KEPT"
+    print(f"promise ({PROMISE:g} of linear up to {UP_TO} workers, hf -> hf in many items): {verdict}")
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
