@@ -21,6 +21,8 @@ from typing import Any
 import transaxle as tx
 
 PROMISE = 1.10
+ROOM = 80 << 20
+"""Bytes of the cluster's object store."""
 
 
 def seconds(source: Path, target: Path, **options: Any) -> float:
@@ -37,6 +39,8 @@ def main() -> int:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from tests import checkpoints
 
+    for setting, long in (("RAY_agent_register_timeout_ms", "240000"), ("RAY_raylet_start_wait_time_s", "240")):
+        os.environ.setdefault(setting, long)  # on a busy machine a cluster is late
     try:
         import ray
     except ImportError:
@@ -56,8 +60,7 @@ def main() -> int:
         config = {**checkpoints.CONFIG, **sizes}
         source = checkpoints.write(folder / "source", checkpoints.tensors(sizes), config=config, shards=4)
         size = sum(file.stat().st_size for file in source.iterdir())
-        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-        ray.init(num_cpus=cores, log_to_driver=False, logging_level="ERROR", include_dashboard=False)
+        ray.init(num_cpus=cores, log_to_driver=False, logging_level="ERROR", object_store_memory=ROOM)
         alone, together = [], []
         try:
             seconds(source, folder / "warm", on="ray", items=options.items)
