@@ -4,7 +4,7 @@ A Qwen3-MoE of the given size is converted to torchtitan by one process with a t
 cluster with a worker for each core, in turn; the least wall time of the rounds counts. Planning, starting the items,
 the commit and making everything durable are in it.
 
-    python benchmarks/ray_overhead.py [--gigabytes 2] [--folder /tmp] [--rounds 3] [--items 8]
+    python benchmarks/ray_overhead.py [--gigabytes 6] [--folder /tmp] [--rounds 3] [--items 8]
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> int:
         print("Ray is not installed: nothing to measure")
         return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--gigabytes", type=float, default=2.0)
+    parser.add_argument("--gigabytes", type=float, default=6.0)
     parser.add_argument("--folder", help="where source and target are written; the system's one for such things")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--items", type=int, default=8)
