@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
-import msgspec
-
 from transaxle.errors import shortened
 
 if TYPE_CHECKING:
@@ -197,6 +195,8 @@ def _number(value: Any) -> object:
 
 
 def _json_line(event: Event) -> None:
+    import msgspec
+
     sys.stderr.write(msgspec.json.encode(event).decode() + "\n")
     sys.stderr.flush()
 
