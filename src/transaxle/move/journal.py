@@ -23,6 +23,7 @@ import msgspec
 from transaxle.encodings.arithmetic.codec import Error
 from transaxle.errors import refuse
 from transaxle.formats.catalog.checksums import SummedRange
+from transaxle.formats.parts.part_layout import KeptShare, SentPart
 from transaxle.formats.staging.place import ITEMS, JOURNAL
 from transaxle.formats.storage.os_errors import failed
 from transaxle.move.hashing import digest
@@ -84,6 +85,12 @@ class ItemResult(msgspec.Struct, frozen=True, kw_only=True):
     """Tensor that is decoded or cast -> the error of its values, and how many became infinite."""
     summed: tuple[tuple[str, int, tuple[SummedRange, ...]], ...] = ()
     """Ranges with a checksum that were read in part: file, first byte, and the summed pieces."""
+    begun: str = ""
+    """On a service: which beginning of the work it belongs to."""
+    sent: tuple[SentPart, ...] = ()
+    """Parts that the service has taken."""
+    shares: tuple[KeptShare, ...] = ()
+    """What it has of parts that are joined at the commit."""
     worker: str = ""
     """Machine and process."""
     nbytes: int = 0

@@ -21,7 +21,7 @@ def planned(
     """Plan a conversion in so many items."""
     asked = order(str(source), str(target), to, reading or {}, {"shard_size": 8000, **shaping})
     with asked.planned() as prepared:
-        cleared = preflight(prepared, str(target), resume=True)
+        cleared = preflight(prepared, str(target), resume=True, several=True)
         ready(cleared)
         return work_plan(asked, cleared, items, jobs=1)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transaxle.engine.distribute.executor import Work
 from transaxle.engine.distribute.ray_cluster import RayCluster
 from transaxle.engine.distribute.work_items import WorkItem
 
@@ -47,3 +50,16 @@ class Waiting:
                 time.sleep(600)
         result: bytes = self.work(number)
         return result
+
+
+def _there(environment: dict[str, str], work: Work, number: int) -> bytes:
+    os.environ.update(environment)
+    return work(number)
+
+
+class There(RayCluster):
+    """A cluster whose nodes have the credentials of this process."""
+
+    def run(self, work: Work, items: Sequence[WorkItem], take: Callable[[bytes], None]) -> None:
+        found = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+        super().run(partial(_there, found, work), items, take)

@@ -18,8 +18,10 @@ import pytest
 import transaxle as tx
 from tests import checkpoints
 from tests.engine import killed
-from tests.engine.distribute.slow import Slow
+from tests.engine.distribute.slow import Slow, There
 from tests.engine.killed import contents
+from tests.formats.s3_server import Bucket
+from tests.formats.stores import download
 from transaxle.engine.distribute import executor, ray_cluster
 from transaxle.engine.distribute.work_items import WorkItem
 from transaxle.errors import UsageError
@@ -80,6 +82,15 @@ def test_the_bytes_are_those_of_one_process(
     assert sum(report.workers.values()) == sum(tensor.nbytes for tensor in tx.open(tmp_path / "out").values())
 
 
+def test_nodes_write_to_a_service(cluster: Any, source: Path, bucket: Bucket, tmp_path: Path) -> None:
+    assert cluster.list_all_nodes()
+    tx.convert(source, tmp_path / "wanted", **HOW)
+    tx.convert(source, f"{bucket.url}/out", on=There(None, cpus=1), items=6, **HOW)
+    assert contents(download(bucket, "out", tmp_path / "out")) == contents(tmp_path / "wanted")
+    assert len(bucket.names()) == len(contents(tmp_path / "wanted"))
+    assert bucket.uploads() == []
+
+
 @pytest.mark.parametrize("after", [0.1, 0.5, 1.0])
 def test_a_node_that_is_lost_is_replaced_by_the_others(
     cluster: Any, after: float, source: Path, tmp_path: Path
@@ -114,7 +125,7 @@ DRIVER = """
 import sys
 import transaxle as tx
 from tests.engine import killed
-from tests.engine.distribute.slow import Slow
+from tests.engine.distribute.slow import Slow, There
 how = {"to": killed.TO, "shard_size": killed.SHARD_SIZE}
 tx.convert(sys.argv[1], sys.argv[2], on=Slow(1.0), items=24, resume=True, **how)
 """

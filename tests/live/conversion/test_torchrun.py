@@ -14,6 +14,8 @@ import pytest
 import transaxle as tx
 from tests import checkpoints
 from tests.engine.killed import contents
+from tests.formats.s3_server import Bucket
+from tests.formats.stores import download
 from tests.live.ranks import run
 
 ROOT = Path(__file__).parents[3]
@@ -58,6 +60,21 @@ def test_the_bytes_are_those_of_one_process(world: int, to: str, tmp_path: Path)
     again = run(world, _convert, str(source), str(target), {**options, "resume": True})
     assert all(each["resumed"] == each["tensors"] for each in again)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "source", "wanted"]
+
+
+def _convert_there(rank: int, world: int, environment: dict[str, str], *asked: Any) -> dict[str, Any]:
+    os.environ.update(environment)
+    return _convert(rank, world, *asked)
+
+
+def test_ranks_write_to_a_service(bucket: Bucket, tmp_path: Path) -> None:
+    source = checkpoints.tiny(tmp_path / "source")
+    tx.convert(source, tmp_path / "wanted", to="torchtitan")
+    environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    run(2, _convert_there, environment, str(source), f"{bucket.url}/out", {"to": "torchtitan", "items": 5})
+    assert contents(download(bucket, "out", tmp_path / "out")) == contents(tmp_path / "wanted")
+    assert len(bucket.names()) == len(contents(tmp_path / "wanted"))
+    assert bucket.uploads() == []
 
 
 def test_one_rank_that_fails_fails_all_and_resume_goes_on(tmp_path: Path) -> None:

@@ -109,7 +109,8 @@ def command(
         stored = order(src, dst, to, source_options, shaping)
     with open_checkpoint(src, **source_options) as checkpoint, screen.working("planning"):
         planned = make_plan(checkpoint, to, target=dst, **shaping)
-        prepared = preflight(planned, dst, overwrite=overwrite, resume=resume, limit=limit)
+        several = stored is not None
+        prepared = preflight(planned, dst, overwrite=overwrite, resume=resume, several=several, limit=limit)
         plan = prepared.plan
         if path is not None and stored is not None and not plan.refusals:
             from transaxle.engine.distribute.work_plan import work_plan, write_plan

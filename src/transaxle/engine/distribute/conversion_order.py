@@ -16,7 +16,8 @@ from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config
 from transaxle.engine.plan.conversion import SHARD_SIZE, Prepared, make_plan
 from transaxle.engine.views.encode import Encode
-from transaxle.errors import refuse
+from transaxle.formats.remote.multipart import multipart
+from transaxle.formats.remote.service import Service
 from transaxle.formats.remote.url import local_path
 from transaxle.formats.storage.local import read_file
 from transaxle.formats.storage.storage import is_url
@@ -31,7 +32,7 @@ class ConversionOrder(msgspec.Struct, frozen=True, kw_only=True):
     source: str
     """Absolute path or URL."""
     target: str
-    """Absolute path."""
+    """Absolute path or URL."""
     to: str
     """`FORMAT[:DIALECT]`."""
     reading: dict[str, Any]
@@ -81,7 +82,7 @@ def order(src: str, dst: str, to: str, reading: Mapping[str, Any], shaping: Mapp
 
     Args:
         src: the source's path or URL.
-        dst: the target's path.
+        dst: the target's path or URL.
         to: `FORMAT[:DIALECT]`.
         reading: options of `open_checkpoint`.
         shaping: options of `make_plan`, beside these; `degrees`, or `tp` and the others.
@@ -92,8 +93,7 @@ def order(src: str, dst: str, to: str, reading: Mapping[str, Any], shaping: Mapp
     """
     here = local_path(dst) if is_url(dst) else dst
     if here is None:
-        hint = "Convert to a folder that all workers see, and upload that; or convert in one process, without --on."
-        raise refuse("UNSUPPORTED", "several workers cannot write to a service", file=dst, hint=hint)
+        multipart(Service(dst))
     plain: dict[str, Any] = {name: reading[name] for name in _TEXTS if reading.get(name) is not None}
     config = model_config(read_config(reading.get("config")))
     if config is not None:
@@ -110,7 +110,7 @@ def order(src: str, dst: str, to: str, reading: Mapping[str, Any], shaping: Mapp
     shard_size: Size = shaping.get("shard_size", SHARD_SIZE)
     return ConversionOrder(
         source=src if is_url(src) else os.path.abspath(src),  # noqa: PTH100 - a link stays one
-        target=os.path.abspath(here),  # noqa: PTH100
+        target=dst if here is None else os.path.abspath(here),  # noqa: PTH100
         to=to,
         reading=plain,
         rules=None if rules is None else read_file(rules, LONGEST_TABLE).decode("utf-8"),

@@ -23,11 +23,11 @@ from transaxle.engine.distribute.item_work import (
     finished_of,
     lent,
     measured_of,
-    refuse_not_begun,
     write_moves,
 )
 from transaxle.engine.distribute.watching import Watch, Watcher, unseen
 from transaxle.engine.distribute.work_items import WorkItem, in_order, moves_of, ranges_of
+from transaxle.engine.distribute.work_place import layout_of, results_on, task_text
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.engine.execute.commit import carry, write_known, write_rest
 from transaxle.engine.execute.execute import Report, reported
@@ -36,7 +36,8 @@ from transaxle.engine.plan.planned import Measured
 from transaxle.engine.views.cast import casts_of, refuse_infinite
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog.checksums import Witness
-from transaxle.formats.staging.location import shown, staging_at
+from transaxle.formats.parts.shared_location import shared_staging_at
+from transaxle.formats.staging.location import shown
 from transaxle.formats.staging.place import ITEMS
 from transaxle.formats.staging.staging import Staging
 from transaxle.formats.storage.os_errors import failed
@@ -47,24 +48,24 @@ from transaxle.move.workers import Progress, unwatched
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from transaxle.formats.parts.shared_location import SharedStage
+    from transaxle.formats.parts.shared_upload import SharedUpload
+
 _ASIDE = 1 << 32
 """First number of results that are no item's of this plan."""
 
 
-def staged(plan: WorkPlan, *, resume: bool) -> Staging:
+def staged(plan: WorkPlan, *, resume: bool) -> SharedStage:
     """Return the place of a plan's target, to be entered.
 
     Raises:
-        TransaxleError: as `staging_at`.
+        TransaxleError: as `shared_staging_at`.
     """
     overwrite = read_overwrite(plan.overwrite)
-    stage = staging_at(plan.order.target, overwrite=overwrite, resume=resume, sync=plan.sync)
-    if not isinstance(stage, Staging):
-        raise refuse("UNSUPPORTED", "several workers cannot write to a service", file=plan.order.target)
-    return stage
+    return shared_staging_at(plan.order.target, overwrite=overwrite, resume=resume, sync=plan.sync)
 
 
-def begin(plan: WorkPlan, prepared: Prepared, stage: Staging) -> dict[int, ItemResult]:
+def begin(plan: WorkPlan, prepared: Prepared, stage: SharedStage) -> dict[int, ItemResult]:
     """Create the files with all bytes that are known, and return the results that an earlier run has left.
 
     Args:
@@ -76,6 +77,8 @@ def begin(plan: WorkPlan, prepared: Prepared, stage: Staging) -> dict[int, ItemR
         UsageError: EXISTS where another conversion has left unfinished work.
         StorageError: IO, NO_SPACE.
     """
+    if not isinstance(stage, Staging):
+        return _begin_upload(plan, prepared, stage)
     refuse_other(stage.scratch, plan.task, shown(plan.order.target))
     kept = stage.prepare(_files(prepared, stage))
     write_known(stage, prepared.draft.early())
@@ -88,7 +91,22 @@ def begin(plan: WorkPlan, prepared: Prepared, stage: Staging) -> dict[int, ItemR
     return _believed(plan, prepared, stage.scratch, kept)
 
 
-def _files(prepared: Prepared, stage: Staging) -> dict[str, int]:
+def _begin_upload(plan: WorkPlan, prepared: Prepared, stage: SharedUpload) -> dict[int, ItemResult]:
+    """Begin uploads, or find those of an earlier run; return the results whose parts the service has."""
+    stage.begin_or_continue(layout_of(plan, prepared), task_text(plan.task))
+    stage.prepare(_files(prepared, stage))
+    write_known(stage, prepared.draft.early())
+    names = frozenset(stage.hidden.names())
+    results = {}
+    for number, result in results_on(stage, stage.begun.token).items():
+        if _is_of(plan, prepared, number, result) and stage.holds(result.sent, result.shares, names):
+            results[number] = result
+        else:
+            stage.hidden.delete_result(number)
+    return results
+
+
+def _files(prepared: Prepared, stage: SharedStage) -> dict[str, int]:
     return dict(prepared.draft.files) if stage.single is not None else dict(prepared.plan.files)
 
 
@@ -138,7 +156,7 @@ def left_to_do(plan: WorkPlan, prepared: Prepared, results: dict[int, ItemResult
 def hand_out(
     plan: WorkPlan,
     prepared: Prepared,
-    stage: Staging,
+    stage: SharedStage,
     executor: Executor,
     progress: Progress = unwatched,
     watch: Watch = unseen,
@@ -186,7 +204,7 @@ def sizes_of(prepared: Prepared, finished: Collection[str]) -> tuple[int, int]:
 
 
 def commit(
-    plan: WorkPlan, prepared: Prepared, stage: Staging, results: dict[int, ItemResult], resumed: int = 0
+    plan: WorkPlan, prepared: Prepared, stage: SharedStage, results: dict[int, ItemResult], resumed: int = 0
 ) -> Report:
     """Write what is known when all items are done, and move the checkpoint to its place.
 
@@ -209,6 +227,8 @@ def commit(
         cast = {each.name for each in prepared.plan.recoded if each.action == "cast"}
         infinite = {name: error for name, error in measured.items() if name in cast}
         refuse_infinite(infinite, str(casts_of(storage).dtype))
+    if not isinstance(stage, Staging):
+        _take_parts(plan, stage, results)
     write_known(stage, prepared.draft.early())
     carried = {} if stage.single is not None else carry(prepared, stage)
     _check_sums(prepared, found)
@@ -226,6 +246,16 @@ def commit(
         synced=plan.sync,
     )
     return replace(report, workers=_shares(found))
+
+
+def _take_parts(plan: WorkPlan, stage: SharedUpload, results: dict[int, ItemResult]) -> None:
+    """Give an upload the parts that workers have sent, if the service has just these."""
+    stage.look_again()
+    lost = [number for number, result in results.items() if not stage.holds(result.sent, result.shares)]
+    if lost:
+        raise _missing(plan, [plan.items[number] for number in sorted(lost)])
+    for result in results.values():
+        stage.take(result.sent, result.shares)
 
 
 def _missing(plan: WorkPlan, items: Sequence[WorkItem]) -> Exception:
@@ -329,9 +359,9 @@ def commit_work(plan: WorkPlan) -> Report:
     """
     begun = time.monotonic()
     with OpenedPlan(plan) as opened:
-        refuse_not_begun(plan, opened.scratch)
+        opened.place.refuse_not_begun()
         prepared = opened.prepared
-        if missing := left_to_do(plan, prepared, results_in(opened.scratch)):
+        if missing := left_to_do(plan, prepared, opened.place.results()):
             raise _missing(plan, missing)
         with staged(plan, resume=True) as stage:
             report = commit(plan, prepared, stage, begin(plan, prepared, stage))

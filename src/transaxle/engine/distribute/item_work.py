@@ -21,7 +21,8 @@ import msgspec
 
 from transaxle.encodings.arithmetic.codec import Error
 from transaxle.engine.copying.duplicate_checks import unequal
-from transaxle.engine.distribute.work_items import Moves, WorkItem, moves_of, numbers, parse_moves
+from transaxle.engine.distribute.work_items import Moves, WorkItem, moves_of, numbers
+from transaxle.engine.distribute.work_place import WorkPlace, work_place
 from transaxle.engine.distribute.work_plan import WorkPlan, parse_plan
 from transaxle.engine.execute.execute import Copying
 from transaxle.engine.execute.preflight import state_of, task_of
@@ -31,15 +32,13 @@ from transaxle.engine.views.cast import casting_errors
 from transaxle.errors import Refusal, gathered, refuse
 from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.staging.location import storage_at
-from transaxle.formats.staging.place import MOVES, SCRATCH, TargetPlace
-from transaxle.formats.staging.writer import Writer
+from transaxle.formats.staging.place import MOVES
 from transaxle.formats.storage.os_errors import failed
 from transaxle.formats.storage.storage import Storage, is_url, layer
+from transaxle.move.endpoint import Writable
 from transaxle.move.hashing import digest
-from transaxle.move.journal import Done, ItemResult, Task, item_file, results_in, task_in, written_error
+from transaxle.move.journal import Done, ItemResult, Task, written_error
 from transaxle.move.workers import Limits, limits
-
-_BEGIN = "Begin it:  transaxle work PLAN --begin."
 
 
 class OpenedPlan:
@@ -70,12 +69,8 @@ class OpenedPlan:
             self._stack.close()
             raise
         self.limit: Limits = limits(plan.jobs, plan.memory).holding(self.prepared.plan.band)
-        self._place = TargetPlace(plan.order.target, overwrite=False)
-
-    @property
-    def scratch(self) -> Path:
-        """The folder with the journal and the results."""
-        return self._place.partial / SCRATCH
+        self.place: WorkPlace = work_place(plan, self.prepared)
+        """Where the work happens."""
 
     def __enter__(self) -> Self:
         return self
@@ -103,8 +98,8 @@ class Hand:
         self._stack = ExitStack()
         self._opened = None if prepared is None else self._stack.enter_context(OpenedPlan(plan, prepared))
         self._storage: Storage | None = None
-        self._place = TargetPlace(plan.order.target, overwrite=False)
-        if prepared is None and any(item.key for item in plan.items):
+        self._place: WorkPlace | None = None if is_url(plan.order.target) else work_place(plan)
+        if prepared is None and self._place is not None and any(item.key for item in plan.items):
             self._storage = storage_at(plan.order.source)
             self._stack.callback(self._storage.close)
             try:
@@ -138,56 +133,32 @@ class Hand:
                 changed meanwhile; EXISTS where other work is going on, or nothing has begun.
         """
         item = self.plan.items[number]
-        if not self._place.partial.is_dir():
-            raise refuse("INCOMPLETE", "the work on this plan has not begun", file=self.plan.order.target, hint=_BEGIN)
-        scratch = self._place.partial / SCRATCH
-        writer = Writer(self._place.partial, sync=True, shared=True)
-        try:
-            moves, storage, limit = self._ready(item, scratch)
-            refuse_not_begun(self.plan, scratch)
-            earlier = results_in(scratch, [number]).get(number)
+        place = self._place or self._planned().place
+        with place.writing(item) as writer:
+            moves, storage, limit = self._ready(item, place)
+            place.refuse_not_begun()
+            earlier = place.results([number]).get(number)
             if earlier is not None and Known.of([earlier], self.plan.task).has(item, moves):
                 return earlier
-            result = _carried_out(self.plan, item, moves, storage, limit, writer)
-            writer.flush()
-            writer.put(f"{SCRATCH}/{item_file(number)}", result.text)
-        finally:
-            writer.close()
-        return result
+            return writer.keep(_carried_out(self.plan, item, moves, storage, limit, writer.files))
 
-    def _ready(self, item: WorkItem, scratch: Path) -> tuple[Moves, Storage, Limits]:
+    def _ready(self, item: WorkItem, place: WorkPlace) -> tuple[Moves, Storage, Limits]:
         """Return what an item does, of which source, and with how much memory."""
-        moves = self._stored(item, scratch)
+        moves = None if self._storage is None else place.moves(item)
         if moves is not None and self._storage is not None:
             if any(self._storage.version(file) != version for file, version in moves.versions):
                 refuse_changed(self.plan.task, msgspec.structs.replace(self.plan.task, state=""))
             return moves, self._storage, limits(self.plan.jobs, self.plan.memory).holding(moves.band)
-        with self._lock:
-            if self._opened is None:
-                self._opened = self._stack.enter_context(OpenedPlan(self.plan))
-            opened = self._opened
+        opened = self._planned()
         prepared = opened.prepared
         return moves_of(prepared.plan, item), prepared.checkpoint.container.storage, opened.limit
 
-    def _stored(self, item: WorkItem, scratch: Path) -> Moves | None:
-        """Return the moves of an item; None where they are not there, or others: whoever plans finds out why.
-
-        Raises:
-            StorageError: IO.
-        """
-        if self._storage is None or not item.key:
-            return None
-        begun = task_in(scratch)
-        if begun is None or begun.key != self.plan.task.key:
-            return None
-        try:
-            with (scratch / MOVES).open("rb") as file:
-                file.seek(item.begin)
-                return parse_moves(file.read(item.size), item)
-        except FileNotFoundError:
-            return None
-        except OSError as error:
-            raise failed(error, "reading what an item does", str(scratch / MOVES)) from error
+    def _planned(self) -> OpenedPlan:
+        """Open the source, and plan: what needs no more than the moves of an item does without."""
+        with self._lock:
+            if self._opened is None:
+                self._opened = self._stack.enter_context(OpenedPlan(self.plan))
+            return self._opened
 
 
 def write_moves(plan: WorkPlan, prepared: Prepared, scratch: Path) -> None:
@@ -210,7 +181,7 @@ def write_moves(plan: WorkPlan, prepared: Prepared, scratch: Path) -> None:
 
 
 def _carried_out(
-    plan: WorkPlan, item: WorkItem, moves: Moves, storage: Storage, limit: Limits, writer: Writer
+    plan: WorkPlan, item: WorkItem, moves: Moves, storage: Storage, limit: Limits, writer: Writable
 ) -> ItemResult:
     begin = time.monotonic()
     if differing := unequal(moves.checks, storage, limit):
@@ -290,22 +261,6 @@ def refuse_changed(planned: Task, found: Task) -> None:
         raise refuse(
             "UNSUPPORTED", message, file=planned.source, hint="Use one installation everywhere, or plan again."
         )
-
-
-def refuse_not_begun(plan: WorkPlan, scratch: Path) -> None:
-    """Refuse to write where no work on this plan has begun.
-
-    Raises:
-        UsageError: EXISTS where it is the work of another conversion.
-        Refused: INCOMPLETE where there is none.
-    """
-    begun = task_in(scratch)
-    target = plan.order.target
-    if begun is None:
-        raise refuse("INCOMPLETE", "the work on this plan has not begun", file=target, hint=_BEGIN)
-    if begun.key != plan.task.key:
-        message = "beside the target is the unfinished work of another conversion"
-        raise refuse("EXISTS", message, file=target, hint=f"Remove it with transaxle clean. {_BEGIN}")
 
 
 _lock = Lock()

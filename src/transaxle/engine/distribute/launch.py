@@ -58,7 +58,13 @@ class Launch:
         if isinstance(prepared, Cleared):
             ready(prepared)
             return prepared
-        how = {"overwrite": self.overwrite, "resume": self.resume, "running": True, "limit": self.limit}
+        how = {
+            "overwrite": self.overwrite,
+            "resume": self.resume,
+            "running": True,
+            "several": True,
+            "limit": self.limit,
+        }
         found = preflight(prepared, order.target, **how)  # type: ignore[arg-type]  # each is of its own type
         ready(found)
         return found

@@ -22,6 +22,7 @@ from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.execute.resume_check import is_finished
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
+from transaxle.formats.parts.shared_location import shared_staging_at
 from transaxle.formats.remote.url import address, local_path
 from transaxle.formats.staging.location import shown, staging_at
 from transaxle.formats.staging.staging import Staging
@@ -54,6 +55,7 @@ def preflight(
     overwrite: Overwrite = False,
     resume: bool = False,
     running: bool = False,
+    several: bool = False,
     limit: Limits | None = None,
     progress: Progress = unwatched,
 ) -> Cleared:
@@ -68,6 +70,7 @@ def preflight(
         resume: as for `execute`.
         running: it is about to be carried out, so a checkpoint that a run died over while replacing it is put back, as
             every run does. Otherwise nothing is changed.
+        several: several workers carry it out.
         limit: workers and memory.
         progress: told the bytes of each block compared with such a target.
 
@@ -103,12 +106,12 @@ def preflight(
         if resume and not overwrite and not problems and is_finished(prepared, target, limit, progress, errors):
             finished = True
             return
-        staging = staging_at(target, overwrite=overwrite, resume=resume)
+        staging = (shared_staging_at if several else staging_at)(target, overwrite=overwrite, resume=resume)
         if running and not overwrite and isinstance(staging, Staging) and staging.moved_aside:
             with staging:  # puts back what was there, and is refused
                 pass
         staging.look(prepared.plan.files, prepared.draft.files)
-        if resume:
+        if resume and isinstance(staging, Staging):
             refuse_other(staging.scratch, task, shown(target))
 
     if not target or not found(lambda: refuse_together(prepared.checkpoint, target)):

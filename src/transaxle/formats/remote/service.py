@@ -115,13 +115,14 @@ class Service:
                 raise refuse("UNSUPPORTED", message, file=self.shown, hint=hint) from None
             except ValueError as error:
                 raise refuse("UNSUPPORTED", harmless(str(error)), file=self.shown) from None
-            self._client: Any = client_and_path[0]
+            self.client: Any = client_and_path[0]
+            """What fsspec has for the scheme."""
             self.path = str(client_and_path[1]).rstrip("/")
             """What the client calls the place that the URL denotes."""
             if writing:
-                self._client.start_transaction()
+                self.client.start_transaction()
             else:
-                self._client.invalidate_cache()
+                self.client.invalidate_cache()
 
     def info(self, path: str, file: str) -> Info | None:
         """Return the current information on a file or folder; None if it does not exist.
@@ -134,9 +135,9 @@ class Service:
             StorageError: IO.
         """
         with self._named("reading its status", file):
-            self._client.invalidate_cache()
+            self.client.invalidate_cache()
             try:
-                return dict(self._client.info(path))
+                return dict(self.client.info(path))
             except FileNotFoundError:
                 return None
 
@@ -147,9 +148,9 @@ class Service:
             StorageError: IO.
         """
         with self._named("listing the folder", file):
-            self._client.invalidate_cache()
+            self.client.invalidate_cache()
             try:
-                return [dict(member) for member in self._client.ls(path, detail=True)]
+                return [dict(member) for member in self.client.ls(path, detail=True)]
             except (FileNotFoundError, NotADirectoryError):
                 return []
 
@@ -160,8 +161,8 @@ class Service:
             StorageError: IO.
         """
         with self._named("listing the folder", file):
-            self._client.invalidate_cache()
-            return sorted(self._client.find(path))
+            self.client.invalidate_cache()
+            return sorted(self.client.find(path))
 
     def fetch(self, path: str, start: int, stop: int, file: str) -> bytes:
         """Return a range of a file's bytes, as many of them as the service gives.
@@ -170,7 +171,7 @@ class Service:
             StorageError: IO.
         """
         with self._named(f"reading {stop - start} bytes at offset {start}", file):
-            return bytes(self._client.cat_file(path, start=start, end=stop))
+            return bytes(self.client.cat_file(path, start=start, end=stop))
 
     def create(self, path: str, part: int, file: str) -> Stream:
         """Start a file that is sent in parts of `part` bytes.
@@ -183,7 +184,7 @@ class Service:
 
         with self._named("creating it", file):
             try:
-                stream: Any = self._client.open(path, "wb", block_size=part)
+                stream: Any = self.client.open(path, "wb", block_size=part)
             except NotImplementedError:
                 raise refuse("UNSUPPORTED", f"{self.scheme}:// is read-only", file=self.shown) from None
             unable = AbstractBufferedFile.commit
@@ -204,25 +205,27 @@ class Service:
             StorageError: IO.
         """
         with self._named("deleting it", file):
-            self._client.invalidate_cache()
+            self.client.invalidate_cache()
             try:
-                self._client.rm_file(path)
+                self.client.rm_file(path)
             except FileNotFoundError:
                 return
 
     @contextmanager
-    def working(self, doing: str, file: str) -> Iterator[None]:
-        """Turn what a stream raises into our error."""
-        with self._named(doing, file):
+    def working(self, doing: str, file: str, *, missing: bool = False) -> Iterator[None]:
+        """Turn what the client raises into our error; where `missing`, all but what says that something is missing."""
+        with self._named(doing, file, missing=missing):
             yield
 
     @contextmanager
-    def _named(self, doing: str, file: str) -> Iterator[None]:
+    def _named(self, doing: str, file: str, *, missing: bool = False) -> Iterator[None]:
         try:
             yield
         except (TransaxleError, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001 - what clients raise has no common base
+            if missing and isinstance(error, FileNotFoundError):
+                raise FileNotFoundError(file) from None
             # Without its cause: the client's own message may hold a signed URL or a key.
             raise _failed(error, doing, file) from None
 

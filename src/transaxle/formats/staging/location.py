@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def storage_at(path: str | os.PathLike[str]) -> Storage:
     """Open a path or URL for reading; raises as `LocalStorage`, `RemoteStorage` or `HubService`."""
-    path = _on_this_machine(os.fspath(path))
+    path = on_this_machine(os.fspath(path))
     if not is_url(path):
         return LocalStorage(path)
     from transaxle.formats.remote.remote_storage import RemoteStorage
@@ -40,7 +40,7 @@ def staging_at(
 
     `sync` concerns this machine only: what a service has accepted is durable.
     """
-    target = _on_this_machine(os.fspath(target))
+    target = on_this_machine(os.fspath(target))
     if is_url(target):
         if scheme(target).lower() == HUB:
             hint = "Convert to a local folder, then upload it:  hf upload OWNER/NAME FOLDER"
@@ -53,7 +53,7 @@ def staging_at(
     return Staging(target, overwrite=overwrite, resume=resume, sync=sync)
 
 
-def _on_this_machine(path: str) -> str:
+def on_this_machine(path: str) -> str:
     """Return the local path of a `file://` URL; any other path or URL unchanged."""
     if not is_url(path) or scheme(path).lower() != "file":
         return path

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
 from transaxle.arguments import Overwrite, read_overwrite
 from transaxle.errors import TransaxleError, refuse
@@ -65,7 +65,7 @@ class Upload:
         self._service = Service(target, writing=True)
         self._shown = self._service.shown
         if resume:
-            hint = "Run it without --resume, or convert to a local folder and upload that."
+            hint = "Run it without --resume, or convert to a local folder and upload that; with --on, work is resumed."
             raise refuse("UNSUPPORTED", "an upload cannot be resumed", file=self._shown, hint=hint)
         if not self._service.path.strip("/").partition("/")[2] and self._service.scheme != _OWN:
             raise refuse("EXISTS", "this is the root of the store", file=self._shown, hint="Name a folder in it.")
@@ -74,7 +74,7 @@ class Upload:
         self._overwrite = read_overwrite(overwrite)
         self._part = part
         self._single: str | None = None
-        self._streams: dict[str, _RemoteFile] = {}
+        self._streams: dict[str, SentFile] = {}
         self._appeared: list[str] = []
         self._scratch: Path | None = None
 
@@ -220,7 +220,7 @@ class Upload:
         Raises:
             StorageError: IO, also if the service does not hold what was sent.
         """
-        for name in sorted(self._streams, key=_turn):
+        for name in sorted(self._streams, key=turn):
             self._appeared.append(name)  # also if it fails: then it may have appeared all the same
             self._streams[name].commit()
             self._compare(name)
@@ -269,7 +269,7 @@ class Upload:
     def _delete_old(self) -> None:
         start = f"{self._service.path}/"
         old = {path.removeprefix(start): path for path in self._service.below(self._service.path, self._shown)}
-        for name in sorted(old, key=_turn, reverse=True):
+        for name in sorted(old, key=turn, reverse=True):
             self._service.delete(old[name], name)
 
     def _compare(self, name: str) -> None:
@@ -284,6 +284,24 @@ class Upload:
         if self._scratch is not None:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = None
+
+
+class SentFile(Protocol):
+    """A file that is being sent, by whatever means."""
+
+    size: int
+
+    def write(self, offset: int, view: memoryview, /) -> None:
+        """Take bytes."""
+
+    def close(self) -> None:
+        """Send the rest."""
+
+    def commit(self) -> None:
+        """Let the file appear."""
+
+    def discard(self) -> None:
+        """Abandon the file, unless it has appeared."""
 
 
 class _RemoteFile:
@@ -388,10 +406,10 @@ def part_size(size: int, part: int = PART) -> int:
 
 def opens(name: str) -> bool:
     """Tell whether a file turns the files around it into a checkpoint, so that it must appear after them."""
-    return _turn(name)[0] > 1
+    return turn(name)[0] > 1
 
 
-def _turn(name: str) -> tuple[int, str]:
+def turn(name: str) -> tuple[int, str]:
     """Return a sort key for the order of appearance: sidecars, tensors, files that open a checkpoint, the manifest.
 
     The optimizer's state comes before the model, which is a checkpoint without it.

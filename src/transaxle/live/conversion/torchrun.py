@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch.distributed as dist
@@ -26,9 +27,11 @@ from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.engine.execute.execute import Report
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.errors import refuse
-from transaxle.formats.staging.staging import Staging
 from transaxle.live.transport.world import World
 from transaxle.move.journal import ItemResult, result_of
+
+if TYPE_CHECKING:
+    from transaxle.formats.parts.shared_location import SharedStage
 
 _PATIENCE = timedelta(days=1)
 """How long a rank without work waits for the others; one that dies is heard of at once."""
@@ -67,7 +70,7 @@ class _Lead:
         self._launch = launch
         self._prepared: Prepared | None = None
         self._work: WorkPlan | None = None
-        self._stage: Staging | None = None
+        self._stage: SharedStage | None = None
         self._results: dict[int, ItemResult] = {}
         self._report: Report | None = None
         self._told: _Told | None = None
@@ -79,10 +82,11 @@ class _Lead:
             self._report = self._launch.finished(cleared)
             return b"", []
         self._work = self._launch.divided(self._order, cleared)
-        self._stage = stack.enter_context(staged(self._work, resume=self._launch.resume))
+        self._stage = stage = staged(self._work, resume=self._launch.resume)
+        stack.enter_context(stage)
         self._prepared = cleared
-        self._results = begin(self._work, cleared, self._stage)
-        self._stage.share()
+        self._results = begin(self._work, cleared, stage)
+        stage.share()
         return self._work.text, [item.number for item in left_to_do(self._work, cleared, self._results)]
 
     def watch(self, told: _Told, numbers: Sequence[int]) -> None:

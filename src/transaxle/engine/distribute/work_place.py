@@ -1,0 +1,291 @@
+"""Where workers write: into the hidden folder beside the target, or parts of uploads to a service.
+
+Both keep the results of items, so that any process can see what is done. In the folder a lock keeps a commit from being
+early; a service has none, and takes nothing more once an upload is complete.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from transaxle.engine.distribute.work_items import Moves, WorkItem, numbers, parse_moves
+from transaxle.engine.distribute.work_plan import WorkPlan
+from transaxle.engine.plan.conversion import Prepared
+from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.parts.part_layout import FileParts, laid_out, layout_digest
+from transaxle.formats.staging.place import MOVES, SCRATCH, TargetPlace
+from transaxle.formats.staging.writer import Writer
+from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.storage import is_url
+from transaxle.move.journal import ItemResult, Task, item_file, result_of, results_in, task_in
+from transaxle.move.transfer import Transfer
+
+if TYPE_CHECKING:
+    from transaxle.formats.parts.shared_upload import SharedUpload
+    from transaxle.formats.remote.hidden_objects import BegunUpload
+    from transaxle.move.endpoint import Writable
+
+_BEGIN = "Begin it:  transaxle work PLAN --begin."
+
+
+class WorkPlace(Protocol):
+    """Where the work on a plan happens."""
+
+    def refuse_not_begun(self) -> None:
+        """Refuse to write where no work on the plan has begun.
+
+        Raises:
+            UsageError: EXISTS where it is the work of another conversion.
+            Refused: INCOMPLETE where there is none.
+        """
+
+    def results(self, wanted: Iterable[int] | None = None) -> dict[int, ItemResult]:
+        """Return results of items, all of them or some."""
+
+    def moves(self, item: WorkItem) -> Moves | None:
+        """Return what an item does, where that is stored; whoever plans finds out otherwise.
+
+        Raises:
+            StorageError: IO.
+        """
+
+    def writing(self, item: WorkItem) -> AbstractContextManager[ItemWriter]:
+        """Give what takes an item's bytes, and keeps its result: a context."""
+
+
+class ItemWriter(Protocol):
+    """Takes what an item writes."""
+
+    @property
+    def files(self) -> Writable:
+        """Where the bytes go."""
+
+    def keep(self, result: ItemResult) -> ItemResult:
+        """Make the bytes durable, then keep the result, and return it."""
+
+
+def work_place(plan: WorkPlan, prepared: Prepared | None = None) -> WorkPlace:
+    """Return where the work on a plan happens.
+
+    Args:
+        plan: what is done there.
+        prepared: the same, with the source open: for a service.
+    """
+    return _FolderPlace(plan) if prepared is None or not is_url(plan.order.target) else _ServicePlace(plan, prepared)
+
+
+class _FolderPlace:
+    """The hidden folder beside the target.
+
+    Args:
+        plan: what is done there.
+    """
+
+    def __init__(self, plan: WorkPlan) -> None:
+        self._plan = plan
+        self._place = TargetPlace(plan.order.target, overwrite=False)
+        self._scratch = self._place.partial / SCRATCH
+
+    def refuse_not_begun(self) -> None:
+        """See `WorkPlace`."""
+        begun = task_in(self._scratch)
+        if begun is None:
+            raise _not_begun(self._plan)
+        _refuse_other(self._plan, begun.key)
+
+    def results(self, wanted: Iterable[int] | None = None) -> dict[int, ItemResult]:
+        """See `WorkPlace`."""
+        return results_in(self._scratch, wanted)
+
+    def moves(self, item: WorkItem) -> Moves | None:
+        """See `WorkPlace`."""
+        begun = task_in(self._scratch) if item.key else None
+        if begun is None or begun.key != self._plan.task.key:
+            return None
+        path = self._scratch / MOVES
+        try:
+            with path.open("rb") as file:
+                file.seek(item.begin)
+                return parse_moves(file.read(item.size), item)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise failed(error, "reading what an item does", str(path)) from error
+
+    @contextmanager
+    def writing(self, _item: WorkItem) -> Iterator[_FolderWriter]:
+        """See `WorkPlace`."""
+        if not self._place.partial.is_dir():
+            raise _not_begun(self._plan)
+        writer = Writer(self._place.partial, sync=True, shared=True)
+        try:
+            yield _FolderWriter(writer)
+        finally:
+            writer.close()
+
+
+class _FolderWriter:
+    def __init__(self, files: Writer) -> None:
+        self.files: Writer = files
+
+    def keep(self, result: ItemResult) -> ItemResult:
+        """See `ItemWriter`."""
+        self.files.flush()
+        self.files.put(f"{SCRATCH}/{item_file(result.number)}", result.text)
+        return result
+
+
+class _ServicePlace:
+    """Uploads, and the objects beside the target of a service.
+
+    Args:
+        plan: what is done there.
+        prepared: the same, with the source open.
+    """
+
+    def __init__(self, plan: WorkPlan, prepared: Prepared) -> None:
+        self._plan = plan
+        self._prepared = prepared
+        self._known = prepared.draft.early()
+        self._opened: tuple[int, SharedUpload] | None = None
+        self._layout: dict[str, FileParts] | None = None
+
+    @property
+    def _upload(self) -> SharedUpload:
+        """The target, opened in this process: a client belongs to one."""
+        from transaxle.formats.parts.shared_upload import SharedUpload
+
+        if self._opened is None or self._opened[0] != os.getpid():
+            self._opened = os.getpid(), SharedUpload(self._plan.order.target, resume=True)
+        return self._opened[1]
+
+    def refuse_not_begun(self) -> None:
+        """See `WorkPlace`."""
+        self._begun()
+
+    def _begun(self) -> BegunUpload:
+        begun = self._upload.hidden.begun()
+        if begun is None:
+            raise _not_begun(self._plan)
+        _refuse_other(self._plan, task_from(begun.task).key)
+        return begun
+
+    def results(self, wanted: Iterable[int] | None = None) -> dict[int, ItemResult]:
+        """See `WorkPlace`."""
+        return results_on(self._upload, self._begun().token, wanted)
+
+    def moves(self, item: WorkItem) -> Moves | None:  # noqa: ARG002 - as in a folder
+        """Return None: whoever sends parts needs the layout of the files, and so the plan."""
+        return None
+
+    @contextmanager
+    def writing(self, item: WorkItem) -> Iterator[_PartWriter]:
+        """See `WorkPlace`."""
+        from transaxle.formats.parts.part_sender import PartSender
+
+        upload, begun = self._upload, self._begun()
+        if self._layout is None:
+            self._layout = layout_of(self._plan, self._prepared)
+        if begun.layout != layout_digest(self._layout):
+            message = "the work that has begun is divided otherwise"
+            raise refuse("INCOMPLETE", message, file=self._plan.order.target, hint=_BEGIN)
+        files = PartSender(upload.calls, upload.hidden, begun, self._layout, item.number, self._known)
+        try:
+            yield _PartWriter(files, upload, begun.token)
+        finally:
+            files.close()
+
+
+class _PartWriter:
+    def __init__(self, files: Any, upload: SharedUpload, token: str) -> None:
+        self.files = files
+        self._upload = upload
+        self._token = token
+
+    def keep(self, result: ItemResult) -> ItemResult:
+        """See `ItemWriter`."""
+        sent, shares = self.files.flush()
+        result = msgspec.structs.replace(result, begun=self._token, sent=sent, shares=shares)
+        self._upload.hidden.put_result(result.number, result.text)
+        return result
+
+
+def results_on(upload: SharedUpload, token: str, wanted: Iterable[int] | None = None) -> dict[int, ItemResult]:
+    """Return results that lie beside a target on a service, of one beginning of the work.
+
+    Args:
+        upload: the target.
+        token: of the beginning.
+        wanted: numbers of items; None: all.
+
+    Raises:
+        StorageError: IO.
+    """
+    found = {}
+    for number in upload.hidden.numbers() if wanted is None else wanted:
+        text = upload.hidden.result(number)
+        result = None if text is None else result_of(text)
+        if result is not None and result.begun == token and result.number == number:
+            found[number] = result
+    return found
+
+
+def layout_of(plan: WorkPlan, prepared: Prepared) -> dict[str, FileParts]:
+    """Return the parts of all files that items of a plan write.
+
+    Raises:
+        Refused: UNSUPPORTED where a file cannot be divided so.
+    """
+    from transaxle.formats.staging.upload import PART
+
+    extents: dict[str, list[tuple[int, int, int]]] = {}
+    for item in plan.items:
+        for number in numbers(item.tensors):
+            for place in prepared.plan.tensors[number].everywhere:
+                own = extents.setdefault(place.file, [])
+                own += ((start, stop, item.number) for start, stop in _ranges(place) if start < stop)
+    early = frozenset((fragment.file, fragment.offset) for fragment in prepared.draft.early())
+    unknown: dict[str, list[tuple[int, int]]] = {}
+    for fragment in prepared.draft.fragments:
+        if (fragment.file, fragment.offset) not in early:
+            ends = fragment.offset, fragment.offset + len(fragment.data)
+            unknown.setdefault(fragment.file, []).append(ends)
+    sizes: Mapping[str, int] = prepared.draft.files
+    return {
+        file: laid_out(sizes[file], own, unknown.get(file, ()), PART, file=file) for file, own in extents.items() if own
+    }
+
+
+def _ranges(place: Transfer) -> Iterator[tuple[int, int]]:
+    """Yield the bytes of a file that are one destination of a tensor."""
+    if not place.loops or place.source_span == place.size:
+        yield place.source, place.source + place.source_span
+        return
+    (count, stride, _), *inner = place.loops
+    for number in range(count):
+        yield from _ranges(Transfer(place.file, place.source + number * stride, 0, place.width, tuple(inner)))
+
+
+def task_text(task: Task) -> str:
+    """Return a task as text."""
+    return msgspec.json.encode(task).decode()
+
+
+def task_from(text: str) -> Task:
+    """Inverse of `task_text`."""
+    return msgspec.json.decode(text, type=Task)
+
+
+def _not_begun(plan: WorkPlan) -> TransaxleError:
+    return refuse("INCOMPLETE", "the work on this plan has not begun", file=plan.order.target, hint=_BEGIN)
+
+
+def _refuse_other(plan: WorkPlan, begun: Sequence[str]) -> None:
+    if begun != plan.task.key:
+        message = "beside the target is the unfinished work of another conversion"
+        raise refuse("EXISTS", message, file=plan.order.target, hint=f"Remove it with transaxle clean. {_BEGIN}")

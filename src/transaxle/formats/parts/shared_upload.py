@@ -1,0 +1,420 @@
+"""An upload that several workers send: begun and committed by a driver, who need not be the same process.
+
+The driver begins a multipart upload of every file that workers write, and says so in an object beside the target.
+Workers send parts and leave results there. The driver compares what they say with what the service has, joins the parts
+that nobody has whole, and completes the uploads in the order of `Upload`. What it is about to let appear it writes down
+first: whoever resumes after it died knows the files that have appeared by their tags, and goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, TypeVar
+
+import msgspec
+import xxhash
+
+from transaxle.arguments import Overwrite
+from transaxle.errors import TransaxleError, refuse
+from transaxle.formats.parts.part_layout import FileParts, KeptShare, SentPart, layout_digest
+from transaxle.formats.parts.part_sender import SENDERS
+from transaxle.formats.remote.hidden_objects import BegunCommit, BegunUpload, HiddenObjects
+from transaxle.formats.remote.multipart import Multipart, StoredPart, completed_tag, gone, multipart
+from transaxle.formats.remote.service import FILE, Info
+from transaxle.formats.staging.belongings import several_files
+from transaxle.formats.staging.upload import PART, Upload, turn
+
+_THREADS = 16
+"""Requests that the driver makes at once, of those without many bytes."""
+_CLEAN = "Continue it with --resume (resume=True), or remove it:  transaxle clean URL."
+_Given = TypeVar("_Given")
+_Found = TypeVar("_Found")
+
+
+class SharedUpload(Upload):
+    """A checkpoint that several workers write under a URL; used like `formats.staging.Staging`.
+
+    Args:
+        target: URL of a folder or a file.
+        overwrite: as for `Upload`.
+        resume: go on with what an earlier run has begun, and keep this run's work if it fails too. Without it such
+            work is refused, since nothing tells whether that run is still at work.
+        part: bytes of a usual part.
+
+    Raises:
+        UsageError, Refused, StorageError: as `Upload`; UNSUPPORTED where uploads belong to one process.
+    """
+
+    def __init__(self, target: str, *, overwrite: Overwrite = False, resume: bool = False, part: int = PART) -> None:
+        super().__init__(target, overwrite=overwrite, part=part)
+        self.calls: Multipart = multipart(self._service)
+        """Of the service."""
+        self.hidden = HiddenObjects(self._service, self.calls)
+        """What lies beside the target."""
+        self._resume = resume
+        self._begun: BegunUpload | None = None
+        self._layout: Mapping[str, FileParts] = {}
+        self._stored: dict[str, dict[int, StoredPart] | None] = {}
+        self._shared: dict[str, _SharedFile] = {}
+        self._own: dict[str, _OwnFile] = {}
+        self._remains: BegunCommit | None = None
+
+    @property
+    def begun(self) -> BegunUpload:
+        """How the work has begun."""
+        if self._begun is None:
+            raise ValueError("nothing has begun")
+        return self._begun
+
+    def share(self) -> None:
+        """Let workers send parts: nothing keeps them from it."""
+
+    def take_back(self) -> None:
+        """Let no worker send parts any more: what they send again are the same parts."""
+
+    def _check(self, info: Info | None) -> None:
+        """Accept what a commit of this work has let appear before it died; otherwise as `Upload`."""
+        if info is not None and self._resume and not self._overwrite and self._is_ours(info):
+            return
+        super()._check(info)
+
+    def _is_ours(self, info: Info) -> bool:
+        """Tell whether all that is at the target was put there by the commit that is to be continued."""
+        self._remains = self._remains or self._interrupted()
+        if self._remains is None:
+            return False
+        if info.get("type") == FILE:
+            return self._single is not None and self._has_appeared(self._single)
+        start = f"{self._service.path}/"
+        return all(
+            path.startswith(start) and self._has_appeared(path.removeprefix(start))
+            for path in self._service.below(self._service.path, self._shown)
+        )
+
+    def _interrupted(self) -> BegunCommit | None:
+        begun, commit = self.hidden.begun(), self.hidden.commit()
+        return commit if begun is not None and commit is not None and commit.token == begun.token else None
+
+    def _has_appeared(self, name: str) -> bool:
+        """Tell whether a file is what the interrupted commit has let appear."""
+        tags = {} if self._remains is None else self._remains.tags
+        tag = tags.get(name) or (next(iter(tags.values()), "") if self._single else "")
+        return bool(tag) and self._tag_of(name) == tag
+
+    def _tag_of(self, name: str) -> str:
+        info = self._service.info(self._place(name), name)
+        return "" if info is None else str(info.get("ETag", "")).strip('"')
+
+    def begin_or_continue(self, layout: Mapping[str, FileParts], task: str) -> None:
+        """Begin the uploads, or find those that an earlier run has begun.
+
+        Args:
+            layout: file -> its parts, of all files that workers write.
+            task: what the work belongs to, as text.
+
+        Raises:
+            UsageError: EXISTS where other work has begun, or this one without `resume`.
+            StorageError: IO.
+        """
+        self._layout = layout
+        if self._single and len(layout) > 1:
+            raise several_files(self._shown)
+        digest = layout_digest(layout)
+        begun = self.hidden.begun()
+        if begun is not None:
+            if not self._resume:
+                raise refuse("EXISTS", "beside the target is unfinished work", file=self._shown, hint=_CLEAN)
+            if begun.task != task:
+                message = "beside the target is the unfinished work of another conversion"
+                hint = "Remove it:  transaxle clean URL. Or continue it with the original options."
+                raise refuse("EXISTS", message, file=self._shown, hint=hint)
+            if begun.layout != digest:
+                self.found = ("the work of an earlier run, divided otherwise, was removed",)
+                self._remove(begun)
+                begun = None
+        if begun is None:
+            uploads = self._at_once(self._upload, layout)
+            places = {file: self._place(file) for file in layout}
+            token = secrets.token_hex(8)
+            begun = BegunUpload(token=token, task=task, layout=digest, uploads=uploads, places=places)
+            self._stored = {file: {} for file in layout}
+        else:
+            begun = self._continued(begun)
+        self.hidden.begin(begun)
+        self._begun = begun
+
+    def _continued(self, begun: BegunUpload) -> BegunUpload:
+        """Look what is there of uploads that have begun; begin those again that are gone."""
+        self._begun = begun
+        self._remains = self._interrupted()
+        self._stored = self._at_once(self._look_up, self._layout)
+        lost = [file for file, found in self._stored.items() if found is None and not self._has_appeared(file)]
+        again = self._at_once(self._upload, lost)
+        self._stored |= {file: {} for file in again}
+        return msgspec.structs.replace(begun, uploads={**begun.uploads, **again})
+
+    def _upload(self, file: str) -> str:
+        return self.calls.begin_upload(self._place(file), file)
+
+    def _look_up(self, file: str) -> dict[int, StoredPart] | None:
+        upload = self.begun.uploads.get(file)
+        return None if upload is None else self.calls.stored_parts(self._place(file), upload, file)
+
+    def look_again(self) -> None:
+        """Ask the service once more which parts it has."""
+        self._stored = self._at_once(self._look_up, self._layout)
+
+    def holds(self, sent: Iterable[SentPart], shares: Iterable[KeptShare], names: frozenset[str] | None = None) -> bool:
+        """Tell whether the service has what a worker has sent.
+
+        Args:
+            sent: parts.
+            shares: of parts that are joined at the commit.
+            names: all objects beside the target; None: that was found out before.
+        """
+        for each in sent:
+            found = self._stored.get(each.file)
+            if found is None and each.file in self._stored:
+                continue  # the file has appeared: it is known by its tag
+            if found is None or found.get(each.number) != StoredPart(each.etag, each.size):
+                return False
+        return names is None or all(f"shares/{each.name}" in names for each in shares)
+
+    def prepare(self, files: Mapping[str, int]) -> frozenset[str]:
+        """Take note of all files; see `Upload`."""
+        if self._single and len(files) > 1:
+            raise several_files(self._shown)
+        for name, size in files.items():
+            self._begin(name, size)
+        return frozenset()
+
+    def _begin(self, name: str, size: int) -> None:
+        place = self._place(name)
+        file: Any
+        if name in self._layout:
+            file = self._shared.get(name) or _SharedFile(self, name, place, self._layout[name])
+            self._shared[name] = file
+        else:
+            file = self._own[name] = _OwnFile(self.calls, name, place, size)
+        self._streams[name] = file
+
+    def take(self, sent: Iterable[SentPart], shares: Iterable[KeptShare]) -> None:
+        """Take note of what an item's worker has sent."""
+        for part in sent:
+            self._shared[part.file].tags[part.number] = part.etag
+        for share in shares:
+            self._shared[share.file].shares.setdefault(share.number, []).append(share)
+
+    def complete(self) -> None:
+        """Join the parts that nobody has whole, and write down what will appear."""
+        begun = self.hidden.begun()
+        if begun is None or begun.token != self.begun.token:
+            raise gone(self._shown)
+        joins = [
+            (file, number) for file in self._shared.values() if not self.has_gone(file.name) for number in file.joined
+        ]
+        self._at_once(_join, joins, SENDERS)
+        for own in self._own.values():
+            own.close()
+        names = sorted(self._streams, key=turn)
+        self.hidden.begin_commit(BegunCommit(token=begun.token, tags={name: self._final_tag(name) for name in names}))
+
+    def _final_tag(self, name: str) -> str:
+        if self.has_gone(name) and self._remains is not None:
+            return self._remains.tags.get(name, "")
+        file = self._shared.get(name) or self._own[name]
+        return file.final_tag
+
+    def has_gone(self, file: str) -> bool:
+        """Tell whether an upload is over since the file has appeared, in a commit that is continued."""
+        return file in self._stored and self._stored[file] is None
+
+    def _delete_old(self) -> None:
+        start = f"{self._service.path}/"
+        old = {path.removeprefix(start): path for path in self._service.below(self._service.path, self._shown)}
+        for name in sorted(old, key=turn, reverse=True):
+            if not (name in self._layout and self.has_gone(name)):
+                self._service.delete(old[name], name)
+
+    def keep(self) -> None:
+        """Keep the files, and remove what lies beside the target."""
+        super().keep()
+        self.hidden.delete()
+        self._begun = None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        appeared = list(self._appeared)
+        super().__exit__(kind, error, trace)
+        if self._begun is None:
+            return
+        if self._resume:
+            if appeared:  # they were deleted again
+                self._remains = None
+            return
+        with suppress(TransaxleError):
+            self._remove(self._begun)
+        self._begun = None
+
+    def _remove(self, begun: BegunUpload) -> None:
+        """Abandon uploads, and remove what lies beside the target, unless that is of a later run."""
+
+        def abort(file: str) -> None:
+            with suppress(TransaxleError):
+                self.calls.abort(begun.places[file], begun.uploads[file], file)
+
+        self._at_once(abort, begun.uploads)
+        there = self.hidden.begun()
+        if there is None or there.token == begun.token:
+            self.hidden.delete()
+
+    def _at_once(
+        self, work: Callable[[_Given], _Found], given: Iterable[_Given], threads: int = _THREADS
+    ) -> dict[_Given, _Found]:
+        """Do something for each of many, several at a time."""
+        each = list(given)
+        with ThreadPoolExecutor(threads, "transaxle-upload") as pool:
+            return dict(zip(each, pool.map(work, each), strict=True))
+
+
+class _SharedFile:
+    """A file that workers send; stands where `Upload` has a file that it sends itself.
+
+    Args:
+        upload: the upload of the checkpoint.
+        name: of the file.
+        place: what the client calls it.
+        parts: of the file.
+    """
+
+    def __init__(self, upload: SharedUpload, name: str, place: str, parts: FileParts) -> None:
+        self.name = name
+        self.size = parts.parts[-1].stop
+        """Its bytes."""
+        self.tags: dict[int, str] = {}
+        """Tags of the parts that are there."""
+        self.shares: dict[int, list[KeptShare]] = {}
+        """What items have of the others."""
+        self._upload = upload
+        self._place = place
+        self._parts = parts
+        self._own: dict[int, bytes] = {}
+
+    @property
+    def joined(self) -> list[int]:
+        """Numbers of the parts that the driver sends."""
+        return [number for number, _ in self._parts.joined]
+
+    @property
+    def final_tag(self) -> str:
+        """The tag that the file will have; empty where the service makes up its own."""
+        return completed_tag(self._in_order()) or ""
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Keep bytes that no item writes until their part is joined; workers have sent all others of them."""
+        self._own[offset] = bytes(view)
+
+    def join(self, number: int) -> None:
+        """Send a part that nobody has whole.
+
+        Raises:
+            StorageError: IO, also where a share is not what its worker has left.
+        """
+        part = self._parts.parts[number - 1]
+        data, left = bytearray(part.stop - part.start), part.stop - part.start
+        for offset, octets in self._own.items():
+            start, stop = max(part.start, offset), min(part.stop, offset + len(octets))
+            if start < stop:
+                data[start - part.start : stop - part.start] = octets[start - offset : stop - offset]
+                left -= stop - start
+        given = {int(share.name.partition("-")[0]): share for share in self.shares.get(number, ())}
+        held = {item: memoryview(self._share(share)) for item, share in given.items()}
+        for start, stop, item in self._parts.shares(part):
+            if item not in held or len(held[item]) < stop - start:
+                raise refuse("IO", f"bytes {start} to {stop} are not beside the target", file=self.name)
+            data[start - part.start : stop - part.start] = held[item][: stop - start]
+            held[item] = held[item][stop - start :]
+            left -= stop - start
+        if left:
+            raise ValueError(f"{self.name}: {left} bytes of part {number} were not written")
+        upload = self._upload.begun.uploads[self.name]
+        self.tags[number] = self._upload.calls.send_part(self._place, upload, number, data, self.name)
+
+    def _share(self, share: KeptShare) -> bytes:
+        data = self._upload.hidden.share(share.name)
+        if data is None or xxhash.xxh3_128_hexdigest(data) != share.hash:
+            raise refuse("IO", f"{share.name} beside the target is missing or damaged", file=self.name)
+        return data
+
+    def commit(self) -> None:
+        """Let the file appear, unless it has in a commit that is continued."""
+        if not self._upload.has_gone(self.name):
+            upload = self._upload.begun.uploads[self.name]
+            self._upload.calls.complete(self._place, upload, self._in_order(), self.name)
+
+    def _in_order(self) -> list[str]:
+        numbers = range(1, len(self._parts.parts) + 1)
+        missing = [number for number in numbers if number not in self.tags]
+        if missing and not self._upload.has_gone(self.name):
+            raise ValueError(f"{self.name}: part {missing[0]} was not sent")
+        return [self.tags.get(number, "") for number in numbers]
+
+    def close(self) -> None:
+        """Do nothing: `SharedUpload.complete` joins the parts."""
+
+    def discard(self) -> None:
+        """Do nothing: the upload of the checkpoint is abandoned, or kept, as a whole."""
+
+
+def _join(which: tuple[_SharedFile, int]) -> None:
+    file, number = which
+    file.join(number)
+
+
+class _OwnFile:
+    """A file that only the driver writes: it is sent in one step.
+
+    Args:
+        calls: of the service.
+        name: of the file.
+        place: what the client calls it.
+        size: its bytes.
+    """
+
+    def __init__(self, calls: Multipart, name: str, place: str, size: int) -> None:
+        self.size = size
+        """Its bytes."""
+        self._calls, self._name, self._place = calls, name, place
+        self._data = bytearray(size)
+        self._written: dict[int, int] = {}
+
+    @property
+    def final_tag(self) -> str:
+        """The tag that it will have where the service does not make up its own."""
+        return hashlib.md5(self._data, usedforsecurity=False).hexdigest()
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Take bytes."""
+        octets = view.cast("B")
+        self._data[offset : offset + octets.nbytes] = octets
+        self._written[offset] = octets.nbytes
+        if len(self._data) != self.size:
+            raise ValueError(f"{self._name}: more than its {self.size} bytes were written")
+
+    def close(self) -> None:
+        """Check that all was written."""
+        if sum(self._written.values()) != self.size:
+            raise ValueError(f"{self._name}: only {sum(self._written.values())} of {self.size} bytes were written")
+
+    def commit(self) -> None:
+        """Let the file appear."""
+        self._calls.put(self._place, bytes(self._data), self._name)
+
+    def discard(self) -> None:
+        """Do nothing: it is nowhere yet."""

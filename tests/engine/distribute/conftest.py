@@ -1,0 +1,5 @@
+"""Fixtures that several modules of this folder share."""
+
+from tests.formats.s3_server import bucket, s3_server
+
+__all__ = ["bucket", "s3_server"]

@@ -1,0 +1,209 @@
+"""Several workers that write to a service: the bytes of one process, nothing visible too early, nothing left over."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import transaxle as tx
+from tests import checkpoints
+from tests.engine.distribute.arrays import do, in_child, planned
+from tests.engine.distribute.test_executor import Backwards
+from tests.engine.distribute.test_item_work import plain
+from tests.engine.killed import contents
+from tests.forks import context
+from tests.formats.s3_server import Bucket
+from tests.formats.stores import download
+from transaxle.engine.distribute.driver import begin_work, commit_work
+from transaxle.engine.distribute.item_work import let_go
+from transaxle.errors import Code, refuse
+
+SHARD = 1 << 30
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_open() -> Iterator[None]:
+    yield
+    let_go()
+
+
+def many(folder: Path, mebibytes: int = 36) -> Path:
+    """A checkpoint of tensors of 3 MiB and of a few bytes, in two files."""
+    rng = np.random.default_rng(0)
+    held = {}
+    for number in range(mebibytes // 3):
+        held[f"w{number:02}"] = rng.standard_normal((768, 1024)).astype(np.float32)
+        held[f"w{number:02}.bias"] = rng.standard_normal(7).astype(np.float32)
+    return checkpoints.write(folder, held, shards=2)
+
+
+def hidden(bucket: Bucket) -> list[str]:
+    """What lies in the bucket that belongs to no checkpoint."""
+    return [name for name in bucket.names() if "transaxle-partial" in name] + bucket.uploads()
+
+
+def refused(code: Code, call: Callable[[], object]) -> tx.TransaxleError:
+    with pytest.raises(tx.TransaxleError) as caught:
+        call()
+    assert caught.value.code == code, caught.value
+    return caught.value
+
+
+def there(bucket: Bucket, folder: Path, under: str = "out") -> Any:
+    """What the bucket holds under a name."""
+    return contents(download(bucket, under, folder))
+
+
+@pytest.mark.parametrize(("items", "shard"), [(1, SHARD), (4, SHARD), (9, 16 * MIB)])
+def test_the_bytes_are_those_of_one_process(bucket: Bucket, tmp_path: Path, items: int, shard: int) -> None:
+    """In two processes and any order, begun twice; parts of both in one object."""
+    source = many(tmp_path / "source")
+    wanted = tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=shard)
+    plan = planned(source, f"{bucket.url}/out", "safetensors", items, shard_size=shard)
+    assert begin_work(plan) == items
+    assert begin_work(plan) == items
+    numbers = random.Random(0).sample(range(items), items)
+    assert in_child(lambda: do(plan, numbers[: items // 2])) == 0
+    do(plan, numbers[items // 2 :])
+    assert not [name for name in bucket.names() if name.startswith("out/")]
+    assert begin_work(plan) == 0
+    report = commit_work(plan)
+    assert there(bucket, tmp_path / "found") == contents(tmp_path / "wanted")
+    assert hidden(bucket) == []
+    same = ("tensors", "bytes_read", "bytes_written", "checks", "kept", "ignored", "carried")
+    assert {key: getattr(report, key) for key in same} == {key: getattr(wanted, key) for key in same}
+    if shard == SHARD:
+        (file,) = (name for name in bucket.names() if name.endswith(".safetensors"))
+        assert bucket.parts(file) >= 4
+    assert tx.verify(f"{bucket.url}/out").ok
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "to", "options"),
+    [
+        (plain, "out", "torchtitan", {}),
+        (many, "out.safetensors", "safetensors", {}),
+        (plain, "out.safetensors", "automodel", {}),
+        (many, "out", "torch", {}),
+        (plain, "out", "dcp:torchtitan", {}),
+        (plain, "out", "torch_dist", {}),
+        (plain, "out", "megatron_torch", {"tp": 2}),
+    ],
+)
+def test_all_formats(
+    bucket: Bucket, tmp_path: Path, make: Callable[[Path], Path], name: str, to: str, options: dict[str, Any]
+) -> None:
+    """Small files that every item has a piece of, digests before the tensors, files for each rank."""
+    source = make(tmp_path / "source")
+    wanted = tmp_path / "wanted" / name
+    wanted.parent.mkdir()
+    tx.convert(source, wanted, to=to, shard_size=SHARD, **options)
+    plan = planned(source, f"{bucket.url}/dir/{name}", to, 5, shard_size=SHARD, **options)
+    begin_work(plan)
+    do(plan)
+    commit_work(plan)
+    found = contents(download(bucket, "dir", tmp_path / "found")) if "." in name else None
+    if found is None:
+        for path in wanted.rglob("*"):
+            if path.is_file():
+                assert bucket.get(f"dir/{name}/{path.relative_to(wanted)}") == path.read_bytes()
+        assert len(bucket.names()) == sum(path.is_file() for path in wanted.rglob("*"))
+    else:
+        assert found == contents(wanted.parent)
+    assert hidden(bucket) == []
+
+
+def test_pools_and_what_a_run_that_fails_leaves(bucket: Bucket, tmp_path: Path) -> None:
+    source, url = many(tmp_path / "source", 18), f"{bucket.url}/out"
+    tx.convert(source, tmp_path / "wanted", to="safetensors")
+    wanted = contents(tmp_path / "wanted")
+    how: dict[str, Any] = {"to": "safetensors", "items": 3}
+
+    def failing(number: int) -> None:
+        if number == 1:
+            raise refuse("IO", "the cable")
+
+    with pytest.raises(tx.TransaxleError, match="the cable"):
+        tx.convert(source, url, on=Backwards(failing), **how)
+    assert (bucket.names(), bucket.uploads()) == ([], [])
+    with pytest.raises(tx.TransaxleError, match="the cable"):
+        tx.convert(source, url, on=Backwards(failing), resume=True, **how)
+    assert not [name for name in bucket.names() if name.startswith("out/")]
+    error = refused("EXISTS", lambda: tx.convert(source, url, on=Backwards(), **how))
+    assert "unfinished work" in str(error)
+    assert "--resume" in error.hint
+    with pytest.raises(tx.TransaxleError, match="another conversion"):
+        tx.convert(source, url, on=Backwards(), resume=True, to="torch")
+    following = Backwards()
+    report = tx.convert(source, url, on=following, resume=True, **how)
+    assert following.done == [1, 0]
+    assert 0 < report.resumed < report.tensors
+    assert there(bucket, tmp_path / "first") == wanted
+    assert hidden(bucket) == []
+    refused("EXISTS", lambda: tx.convert(source, url, on=Backwards(), **how))
+    with ThreadPoolExecutor(2) as threads, ProcessPoolExecutor(2, context()) as processes:
+        for number, on in enumerate((threads, processes)):
+            progressed: list[int] = []
+            report = tx.convert(source, url, on=on, overwrite=True, progress=progressed.append, **how)
+            assert sum(progressed) == sum(report.workers.values())
+            assert there(bucket, tmp_path / f"again-{number}") == wanted
+            assert hidden(bucket) == []
+
+
+def test_nothing_is_committed_while_something_is_missing(bucket: Bucket, tmp_path: Path) -> None:
+    source = many(tmp_path / "source", 18)
+    plan = planned(source, f"{bucket.url}/out", "safetensors", 3, shard_size=SHARD)
+    for call in (lambda: commit_work(plan), lambda: do(plan, [0])):
+        assert "has not begun" in str(refused("INCOMPLETE", call))
+    begin_work(plan)
+    do(plan, [0, 2])
+    assert "1 of 3 items have no result: 1\n" in str(refused("INCOMPLETE", lambda: commit_work(plan)))
+    do(plan, [1])
+    result = bucket.get(".out.transaxle-partial/items/2")
+    bucket.put(".out.transaxle-partial/items/2", result[:-1] + b" ")
+    assert "no result: 2\n" in str(refused("INCOMPLETE", lambda: commit_work(plan))), "a damaged one is none"
+    do(plan, [2])
+    client = bucket.client
+    (upload,) = client.call_s3("list_multipart_uploads", Bucket=bucket.name)["Uploads"]
+    parts = {"Bucket": bucket.name, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+    client.call_s3("upload_part", PartNumber=1, Body=b"x" * (6 << 20), **parts)
+    assert "no result: 0\n" in str(refused("INCOMPLETE", lambda: commit_work(plan))), "others have sent this part"
+    assert begin_work(plan) == 1
+    do(plan)
+    commit_work(plan)
+    tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
+    assert there(bucket, tmp_path / "found") == contents(tmp_path / "wanted")
+
+
+def test_work_of_others_and_of_another_division(bucket: Bucket, tmp_path: Path) -> None:
+    source = many(tmp_path / "source", 18)
+    first = planned(source, f"{bucket.url}/out", "safetensors", 3)
+    begin_work(first)
+    do(first, [0])
+    assert "another conversion" in str(refused("EXISTS", lambda: do(planned(source, f"{bucket.url}/out", "torch", 3))))
+    second = planned(source, f"{bucket.url}/out", "safetensors", 2)
+    assert "divided otherwise" in str(refused("INCOMPLETE", lambda: do(second, [0])))
+    assert begin_work(second) == 2
+    assert len(bucket.uploads()) == len(set(bucket.uploads())) > 1, "one for each file"
+    refused("INCOMPLETE", lambda: do(first, [1]))
+    do(second)
+    upload = bucket.client.call_s3("list_multipart_uploads", Bucket=bucket.name)["Uploads"][0]
+    which = {"Bucket": bucket.name, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+    bucket.client.call_s3("abort_multipart_upload", **which)
+    refused("INCOMPLETE", lambda: commit_work(second))
+    assert begin_work(second) == 1
+    do(second)
+    bucket.put("out/notes.txt", b"mine")
+    assert "already exists" in str(refused("EXISTS", lambda: commit_work(second)))
+    bucket.delete("out/notes.txt")
+    commit_work(second)
+    tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=8000)
+    assert there(bucket, tmp_path / "found") == contents(tmp_path / "wanted")
+    assert hidden(bucket) == []
