@@ -362,10 +362,11 @@ def derive(
 def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
     """Remove what killed runs have left beside a target, or directly inside a folder of targets.
 
-    If a run died while it replaced a checkpoint, the old checkpoint is put back.
+    If a run died while it replaced a checkpoint, the old checkpoint is put back. On S3 these are uploads that were not
+    completed, and unfinished work of several workers; a run that is still at work on them fails.
 
     Args:
-        path: a target, which need not exist, a folder of targets, or a leftover itself.
+        path: a target, which need not exist, a folder of targets, or a leftover itself; on S3 a URL, also of a bucket.
         remove: False only lists the leftovers.
 
     Returns:
@@ -373,7 +374,7 @@ def clean(path: PathLike, *, remove: bool = True) -> tuple[Leftover, ...]:
         in `why`: a process is using it, or it contains files that belong to no checkpoint.
 
     Raises:
-        Refused: UNSUPPORTED for a URL.
+        Refused: UNSUPPORTED for a URL of another service.
         StorageError: IO.
     """
     found = leftovers(read_path("path", path))

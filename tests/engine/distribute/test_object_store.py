@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,13 @@ from tests.engine.killed import contents
 from tests.forks import context
 from tests.formats.s3_server import Bucket
 from tests.formats.stores import download
+from transaxle.cli import main
 from transaxle.engine.distribute.driver import begin_work, commit_work
 from transaxle.engine.distribute.item_work import let_go
-from transaxle.errors import Code, refuse
+from transaxle.engine.distribute.work_plan import WorkPlan
+from transaxle.errors import Code, UsageError, refuse
+from transaxle.formats.remote.multipart import S3Multipart
+from transaxle.formats.remote.service import Service
 
 SHARD = 1 << 30
 MIB = 1 << 20
@@ -207,3 +214,121 @@ def test_work_of_others_and_of_another_division(bucket: Bucket, tmp_path: Path) 
     tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=8000)
     assert there(bucket, tmp_path / "found") == contents(tmp_path / "wanted")
     assert hidden(bucket) == []
+
+
+def test_clean_removes_what_a_killed_run_leaves(
+    bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, url = many(tmp_path / "source", 18), f"{bucket.url}/models/out"
+    bucket.put("models/outside", b"mine")
+    plan = planned(source, url, "safetensors", 3, shard_size=SHARD)
+    begin_work(plan)
+    do(plan, [0, 2])
+    client = bucket.client
+    other = client.call_s3("create_multipart_upload", Bucket=bucket.name, Key="models/out/other")["UploadId"]
+    client.call_s3("create_multipart_upload", Bucket=bucket.name, Key="models/outer/another")
+    which = {"Bucket": bucket.name, "Key": "models/out/other", "UploadId": other}
+    client.call_s3("upload_part", PartNumber=1, Body=b"x" * 1000, **which)
+    work, upload = tx.clean(url, remove=False)
+    assert (work.path, work.target) == (f"{bucket.url}/models/.out.transaxle-partial", url)
+    assert work.what == "unfinished work: 2 work items are done, --resume continues it"
+    assert work.nbytes > 6 * MIB
+    assert upload.path == f"{url}/other?uploadId={other}"
+    assert upload.nbytes == 1000
+    assert len(tx.clean(bucket.url, remove=False)) == 3, "all uploads, and hidden folders that are directly there"
+    assert len(tx.clean(f"{bucket.url}/models", remove=False)) == 3
+    capsys.readouterr()
+    assert main(["clean", url]) == 2, "it asks first"
+    assert "other?uploadId" in capsys.readouterr().out
+    assert len(bucket.uploads()) == 3
+    assert main(["clean", url, "--yes"]) == 0
+    assert capsys.readouterr().out.count("removed") == 2
+    assert (bucket.names(), bucket.uploads()) == (["models/outside"], ["models/outer/another"])
+    assert tx.clean(url) == ()
+    refused("INCOMPLETE", lambda: do(plan, [1]))
+    assert tx.clean(f"{bucket.url}/models/.gone.transaxle-partial") == ()
+
+
+class Death:
+    """Dies at the n-th of all points before and after a call that changes something on the service."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def point(self) -> None:
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+
+    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def dying(*args: Any, **kwargs: Any) -> Any:
+            self.point()
+            result = call(*args, **kwargs)
+            self.point()
+            return result
+
+        return dying
+
+    def prepare(self) -> None:
+        for owner, names in {
+            S3Multipart: ("begin_upload", "send_part", "complete", "put", "abort"),
+            Service: ("delete",),
+        }.items():
+            for name in names:
+                setattr(owner, name, self.wrap(getattr(owner, name)))
+
+
+def all_of(plan: WorkPlan) -> None:
+    begin_work(plan)
+    do(plan)
+    commit_work(plan)
+
+
+def look(bucket: Bucket, wanted: dict[str, bytes]) -> bool:
+    """Demand that what is visible is no checkpoint, or all of it; tell which."""
+    visible = {name.removeprefix("out/") for name in bucket.names() if name.startswith("out/")}
+    if "transaxle.json" in visible or any(name.endswith(".index.json") for name in visible):
+        assert {name for name in wanted if name.endswith(".safetensors")} <= visible
+    for name in visible:
+        assert bucket.get(f"out/{name}") == wanted[name]
+    return "transaxle.json" in visible
+
+
+def killed_at(points: list[int], bucket: Bucket, tmp_path: Path) -> int:
+    """Kill a run at some points, each time look at what is there, and go on or clean; return how many died."""
+    source, url = many(tmp_path / "source", 18), f"{bucket.url}/out"
+    tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=10 * MIB)
+    wanted, deaths = contents(tmp_path / "wanted"), 0
+    plan = planned(source, url, "safetensors", 3, shard_size=10 * MIB)
+    for number, at in enumerate(points):
+
+        def dying(at: int = at) -> None:
+            Death(at).prepare()
+            all_of(plan)
+
+        deaths += bool(in_child(dying))
+        whole = look(bucket, wanted)
+        if number % 2 and not whole:
+            tx.clean(url)
+            assert (bucket.names(), bucket.uploads()) == ([], [])
+        if not whole:
+            all_of(plan)
+        elif hidden(bucket):
+            with suppress(UsageError):  # it is done, and what tells so may be gone already
+                all_of(plan)
+        assert look(bucket, wanted)
+        assert len([name for name in bucket.names() if name.startswith("out/")]) == len(wanted)
+        tx.clean(url)
+        assert hidden(bucket) == []
+        for name in bucket.names():
+            bucket.delete(name)
+    return deaths
+
+
+def test_killed_at_any_point(bucket: Bucket, tmp_path: Path) -> None:
+    assert killed_at([3, 12, 24, 36, 42, 50], bucket, tmp_path) >= 5
+
+
+@pytest.mark.oracle
+def test_killed_at_fifty_points(bucket: Bucket, tmp_path: Path) -> None:
+    assert killed_at(list(range(50)), bucket, tmp_path) >= 45

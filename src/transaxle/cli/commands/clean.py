@@ -21,6 +21,7 @@ from transaxle.formats.staging.leftovers import Leftover, clean, leftovers
         ("transaxle clean out/", "what a killed conversion to out/ left behind"),
         ("transaxle clean checkpoints/", "what is left beside and inside a folder of checkpoints"),
         ("transaxle clean checkpoints/ --yes", "remove it without asking"),
+        ("transaxle clean s3://models/out", "uploads that were not completed, and unfinished work"),
     ),
     help="""Remove what killed runs left behind.
 
@@ -31,6 +32,9 @@ from transaxle.formats.staging.leftovers import Leftover, clean, leftovers
     The command lists these folders, asks, and removes them. If the old checkpoint was moved aside and the new one
     never took its place, the old one is put back. Folders that a live process is using are kept, and so are folders
     with files that belong to no checkpoint.
+
+    On S3 it lists, and removes, the multipart uploads under a URL that were not completed, and the unfinished work of
+    several workers beside it. S3 does not tell whether a run is still at work on them: that run would fail.
 
     Exit codes: 0 nothing is left; 1 something is left, because you answered no or because it was kept; 2 standard
     input is not a terminal and --yes is missing.""",

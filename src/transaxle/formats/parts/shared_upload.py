@@ -244,7 +244,7 @@ class SharedUpload(Upload):
     def keep(self) -> None:
         """Keep the files, and remove what lies beside the target."""
         super().keep()
-        self.hidden.delete()
+        self.hidden.delete(finished=True)
         self._begun = None
 
     def __exit__(

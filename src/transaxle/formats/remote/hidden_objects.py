@@ -106,10 +106,18 @@ class HiddenObjects:
         parts = (name.split("/") for name in self.names())
         return sorted(int(part[1]) for part in parts if len(part) == 2 and part[0] == _ITEMS and part[1].isdigit())
 
-    def delete(self, names: Sequence[str] | None = None) -> None:
-        """Remove some objects, or all; the one that says what has begun goes last."""
+    def delete(self, names: Sequence[str] | None = None, *, finished: bool = False) -> None:
+        """Remove some objects, or all.
+
+        Args:
+            names: of them.
+            finished: the target is complete: what says how it has begun goes first, so that nobody goes on. Otherwise
+                it goes last, so that removing can be repeated.
+        """
         found = self.names() if names is None else names
-        for name in sorted(found, key=lambda each: (each in (_COMMIT, _BEGUN), each == _BEGUN, each)):
+        last = (_BEGUN, _COMMIT) if finished else (_COMMIT, _BEGUN)
+        order = {name: number + 1 for number, name in enumerate(last)}
+        for name in sorted(found, key=lambda each: ((order.get(each, 3 if finished else 0)), each)):
             self._service.delete(f"{self.path}/{name}", self._service.shown)
 
     def delete_result(self, number: int) -> None:

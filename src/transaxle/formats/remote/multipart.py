@@ -24,7 +24,8 @@ SLOWEST = 1 << 20
 """Bytes a second below which a connection counts as stalled."""
 _TRIES = 3
 _PAUSE = 1.0
-_S3 = frozenset({"s3", "s3a"})
+S3 = frozenset({"s3", "s3a"})
+"""Schemes of services with uploads that several processes can send."""
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _TYPE = "application/octet-stream"
 
@@ -92,7 +93,7 @@ def multipart(service: Service) -> Multipart:
     Raises:
         Refused: UNSUPPORTED for one whose uploads belong to one process.
     """
-    if service.scheme not in _S3:
+    if service.scheme not in S3:
         message = f"several workers cannot write to a service like {service.scheme}://, only to s3://"
         hint = "Convert to a folder that all workers see, and upload that; or convert in one process, without --on."
         raise refuse("UNSUPPORTED", message, file=service.shown, hint=hint)
@@ -179,7 +180,7 @@ class S3Multipart:
             except FileNotFoundError:
                 return
             for each in answer.get("Uploads", ()):
-                if each["Key"] == key or each["Key"].startswith(f"{key}/"):
+                if not key or each["Key"] == key or each["Key"].startswith(f"{key}/"):
                     yield OpenUpload(f"{bucket}/{each['Key']}", each["UploadId"], str(each.get("Initiated", "")))
             if not answer.get("IsTruncated"):
                 return

@@ -19,7 +19,9 @@ from typing import Any, Literal
 
 from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.registry import is_one_file
-from transaxle.formats.remote.url import local_path, without_secrets
+from transaxle.formats.remote.multipart import S3
+from transaxle.formats.remote.orphans import orphans, remove
+from transaxle.formats.remote.url import local_path, scheme, without_secrets
 from transaxle.formats.staging.belongings import LocalFolder, strangers
 from transaxle.formats.staging.claim import Claim, lock, opened
 from transaxle.formats.staging.place import ITEMS, JOURNAL, OLD, OURS, PARTIAL, SCRATCH, make_durable, neighbour
@@ -36,10 +38,12 @@ Outcome = Literal["found", "removed", "put back", "kept"]
 
 @dataclass(frozen=True)
 class Leftover:
-    """A hidden folder that a killed run left beside its target: unfinished work, or the checkpoint it replaced."""
+    """What a killed run left: beside its target a hidden folder, with unfinished work or the checkpoint it replaced; on
+    S3 also an upload that was not completed.
+    """
 
     path: str
-    """Its path."""
+    """Its path, or URL; that of an upload ends in `?uploadId=…`."""
     target: str
     """The target beside it."""
     what: str
@@ -60,23 +64,21 @@ def leftovers(path: str | os.PathLike[str]) -> tuple[Leftover, ...]:
     """Return the leftovers of killed runs beside a target, and directly inside it if it is a folder.
 
     Args:
-        path: a target, which need not exist, a folder of targets, or a leftover itself.
+        path: a target, which need not exist, a folder of targets, or a leftover itself; on S3 a URL, also of a bucket.
 
     Raises:
-        Refused: UNSUPPORTED for a URL: services have no such folders.
+        Refused: UNSUPPORTED for a URL that is not S3's: other services have nothing of the kind.
         StorageError: IO.
     """
     typed = os.fspath(path)
     if is_url(typed):
         local = local_path(typed)
+        if local is None and scheme(typed) in S3:
+            return tuple(Leftover(each.url, each.target, each.what, each.nbytes) for each in orphans(typed))
         if local is None:
             hint = "The service removes parts of unfinished uploads, if its rules say so."
-            raise refuse(
-                "UNSUPPORTED",
-                "a killed run leaves no folders on a remote service",
-                file=without_secrets(typed),
-                hint=hint,
-            )
+            message = "a killed run leaves no folders on a remote service"
+            raise refuse("UNSUPPORTED", message, file=without_secrets(typed), hint=hint)
         typed = local
     if not typed or "\0" in typed:
         raise refuse("IO", f"{typed!r} is not a path", file=typed)
@@ -192,6 +194,9 @@ def clean(leftover: Leftover) -> Leftover:
     Raises:
         StorageError: IO.
     """
+    if is_url(leftover.path):
+        remove(leftover.path)
+        return replace(leftover, outcome="removed")
     path, target = Path(leftover.path), Path(leftover.target)
     claim = Claim(neighbour(target, PARTIAL), leftover.target)
     try:
