@@ -68,6 +68,11 @@ def there(bucket: Bucket, folder: Path, under: str = "out") -> Any:
     return contents(download(bucket, under, folder))
 
 
+def look_at(bucket: Bucket) -> dict[str, bytes]:
+    """What the bucket holds of the target, by the test's own client."""
+    return {name.removeprefix("out/"): bucket.get(name) for name in bucket.names() if name.startswith("out/")}
+
+
 @pytest.mark.parametrize(("items", "shard"), [(1, SHARD), (4, SHARD), (9, 16 * MIB)])
 def test_the_bytes_are_those_of_one_process(bucket: Bucket, tmp_path: Path, items: int, shard: int) -> None:
     """In two processes and any order, begun twice; parts of both in one object."""
@@ -325,6 +330,7 @@ def killed_at(points: list[int], bucket: Bucket, tmp_path: Path) -> int:
     return deaths
 
 
+@pytest.mark.slow
 def test_killed_at_any_point(bucket: Bucket, tmp_path: Path) -> None:
     assert killed_at([3, 12, 24, 36, 42, 50], bucket, tmp_path) >= 5
 

@@ -1,0 +1,167 @@
+"""A proxy before the S3 server that fails as stores do, or is as slow as they are: errors, resets, cuts, stalls."""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+Fault = Literal["slow down", "reset", "truncate", "stall"]
+_SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+_PIECE = 64 << 10
+
+
+class FaultyProxy(http.server.ThreadingHTTPServer):
+    """Forwards requests.
+
+    Args:
+        upstream: address of the server.
+        latency: seconds before each answer.
+        rate: bytes a second of each connection and direction; 0: no limit.
+    """
+
+    daemon_threads = True
+    request_queue_size = 128
+
+    def __init__(self, upstream: str, *, latency: float = 0.0, rate: float = 0.0) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.upstream = urlsplit(upstream).netloc
+        self.latency = latency
+        self.rate = rate
+        self.fails: Callable[[str, str], Fault | None] = lambda _method, _path: None
+        """Tells how a request fails."""
+        self.failed = 0
+        """Requests that did."""
+        self.released = threading.Event()
+        """Ends what stalls."""
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def handle_error(self, *_: Any) -> None:
+        """Say nothing: connections that break are what it is for."""
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: FaultyProxy
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def _forward(self) -> None:
+        fault = self.server.fails(self.command, self.path)
+        if fault is not None:
+            self.server.failed += 1
+        if fault == "stall":
+            self.server.released.wait(60)
+            self.close_connection = True
+            return
+        body = self._body()
+        if fault == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            self.close_connection = True
+            return
+        time.sleep(self.server.latency)
+        if fault == "slow down":
+            self._answer(503, [("Content-Type", "application/xml")], _SLOW_DOWN)
+            return
+        upstream = http.client.HTTPConnection(self.server.upstream, timeout=60)
+        try:
+            headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
+            headers["Content-Length"] = str(len(body))
+            upstream.request(self.command, self.path, body, headers)
+            answer = upstream.getresponse()
+            data = answer.read()
+            kept = [(name, value) for name, value in answer.getheaders() if name.lower() not in _HOP]
+        finally:
+            upstream.close()
+        if self.command == "HEAD":
+            kept.append(("Content-Length", answer.getheader("Content-Length", "0")))
+            self._answer(answer.status, kept, b"", length=None)
+        elif fault == "truncate":
+            self._answer(answer.status, kept, data[: len(data) // 2], length=len(data) or 10)
+            self.close_connection = True
+        else:
+            self._answer(answer.status, kept, data)
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() == "chunked":
+            parts = []
+            while size := int(self.rfile.readline().partition(b";")[0], 16):
+                parts.append(self._paced(size))
+                self.rfile.readline()
+            self.rfile.readline()
+            return b"".join(parts)
+        return self._paced(int(self.headers.get("Content-Length") or 0))
+
+    def _paced(self, size: int) -> bytes:
+        """Read no faster than a connection is."""
+        parts, left, begun = [], size, time.monotonic()
+        while left:
+            part = self.rfile.read(min(left, _PIECE))
+            if not part:
+                raise ConnectionError
+            parts.append(part)
+            left -= len(part)
+            self._wait(begun, size - left)
+        return b"".join(parts)
+
+    def _wait(self, begun: float, done: int) -> None:
+        if self.server.rate and (rest := begun + done / self.server.rate - time.monotonic()) > 0:
+            time.sleep(rest)
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], data: bytes, length: int | None = -1) -> None:
+        self.send_response_only(status)
+        for name, value in headers:
+            self.send_header(name, value)
+        if length is not None:
+            self.send_header("Content-Length", str(len(data) if length < 0 else length))
+        self.end_headers()
+        begun = time.monotonic()
+        for start in range(0, len(data), _PIECE):
+            self.wfile.write(data[start : start + _PIECE])
+            self._wait(begun, start + _PIECE)
+
+    def do_GET(self) -> None:
+        self._forward()
+
+    def do_PUT(self) -> None:
+        self._forward()
+
+    def do_POST(self) -> None:
+        self._forward()
+
+    def do_DELETE(self) -> None:
+        self._forward()
+
+    def do_HEAD(self) -> None:
+        self._forward()
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "content-length", "expect", "te", "upgrade"})
+
+
+@contextmanager
+def proxied(upstream: str, *, latency: float = 0.0, rate: float = 0.0) -> Iterator[FaultyProxy]:
+    """Run a proxy until the block ends."""
+    with FaultyProxy(upstream, latency=latency, rate=rate) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield proxy
+        finally:
+            proxy.released.set()
+            proxy.shutdown()
+            thread.join()
