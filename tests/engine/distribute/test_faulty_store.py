@@ -112,3 +112,22 @@ def test_a_lost_answer_to_the_last_call_is_no_failure(bucket: Bucket, proxy: Fau
     tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
     assert look_at(bucket) == contents(tmp_path / "wanted")
     assert hidden(bucket) == []
+
+
+def test_a_beginning_that_fails_leaves_no_uploads(
+    bucket: Bucket, proxy: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsspec.get_filesystem_class("s3"), "retries", 1)
+    source = many(tmp_path / "source", 12)
+    plan = planned(source, f"{bucket.url}/out", "safetensors", 2, shard_size=3 << 20)
+    begun: list[str] = []
+
+    def third(method: str, path: str) -> Fault | None:
+        begun.extend([path] * (method == "POST"))
+        return "reset" if method == "POST" and len(begun) > 2 else None
+
+    for fails in (third, lambda _method, path: "reset" if "begun" in path else None):
+        proxy.fails = fails
+        with pytest.raises(StorageError):
+            begin_work(plan)
+        assert (bucket.names(), bucket.uploads()) == ([], [])

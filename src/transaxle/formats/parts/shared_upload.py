@@ -9,6 +9,7 @@ first: whoever resumes after it died knows the files that have appeared by their
 from __future__ import annotations
 
 import hashlib
+import itertools
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -138,14 +139,19 @@ class SharedUpload(Upload):
                 self._remove(begun)
                 begun = None
         if begun is None:
-            uploads = self._at_once(self._upload, layout)
+            uploads = self._uploads(layout)
             places = {file: self._place(file) for file in layout}
             token = secrets.token_hex(8)
             begun = BegunUpload(token=token, task=task, layout=digest, uploads=uploads, places=places)
             self._stored = {file: {} for file in layout}
         else:
-            begun = self._continued(begun)
-        self.hidden.begin(begun)
+            before, begun = begun.uploads, self._continued(begun)
+            uploads = {file: each for file, each in begun.uploads.items() if before.get(file) != each}
+        try:
+            self.hidden.begin(begun)
+        except BaseException:
+            self._abandon(begun.places, uploads)
+            raise
         self._begun = begun
 
     def _continued(self, begun: BegunUpload) -> BegunUpload:
@@ -154,12 +160,32 @@ class SharedUpload(Upload):
         self._remains = self._interrupted()
         self._stored = self._at_once(self._look_up, self._layout)
         lost = [file for file, found in self._stored.items() if found is None and not self._has_appeared(file)]
-        again = self._at_once(self._upload, lost)
+        again = self._uploads(lost)
         self._stored |= {file: {} for file in again}
         return msgspec.structs.replace(begun, uploads={**begun.uploads, **again})
 
-    def _upload(self, file: str) -> str:
-        return self.calls.begin_upload(self._place(file), file)
+    def _uploads(self, files: Iterable[str]) -> dict[str, str]:
+        """Begin uploads, all or none."""
+        begun: dict[str, str] = {}
+
+        def begin(file: str) -> None:
+            begun[file] = self.calls.begin_upload(self._place(file), file)
+
+        try:
+            self._at_once(begin, files)
+        except BaseException:
+            self._abandon({file: self._place(file) for file in begun}, begun)
+            raise
+        return begun
+
+    def _abandon(self, places: Mapping[str, str], uploads: Mapping[str, str]) -> None:
+        """Remove uploads, as far as the service lets us."""
+
+        def abort(file: str) -> None:
+            with suppress(TransaxleError):
+                self.calls.abort(places[file], uploads[file], file)
+
+        self._at_once(abort, uploads)
 
     def _look_up(self, file: str) -> dict[int, StoredPart] | None:
         upload = self.begun.uploads.get(file)
@@ -224,6 +250,17 @@ class SharedUpload(Upload):
         names = sorted(self._streams, key=turn)
         self.hidden.begin_commit(BegunCommit(token=begun.token, tags={name: self._final_tag(name) for name in names}))
 
+    def appear(self) -> None:
+        """Make the files appear, many at once of those whose order does not matter; see `Upload`."""
+        for _, group in itertools.groupby(sorted(self._streams, key=turn), key=lambda name: turn(name)[0]):
+            names = list(group)
+            self._appeared += names
+            self._at_once(self._appear_one, names)
+
+    def _appear_one(self, name: str) -> None:
+        self._streams[name].commit()
+        self._compare(name)
+
     def _final_tag(self, name: str) -> str:
         if self.has_gone(name) and self._remains is not None:
             return self._remains.tags.get(name, "")
@@ -264,12 +301,7 @@ class SharedUpload(Upload):
 
     def _remove(self, begun: BegunUpload) -> None:
         """Abandon uploads, and remove what lies beside the target, unless that is of a later run."""
-
-        def abort(file: str) -> None:
-            with suppress(TransaxleError):
-                self.calls.abort(begun.places[file], begun.uploads[file], file)
-
-        self._at_once(abort, begun.uploads)
+        self._abandon(begun.places, begun.uploads)
         there = self.hidden.begun()
         if there is None or there.token == begun.token:
             self.hidden.delete()

@@ -1,0 +1,95 @@
+"""Promise: workers that write to an object store share its connections' time, so twice as many take half as long.
+
+A real S3 server (moto's) stands behind a proxy that gives every connection a latency and a bandwidth, as stores do. A
+checkpoint is converted to it by 1, 2, 4 and 8 worker processes, with one item each. What is measured is the sum of all
+steps: begin, items, commit. Efficiency is the time of one worker over that of n workers times n. Connections are slow:
+neither the machine's own processors should be what is measured, nor the server, which is one process.
+
+    python benchmarks/object_store.py [--mebibytes 512] [--files 8] [--rate 1] [--latency 0.03]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import fsspec
+import numpy as np
+from safetensors.numpy import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import transaxle as tx
+from tests.formats.faulty_proxy import proxied
+from tests.formats.s3_server import ENVIRONMENT, _started, _stop
+
+LEAST = 0.9
+"""Efficiency that is promised."""
+BUCKET = "benchmark"
+TENSOR = 2 << 20
+"""Bytes of a tensor."""
+
+
+def checkpoint(folder: Path, mebibytes: int) -> Path:
+    """Write a checkpoint of equal tensors in one file."""
+    folder.mkdir()
+    values = np.random.default_rng(0).integers(0, 255, TENSOR, np.uint8)
+    save_file({f"w{at:04}": values + at % 7 for at in range((mebibytes << 20) // TENSOR)}, folder / "model.safetensors")
+    return folder
+
+
+def seconds(source: Path, small: Path, url: str, given: argparse.Namespace, workers: int) -> float:
+    """Convert by some workers, which have done another conversion before, and return the seconds it took."""
+    shard = (given.mebibytes << 20) // given.files
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        for _ in range(2):  # so that all of them have imported everything, and have a connection
+            tx.convert(small, f"{url}-small", to="safetensors", on=pool, items=4 * workers, jobs=1, overwrite=True)
+        begun = time.monotonic()
+        tx.convert(source, f"{url}-{workers}", to="safetensors", on=pool, items=workers, jobs=1, shard_size=shard)
+        return time.monotonic() - begun
+
+
+def main() -> int:
+    """Measure, and tell whether the promise is kept."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mebibytes", type=int, default=512)
+    parser.add_argument("--files", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=1.0, help="MiB a second of a connection")
+    parser.add_argument("--latency", type=float, default=0.03)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
+    given = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    process, server = _started()
+    kept = True
+    try:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            proxied(server, latency=given.latency, rate=given.rate * (1 << 20)) as proxy,
+        ):
+            os.environ["AWS_ENDPOINT_URL"] = proxy.url
+            fsspec.filesystem("s3").call_s3("create_bucket", Bucket=BUCKET)
+            source, small = checkpoint(Path(folder, "source"), given.mebibytes), checkpoint(Path(folder, "small"), 64)
+            print(f"{given.mebibytes} MiB, {given.rate:g} MiB/s and {given.latency * 1000:g} ms a connection")
+            first = 0.0
+            for workers in given.workers:
+                took = seconds(source, small, f"s3://{BUCKET}/out", given, workers)
+                fsspec.filesystem("s3").rm(f"{BUCKET}/out-{workers}", recursive=True)
+                first = first or took * workers
+                efficiency = first / (took * workers)
+                kept = kept and efficiency >= LEAST
+                rate = given.mebibytes / took
+                print(f"  {workers:3} workers {took:7.1f} s {rate:7.1f} MiB/s  efficiency {efficiency:.2f}", flush=True)
+    finally:
+        _stop(process)
+    print("kept" if kept else f"not kept: less than {LEAST}")
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
