@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,35 @@ def test_nothing_is_committed_while_something_is_missing(bucket: Bucket, tmp_pat
     commit_work(plan)
     tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=SHARD)
     assert there(bucket, tmp_path / "found") == contents(tmp_path / "wanted")
+
+
+def test_uploads_that_somebody_removes_are_missed(bucket: Bucket, tmp_path: Path) -> None:
+    """Just before the commit: what was to be replaced, with the same names and sizes, is not taken for the new one."""
+    old, new, url = many(tmp_path / "old", 6), many(tmp_path / "new", 6), f"{bucket.url}/out"
+    (file,) = (path for path in sorted(new.glob("*.safetensors"))[:1])
+    data = bytearray(file.read_bytes())
+    data[-1000] ^= 1
+    file.write_bytes(data)
+    tx.convert(old, url, to="safetensors")
+    before = look_at(bucket)
+
+    class Removing(Backwards):
+        def run(self, *asked: Any) -> None:
+            super().run(*asked)
+            for each in bucket.client.call_s3("list_multipart_uploads", Bucket=bucket.name)["Uploads"]:
+                which = {"Key": each["Key"], "UploadId": each["UploadId"]}
+                bucket.client.call_s3("abort_multipart_upload", Bucket=bucket.name, **which)
+
+    call = partial(tx.convert, new, url, to="safetensors", items=2, overwrite=True)
+    refused("INCOMPLETE", lambda: call(on=Removing()))
+    assert look_at(bucket) == before
+    refused("INCOMPLETE", lambda: call(on=Removing(), resume=True))
+    assert look_at(bucket) == before
+    call(on=Backwards(), resume=True)
+    assert {name: len(data) for name, data in look_at(bucket).items()} == {n: len(d) for n, d in before.items()}
+    assert look_at(bucket) != before
+    assert tx.diff(new, url).equal
+    assert hidden(bucket) == []
 
 
 def test_work_of_others_and_of_another_division(bucket: Bucket, tmp_path: Path) -> None:

@@ -60,7 +60,8 @@ class SharedUpload(Upload):
         self._resume = resume
         self._begun: BegunUpload | None = None
         self._layout: Mapping[str, FileParts] = {}
-        self._stored: dict[str, dict[int, StoredPart] | None] = {}
+        self._stored: dict[str, dict[int, StoredPart]] = {}
+        self._over: frozenset[str] = frozenset()
         self._shared: dict[str, _SharedFile] = {}
         self._own: dict[str, _OwnFile] = {}
         self._remains: BegunCommit | None = None
@@ -158,10 +159,7 @@ class SharedUpload(Upload):
         """Look what is there of uploads that have begun; begin those again that are gone."""
         self._begun = begun
         self._remains = self._interrupted()
-        self._stored = self._at_once(self._look_up, self._layout)
-        lost = [file for file, found in self._stored.items() if found is None and not self._has_appeared(file)]
-        again = self._uploads(lost)
-        self._stored |= {file: {} for file in again}
+        again = self._uploads(self.look_again())
         return msgspec.structs.replace(begun, uploads={**begun.uploads, **again})
 
     def _uploads(self, files: Iterable[str]) -> dict[str, str]:
@@ -191,9 +189,13 @@ class SharedUpload(Upload):
         upload = self.begun.uploads.get(file)
         return None if upload is None else self.calls.stored_parts(self._place(file), upload, file)
 
-    def look_again(self) -> None:
-        """Ask the service once more which parts it has."""
-        self._stored = self._at_once(self._look_up, self._layout)
+    def look_again(self) -> list[str]:
+        """Ask the service which parts it has; return the files whose uploads are gone, and that have not appeared."""
+        found = self._at_once(self._look_up, self._layout)
+        ended = [file for file, parts in found.items() if parts is None]
+        self._over = frozenset(file for file in ended if self._has_appeared(file))
+        self._stored = {file: parts or {} for file, parts in found.items()}
+        return [file for file in ended if file not in self._over]
 
     def holds(self, sent: Iterable[SentPart], shares: Iterable[KeptShare], names: frozenset[str] | None = None) -> bool:
         """Tell whether the service has what a worker has sent.
@@ -204,10 +206,9 @@ class SharedUpload(Upload):
             names: all objects beside the target; None: that was found out before.
         """
         for each in sent:
-            found = self._stored.get(each.file)
-            if found is None and each.file in self._stored:
-                continue  # the file has appeared: it is known by its tag
-            if found is None or found.get(each.number) != StoredPart(each.etag, each.size):
+            if self.has_gone(each.file):
+                continue  # it is known by its tag
+            if self._stored.get(each.file, {}).get(each.number) != StoredPart(each.etag, each.size):
                 return False
         return names is None or all(f"shares/{each.name}" in names for each in shares)
 
@@ -269,13 +270,13 @@ class SharedUpload(Upload):
 
     def has_gone(self, file: str) -> bool:
         """Tell whether an upload is over since the file has appeared, in a commit that is continued."""
-        return file in self._stored and self._stored[file] is None
+        return file in self._over
 
     def _delete_old(self) -> None:
         start = f"{self._service.path}/"
         old = {path.removeprefix(start): path for path in self._service.below(self._service.path, self._shown)}
         for name in sorted(old, key=turn, reverse=True):
-            if not (name in self._layout and self.has_gone(name)):
+            if not self.has_gone(name):
                 self._service.delete(old[name], name)
 
     def keep(self) -> None:
