@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from transaxle.engine.distribute.executor import RETRIES, TICK, Stragglers
+from transaxle.engine.distribute.executors.executor import RETRIES, TICK, Stragglers
 from transaxle.engine.distribute.work_items import WorkItem, divide, in_order, keyed
 from transaxle.engine.plan.conversion import make_plan
 

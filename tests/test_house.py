@@ -72,7 +72,7 @@ HOUSE = {
 LAZY_EXTRAS = {
     "cli/demo.py": frozenset({"torch", "transformers"}),
     "derivation/tracing/transformers_models.py": frozenset({"torch", "transformers"}),
-    "engine/distribute/ray_cluster.py": frozenset({"ray"}),
+    "engine/distribute/executors/ray_cluster.py": frozenset({"ray"}),
     "formats/hub/hub_requests.py": frozenset({"httpx", "huggingface_hub"}),
     "formats/remote/web.py": frozenset({"aiohttp"}),
     "quant/modules/torchao.py": frozenset({"torchao"}),

@@ -20,7 +20,7 @@ _LAZY = "transaxle._api"
 """Where everything below lives that is not imported above: it is loaded when it is first used."""
 _ELSEWHERE = {
     "AccelerateHooks": "live.integrations.callbacks",
-    "Executor": "engine.distribute.executor",
+    "Executor": "engine.distribute.executors.executor",
     "LoadPlanner": "live.integrations.dcp_planners",
     "LoadReport": "live.model.report",
     "Random": "live.training.extra_state",
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
         verify,
     )
     from transaxle.derivation.sources import Table
-    from transaxle.engine.distribute.executor import Executor
+    from transaxle.engine.distribute.executors.executor import Executor
     from transaxle.live.background.asynchronous import SaveJob, async_save
     from transaxle.live.integrations.callbacks import AccelerateHooks, TrainerCheckpoints
     from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner

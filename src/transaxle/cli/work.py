@@ -10,7 +10,7 @@ from transaxle.cli.commands.convert import print_report
 from transaxle.cli.screen.quantities import duration, plural, size, speed
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.distribute.driver import begin_work, carry_out, commit_work, refuse_beyond
-from transaxle.engine.distribute.executor import Here
+from transaxle.engine.distribute.executors.executor import Here
 from transaxle.engine.distribute.item_work import Hand, OpenedPlan
 from transaxle.engine.distribute.work_plan import WorkPlan, read_plan
 from transaxle.move.journal import ItemResult

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transaxle.engine.distribute.executor import Work
-from transaxle.engine.distribute.ray_cluster import RayCluster
+from transaxle.engine.distribute.executors.executor import Work
+from transaxle.engine.distribute.executors.ray_cluster import RayCluster
 from transaxle.engine.distribute.work_items import WorkItem
 
 

@@ -20,7 +20,7 @@ from tests.engine import killed
 from tests.engine.distribute.arrays import ended
 from tests.engine.killed import contents
 from tests.forks import context
-from transaxle.engine.distribute.executor import Pool, Stragglers, Work
+from transaxle.engine.distribute.executors.executor import Pool, Stragglers, Work
 from transaxle.engine.distribute.work_items import WorkItem
 from transaxle.errors import refuse
 

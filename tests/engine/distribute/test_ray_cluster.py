@@ -22,7 +22,7 @@ from tests.engine.distribute.slow import Slow, There
 from tests.engine.killed import contents
 from tests.formats.s3_server import Bucket
 from tests.formats.stores import download
-from transaxle.engine.distribute import executor, ray_cluster
+from transaxle.engine.distribute.executors import executor, ray_cluster
 from transaxle.engine.distribute.work_items import WorkItem
 from transaxle.errors import UsageError
 

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from transaxle.arguments import Overwrite, wrong_type
 from transaxle.engine.distribute.conversion_order import ConversionOrder
 from transaxle.engine.distribute.driver import carry_out
-from transaxle.engine.distribute.executor import Executor, Pool, Submitting
+from transaxle.engine.distribute.executors.executor import Executor, Pool, Submitting
 from transaxle.engine.distribute.watching import Watch, unseen
 from transaxle.engine.distribute.work_plan import WorkPlan, work_plan
 from transaxle.engine.execute.execute import Report, execute
@@ -110,7 +110,7 @@ def _executor(on: On, jobs: int | None) -> tuple[Executor, int | None]:
     """Return what hands items out, and the threads of each of its workers where nobody says so."""
     if isinstance(on, str):
         if on == RAY or on.startswith(f"{RAY}://"):
-            from transaxle.engine.distribute.ray_cluster import RayCluster
+            from transaxle.engine.distribute.executors.ray_cluster import RayCluster
 
             return RayCluster(None if on == RAY else on, cpus=jobs or 1), 1
         hint = "Name one of: ray, ray://HOST:PORT, torchrun."

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from transaxle.engine.distribute.executor import RETRIES, TICK, Stragglers, Work
+from transaxle.engine.distribute.executors.executor import RETRIES, TICK, Stragglers, Work
 from transaxle.engine.distribute.work_items import WorkItem
 from transaxle.errors import StorageError, TransaxleError, refuse
 from transaxle.move.journal import result_of

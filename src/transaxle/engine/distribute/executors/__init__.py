@@ -1,0 +1,1 @@
+"""Who hands items of work to workers: this process, a pool, a Ray cluster."""
