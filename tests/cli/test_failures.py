@@ -187,7 +187,7 @@ def test_names_that_two_dialects_read_are_not_guessed(here: Path, transaxle: Tra
 UNWRITABLE = [name for name in builtin() if name not in writable()]
 
 
-@pytest.mark.parametrize("to", ["gguf:hf", *UNWRITABLE, *(f"{name}:hf" for name in UNWRITABLE)])
+@pytest.mark.parametrize("to", [*UNWRITABLE, *(f"{name}:hf" for name in UNWRITABLE)])
 def test_a_format_that_cannot_be_written(to: str, ck: Path, transaxle: Transaxle) -> None:
     outcome = transaxle("convert", ck, "out", "--to", to, "--json")
     assert outcome.code == REFUSED

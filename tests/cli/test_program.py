@@ -99,6 +99,7 @@ def test_what_is_mistyped_gets_a_suggestion(arguments: list[str], said: str, tra
         ("transaxle convert a b --to safetensors:aut", {"safetensors:automodel"}),
         ("transaxle convert a b --family qwen3_", {"qwen3_moe"}),
         ("transaxle plan a b --from meg", {"megatron"}),
+        ("transaxle convert a b --format saf", {"safetensors"}),
         ("transaxle explain BLOCK", {"BLOCK_MISALIGNED"}),
         ("transaxle ls --as te", {"te"}),
     ],

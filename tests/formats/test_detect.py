@@ -116,7 +116,7 @@ def test_an_unknown_format(tmp_path: Path) -> None:
     fill(tmp_path, [FILE])
     with pytest.raises(TransaxleError, match="dcp") as caught:
         open_container(str(tmp_path), "hdf5")
-    assert caught.value.code == "UNSUPPORTED"
+    assert (caught.value.code, caught.value.exit_code) == ("AMBIGUOUS", 2)
 
 
 def test_a_format_that_is_not_there(tmp_path: Path) -> None:

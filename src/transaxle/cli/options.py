@@ -92,6 +92,12 @@ def _families() -> list[str]:
     return sorted(builtin())
 
 
+def _readable() -> list[str]:
+    from transaxle.formats.registry import every_format
+
+    return [kind.name for kind in every_format()]
+
+
 def _targets() -> list[str]:
     """Return the values of `--to`: dialects alone, and formats with dialects."""
     from transaxle.formats.registry import writable
@@ -109,7 +115,8 @@ _READING = (
     click.option("--rules", metavar="FILE", type=click.Path(), help="File with families and dialects of your own."),
     click.option("--from", "dialect", metavar="DIALECT", shell_complete=completing(dialects),
                  help="Dialect of the source, if it is not recognised."),
-    click.option("--format", metavar="FORMAT", help="Format of the source, if a folder holds several."),
+    click.option("--format", metavar="FORMAT", shell_complete=completing(_readable),
+                 help="Format of the source, if a folder holds several."),
     click.option("--weights", type=click.Choice(["fp32", "lp"]),
                  help="DeepSpeed, Megatron: read the optimizer's fp32 weights, or the model's own."),
     click.option("--optimizer/--no-optimizer", default=None,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 import click
-from click.shell_completion import shell_complete
+from click.shell_completion import add_completion_class, shell_complete
 
 from transaxle import __version__
 from transaxle.cli.command import NAME
@@ -32,6 +32,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     _repair_streams()
     if COMPLETE in os.environ:
+        from transaxle.cli.shell.completion import Bash
+
+        add_completion_class(Bash)
         return shell_complete(program, {}, NAME, COMPLETE, os.environ[COMPLETE])
     with stoppable() as stops:
         code = _run_printing(arguments)

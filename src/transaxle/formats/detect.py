@@ -20,7 +20,7 @@ from transaxle.formats.catalog.checksums import witnessed
 from transaxle.formats.catalog.sidecar_files import MANIFEST, STATE_FOLDER
 from transaxle.formats.format import INDEX, Clue, Folder, Format
 from transaxle.formats.newest_step import check_newest, listed
-from transaxle.formats.registry import builtin, every_format, find, installed, one_file_ends
+from transaxle.formats.registry import builtin, every_format, find, installed, one_file_ends, unknown
 from transaxle.formats.staging.location import storage_at
 from transaxle.formats.storage.storage import Storage, too_long
 
@@ -60,15 +60,14 @@ def open_container(
         optimizer: whether its state is wanted, for formats that may not know it; None: if it is known.
 
     Raises:
-        UsageError: AMBIGUOUS if there are two candidates at the step that decides.
+        UsageError: AMBIGUOUS if there are two candidates at the step that decides, or no such format.
         Refused: UNSUPPORTED if there is no checkpoint; INCOMPLETE for one shard of several; whatever the format's
             reader refuses.
         StorageError: IO.
     """
     wanted = None if format is None else find(format)
     if format is not None and wanted is None:
-        hint = f"Known are {listed([each.name for each in every_format()])}."
-        raise refuse("UNSUPPORTED", f"unknown format {format!r}", hint=hint)
+        raise unknown(format, [each.name for each in every_format()])
     options = {"weights": weights, "cutter": cutter, "optimizer": optimizer}
     storage = storage_at(path)
     try:

@@ -7,10 +7,12 @@ kind none of them knows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import difflib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
+from transaxle.errors import TransaxleError, refuse
 from transaxle.formats.builtin_formats import FORMATS
 from transaxle.formats.format import Format
 from transaxle.plugins import Plugin, plugins
@@ -85,6 +87,18 @@ def get(name: str) -> Format:
     if kind is None:
         raise ValueError(f"there is no format {name!r}")
     return kind
+
+
+def unknown(name: str, known: Sequence[str]) -> TransaxleError:
+    """Return the error for a format that does not exist, with the nearest one that does.
+
+    Args:
+        name: what the user typed.
+        known: names of the formats that it could have been.
+    """
+    close = difflib.get_close_matches(name.lower(), known, 1)
+    message = f"there is no format {name!r}; there are: {', '.join(known)}"
+    return refuse("AMBIGUOUS", message, hint=f"Did you mean {close[0]}?" if close else "")
 
 
 def every_format() -> tuple[Format, ...]:

@@ -277,10 +277,12 @@ def test_ways_to_say_where_to(tiny: Path, to: str) -> None:
 
 
 def test_a_format_that_cannot_be_written(tiny: Path) -> None:
-    with pytest.raises(tx.TransaxleError, match=r"(?s)UNSUPPORTED.*gguf.*safetensors"):
+    with pytest.raises(tx.TransaxleError, match=r"(?s)AMBIGUOUS.*gguf.*safetensors"):
         parse_to("gguf:hf")
-    with pytest.raises(tx.TransaxleError, match="UNSUPPORTED"):
+    with pytest.raises(tx.TransaxleError, match="AMBIGUOUS"):
         parse_to("")
+    with pytest.raises(tx.TransaxleError, match="UNSUPPORTED"):
+        parse_to("deepspeed:hf")
     with pytest.raises(tx.TransaxleError, match=r"(?s)AMBIGUOUS.*no dialect 'gguf'.*torchtitan"):
         prepared(tiny, "gguf")
 

@@ -80,7 +80,8 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
     "AMBIGUOUS": Explanation(
         "Several readings are possible, or the one you asked for does not exist.",
         "The folder holds two checkpoints, two dialects read the same names but store the tensors differently, or the "
-        "family does not have the dialect you gave. A guess would often be right, and silently wrong otherwise.",
+        "family does not have the dialect you gave, or no format has the name. A guess would often be right, and "
+        "silently wrong otherwise.",
         "weights/\n    the folder holds several checkpoints: a.safetensors, b.safetensors",
         "The message lists the candidates. Choose with --format, --family, --from or --to, or name the file itself "
         "instead of its folder.",
@@ -89,8 +90,8 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "No table reads this model.",
         "To move an axis, Transaxle must know which tensors have it. The table of the model's family says so, and no "
         "known table has this checkpoint's `model_type` and tensor names. A family is never guessed from shapes.",
-        "no table knows any of the tensor names: lm_head.bias, transformer.h.0.ffn.0.bias "
-        "(config.json has model_type 'ctrl')",
+        "the model type 'ctrl' of config.json is unknown: no table is for it, and none knows any of the tensor names: "
+        "lm_head.bias, transformer.h.0.ffn.0.bias",
         "Most families answer to their model_type or their name only: a checkpoint without config.json needs --config "
         "FILE or --family NAME. So does a known model under another name. Otherwise --derive (of convert and "
         "plan) derives its table from the installed transformers; `transaxle derive FOLDER -o NAME.rules` keeps the "

@@ -24,7 +24,7 @@ from transaxle.formats.catalog.catalog import Container
 
 IDENTITY = "identity"
 """The dialect of every checkpoint: each tensor under its own name."""
-_CLOSE = 8
+_CLOSE = 3
 """Names of families that a refusal lists."""
 _LISTED = 12
 """Readings of the same names that a refusal lists."""
@@ -98,7 +98,8 @@ def pick_dialect(family: Family, label: str, formats: Sequence[str] = ()) -> Dia
     """
     match = family.dialect(label)
     if match is None:
-        close = difflib.get_close_matches(label, [*family.labels, *(d.name for d in family.dialects), IDENTITY], 1)
+        names = [*family.labels, *(d.name for d in family.dialects), IDENTITY]
+        close = difflib.get_close_matches(label.lower(), [*names, *formats], 1)
         besides = f"; and no format is called so (known: {', '.join(formats)})" if formats else ""
         raise refuse(
             "AMBIGUOUS",
@@ -249,6 +250,8 @@ def _nothing(
 ) -> TransaxleError:
     """Build the refusal where no dialect reads any name, with the closest one.
 
+    A dialect that none of the families has is a slip of the fingers, and a model type that no table knows is called so.
+
     Args:
         names: the stored names.
         types: the model types of the config.
@@ -256,6 +259,10 @@ def _nothing(
         families: all known families.
         dialect: the one that the user says it is.
     """
+    every = families.everything.entries
+    labels = {label for name in [f.name for f in candidates] or every for label in every[name].dialects}
+    if dialect and dialect not in labels | {label.partition("@")[0] for label in labels}:
+        return _no_such_dialect(dialect, sorted(labels), candidates)
     samples = list(dict.fromkeys(skeleton(name) for name in names[:200]))[:20]
     close: dict[str, int] = {}
     for family in candidates or families.that_answer_to_names():
@@ -267,10 +274,12 @@ def _nothing(
         wanted = f"dialect {dialect!r} knows none"
     elif candidates:
         wanted = f"the table of {' and that of '.join(family.name for family in candidates)} knows none"
+    elif types:
+        wanted = f"the model type {types[0]!r} of config.json is unknown: no table is for it, and none knows any"
     else:
-        wanted = "no table knows any" if types else "no table that answers to names alone knows any"
+        wanted = "no table that answers to names alone knows any"
     first_names = ", ".join(names[:3]) or "(no tensors)"
-    model = f" (config.json has model_type {types[0]!r})" if types else ""
+    model = f" (config.json has model_type {types[0]!r})" if types and (candidates or dialect) else ""
     ways = _ways(types)
     # One name in twenty is like one of almost any table; half of them are not.
     known = closest and 2 * close[closest] >= len(samples)
@@ -278,8 +287,17 @@ def _nothing(
     return refuse("UNKNOWN_FAMILY", f"{wanted} of the tensor names: {first_names}{model}", hint=hint)
 
 
+def _no_such_dialect(label: str, known: Sequence[str], candidates: Sequence[Family]) -> TransaxleError:
+    """Build the refusal of a source's dialect that none of the families has, with the nearest name."""
+    close = difflib.get_close_matches(label.lower(), [*known, *(each.partition("@")[0] for each in known)], 1)
+    whose = f"family {' and family '.join(f.name for f in candidates)} has" if candidates else "there is"
+    message = f"{whose} no dialect {label!r}; there are: {', '.join(known)}"
+    return refuse("AMBIGUOUS", message, hint=f"Did you mean {close[0]}?" if close else "Add one with --rules FILE.")
+
+
 def _unknown_type(types: Sequence[str], hint: str) -> TransaxleError:
-    return refuse("UNKNOWN_FAMILY", f"config.json has model_type {types[0]!r}, which no table knows", hint=hint)
+    message = f"the model type {types[0]!r} of config.json is unknown: no table is for it"
+    return refuse("UNKNOWN_FAMILY", message, hint=hint)
 
 
 def _sentence(text: str) -> str:

@@ -36,7 +36,7 @@ from transaxle.formats.builtin_formats import SAFETENSORS
 from transaxle.formats.catalog.catalog import Draft, Entry, Extent, Spec
 from transaxle.formats.dtype import ITEM_BITS, nbytes
 from transaxle.formats.format import Format, uncollected
-from transaxle.formats.registry import find, get, writable
+from transaxle.formats.registry import find, get, unknown, writable
 from transaxle.formats.storage.storage import VirtualFiles, layer
 from transaxle.formats.training_state.full_precision import with_full_precision
 from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, ROOT, RUN
@@ -75,7 +75,8 @@ def parse_to(to: str) -> tuple[str, str | None]:
         format and dialect; no dialect means the source's own names.
 
     Raises:
-        Refused: UNSUPPORTED for a format that cannot be written.
+        UsageError: AMBIGUOUS for a format that does not exist.
+        Refused: UNSUPPORTED for one that cannot be written.
     """
     first, colon, second = to.partition(":")
     if not colon and (first == IDENTITY or is_dialect(first)):
@@ -83,7 +84,9 @@ def parse_to(to: str) -> tuple[str, str | None]:
     kind = find(first)
     if kind is not None and kind.draft:
         return first, second or None
-    if colon or not first or kind is not None:
+    if kind is None and (colon or not first):
+        raise unknown(first, writable())
+    if kind is not None:
         raise refuse(
             "UNSUPPORTED", f"cannot write format {first!r}; formats that can be written: {', '.join(writable())}"
         )
@@ -91,11 +94,7 @@ def parse_to(to: str) -> tuple[str, str | None]:
 
 
 def for_hub(to: str) -> bool:
-    """Tell whether `FORMAT[:DIALECT]` is that of a model on a hub.
-
-    Raises:
-        Refused: as `parse_to`.
-    """
+    """Tell whether `FORMAT[:DIALECT]` is that of a model on a hub; raises what `parse_to` does."""
     form, label = parse_to(to)
     return (form, (label or IDENTITY).partition("@")[0]) == HUB
 
@@ -186,7 +185,7 @@ def _aimed(
 
     Raises:
         Refused: UNSUPPORTED for a format that cannot be written, or not for several ranks.
-        UsageError: as `_written_in`.
+        UsageError: as `parse_to` and `_written_in`.
     """
     form, label = parse_to(to)
     kind = get(form)

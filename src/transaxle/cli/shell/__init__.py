@@ -1,0 +1,1 @@
+"""What a shell asks of the program."""

@@ -1,0 +1,115 @@
+"""Issue 22, item 7: names that do not exist get the nearest that does, and completion offers those that do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.running import REFUSED, USAGE, Transaxle, process
+
+WAYS = ("--to FORMAT:identity", "--derive", "transaxle derive FOLDER -o frobnitz.rules", "--rules frobnitz.rules")
+"""What one can do with a model that no table knows."""
+BASH = """
+{source}
+transaxle() {{ {python} -m transaxle "$@"; }}
+export -f transaxle
+COMP_LINE="transaxle {typed}"; COMP_POINT=${{#COMP_LINE}}
+env() {{ while [[ $1 == *=* ]]; do export "$1"; shift; done; "$@"; }}
+_transaxle_completion transaxle
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("typed", "nearest"),
+    [
+        (("--to", "torchtitn"), "torchtitan"),
+        (("--to", "dcp:torchtitn"), "torchtitan"),
+        (("--to", "dcp:TorchTitan"), "torchtitan"),
+        (("--to", "safetensor:hf"), "safetensors"),
+        (("--to", "safetensor"), "safetensors"),
+        (("--to", "dpc:torchtitan"), "dcp"),
+        (("--to", "hf", "--from", "hff"), "hf"),
+        (("--to", "hf", "--format", "safetensor"), "safetensors"),
+        (("--to", "hf", "--family", "qwn3_moe"), "qwen3_moe"),
+    ],
+    ids=" ".join,
+)
+def test_item_7_a_misspelt_name_gets_the_nearest(
+    typed: tuple[str, ...], nearest: str, ck: Path, transaxle: Transaxle
+) -> None:
+    outcome = transaxle("plan", ck, "out", *typed)
+    assert (outcome.code, outcome.out) == (USAGE, "")
+    assert f"Did you mean {nearest}?" in outcome.err
+
+
+def test_item_7_a_format_that_is_only_read_is_no_slip(ck: Path, transaxle: Transaxle) -> None:
+    outcome = transaxle("plan", ck, "out", "--to", "deepspeed:hf")
+    assert (outcome.code, "cannot write format 'deepspeed'" in outcome.err) == (REFUSED, True)
+
+
+def test_item_7_a_format_that_nobody_has(ck: Path, transaxle: Transaxle) -> None:
+    """What is far from every name gets the list of them."""
+    outcome = transaxle("convert", ck, "out", "--to", "gguf:hf")
+    assert (outcome.code, "there are: safetensors, torch, dcp" in outcome.err) == (USAGE, True)
+    assert "Did you mean" not in outcome.err
+
+
+def test_item_7_a_dialect_of_no_table(ck: Path, transaxle: Transaxle) -> None:
+    """Also where the family is not known."""
+    _of_type(ck, "frobnitz")
+    _renamed(ck)
+    outcome = transaxle("plan", ck, "out", "--to", "dcp:hf", "--from", "megatrn")
+    assert (outcome.code, "Did you mean megatron?" in outcome.err) == (USAGE, True)
+
+
+@pytest.mark.parametrize("renamed", [False, True], ids=["names like those of a table", "names of its own"])
+def test_item_7_an_unknown_model_type_is_called_that(renamed: bool, ck: Path, transaxle: Transaxle) -> None:
+    _of_type(ck, "frobnitz")
+    if renamed:
+        _renamed(ck)
+    outcome = transaxle("plan", ck, "out", "--to", "torchtitan")
+    assert (outcome.code, outcome.out) == (USAGE, "")
+    assert "the model type 'frobnitz' of config.json is unknown" in outcome.err
+    assert [way for way in WAYS if way not in outcome.err] == []
+    assert outcome.err.count("qwen") == 0 if renamed else outcome.err.count("--family qwen3_moe") == 1
+    assert "the model type 'frobnitz'" in transaxle("info", ck).out
+    assert transaxle("convert", ck, "out", "--to", "dcp:identity").code == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("convert a b --to dcp:torchtitan@", ["torchtitan@0.2", "torchtitan@0.3"]),
+        ("convert a b --to=dcp:torchtitan@", ["torchtitan@0.2", "torchtitan@0.3"]),
+        ("convert a b --format deeps", ["deepspeed", "deepspeed-universal"]),
+        ("conv", ["convert"]),
+    ],
+)
+def test_item_7_completion_in_bash(typed: str, offered: list[str]) -> None:
+    """A colon begins a word there: what is offered is what follows it."""
+    source = process(environment={"_TRANSAXLE_COMPLETE": "bash_source"}).out
+    script = BASH.format(source=source, python=sys.executable, typed=typed)
+    done = subprocess.run(["bash", "--norc", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == offered
+
+
+def test_item_7_completion_after_a_space_begins_a_word() -> None:
+    asked = {"_TRANSAXLE_COMPLETE": "bash_complete", "COMP_LINE": "transaxle convert a b --format "}
+    assert "plain,safetensors" in process(environment=asked).out.splitlines()
+    assert "plain,convert" in process(environment={**asked, "COMP_LINE": "transaxle "}).out.splitlines()
+
+
+def _of_type(folder: Path, model_type: str) -> None:
+    config = folder / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "model_type": model_type}))
+
+
+def _renamed(folder: Path) -> None:
+    """Give the tensors names that no table knows, of the same lengths: offsets stay."""
+    (file,) = folder.glob("*.safetensors")
+    file.write_bytes(file.read_bytes().replace(b"model.", b"frobn.").replace(b"lm_head", b"em_tail"))
