@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from transaxle import families
 from transaxle.cli.command import NAME
 from transaxle.cli.program import COMMANDS, program
 from transaxle.cli.screen.explanations import EXPLANATIONS
+from transaxle.cli.tables.legend import dialect_rows
 from transaxle.errors import CODES, refuse
 from transaxle.families import BLOCKS, INDEX, SPELLED, Entry, Tables, is_traced, read_all, spelling
 
@@ -84,6 +86,14 @@ def known_families() -> Iterator[str]:
         lines = str(own) if entry.traced else f"{own} of {whole}"
         cells = (f"`{name}`", ", ".join(entry.model_types), ", ".join(entry.dialects), lines, *made)
         yield f"| {' | '.join(cells)} |\n"
+
+
+def known_dialects() -> Iterator[str]:
+    """Yield the table of dialects: whose they are, and how many families have them."""
+    yield "| dialect | framework | families | what |\n|---|---|---|---|\n"
+    count = Counter(label for entry in _index().values() for label in entry.dialects)
+    for label, framework, what in dialect_rows(count):
+        yield f"| `{label}` | {framework} | {count[label]} | {what} |\n"
 
 
 def _count_lines(table: str) -> int:
@@ -152,6 +162,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "commands": commands,
     "codes": codes,
     "families": known_families,
+    "dialects": known_dialects,
     "model_types": model_types,
     "oracles": oracles,
     "besides": besides,

@@ -8,6 +8,20 @@ from typing import Any
 import click
 
 NAME = "transaxle"
+_SECTIONS = {
+    "Choosing the target": ("to", "shard_size", "allow_lossy", "strict"),
+    "Reading the source": (
+        "family", "config", "axes", "rules", "dialect", "format", "weights", "optimizer", "average", "derive",
+    ),
+    "Ranks of the target": ("tp", "pp", "ep", "make_vocab_size_divisible_by"),
+    "Changing numbers": ("decode", "encode", "dtype", "only", "skip"),
+    "Writing": ("overwrite", "resume", "check", "no_sync"),
+    "Working": ("jobs", "memory", "on", "items", "write"),
+    "Refits, live into an engine": ("meshes", "together", "ranks_per_node"),
+}  # fmt: skip
+"""Title of a section in the help of a command with many options -> the options in it; the others come last."""
+_MANY = 16
+"""Options that make sections worth their titles."""
 
 
 class Bare(click.Option):
@@ -52,6 +66,21 @@ class Command(click.Command):
             formatter.write_paragraph()
             formatter.write_text(" ".join(paragraph.split()))
         self.format_options(ctx, formatter)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, in sections where there are many."""
+        records = {
+            param.name: record
+            for param in self.get_params(ctx)
+            if isinstance(param, click.Option) and (record := param.get_help_record(ctx)) is not None
+        }
+        for title, names in _SECTIONS.items() if len(records) >= _MANY else ():
+            found = [records.pop(name) for name in names if name in records]
+            if found:
+                with formatter.section(title):
+                    formatter.write_dl(found)
+        with formatter.section("Options"):
+            formatter.write_dl(list(records.values()))
 
 
 def write_examples(formatter: click.HelpFormatter, examples: Sequence[tuple[str, str]]) -> None:

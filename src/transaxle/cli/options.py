@@ -86,7 +86,8 @@ def dialects() -> list[str]:
     return sorted(dict.fromkeys(labels))
 
 
-def _families() -> list[str]:
+def families() -> list[str]:
+    """Return the names of the families."""
     from transaxle.families import builtin
 
     return sorted(builtin())
@@ -107,7 +108,7 @@ def _targets() -> list[str]:
 
 
 _READING = (
-    click.option("--family", metavar="NAME", shell_complete=completing(_families),
+    click.option("--family", metavar="NAME", shell_complete=completing(families),
                  help="Model family, if it is not recognised."),
     click.option("--config", metavar="FILE", type=click.Path(), help="Read the model's sizes from this config.json."),
     click.option("--axis", "axes", metavar="AXIS=SIZE", callback=_axes, multiple=True,

@@ -19,6 +19,7 @@ from transaxle.cli.program import COMMANDS
 from transaxle.cli.screen.quantities import parameters, percent, plural, size
 from transaxle.cli.screen.screen import Screen
 from transaxle.cli.screen.summary import totals
+from transaxle.cli.tables.legend import axis_facts, axis_rows, dialect_facts, dialect_rows
 from transaxle.encodings.arithmetic.codec import active
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from transaxle.engine.checkpoint.manifest import load, stale
@@ -62,7 +63,7 @@ JsonFacts = dict[str, Any]
 
     With PATH: prints format, family, dialect and prefix, the main values of the config, axis sizes, dtypes, files, and
     whether the manifest still matches. Reads only headers. Without PATH: prints what this installation can do, or with
-    --family the whole table of that family.""",
+    --family the whole table of that family, after a legend of its dialects and axes.""",
 )
 @click.argument("path", type=click.Path(), required=False)
 @options.reading
@@ -89,8 +90,13 @@ def _print_table(screen: Screen, name: str, rules: str | None) -> int:
     assert family.written is not None  # only families made in memory have no text
     text = family.written.spelled()
     if screen.as_json:
-        screen.document({"family": family.name, "dialects": list(family.labels), "table": text})
+        legend = {"model_types": list(family.model_types), "frameworks": dialect_facts(family.labels)}
+        legend["axes"] = axis_facts(family)
+        screen.document({"family": family.name, "dialects": list(family.labels), **legend, "table": text})
     else:
+        for title, rows in (("dialects", dialect_rows(family.labels)), ("axes", axis_rows(family))):
+            screen.line((f"# {title}", "dim"))  # a comment: what is printed can be given with --rules
+            screen.table(rows, indent="#   ")
         for line in text.splitlines():
             screen.line(line)
     return 0

@@ -1,0 +1,1 @@
+"""The tables that there are: families, their dialects, what their axes stand for."""

