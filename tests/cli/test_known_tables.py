@@ -106,7 +106,7 @@ def test_item_8_the_help_of_convert_is_in_sections(transaxle: Transaxle) -> None
     places = [printed.index(f"{title}:\n") for title in SECTIONS]
     assert places == sorted(places)
     rest = printed[places[-1] :]
-    assert [row[0] for row in lines(rest) if row and row[0].startswith("-")] == ["--all", "--json", "-h,"]
+    assert [row[0] for row in lines(rest) if row and row[0].startswith("-")] == ["--all", "--json", "-q,", "-v,", "-h,"]
     words = [row[0].rstrip(",") for row in lines(printed[places[0] :]) if row and row[0].startswith("--")]
     assert len(words) == len(set(words)) > 30
     assert "Reading the source" not in transaxle("clean", "--help").out

@@ -220,6 +220,7 @@ def test_a_bug_is_one_message(
         raise ZeroDivisionError("division by zero")
 
     monkeypatch.setattr(ls_module, "open_checkpoint", broken)
+    monkeypatch.setattr("tempfile.tempdir", str(ck.parent.absolute()))
     outcome = transaxle("ls", ck)
     assert outcome.code == BUG
     assert "internal error: ZeroDivisionError: division by zero" in outcome.err

@@ -175,17 +175,22 @@ _WRITING = (
 _EVERYWHERE = (
     click.option("--all", "everything", is_flag=True, help="Print all rows of lists and all refusals."),
     click.option("--json", "as_json", is_flag=True, help="Print one JSON document."),
+    click.option("-q", "--quiet", is_flag=True, help="Print nothing but errors, and JSON where --json asks for it."),
+    click.option("-v", "--verbose", is_flag=True, help="Say what was done, and how long it took."),
 )  # fmt: skip
 
 
 def printing(body: Callable[..., int]) -> Callable[..., int]:
-    """Add `--all` and `--json`, give the command its screen, and print the errors that it raises."""
+    """Add the options on what is printed, give the command its screen, and print the errors that it raises."""
 
     @functools.wraps(body)
-    def command(*args: Any, as_json: bool, everything: bool, **other_options: Any) -> int:
-        screen = Screen(as_json=as_json, everything=everything)
+    def command(*args: Any, **options: Any) -> int:
+        names = ("as_json", "everything", "quiet", "verbose")
+        screen = Screen(**{name: options.pop(name) for name in names})
+        if screen.quiet and screen.verbose:
+            raise click.UsageError("--quiet and --verbose exclude each other; give only one")
         try:
-            return body(screen, *args, **other_options)
+            return body(screen, *args, **options)
         except TransaxleError as error:
             return failed(screen, error)
         except MemoryError:

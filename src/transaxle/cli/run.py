@@ -15,7 +15,6 @@ from contextlib import suppress
 import click
 from click.shell_completion import add_completion_class, shell_complete
 
-from transaxle import __version__
 from transaxle.cli.command import NAME
 from transaxle.cli.program import COMPLETE, program
 from transaxle.cli.screen.refusals import error_of
@@ -75,14 +74,13 @@ def _run_command(arguments: Sequence[str]) -> int:
     except OSError:
         raise
     except Exception as error:  # noqa: BLE001 - the one place where a bug becomes a message
+        from transaxle.cli.shell.bug_report import write_report
+
         if os.environ.get(DEBUG) == "1":
             traceback.print_exc()
         message = f"internal error: {type(error).__name__}: {error}"
-        hint = (
-            f"This is a bug in {NAME} {__version__}: please report it with the command line. {DEBUG}=1 shows the "
-            "traceback."
-        )
-        return _failed(screen, BUG, message, hint)
+        told = write_report(error, arguments)
+        return _failed(screen, BUG, f"{message}\n{told}") if screen.as_json else _failed(screen, BUG, message, told)
 
 
 def _usage(screen: Screen, error: click.ClickException) -> int:

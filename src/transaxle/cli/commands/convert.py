@@ -162,11 +162,13 @@ def _verified(
     """Check the result against its manifest and the source; what was encoded is encoded again for comparison."""
     screen.consequence, screen.way_on = f"{dst} is written, but not verified", ""
     reading = {name: value for name, value in of_second(source_options).items() if name != "decode"}
-    with open_checkpoint(dst, **reading) as written, screen.progress(2 * written.container.nbytes) as progress:
-        verification = verify(written, limit, progress)
-        if prepared.plan.band:
-            return [verification, reproduced(prepared, written, limit, progress)]
-        return [verification, compare(prepared.checkpoint, written, limit=limit, progress=progress)]
+    with open_checkpoint(dst, **reading) as written:
+        with screen.progress(written.container.nbytes, "verifying") as progress:
+            verification = verify(written, limit, progress)
+        with screen.progress(written.container.nbytes, "comparing") as progress:
+            if prepared.plan.band:
+                return [verification, reproduced(prepared, written, limit, progress)]
+            return [verification, compare(prepared.checkpoint, written, limit=limit, progress=progress)]
 
 
 def print_report(screen: Screen, report: Report) -> None:

@@ -59,7 +59,7 @@ def command(
 ) -> int:
     """Compare two checkpoints."""
     with opened_pair(a, b, source_options) as (first, second):
-        with screen.progress(first.container.nbytes) as progress:
+        with screen.progress(first.container.nbytes, "comparing") as progress:
             comparison = compare(first, second, numeric=numeric or stat, limit=limit, progress=progress)
         components = _components(second) if stat else {}
     if screen.as_json:

@@ -29,7 +29,7 @@ from transaxle.move.workers import Limits
 _GAP = "  "
 _OF_REFIT = frozenset({
     "src", "dst", "meshes", "together", "ranks_per_node", "config", "family", "axes", "rules", "dtype", "as_json",
-    "everything",
+    "everything", "quiet", "verbose",
 })  # fmt: skip
 """Parameters that planning a refit takes."""
 

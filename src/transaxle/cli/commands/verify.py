@@ -40,10 +40,16 @@ from transaxle.move.workers import Limits
 def command(screen: Screen, a: str, b: str | None, source_options: dict[str, Any], limit: Limits) -> int:
     """Verify a checkpoint, or compare two."""
     if b is None:
-        with open_checkpoint(a, **source_options) as alone, screen.progress(alone.container.nbytes) as progress:
+        with (
+            open_checkpoint(a, **source_options) as alone,
+            screen.progress(alone.container.nbytes, "verifying") as progress,
+        ):
             result = verify(alone, limit, progress)
     else:
-        with opened_pair(a, b, source_options) as (first, second), screen.progress(first.container.nbytes) as progress:
+        with (
+            opened_pair(a, b, source_options) as (first, second),
+            screen.progress(first.container.nbytes, "comparing") as progress,
+        ):
             result = verify_against(first, second, limit, progress)
     if screen.as_json:
         screen.document(result.as_json())

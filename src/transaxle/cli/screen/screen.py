@@ -1,7 +1,7 @@
 """Output: text or one JSON document to standard output, everything else to standard error.
 
-Without a terminal, text is plain: no colours, no progress. Names and messages come from files that anybody may have
-written, so control characters in them are shown, never sent to the terminal.
+Without a terminal, text is plain: no colours, and of progress a line every few seconds. Names and messages come from
+files that anybody may have written, so control characters in them are shown, never sent to the terminal.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import os
 import re
 import shutil
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
@@ -30,6 +32,8 @@ _MOST = 16
 """Machines that have a bar of their own."""
 _PERIOD = 120.0
 """Seconds over which the rates of workers are taken: items are done seldom."""
+_EVERY = 5.0
+"""Seconds between two lines of progress where there is no terminal."""
 
 Text = str | tuple[str, str]
 """A text, or a text with its style."""
@@ -47,11 +51,17 @@ class Screen:
     Args:
         as_json: results and errors are one JSON document.
         everything: lists are printed completely.
+        quiet: nothing is printed but errors and JSON documents.
+        verbose: what was done is said beside the result, and how long it took.
     """
 
-    def __init__(self, *, as_json: bool = False, everything: bool = False) -> None:
+    def __init__(
+        self, *, as_json: bool = False, everything: bool = False, quiet: bool = False, verbose: bool = False
+    ) -> None:
         self.as_json = as_json
         self.everything = everything
+        self.quiet = quiet
+        self.verbose = verbose
         self.consequence = ""
         """What it means if the command fails now, such as `nothing was written`."""
         self.way_on = ""
@@ -64,6 +74,8 @@ class Screen:
 
     def line(self, *parts: Text) -> None:
         """Print one line of the result."""
+        if self.quiet:
+            return
         self._write(sys.stdout, parts)
 
     def note(self, *parts: Text) -> None:
@@ -104,31 +116,26 @@ class Screen:
             self.line(f"    … and {len(items) - len(shown):,} more (--all or --json shows them)")
 
     @contextmanager
-    def progress(self, total: int, *, stays: bool = False) -> Iterator[Progress]:
-        """Show a bar on standard error while bytes are moved; the context gives the function that counts them.
+    def progress(self, total: int, label: str = "copying", *, stays: bool = False) -> Iterator[Progress]:
+        """Show on standard error how many bytes were moved: a bar, or without a terminal a line every few seconds.
 
         Args:
             total: bytes that will be counted.
-            stays: the bar is left on the screen when it is done.
-        """
-        if not _watched(sys.stderr):
-            yield lambda _: None
-            return
-        from rich import progress
-        from rich.console import Console
+            label: what is done with them.
+            stays: the bar is left on the screen when it is done; something may remain to be done after the last byte.
 
-        bar = progress.Progress(
-            progress.TextColumn(" "),
-            progress.BarColumn(40),
-            progress.DownloadColumn(),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(elapsed_when_finished=True),
-            console=Console(file=sys.stderr),
-            transient=not stays,
-        )
-        with bar:
-            task = bar.add_task("", total=total)
-            yield lambda count: bar.advance(task, count)
+        Yields:
+            The function that counts them.
+        """
+        counted = _Counted(label, total)
+        if self.quiet:
+            yield counted
+        elif not _watched(sys.stderr):
+            yield counted if self.as_json else counted.telling(self.note)
+        else:
+            with _bar(label, total, stays=stays) as advance:
+                yield counted.telling_each(advance)
+        self._took(str(counted), counted.began)
 
     @contextmanager
     def workers(self) -> Iterator[Watch]:
@@ -139,7 +146,7 @@ class Screen:
         if self.as_json:
             yield _json_line
             return
-        if not _watched(sys.stderr):
+        if self.quiet or not _watched(sys.stderr):
             yield lambda _: None
             return
         from rich import progress
@@ -171,13 +178,19 @@ class Screen:
     @contextmanager
     def working(self, activity: str) -> Iterator[None]:
         """Say on standard error what is being done, until it is done."""
-        if not _watched(sys.stderr):
+        began = time.monotonic()
+        if self.quiet or not _watched(sys.stderr):
             yield
-            return
-        from rich.console import Console
+        else:
+            from rich.console import Console
 
-        with Console(file=sys.stderr).status(activity):
-            yield
+            with Console(file=sys.stderr).status(activity):
+                yield
+        self._took(activity, began)
+
+    def _took(self, what: str, began: float) -> None:
+        if self.verbose and not self.quiet:
+            self.note(f"{what}, {time.monotonic() - began:.2f} s")
 
     def _write(self, stream: TextIO, parts: Sequence[Text]) -> None:
         coloured = _watched(stream) and not os.environ.get("NO_COLOR")
@@ -187,6 +200,78 @@ class Screen:
             text = printable(text)
             written.append(f"\x1b[{_STYLES[style]}m{text}\x1b[0m" if style and coloured else text)
         stream.write("".join(written) + "\n")
+
+
+class _Counted:
+    """Counts the bytes that several threads move.
+
+    Args:
+        label: what is done with them.
+        total: how many there will be.
+    """
+
+    def __init__(self, label: str, total: int) -> None:
+        self.label = label
+        self.total = total
+        self.count = 0
+        self.began = self._told = time.monotonic()
+        self._tell: Callable[[str], None] | None = None
+        self._each: Progress | None = None
+        self._counting = threading.Lock()
+
+    def telling(self, tell: Callable[[str], None]) -> _Counted:
+        """Let it tell how many there are, every few seconds."""
+        self._tell = tell
+        return self
+
+    def telling_each(self, advance: Progress) -> _Counted:
+        """Let it hand on each count."""
+        self._each = advance
+        return self
+
+    def __call__(self, count: int) -> None:
+        with self._counting:
+            self.count += count
+            if self._each is not None:
+                self._each(count)
+            if self._tell is None or time.monotonic() < self._told + _EVERY:
+                return
+            self._told = time.monotonic()
+            self._tell(str(self))
+
+    def __str__(self) -> str:
+        from transaxle.cli.screen.quantities import percent, size, speed
+
+        share = percent(self.count, self.total)
+        pace = speed(self.count, time.monotonic() - self.began)
+        return f"{self.label}: {size(self.count)} of {size(self.total)} ({share}), {pace}"
+
+
+@contextmanager
+def _bar(label: str, total: int, *, stays: bool) -> Iterator[Progress]:
+    """Show a bar with a label on standard error; the context gives the function that moves it on."""
+    from rich import progress
+    from rich.console import Console
+
+    bar = progress.Progress(
+        progress.TextColumn("  {task.description}"),
+        progress.BarColumn(40),
+        progress.DownloadColumn(),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(elapsed_when_finished=True),
+        console=Console(file=sys.stderr),
+        transient=not stays,
+    )
+    with bar:
+        task = bar.add_task(label, total=total)
+
+        def advance(count: int) -> None:
+            bar.advance(task, count)
+            if stays and bar.tasks[0].finished:  # the files are still to be synced, and to appear under their name
+                bar.update(task, description="finishing")
+
+        yield advance
+        bar.update(task, description=label)
 
 
 def _number(value: Any) -> object:

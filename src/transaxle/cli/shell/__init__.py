@@ -1,1 +1,1 @@
-"""What a shell asks of the program."""
+"""What the program and the shell around it tell each other: completions, reports of bugs."""

@@ -1,0 +1,65 @@
+"""What is kept of a bug: a file with the traceback and the circumstances, for whoever reports it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from importlib import metadata
+
+from transaxle import __version__
+from transaxle.cli.command import NAME
+
+_PACKAGES = ("numpy", "ml_dtypes", "torch", "transformers")
+"""Packages whose versions matter most."""
+_LABELS = ("issues", "bug tracker", "tracker", "repository", "source")
+"""Labels of the page on which bugs are reported, in the package's own description."""
+
+
+def write_report(error: BaseException, arguments: Sequence[str]) -> str:
+    """Write the report of a bug into a new file, and return what the user can do with it.
+
+    Args:
+        error: what nobody expected.
+        arguments: the command line after the program's name.
+    """
+    head = [
+        f"{NAME} {__version__}, Python {platform.python_version()}, {platform.platform()}",
+        ", ".join(f"{name} {_version(name)}" for name in _PACKAGES),
+        shlex.join([NAME, *arguments]),
+    ]
+    text = "\n".join([*head, "", *traceback.format_exception(error)])
+    ask = f"This is a bug in {NAME} {__version__}: please report it {_place()}"
+    try:
+        descriptor, path = tempfile.mkstemp(prefix=f"{NAME}-bug-", suffix=".txt")
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(text)
+    except OSError as problem:
+        reason = problem.strerror or str(problem)
+        return f"{ask}. The traceback could not be kept ({reason}): run it again with TRANSAXLE_DEBUG=1 to see it."
+    return f"{ask}, with {path}: it has the traceback, the command line, versions and paths, and no tensors."
+
+
+def _place() -> str:
+    """Return where bugs are reported, as the installed package says it."""
+    try:
+        lines = metadata.metadata(NAME).get_all("Project-URL") or []
+    except metadata.PackageNotFoundError:
+        lines = []
+    pages = {label.strip().lower(): page.strip() for label, _, page in (line.partition(",") for line in lines)}
+    found = next((pages[label] for label in _LABELS if label in pages), "")
+    return f"at {found}" if found else f"to those from whom you have {NAME}"
+
+
+def _version(name: str) -> str:
+    """Return the version of a package, without importing it."""
+    if name in sys.modules and isinstance(getattr(sys.modules[name], "__version__", None), str):
+        return str(sys.modules[name].__version__)
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "(none)"
