@@ -90,3 +90,58 @@ tx.load
 assert "torch" in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+WITHOUT_TORCH = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Blocked())
+import transaxle as tx
+"""
+"""The beginning of a program that has no torch."""
+
+
+def _said(script: str) -> str:
+    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=120)
+    return done.stdout
+
+
+def test_item_1_tab_shows_the_public_names_and_only_these() -> None:
+    """Before anything is used, and after it; without torch those that work without it."""
+    shown = "print(*(name for name in dir(tx) if not name.startswith('__')))"
+    assert set(_said(f"import transaxle as tx; {shown}; assert 'torch' not in __import__('sys').modules").split()) == (
+        CORE | LIVE
+    ) - {"__version__"}
+    assert set(_said(WITHOUT_TORCH + shown).split()) == CORE - {"__version__"}
+    assert {"__all__", "__doc__", "__file__", "__version__"} <= set(dir(tx))
+
+
+def test_item_1_a_star_gives_the_public_names() -> None:
+    assert set(_said("from transaxle import *; print(*dir())").split()) >= (CORE | LIVE) - {"__version__"}
+
+
+def test_item_1_help_shows_the_public_names() -> None:
+    pages = [_said(f"{begin}; import pydoc; print(pydoc.plain(pydoc.render_doc(tx)))") for begin in HELPED]
+    for page, functions in zip(pages, ({"convert", "open", "load", "save"}, {"convert", "open"}), strict=True):
+        assert all(f"\n    {name}(" in page for name in functions)
+
+
+HELPED = ("import transaxle as tx", WITHOUT_TORCH.rstrip("\n"))
+
+
+def test_item_1_without_torch_an_error_says_what_to_install() -> None:
+    script = f"""
+for name in {sorted(LIVE)!r}:
+    for ask in ("tx." + name, "from transaxle import " + name):
+        try:
+            exec(ask)
+        except ImportError as error:
+            print(error)
+"""
+    wanted = [f"transaxle.{name} needs torch, which is not installed: pip install 'transaxle[torch]'" for name in LIVE]
+    assert _said(WITHOUT_TORCH + script).splitlines() == [line for line in sorted(wanted) for _ in range(2)]

@@ -79,13 +79,37 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return import_module(f"{__name__}.{name}")
-    if name in _ELSEWHERE:
-        return getattr(import_module(f"{__name__}.{_ELSEWHERE[name]}"), name)
-    if name in __all__:
-        return getattr(import_module(_LAZY), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = name if name in _ROOMS else _ELSEWHERE.get(name, "")
+    try:
+        found = import_module(f"{__name__}.{module}" if module else _LAZY)
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] != "torch":
+            raise
+        message = f"transaxle.{name} needs torch, which is not installed: pip install 'transaxle[torch]'"
+        raise ImportError(message, name=error.name) from None
+    return found if name in _ROOMS else getattr(found, name)
+
+
+def __dir__() -> list[str]:
+    """Return the public names, for Tab and `help`; without torch those that work without it."""
+    hidden = () if _has_torch() else filter(_is_live, __all__)
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))}.difference(hidden))
+
+
+def _is_live(name: str) -> bool:
+    """Tell whether a name brings torch."""
+    return name in _ROOMS or _ELSEWHERE.get(name, "").startswith(("live.", "refit."))
+
+
+def _has_torch() -> bool:
+    from importlib.util import find_spec
+
+    try:
+        return find_spec("torch") is not None
+    except (ImportError, ValueError):  # what hides a module raises the first, one without a spec the second
+        return False
 
 
 __all__ = [
