@@ -62,17 +62,29 @@ def _public() -> Iterator[Callable[..., Any]]:
 
 
 def _arguments(function: Callable[..., Any]) -> dict[str, str]:
-    """Arguments of a function with their annotations; keywords that it takes as a `TypedDict` are taken apart."""
-    found: dict[str, str] = {}
-    for parameter in inspect.signature(function).parameters.values():
-        shown = str(parameter.annotation)
-        unpacked = re.fullmatch(r"Unpack\[(\w+)\]", shown)
-        if unpacked:
-            known = vars(sys.modules[function.__module__])[unpacked[1]].__annotations__
-            found |= {name: _text(annotation) for name, annotation in known.items()}
-        elif parameter.kind not in {parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL} and parameter.name != "self":
-            found[parameter.name] = shown
-    return found
+    """Arguments of a function with their annotations, as the interpreter tells them."""
+    return {
+        parameter.name: str(parameter.annotation)
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.name != "self" and function is not tx.Executor  # a protocol, of which nobody makes any
+    }
+
+
+def _stated() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yield public functions, and constructors, that state their signature."""
+    for name, function in PUBLIC.items():
+        code = vars(function).get("__init__") if isinstance(function, type) else function
+        if code is not None and hasattr(code, "__signature__"):
+            yield name, code
+
+
+def _written(code: Any) -> dict[str, str]:
+    """Arguments as the source has them; keywords that it takes as a `TypedDict` are taken apart."""
+    found = {name: str(shown) for name, shown in code.__annotations__.items() if name != "return"}
+    ((options, unpacked),) = ((name, shown) for name, shown in found.items() if shown.startswith("Unpack["))
+    known = vars(sys.modules[code.__module__])[unpacked[len("Unpack[") : -1]].__annotations__
+    del found[options]
+    return found | {name: _text(annotation) for name, annotation in known.items()}
 
 
 def _text(annotation: object) -> str:
@@ -83,8 +95,32 @@ PUBLIC = {_name(function): function for function in _public()}
 
 
 def test_no_signature_is_made_up() -> None:
-    """What an IDE reads in the source is what the interpreter is called with."""
-    assert [name for name, function in PUBLIC.items() if hasattr(function, "__signature__")] == []
+    """What the interpreter says is what an IDE reads in the source, and where options stand that are not given."""
+    stated = dict(_stated())
+    assert len(stated) == 16
+    assert {name: _arguments(code) for name, code in stated.items()} == {
+        name: _written(code) for name, code in stated.items()
+    }
+    made_up = [
+        (name, each.name)
+        for name, code in stated.items()
+        for each in inspect.signature(code).parameters.values()
+        if each.default is None and not _may_be_none(str(each.annotation))
+    ]
+    assert made_up == []
+
+
+def test_item_2_no_public_function_takes_any_keyword() -> None:
+    starred = [
+        name
+        for name, function in PUBLIC.items()
+        if any(each.kind is each.VAR_KEYWORD for each in inspect.signature(function).parameters.values())
+    ]
+    assert starred == [_name(tx.Executor)]  # a protocol, of which nobody makes any
+
+
+def _may_be_none(annotation: str) -> bool:
+    return "None" in annotation or annotation in {"Any", "object"}
 
 
 def test_every_argument_has_a_type() -> None:

@@ -20,6 +20,7 @@ from transaxle.arguments import (
     read_size,
     read_source,
     read_text,
+    shows,
     wrong_type,
 )
 from transaxle.engine.checkpoint.checkpoint import (
@@ -49,6 +50,9 @@ if TYPE_CHECKING:
     from transaxle.engine.distribute.launch import On
 
 
+_OPENED: dict[str, Any] = {"average": False, "only": (), "skip": ()}
+_PLANNED: dict[str, Any] = {**_OPENED, "shard_size": SHARD_SIZE, "allow_lossy": False, "strict": False}
+"""Where options stand that are not given, if not at None."""
 _CONVERTED = ("hf", "converted")
 """Dialects of a function's table: what it takes and what it gives."""
 
@@ -96,6 +100,7 @@ class Converting(Planning, total=False):
     """Into how many items of work it is divided then."""
 
 
+@shows(Opening, **_OPENED)
 def open(path: PathLike, **reading: Unpack[Opening]) -> Checkpoint:  # noqa: A001 - the contract's name
     """Open a checkpoint; nothing is loaded and torch is not imported.
 
@@ -156,6 +161,7 @@ def _encode(options: Mapping[str, Any], reading: dict[str, Any]) -> Encode | Non
     return None
 
 
+@shows(Planning, **_PLANNED)
 def plan(
     src: CheckpointLike,
     dst: PathLike,
@@ -183,6 +189,7 @@ def plan(
         return preflight(prepared, target, overwrite=overwrite, resume=resume, limit=limit).plan
 
 
+@shows(Converting, **_PLANNED)
 def convert(
     src: CheckpointLike,
     dst: PathLike,
@@ -254,6 +261,7 @@ def _converted_on(
         return convert_by(asked, lambda: stack.enter_context(_planned(src, dst, to, options))[0], launch)
 
 
+@shows(Opening, **_OPENED)
 def verify(
     a: CheckpointLike,
     b: CheckpointLike | None = None,
@@ -283,6 +291,7 @@ def verify(
         return verify_against(first, second, limits(jobs), progress)
 
 
+@shows(Opening, **_OPENED)
 def diff(
     a: CheckpointLike,
     b: CheckpointLike,

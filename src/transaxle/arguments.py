@@ -6,13 +6,14 @@ public function annotates such an argument with the type below, and reads it wit
 
 from __future__ import annotations
 
+import inspect
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, SupportsIndex, TypeAlias, TypeVar, runtime_checkable
 
 from transaxle.errors import refuse
 
@@ -28,6 +29,7 @@ class Configuration(Protocol):
         """Return it as config.json holds it, with all defaults."""
 
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 PathLike: TypeAlias = str | os.PathLike[str]
 """A path on this machine or a URL."""
 Config: TypeAlias = PathLike | Mapping[str, Any] | Configuration
@@ -53,6 +55,8 @@ _SHORT_NAMES = {
     "fp64": "fp64", "float64": "fp64", "f64": "fp64", "double": "fp64",
 }  # fmt: skip
 """Floating-point types, by each of their names in lower case -> the short name."""
+_TAKEN: dict[str, tuple[str, ...]] = {}
+"""All arguments of the functions that `shows` is put on, by the function's name: one of them may be meant."""
 _LONGEST_VALUE = 80
 """Characters of a wrong value that an error shows."""
 
@@ -87,9 +91,33 @@ def check_keywords(function: str, given: Iterable[str], known: Iterable[str]) ->
     names = tuple(known)
     for argument in given:
         if argument not in names:
-            close = get_close_matches(argument, names, 1)
+            close = get_close_matches(argument, _TAKEN.get(function, names), 1)
             meant = f". Did you mean {close[0]!r}?" if close else ""
             raise TypeError(f"{function}() got an unexpected keyword argument {argument!r}{meant}")
+
+
+def shows(options: type, **defaults: object) -> Callable[[_Function], _Function]:
+    """Let `inspect.signature` and `help` name the keywords that a function takes as `**options: Unpack[...]`.
+
+    Type checkers and editors read them in the source; those who ask the interpreter get the same.
+
+    Args:
+        options: the `TypedDict` whose keys they are.
+        **defaults: what a key stands at where it is not given; None of the others.
+    """
+
+    def shown(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        *own, rest = signature.parameters.values()
+        assert rest.annotation == f"Unpack[{options.__name__}]", rest
+        for name, annotation in options.__annotations__.items():
+            text = getattr(annotation, "__forward_arg__", annotation)
+            own.append(rest.replace(name=name, kind=rest.KEYWORD_ONLY, default=defaults.get(name), annotation=text))
+        _TAKEN[function.__qualname__.removesuffix(".__init__")] = tuple(each.name for each in own)
+        function.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]  # functions have dicts
+        return function
+
+    return shown
 
 
 def read_path(argument: str, given: object) -> str:

@@ -21,6 +21,7 @@ from transaxle.arguments import (
     read_optional_text,
     read_size,
     read_text,
+    shows,
 )
 from transaxle.encodings.arithmetic.casting import CASTS, PLAIN
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
@@ -85,6 +86,7 @@ class Stream:
     """The ranks that hold the same."""
 
 
+@shows(Streaming)
 def named_tensors(
     state: State,
     *,

@@ -22,6 +22,7 @@ from transaxle.arguments import (
     read_optional_text,
     read_patterns,
     read_size,
+    shows,
 )
 from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import TransaxleError, refuse
@@ -127,6 +128,7 @@ class Refit:
         TransaxleError: on every rank, with every problem of both sides.
     """
 
+    @shows(Refitting, strict=True, bucket="64MB")
     def __init__(
         self,
         src_state: State,

@@ -22,7 +22,7 @@ from typing import Any, Unpack
 import torch
 import torch.multiprocessing as mp
 
-from transaxle.arguments import Overwrite, PathLike, check_keywords
+from transaxle.arguments import Overwrite, PathLike, check_keywords, shows
 from transaxle.errors import refuse
 from transaxle.live.background.ending import at_end, fail, say
 from transaxle.live.background.save_process import Answer, Layout, Order, SnapshotForm, TensorSlot, serve
@@ -30,7 +30,7 @@ from transaxle.live.background.spawned import Parent, without_main_script
 from transaxle.live.model.report import SaveReport
 from transaxle.live.model.state_tensors import State
 from transaxle.live.save.collected_state import CollectedState, collect
-from transaxle.live.save.save_request import SaveRequest, SaveSettings, Saving
+from transaxle.live.save.save_request import UNSAID, SaveRequest, SaveSettings, Saving
 from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.rendezvous import Rendezvous
 from transaxle.live.transport.shared_memory import Region
@@ -249,6 +249,7 @@ def _finish(key: _Key) -> None:
         saver.close()
 
 
+@shows(Saving, **UNSAID)
 def async_save(
     state: State,
     dst: PathLike,

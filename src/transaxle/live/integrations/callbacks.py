@@ -14,11 +14,11 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from transaxle.arguments import PathLike, read_path
+from transaxle.arguments import PathLike, read_path, shows, wrong_type
 from transaxle.live.background.asynchronous import SaveJob, async_save
 from transaxle.live.load.load import load
 from transaxle.live.save.save import save
-from transaxle.live.save.save_request import Saving, check_options
+from transaxle.live.save.save_request import UNSAID, Saving, check_options
 from transaxle.torch_tensors.module_wrappers import unwrapped
 from transaxle.torch_tensors.torch_arguments import Ranks, read_group
 
@@ -48,8 +48,13 @@ class TrainerCheckpoints:
             not pass it to callbacks.
         group: the ranks that train, and save, together; None: all.
         **options: those of `save`, such as `family` and `shard_size`.
+
+    Raises:
+        TypeError: an argument that there is not, or of a type that it cannot have.
+        TransaxleError: a format, family or dialect that there is not; a config that cannot be read.
     """
 
+    @shows(Saving, **UNSAID)
     def __init__(
         self,
         *,
@@ -60,6 +65,8 @@ class TrainerCheckpoints:
         **options: Unpack[Saving],
     ) -> None:
         check_options("TrainerCheckpoints", to, options)
+        if not isinstance(background, bool):
+            raise wrong_type("background", "a bool: True or False", background)
         self._to = to
         self._background = background
         self._resume = None if resume is None else read_path("resume", resume)
@@ -164,8 +171,13 @@ class AccelerateHooks:
         extra: other objects to save, as for `save`.
         group: the ranks that train, and save, together; None: all.
         **options: those of `save`.
+
+    Raises:
+        TypeError: an argument that there is not, or of a type that it cannot have.
+        TransaxleError: a format, family or dialect that there is not; a config that cannot be read.
     """
 
+    @shows(Saving, **UNSAID)
     def __init__(
         self,
         model: nn.Module,
@@ -177,6 +189,10 @@ class AccelerateHooks:
         **options: Unpack[Saving],
     ) -> None:
         check_options("AccelerateHooks", to, options)
+        if not isinstance(model, nn.Module):
+            raise wrong_type("model", "a torch.nn.Module, as `accelerator.prepare` returns it", model)
+        if extra is not None and not isinstance(extra, Mapping):
+            raise wrong_type("extra", "a mapping of names to objects or plain data", extra)
         self._model = model
         self._optimizer = optimizer
         self._to = to

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
-from transaxle.arguments import Config, DType, check_keywords, read_count, read_float_type, read_optional_text
+from transaxle.arguments import Config, DType, check_keywords, read_count, read_float_type, read_optional_text, shows
 from transaxle.engine.checkpoint.checkpoint import CheckpointLike
 from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
 from transaxle.errors import Refusal, gathered
@@ -55,6 +55,7 @@ class Loading(TypedDict, total=False):
     """Reading threads per rank."""
 
 
+@shows(Loading, broadcast_replicated=True)
 def load(
     state: State,
     src: CheckpointLike,

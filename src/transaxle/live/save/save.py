@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Unpack
 
-from transaxle.arguments import Overwrite, PathLike, check_keywords
+from transaxle.arguments import Overwrite, PathLike, check_keywords, shows
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.settings import Settings
 from transaxle.engine.plan.conversion import Prepared, make_plan, ready
@@ -17,7 +17,7 @@ from transaxle.formats.registry import is_one_file
 from transaxle.live.model.report import SaveReport
 from transaxle.live.model.state_tensors import State
 from transaxle.live.save.collected_state import CollectedState, collect
-from transaxle.live.save.save_request import SaveRequest, SaveSettings, Saving
+from transaxle.live.save.save_request import UNSAID, SaveRequest, SaveSettings, Saving
 from transaxle.live.save.writing import write
 from transaxle.live.sharding.memory import container
 from transaxle.live.sharding.replica_check import compare_copies
@@ -26,6 +26,7 @@ from transaxle.live.transport.world import Clock, World
 from transaxle.torch_tensors.torch_arguments import Ranks
 
 
+@shows(Saving, **UNSAID)
 def save(
     state: State,
     dst: PathLike,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from typing import Any, TypedDict
 
 from transaxle.arguments import (
@@ -12,14 +13,17 @@ from transaxle.arguments import (
     PathLike,
     Size,
     check_keywords,
-    read_config,
     read_optional_text,
     read_path,
     read_size,
     read_text,
+    wrong_type,
 )
-from transaxle.engine.plan.conversion import SHARD_SIZE
+from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect, pick_family
+from transaxle.engine.checkpoint.settings import model_config
+from transaxle.engine.plan.conversion import SHARD_SIZE, parse_to
 from transaxle.errors import refuse
+from transaxle.families import builtin
 from transaxle.live.model.state_tensors import State
 from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.world import World
@@ -40,6 +44,10 @@ class Saving(TypedDict, total=False):
     """Make everything durable before the target appears."""
     check_copies: bool
     """Compare what several ranks hold without a mesh that keeps it equal, and refuse what differs."""
+
+
+UNSAID: dict[str, Any] = {"shard_size": SHARD_SIZE, "sync": True, "check_copies": True}
+"""Where options stand that are not given, if not at None."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +137,26 @@ def check_options(function: str, to: str, options: Saving) -> None:
 
     Raises:
         TypeError: an argument that there is not, or of a type that it cannot have.
+        TransaxleError: a format, family or dialect that there is not; a config that cannot be read.
     """
     check_keywords(function, options, Saving.__annotations__)
-    read_config(options.get("config"))
-    SaveRequest({}, "", to, **options).settings(None)
+    for name in ("sync", "check_copies"):
+        if not isinstance(options.get(name, True), bool):
+            raise wrong_type(name, "a bool: True or False", options[name])
+    settings = SaveRequest({}, "", to, **options).settings(model_config(options.get("config")))
+    labels = [each for each in (parse_to(settings.to)[1], settings.dialect) if each and each != IDENTITY]
+    if settings.family is not None:
+        family = pick_family(settings.family, builtin())
+        for label in labels:
+            pick_dialect(family, label)
+        return
+    known = {label for entry in builtin().everything.entries.values() for label in entry.dialects}
+    known |= {label.partition("@")[0] for label in known}
+    for label in labels:
+        if label not in known:
+            close = get_close_matches(label, [*known, IDENTITY], 1)
+            hint = f"Did you mean {close[0]}?" if close else "`transaxle info` lists the families and their dialects."
+            raise refuse("AMBIGUOUS", f"no family has a dialect {label!r}", hint=hint)
 
 
 def check_alike(settings: SaveSettings, world: World) -> None:

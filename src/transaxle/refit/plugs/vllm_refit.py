@@ -22,6 +22,7 @@ from transaxle.arguments import (
     read_optional_text,
     read_patterns,
     read_size,
+    shows,
 )
 from transaxle.engine.views.name_filter import chosen
 from transaxle.errors import TransaxleError, refuse
@@ -92,6 +93,7 @@ class VllmRefit:
         TransaxleError: on every rank of the trainer; the engines' logs say the same.
     """
 
+    @shows(ToVllm, strict=True, bucket="64MB", timeout=_PATIENCE)
     def __init__(
         self,
         src_state: State,

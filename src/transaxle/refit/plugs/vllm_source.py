@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import torch
 
-from transaxle.arguments import Size, check_keywords, read_size, read_text
+from transaxle.arguments import Size, check_keywords, read_size, read_text, shows
 from transaxle.engine.plan.planned import PlannedTensor
 from transaxle.live.model.state_tensors import State
 from transaxle.live.transport.world import World
@@ -46,6 +46,7 @@ class VllmSource:
         TransaxleError: on every rank.
     """
 
+    @shows(Streaming)
     def __init__(
         self,
         state: State,

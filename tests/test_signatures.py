@@ -1,0 +1,174 @@
+"""What type checkers, editors and the makers of callbacks catch before anything runs."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+import transaxle as tx
+from transaxle.live.integrations import dcp_planners
+
+SRC = Path(tx.__file__).parent.parent
+RIGHT = """
+import torch
+import transaxle as tx
+
+model = torch.nn.Linear(2, 2)
+tx.open("a", family="llama", config={"model_type": "llama"}, only="*.weight")
+tx.plan("a", "b", to="hf", shard_size="5GB", overwrite="everything")
+tx.convert("a", "b", to="hf", overwrite=True, jobs=2, axes={"g": 8}, rules="my.rules")
+tx.verify("a", "b", family="llama")
+tx.diff("a", "b", decode="bf16")
+tx.load(model, "a", family="llama", dtype=torch.bfloat16)
+tx.save(model, "b", to="hf", shard_size=5_000_000)
+tx.async_save(model, "b", overwrite=True).result()
+tx.reshard(model, model, family="llama")
+tx.Refit(model, {}, family="llama", bucket="1GB")
+tx.refit.VllmRefit(model, "http://127.0.0.1:1", dtype="bf16")
+tx.refit.VllmSource(model, dtype="bf16")
+tx.refit.named_tensors(model, dtype="bf16")
+tx.TrainerCheckpoints(to="hf", family="llama")
+tx.AccelerateHooks(model, to="hf", family="llama")
+tx.SavePlanner("hf", family="llama", flatten_state_dict=True)
+tx.LoadPlanner("hf", family="llama", allow_partial_load=True)
+"""
+"""Calls as they should be, one a line."""
+WRONG = """
+import torch
+import transaxle as tx
+
+model = torch.nn.Linear(2, 2)
+tx.open("a", famly="llama")
+tx.open("a", family=3)
+tx.plan("a", "b", to="hf", famly="llama")
+tx.convert("a", "b", to="hf", overwite=True)
+tx.convert("a", "b", to="hf", overwrite="all")
+tx.convert("a", "b", to="hf", shard_size=2.5)
+tx.verify("a", famly="llama")
+tx.diff("a", "b", famly="llama")
+tx.load(model, "a", famly="llama")
+tx.save(model, "b", overwite=True)
+tx.async_save(model, "b", overwite=True)
+tx.reshard(model, model, famly="llama")
+tx.Refit(model, {}, famly="llama")
+tx.refit.VllmRefit(model, "http://127.0.0.1:1", famly="llama")
+tx.refit.VllmSource(model, famly="llama")
+tx.refit.named_tensors(model, famly="llama")
+tx.TrainerCheckpoints(famly="llama")
+tx.AccelerateHooks(model, overwite=True)
+tx.SavePlanner("hf", famly="llama")
+tx.LoadPlanner("hf", famly="llama")
+"""
+"""Calls each of which is wrong, one a line."""
+_CALL = "tx."
+
+
+def _calls(program: str) -> set[int]:
+    """Numbers of the lines with calls."""
+    return {number for number, line in enumerate(program.splitlines(), 1) if line.startswith(_CALL)}
+
+
+def _lines_with_errors(tool: str, program: str, folder: Path) -> set[int]:
+    """Return the lines of a program of which a type checker complains."""
+    file = folder / "program.py"
+    file.write_text(program, "utf-8")
+    if tool == "mypy":
+        (folder / "mypy.ini").write_text(f"[mypy]\nstrict = true\nmypy_path = {SRC}\n", "utf-8")
+        command = [sys.executable, "-m", "mypy", "--output", "json", "--cache-dir", str(folder / "cache"), str(file)]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+        assert done.returncode in {0, 1}, done.stderr
+        found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        return {each["line"] for each in found if each["severity"] == "error"}
+    (folder / "pyrightconfig.json").write_text(json.dumps({"extraPaths": [str(SRC)], "include": [file.name]}), "utf-8")
+    command = ["pyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(folder)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    found = json.loads(done.stdout)["generalDiagnostics"]
+    return {each["range"]["start"]["line"] + 1 for each in found if each["severity"] == "error"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tool", ["mypy", "pyright"])
+def test_item_2_type_checkers_catch_wrong_arguments(tool: str, tmp_path: Path) -> None:
+    if tool == "pyright" and shutil.which("pyright") is None:
+        pytest.skip("pyright is not installed")
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.mkdir()
+    wrong.mkdir()
+    assert _lines_with_errors(tool, RIGHT, right) == set()
+    if tool == "mypy":
+        shutil.copytree(right / "cache", wrong / "cache")
+    assert _lines_with_errors(tool, WRONG, wrong) == _calls(WRONG)
+
+
+def test_item_2_planners_take_what_torch_takes() -> None:
+    for ours, torchs in ((tx.SavePlanner, DefaultSavePlanner), (tx.LoadPlanner, DefaultLoadPlanner)):
+        own, known = inspect.signature(ours).parameters, inspect.signature(torchs).parameters
+        assert {name: each.default for name, each in known.items()} == {
+            name: own[name].default for name in own if name not in {"dialect", "family", "source", "config"}
+        }
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'famly'. Did you mean 'family'"):
+            ours(famly="llama")  # type: ignore[call-arg]  # what is tried
+    assert dcp_planners.Writing.__annotations__.keys() != dcp_planners.Reading.__annotations__.keys()
+
+
+def _made(**options: Any) -> None:
+    """Make both kinds of callbacks."""
+    with pytest.raises((TypeError, tx.TransaxleError)) as first:
+        tx.TrainerCheckpoints(**options)
+    with pytest.raises((TypeError, tx.TransaxleError)) as second:
+        tx.AccelerateHooks(torch.nn.Linear(2, 2), **options)
+    assert str(first.value).replace("TrainerCheckpoints", "AccelerateHooks") == str(second.value)
+    raise first.value
+
+
+def test_item_2_an_argument_that_is_misspelt_is_named_wherever_it_is_declared(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"argument 'overwite'. Did you mean 'overwrite'\?"):
+        tx.convert(tmp_path, tmp_path / "out", to="hf", overwite=True)  # type: ignore[call-arg]  # what is tried
+    with pytest.raises(TypeError, match=r"argument 'in_plac'. Did you mean 'in_place'\?"):
+        tx.Refit({}, {}, in_plac=True)  # type: ignore[call-arg]  # what is tried
+
+
+def test_item_2_callbacks_check_their_arguments_when_they_are_made(tmp_path: Path) -> None:
+    """Not at the first save, when hours of training are behind it."""
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"to": "safetensrs:hf"}, "cannot write format 'safetensrs'"),
+        ({"to": "torchtitn"}, "no family has a dialect 'torchtitn'"),
+        ({"to": "dcp:torchtitn"}, "Did you mean torchtitan"),
+        ({"dialect": "hff"}, "no family has a dialect 'hff'"),
+        ({"family": "lama"}, "no family 'lama'"),
+        ({"family": "llama", "to": "hff"}, "family llama has no dialect 'hff'"),
+        ({"config": tmp_path / "missing.json"}, "missing.json"),
+    ]
+    for options, message in refused:
+        with pytest.raises(tx.TransaxleError, match=message):
+            _made(**options)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"famly": "llama"}, "'famly'. Did you mean 'family'"),
+        ({"family": 3}, "family must be a str"),
+        ({"to": None}, "to must be a str"),
+        ({"shard_size": 2.5}, "shard_size must be a number of bytes"),
+        ({"sync": "no"}, "sync must be a bool"),
+        ({"check_copies": 1}, "check_copies must be a bool"),
+        ({"config": 3}, "config must be a path"),
+        ({"group": "all"}, "group must be a ProcessGroup"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(TypeError, match=message):
+            _made(**options)
+    with pytest.raises(TypeError, match="background must be a bool"):
+        tx.TrainerCheckpoints(background="no")  # type: ignore[arg-type]  # what is tried
+    with pytest.raises(TypeError, match="extra must be a mapping"):
+        tx.AccelerateHooks(torch.nn.Linear(2, 2), extra=[1])  # type: ignore[arg-type]  # what is tried
+    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module"):
+        tx.AccelerateHooks({}, None)  # type: ignore[arg-type]  # what is tried
+    for options in ({}, {"to": "dcp:torchtitan"}, {"to": "dcp"}, {"to": "identity"}, {"family": "llama", "to": "hf"}):
+        tx.TrainerCheckpoints(**options)  # type: ignore[arg-type]  # several at once
