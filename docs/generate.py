@@ -21,8 +21,8 @@ import msgspec
 from transaxle import families
 from transaxle.cli.command import NAME
 from transaxle.cli.program import COMMANDS, program
-from transaxle.cli.screen.explanations import EXPLANATIONS
 from transaxle.cli.tables.legend import dialect_rows
+from transaxle.engine.explanations import EXPLANATIONS
 from transaxle.errors import CODES, refuse
 from transaxle.families import BLOCKS, INDEX, SPELLED, Entry, Tables, is_traced, read_all, spelling
 

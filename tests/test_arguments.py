@@ -20,8 +20,9 @@ from transaxle.torch_tensors import torch_arguments
 
 ROOMS: tuple[ModuleType, ...] = (tx, tx.nn, tx.parallel, tx.quant, tx.refit)
 RESULTS = {
-    "Checkpoint", "Comparison", "Leftover", "LoadReport", "Path", "Plan", "QuantizedTensor", "Refusal", "Report",
-    "RefitReport", "ReshardReport", "SaveJob", "SaveReport", "StoredTensor", "Table", "TransaxleError", "Verification",
+    "Checkpoint", "Comparison", "Explanation", "Leftover", "LoadReport", "Path", "Plan", "QuantizedTensor", "Refusal",
+    "Report", "RefitReport", "ReshardReport", "SaveJob", "SaveReport", "StoredTensor", "Table", "TransaxleError",
+    "Verification",
 }  # fmt: skip
 """Classes that functions return: their constructors are called by nobody else."""
 METHODS = (
@@ -97,7 +98,7 @@ PUBLIC = {_name(function): function for function in _public()}
 def test_no_signature_is_made_up() -> None:
     """What the interpreter says is what an IDE reads in the source, and where options stand that are not given."""
     stated = dict(_stated())
-    assert len(stated) == 16
+    assert len(stated) == 17
     assert {name: _arguments(code) for name, code in stated.items()} == {
         name: _written(code) for name, code in stated.items()
     }
@@ -145,6 +146,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "address": (29600, None, ("here", 29600)),
     "b": (3,),
     "bucket": (1.5, MANY, True, None),
+    "refusal_code": (3, None, MANY),
     "config": (3, MANY, b"{}"),
     "decode": (3, MANY),
     "device": (1.5, MANY),
@@ -204,6 +206,7 @@ def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
         "plan": plan,
         "convert": plan,
         "verify": given(a=src, b=src),
+        "explain": given(),
         "derive": given(converter="llama"),
         "diff": given(a=src, b=src),
         "clean": given(path=out),

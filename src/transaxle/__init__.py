@@ -21,6 +21,7 @@ _LAZY = "transaxle._api"
 _ELSEWHERE = {
     "AccelerateHooks": "live.integrations.callbacks",
     "Executor": "engine.distribute.executors.executor",
+    "Explanation": "engine.explanations",
     "LoadPlanner": "live.integrations.dcp_planners",
     "LoadReport": "live.model.report",
     "Random": "live.training.extra_state",
@@ -34,6 +35,7 @@ _ELSEWHERE = {
     "TrainerCheckpoints": "live.integrations.callbacks",
     "as_runs": "live.sharding.dcp_chunks",
     "async_save": "live.background.asynchronous",
+    "explain": "engine.explanations",
     "load": "live.load.load",
     "loadable_as": "live.reexpress.state_dict_adapter",
     "reshard": "live.reexpress.reshard",
@@ -65,6 +67,7 @@ if TYPE_CHECKING:
     )
     from transaxle.derivation.sources import Table
     from transaxle.engine.distribute.executors.executor import Executor
+    from transaxle.engine.explanations import Explanation, explain
     from transaxle.live.background.asynchronous import SaveJob, async_save
     from transaxle.live.integrations.callbacks import AccelerateHooks, TrainerCheckpoints
     from transaxle.live.integrations.dcp_planners import LoadPlanner, SavePlanner
@@ -118,6 +121,7 @@ __all__ = [
     "Checkpoint",
     "Comparison",
     "Executor",
+    "Explanation",
     "Leftover",
     "LoadPlanner",
     "LoadReport",
@@ -143,6 +147,7 @@ __all__ = [
     "convert",
     "derive",
     "diff",
+    "explain",
     "load",
     "loadable_as",
     "nn",

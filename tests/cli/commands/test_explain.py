@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cli.running import USAGE, Transaxle
-from transaxle.cli.screen.explanations import EXPLANATIONS
+from transaxle.engine.explanations import EXPLANATIONS
 from transaxle.errors import CODES, Code, refuse
 
 

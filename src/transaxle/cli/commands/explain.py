@@ -10,8 +10,8 @@ import click
 
 from transaxle.cli import options
 from transaxle.cli.command import Command
-from transaxle.cli.screen.explanations import EXPLANATIONS, Explanation
 from transaxle.cli.screen.screen import Screen
+from transaxle.engine.explanations import EXPLANATIONS, Explanation
 from transaxle.errors import CODES, Code, refuse
 
 _WIDTH = 100

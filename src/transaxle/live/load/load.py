@@ -10,7 +10,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
-from transaxle.arguments import Config, DType, check_keywords, read_count, read_float_type, read_optional_text, shows
+from transaxle.arguments import (
+    Config,
+    DType,
+    PathLike,
+    check_keywords,
+    read_count,
+    read_float_type,
+    read_optional_text,
+    shows,
+)
 from transaxle.engine.checkpoint.checkpoint import CheckpointLike
 from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
 from transaxle.errors import Refusal, gathered
@@ -44,6 +53,10 @@ class Loading(TypedDict, total=False):
     """Dialect of the model's names, such as `hf`; None: recognised."""
     config: Config | None
     """The model's config, where the source has none."""
+    axes: Mapping[str, int] | None
+    """Axis sizes that override everything, such as `{"g": 8}`."""
+    rules: PathLike | None
+    """A file with families and dialects of your own."""
     decode: DType | None
     """Parameters of this type take encoded tensors, decoded; None: these are refused."""
     dtype: DType | None
@@ -82,7 +95,8 @@ def load(
         device: device for plain meta tensors; None: the current GPU, or the CPU if there is none.
         group: the ranks that load together, a process group or a mesh of one dim; None: all.
         **options: `family` (None: recognised), `dialect` (of the model's names; None: recognised), `config` (for a
-            source without one: a path, a mapping or an object with `to_dict()`), `decode` (`bf16`, `fp16` or `fp32`:
+            source without one: a path, a mapping or an object with `to_dict()`), `axes` (axis -> size) and `rules`
+            (path of a table of your own; of an opened source, both are for `open`), `decode` (`bf16`, `fp16` or `fp32`:
             parameters of this type accept encoded tensors, decoded; None: refuse them), `dtype` (the same types:
             parameters of this type accept plain floating-point tensors of other types, cast as `.to` does; None: refuse
             other types), `broadcast_replicated` (read a part that several ranks have once, and send it to the others),
@@ -97,7 +111,7 @@ def load(
     jobs = options.get("jobs")
     with world.together():
         request, meta_device = _request(state, optimizer, extra, options, strict=strict), read_device("device", device)
-    with opened(src, options.get("config"), world) as source:
+    with opened(src, options, world) as source:
         checkpoint, counter = counted(source, request.decode)
         with clock.stage("plan"):
             plan = plan_load(request, checkpoint, world)

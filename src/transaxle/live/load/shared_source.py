@@ -5,11 +5,12 @@ Each rank opens the path for itself, and the checkpoint there may be replaced in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
-from transaxle.arguments import Config, read_source
+from transaxle.arguments import read_source
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, open_checkpoint
 from transaxle.errors import refuse
 from transaxle.formats.catalog.catalog import Checksum
@@ -24,17 +25,27 @@ _LARGEST_MANIFEST = 1 << 30
 
 
 @contextmanager
-def opened(src: CheckpointLike, config: Config | None, world: World) -> Iterator[Checkpoint]:
+def opened(src: CheckpointLike, options: Mapping[str, Any], world: World) -> Iterator[Checkpoint]:
     """Give the source; one that is opened here is closed again, the caller's own is not. Collective.
+
+    Args:
+        src: as `load` takes it.
+        options: those of `load`, of which `config`, `axes` and `rules` are for opening it.
+        world: the ranks.
 
     Raises:
         TransaxleError: on every rank: what opening it raises; CORRUPT where the ranks have opened different ones.
     """
     if isinstance(src, Checkpoint):
+        with world.together():
+            said = [name for name in ("axes", "rules") if options.get(name) is not None]
+            if said:
+                raise TypeError(f"{', '.join(said)}: pass this to open() instead; the checkpoint is already open")
         yield src
         return
+    reading: dict[str, Any] = {name: options.get(name) for name in ("config", "axes", "rules")}
     with world.together():
-        checkpoint = open_checkpoint(read_source("src", src), config=config)
+        checkpoint = open_checkpoint(read_source("src", src), **reading)
     with checkpoint:
         if world.size > 1:
             refuse_different(checkpoint, world)

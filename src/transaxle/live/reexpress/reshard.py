@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypedDict, Unpack
 
-from transaxle.arguments import Config, read_optional_text
+from transaxle.arguments import Config, PathLike, check_keywords, read_optional_text, shows
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
-from transaxle.engine.checkpoint.settings import Settings, model_config
+from transaxle.engine.checkpoint.settings import Settings, model_config, settings
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.dtype import nbytes
 from transaxle.live.derived.settle import settle
@@ -29,6 +29,19 @@ from transaxle.move.runs import Item
 from transaxle.move.workers import limits
 from transaxle.torch_tensors.placement import local_shape
 from transaxle.torch_tensors.torch_arguments import Ranks
+
+
+class Resharding(TypedDict, total=False):
+    """How tensors are matched: further keyword arguments of `reshard`."""
+
+    family: str | None
+    """Model family, such as `qwen3_moe`; None: recognised."""
+    dialect: str | None
+    """Dialect of the target's names, such as `hf`; None: recognised."""
+    axes: Mapping[str, int] | None
+    """Axis sizes that override everything, such as `{"g": 8}`."""
+    rules: PathLike | None
+    """A file with families and dialects of your own."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +66,15 @@ class ReshardReport:
         return asdict(self)
 
 
+@shows(Resharding)
 def reshard(
     src_state: State,
     dst_state: State,
     group: Ranks | None = None,
     *,
-    family: str | None = None,
-    dialect: str | None = None,
     config: Config | None = None,
     strict: bool = True,
+    **options: Unpack[Resharding],
 ) -> ReshardReport:
     """Copy live tensors into others of any placement and dialect of the same family; collective over the group.
 
@@ -69,22 +82,23 @@ def reshard(
         src_state: model or state dict to read, such as a trainer's; a rank without any of it passes `{}`.
         dst_state: model or state dict to write, such as an inference engine's; likewise.
         group: ranks of both sides, a process group or a mesh of one dim; None: all.
-        family: model family; None: recognised.
-        dialect: dialect of the target's names; None: recognised.
         config: the model's config, a path, a mapping or an object with `to_dict()`; None:
             `src_state.config`, if a rank has one.
         strict: refuse names that only one side has; otherwise the report lists them. A tied name (an embedding and its
             head) may be missing on either side, after a proof that the two are the same.
+        **options: `family` (None: recognised), `dialect` (of the target's names; None: recognised), `axes` (axis ->
+            size), `rules` (path of a table of your own).
 
     Raises:
         TypeError: an argument of a type that it cannot have.
         TransaxleError: on every rank, before anything is written; also if the two sides have no name in common.
     """
+    check_keywords("reshard", options, Resharding.__annotations__)
     begin = time.monotonic()
     world = World(group)
     with world.together():
-        family = read_optional_text("family", family, "qwen3_moe")
-        dialect = read_optional_text("dialect", dialect, "hf")
+        said = settings(family=options.get("family"), axes=options.get("axes"), rules=options.get("rules"))
+        dialect = read_optional_text("dialect", options.get("dialect"), "hf")
         given_config = model_config(config)
         own_source, own_target = leaves(src_state).tensors, leaves(dst_state)
     source_config = shared_config(src_state, given_config, world)
@@ -92,7 +106,7 @@ def reshard(
     sides = Sides(own_source, own_target.tensors, source, target, world)
     with world.together():
         memory = container(source, own_source, world.rank, source_config)
-        seen = _seen(memory, target, family, dialect)
+        seen = _seen(memory, target, said, dialect)
     plan = matched(sides, own_target, seen.tensors, strict=strict)
     with world.together():
         landings = {
@@ -111,10 +125,10 @@ def reshard(
     return ReshardReport(len(landings), written, received, seconds, plan.missing, plan.unexpected)
 
 
-def _seen(memory: Container, target: Census, family: str | None, dialect: str | None) -> View:
+def _seen(memory: Container, target: Census, said: Settings, dialect: str | None) -> View:
     """Return the source, the memory of all ranks, in the target's dialect."""
     shapes = {name: tensor.shape for name, tensor in target.items()}
-    return view(Checkpoint(memory, Settings(family=family, partial=True), None, None), shapes, family, dialect)
+    return view(Checkpoint(memory, replace(said, partial=True), None, None), shapes, said.family, dialect)
 
 
 def _items(target: Census, stored: Mapping[str, StoredTensor], replicas: Replicas) -> tuple[list[Item], list[str]]:

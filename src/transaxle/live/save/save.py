@@ -10,7 +10,7 @@ from typing import Any, Unpack
 
 from transaxle.arguments import Overwrite, PathLike, check_keywords, shows
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
-from transaxle.engine.checkpoint.settings import Settings
+from transaxle.engine.checkpoint.settings import settings as settings_of
 from transaxle.engine.plan.conversion import Prepared, make_plan, ready
 from transaxle.errors import refuse
 from transaxle.formats.registry import is_one_file
@@ -53,10 +53,10 @@ def save(
             `"everything"` removes that too.
         group: the ranks that save together, a process group or a mesh of one dim; None: all.
         **options: `family` (None: recognised), `dialect` (of the model's names; None: recognised), `config` (a path, a
-            mapping or an object with `to_dict()`; None: `model.config`, where it has one), `shard_size` (bytes of
-            tensors per file, 5_000_000_000 or "5GB"), `sync` (sync everything to disk before `dst` appears),
-            `check_copies` (compare copies that several ranks have and no mesh keeps equal, and refuse those that
-            differ).
+            mapping or an object with `to_dict()`; None: `model.config`, where it has one), `axes` (axis -> size),
+            `rules` (path of a table of your own), `shard_size` (bytes of tensors per file, 5_000_000_000 or "5GB"),
+            `sync` (sync everything to disk before `dst` appears), `check_copies` (compare copies that several ranks
+            have and no mesh keeps equal, and refuse those that differ).
 
     Raises:
         TypeError: an argument of a type that it cannot have.
@@ -110,6 +110,12 @@ def _planned(settings: SaveSettings, state: CollectedState, rank: int) -> Prepar
         message = "states that are not tensors need separate files, but the target is a single file"
         raise refuse("UNSUPPORTED", message, file=settings.dst, hint="Give a folder.")
     memory = container(state.global_tensors, state.own, rank, settings.config, groups=state.groups, files=state.files)
-    reading = Settings(family=settings.family, dialect=settings.dialect, optimizer=settings.optimizer)
+    reading = settings_of(
+        family=settings.family,
+        dialect=settings.dialect,
+        optimizer=settings.optimizer,
+        axes=settings.axes,
+        rules=settings.rules,
+    )
     checkpoint = Checkpoint(memory, reading, None, None)
     return make_plan(checkpoint, settings.to, shard_size=settings.shard_size, target=settings.dst)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any, TypedDict
 
@@ -13,6 +13,7 @@ from transaxle.arguments import (
     PathLike,
     Size,
     check_keywords,
+    read_axes,
     read_optional_text,
     read_path,
     read_size,
@@ -20,10 +21,9 @@ from transaxle.arguments import (
     wrong_type,
 )
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect, pick_family
-from transaxle.engine.checkpoint.settings import model_config
+from transaxle.engine.checkpoint.settings import model_config, settings
 from transaxle.engine.plan.conversion import SHARD_SIZE, parse_to
 from transaxle.errors import refuse
-from transaxle.families import builtin
 from transaxle.live.model.state_tensors import State
 from transaxle.live.training.optimizers import AnyOptimizer
 from transaxle.live.transport.world import World
@@ -38,6 +38,10 @@ class Saving(TypedDict, total=False):
     """Dialect of the model's names, such as `hf`; None: recognised."""
     config: Config | None
     """The model's config; None: `model.config`, where it has one."""
+    axes: Mapping[str, int] | None
+    """Axis sizes that override everything, such as `{"g": 8}`."""
+    rules: PathLike | None
+    """A file with families and dialects of your own."""
     shard_size: Size
     """Bytes of tensors per file."""
     sync: bool
@@ -78,6 +82,10 @@ class SaveSettings:
     """Entries that are held and not written."""
     untrained: tuple[str, ...] = ()
     """Parameters of this rank that have gradients, and no optimizer."""
+    axes: Mapping[str, int] = field(default_factory=dict)
+    """Axis sizes that the user gave."""
+    rules: str | None = None
+    """A file with families and dialects of the user's own."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,10 @@ class SaveRequest:
     """Dialect of the model's names."""
     config: Config | None = None
     """The model's config."""
+    axes: Mapping[str, int] | None = None
+    """Axis sizes."""
+    rules: PathLike | None = None
+    """A file with families and dialects."""
     shard_size: Size = SHARD_SIZE
     """Bytes of tensors per file."""
     overwrite: Overwrite = False
@@ -129,6 +141,8 @@ class SaveRequest:
             self.overwrite,
             self.sync,
             self.check_copies,
+            axes=read_axes(self.axes),
+            rules=None if self.rules is None else read_path("rules", self.rules),
         )
 
 
@@ -143,14 +157,15 @@ def check_options(function: str, to: str, options: Saving) -> None:
     for name in ("sync", "check_copies"):
         if not isinstance(options.get(name, True), bool):
             raise wrong_type(name, "a bool: True or False", options[name])
-    settings = SaveRequest({}, "", to, **options).settings(model_config(options.get("config")))
-    labels = [each for each in (parse_to(settings.to)[1], settings.dialect) if each and each != IDENTITY]
-    if settings.family is not None:
-        family = pick_family(settings.family, builtin())
+    asked = SaveRequest({}, "", to, **options).settings(model_config(options.get("config")))
+    families = settings(rules=asked.rules, axes=asked.axes).families
+    labels = [each for each in (parse_to(asked.to)[1], asked.dialect) if each and each != IDENTITY]
+    if asked.family is not None:
+        family = pick_family(asked.family, families)
         for label in labels:
             pick_dialect(family, label)
         return
-    known = {label for entry in builtin().everything.entries.values() for label in entry.dialects}
+    known = {label for entry in families.everything.entries.values() for label in entry.dialects}
     known |= {label.partition("@")[0] for label in known}
     for label in labels:
         if label not in known:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
-from transaxle.errors import Code
+from transaxle.arguments import read_text
+from transaxle.errors import CODES, Code
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,35 @@ class Explanation:
     """A message as it is printed, without the code; commands begin with `$`."""
     remedy: str
     """What to do."""
+
+    def as_json(self) -> dict[str, str]:
+        """Return it as plain JSON data."""
+        return {"summary": self.summary, "meaning": self.meaning, "example": self.example, "remedy": self.remedy}
+
+    def __str__(self) -> str:
+        return "\n\n".join((self.summary, self.meaning, self.example, self.remedy))
+
+
+def explain(refusal_code: str) -> Explanation:
+    """Explain a refusal, by its code: `tx.explain(error.code)`.
+
+    Args:
+        refusal_code: one of `tx.CODES`, in any case.
+
+    Returns:
+        The explanation; printed, it is the text of `transaxle explain`.
+
+    Raises:
+        TypeError: it is no `str`.
+        ValueError: there is no such code; the nearest one is named.
+    """
+    wanted = read_text("refusal_code", refusal_code, "BLOCK_MISALIGNED").upper().replace("-", "_")
+    for known in CODES:
+        if known == wanted:
+            return EXPLANATIONS[known]
+    close = get_close_matches(wanted, CODES, 1)
+    meant = f". Did you mean {close[0]!r}?" if close else "; see tx.CODES"
+    raise ValueError(f"there is no code {refusal_code!r}{meant}")
 
 
 EXPLANATIONS: Mapping[Code, Explanation] = {

@@ -1,0 +1,73 @@
+"""One vocabulary: what the functions on files take beside a model's names, those on live models take too."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import transaxle as tx
+
+RULES = """
+family own
+  axis l = num_layers
+  axes d
+  scale : l d
+dialect mine
+  layers.{l}.scale = scale[d]
+dialect stacked
+  scales = scale[(l d)]
+"""
+LAYERS = 3
+
+
+@pytest.fixture
+def rules(tmp_path: Path) -> Path:
+    path = tmp_path / "own.rules"
+    path.write_text(RULES, "utf-8")
+    return path
+
+
+def _mine() -> dict[str, torch.Tensor]:
+    return {f"layers.{layer}.scale": torch.arange(4.0) + layer for layer in range(LAYERS)}
+
+
+def test_item_3_live_models_take_tables_and_axes(tmp_path: Path, rules: Path) -> None:
+    said: dict[str, Any] = {"rules": rules, "axes": {"l": LAYERS}, "family": "own"}
+    stacked = torch.cat(list(_mine().values()))
+    for number, save in enumerate((tx.save, lambda *args, **given: tx.async_save(*args, **given).result())):
+        out = tmp_path / f"out{number}"
+        assert save(_mine(), out, to="safetensors:stacked", **said).dialect == "stacked"
+        with tx.open(out) as checkpoint:
+            assert checkpoint["scales"].read().tolist() == stacked.tolist()
+        filled = {name: torch.zeros(4) for name in _mine()}
+        tx.load(filled, out, dialect="mine", **said)
+        assert all(torch.equal(filled[name], tensor) for name, tensor in _mine().items())
+        with pytest.raises(tx.TransaxleError):
+            tx.load(filled, out, dialect="mine", family="own")
+        with tx.open(out, rules=rules) as opened, pytest.raises(TypeError, match=r"^axes, rules: pass this to open"):
+            tx.load(filled, opened, axes={"l": LAYERS}, rules=rules)
+    target = {"scales": torch.zeros(4 * LAYERS)}
+    tx.reshard(_mine(), target, dialect="stacked", **said)
+    assert torch.equal(target["scales"], stacked)
+    tx.TrainerCheckpoints(to="safetensors:stacked", **said)
+    with pytest.raises(tx.TransaxleError, match="no family 'own'"):
+        tx.TrainerCheckpoints(to="safetensors:stacked", family="own")
+
+
+def test_item_3_who_reads_names_by_tables_takes_these() -> None:
+    vocabulary = {"family", "dialect", "config", "axes", "rules"}
+    takers = (tx.open, tx.plan, tx.convert, tx.verify, tx.diff, tx.load, tx.save, tx.async_save, tx.reshard)
+    for function in (*takers, tx.TrainerCheckpoints, tx.AccelerateHooks):
+        assert vocabulary <= inspect.signature(function).parameters.keys(), function
+
+
+def test_item_3_a_refusal_is_explained() -> None:
+    for code in tx.CODES:
+        assert str(tx.explain(code.lower())).startswith(tx.explain(code).summary)
+    assert set(tx.explain("EXISTS").as_json()) == {"summary", "meaning", "example", "remedy"}
+    with pytest.raises(ValueError, match=r"no code 'EXIST'\. Did you mean 'EXISTS'"):
+        tx.explain("EXIST")
