@@ -73,6 +73,7 @@ LAZY_EXTRAS = {
     "cli/demo.py": frozenset({"torch", "transformers"}),
     "derivation/tracing/transformers_models.py": frozenset({"torch", "transformers"}),
     "engine/distribute/executors/ray_cluster.py": frozenset({"ray"}),
+    "engine/reading/torch_values.py": frozenset({"torch"}),
     "formats/hub/hub_requests.py": frozenset({"httpx", "huggingface_hub"}),
     "formats/remote/web.py": frozenset({"aiohttp"}),
     "quant/modules/torchao.py": frozenset({"torchao"}),

@@ -5,6 +5,7 @@ Nothing is loaded until a tensor is read, and a read touches only the bytes of i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +27,8 @@ from transaxle.engine.checkpoint.settings import Settings, settings
 from transaxle.engine.checkpoint.stored_tensor import StoredTensor
 from transaxle.engine.copying.arithmetic import steps
 from transaxle.engine.copying.source import Source
+from transaxle.engine.reading.reopening import Reopening, refuse_to_pickle, reopened, table
+from transaxle.engine.reading.tensor_set import TensorSet
 from transaxle.engine.views.encoded import Catalog, View, describes_tensors, viewed
 from transaxle.engine.views.name_filter import chosen
 from transaxle.engine.views.param_groups import regrouped
@@ -47,7 +50,7 @@ _UNRECOGNISED = frozenset({"UNKNOWN_FAMILY", "AMBIGUOUS"})
 __all__ = ["LACKING", "Checkpoint", "CheckpointLike", "StoredTensor", "open_checkpoint", "opened"]
 
 
-class Checkpoint(Mapping[str, StoredTensor]):
+class Checkpoint(TensorSet):
     """An opened checkpoint: a mapping from names to `StoredTensor` objects, whose values are read on demand.
 
     `as_dialect`, `decode` and `cast` return lazy views of the same files under other names, decoded, or in another
@@ -57,6 +60,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         container: the files behind it.
         settings: the options with which the user opened it.
         undecoded: the checkpoint as stored, if this one is decoded; None otherwise.
+        reopening: how another process opens it, of what can be pickled.
         stored_names: the stored names as tables read them, shared by all views of these files.
     """
 
@@ -72,6 +76,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         self.container = container
         self.settings = settings
         self.undecoded = undecoded
+        self.reopening: Reopening | None = None
         self._view = view
         self._label = label
         stored = None if undecoded is None else undecoded.stored_names
@@ -191,7 +196,18 @@ class Checkpoint(Mapping[str, StoredTensor]):
         problems = self.foreign(dialect)
         if problems:
             raise gathered(problems)
-        return self.seen_as(dialect)
+        return self._kept(self.seen_as(dialect), "as_dialect", dialect)
+
+    def _kept(self, made: Checkpoint, method: str, *arguments: Any) -> Checkpoint:
+        """Return a view of this checkpoint that remembers how it was made, for those who pickle it."""
+        if self.reopening is not None and made is not self:
+            made.reopening = self.reopening.after(method, *arguments)
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.reopening is None:
+            raise refuse_to_pickle(repr(self))
+        return _reopened, (self.reopening.pickled(self.container.storage, self.container.files),)
 
     def foreign(self, dialect: str) -> list[Refusal]:
         """Return why some tensors have no known name in a dialect; raises like `translation`."""
@@ -273,8 +289,9 @@ class Checkpoint(Mapping[str, StoredTensor]):
             raise nothing_encoded(to)
         names = chosen(catalog.encoded, only, skip, "encoded tensor")
         if not names:
-            return self.stored
-        return Checkpoint(decoded(catalog, names, DTYPES[to]), self.settings, None, None, self.undecoded or self.stored)
+            return self._kept(self.stored, "decode", to, only, skip)
+        seen = decoded(catalog, names, DTYPES[to]), self.settings, None, None, self.undecoded or self.stored
+        return self._kept(Checkpoint(*seen), "decode", to, only, skip)
 
     def cast(self, to: str, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Checkpoint:
         """Return a view in which plain tensors have another dtype; they are cast when they are read.
@@ -292,7 +309,8 @@ class Checkpoint(Mapping[str, StoredTensor]):
         stored_view = self.stored
         keep = precise(None if stored_view.family is None else stored_view.bound)
         container = cast_to(stored_view.catalog, to, only, skip, keep)
-        return Checkpoint(container, self.settings, None, None, self.undecoded)
+        made = Checkpoint(container, self.settings, None, None, self.undecoded)
+        return self._kept(made, "cast", to, only, skip)
 
     @property
     def stored(self) -> Checkpoint:
@@ -336,7 +354,7 @@ class Checkpoint(Mapping[str, StoredTensor]):
         return plain + sum(prod(tensor.shape) for tensor in self.encoded.values())
 
     def __getitem__(self, name: str) -> StoredTensor:
-        return StoredTensor(name, *self.view.described(name), self.targets[name], self.source)
+        return StoredTensor(name, *self.view.described(name), self.targets[name], self.source, self)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.targets)
@@ -359,6 +377,12 @@ class Checkpoint(Mapping[str, StoredTensor]):
 
     def __repr__(self) -> str:
         return f"<checkpoint {self.path} · {self.format} · {len(self)} tensors>"
+
+
+def _reopened(how: Reopening) -> Checkpoint:
+    """Open a checkpoint that was pickled."""
+    found: Checkpoint = reopened(open_checkpoint, how)
+    return found
 
 
 CheckpointLike: TypeAlias = PathLike | Checkpoint
@@ -425,13 +449,18 @@ def open_checkpoint(
 
         container = averaged(container)
     checkpoint = Checkpoint(container, user_settings, None, None)
+    said = {**options, "config": user_settings.config, "decode": decode, "dtype": dtype, "only": only, "skip": skip}
+    rules = None if options.get("rules") is None else os.path.abspath(options["rules"])  # noqa: PTH100 - links stay
+    place = source if "://" in source else os.path.abspath(source)  # noqa: PTH100 - links stay
+    how = Reopening(place, {**said, "rules": rules, "lenient": lenient}, rules=table(rules) if rules else None)
     if user_settings.optimizer is False:
         checkpoint = checkpoint.without_optimizer()
     if dtype is not None:
-        return checkpoint.cast(dtype, only, skip)
-    if decode is None or (lenient and not checkpoint.catalog.encoded and not checkpoint.catalog.refusals):
-        return checkpoint
-    return checkpoint.decode(decode, only, skip)
+        checkpoint = checkpoint.cast(dtype, only, skip)
+    elif decode is not None and not (lenient and not checkpoint.catalog.encoded and not checkpoint.catalog.refusals):
+        checkpoint = checkpoint.decode(decode, only, skip)
+    checkpoint.reopening = how
+    return checkpoint
 
 
 @contextmanager

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import getitem
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,6 +14,9 @@ from transaxle.axes.geometry.piece import Interval
 from transaxle.axes.layout.relayout import Target
 from transaxle.engine.copying.bitcast import Intervals, positions
 from transaxle.engine.copying.source import Source
+from transaxle.engine.reading.numpy_index import Index, taken_apart
+from transaxle.engine.reading.reopening import refuse_to_pickle
+from transaxle.engine.reading.torch_values import as_torch, check_elements
 from transaxle.errors import refuse
 from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.dtype import ITEM_BITS, nbytes, numpy_dtype, packed_width
@@ -19,6 +24,10 @@ from transaxle.formats.storage.storage import layer
 from transaxle.move.endpoint import Bytes
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer
+
+if TYPE_CHECKING:
+    import torch
+    from numpy.typing import DTypeLike
 
 _SCRATCH, _LEAST_SCRATCH = 8 << 20, 1 << 16
 _WASTE, _GAP = 1.25, 64
@@ -42,6 +51,8 @@ class StoredTensor:
     """How its logical tensors lie in it."""
     _source: Source
     """Where its bytes come from."""
+    _home: Mapping[str, StoredTensor] | None = None
+    """The checkpoint that it belongs to."""
 
     @property
     def nbytes(self) -> int:
@@ -98,6 +109,42 @@ class StoredTensor:
             message = f"rows of {list(shape)} elements of {self.dtype} do not fill whole bytes"
             raise refuse("UNSUPPORTED", message, tensor=self.name, hint="Use tobytes() for the raw bytes.")
         return flat.reshape(*shape[:-1], len(flat) // rows if rows else packed_width(self.dtype, shape[-1]))
+
+    def numpy(self) -> np.ndarray:
+        """Return its values as a new numpy array; bf16 and fp8 have the types of `ml_dtypes`.
+
+        Raises:
+            Refused: UNSUPPORTED for types of which numpy has no elements; what the container refuses.
+        """
+        check_elements(self.name, self.dtype)
+        return self.read()
+
+    def torch(self) -> torch.Tensor:
+        """Return its values as a new torch tensor of its own type, on the CPU.
+
+        Raises:
+            ImportError: torch is not installed.
+            Refused: UNSUPPORTED for types that torch has not; what the container refuses.
+        """
+        return as_torch(self.name, self.dtype, self.read())
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(f"{self.name}: its values are in a file; they cannot be had without a copy")
+        values = self.numpy()
+        return values if dtype is None else values.astype(dtype, copy=False)
+
+    def __getitem__(self, index: Index) -> np.ndarray:
+        """Read what numpy's slicing selects, `tensor[0:2, ..., -1]`; only the bytes of its box are read."""
+        check_elements(self.name, self.dtype)
+        found = taken_apart(index, self.shape)
+        values: np.ndarray = self.read(found.box)[found.inside]
+        return values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._home is None:
+            raise refuse_to_pickle(repr(self))
+        return getitem, (self._home, self.name)
 
     def tobytes(self) -> bytes:
         """Return the row-major little-endian bytes."""

@@ -1,0 +1,114 @@
+"""Several tensors of a checkpoint: all of it, or those that patterns choose; read one by one, or in file order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, Literal
+
+from transaxle.arguments import Patterns, Size, read_patterns, read_size
+from transaxle.engine.views.name_filter import chosen
+
+if TYPE_CHECKING:
+    from transaxle.engine.checkpoint.stored_tensor import StoredTensor
+
+Kind = Literal["torch", "numpy"]
+_KINDS = ("torch", "numpy")
+_READERS = 2
+"""Threads that read ahead: one waits for the disk while the other decodes."""
+
+
+class TensorSet(Mapping[str, "StoredTensor"]):
+    """A mapping from names to stored tensors, from which values are read."""
+
+    def select(self, only: Patterns = (), skip: Patterns = ()) -> Selection:
+        """Return some of the tensors, as a mapping; nothing is read.
+
+        Args:
+            only: patterns of their names, in which `*` stands for any characters; none: all.
+            skip: patterns of names to leave out.
+
+        Raises:
+            TypeError: an argument of a type that it cannot have.
+            UsageError: AMBIGUOUS for a pattern that no name has.
+        """
+        names = chosen(self, read_patterns("only", only), read_patterns("skip", skip), "tensor")
+        return Selection(self, tuple(names))
+
+    def state_dict(self, kind: Kind = "torch") -> dict[str, Any]:
+        """Return all values by name, as `torch.load` would: torch tensors, or numpy arrays.
+
+        Args:
+            kind: `torch` or `numpy`.
+
+        Raises:
+            Refused: UNSUPPORTED for types that there are not.
+            ImportError: torch is not installed.
+        """
+        values = dict(self.stream(kind))
+        return {name: values[name] for name in self}
+
+    def stream(self, kind: Kind = "torch", *, memory: Size = "256MB") -> Iterator[tuple[str, Any]]:
+        """Yield (name, values) in the order in which they lie in the files, while the next ones are read.
+
+        Args:
+            kind: `torch` or `numpy`.
+            memory: bytes of values that are read ahead; one tensor is, however large.
+
+        Raises:
+            TypeError: an argument of a type that it cannot have.
+            ValueError: another `kind`.
+            Refused: UNSUPPORTED for types that there are not.
+        """
+        if kind not in _KINDS:
+            raise ValueError(f"kind must be 'torch' or 'numpy'; got {kind!r}")
+        return self._read_ahead(kind, read_size("memory", memory))
+
+    def _read_ahead(self, kind: Kind, memory: int) -> Iterator[tuple[str, Any]]:
+        waiting: deque[tuple[StoredTensor, Future[Any]]] = deque()
+        held = 0
+        pool = ThreadPoolExecutor(_READERS, thread_name_prefix="transaxle-read")
+        try:
+            for tensor in sorted(self.values(), key=_place):
+                while waiting and held + tensor.nbytes > memory:
+                    held -= waiting[0][0].nbytes
+                    yield _read(waiting.popleft())
+                waiting.append((tensor, pool.submit(tensor.torch if kind == "torch" else tensor.numpy)))
+                held += tensor.nbytes
+            while waiting:
+                yield _read(waiting.popleft())
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+class Selection(TensorSet):
+    """Some tensors of a checkpoint."""
+
+    def __init__(self, home: TensorSet, names: tuple[str, ...]) -> None:
+        self._home = home
+        self._names = dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._home[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __repr__(self) -> str:
+        return f"<{len(self):,} tensors of {self._home!r}>"
+
+
+def _place(tensor: StoredTensor) -> tuple[str, int]:
+    """Return where the first byte of a tensor lies."""
+    return min(((each.file, each.source) for each in tensor.transfers()), default=("", 0))
+
+
+def _read(waiting: tuple[StoredTensor, Future[Any]]) -> tuple[str, Any]:
+    tensor, values = waiting
+    return tensor.name, values.result()
