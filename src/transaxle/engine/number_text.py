@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from html import escape
+
 _STEPS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 
 
@@ -31,3 +33,8 @@ def duration(seconds: float) -> str:
     minutes, whole_seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{whole_seconds:02d}"
+
+
+def notebook(text: str) -> str:
+    """Write a text as a notebook shows it: names of files and tensors may have any characters."""
+    return f"<pre>{escape(text)}</pre>"

@@ -37,6 +37,7 @@ from transaxle.errors import Refusal, TransaxleError, gathered, refuse
 from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.detect import open_container
 from transaxle.formats.format import uncollected
+from transaxle.formats.storage.storage import close, is_closed
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS
 
@@ -367,7 +368,7 @@ class Checkpoint(TensorSet):
 
     def close(self) -> None:
         """Close the files behind it; tensors cannot be read afterwards."""
-        self.container.storage.close()
+        close(self.container.storage)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -376,7 +377,8 @@ class Checkpoint(TensorSet):
         self.close()
 
     def __repr__(self) -> str:
-        return f"<checkpoint {self.path} · {self.format} · {len(self)} tensors>"
+        closed = " · closed" if is_closed(self.container.storage) else ""
+        return f"<checkpoint {self.path} · {self.format} · {len(self)} tensors{closed}>"
 
 
 def _reopened(how: Reopening) -> Checkpoint:

@@ -14,6 +14,7 @@ from transaxle.axes.geometry.piece import Interval
 from transaxle.axes.layout.relayout import Target
 from transaxle.engine.copying.bitcast import Intervals, positions
 from transaxle.engine.copying.source import Source
+from transaxle.engine.number_text import notebook, size
 from transaxle.engine.reading.numpy_index import Index, taken_apart
 from transaxle.engine.reading.reopening import refuse_to_pickle
 from transaxle.engine.reading.torch_values import as_torch, check_elements
@@ -153,9 +154,9 @@ class StoredTensor:
     def _bytes(self, spans: Sequence[Interval]) -> Bytes:
         """Read the bytes of a box."""
         shape = tuple(stop - start for start, stop in spans)
-        size = nbytes(self.dtype, shape)
-        out = np.empty(size, np.uint8)
-        scratch = Scratch(min(_SCRATCH, max(2 * size, _LEAST_SCRATCH)), waste=_WASTE, gap=_GAP)
+        count = nbytes(self.dtype, shape)
+        out = np.empty(count, np.uint8)
+        scratch = Scratch(min(_SCRATCH, max(2 * count, _LEAST_SCRATCH)), waste=_WASTE, gap=_GAP)
         storage = self._source.container.storage
         transfers = self.transfers(None if shape == self.shape else [[span] for span in spans])
         produce(storage, transfers, 0, out, scratch)
@@ -166,6 +167,9 @@ class StoredTensor:
 
     def __repr__(self) -> str:
         return f"<{self.name} {self.dtype} {list(self.shape)}>"
+
+    def _repr_html_(self) -> str:
+        return notebook(f"{self!r} · {size(self.nbytes)}")
 
 
 def _spans(name: str, shape: tuple[int, ...], box: SliceBox | None) -> list[tuple[int, int]]:

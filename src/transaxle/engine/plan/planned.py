@@ -12,10 +12,13 @@ from transaxle.axes.notation.computed import Steps
 from transaxle.encodings.arithmetic.codec import Error
 from transaxle.encodings.encoding import Role
 from transaxle.engine.copying.duplicate_checks import PlannedCheck
+from transaxle.engine.number_text import notebook, plural, size
 from transaxle.engine.views.encode import Step
 from transaxle.errors import Refusal
 from transaxle.move.transfer import Transfer
 
+_SHOWN, _SHOWN_REFUSALS = 12, 3
+"""Rules and refusals that a printed plan shows."""
 Action = Literal["decoded", "encoded", "averaged", "cast"]
 
 
@@ -204,6 +207,37 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def contiguous(self) -> int:
         """Number of box copies that are one byte range on both sides."""
         return sum(not transfer.loops for tensor in self.tensors for transfer in tensor.transfers)
+
+    def __repr__(self) -> str:
+        verdict = f"{plural(len(self.refusals), 'refusal')}" if self.refusals else "nothing refused"
+        source = f"{self.source} ({self.source_format}, {self.from_dialect or 'names of its own'})"
+        tensors = plural(len(self.tensors), "tensor")
+        return f"<plan {source} -> {self.format}, {self.dialect} · {tensors} · {size(self.bytes_written)} · {verdict}>"
+
+    def __str__(self) -> str:
+        """Return what `print(plan)` shows: what goes where, how much, and the first reasons against it."""
+        contiguous = round(100 * self.contiguous / self.copies) if self.copies else 100
+        amounts = (
+            f"read {size(self.bytes_read)}",
+            f"write {size(self.bytes_written)}",
+            plural(len(self.tensors), "tensor"),
+            f"{plural(self.copies, 'copy', 'copies')}, {contiguous} % contiguous",
+        )
+        lines = [
+            f"{self.source_format}, {self.from_dialect or 'names of its own'} -> {self.format}, {self.dialect}",
+            *(f"  {', '.join(route.source)} -> {route.target}  x{route.tensors:,}" for route in self.routes[:_SHOWN]),
+            *([f"  … and {len(self.routes) - _SHOWN:,} more rules"] if len(self.routes) > _SHOWN else []),
+            "  ".join(("", *amounts)),
+        ]
+        if not self.refusals:
+            return "\n".join([*lines, "  nothing refused"])
+        lines.append(f"refused ({plural(len(self.refusals), 'reason')})")
+        lines += [f"  {line}" for each in self.refusals[:_SHOWN_REFUSALS] for line in str(each).splitlines()]
+        more = len(self.refusals) - _SHOWN_REFUSALS
+        return "\n".join([*lines, *([f"  … and {more:,} more: plan.refusals"] if more > 0 else [])])
+
+    def _repr_html_(self) -> str:
+        return notebook(str(self))
 
     def as_json(self, *, copies: bool = True) -> dict[str, Any]:
         """Return the plan as plain JSON data; without `copies` the single byte ranges are left out."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 from transaxle.arguments import Patterns, Size, read_patterns, read_size
+from transaxle.engine.number_text import notebook
 from transaxle.engine.views.name_filter import chosen
 
 if TYPE_CHECKING:
@@ -15,12 +17,19 @@ if TYPE_CHECKING:
 
 Kind = Literal["torch", "numpy"]
 _KINDS = ("torch", "numpy")
+_SHOWN = 10
+"""Tensors that a notebook shows."""
 _READERS = 2
 """Threads that read ahead: one waits for the disk while the other decodes."""
 
 
 class TensorSet(Mapping[str, "StoredTensor"]):
     """A mapping from names to stored tensors, from which values are read."""
+
+    def _repr_html_(self) -> str:
+        rows = [f"  {each.name}  {each.dtype}  {list(each.shape)}" for each in islice(self.values(), _SHOWN)]
+        more = [f"  … and {len(self) - _SHOWN:,} more"] if len(self) > _SHOWN else []
+        return notebook("\n".join([repr(self), *rows, *more]))
 
     def select(self, only: Patterns = (), skip: Patterns = ()) -> Selection:
         """Return some of the tensors, as a mapping; nothing is read.

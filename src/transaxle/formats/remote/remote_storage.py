@@ -163,7 +163,7 @@ class RemoteStorage(Storage):
 
     def _stamp(self, name: str) -> ObjectStamp:
         if self._closed:
-            raise ValueError(f"{name}: this storage is already closed")
+            raise ValueError(f"{name}: the checkpoint is closed; open it again to read from it")
         if name not in self._stamps:
             self._stamps.setdefault(name, self._look(name))
         return self._stamps[name]

@@ -68,7 +68,7 @@ class Handles:
     def _acquire(self, name: str) -> _Handle:
         with self._lock:
             if self._closed:
-                raise ValueError(f"{name}: this storage is already closed")
+                raise ValueError(f"{name}: the checkpoint is closed; open it again to read from it")
             handle = self._open.get(name)
             if handle is None:
                 handle = self._open[name] = _Handle(self._opener(name))

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
+from weakref import WeakSet
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import LONGEST_NAME, Code, Refusal, refuse
@@ -219,6 +220,27 @@ def layer(storage: Storage, kind: type[Layer]) -> Layer | None:
             return storage
         storage = storage.below
     return None
+
+
+_CLOSED: WeakSet[Storage] = WeakSet()
+"""Storages that were closed, without the overlays on them."""
+
+
+def close(storage: Storage) -> None:
+    """Close a storage, and remember that it is closed."""
+    storage.close()
+    _CLOSED.add(_lowest(storage))
+
+
+def is_closed(storage: Storage) -> bool:
+    """Tell whether `close` has closed a storage, under whatever overlays."""
+    return _lowest(storage) in _CLOSED
+
+
+def _lowest(storage: Storage) -> Storage:
+    while isinstance(storage, Overlay):
+        storage = storage.below
+    return storage
 
 
 def checked_parts(name: str) -> tuple[str, ...]:

@@ -83,8 +83,8 @@ def load(
     """Load a checkpoint into a model or state dict; collective over the group.
 
     Args:
-        state: a model under any parallelism, or a state dict whose leaves are tensors or DTensors; of a Megatron model
-            its `sharded_state_dict()`.
+        state: a model under any parallelism, or a state dict whose leaves are tensors, DTensors or numpy arrays; of a
+            Megatron model its `sharded_state_dict()`.
         src: path of a checkpoint of any format and dialect, or an opened one.
         optimizer: the model's optimizer, whose state and settings are loaded too; it need not have made a step yet.
             Also a list or dict of several, or a wrapper or container (ZeRO, accelerate, torchtitan).

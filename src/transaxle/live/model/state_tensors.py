@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from transaxle.live.derived.keepers import kept_elsewhere, partitioned, shared_o
 from transaxle.live.derived.zero3 import is_taken_apart, own_range, refused_parts
 from transaxle.live.sharding.megatron_shards import MODULE as MEGATRON
 from transaxle.live.sharding.megatron_shards import Factory, is_sharded, megatron_state
+from transaxle.live.tensors.array_tensors import as_tensor, is_array, read_only
 from transaxle.quant.modules.entries import is_quantized
 from transaxle.torch_tensors.local_tensor import local_of
 from transaxle.torch_tensors.module_wrappers import unwrapped
@@ -114,11 +115,26 @@ def leaves(state: State, *, sharded: bool = False, ranges: bool = False) -> Leav
     if problems:
         raise gathered(problems)
     if not isinstance(state, nn.Module):
-        return _with_shards(tensors, others, of_megatron, sharded=sharded) if of_megatron else Leaves(tensors, others)
+        kept = _take_arrays(tensors, others)
+        own = _with_shards(tensors, others, of_megatron, sharded=sharded) if of_megatron else Leaves(tensors, others)
+        return replace(own, kept=kept) if kept else own
     apart = tuple(islands(state, entries))
     for path in (island.full(name) for island in apart for name in island.derived):
         tensors[own_name(path)] = _copy(tensors[own_name(path)])
     return Leaves(tensors, others, _quantized(state), apart, tuple(kept_elsewhere(state)))
+
+
+def _take_arrays(tensors: dict[str, torch.Tensor], others: dict[str, Any]) -> tuple[Refusal, ...]:
+    """Take numpy's arrays among the other entries as tensors; return why some of them cannot be filled.
+
+    Raises:
+        Refused: UNSUPPORTED for arrays that torch cannot hold.
+    """
+    arrays = {name: value for name, value in others.items() if is_array(value)}
+    for name, array in arrays.items():
+        tensors[name] = as_tensor(name, array)
+        del others[name]
+    return tuple(refusal for name, array in arrays.items() for refusal in read_only(name, array))
 
 
 def _with_shards(

@@ -41,7 +41,7 @@ def save(
     """Save a model or state dict; collective over the group.
 
     Args:
-        state: a model under any parallelism, or a state dict whose leaves are tensors or DTensors.
+        state: a model under any parallelism, or a state dict whose leaves are tensors, DTensors or numpy arrays.
         dst: folder or URL; it must not exist unless `overwrite`, and then stays readable until the new one is complete.
             To a service, one rank sends each file from beginning to end, and receives the other ranks' parts of it.
         to: `FORMAT[:DIALECT]`; `hf` is short for `safetensors:hf`.

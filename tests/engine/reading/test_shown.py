@@ -1,0 +1,60 @@
+"""What people see: a plan that is printed, a checkpoint in a notebook, one that is closed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import transaxle as tx
+from tests import checkpoints
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return checkpoints.tiny(tmp_path / "source")
+
+
+def test_item_5_a_plan_is_printed_short(source: Path, tmp_path: Path) -> None:
+    plan = tx.plan(source, tmp_path / "out", to="torchtitan")
+    lines = str(plan).splitlines()
+    assert lines[0] == "safetensors, hf -> safetensors, torchtitan@0.3"
+    assert lines[-1] == "  nothing refused"
+    assert f"{len(plan.tensors)} tensors" in lines[-2]
+    assert len(lines) <= 16
+    assert "\n" not in repr(plan)
+    assert len(repr(plan)) < 200 + len(str(source))
+    (tmp_path / "out").mkdir()
+    refused = tx.plan(source, tmp_path / "out", to="torchtitan")
+    assert "refused (1 reason)" in str(refused)
+    assert "EXISTS" in str(refused)
+    assert repr(refused).endswith("1 refusal>")
+
+
+def test_item_5_notebooks_show_names_as_text(tmp_path: Path) -> None:
+    name = "<script>alert(1)</script>&"
+    held = {name: np.ones(3, np.float32)} | {f"w{n}": np.ones(1) for n in range(20)}
+    folder = checkpoints.write(tmp_path / "source", held)
+    with tx.open(folder) as checkpoint:
+        plan = tx.plan(checkpoint, tmp_path / "<b>", to="safetensors:identity")
+        for shown in (checkpoint, checkpoint[name], checkpoint.select("*script*"), plan):
+            html = shown._repr_html_()
+            assert html.startswith("<pre>")
+            assert html.endswith("</pre>")
+            assert "<" not in html.removeprefix("<pre>").removesuffix("</pre>")
+        assert "&lt;script&gt;" in checkpoint[name]._repr_html_()
+        assert "… and 11 more" in checkpoint._repr_html_()
+
+
+def test_item_5_a_closed_checkpoint_says_so(source: Path) -> None:
+    checkpoint = tx.open(source)
+    view, cast = checkpoint.as_dialect("torchtitan"), checkpoint.cast("fp32")
+    assert "· closed" not in repr(checkpoint) + repr(view) + repr(cast)
+    cast.close()
+    for each in (checkpoint, view, cast):
+        assert repr(each).endswith(" tensors · closed>")
+        assert "· closed" in each._repr_html_()
+        with pytest.raises(ValueError, match="the checkpoint is closed; open it again to read from it"):
+            next(iter(each.values())).read()
+    assert "· closed" not in repr(tx.open(source))
