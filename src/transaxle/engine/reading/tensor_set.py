@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +12,8 @@ from transaxle.engine.number_text import notebook
 from transaxle.engine.views.name_filter import chosen
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
     from transaxle.engine.checkpoint.stored_tensor import StoredTensor
 
 Kind = Literal["torch", "numpy"]
@@ -75,6 +76,8 @@ class TensorSet(Mapping[str, "StoredTensor"]):
         return self._read_ahead(kind, read_size("memory", memory))
 
     def _read_ahead(self, kind: Kind, memory: int) -> Iterator[tuple[str, Any]]:
+        from concurrent.futures import ThreadPoolExecutor  # only whoever streams waits for it
+
         waiting: deque[tuple[StoredTensor, Future[Any]]] = deque()
         held = 0
         pool = ThreadPoolExecutor(_READERS, thread_name_prefix="transaxle-read")
