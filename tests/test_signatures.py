@@ -140,7 +140,7 @@ def test_item_2_an_argument_that_is_misspelt_is_named_wherever_it_is_declared(tm
 def test_item_2_callbacks_check_their_arguments_when_they_are_made(tmp_path: Path) -> None:
     """Not at the first save, when hours of training are behind it."""
     refused: list[tuple[dict[str, Any], str]] = [
-        ({"to": "safetensrs:hf"}, "cannot write format 'safetensrs'"),
+        ({"to": "safetensrs:hf"}, "there is no format 'safetensrs'"),
         ({"to": "torchtitn"}, "no family has a dialect 'torchtitn'"),
         ({"to": "dcp:torchtitn"}, "Did you mean torchtitan"),
         ({"dialect": "hff"}, "no family has a dialect 'hff'"),

@@ -121,8 +121,7 @@ EXPLANATIONS: Mapping[Code, Explanation] = {
         "No table reads this model.",
         "To move an axis, Transaxle must know which tensors have it. The table of the model's family says so, and no "
         "known table has this checkpoint's `model_type` and tensor names. A family is never guessed from shapes.",
-        "the model type 'ctrl' of config.json is unknown: no table is for it, and none knows any of the tensor names: "
-        "lm_head.bias, transformer.h.0.ffn.0.bias",
+        "the model type 'ctrl' of config.json is unknown, and no table knows any of the tensor names: lm_head.bias",
         "Most families answer to their model_type or their name only: a checkpoint without config.json needs --config "
         "FILE or --family NAME. So does a known model under another name. Otherwise --derive (of convert and "
         "plan) derives its table from the installed transformers; `transaxle derive FOLDER -o NAME.rules` keeps the "

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,6 @@ from tests.engine.distribute.arrays import do, in_child, planned
 from tests.engine.distribute.test_executor import Backwards
 from tests.engine.distribute.test_item_work import plain
 from tests.engine.killed import contents
-from tests.forks import context
 from tests.formats.s3_server import Bucket
 from tests.formats.stores import download
 from transaxle.cli import main
@@ -161,7 +161,7 @@ def test_pools_and_what_a_run_that_fails_leaves(bucket: Bucket, tmp_path: Path) 
     assert there(bucket, tmp_path / "first") == wanted
     assert hidden(bucket) == []
     refused("EXISTS", lambda: tx.convert(source, url, on=Backwards(), **how))
-    with ThreadPoolExecutor(2) as threads, ProcessPoolExecutor(2, context()) as processes:
+    with ThreadPoolExecutor(2) as threads, ProcessPoolExecutor(2, get_context("spawn")) as processes:
         for number, on in enumerate((threads, processes)):
             progressed: list[int] = []
             report = tx.convert(source, url, on=on, overwrite=True, progress=progressed.append, **how)

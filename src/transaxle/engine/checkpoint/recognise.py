@@ -275,7 +275,7 @@ def _nothing(
     elif candidates:
         wanted = f"the table of {' and that of '.join(family.name for family in candidates)} knows none"
     elif types:
-        wanted = f"the model type {types[0]!r} of config.json is unknown: no table is for it, and none knows any"
+        wanted = f"the model type {types[0]!r} of config.json is unknown, and no table knows any"
     else:
         wanted = "no table that answers to names alone knows any"
     first_names = ", ".join(names[:3]) or "(no tensors)"
