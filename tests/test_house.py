@@ -64,9 +64,10 @@ HOUSE = {
     "encodings": _room("axes"),
     "families": _room("axes", "plugins"),
     "plugins": _room("errors", needs=frozenset()),
-    "axes": _room("arguments", "errors", needs=frozenset({"numpy"})),
+    "axes": _room("arguments", "errors", "spans", needs=frozenset({"numpy"})),
     "arguments": _room("errors", needs=frozenset()),
     "errors": _room(needs=frozenset()),
+    "spans": _room(needs=frozenset()),
 }
 
 LAZY_EXTRAS = {

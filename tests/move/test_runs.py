@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from threading import get_ident
+from threading import Lock, get_ident
 from time import sleep
 
 import numpy as np
@@ -193,24 +193,39 @@ class _InTurns(_Taken):
     def __init__(self, sizes: list[int]) -> None:
         super().__init__(sizes, rooms=False)
         self.threads: set[int] = set()
+        self._unlaid = dict(enumerate(sizes))
+        self._lock = Lock()
 
     def lay(self, key: int, start: int, data: memoryview) -> None:
         self.threads.add(get_ident())
         sleep(0.001 * ((start >> 20) % 3))
         self.out[key][start : start + len(data)] = np.frombuffer(data, np.uint8)
+        with self._lock:
+            self._unlaid[key] -= len(data)
 
     def follow(self, key: int, start: int, data: memoryview) -> None:
-        super().take(key, start, data)
+        assert self.counts[key] == start, "out of order"
+        self.counts[key] += len(data)
+
+    def take(self, key: int, start: int, data: memoryview) -> None:
+        self.out[key][start : start + len(data)] = np.frombuffer(data, np.uint8)
+        self._unlaid[key] -= len(data)
+        self.follow(key, start, data)
+
+    def end(self, key: int) -> None:
+        assert not self._unlaid[key], "not all of it is laid"
+        super().end(key)
 
 
 @pytest.mark.parametrize("jobs", [1, 2, 5])
 def test_a_large_item_is_laid_by_several_workers_and_followed_in_order(jobs: int) -> None:
     size = (35 << 20) + 5
     content = np.random.default_rng(3).integers(0, 256, size, np.uint8)
-    sink = _InTurns([size, 10])
+    sink = _InTurns([size - 1, 10])
     items = [Item(key, count, [Transfer("0", key, 0, count)], (0,)) for key, count in enumerate((size - 1, 10))]
     assert Movement(items, _Files(content.tobytes()), sink, Limits(jobs, 16 << 20)).run() == 0
-    assert np.array_equal(sink.out[0][: size - 1], content[: size - 1])
+    assert np.array_equal(sink.out[0], content[: size - 1])
+    assert np.array_equal(sink.out[1], content[1:11])
     assert sink.counts == [size - 1, 10]
     assert sorted(sink.ended) == [0, 1]
     assert len(sink.threads) == (jobs if jobs > 1 else 0)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 
+from transaxle.spans import start_clock
+
 _NEW_OBJECTS = 50_000
 """Objects made before the collector looks for garbage: imports and plans make many, and hardly any garbage."""
 
@@ -19,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0 done, 1 different, 2 usage, 3 refused, 4 I/O, 70 a bug, 130 interrupted, 143 and 129
         stopped by SIGTERM and SIGHUP.
     """
+    start_clock()
     thresholds = gc.get_threshold()
     gc.set_threshold(_NEW_OBJECTS, *thresholds[1:])
     try:

@@ -162,6 +162,8 @@ _WORKING = (
     click.option("--jobs", metavar="N", type=click.IntRange(1, 1024), help="Threads.  [default: cores, up to 8]"),
     click.option("--memory", metavar="SIZE", callback=_memory,
                  help="Memory for all buffers together.  [default: 64MB]"),
+    click.option("--profile", metavar="FILE", type=click.Path(), envvar="TRANSAXLE_TRACE",
+                 help="Write what was done when, and in which thread, into FILE, for https://ui.perfetto.dev."),
 )  # fmt: skip
 _WRITING = (
     overwriting("checkpoint",
@@ -186,11 +188,17 @@ def printing(body: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(body)
     def command(*args: Any, **options: Any) -> int:
         names = ("as_json", "everything", "quiet", "verbose")
+        profile = options.pop("profile", None)  # of commands that move bytes
         screen = Screen(**{name: options.pop(name) for name in names})
         if screen.quiet and screen.verbose:
             raise click.UsageError("--quiet and --verbose exclude each other; give only one")
         try:
-            return body(screen, *args, **options)
+            if profile is None:
+                return body(screen, *args, **options)
+            from transaxle.cli.shell.profile_file import profiled
+
+            with profiled(profile):
+                return body(screen, *args, **options)
         except TransaxleError as error:
             return failed(screen, error)
         except MemoryError:

@@ -46,7 +46,7 @@ class Sink(ABC):
     """The bytes of an item, and of items with the same queue, must come in order, from one thread."""
 
     in_turns = False
-    """Several threads may `lay` an item's bytes in any order, if each of them waits for its turn to `follow`."""
+    """Several threads may `lay` an item's bytes in any order, if each waits for its turn to `follow` them."""
 
     def room(self, _key: int, _start: int, _stop: int) -> Bytes | None:
         """Return the memory in which an item's bytes `[start, stop)` belong; None: they are given to `take`."""
@@ -60,10 +60,10 @@ class Sink(ABC):
         """Take an item's bytes from `start` on, which are neither written to nor kept."""
 
     def lay(self, _key: int, _start: int, _data: memoryview) -> None:  # noqa: B027 - only where there are turns
-        """Put an item's bytes where they belong; the first half of `take`."""
+        """Put an item's bytes where they belong: one half of `take`."""
 
     def follow(self, _key: int, _start: int, _data: memoryview) -> None:  # noqa: B027 - only where there are turns
-        """Note bytes that were laid, in order; the second half of `take`."""
+        """Note an item's bytes in order, before or after they are laid: the other half of `take`."""
 
     def end(self, _key: int) -> None:  # noqa: B027 - as above
         """Note that these were the last bytes of an item; of an empty one, that it is there."""

@@ -13,6 +13,7 @@ from transaxle.move.endpoint import Bytes, Readable, Sink, Writable
 from transaxle.move.strided_fill import Scratch, produce, scatter
 from transaxle.move.transfer import Transfer, active, clip
 from transaxle.move.workers import Progress, unwatched
+from transaxle.spans import span
 
 _BLOCK = 1 << 20
 """Bytes hashed at once: so few that they come from the processor's own memory."""
@@ -60,13 +61,15 @@ class HashingFiles(Sink):
     def lay(self, key: int, start: int, data: memoryview) -> None:
         """See `Sink`."""
         if self._files is not None:
-            for file, offset, part in self.laid(key, start, data):
-                self._files.pwrite(file, offset, part)
+            with span("write", len(data)):
+                for file, offset, part in self.laid(key, start, data):
+                    self._files.pwrite(file, offset, part)
 
     def follow(self, key: int, _start: int, data: memoryview) -> None:
         """See `Sink`."""
         if key in self._hashed:
-            self._open.setdefault(key, xxhash.xxh3_128()).update(data)
+            with span("hash", len(data)):
+                self._open.setdefault(key, xxhash.xxh3_128()).update(data)
         self._progress(len(data))
 
     def laid(self, key: int, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:

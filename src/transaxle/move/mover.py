@@ -19,6 +19,7 @@ from transaxle.move.strided_fill import fill, scatter
 from transaxle.move.transfer import Transfer, active
 from transaxle.move.transport import Alone, Deferred, Exchange, Parcel
 from transaxle.move.workers import Limits, Worker, block_ends, share
+from transaxle.spans import span
 
 _Work = tuple[Item, int, int, list[Transfer] | None]
 """Bytes of an item: `(item, start, stop, the parts of its transfers if it is moved in turns)`."""
@@ -52,6 +53,8 @@ class Movement:
         self._turn = Condition()
         self._reached: dict[int, int] = {}
         """Bytes of the items that are moved in turns which were followed, by key."""
+        self._unlaid: dict[int, int] = {}
+        """Bytes of them that are not laid yet."""
 
     def run(self) -> int:
         """Move everything; collective over the ranks.
@@ -73,7 +76,8 @@ class Movement:
 
     def move_own(self) -> None:
         """Move what this rank makes and takes alone, straight into the sink, by several threads."""
-        share(self._work(), self._limit.jobs, partial(Worker, self._source, self._limit), self._do)
+        with span("move"):
+            share(self._work(), self._limit.jobs, partial(Worker, self._source, self._limit), self._do)
 
     def move_others(self) -> int:
         """Move what ranks make for one another; collective. Otherwise as `run`."""
@@ -106,9 +110,7 @@ class Movement:
     def _do(self, worker: Worker, work: list[_Work]) -> None:
         for item, start, stop, parts in work:
             if parts is not None:
-                self._do_in_turn(worker, item.key, parts, start, stop)
-                if stop == item.size:
-                    self._sink.end(item.key)
+                self._do_in_turn(worker, item, parts, start, stop)
                 continue
             # A sink with memory of its own is filled in place, which saves a copy.
             room = None if self._sink.ordered else self._sink.room(item.key, start, stop)
@@ -122,12 +124,13 @@ class Movement:
                 at += len(block)
             self._sink.end(item.key)
 
-    def _do_in_turn(self, worker: Worker, key: int, parts: Sequence[Transfer], start: int, stop: int) -> None:
-        """Lay a block of an item at once, and let it be followed when those before it were."""
+    def _do_in_turn(self, worker: Worker, item: Item, parts: Sequence[Transfer], start: int, stop: int) -> None:
+        """Follow a block of an item when those before it were, and lay it; whoever lays the last one ends the item."""
+        key = item.key
         block = worker.block(parts, start, stop).data
-        self._sink.lay(key, start, block)
-        # Blocks are handed out in order, and each worker has one: the first of them never waits.
-        with self._turn:
+        # Blocks are handed out in order, and each worker has one: the first of them never waits. Nobody waits for what
+        # takes longest: that a block is laid.
+        with span("wait for the block before"), self._turn:
             while self._reached.get(key, 0) != start:
                 worker.go_on()
                 self._turn.wait(_TURN)
@@ -135,6 +138,12 @@ class Movement:
         with self._turn:
             self._reached[key] = stop
             self._turn.notify_all()
+        self._sink.lay(key, start, block)
+        with self._turn:
+            self._unlaid[key] = self._unlaid.get(key, item.size) - (stop - start)
+            complete = not self._unlaid[key]
+        if complete:
+            self._sink.end(key)
 
     def _meet(self, later: Deferred) -> int:
         # Ranks with much work of their own get fewer of the runs that any rank could take.

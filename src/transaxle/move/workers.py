@@ -24,6 +24,7 @@ from transaxle.move.endpoint import Bytes, Readable
 from transaxle.move.runs import RUN, Item, is_whole
 from transaxle.move.strided_fill import Scratch, produce
 from transaxle.move.transfer import Transfer, active
+from transaxle.spans import span
 
 _BLOCK = 1 << 20
 _STRIDED_BLOCK = 4 << 20
@@ -162,7 +163,8 @@ class Worker:
     def fill(self, parts: Collection[Transfer], start: int, out: Bytes) -> None:
         """Make bytes of a target where they belong; see `produce`."""
         self.go_on()
-        produce(self._reader, parts, start, out, self.scratch)
+        with span("read", len(out)):
+            produce(self._reader, parts, start, out, self.scratch)
 
     def block(self, parts: Sequence[Transfer], start: int, stop: int) -> Bytes:
         """Return the bytes `[start, stop)` of a target: lent, where they lie whole in memory, else in the block."""

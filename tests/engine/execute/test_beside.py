@@ -18,7 +18,7 @@ from transaxle.errors import TransaxleError
 from transaxle.formats.staging import place
 from transaxle.formats.staging.staging import Staging
 from transaxle.formats.storage import local
-from transaxle.formats.storage.handles import Handles
+from transaxle.formats.storage.storage import Handles
 
 NAMES = tuple(f"model.layers.{i}.weight" for i in range(12))
 FORMS = ("safetensors", "torch", "dcp", "deepspeed-universal")

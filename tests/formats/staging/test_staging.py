@@ -23,7 +23,7 @@ from transaxle.formats.staging import place as place_module
 from transaxle.formats.staging import staging as staging_module
 from transaxle.formats.staging import syscalls
 from transaxle.formats.staging.staging import Staging
-from transaxle.formats.storage.handles import Handles
+from transaxle.formats.storage.storage import Handles
 
 A, B = "model-1.safetensors", "model-2.safetensors"
 NEW = {A: b"new" * 1000, B: b"NEW" * 500}

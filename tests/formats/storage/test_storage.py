@@ -14,8 +14,8 @@ import pytest
 
 from tests.formats.files import open_files
 from transaxle.errors import Code, Refused, StorageError, TransaxleError
-from transaxle.formats.storage.handles import Handles
 from transaxle.formats.storage.local import LocalStorage
+from transaxle.formats.storage.storage import Handles
 
 FILE = "a.bin"
 DATA = bytes(range(256)) * 16

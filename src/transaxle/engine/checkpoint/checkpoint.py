@@ -40,6 +40,7 @@ from transaxle.formats.format import uncollected
 from transaxle.formats.storage.storage import close, is_closed
 from transaxle.formats.training_state.state import LEFT_BEHIND, OPTIMIZER
 from transaxle.formats.training_state.state_groups import GROUPS
+from transaxle.spans import stage
 
 if TYPE_CHECKING:
     from transaxle.formats.deepspeed.table_cuts import Cutter, Divider
@@ -409,6 +410,7 @@ def _cutter(user_settings: Settings) -> Cutter:
 
 
 @uncollected()
+@stage("open")
 def open_checkpoint(
     path: PathLike,
     *,

@@ -20,6 +20,7 @@ from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.dtype import ITEM_BITS, numpy_dtype
 from transaxle.formats.training_state.state import OPTIMIZER
 from transaxle.move.workers import Limits, Pair, Progress, limits, share, unwatched
+from transaxle.spans import stage
 
 _STEP = "/step"
 """How the names of an optimizer's counters end: a number, which some formats keep as a tensor of one element."""
@@ -117,6 +118,7 @@ def in_common(first: Checkpoint, second: Checkpoint) -> Checkpoint:
     return first if alike and not first.decoded else first.seen_as(second.dialect)
 
 
+@stage("compare")
 def compare(
     first: Checkpoint,
     second: Checkpoint,

@@ -21,6 +21,7 @@ from transaxle.move.mover import Movement
 from transaxle.move.runs import Item
 from transaxle.move.transport import Alone
 from transaxle.move.workers import Limits, Progress, Worker, limits, share, unwatched
+from transaxle.spans import stage
 
 _CHANGED = "the bytes were changed after they were written"
 
@@ -97,6 +98,7 @@ def verify_against(
     )
 
 
+@stage("verify")
 def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progress = unwatched) -> Verification:
     """Hold a checkpoint against its manifest: every file, every tensor, every byte.
 

@@ -21,6 +21,7 @@ from transaxle.formats.dtype import BITS, nbytes, numpy_dtype
 from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer
 from transaxle.move.workers import Limits, Pair, share
+from transaxle.spans import stage
 
 
 class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
@@ -80,6 +81,7 @@ def _plan_twins(container: Container, problems: list[Refusal]) -> list[PlannedCh
     return planned
 
 
+@stage("compare copies")
 def unequal(checks: Sequence[PlannedCheck], reader: Readable, limit: Limits) -> list[Refusal]:
     """Compare stored copies, and return a refusal for each pair that differs."""
     if not checks:

@@ -16,6 +16,7 @@ from transaxle.formats.catalog.catalog import Fragment
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.storage.storage import unpinned
 from transaxle.move.hashing import digest
+from transaxle.spans import stage
 
 if TYPE_CHECKING:
     from transaxle.formats.staging.location import Stage
@@ -38,6 +39,7 @@ def carry(prepared: Prepared, stage: Stage) -> dict[str, str]:
     return found
 
 
+@stage("write index and manifest")
 def write_rest(
     stage: Stage, prepared: Prepared, tensors: Mapping[str, str], carried: Mapping[str, str], *, sealed: bool = False
 ) -> None:

@@ -30,6 +30,7 @@ from transaxle.move.hashing import HashingFiles, digest_in
 from transaxle.move.journal import Done, Journal, refuse_other
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Limits, Progress, Worker, limits, unwatched
+from transaxle.spans import span
 
 if TYPE_CHECKING:
     from transaxle.formats.staging.location import Stage
@@ -131,7 +132,8 @@ def execute(
             single = staging.single is not None
             resumed = _write(cleared, staging, limit, progress, errors)
             recoded = _measured(prepared, limit, errors, casts)
-            staging.commit()
+            with span("commit"):
+                staging.commit()
             found = staging.found
     report = reported(prepared, target, single=single, resumed=resumed, recoded=recoded, leftovers=found, synced=sync)
     return replace(report, seconds=time.monotonic() - begin)
@@ -230,7 +232,8 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
     single = staging.single is not None
     refuse_other(staging.scratch, prepared.task, shown(prepared.asked[0]))
-    kept = staging.prepare(prepared.draft.files if single else plan.files)
+    with span("create files"):
+        kept = staging.prepare(prepared.draft.files if single else plan.files)
 
     write_known(staging, prepared.draft.early())
     if plan.checks and (differing := unequal(plan.checks, storage, limit)):

@@ -30,6 +30,7 @@ from transaxle.formats.storage.storage import Storage, is_url
 from transaxle.move.hashing import digest
 from transaxle.move.journal import Task, refuse_other
 from transaxle.move.workers import Limits, Progress, limits, unwatched
+from transaxle.spans import stage
 
 _HINT = "Choose another target; once the new checkpoint is verified, you can remove the old one."
 
@@ -48,6 +49,7 @@ class Cleared(Prepared):
     """How far each tensor is that is encoded, by table name, where the target is finished."""
 
 
+@stage("look before writing")
 def preflight(
     prepared: Prepared,
     target: str,

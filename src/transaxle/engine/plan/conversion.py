@@ -10,14 +10,13 @@ from typing import Any
 from transaxle.arguments import Degrees
 from transaxle.axes.geometry.strided import coalesce, row_major
 from transaxle.axes.layout.chunk_cuts import chunk_cuts
-from transaxle.axes.notation.family import Dialect
 from transaxle.axes.notation.name import natural
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY, pick_dialect
 from transaxle.engine.copying.arithmetic import steps
 from transaxle.engine.copying.duplicate_checks import plan_checks
 from transaxle.engine.copying.source import Source
-from transaxle.engine.plan.counted_axes import counted
+from transaxle.engine.plan.axis_sizes import counted, recorded
 from transaxle.engine.plan.hub_weights import published
 from transaxle.engine.plan.model_config import rewritten
 from transaxle.engine.plan.planned import OutputTensor, Plan, PlannedTensor, Recoded, Route
@@ -42,6 +41,7 @@ from transaxle.formats.training_state.full_precision import with_full_precision
 from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON, ROOT, RUN
 from transaxle.formats.training_state.state_groups import GROUPS
 from transaxle.move.transfer import Transfer, lower
+from transaxle.spans import stage
 
 _LARGEST = 1 << 44
 """Cap on the elements of a tensor."""
@@ -100,6 +100,7 @@ def for_hub(to: str) -> bool:
 
 
 @uncollected()
+@stage("plan")
 def make_plan(
     checkpoint: Checkpoint,
     to: str,
@@ -166,7 +167,7 @@ def make_plan(
         kept=view.kept,
         ignored=(*view.ignored, *checkpoint.container.left, *checkpoint.container.ignored, *lost),
         aliases=dict(view.aliases),
-        axes=_axes(checkpoint, view, reading.family.dialect(wanted) if reading else None),
+        axes=recorded(view.axes, reading.family, wanted) if reading else dict(view.axes),
         refusals=tuple(problems),
         recoded=_recoded(checkpoint, outputs, tensors) if recoding_any else (),
         allow_lossy=allow_lossy,
@@ -177,6 +178,7 @@ def make_plan(
     return Prepared(plan, checkpoint, draft)
 
 
+@stage("find tables")
 def _aimed(
     checkpoint: Checkpoint, to: str, degrees: Degrees | None
 ) -> tuple[Checkpoint, str, str, list[Refusal], View | None]:
@@ -259,6 +261,7 @@ def _recoded(
     return tuple(recoded(checkpoint, [(outputs[tensor.name], tensor.transfers) for tensor in planned]))
 
 
+@stage("translate")
 def _viewed(
     checkpoint: Checkpoint, wanted: str, encode: Encode | None, known: View | None = None, *, bare: bool
 ) -> tuple[View, Sequence[str], list[Refusal]]:
@@ -311,18 +314,7 @@ def _by_name(written: Iterable[OutputTensor], problems: list[Refusal]) -> dict[s
     return outputs
 
 
-def _axes(checkpoint: Checkpoint, translation: View, target: Dialect | None) -> dict[str, int]:
-    """Return the axis sizes to record, without the padding of dialects other than the target's."""
-    if target is None:
-        return dict(translation.axes)
-    padding = {axis for d in checkpoint.recognised.family.dialects for axis in _padding(d)} - _padding(target)
-    return {axis: size for axis, size in translation.axes.items() if axis not in padding}
-
-
-def _padding(dialect: Dialect) -> set[str]:
-    return {axis for line in dialect.lines for axis in line.expression.padding}
-
-
+@stage("lay out files")
 def _drafted(
     checkpoint: Checkpoint,
     form: str,
@@ -422,6 +414,7 @@ def _carried(checkpoint: Checkpoint, draft: Draft, problems: list[Refusal]) -> d
     return sizes
 
 
+@stage("plan copies")
 def _planned(
     source: Source, written: Mapping[str, OutputTensor], draft: Draft, allow_lossy: bool, problems: list[Refusal]
 ) -> list[PlannedTensor]:

@@ -25,9 +25,8 @@ from transaxle.formats.staging.claim import Claim, lock, opened
 from transaxle.formats.staging.leftovers import leftover_at
 from transaxle.formats.staging.place import SCRATCH, TargetPlace, make_durable
 from transaxle.formats.staging.syscalls import reserve
-from transaxle.formats.storage.handles import Handles
 from transaxle.formats.storage.os_errors import failed
-from transaxle.formats.storage.storage import checked_parts
+from transaxle.formats.storage.storage import Handles, checked_parts
 
 _MAKING = "making the folder for the unfinished work"
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

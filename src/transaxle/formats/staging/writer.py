@@ -9,8 +9,8 @@ from pathlib import Path
 
 from transaxle.formats.staging.claim import FOLDER, busy, joined
 from transaxle.formats.staging.staging import write_at
-from transaxle.formats.storage.handles import Handles
 from transaxle.formats.storage.os_errors import failed
+from transaxle.formats.storage.storage import Handles
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 

@@ -22,9 +22,8 @@ from pathlib import Path
 
 from transaxle.axes.geometry.strided import Loop
 from transaxle.errors import Refusal, StorageError, TransaxleError, refuse
-from transaxle.formats.storage.handles import Handles
 from transaxle.formats.storage.os_errors import failed
-from transaxle.formats.storage.storage import Listing, Storage, checked_parts
+from transaxle.formats.storage.storage import Handles, Listing, Storage, checked_parts
 from transaxle.formats.storage.strided_reads import read_runs
 
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
