@@ -32,7 +32,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 QUICK := -m 'not oracle and not megatron and not vllm and not peers and not slow and not gpu' --quick --examples 10
 
-.PHONY: help demo check test oracle megatron vllm fuzz bench docs lint format clean
+.PHONY: help demo check test oracle megatron vllm fuzz bench bench-compare docs lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -43,7 +43,8 @@ help:
 	@echo 'make megatron  Megatron itself and Megatron-Bridge, in an environment of their own'
 	@echo 'make vllm    vLLM itself, in an environment of its own'
 	@echo 'make fuzz    hostile inputs, each with a cap on time and memory'
-	@echo 'make bench   the speed figures, one script a promise'
+	@echo 'make bench   the speed figures against what is promised, in one table (half an hour)'
+	@echo 'make bench-compare BASE=REV  the same beside those of another revision'
 	@echo 'make docs    the documentation, in build/docs/index.html'
 	@echo 'make format  let ruff fix what it can'
 	@echo 'make clean   remove everything these commands made'
@@ -85,7 +86,11 @@ format: $(VENV)/.all
 	$(BIN)/ruff format .
 
 bench: $(VENV)/.all
-	@for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script" || exit 1; done
+	$(BIN)/python benchmarks/table.py $(SCRIPTS)
+
+# make bench-compare BASE=v0.1.0 SCRIPTS=convert
+bench-compare: $(VENV)/.all
+	$(BIN)/python benchmarks/table.py $(SCRIPTS) --base $(or $(BASE),main)
 
 docs: $(VENV)/.all
 	$(BIN)/python -m sphinx -q -W --keep-going -b doctest docs build/doctest

@@ -1,10 +1,17 @@
-"""Promise: converting is about as fast as copying, in fixed memory.
+"""Promise: converting is about as fast as copying, in fixed memory, and many times as fast as what people use instead.
 
-A Qwen3-MoE-like checkpoint (8 layers x 64 experts, 1.3 GB of random bf16 in shards of 500 MB) goes hf -> transformers,
-which stacks and fuses every expert, with a hash of every tensor. Whole processes, in turn with `cp -r` and with the
-script people write (`safe_open`, `torch.stack`, `save_file`); ratios are taken pair by pair within one run.
+A Qwen3-MoE-like checkpoint (8 layers x 64 experts, 1.3 GB of random bf16 in shards of 500 MB) is converted with a hash
+of every tensor: into `transformers`, which stacks and fuses every expert; into `automodel`, which transposes them too;
+and out of folders that torch's DCP wrote from four ranks, cut along the rows or along the last dim. Whole processes
+with bytecode cached, in turn with `cp -r` of the same files; ratios are taken pair by pair within one run. Beside them,
+on the same files: the script people write (`safe_open`, `torch.stack`, `save_file`), transformers' own load and save,
+and torch's `consolidate_safetensors_files_on_every_rank`.
 
-    python benchmarks/convert.py [--rounds 5] [--layers 8] [--experts 64] [--jobs 2] [--to transformers] [--sync]
+Nothing waits for the disk, but for the durable case, which stands against `cp -r` and `sync`. On a busy machine the
+ratios to `cp` are lower: it needs one core, a conversion all. What `cp` and we do alike, making pages for the files,
+takes several times as long where the memory was just given back to a host, which spreads both.
+
+    python benchmarks/convert.py [--rounds 5] [--layers 8] [--experts 64] [--jobs 2] [--peers]
 """
 
 from __future__ import annotations
@@ -13,21 +20,25 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+from promises import Promises
 from safetensors.numpy import save_file
 
 HIDDEN, EXPERT, HEADS, KV_HEADS, HEAD, VOCABULARY = 1024, 416, 16, 4, 64, 4096
 SHARD = 500_000_000
+MEMORY = 64
+"""MB of a whole process at most, of which the interpreter and numpy are half."""
 
 SCRIPT = """
 import glob, os, re, sys, torch
@@ -100,57 +111,169 @@ def make(folder: Path, layers: int, experts: int) -> int:
 
 
 def run(command: list[str]) -> tuple[float, float]:
-    """Return a command's wall seconds and its peak resident MB."""
-    begin = time.perf_counter()
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    _, status, usage = os.wait4(child.pid, 0)
-    if status:
-        raise SystemExit(f"{command[:3]} failed with {status}")
+    """Return a command's wall seconds and its peak resident MB; what it prints is seen only where it fails."""
+    with tempfile.TemporaryFile() as printed:
+        begin = time.perf_counter()
+        child = subprocess.Popen(command, stdout=printed, stderr=printed)
+        _, status, usage = os.wait4(child.pid, 0)
+        if status:
+            printed.seek(0)
+            raise SystemExit(f"{command[:3]} failed with {status}: {printed.read().decode(errors='replace')}")
     return time.perf_counter() - begin, usage.ru_maxrss / 1000
 
 
-def main() -> None:
-    """Measure and print."""
-    parser = argparse.ArgumentParser()
+DCP = """
+import os, shutil, socket, sys
+from pathlib import Path
+import torch
+from safetensors import safe_open
+from torch import distributed as dist, multiprocessing as mp
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+def write(rank, source, target, dim, kind, port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    dist.init_process_group("gloo", rank=rank, world_size=4)
+    mesh, held = init_device_mesh("cpu", (4,)), {}
+    for file in sorted(Path(source).glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            for name in opened.keys():
+                tensor = opened.get_tensor(name)
+                at = dim % tensor.ndim
+                local = tensor.chunk(4, at)[rank].contiguous()
+                held[name] = DTensor.from_local(local, mesh, [Shard(at)], run_check=False)
+    if kind == "safetensors":
+        writer = checkpoint.HuggingFaceStorageWriter(target, dict.fromkeys(held, 1), save_distributed=True)
+        checkpoint.save(held, storage_writer=writer)
+    else:
+        checkpoint.save(held, checkpoint_id=target)
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    source, target, dim, kind = sys.argv[1:]
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    mp.spawn(write, (source, target, int(dim), kind, port), nprocs=4)
+    shutil.copy(source + "/config.json", target)
+"""
+TRANSFORMERS = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+source, target = sys.argv[1:]
+AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).save_pretrained(target)
+"""
+CONSOLIDATE = """
+import sys
+from pathlib import Path
+from safetensors import safe_open
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files_on_every_rank
+source, target = sys.argv[1:]
+Path(target).mkdir()
+names = set()
+for file in Path(source).glob("*.safetensors"):
+    with safe_open(file, "pt") as opened:
+        names |= set(opened.keys())
+consolidate_safetensors_files_on_every_rank(source, target, dict.fromkeys(names, 1), num_threads=2)
+"""
+COPY = ("cp", "-r", "IN", "OUT")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One conversion, and what it takes turns with."""
+
+    what: str
+    source: str
+    to: str
+    at_least: float
+    """What is promised, in times the other's speed."""
+    other: Sequence[str] = COPY
+    """The other command, with IN and OUT for the folders."""
+    options: Sequence[str] = ("--no-sync",)
+
+
+def ours(case: Case, jobs: int) -> list[str]:
+    """Return our command of a case."""
+    command = [sys.executable, "-m", "transaxle", "convert", "IN", "OUT", "--to", case.to, "--jobs", str(jobs)]
+    return [*command, *case.options]
+
+
+def cases(folder: Path, *, peers: bool) -> list[Case]:
+    """Return what is measured."""
+
+    def script(name: str, text: str) -> list[str]:
+        file = folder / f"{name}.py"
+        file.write_text(text)
+        return [sys.executable, str(file), "IN", "OUT"]
+
+    synced = ["sh", "-c", 'cp -r "$1" "$2" && sync "$2"/*', "sh", "IN", "OUT"]
+    found = [
+        Case("hf -> transformers against cp", "hub", "transformers", 0.8),
+        Case("hf -> transformers, durable, against cp and sync", "hub", "transformers", 0.85, synced, ()),
+        Case("hf -> automodel (transposed) against cp", "hub", "automodel", 0.5),
+        Case("DCP folder, rows -> hf against cp", "rows", "hf", 0.8),
+        Case("DCP folder, last dim -> hf against cp", "columns", "hf", 0.4),
+        Case("hf -> transformers against a script", "hub", "transformers", 10, script("stack", SCRIPT)),
+    ]
+    if peers:
+        theirs = script("transformers_both", TRANSFORMERS)
+        merged = script("consolidate", CONSOLIDATE)
+        found += [
+            Case("hf -> hf against transformers' load and save", "hub", "hf", 20, theirs),
+            Case("DCP's safetensors -> hf against consolidate", "shards", "hf", 10, merged),
+        ]
+    return found
+
+
+def rounds_of(case: Case, folder: Path, said: argparse.Namespace) -> tuple[list[float], list[float]]:
+    """Measure a case; return the ratios of the rounds, after one that warms up, and our peaks in MB."""
+    target, ratios, peaks = folder / "out", [], []
+    places = {"IN": str(folder / case.source), "OUT": str(target)}
+    for turn in range(said.rounds + 1):
+        seconds = []
+        for command in (ours(case, said.jobs), case.other):
+            took, peak = run([places.get(word, word) for word in command])
+            shutil.rmtree(target)
+            seconds.append(took)
+            if len(seconds) == 1 and turn:
+                peaks.append(peak)
+        if turn:
+            ratios.append(seconds[1] / seconds[0])
+    return ratios, peaks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--experts", type=int, default=64)
-    parser.add_argument("--jobs", default="2")
-    parser.add_argument("--to", default="transformers")
-    parser.add_argument("--sync", action="store_true")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--peers", action="store_true", help="also against transformers and torch's consolidation")
     said = parser.parse_args()
+    promises, peaks = Promises(), list[float]()
     with tempfile.TemporaryDirectory(prefix="transaxle-bench-") as name:
         folder = Path(name)
-        source = folder / "source"
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
         # A process of its own: a child's peak memory starts with that of the process it was forked from.
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            total = pool.submit(make, source, said.layers, said.experts).result()
-        (folder / "script.py").write_text(SCRIPT)
-        ours = [sys.executable, "-m", "transaxle", "convert", str(source), "OUT", "--to", said.to, "--jobs", said.jobs]
-        commands = {
-            "transaxle": ours if said.sync else [*ours, "--no-sync"],
-            "cp -r": ["cp", "-r", str(source), "OUT"],
-            "script": [sys.executable, str(folder / "script.py"), str(source), "OUT"],
-        }
-        seconds: dict[str, list[float]] = {key: [] for key in commands}
-        memory: dict[str, float] = {}
-        for turn in range(said.rounds + 1):
-            for key, command in commands.items():
-                target = folder / "out"
-                took, peak = run([str(target) if word == "OUT" else word for word in command])
-                shutil.rmtree(target)
-                if turn:
-                    seconds[key].append(took)
-                    memory[key] = max(memory.get(key, 0.0), peak)
-        print(f"{total / 1e9:.2f} GB, hf -> {said.to}, {said.jobs} workers, median of {said.rounds} rounds")
-        for key, took in seconds.items():
-            middle = statistics.median(took)
-            ratio = statistics.median(t / mine for t, mine in zip(took, seconds["transaxle"], strict=True))
-            print(
-                f"  {key:10s} {middle:6.2f} s  {total / middle / 1e9:5.2f} GB/s  peak {memory[key]:6.0f} MB"
-                f"  time / transaxle's {ratio:5.2f}"
-            )
+            total = pool.submit(make, folder / "hub", said.layers, said.experts).result()
+        (folder / "dcp.py").write_text(DCP)
+        for target, dim, kind in [
+            ("rows", 0, "dcp"), ("columns", -1, "dcp"), *([("shards", 0, "safetensors")] if said.peers else [])
+        ]:  # fmt: skip
+            words = [str(folder / "dcp.py"), str(folder / "hub"), str(folder / target), str(dim), kind]
+            subprocess.run([sys.executable, *words], check=True)
+        print(f"{total / 1e9:.2f} GB, {said.jobs} workers, {said.rounds} rounds, times the other's speed")
+        for case in cases(folder, peers=said.peers):
+            ratios, used = rounds_of(case, folder, said)
+            promises.at_least(case.what, ratios, case.at_least if said.jobs > 1 else None)
+            peaks += used
+    promises.at_most("peak memory of a process that converts", max(peaks), MEMORY, "MB")
+    return promises.exit_code
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,9 +1,10 @@
 """Sharded checkpoints against torch's own: loading at another sharding, saving for a hub, saving in the background.
 
 Promises, at about 1.3 GB on four ranks: a load at another sharding reads at most 1.05 bytes per byte needed for cuts of
-rows and 1.5 for cuts of columns, in half of dcp.load's time; a save in safetensors takes a third of the time of DCP's
-HF writer with consolidation where the shards are rows, a tenth where they are columns, and writes at most 1.02 bytes
-per byte; `async_save` keeps training for a quarter of what `save` takes. What misses a promise is marked.
+rows and 1.5 for cuts of columns, in half of dcp.load's time, a quarter of it from rows to columns, and from safetensors
+faster than torch's HF reader; a save in safetensors takes a third of the time of DCP's HF writer with consolidation
+where the shards are rows, a tenth where they are columns, and writes at most 1.02 bytes per byte; `async_save` keeps
+training for an eighth of what `save` takes, the first time for a quarter.
 
 Both sides run in the same processes (gloo on loopback), one after the other, with the source in the page cache. A run
 takes as long as its slowest rank; of several rounds the best one of each side counts, for the machine may be busy with
@@ -30,6 +31,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
+from promises import Promises
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -283,19 +286,27 @@ def workplace(said: argparse.Namespace) -> Iterator[Path]:
         yield Path(folder)
 
 
-def line(what: str, other: str, found: Found, needed: int, promised: float | None, most: float, at: int) -> None:
-    """Print one comparison: times, their ratio, and bytes per byte needed (`at`: 1 read, 2 written)."""
+@dataclass(frozen=True)
+class Promised:
+    """What is promised of one comparison."""
+
+    ratio: float | None
+    """Times the other's speed at least."""
+    most: float
+    """Bytes for each byte needed at most."""
+
+
+def line(what: str, other: str, found: Found, promised: Promised, at: int, promises: Promises) -> None:
+    """Print one comparison: times, their ratio, and bytes for each byte needed (`at`: 1 read, 2 written)."""
+    needed = found["needed"]
     mine, theirs = found[OURS], found[other]
     ratio, moved = theirs[0] / mine[0], mine[at] / needed
     mapped = other == HF and at == 1
-    fine = ratio >= (promised or 0) and moved <= most
     peer = "mapped" if mapped else f"{theirs[at] / needed:6.2f}"
     floor = f"{found[FLOOR][0]:7.3f} s" if FLOOR in found else " " * 9
-    times = f"{mine[0]:7.3f} s {theirs[0]:7.3f} s {floor}   {ratio:6.2f} x"
-    print(
-        f"  {what:34s} {times} {f'(>= {promised:g})' if promised else '':8s}"
-        f"   {moved:5.2f} vs {peer:>6s} (<= {most:g})  {'' if fine else 'MISSED'}"
-    )
+    print(f"  {what:34s} {mine[0]:7.3f} s {theirs[0]:7.3f} s {floor}   bytes {moved:.2f}, torch {peer}")
+    promises.at_least(f"{what} against torch", ratio, promised.ratio)
+    promises.at_most(f"{what}, {('read', 'written')[at - 1]} for each byte needed", moved, promised.most, "bytes")
 
 
 def below(first: dict[str, float], floor: Found) -> None:
@@ -305,7 +316,7 @@ def below(first: dict[str, float], floor: Found) -> None:
     print(f"  {'  at least':34s} {floor[WRITE][0]:7.2f} s to write it{sending}")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="67 MB of smaller matrices, at most two rounds")
     parser.add_argument("--megabytes", type=int, default=1342, help="size of the state")
@@ -320,32 +331,35 @@ def main() -> None:
     total = said.count * said.side * said.side * 2
     what = f"{said.count} matrices of {said.side}^2 bf16"
     print(f"{total / 1e9:.2f} GB, {what}, {os.cpu_count()} cores, best of {said.rounds}")
-    print(f"  {'':34s} {OURS:>9s} {'torch':>9s} {FLOOR:>9s}   {'time ratio':17s}   bytes per byte needed")
+    print(f"  {'':34s} {OURS:>9s} {'torch':>9s} {FLOOR:>9s}")
+    promises = Promises()
     with workplace(said) as folder:
         if "load" in parts:
             run(RANKS, sources, folder, said)
-            for what, world, dim, most in (
-                ("rows 4 -> 2", 2, 0, 1.05),
-                ("rows 4 -> 3", 3, 0, 1.05),
-                ("rows -> columns", 4, 1, 1.5),
+            for what, world, dim, least, most in (
+                ("rows 4 -> 2", 2, 0, 2, 1.05),
+                ("rows 4 -> 3", 3, 0, 2, 1.05),
+                ("rows -> columns", 4, 1, 4, 1.5),
             ):
                 found = run(world, loads, folder, said, dim)
-                line(f"load {what}, DCP folder", DCP, found[DCP], found["needed"], 2, most, 1)
-                line(f"load {what}, safetensors", HF, found[HF], found["needed"], None, most, 1)
+                held = {"needed": found["needed"]}
+                line(f"load {what}, DCP folder", DCP, found[DCP] | held, Promised(least, most), 1, promises)
+                line(f"load {what}, safetensors", HF, found[HF] | held, Promised(1.1, most), 1, promises)
         if "save" in parts:
-            for what, dim, promised in (("rows", 0, 3.0), ("columns", 1, 10.0)):
+            for what, dim, least in (("rows", 0, 3.0), ("columns", 1, 10.0)):
                 found = run(RANKS, saves, folder, said, dim)
-                line(f"save {what} as safetensors", HF, found[HF], found["needed"], promised, 1.02, 2)
+                held = {"needed": found["needed"]}
+                line(f"save {what} as safetensors", HF, found[HF] | held, Promised(least, 1.02), 2, promises)
                 below(found[HF][FIRST], found["floor"])
         if "stall" in parts:
             told = run(RANKS, stalls, folder, said)
             found = told["stall"]
             (save, *_), (stall, *_) = found["save"], found["async_save"]
-            missed = "" if stall <= save / 4 else "MISSED"
-            what = "async_save against save"
-            print(f"  {what:34s} {stall:7.2f} s {save:7.2f} s   {save / stall:6.2f} x (>= 4)  {missed}")
-            print(f"  {'  the first one':34s} {told[FIRST]:7.2f} s")
+            print(f"  async_save {stall:.2f} s, the first one {told[FIRST]:.2f} s; save {save:.2f} s")
+            promises.at_least("async_save, training stands still, against save", save / stall, 8)
+            promises.at_least("async_save, the first one, against save", save / told[FIRST], 4)
+    return promises.exit_code
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -24,6 +24,7 @@ from pathlib import Path
 from resource import RUSAGE_CHILDREN, getrusage
 
 import numpy as np
+from promises import Promises
 from safetensors.numpy import save_file
 
 import transaxle
@@ -129,17 +130,14 @@ def main() -> int:
         found = measured(wanted.rounds, wanted.families, Path(work))
     base = found[BASE]
     print(f"{BASE}: {base[0]:.3f} s of processor time, {base[1]:.3f} s of wall time")
-    kept = True
+    promises = Promises()
     for name, limit in LIMITS.items():
         used, wall = found[name]
         ratio, growth = used / base[0], found[f"{name}+"][0] / used - 1
-        within = ratio <= limit and growth <= GROWTH
-        kept &= within
-        print(
-            f"{name:7} {used:.3f} s, {ratio:.2f} x (at most {limit} x); wall {wall:.3f} s, {wall / base[1]:.2f} x;"
-            f" with {wanted.families} more families {growth:+.1%} (at most {GROWTH:+.0%}){'' if within else '  BROKEN'}"
-        )
-    return 0 if kept else 1
+        promises.at_most(f"transaxle {name} against import numpy", ratio, limit, "x")
+        promises.at_most(f"transaxle {name}, {wanted.families} more families", 100 * growth, 100 * GROWTH, "% more")
+        print(f"    {used:.3f} s; wall {wall:.3f} s, {wall / base[1]:.2f} x")
+    return promises.exit_code
 
 
 if __name__ == "__main__":
