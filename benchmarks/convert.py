@@ -266,6 +266,7 @@ def main() -> int:
         ]:  # fmt: skip
             words = [str(folder / "dcp.py"), str(folder / "hub"), str(folder / target), str(dim), kind]
             subprocess.run([sys.executable, *words], check=True)
+        os.sync()  # what is removed before it was written needs no more
         print(f"{total / 1e9:.2f} GB, {said.jobs} workers, {said.rounds} rounds, times the other's speed")
         for case in cases(folder, peers=said.peers):
             ratios, used = rounds_of(case, folder, said)

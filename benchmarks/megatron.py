@@ -1,13 +1,13 @@
 """Promises: to Megatron's distributed checkpoints and back at half the speed of `cp`, in 128 MB; planned in 2 s.
 
 The model of `convert.py` (Qwen3-MoE, 8 layers x 64 experts, 1.3 GB of random bf16) goes hub -> torch_dist and back,
-with a hash of every tensor: whole processes with bytecode cached, in turn with `cp -r` of the same folder, each after
-`sync`, so that neither shares the machine with what the other has left to be written. Ratios are taken pair by pair
-within one run, and what comes back must have the hashes of what went. `cp` needs one core, a conversion all: on a busy
-machine the ratio is lower, and of what is printed only the processor time can be compared. Then a folder of 61 layers x
-384 experts of a few numbers each is opened and planned for the hub, once as we write it and once with a `.metadata`
-that Python's pickler made of torch's own classes, with the plan of the save that Megatron keeps in it; the least of the
-times counts.
+with a hash of every tensor: whole processes with bytecode cached, in turn with `cp -r` of the same folder. Each
+result is removed before the system writes it, so neither shares the machine with what the other has left. Ratios are
+taken pair by pair within one run, and what comes back must have the hashes of what went. `cp` needs one core, a
+conversion all: on a busy machine the ratio is lower, and of what is printed only the processor time can be compared.
+Then a folder of 61 layers x 384 experts of a few numbers each is opened and planned for the hub, once as we write it
+and once with a `.metadata` that Python's pickler made of torch's own classes, with the plan of the save that Megatron
+keeps in it; the least of the times counts.
 
 With `--bridge PYTHON`, the interpreter that `make megatron` installs, Megatron-Bridge 0.6.2 takes the same ways on the
 CPU, once: its own mappings fill a model of megatron-core, and `dist_checkpointing` saves it; back, `dist_checkpointing`
@@ -127,6 +127,7 @@ def conversions(folder: Path, said: argparse.Namespace, total: int, promises: Pr
     shutil.rmtree(folder / "same")
     ways = {"hub -> torch_dist": (hub, "torch_dist"), "torch_dist -> hub": (dist, "hf")}
     print(f"{total / 1e9:.2f} GB, {said.jobs} workers, {said.rounds} rounds")
+    os.sync()  # what is removed before it was written needs no more
     for way, (source, to) in ways.items():
         commands = {"transaxle": [*ours, to], "cp -r": ["cp", "-r", "IN", "OUT"]}
         seconds: dict[str, list[float]] = {key: [] for key in commands}
@@ -134,7 +135,6 @@ def conversions(folder: Path, said: argparse.Namespace, total: int, promises: Pr
         memory = 0.0
         for turn in range(said.rounds + 1):
             for key, command in commands.items():
-                os.sync()
                 before = os.times()
                 took, peak = run([{"IN": str(source), "OUT": str(folder / "out")}.get(word, word) for word in command])
                 after = os.times()
