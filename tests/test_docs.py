@@ -162,6 +162,7 @@ def _old_run(folder: Path) -> None:
         "how-to/refit",
         "how-to/dcp",
         "reference/cli",
+        "reference/json",
     ],
 )
 def test_what_the_pages_tell_to_type_prints_what_they_show(page: str, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ class Comparison:
             "first": self.first,
             "second": self.second,
             "dialect": self.dialect,
-            "tensors": list(self.tensors),
+            "tensors": dict(zip(("first", "second"), self.tensors, strict=True)),
             "parameters": self.parameters,
             "bytes_read": self.bytes_read,
             "across": dict(self.across),
