@@ -1,4 +1,4 @@
-"""The public Python interface: five functions over checkpoints of any format and dialect."""
+"""The public Python interface: functions over checkpoints of any format and dialect."""
 
 from __future__ import annotations
 
@@ -121,6 +121,46 @@ def open(path: PathLike, **reading: Unpack[Opening]) -> Checkpoint:  # noqa: A00
     """
     check_keywords("open", reading, Opening.__annotations__)
     return open_checkpoint(path, **reading)
+
+
+@shows(Opening, **_OPENED)
+def info(src: CheckpointLike, **reading: Unpack[Opening]) -> dict[str, Any]:
+    """Describe a checkpoint by its headers: how it is recognised, and what it holds.
+
+    Args:
+        src: path, or an opened checkpoint.
+        **reading: as for `open`.
+
+    Returns:
+        Plain data, which `transaxle info PATH --json` prints beside what it says of the installation: `format`,
+        `family`, `dialect`, `reason` (of a family that is not recognised), `axes`, `unknown` (names that no line
+        reads), `tensors`, `bytes`, `dtypes`, `encodings`, `files`, `manifest` and others.
+    """
+    from transaxle.engine.facts.checkpoint_facts import checkpoint_facts
+
+    check_keywords("info", reading, Opening.__annotations__)
+    with opened("src", src, reading) as checkpoint:
+        return checkpoint_facts(checkpoint)
+
+
+def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]:
+    """Check a table of families and dialects, and tell what it reads of a checkpoint.
+
+    Args:
+        rules: path of the table.
+        path: a checkpoint that the table is for.
+
+    Returns:
+        Plain data, as `transaxle check-rules --json` prints it: `families` that the table declares; with a checkpoint
+        also `reads`, and `fits`, which is False where a tensor does not have the shape that its line says.
+
+    Raises:
+        Refused: CORRUPT with every mistake in the table.
+        UsageError: UNKNOWN_FAMILY where the table reads no name of the checkpoint.
+    """
+    from transaxle.engine.facts.rules_facts import rules_facts
+
+    return rules_facts(read_path("rules", rules), None if path is None else read_path("path", path))
 
 
 @contextmanager
@@ -398,10 +438,12 @@ __all__ = [
     "Report",
     "StoredTensor",
     "Verification",
+    "check_rules",
     "clean",
     "convert",
     "derive",
     "diff",
+    "info",
     "open",
     "plan",
     "verify",

@@ -50,6 +50,8 @@ def test_item_3_live_models_take_tables_and_axes(tmp_path: Path, rules: Path) ->
             tx.load(filled, out, dialect="mine", family="own")
         with tx.open(out, rules=rules) as opened, pytest.raises(TypeError, match=r"^axes, rules: pass this to open"):
             tx.load(filled, opened, axes={"l": LAYERS}, rules=rules)
+        with tx.open(out, rules=rules) as opened, pytest.raises(TypeError, match=r"^config: pass this to open"):
+            tx.load(filled, opened, config={"num_layers": LAYERS})
     target = {"scales": torch.zeros(4 * LAYERS)}
     tx.reshard(_mine(), target, dialect="stacked", **said)
     assert torch.equal(target["scales"], stacked)
@@ -60,7 +62,7 @@ def test_item_3_live_models_take_tables_and_axes(tmp_path: Path, rules: Path) ->
 
 def test_item_3_who_reads_names_by_tables_takes_these() -> None:
     vocabulary = {"family", "dialect", "config", "axes", "rules"}
-    takers = (tx.open, tx.plan, tx.convert, tx.verify, tx.diff, tx.load, tx.save, tx.async_save, tx.reshard)
+    takers = (tx.open, tx.info, tx.plan, tx.convert, tx.verify, tx.diff, tx.load, tx.save, tx.async_save, tx.reshard)
     for function in (*takers, tx.TrainerCheckpoints, tx.AccelerateHooks):
         assert vocabulary <= inspect.signature(function).parameters.keys(), function
 
