@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from transaxle.arguments import Overwrite
 from transaxle.encodings.arithmetic.codec import Error
+from transaxle.engine.compare.verification import Verification
 from transaxle.engine.copying.duplicate_checks import unequal
 from transaxle.engine.copying.replica_mean import averages_of
 from transaxle.engine.execute.commit import write_known, write_rest
@@ -81,6 +82,8 @@ class Report:
     """Where several processes carried the plan out: machine and process -> bytes of tensors that it wrote."""
     source: str = ""
     """What was read, as typed; of a hub at the commit."""
+    verification: Verification | None = None
+    """Where it was asked for: the result against its manifest, with a comparison with the source."""
 
     def __repr__(self) -> str:
         return f"<report {self}>"
@@ -96,8 +99,13 @@ class Report:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
-        data = asdict(replace(self, recoded=()))
+        data = asdict(replace(self, recoded=(), verification=None))
+        del data["verification"]
         data["recoded"] = [each.as_json() for each in self.recoded]
+        if self.verification is not None:
+            data["verification"] = replace(self.verification, comparison=None).as_json()
+            if self.verification.comparison is not None:
+                data["comparison"] = self.verification.comparison.as_json()
         return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
 
 
