@@ -71,7 +71,7 @@ class Comparison:
     """Path of the second."""
     dialect: str | None
     """Dialect in which they were compared."""
-    tensors: tuple[int, int]
+    stored: tuple[int, int]
     """Tensors as stored on either side."""
     compared: dict[str, int]
     """Logical tensor -> number of tensors that both sides hold of it."""
@@ -83,6 +83,11 @@ class Comparison:
     """Everything that differs, by name."""
     across: Mapping[str, int] = field(default_factory=dict)
     """Two number formats, as one text -> number of tensors whose values were compared across them."""
+
+    @property
+    def tensors(self) -> int:
+        """Tensors compared."""
+        return sum(self.compared.values())
 
     @property
     def equal(self) -> bool:
@@ -111,7 +116,7 @@ class Comparison:
     @property
     def verdict(self) -> str:
         """What came out, in a few words."""
-        amount = f"{plural(sum(self.compared.values()), 'tensor')}, {size(self.bytes_read)} compared"
+        amount = f"{plural(self.tensors, 'tensor')}, {size(self.bytes_read)} compared"
         return f"equal, {amount}" if self.equal else f"{plural(len(self.differences), 'difference')}, {amount}"
 
     def as_json(self) -> dict[str, Any]:
@@ -121,7 +126,8 @@ class Comparison:
             "first": self.first,
             "second": self.second,
             "dialect": self.dialect,
-            "tensors": dict(zip(("first", "second"), self.tensors, strict=True)),
+            "tensors": self.tensors,
+            "stored": dict(zip(("first", "second"), self.stored, strict=True)),
             "parameters": self.parameters,
             "bytes_read": self.bytes_read,
             "across": dict(self.across),

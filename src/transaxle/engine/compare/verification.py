@@ -46,7 +46,7 @@ class Verification:
     """
     problems: tuple[Refusal, ...] = ()
     """Everything that is wrong."""
-    extra: tuple[str, ...] = ()
+    unlisted: tuple[str, ...] = ()
     """Files in the folder that the manifest does not list; they are not checked."""
     comparison: Comparison | None = None
     """The comparison with the second checkpoint; None without one."""
@@ -100,7 +100,7 @@ class Verification:
             "bytes_read": self.bytes_read,
             "against": self.against,
             "problems": [problem.as_json() for problem in self.problems],
-            "extra": list(self.extra),
+            "unlisted": list(self.unlisted),
             "comparison": None if self.comparison is None else self.comparison.as_json(),
         }
 
@@ -115,7 +115,7 @@ def verify_against(
     """
     comparison = compare(first, second, limit=limit, progress=progress)
     return Verification(
-        sum(comparison.compared.values()),
+        comparison.tensors,
         comparison.parameters,
         comparison.bytes_read,
         "checkpoint",

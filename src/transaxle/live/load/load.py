@@ -153,7 +153,8 @@ def load(
         scalars=plan.beside.scalars,
         extra=plan.beside.extra,
         untrained=plan.untrained,
-        seconds=clock.seconds,
+        seconds=clock.total,
+        stages=clock.stages,
     )
 
 
