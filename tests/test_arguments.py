@@ -98,7 +98,7 @@ PUBLIC = {_name(function): function for function in _public()}
 def test_no_signature_is_made_up() -> None:
     """What the interpreter says is what an IDE reads in the source, and where options stand that are not given."""
     stated = dict(_stated())
-    assert len(stated) == 17
+    assert len(stated) == 18
     assert {name: _arguments(code) for name, code in stated.items()} == {
         name: _written(code) for name, code in stated.items()
     }
@@ -207,6 +207,8 @@ def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
         "convert": plan,
         "verify": given(a=src, b=src),
         "explain": given(),
+        "info": given(src=src),
+        "check_rules": given(rules=src),
         "derive": given(converter="llama"),
         "diff": given(a=src, b=src),
         "clean": given(path=out),
@@ -265,10 +267,10 @@ def test_a_wrong_type_gets_a_sentence(function: str, calls: dict[str, Callable[.
 
 
 @pytest.mark.parametrize(
-    "function", [tx.open, tx.plan, tx.convert, tx.verify, tx.diff, tx.load, tx.save, tx.async_save]
+    "function", [tx.open, tx.info, tx.plan, tx.convert, tx.verify, tx.diff, tx.load, tx.save, tx.async_save]
 )
 def test_an_argument_that_is_not_there_is_named(function: Callable[..., Any], tmp_path: Path) -> None:
-    first = [tmp_path] if function in (tx.open, tx.verify) else [tmp_path, tmp_path / "out"]
+    first = [tmp_path] if function in (tx.open, tx.info, tx.verify) else [tmp_path, tmp_path / "out"]
     more = {"to": "hf"} if function in (tx.plan, tx.convert) else {}
     with pytest.raises(
         TypeError, match=r"^\w+\(\) got an unexpected keyword argument 'famly'. Did you mean 'family'\?$"

@@ -12,6 +12,7 @@ import sys
 import textwrap
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 
@@ -23,6 +24,7 @@ from transaxle import families
 from transaxle.axes.notation import tables
 from transaxle.axes.notation.expression import parse
 from transaxle.axes.notation.formula import Formula
+from transaxle.cli.program import program
 from transaxle.errors import CODES, TransaxleError, refuse
 
 ROOT = Path(__file__).parent.parent
@@ -145,25 +147,36 @@ def _old_run(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "tutorial",
-        "how-to/convert",
-        "how-to/verify",
-        "how-to/urls",
-        "how-to/many-machines",
-        "how-to/add-a-family",
-        "how-to/deepspeed",
-        "how-to/quantized",
-        "how-to/training",
-        "how-to/moe",
-        "how-to/inference",
-        "how-to/refit",
-        "how-to/dcp",
-        "reference/cli",
-    ],
+PAGES = (
+    "tutorial",
+    "how-to/convert",
+    "how-to/verify",
+    "how-to/urls",
+    "how-to/many-machines",
+    "how-to/add-a-family",
+    "how-to/deepspeed",
+    "how-to/quantized",
+    "how-to/training",
+    "how-to/moe",
+    "how-to/inference",
+    "how-to/refit",
+    "how-to/dcp",
+    "how-to/derive-a-table",
+    "how-to/megatron",
+    "reference/cli",
+    "reference/json",
 )
+"""Pages whose examples run as they are written, in a fresh folder."""
+ELSEWHERE = {
+    "reference/api": "test_the_python_example_prints_what_it_says",
+    "how-to/refit-vllm": "tests/refit/plugs, with an engine that stands for vLLM's",
+    "extending": "tests/test_plugins.py",
+    "index": "tests/test_new_user.py: the README has the same command",
+}
+"""Pages with examples that run somewhere else -> where."""
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_what_the_pages_tell_to_type_prints_what_they_show(page: str, tmp_path: Path) -> None:
     """Run a page's blocks in order; below a command, a page shows what it prints, with `…` for what is left out."""
     _beside(page, tmp_path)
@@ -179,6 +192,40 @@ def test_what_the_pages_tell_to_type_prints_what_they_show(page: str, tmp_path: 
             printed = _run(*shlex.split(command), cwd=tmp_path, code=1 if differs else 0)
             if shown:
                 assert _expected(shown).match(printed), f"{command}\n{printed}"
+
+
+def test_item_9_every_page_with_examples_is_run() -> None:
+    docs = ROOT / "docs"
+    pages = {page.relative_to(docs).with_suffix("").as_posix(): page.read_text("utf-8") for page in docs.rglob("*.md")}
+    shown = {name for name, text in pages.items() if _blocks(text, "python", "console")}
+    assert {*PAGES, *ELSEWHERE} == shown
+
+
+def _commands() -> list[tuple[str, str]]:
+    """Return every command of ours that a page shows, run here or not, with the page's name."""
+    found = []
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
+        if page.name == "CHANGELOG.md":
+            continue
+        for _, block in _blocks(page.read_text("utf-8"), "console", "sh", "text"):
+            lines = re.findall(r"^(?:\$ )?transaxle ([a-z-]+ .*)$", block.replace("\\\n", " "), re.MULTILINE)
+            found += [(page.name, line) for line in lines]
+    return found
+
+
+def test_item_9_commands_that_pages_show_have_the_options_that_they_give() -> None:
+    root = click.Context(program, info_name="transaxle")
+    commands = _commands()
+    assert len(commands) > 60
+    for page, line in commands:
+        name, *given = shlex.split(line.partition("  #")[0])
+        command = program.get_command(root, name)
+        assert command is not None, f"{page}: {line}"
+        context = click.Context(command, info_name=name, parent=root)
+        try:
+            command.make_parser(context).parse_args(given)
+        except click.UsageError as error:
+            pytest.fail(f"{page}: {line}: {error.format_message()}")
 
 
 def test_the_generated_reference_is_up_to_date() -> None:

@@ -1,9 +1,10 @@
-"""The public Python interface: five functions over checkpoints of any format and dialect."""
+"""The public Python interface: functions over checkpoints of any format and dialect."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from transaxle.arguments import (
@@ -123,6 +124,46 @@ def open(path: PathLike, **reading: Unpack[Opening]) -> Checkpoint:  # noqa: A00
     return open_checkpoint(path, **reading)
 
 
+@shows(Opening, **_OPENED)
+def info(src: CheckpointLike, **reading: Unpack[Opening]) -> dict[str, Any]:
+    """Describe a checkpoint by its headers: how it is recognised, and what it holds.
+
+    Args:
+        src: path, or an opened checkpoint.
+        **reading: as for `open`.
+
+    Returns:
+        Plain data, which `transaxle info PATH --json` prints beside what it says of the installation: `format`,
+        `family`, `dialect`, `reason` (of a family that is not recognised), `axes`, `unknown` (names that no line
+        reads), `tensors`, `bytes`, `dtypes`, `encodings`, `files`, `manifest` and others.
+    """
+    from transaxle.engine.facts.checkpoint_facts import checkpoint_facts
+
+    check_keywords("info", reading, Opening.__annotations__)
+    with opened("src", src, reading) as checkpoint:
+        return checkpoint_facts(checkpoint)
+
+
+def check_rules(rules: PathLike, path: PathLike | None = None) -> dict[str, Any]:
+    """Check a table of families and dialects, and tell what it reads of a checkpoint.
+
+    Args:
+        rules: path of the table.
+        path: a checkpoint that the table is for.
+
+    Returns:
+        Plain data, as `transaxle check-rules --json` prints it: `families` that the table declares; with a checkpoint
+        also `reads`, and `fits`, which is False where a tensor does not have the shape that its line says.
+
+    Raises:
+        Refused: CORRUPT with every mistake in the table.
+        UsageError: UNKNOWN_FAMILY where the table reads no name of the checkpoint.
+    """
+    from transaxle.engine.facts.rules_facts import rules_facts
+
+    return rules_facts(read_path("rules", rules), None if path is None else read_path("path", path))
+
+
 @contextmanager
 def _planned(
     src: CheckpointLike, dst: PathLike, to: str, options: Mapping[str, Any]
@@ -198,6 +239,7 @@ def convert(
     overwrite: Overwrite = False,
     resume: bool = False,
     sync: bool = True,
+    verify: bool = False,
     progress: Progress = unwatched,
     **options: Unpack[Converting],
 ) -> Report:
@@ -211,6 +253,8 @@ def convert(
             contains anything else, True refuses, and `"everything"` removes that too.
         resume: continue an interrupted run; a `dst` that is already the expected result stays as it is.
         sync: sync everything to disk before `dst` appears.
+        verify: read the result back, check it against its manifest and compare it with `src`; the report has the
+            verification.
         progress: called with the bytes of each block written, from several threads.
         **options: `shard_size` (bytes of tensors per file, 5_000_000_000 or "5GB"; ignored if `dst` is one file),
             `allow_lossy` (allow a dialect's arithmetic), `strict` (refuse tensors without a line in the target dialect
@@ -229,13 +273,31 @@ def convert(
     """
     check_keywords("convert", options, Converting.__annotations__)
     on, items = options.get("on"), options.get("items")
+    if on is not None and verify:
+        raise TypeError("verify is for a conversion in this process; after one with on, call tx.verify(src, dst)")
     if on is not None:
         how = {"overwrite": overwrite, "resume": resume, "sync": sync, "progress": progress}
         return _converted_on(on, how, src, dst, to, options)
     if items is not None:
         raise TypeError("items needs on: nothing else is divided")
     with _planned(src, dst, to, options) as (prepared, target, limit):
-        return execute(prepared, target, overwrite=overwrite, resume=resume, sync=sync, limit=limit, progress=progress)
+        report = execute(
+            prepared, target, overwrite=overwrite, resume=resume, sync=sync, limit=limit, progress=progress
+        )
+        return _verified(prepared, target, report, src, options, limit) if verify else report
+
+
+def _verified(
+    prepared: Prepared, target: str, report: Report, src: CheckpointLike, options: Mapping[str, Any], limit: Limits
+) -> Report:
+    """Read the result back, with what was said when the source was opened; return the report with the verification."""
+    from transaxle.engine.execute.read_back import read_back, refuse_unequal
+
+    known = options if not isinstance(src, Checkpoint) else src.reopening.options if src.reopening else {}
+    reading = {name: value for name, value in known.items() if name in Reading.__annotations__}
+    found = read_back(prepared, target, reading, limit)
+    refuse_unequal(found, target)
+    return replace(report, verification=found)
 
 
 def _converted_on(
@@ -398,10 +460,12 @@ __all__ = [
     "Report",
     "StoredTensor",
     "Verification",
+    "check_rules",
     "clean",
     "convert",
     "derive",
     "diff",
+    "info",
     "open",
     "plan",
     "verify",

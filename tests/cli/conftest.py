@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoints import tiny
+from tests.cli import documents
 from tests.cli.running import Outcome, Transaxle
 from transaxle.cli import main
 
@@ -34,6 +36,8 @@ def transaxle(here: Path, capsys: pytest.CaptureFixture[str]) -> Transaxle:
         capsys.readouterr()
         code = main([str(argument) for argument in arguments])
         captured = capsys.readouterr()
+        if "--json" in arguments:
+            documents.check(str(arguments[0]), json.loads(captured.out))
         return Outcome(code, captured.out, captured.err)
 
     return run

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints import same
+from tests.cli import documents
 from tests.cli.running import USAGE, process
 
 
@@ -28,6 +29,7 @@ def test_the_demo_tells_the_whole_story(here: Path) -> None:
 
 def test_the_demo_keeps_its_files_if_told_so(here: Path) -> None:
     facts = process("demo", "--keep", "tour/", "--json").json
+    documents.check("demo", facts)
     assert (facts["tensors_equal"], facts["logits_equal"]) == (True, True)
     assert len({number["value"] for number in facts["number"]}) == 1
     assert [step["dialect"] for step in facts["steps"]] == ["hf", "torchtitan@0.3", "automodel", "hf"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,8 @@ def test_item_3_live_models_take_tables_and_axes(tmp_path: Path, rules: Path) ->
             tx.load(filled, out, dialect="mine", family="own")
         with tx.open(out, rules=rules) as opened, pytest.raises(TypeError, match=r"^axes, rules: pass this to open"):
             tx.load(filled, opened, axes={"l": LAYERS}, rules=rules)
+        with tx.open(out, rules=rules) as opened, pytest.raises(TypeError, match=r"^config: pass this to open"):
+            tx.load(filled, opened, config={"num_layers": LAYERS})
     target = {"scales": torch.zeros(4 * LAYERS)}
     tx.reshard(_mine(), target, dialect="stacked", **said)
     assert torch.equal(target["scales"], stacked)
@@ -60,9 +63,34 @@ def test_item_3_live_models_take_tables_and_axes(tmp_path: Path, rules: Path) ->
 
 def test_item_3_who_reads_names_by_tables_takes_these() -> None:
     vocabulary = {"family", "dialect", "config", "axes", "rules"}
-    takers = (tx.open, tx.plan, tx.convert, tx.verify, tx.diff, tx.load, tx.save, tx.async_save, tx.reshard)
+    takers = (tx.open, tx.info, tx.plan, tx.convert, tx.verify, tx.diff, tx.load, tx.save, tx.async_save, tx.reshard)
     for function in (*takers, tx.TrainerCheckpoints, tx.AccelerateHooks):
         assert vocabulary <= inspect.signature(function).parameters.keys(), function
+
+
+def test_item_3_fields_of_reports_mean_the_same_in_all() -> None:
+    """`None` aside. States that were asked for, `extra`, are of `load` alone."""
+    reports = (
+        tx.Report,
+        tx.SaveReport,
+        tx.LoadReport,
+        tx.ReshardReport,
+        tx.RefitReport,
+        tx.Verification,
+        tx.Comparison,
+    )
+    kinds: dict[str, set[str]] = {}
+    for report in reports:
+        own = {each.name: str(each.type) for each in dataclasses.fields(report)}
+        own |= {
+            name: str(each.fget.__annotations__["return"])
+            for name, each in vars(report).items()
+            if isinstance(each, property)
+        }
+        for name, kind in own.items():
+            kinds.setdefault(name, set()).add(kind.removesuffix(" | None"))
+    assert {name: found for name, found in kinds.items() if len(found) > 1} == {}
+    assert {"seconds", "tensors", "bytes_read", "bytes_written"} <= kinds.keys()
 
 
 def test_item_3_a_refusal_is_explained() -> None:

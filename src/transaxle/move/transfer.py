@@ -7,6 +7,7 @@ order, block by block, in fixed memory; `strided_fill.fill` carries a clipped tr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 
@@ -50,6 +51,11 @@ class Transfer(msgspec.Struct, frozen=True, array_like=True, gc=False):
         for count, step, _ in self.loops:
             span += (count - 1) * step
         return span
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain JSON data, with a name for each number."""
+        loops = [dict(zip(("count", "source_stride", "target_stride"), loop, strict=True)) for loop in self.loops]
+        return {**{name: getattr(self, name) for name in self.__struct_fields__}, "loops": loops}
 
 
 def lower(file: str, base: int, itemsize: int, source: int, target: int, loops: Sequence[Loop]) -> Transfer:

@@ -64,7 +64,7 @@ def test_what_was_written_is_well(written: Path) -> None:
     assert found.ok
     assert found.against == "manifest"
     assert not found.problems
-    assert not found.extra
+    assert not found.unlisted
     with tx.open(written) as checkpoint:
         assert found.tensors == len(checkpoint)
         assert found.bytes_read == sum(tensor.nbytes for tensor in checkpoint.values())
@@ -165,7 +165,7 @@ def test_files_that_were_added_are_shown_and_no_fault(copy: Path) -> None:
     (copy / "other.bin").write_bytes(b"1")
     found = verified(copy)
     assert found.ok
-    assert found.extra == ("README.md", "other.bin")
+    assert found.unlisted == ("README.md", "other.bin")
 
 
 def test_tensors_that_the_manifest_does_not_know(copy: Path) -> None:

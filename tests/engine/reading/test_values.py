@@ -153,6 +153,13 @@ def test_item_4_selections_by_pattern(source: Path) -> None:
             found[checkpoints.GATE]
         with pytest.raises(tx.TransaxleError, match="no tensor has a name like 'q_proj'"):
             checkpoint.select("q_proj")
+        for some in (checkpoint, found, checkpoint.as_dialect("torchtitan")):
+            with pytest.raises(KeyError, match=r"no tensor is named '\*\.0\.\*': for those that match it, \.select\("):
+                some["*.0.*"]
+            with pytest.raises(KeyError, match=r"^'q_proj'$"):
+                some["q_proj"]
+            assert some.get("*.0.*") is None
+            assert "*.0.*" not in some
         assert repr(found).startswith("<2 tensors of <checkpoint ")
         assert len(found.select("*.0.*")) == 1
 

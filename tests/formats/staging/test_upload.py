@@ -289,7 +289,7 @@ def test_no_reader_ever_sees_a_mixture(
     assert list(dict.fromkeys(seen)) == order
     assert seen == sorted(seen, key=order.index)
     checked = tx.verify(url)
-    assert (checked.ok, checked.against, checked.extra) == (True, "manifest", ())
+    assert (checked.ok, checked.against, checked.unlisted) == (True, "manifest", ())
 
 
 def test_a_source_is_never_written_to(store: Store, tmp_path: Path) -> None:

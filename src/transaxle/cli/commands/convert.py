@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +17,9 @@ from transaxle.cli.screen.quantities import duration, plural, size, speed
 from transaxle.cli.screen.recoded import print_measured, print_stayed
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
-from transaxle.engine.compare.compare import Comparison, compare
-from transaxle.engine.compare.pair import of_second
-from transaxle.engine.compare.verification import Verification, verify
 from transaxle.engine.execute.execute import Report, execute
 from transaxle.engine.execute.preflight import preflight
-from transaxle.engine.execute.resume_check import reproduced
+from transaxle.engine.execute.read_back import read_back
 from transaxle.engine.plan.conversion import Prepared, make_plan, ready
 from transaxle.errors import TransaxleError
 from transaxle.formats.storage.storage import unpinned
@@ -95,10 +92,10 @@ def command(
             report = _together(screen, *work)
             if not is_lead():
                 return 0  # the first rank speaks for all
-            if not check:
-                return _told(screen, report, [])
-            with work[0].planned() as prepared:
-                return _told(screen, report, _verified(screen, prepared, dst, source_options, limit))
+            if check:
+                with work[0].planned() as prepared:
+                    report = _verified(screen, prepared, report, dst, source_options, limit)
+            return _told(screen, report)
     with open_checkpoint(src, **source_options) as source:
         with screen.working("planning"):
             prepared = make_plan(source, to, target=dst, **shaping)
@@ -117,7 +114,7 @@ def command(
                 report = execute(
                     prepared, dst, overwrite=overwrite, resume=resume, sync=not no_sync, limit=limit, progress=progress
                 )
-        return _told(screen, report, _verified(screen, prepared, dst, source_options, limit) if check else [])
+        return _told(screen, _verified(screen, prepared, report, dst, source_options, limit) if check else report)
 
 
 def _together(screen: Screen, asked: ConversionOrder, how: Launch) -> Report:
@@ -137,38 +134,29 @@ def _together(screen: Screen, asked: ConversionOrder, how: Launch) -> Report:
         raise click.exceptions.Exit(error.exit_code) from None
 
 
-def _told(screen: Screen, report: Report, checked: Sequence[Verification | Comparison]) -> int:
+def _told(screen: Screen, report: Report) -> int:
     """Print what was done, and return the exit code."""
+    found = report.verification
+    code = 0 if found is None or found.ok else 1
     if screen.as_json:
-        screen.document({**report.as_json(), **{_KEYS[type(result)]: result.as_json() for result in checked}})
-        return 0 if all(checked) else 1
+        screen.document(report.as_json())
+        return code
     for note in report.leftovers:
         screen.note(note)
     print_report(screen, report)
-    for result in checked:
-        if isinstance(result, Comparison):
-            print_comparison(screen, result)
-        else:
-            print_verification(screen, result)
-    return 0 if all(checked) else 1
-
-
-_KEYS = {Verification: "verification", Comparison: "comparison"}
+    if found is not None:
+        print_verification(screen, found)
+        if found.comparison is not None:
+            print_comparison(screen, found.comparison)
+    return code
 
 
 def _verified(
-    screen: Screen, prepared: Prepared, dst: str, source_options: dict[str, Any], limit: Limits
-) -> list[Verification | Comparison]:
-    """Check the result against its manifest and the source; what was encoded is encoded again for comparison."""
+    screen: Screen, prepared: Prepared, report: Report, dst: str, reading: Mapping[str, Any], limit: Limits
+) -> Report:
+    """Read the result back; return the report with what came out."""
     screen.consequence, screen.way_on = f"{dst} is written, but not verified", ""
-    reading = {name: value for name, value in of_second(source_options).items() if name != "decode"}
-    with open_checkpoint(dst, **reading) as written:
-        with screen.progress(written.container.nbytes, "verifying") as progress:
-            verification = verify(written, limit, progress)
-        with screen.progress(written.container.nbytes, "comparing") as progress:
-            if prepared.plan.band:
-                return [verification, reproduced(prepared, written, limit, progress)]
-            return [verification, compare(prepared.checkpoint, written, limit=limit, progress=progress)]
+    return replace(report, verification=read_back(prepared, dst, reading, limit, screen.progress))
 
 
 def print_report(screen: Screen, report: Report) -> None:

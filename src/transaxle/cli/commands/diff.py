@@ -82,7 +82,7 @@ def _print_names(screen: Screen, comparison: Comparison) -> None:
     hidden_rows = screen.table(cells, most=_ROWS)
     if hidden_rows:
         screen.line(f"  … and {hidden_rows:,} more rows (--all or --json shows them)")
-    equal = sum(comparison.compared.values()) - sum(d.kind not in _UNCOMPARED for d in comparison.differences)
+    equal = comparison.tensors - sum(d.kind not in _UNCOMPARED for d in comparison.differences)
     screen.line(f"  {plural(len(names), 'tensor')} {'differs' if len(names) == 1 else 'differ'}, {equal:,} equal")
     if any(difference.kind == "encoding" for difference in comparison.differences):
         screen.line("  the encodings differ: --numeric compares the values")
@@ -150,6 +150,6 @@ def _print_stat(screen: Screen, comparison: Comparison, components: Mapping[str,
         for component, group in groups.items()
     ]
     cells += [[description, plural(count, "tensor"), ""] for description, count in uncompared.items()]
-    equal = sum(comparison.compared.values()) - sum(len(group) for group in groups.values())
+    equal = comparison.tensors - sum(len(group) for group in groups.values())
     cells.append(["everything else", f"{plural(equal, 'tensor')} equal", ""])
     screen.table(cells)

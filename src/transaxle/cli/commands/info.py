@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import textwrap
-from collections import Counter
 from importlib import metadata
 from typing import Any
 
@@ -18,27 +17,18 @@ from transaxle.cli.commands.plan import folded
 from transaxle.cli.program import COMMANDS
 from transaxle.cli.screen.quantities import parameters, percent, plural, size
 from transaxle.cli.screen.screen import Screen
-from transaxle.cli.screen.summary import totals
 from transaxle.cli.tables.legend import axis_facts, axis_rows, dialect_facts, dialect_rows
 from transaxle.encodings.arithmetic.codec import active
-from transaxle.engine.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from transaxle.engine.checkpoint.manifest import load, stale
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.recognise import pick_family
 from transaxle.engine.checkpoint.settings import settings
-from transaxle.errors import Refusal, TransaxleError
+from transaxle.engine.facts.checkpoint_facts import JsonFacts, checkpoint_facts
 from transaxle.families import builtin
 from transaxle.formats.registry import every_format, writable
 from transaxle.formats.torch_file.quantized_tensors import NOTE
 from transaxle.formats.training_state.state import LEFT_BEHIND, MEGATRON
 from transaxle.formats.training_state.state_groups import GROUPS, PARAMS, ParamGroup
 
-_FACTS = (
-    "model_type", "architectures", "num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads",
-    "num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size", "num_experts",
-    "num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts_per_tok", "tie_word_embeddings",
-    "torch_dtype", "dtype", "quantization_config",
-)  # fmt: skip
-"""Config keys that people look for first."""
 _TOLD = frozenset({GROUPS, NOTE, MEGATRON, LEFT_BEHIND})
 """Metadata keys that have lines of their own: `groups`, `encodings`, `run`, `left`."""
 _OF_RUN = ("iteration", "checkpoint_version")
@@ -47,8 +37,6 @@ _REPLACED = "which replaces the built-in family of this name"
 _SHOWN = 6
 _LABELS = 24
 """Columns reserved for labels and their margins."""
-
-JsonFacts = dict[str, Any]
 
 
 @click.command(
@@ -75,7 +63,7 @@ def command(screen: Screen, path: str | None, source_options: dict[str, Any]) ->
         return _print_table(screen, source_options["family"], source_options.get("rules"))
     if path is not None:
         with open_checkpoint(path, **source_options) as checkpoint:
-            facts = {"path": checkpoint.path, **_recognised(checkpoint), **_contents(checkpoint)}
+            facts = checkpoint_facts(checkpoint)
     facts |= _installation(complete=path is None)
     if screen.as_json:
         screen.document(facts)
@@ -100,92 +88,6 @@ def _print_table(screen: Screen, name: str, rules: str | None) -> int:
         for line in text.splitlines():
             screen.line(line)
     return 0
-
-
-def _recognised(checkpoint: Checkpoint) -> JsonFacts:
-    """Return family and dialect with everything that follows from them, or why they are unknown."""
-    facts: JsonFacts = {"format": checkpoint.format, "family": None, "dialect": None, "reason": None, "prefix": None}
-    facts |= {
-        "replaces": False,
-        "read": None,
-        "names": len(checkpoint.catalog.entries),
-        "unknown": [],
-        "axes": {},
-        "tied": [],
-        "aliases": {},
-    }
-    try:
-        reading = checkpoint.recognised
-        bound = checkpoint.bound
-        sizes = checkpoint.sizes
-        ties = [tie for tie in reading.family.ties if sizes.holds(tie.when, {})]
-        facts |= {
-            "family": reading.family.name,
-            "replaces": checkpoint.settings.families.replaces(reading.family.name),
-            "dialect": reading.dialect.label,
-            "prefix": reading.prefix,
-            "read": sum(len(names) for names in bound.names.values()),
-            "unknown": list(bound.unknown),
-            "axes": dict(sizes.at({})),
-            "tied": [f"{tie.alias} = {tie.original}" for tie in ties],
-        }
-    except TransaxleError as error:
-        if checkpoint.settings.family or checkpoint.settings.dialect:
-            raise
-        facts["reason"] = error.refusals[0].as_json()
-    if checkpoint.manifest is not None:
-        facts["aliases"] = dict(checkpoint.manifest.aliases)
-    return facts
-
-
-def _contents(checkpoint: Checkpoint) -> JsonFacts:
-    """Return the amount of data by dtype and file, and whether it is as it was written."""
-    amount = totals(checkpoint)
-    dtypes: Counter[str] = Counter()
-    count: Counter[str] = Counter()
-    for tensor in checkpoint.values():
-        dtypes[tensor.dtype] += tensor.nbytes
-        count[tensor.dtype] += 1
-    container = checkpoint.container
-    return {
-        "tensors": amount.tensors,
-        "parameters": amount.parameters,
-        "bytes": amount.bytes,
-        "config": {key: checkpoint.config[key] for key in _FACTS if key in checkpoint.config},
-        "dtypes": {code: {"tensors": count[code], "bytes": nbytes} for code, nbytes in dtypes.most_common()},
-        "encodings": _encodings(checkpoint),
-        "misfits": [refusal.as_json() for refusal in checkpoint.catalog.refusals],
-        "files": dict(container.files),
-        "carried": list(container.carried),
-        "ignored": list(container.ignored),
-        "metadata": dict(container.metadata),
-        "manifest": _manifest(checkpoint),
-    }
-
-
-def _encodings(checkpoint: Checkpoint) -> list[JsonFacts]:
-    """Return the number of tensors in each encoding."""
-    count = Counter((tensor.encoding.name, tensor.convention) for tensor in checkpoint.encoded.values())
-    return [
-        {"encoding": encoding, "convention": convention, "tensors": tensors}
-        for (encoding, convention), tensors in count.most_common()
-    ]
-
-
-def _manifest(checkpoint: Checkpoint) -> JsonFacts:
-    """Return whether there is a manifest, and whether its files are unchanged."""
-    problems: list[Refusal] = []
-    made_of: JsonFacts = {}
-    try:
-        manifest = load(checkpoint.container)
-        if manifest is None:
-            return {"state": "none", "problems": []}
-        made_of = {"source": manifest.source} if manifest.source else {}
-        problems = stale(manifest, checkpoint.container)
-    except TransaxleError as error:
-        problems = list(error.refusals)
-    state = "stale" if problems else "matches"
-    return {"state": state, "problems": [problem.as_json() for problem in problems], **made_of}
 
 
 def _installation(*, complete: bool) -> JsonFacts:

@@ -12,6 +12,7 @@ from transaxle.cli.command import Command
 from transaxle.cli.screen import summary
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+from transaxle.engine.facts.checkpoint_facts import totals
 
 
 @click.command(
@@ -50,7 +51,7 @@ def command(screen: Screen, path: str, seen_as: str | None, source_options: dict
                     "format": checkpoint.format,
                     "family": checkpoint.family,
                     "dialect": view.dialect,
-                    **asdict(summary.totals(view)),
+                    **asdict(totals(view)),
                     "rows": [summary.as_json(row) for row in rows],
                 }
             )

@@ -80,9 +80,9 @@ def print_verification(screen: Screen, result: Verification) -> None:
 
 def print_comparison(screen: Screen, compared: Comparison) -> None:
     """Print whether two checkpoints are equal, and if not, where to look."""
-    first, second = (f"{count:,}" for count in compared.tensors)
+    first, second = (f"{count:,}" for count in compared.stored)
     if compared.equal:
-        counts = f"{first} = {second} tensors" if first != second else plural(compared.tensors[0], "tensor")
+        counts = f"{first} = {second} tensors" if first != second else plural(compared.stored[0], "tensor")
         screen.line(("equal", "green"), f": {counts}, {parameters(compared.parameters)}")
         print_across(screen, compared)
         return

@@ -7,6 +7,7 @@ files that anybody may have written, so control characters in them are shown, ne
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -84,7 +85,11 @@ class Screen:
 
     def document(self, data: Mapping[str, Any]) -> None:
         """Print the result as the one JSON document."""
-        sys.stdout.write(json.dumps(data, indent=2, default=_number) + "\n")
+        try:
+            text = json.dumps(data, indent=2, default=_number, allow_nan=False)
+        except ValueError:
+            text = json.dumps(_with_words(data), indent=2, default=_number, allow_nan=False)
+        sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
     def table(self, rows: Sequence[Sequence[str]], *, indent: str = "  ", most: int | None = None) -> int:
@@ -277,6 +282,18 @@ def _bar(label: str, total: int, *, stays: bool) -> Iterator[Progress]:
 def _number(value: Any) -> object:
     """Return a numpy scalar, such as a setting of an optimizer, as a plain number."""
     return value.item()
+
+
+def _with_words(value: Any) -> Any:
+    """Return JSON data with words for numbers that JSON has no digits for."""
+    if isinstance(value, Mapping):
+        return {key: _with_words(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_words(item) for item in value]
+    plain = value.item() if hasattr(value, "item") else value
+    if not isinstance(plain, float) or math.isfinite(plain):
+        return plain
+    return "NaN" if math.isnan(plain) else "Infinity" if plain > 0 else "-Infinity"
 
 
 def _json_line(event: Event) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from transaxle.axes.notation.name import natural, skeleton
@@ -11,30 +10,10 @@ from transaxle.cli.screen.fold import FoldedRow, fold
 from transaxle.cli.screen.quantities import parameters, plural, size
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import pick_dialect
+from transaxle.engine.facts.checkpoint_facts import totals
 from transaxle.errors import TransaxleError
 
 UNKNOWN = "unknown family"
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """The amount of data in a checkpoint."""
-
-    tensors: int
-    """Stored tensors."""
-    parameters: int
-    """Elements of all of them."""
-    bytes: int
-    """Bytes of all of them."""
-    files: int
-    """Files that hold tensors."""
-
-
-def totals(checkpoint: Checkpoint) -> Totals:
-    """Count the tensors of a checkpoint, in the dialect of the view."""
-    tensors = list(checkpoint.values())
-    tensor_files = {extent.file for entry in checkpoint.container.entries.values() for extent in entry.extents}
-    return Totals(len(tensors), checkpoint.parameters, sum(t.nbytes for t in tensors), len(tensor_files))
 
 
 def headline(checkpoint: Checkpoint, view: Checkpoint) -> str:

@@ -28,7 +28,7 @@ from transaxle.engine.checkpoint.stored_tensor import StoredTensor
 from transaxle.engine.copying.arithmetic import steps
 from transaxle.engine.copying.source import Source
 from transaxle.engine.reading.reopening import Reopening, refuse_to_pickle, reopened, table
-from transaxle.engine.reading.tensor_set import TensorSet
+from transaxle.engine.reading.tensor_set import TensorSet, no_such_name
 from transaxle.engine.views.encoded import Catalog, View, describes_tensors, viewed
 from transaxle.engine.views.name_filter import chosen
 from transaxle.engine.views.param_groups import regrouped
@@ -356,6 +356,8 @@ class Checkpoint(TensorSet):
         return plain + sum(prod(tensor.shape) for tensor in self.encoded.values())
 
     def __getitem__(self, name: str) -> StoredTensor:
+        if "*" in name and name not in self.targets:
+            raise no_such_name(name)
         return StoredTensor(name, *self.view.described(name), self.targets[name], self.source, self)
 
     def __iter__(self) -> Iterator[str]:

@@ -15,6 +15,7 @@ from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
+from transaxle.engine.number_text import plural, size
 from transaxle.engine.plan.training_beside import beside
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.dtype import ITEM_BITS, numpy_dtype
@@ -26,13 +27,15 @@ _STEP = "/step"
 """How the names of an optimizer's counters end: a number, which some formats keep as a tensor of one element."""
 DifferenceKind = Literal["only_first", "only_second", "shape", "dtype", "encoding", "values", "copies"]
 """How a tensor differs."""
+_SHOWN = 12
+"""Differences that a printed comparison shows."""
 _REALS = frozenset({"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"})
 """Types whose values can be compared with those of each other."""
 _WIDEST = "fp32"
 """What encoded tensors are decoded to where values are compared."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Difference:
     """One tensor that is not the same on both sides."""
 
@@ -53,8 +56,12 @@ class Difference:
     relative: float | None = None
     """Norm of the difference over the norm of the second."""
 
+    def __repr__(self) -> str:
+        measured = "" if self.max_abs is None else f", max |Δ| {self.max_abs:.1e}"
+        return f"<difference {self.name}: {self.detail or self.kind}{measured}>"
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Comparison:
     """The result of comparing two checkpoints. True if nothing differs."""
 
@@ -64,7 +71,7 @@ class Comparison:
     """Path of the second."""
     dialect: str | None
     """Dialect in which they were compared."""
-    tensors: tuple[int, int]
+    stored: tuple[int, int]
     """Tensors as stored on either side."""
     compared: dict[str, int]
     """Logical tensor -> number of tensors that both sides hold of it."""
@@ -76,6 +83,11 @@ class Comparison:
     """Everything that differs, by name."""
     across: Mapping[str, int] = field(default_factory=dict)
     """Two number formats, as one text -> number of tensors whose values were compared across them."""
+
+    @property
+    def tensors(self) -> int:
+        """Tensors compared."""
+        return sum(self.compared.values())
 
     @property
     def equal(self) -> bool:
@@ -91,6 +103,22 @@ class Comparison:
         """Whether the only differences are optimizer states that one side lacks."""
         return all(d.kind in {"only_first", "only_second"} and d.name.startswith(OPTIMIZER) for d in self.differences)
 
+    def __repr__(self) -> str:
+        return f"<comparison {self.first} and {self.second}: {self.verdict}>"
+
+    def __str__(self) -> str:
+        """Return what `print` shows: the verdict, and the first differences."""
+        lines = [f"{self.first} and {self.second}: {self.verdict}"]
+        lines += [f"  {repr(each)[1:-1]}" for each in self.differences[:_SHOWN]]
+        more = len(self.differences) - _SHOWN
+        return "\n".join([*lines, *([f"  … and {more:,} more: .differences"] if more > 0 else [])])
+
+    @property
+    def verdict(self) -> str:
+        """What came out, in a few words."""
+        amount = f"{plural(self.tensors, 'tensor')}, {size(self.bytes_read)} compared"
+        return f"equal, {amount}" if self.equal else f"{plural(len(self.differences), 'difference')}, {amount}"
+
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
         return {
@@ -98,7 +126,8 @@ class Comparison:
             "first": self.first,
             "second": self.second,
             "dialect": self.dialect,
-            "tensors": list(self.tensors),
+            "tensors": self.tensors,
+            "stored": dict(zip(("first", "second"), self.stored, strict=True)),
             "parameters": self.parameters,
             "bytes_read": self.bytes_read,
             "across": dict(self.across),

@@ -10,6 +10,7 @@ from typing import Any
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.manifest import Manifest, TensorRecord, load, stale
 from transaxle.engine.compare.compare import Comparison, Difference, compare
+from transaxle.engine.number_text import plural, size
 from transaxle.errors import Refusal, Where
 from transaxle.formats.catalog.catalog import Checksum, Container
 from transaxle.formats.catalog.checksums import Witness
@@ -23,10 +24,13 @@ from transaxle.move.transport import Alone
 from transaxle.move.workers import Limits, Progress, Worker, limits, share, unwatched
 from transaxle.spans import stage
 
+_SHOWN = 3
+"""Problems that a printed verification shows."""
+_WELL = {"manifest": "intact", "digests": "intact", "structure": "sound, the data is unchecked"}
 _CHANGED = "the bytes were changed after they were written"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Verification:
     """The result of a verification. True if all is well."""
 
@@ -42,7 +46,7 @@ class Verification:
     """
     problems: tuple[Refusal, ...] = ()
     """Everything that is wrong."""
-    extra: tuple[str, ...] = ()
+    unlisted: tuple[str, ...] = ()
     """Files in the folder that the manifest does not list; they are not checked."""
     comparison: Comparison | None = None
     """The comparison with the second checkpoint; None without one."""
@@ -66,6 +70,27 @@ class Verification:
         """Return the verdict, so that `assert tx.verify(a, b)` is what it says."""
         return self.ok
 
+    def __repr__(self) -> str:
+        return f"<verification {self.verdict}>"
+
+    def __str__(self) -> str:
+        """Return what `print` shows: the verdict, and the first problems or differences."""
+        if self.comparison is not None:
+            return str(self.comparison)
+        lines = [self.verdict, *(f"  {line}" for each in self.problems[:_SHOWN] for line in str(each).splitlines())]
+        more = len(self.problems) - _SHOWN
+        return "\n".join([*lines, *([f"  … and {more:,} more: .problems"] if more > 0 else [])])
+
+    @property
+    def verdict(self) -> str:
+        """What came out, in a few words."""
+        if self.comparison is not None:
+            return f"against a checkpoint: {self.comparison.verdict}"
+        amount = f"{plural(self.tensors, 'tensor')}, {size(self.bytes_read)} read"
+        if self.problems:
+            return f"against the {self.against}: {plural(len(self.problems), 'problem')}, {amount}"
+        return f"against the {self.against}: {_WELL[self.against]}, {amount}"
+
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
         return {
@@ -75,7 +100,7 @@ class Verification:
             "bytes_read": self.bytes_read,
             "against": self.against,
             "problems": [problem.as_json() for problem in self.problems],
-            "extra": list(self.extra),
+            "unlisted": list(self.unlisted),
             "comparison": None if self.comparison is None else self.comparison.as_json(),
         }
 
@@ -90,7 +115,7 @@ def verify_against(
     """
     comparison = compare(first, second, limit=limit, progress=progress)
     return Verification(
-        sum(comparison.compared.values()),
+        comparison.tensors,
         comparison.parameters,
         comparison.bytes_read,
         "checkpoint",

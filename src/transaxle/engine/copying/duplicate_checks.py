@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -22,6 +23,8 @@ from transaxle.move.endpoint import Readable
 from transaxle.move.transfer import Transfer
 from transaxle.move.workers import Limits, Pair, share
 from transaxle.spans import stage
+
+_SIDES = ("first", "second")
 
 
 class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
@@ -39,6 +42,12 @@ class PlannedCheck(msgspec.Struct, frozen=True, gc=False):
     """Reads the second, in the first's layout."""
     rounded: tuple[str, str] | None = None
     """Dtypes of both, where the second is the first in lower precision."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain JSON data, with a name for each number."""
+        sides = {side: [each.as_json() for each in getattr(self, side)] for side in _SIDES}
+        rounded = None if self.rounded is None else dict(zip(_SIDES, self.rounded, strict=True))
+        return {"name": self.name, "why": self.why, "nbytes": self.nbytes, **sides, "rounded": rounded}
 
 
 def plan_checks(source: Source, checks: Sequence[Check], problems: list[Refusal]) -> list[PlannedCheck]:

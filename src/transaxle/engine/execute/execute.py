@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from transaxle.arguments import Overwrite
 from transaxle.encodings.arithmetic.codec import Error
+from transaxle.engine.compare.verification import Verification
 from transaxle.engine.copying.duplicate_checks import unequal
 from transaxle.engine.copying.replica_mean import averages_of
 from transaxle.engine.execute.commit import write_known, write_rest
 from transaxle.engine.execute.preflight import Cleared, preflight
 from transaxle.engine.execute.tensor_stream import Sizes, decoding_errors, items_of, measured_sizes
+from transaxle.engine.number_text import duration, plural, size
 from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.engine.plan.planned import Measured, Plan, PlannedTensor
 from transaxle.engine.views.cast import casting_errors, casts_of, refuse_infinite
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from transaxle.formats.staging.location import Stage
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report:
     """The result of a conversion."""
 
@@ -80,11 +82,30 @@ class Report:
     """Where several processes carried the plan out: machine and process -> bytes of tensors that it wrote."""
     source: str = ""
     """What was read, as typed; of a hub at the commit."""
+    verification: Verification | None = None
+    """Where it was asked for: the result against its manifest, with a comparison with the source."""
+
+    def __repr__(self) -> str:
+        return f"<report {self}>"
+
+    def __str__(self) -> str:
+        """Return what `print` shows: one line."""
+        special = {"under their own names": self.kept, "left behind": self.ignored, "with other numbers": self.recoded}
+        rest = "".join(f", {len(names):,} {what}" for what, names in special.items() if names)
+        return (
+            f"{self.path} · {self.format} · {self.dialect} · {plural(self.tensors, 'tensor')}{rest} · "
+            f"{size(self.bytes_written)}, {duration(self.seconds)}"
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
-        data = asdict(replace(self, recoded=()))
+        data = asdict(replace(self, recoded=(), verification=None))
+        del data["verification"]
         data["recoded"] = [each.as_json() for each in self.recoded]
+        if self.verification is not None:
+            data["verification"] = replace(self.verification, comparison=None).as_json()
+            if self.verification.comparison is not None:
+                data["comparison"] = self.verification.comparison.as_json()
         return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
 
 

@@ -185,7 +185,7 @@ def reproduced(prepared: Prepared, written: Checkpoint, limit: Limits, progress:
         first=prepared.checkpoint.path,
         second=written.path,
         dialect=plan.dialect,
-        tensors=(len(plan.tensors), len(written)),
+        stored=(len(plan.tensors), len(written)),
         compared={"": len(plan.tensors) - len(differing)},
         parameters=prepared.checkpoint.parameters,
         bytes_read=plan.bytes_read + sum(tensor.nbytes for tensor in plan.tensors),

@@ -110,6 +110,18 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
         """Table name of the tensor whose codes these are, if it is encoded here."""
         return self.step.tensor if self.step is not None and self.step.role == Role.CODES else None
 
+    def as_json(self, *, copies: bool = True) -> dict[str, Any]:
+        """Return it as plain JSON data; without `copies` the reads that fill it are left out."""
+        bare = msgspec.structs.replace(self, places=(), transfers=(), copies=(), arithmetic=None)
+        data: dict[str, Any] = msgspec.to_builtins(bare)
+        del data["transfers"]
+        if self.arithmetic is not None:
+            steps = [dict(zip(("operation", "scale", "shift"), step, strict=True)) for step in self.arithmetic]
+            data["arithmetic"] = steps
+        data["places"] = [transfer.as_json() for transfer in self.places]
+        data["copies"] = [transfer.as_json() for transfer in self.copies]
+        return data | ({"transfers": [transfer.as_json() for transfer in self.transfers]} if copies else {})
+
 
 class Route(msgspec.Struct, frozen=True):
     """One line of a plan, as people read it."""
@@ -241,15 +253,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def as_json(self, *, copies: bool = True) -> dict[str, Any]:
         """Return the plan as plain JSON data; without `copies` the single byte ranges are left out."""
-        data: dict[str, Any] = msgspec.to_builtins(msgspec.structs.replace(self, refusals=()))
-        data["refusals"] = [refusal.as_json() for refusal in self.refusals]
+        bare = msgspec.structs.replace(self, tensors=(), checks=(), refusals=())
+        data: dict[str, Any] = msgspec.to_builtins(bare)
         data |= {
+            "tensors": [tensor.as_json(copies=copies) for tensor in self.tensors],
+            "checks": [check.as_json() for check in self.checks],
+            "refusals": [refusal.as_json() for refusal in self.refusals],
             "bytes_read": self.bytes_read,
             "bytes_written": self.bytes_written,
             "copies": self.copies,
             "contiguous": self.contiguous,
         }
-        if not copies:
-            for tensor in data["tensors"]:
-                del tensor["transfers"]
         return data

@@ -103,7 +103,7 @@ class Selection(TensorSet):
 
     def __getitem__(self, name: str) -> StoredTensor:
         if name not in self._names:
-            raise KeyError(name)
+            raise no_such_name(name)
         return self._home[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -114,6 +114,11 @@ class Selection(TensorSet):
 
     def __repr__(self) -> str:
         return f"<{len(self):,} tensors of {self._home!r}>"
+
+
+def no_such_name(name: str) -> KeyError:
+    """Return the error of a name that no tensor has; where it is a pattern, it says how tensors are selected."""
+    return KeyError(f"no tensor is named {name!r}: for those that match it, .select({name!r})" if "*" in name else name)
 
 
 def _place(tensor: StoredTensor) -> tuple[str, int]:

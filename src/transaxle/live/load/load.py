@@ -96,11 +96,11 @@ def load(
         group: the ranks that load together, a process group or a mesh of one dim; None: all.
         **options: `family` (None: recognised), `dialect` (of the model's names; None: recognised), `config` (for a
             source without one: a path, a mapping or an object with `to_dict()`), `axes` (axis -> size) and `rules`
-            (path of a table of your own; of an opened source, both are for `open`), `decode` (`bf16`, `fp16` or `fp32`:
-            parameters of this type accept encoded tensors, decoded; None: refuse them), `dtype` (the same types:
-            parameters of this type accept plain floating-point tensors of other types, cast as `.to` does; None: refuse
-            other types), `broadcast_replicated` (read a part that several ranks have once, and send it to the others),
-            `jobs` (reading threads per rank).
+            (path of a table of your own; of an opened source, these three are for `open`), `decode` (`bf16`, `fp16` or
+            `fp32`: parameters of this type accept encoded tensors, decoded; None: refuse them), `dtype` (the same
+            types: parameters of this type accept plain floating-point tensors of other types, cast as `.to` does; None:
+            refuse other types), `broadcast_replicated` (read a part that several ranks have once, and send it to the
+            others), `jobs` (reading threads per rank).
 
     Raises:
         TypeError: an argument of a type that it cannot have.
@@ -153,7 +153,8 @@ def load(
         scalars=plan.beside.scalars,
         extra=plan.beside.extra,
         untrained=plan.untrained,
-        seconds=clock.seconds,
+        seconds=clock.total,
+        stages=clock.stages,
     )
 
 

@@ -22,6 +22,8 @@ from transaxle.live.transport.world import World
 from transaxle.move.hashing import digest
 
 _LARGEST_MANIFEST = 1 << 30
+_OF_OPEN = ("axes", "config", "rules")
+"""Options of `load` that say how a source is opened."""
 
 
 @contextmanager
@@ -30,20 +32,21 @@ def opened(src: CheckpointLike, options: Mapping[str, Any], world: World) -> Ite
 
     Args:
         src: as `load` takes it.
-        options: those of `load`, of which `config`, `axes` and `rules` are for opening it.
+        options: those of `load`, of which some are for opening it.
         world: the ranks.
 
     Raises:
+        TypeError: there are options for a source that is open already.
         TransaxleError: on every rank: what opening it raises; CORRUPT where the ranks have opened different ones.
     """
     if isinstance(src, Checkpoint):
         with world.together():
-            said = [name for name in ("axes", "rules") if options.get(name) is not None]
+            said = [name for name in _OF_OPEN if options.get(name) is not None]
             if said:
                 raise TypeError(f"{', '.join(said)}: pass this to open() instead; the checkpoint is already open")
         yield src
         return
-    reading: dict[str, Any] = {name: options.get(name) for name in ("config", "axes", "rules")}
+    reading: dict[str, Any] = {name: options.get(name) for name in _OF_OPEN}
     with world.together():
         checkpoint = open_checkpoint(read_source("src", src), **reading)
     with checkpoint:

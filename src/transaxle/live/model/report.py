@@ -50,8 +50,10 @@ class LoadReport:
     """States that the caller requested without an object to restore."""
     untrained: tuple[str, ...] = ()
     """Parameters with gradients that are in none of the given optimizers."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Wall time by stage: `plan`, `read`, `exchange`."""
+    seconds: float = 0.0
+    """Wall time of this rank."""
+    stages: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of it by stage: `plan`, `read`, `exchange`."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
@@ -70,7 +72,7 @@ class LoadReport:
         tensors = f"{plural(self.tensors, 'tensor')}, {self.states:,} of the optimizer{rest}"
         return (
             f"{self.path} · {self.dialect} · {tensors} · {read} read of {needed} needed, {received} received, "
-            f"{duration(sum(self.seconds.values()))}"
+            f"{duration(self.seconds)}"
         )
 
 
@@ -98,8 +100,10 @@ class SaveReport:
     """What was left behind."""
     untrained: tuple[str, ...] = ()
     """Parameters with gradients that are in none of the given optimizers, on this rank."""
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Wall time by stage: `plan`, `check`, `write`, `hash`, `commit`."""
+    seconds: float = 0.0
+    """Wall time of this rank."""
+    stages: Mapping[str, float] = field(default_factory=dict)
+    """Seconds of it by stage: `plan`, `check`, `write`, `hash`, `commit`."""
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON data."""
@@ -109,5 +113,5 @@ class SaveReport:
         rest = f", {len(self.kept):,} under their own names" if self.kept else ""
         return (
             f"{self.path} · {self.format} · {self.dialect} · {plural(self.tensors, 'tensor')}{rest} · "
-            f"{size(self.bytes_written)}, {duration(sum(self.seconds.values()))}"
+            f"{size(self.bytes_written)}, {duration(self.seconds)}"
         )

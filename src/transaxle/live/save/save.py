@@ -100,7 +100,8 @@ def write_checkpoint(settings: SaveSettings, state: CollectedState, world: World
         kept=plan.kept,
         ignored=(*plan.ignored, *settings.left),
         untrained=settings.untrained,
-        seconds=clock.seconds,
+        seconds=clock.total,
+        stages=clock.stages,
     )
 
 

@@ -218,10 +218,15 @@ def is_loss(error: TransaxleError) -> bool:
 
 
 class Clock:
-    """Wall time of the phases that ranks go through, by name."""
+    """Wall time of the stages that ranks go through, by name."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+        self.stages: dict[str, float] = {}
+
+    @property
+    def total(self) -> float:
+        """Seconds of all stages."""
+        return sum(self.stages.values())
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -230,7 +235,7 @@ class Clock:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - begin
+            self.stages[name] = self.stages.get(name, 0.0) + time.monotonic() - begin
 
 
 def _raise(errors: Iterable[TransaxleError | None]) -> None:

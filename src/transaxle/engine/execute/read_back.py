@@ -1,0 +1,64 @@
+"""What a conversion has written, read back: held against its manifest, and against its source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from transaxle.engine.checkpoint.checkpoint import open_checkpoint
+from transaxle.engine.compare.compare import compare
+from transaxle.engine.compare.pair import of_second
+from transaxle.engine.compare.verification import Verification, verify
+from transaxle.engine.execute.resume_check import reproduced
+from transaxle.engine.plan.conversion import Prepared
+from transaxle.errors import Refusal, Where, gathered
+from transaxle.move.workers import Limits, Progress, unwatched
+
+_OF_SOURCE = ("decode", "lenient")
+"""Options of reading the source that do not hold for what was made of it, beside those that never hold for a second."""
+Watching = Callable[[int, str], AbstractContextManager[Progress]]
+"""Gives what is told the bytes of a task, by their number and the task's name."""
+
+
+@contextmanager
+def _nobody(_total: int, _label: str) -> Iterator[Progress]:
+    yield unwatched
+
+
+def read_back(
+    prepared: Prepared, target: str, reading: Mapping[str, Any], limit: Limits, watching: Watching = _nobody
+) -> Verification:
+    """Check what was written against its manifest and the source; what was encoded is encoded again for comparison.
+
+    Args:
+        prepared: the plan that was carried out.
+        target: where the checkpoint is.
+        reading: how the source was opened.
+        limit: workers and memory.
+        watching: shows progress.
+    """
+    own = {name: value for name, value in of_second(reading).items() if name not in _OF_SOURCE}
+    with open_checkpoint(target, **own) as written:
+        with watching(written.container.nbytes, "verifying") as progress:
+            found = verify(written, limit, progress)
+        with watching(written.container.nbytes, "comparing") as progress:
+            if prepared.plan.band:
+                return replace(found, comparison=reproduced(prepared, written, limit, progress))
+            return replace(found, comparison=compare(prepared.checkpoint, written, limit=limit, progress=progress))
+
+
+def refuse_unequal(found: Verification, target: str) -> None:
+    """Raise what a verification has found.
+
+    Raises:
+        Refused: CORRUPT with every problem, and every tensor that is not what the source has.
+    """
+    hint = "The checkpoint is there, and is wrong. Check memory and disk, and convert again with overwrite=True."
+    differing = (
+        Refusal("CORRUPT", f"it is not what the source has: {each.detail or each.kind}", Where(target, each.name), hint)
+        for each in found.differences
+    )
+    if not found.ok:
+        raise gathered([*found.problems, *differing])
