@@ -108,7 +108,6 @@ def load(
     """
     check_keywords("load", options, Loading.__annotations__)
     world, clock = World(group), Clock()
-    jobs = options.get("jobs")
     with world.together():
         request, meta_device = _request(state, optimizer, extra, options, strict=strict), read_device("device", device)
     with opened(src, options, world) as source:
@@ -117,11 +116,11 @@ def load(
             plan = plan_load(request, checkpoint, world)
             items, names = reads(plan.wanted, plan.stored, once=options.get("broadcast_replicated", True))
         with clock.stage("check"), world.together():
-            _check_copies(plan.view, world, jobs)
+            _check_copies(plan.view, world, options.get("jobs"))
         with world.together():
             filled = destinations(plan, state, checkpoint, meta_device)
             storage = plan.view.checkpoint.container.storage
-            limit = replace(limits(jobs), waste=_WASTE, gap=_GAP, few=_FEW)
+            limit = replace(limits(options.get("jobs")), waste=_WASTE, gap=_GAP, few=_FEW)
             movement = Movement(items, storage, Rooms(filled.landings, names), limit, RankExchange(world))
         read_before = counter.count
         with clock.stage("read"), world.together():
