@@ -47,6 +47,15 @@ def test_item_5_notebooks_show_names_as_text(tmp_path: Path) -> None:
         assert "… and 11 more" in checkpoint._repr_html_()
 
 
+def test_notebooks_show_comparisons_and_verifications_as_text(source: Path, tmp_path: Path) -> None:
+    renamed = {f"<{name}>": each for name, each in checkpoints.tensors().items()}
+    other = checkpoints.write(tmp_path / "<b>", renamed)
+    for shown in (tx.diff(source, other), tx.verify(source, other), tx.verify(source)):
+        html = shown._repr_html_()
+        assert ("&lt;" in html) is (shown.equal is False)
+        assert "<" not in html.removeprefix("<pre>").removesuffix("</pre>")
+
+
 def test_item_5_a_closed_checkpoint_says_so(source: Path) -> None:
     checkpoint = tx.open(source)
     view, cast = checkpoint.as_dialect("torchtitan"), checkpoint.cast("fp32")

@@ -15,7 +15,7 @@ from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.recognise import IDENTITY
 from transaxle.engine.copying.duplicate_checks import plan_checks, unequal
-from transaxle.engine.number_text import plural, size
+from transaxle.engine.number_text import notebook, plural, size
 from transaxle.engine.plan.training_beside import beside
 from transaxle.errors import Refusal, TransaxleError
 from transaxle.formats.dtype import ITEM_BITS, numpy_dtype
@@ -112,6 +112,9 @@ class Comparison:
         lines += [f"  {repr(each)[1:-1]}" for each in self.differences[:_SHOWN]]
         more = len(self.differences) - _SHOWN
         return "\n".join([*lines, *([f"  … and {more:,} more: .differences"] if more > 0 else [])])
+
+    def _repr_html_(self) -> str:
+        return notebook(str(self))
 
     @property
     def verdict(self) -> str:

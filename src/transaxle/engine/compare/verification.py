@@ -10,7 +10,7 @@ from typing import Any
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
 from transaxle.engine.checkpoint.manifest import Manifest, TensorRecord, load, stale
 from transaxle.engine.compare.compare import Comparison, Difference, compare
-from transaxle.engine.number_text import plural, size
+from transaxle.engine.number_text import notebook, plural, size
 from transaxle.errors import Refusal, Where
 from transaxle.formats.catalog.catalog import Checksum, Container
 from transaxle.formats.catalog.checksums import Witness
@@ -80,6 +80,9 @@ class Verification:
         lines = [self.verdict, *(f"  {line}" for each in self.problems[:_SHOWN] for line in str(each).splitlines())]
         more = len(self.problems) - _SHOWN
         return "\n".join([*lines, *([f"  … and {more:,} more: .problems"] if more > 0 else [])])
+
+    def _repr_html_(self) -> str:
+        return notebook(str(self))
 
     @property
     def verdict(self) -> str:
