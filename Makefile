@@ -26,6 +26,7 @@ WHEEL_VENV ?= $(VENV)-wheel
 WHEEL_BIN := $(WHEEL_VENV)/bin
 MEGATRON_PIP  := $(MEGATRON_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile
+ASSETS := src/transaxle/reports/assets
 KERNEL := src/transaxle/encodings/arithmetic/kernel.c src/transaxle/formats/storage/runs.c
 
 export PYTHONUTF8 = 1
@@ -34,7 +35,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 QUICK := -m 'not oracle and not megatron and not vllm and not peers and not slow and not gpu' --quick --examples 10
 
-.PHONY: help demo check test oracle megatron vllm fuzz bench bench-compare docs wheel lint format clean
+.PHONY: help demo check test oracle megatron vllm fuzz bench bench-compare docs charts wheel lint format clean
 .DELETE_ON_ERROR:
 
 help:
@@ -49,6 +50,7 @@ help:
 	@echo 'make bench-compare BASE=REV  the same beside those of another revision'
 	@echo 'make docs    the documentation, in build/docs/index.html'
 	@echo 'make wheel   what is published, in dist/: the source and two wheels, checked'
+	@echo 'make charts  the part of ECharts that reports draw with, from npm (to raise its version)'
 	@echo 'make format  let ruff fix what it can'
 	@echo 'make clean   remove everything these commands made'
 
@@ -111,8 +113,17 @@ wheel: $(WHEEL_VENV)/.all
 	$(WHEEL_BIN)/twine check --strict dist/*
 	$(WHEEL_BIN)/check-wheel-contents dist/*.whl
 
+# The result is in the repository, so nobody needs npm to build or install the package. Versions and hashes of what it is
+# made of are in charts/package-lock.json; scripts of packages do not run.
+charts:
+	npm --prefix charts ci --ignore-scripts --no-audit --no-fund
+	{ echo '/* Part of Apache ECharts (Apache-2.0), zrender (BSD-3-Clause), tslib (0BSD) and d3 (BSD-3-Clause): see'; \
+	  echo '   echarts.LICENSE. Made by `make charts`. */'; npm --prefix charts run --silent build; } > $(ASSETS)/echarts.min.js
+	cd charts/node_modules && tail -n +1 echarts/NOTICE echarts/LICENSE zrender/LICENSE tslib/LICENSE.txt \
+		echarts/licenses/LICENSE-d3 > ../../$(ASSETS)/echarts.LICENSE
+
 clean:
-	rm -rf .venv .venv-megatron .venv-vllm .venv-wheel build dist src/transaxle/*/*/lib*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build
+	rm -rf charts/node_modules .venv .venv-megatron .venv-vllm .venv-wheel build dist src/transaxle/*/*/lib*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis docs/_build
 	find src tests docs benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
 $(BIN)/python:

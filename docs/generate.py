@@ -22,8 +22,8 @@ import msgspec
 from transaxle import cli, families
 from transaxle.cli.command import NAME
 from transaxle.cli.program import COMMANDS, program
-from transaxle.cli.tables.legend import dialect_rows
 from transaxle.engine.explanations import EXPLANATIONS
+from transaxle.engine.facts.legend import dialect_rows
 from transaxle.errors import CODES, refuse
 from transaxle.families import BLOCKS, INDEX, SPELLED, Entry, Tables, is_traced, read_all, spelling
 

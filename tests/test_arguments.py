@@ -43,6 +43,7 @@ OTHERWISE = {
     "bias": "whether a layer has one; of a product, the bias itself",
     "on": "of a conversion, who carries it out; of tensors put together, the ranks that get them",
     "shape": "of a matrix; of a matrix or a stack of them",
+    "src": "a checkpoint; of a report also a plan",
     "tensor": "what is converted, from one package to another",
 }
 """Names that mean two things, and which."""
@@ -98,7 +99,7 @@ PUBLIC = {_name(function): function for function in _public()}
 def test_no_signature_is_made_up() -> None:
     """What the interpreter says is what an IDE reads in the source, and where options stand that are not given."""
     stated = dict(_stated())
-    assert len(stated) == 18
+    assert len(stated) == 19
     assert {name: _arguments(code) for name, code in stated.items()} == {
         name: _written(code) for name, code in stated.items()
     }
@@ -212,6 +213,7 @@ def calls(tmp_path: Path) -> dict[str, Callable[..., Any]]:
         "derive": given(converter="llama"),
         "diff": given(a=src, b=src),
         "clean": given(path=out),
+        "report": given(src=src, dst=out),
         "load": given(state=state, src=src),
         "save": save,
         "async_save": save,

@@ -33,6 +33,7 @@ CORE = {
     "info",
     "open",
     "plan",
+    "report",
     "verify",
 }
 LIVE = {

@@ -43,8 +43,8 @@ def _room(*below: str, needs: frozenset[str] = CORE) -> Room:
 HOUSE = {
     # The doors: what a user meets.
     "__main__": _room("cli", needs=frozenset()),
-    "cli": _room(DOORWAY, "derivation", "live", "engine", needs=CORE | TERMINAL),
-    DOORWAY: _room("_api", "refit", "parallel", "nn", "live", "quant", needs=frozenset()),
+    "cli": _room(DOORWAY, "reports", "derivation", "live", "engine", needs=CORE | TERMINAL),
+    DOORWAY: _room("_api", "reports", "refit", "parallel", "nn", "live", "quant", needs=frozenset()),
     "_api": _room("derivation", "live", "engine"),
     # The training side: only these six may import torch.
     "refit": _room("live", needs=CORE | TRAINING),
@@ -53,6 +53,8 @@ HOUSE = {
     "live": _room("quant", "torch_tensors", "engine", needs=CORE | TRAINING),
     "quant": _room("torch_tensors", "encodings", needs=CORE | TRAINING | {"triton"}),
     "torch_tensors": _room("axes", needs=CORE | TRAINING),
+    # Pages for a browser.
+    "reports": _room("engine"),
     # Tables from what converters do.
     "derivation": _room("engine"),
     # What vLLM calls in each of its processes: it must cost them nothing.
@@ -81,6 +83,7 @@ LAZY_EXTRAS = {
     "refit/plugs/vllm_engine.py": frozenset({"vllm"}),
     "refit/plugs/vllm_source.py": frozenset({"vllm"}),
     "refit/plugs/vllm_weights.py": frozenset({"vllm"}),
+    "reports/html_page.py": frozenset({"jinja2"}),
     "vllm_plugin.py": frozenset({"vllm"}),
 }
 """Modules that may import more than their room, inside functions only."""

@@ -38,6 +38,7 @@ _ELSEWHERE = {
     "explain": "engine.explanations",
     "load": "live.load.load",
     "loadable_as": "live.reexpress.state_dict_adapter",
+    "report": "reports.reporting",
     "reshard": "live.reexpress.reshard",
     "save": "live.save.save",
     "state_dict_as": "live.reexpress.state_dict_adapter",
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
     from transaxle.live.sharding.dcp_chunks import as_runs
     from transaxle.live.training.extra_state import Random
     from transaxle.refit.refitting import Refit, RefitReport
+    from transaxle.reports.reporting import report
 
 
 def __getattr__(name: str) -> Any:
@@ -160,6 +162,7 @@ __all__ = [
     "plan",
     "quant",
     "refit",
+    "report",
     "reshard",
     "save",
     "state_dict_as",

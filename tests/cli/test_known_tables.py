@@ -11,7 +11,7 @@ import pytest
 from tests.cli.running import USAGE, Transaxle, lines, only, process
 from tests.cli.test_program import COUNTED
 from transaxle.axes.notation.tables import read
-from transaxle.cli.tables.legend import PEERS, axes_of
+from transaxle.engine.facts.legend import PEERS, axes_of
 from transaxle.families import builtin
 
 ORACLES = Path(__file__).parents[2] / "docs" / "reference" / "oracles.json"

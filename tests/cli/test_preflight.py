@@ -196,7 +196,8 @@ def test_a_plan_from_python_says_the_same(ck: Path) -> None:
 
 
 def test_they_take_the_same_options() -> None:
-    taken, of_plans = [], {"meshes", "together", "ranks_per_node", "path"}  # of refits, and where a plan is stored
+    # of refits, and where a plan is stored or shown
+    taken, of_plans = [], {"meshes", "together", "ranks_per_node", "path", "report"}
     for name in ("plan", "convert"):
         command = program.commands.get(name) or program.get_command(None, name)  # type: ignore[arg-type]
         assert command is not None

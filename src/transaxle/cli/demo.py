@@ -16,9 +16,9 @@ import click
 import transaxle as tx
 from transaxle.cli import options
 from transaxle.cli.command import Command
-from transaxle.cli.screen.moves import RENAMED, UNCHANGED, rules, words
 from transaxle.cli.screen.quantities import parameters, plural
 from transaxle.cli.screen.screen import Screen
+from transaxle.engine.facts.moves import RENAMED, UNCHANGED, rules, words
 from transaxle.errors import refuse
 
 _SIZES = {

@@ -16,6 +16,7 @@ COMPLETE = "_TRANSAXLE_COMPLETE"
 _LOADERS: dict[str, tuple[str, str]] = {
     "ls": ("List the tensors, layers and experts folded.", "transaxle.cli.commands.ls"),
     "info": ("Describe a checkpoint, or this installation.", "transaxle.cli.commands.info"),
+    "report": ("Write a page to look at in a browser.", "transaxle.cli.pages.write_report"),
     "families": ("List the families of models that tables are known for.", "transaxle.cli.tables.known_families"),
     "dialects": ("List the layouts that tables know, by framework.", "transaxle.cli.tables.known_dialects"),
     "plan": ("Show what a conversion would do; write nothing.", "transaxle.cli.commands.plan"),

@@ -5,12 +5,21 @@ from __future__ import annotations
 from html import escape
 
 _STEPS = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
+_COUNTS = ((10**12, "T"), (10**9, "B"), (10**6, "M"))
 
 
 def short(value: float) -> str:
     """Write a number below a thousand with three or four digits that count."""
     text = f"{value:.2f}" if value < 100 else f"{value:.1f}"
     return text.rstrip("0").rstrip(".")
+
+
+def parameters(count: int) -> str:
+    """Write a number of parameters: `30.53 B parameters`, `13,936 parameters`."""
+    for unit, letter in _COUNTS:
+        if count >= unit:
+            return f"{short(count / unit)} {letter} parameters"
+    return plural(count, "parameter")
 
 
 def size(count: int) -> str:

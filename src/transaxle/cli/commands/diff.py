@@ -12,12 +12,12 @@ from transaxle.axes.notation.name import natural
 from transaxle.cli import options
 from transaxle.cli.command import Command
 from transaxle.cli.commands.verify import print_across, print_comparison
-from transaxle.cli.screen.fold import fold
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.compare.compare import Comparison, Difference, compare
 from transaxle.engine.compare.pair import opened_pair
+from transaxle.engine.facts.fold import fold
 from transaxle.move.workers import Limits
 
 _ROWS = 20

@@ -17,12 +17,12 @@ from transaxle.cli.commands.plan import folded
 from transaxle.cli.program import COMMANDS
 from transaxle.cli.screen.quantities import parameters, percent, plural, size
 from transaxle.cli.screen.screen import Screen
-from transaxle.cli.tables.legend import axis_facts, axis_rows, dialect_facts, dialect_rows
 from transaxle.encodings.arithmetic.codec import active
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.recognise import pick_family
 from transaxle.engine.checkpoint.settings import settings
 from transaxle.engine.facts.checkpoint_facts import JsonFacts, checkpoint_facts
+from transaxle.engine.facts.legend import axis_facts, axis_rows, dialect_facts, dialect_rows
 from transaxle.families import builtin
 from transaxle.formats.registry import every_format, writable
 from transaxle.formats.torch_file.quantized_tensors import NOTE

@@ -12,15 +12,15 @@ from transaxle.arguments import Overwrite
 from transaxle.axes.notation.name import natural
 from transaxle.cli import options
 from transaxle.cli.command import Command
-from transaxle.cli.screen.fold import fold
-from transaxle.cli.screen.moves import UNCHANGED, rules, words
 from transaxle.cli.screen.quantities import percent, plural, size
 from transaxle.cli.screen.recoded import print_recoded, print_stayed
 from transaxle.cli.screen.refusals import error_document, print_refusals
 from transaxle.cli.screen.screen import Screen
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import settings
-from transaxle.engine.execute.preflight import preflight
+from transaxle.engine.execute.preflight import Cleared, preflight
+from transaxle.engine.facts.fold import fold
+from transaxle.engine.facts.moves import UNCHANGED, rules, words
 from transaxle.engine.plan.conversion import make_plan
 from transaxle.engine.plan.planned import Plan
 from transaxle.errors import gathered
@@ -50,6 +50,8 @@ _OF_REFIT = frozenset({
     reason against the conversion: in the tensors, in the files of SRC, and at DST. Takes the options of convert. Exits
     with 0 if the conversion can run, and otherwise with the exit code that convert would return.
 
+    --report FILE also writes the plan as an HTML page to look at in a browser: what becomes what, and how axes move.
+
     --write PLAN also writes the plan into a file, divided into items, which any number of processes carry out: see
     `transaxle work --help`. They read SRC and write DST under the paths that these have here.
 
@@ -74,6 +76,9 @@ _OF_REFIT = frozenset({
     help="With --mesh: tell what is sent inside machines of so many ranks, and between them.",
 )
 @click.option("--write", "path", metavar="PLAN", type=click.Path(), help="Write the plan into a file, for `work`.")
+@click.option(
+    "--report", metavar="FILE", type=click.Path(), help="Write the plan as an HTML page; FILE must not exist."
+)
 @options.converting
 def command(
     screen: Screen,
@@ -81,6 +86,7 @@ def command(
     dst: str,
     to: str,
     path: str | None,
+    report: str | None,
     on: str | None,
     items: int | None,
     overwrite: Overwrite,
@@ -117,6 +123,24 @@ def command(
 
             how: dict[str, Any] = {"overwrite": overwrite, "sync": not no_sync, "jobs": options.said("jobs")}
             write_plan(work_plan(stored, prepared, items, memory=options.said("memory"), **how), path)
+        if report is not None:
+            from transaxle.reports.reporting import report as write_report
+
+            write_report(plan, report)
+    return _show(screen, prepared, dst, limit, {"work": path, "report": report})
+
+
+def _show(screen: Screen, prepared: Cleared, dst: str, limit: Limits, files: Mapping[str, str | None]) -> int:
+    """Print a plan.
+
+    Args:
+        screen: where it is printed.
+        prepared: what is planned.
+        dst: the target, as typed.
+        limit: workers and memory.
+        files: what was written of the plan: `work` for workers, `report` for people.
+    """
+    plan = prepared.plan
     error = gathered(plan.refusals) if plan.refusals else None
     if screen.as_json:
         shown = {
@@ -128,8 +152,10 @@ def command(
         screen.document(shown if error is None else {**error_document(error), **shown})
     else:
         _print(screen, plan, limit)
-        if path is not None and not plan.refusals:
-            screen.line(f"  written into {path}: next  transaxle work {path} --begin")
+        if files["work"] is not None and error is None:
+            screen.line(f"  written into {files['work']}: next  transaxle work {files['work']} --begin")
+        if files["report"] is not None:
+            screen.line(f"  shown in {files['report']}")
         if prepared.finished:
             screen.line(f"  {dst} already holds exactly this: nothing is left to do")
         if error is not None:

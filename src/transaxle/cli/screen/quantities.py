@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from transaxle.engine.number_text import duration, plural, short, size
+from transaxle.engine.number_text import duration, parameters, plural, size
 
 __all__ = ["duration", "parameters", "percent", "plural", "size", "speed"]
-
-_COUNTS = ((10**12, "T"), (10**9, "B"), (10**6, "M"))
-
-
-def parameters(count: int) -> str:
-    """Write a number of parameters: `30.53 B parameters`, `13,936 parameters`."""
-    for unit, letter in _COUNTS:
-        if count >= unit:
-            return f"{short(count / unit)} {letter} parameters"
-    return plural(count, "parameter")
 
 
 def speed(count: int, seconds: float) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from transaxle.axes.notation.name import natural
-from transaxle.cli.screen.fold import fold
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
+from transaxle.engine.facts.fold import fold
 from transaxle.engine.plan.planned import Measured, Recoded
 
 

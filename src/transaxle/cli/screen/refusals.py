@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from transaxle.cli.screen.fold import fold
 from transaxle.cli.screen.screen import Screen, Text
 from transaxle.errors import Refusal, StorageError, TransaxleError, UsageError
 
@@ -84,6 +83,8 @@ def _alike(refusals: Sequence[Refusal]) -> list[list[Refusal]]:
 
 def _lines(group: Sequence[Refusal], *, everything: bool) -> list[tuple[Text, ...]]:
     """Return the lines for refusals that say the same: code and place, the message, the hint."""
+    from transaxle.engine.facts.fold import fold  # the help of commands waits for nothing of the engine
+
     model = group[0]
     rows = [
         f"{row.name} {row.times}".rstrip()

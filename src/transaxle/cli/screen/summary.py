@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from transaxle.axes.notation.name import natural, skeleton
-from transaxle.cli.screen.fold import FoldedRow, fold
 from transaxle.cli.screen.quantities import parameters, plural, size
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
 from transaxle.engine.checkpoint.recognise import pick_dialect
 from transaxle.engine.facts.checkpoint_facts import totals
+from transaxle.engine.facts.fold import FoldedRow, fold
 from transaxle.errors import TransaxleError
 
 UNKNOWN = "unknown family"

@@ -11,8 +11,8 @@ from transaxle.cli import options
 from transaxle.cli.command import Command
 from transaxle.cli.screen.quantities import plural
 from transaxle.cli.screen.screen import Screen
-from transaxle.cli.tables.legend import axis_facts, axis_rows, dialect_facts, dialect_rows
 from transaxle.engine.checkpoint.recognise import pick_family
+from transaxle.engine.facts.legend import axis_facts, axis_rows, dialect_facts, dialect_rows
 from transaxle.families import builtin
 
 

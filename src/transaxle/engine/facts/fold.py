@@ -20,6 +20,7 @@ _MOST = 8
 
 Position = tuple[int, ...]
 Indices = tuple[tuple[int, ...], ...]
+"""Sets of sorted indices, one for each place in a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,10 @@ class FoldedRow:
     """All of the names, by index."""
     key: Hashable = None
     """The key that all of the names share."""
+    literals: tuple[str, ...] = ()
+    """The text of the names around their indices; empty for a single name that nobody folded."""
+    sets: Indices = ()
+    """The indices at each of their places."""
 
     @property
     def count(self) -> int:
@@ -93,5 +98,7 @@ def fold(names: Iterable[str], keys: Iterable[Hashable] | None = None) -> list[F
     for (literals, key), names_by_position in groups.items():
         for sets in products(names_by_position):
             text = "".join(a + ranges(b) for a, b in zip(literals, sets, strict=False)) + literals[-1]
-            rows.append(FoldedRow(text, tuple(names_by_position[position] for position in product(*sets)), key))
+            rows.append(
+                FoldedRow(text, tuple(names_by_position[position] for position in product(*sets)), key, literals, sets)
+            )
     return rows

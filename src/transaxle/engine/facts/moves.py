@@ -114,3 +114,39 @@ def _dims(expression: Expression, component: str) -> list[list[str]]:
     """Return the axes of one component in stored order, dim by dim."""
     shares = expression.layout(dict.fromkeys(expression.axes, 2)).shares[component]
     return [[axis for axis, _, _ in share.axes] for share in shares]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisMove:
+    """Where one axis of a logical tensor is before and after."""
+
+    component: str
+    """The logical tensor."""
+    axis: str
+    """Its axis."""
+    before: str
+    """`name`, or the dim: `dim 0`, and with several axes in it `dim 0 (g r c)`."""
+    after: str
+    """The same in the target."""
+
+
+def axis_moves(route: Route) -> list[AxisMove]:
+    """Return where each axis of a route's logical tensors is before and after, outermost first in the target."""
+    target = _rule(route.target)
+    moves = []
+    for component in target.expression.components:
+        after = _axis_places(target, component)
+        for source in (_rule(text) for text in route.source if text):
+            if component in source.expression.components:
+                before = _axis_places(source, component)
+                moves += [AxisMove(component, axis, before[axis], after[axis]) for axis in after if axis in before]
+    return moves
+
+
+def _axis_places(rule: _ParsedRule, component: str) -> dict[str, str]:
+    """Return where a rule has the axes of a component."""
+    places = dict.fromkeys(rule.name.axes, "name")
+    for number, axes in enumerate(_dims(rule.expression, component)):
+        text = f"dim {number}" if len(axes) == 1 else f"dim {number} ({' '.join(axes)})"
+        places |= dict.fromkeys(axes, text)
+    return places

@@ -1,0 +1,1 @@
+"""The command that writes pages to look at in a browser."""

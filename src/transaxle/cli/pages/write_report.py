@@ -1,0 +1,63 @@
+"""`transaxle report`: a checkpoint as one HTML page."""
+
+from __future__ import annotations
+
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+import click
+
+from transaxle.cli import options
+from transaxle.cli.command import Command
+from transaxle.cli.screen.quantities import size
+from transaxle.cli.screen.screen import Screen
+from transaxle.reports.reporting import report
+
+
+@click.command(
+    "report",
+    cls=Command,
+    examples=(
+        ("transaxle report Qwen3-30B-A3B/", "write Qwen3-30B-A3B.html"),
+        ("transaxle report Qwen3-30B-A3B/ --open", "and show it in the browser"),
+        ("transaxle report out/ -o out.html --overwrite", "replace an older report"),
+    ),
+    help="""Write a report of a checkpoint: one HTML file to look at in a browser.
+
+    SRC is a folder or a file. The page shows where the bytes are, by tensor, layer and expert, the layout in the
+    notation of tables, types, encodings, files and ties, and what is unusual. It loads nothing from the network. Reads
+    only headers. Needs Jinja2 (pip install 'transaxle[report]').""",
+)
+@click.argument("src", type=click.Path())
+@click.option(
+    "-o",
+    "--output",
+    metavar="FILE",
+    type=click.Path(),
+    help="File to write.  [default: the name of SRC, with .html]",
+)
+@click.option("--overwrite", is_flag=True, help="Replace the report that is there; other files are never replaced.")
+@click.option("--open", "shows", is_flag=True, help="Show it in the browser.")
+@options.reading
+@options.printing
+def command(
+    screen: Screen, src: str, output: str | None, overwrite: bool, shows: bool, source_options: dict[str, Any]
+) -> int:
+    """Report on a checkpoint."""
+    with screen.working("writing the report"):
+        path = report(src, output or _named_after(src), overwrite=overwrite, **source_options)
+    amount = path.stat().st_size
+    if screen.as_json:
+        screen.document({"path": str(path), "bytes": amount})
+    else:
+        screen.line(f"{path} · {size(amount)}")
+    if shows:
+        webbrowser.open(path.resolve().as_uri())
+    return 0
+
+
+def _named_after(src: str) -> str:
+    """Return the file for a report that the user did not name: in the current folder."""
+    name = src.rstrip("/").rpartition("/")[2] if "://" in src else Path(src).resolve().name
+    return f"{name or 'checkpoint'}.html"

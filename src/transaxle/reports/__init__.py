@@ -1,0 +1,1 @@
+"""Reports: checkpoints as pages for a browser, each one HTML file that needs nothing else."""

@@ -1,0 +1,232 @@
+"""The page of a checkpoint: where its bytes are, its layout in the notation, and what is unusual about it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from transaxle.axes.notation.name import natural
+from transaxle.engine.checkpoint.checkpoint import Checkpoint
+from transaxle.engine.facts.checkpoint_facts import JsonFacts, checkpoint_facts
+from transaxle.engine.facts.fold import fold, ranges
+from transaxle.engine.facts.legend import axes_of
+from transaxle.engine.number_text import parameters, plural, size
+from transaxle.errors import shortened
+from transaxle.reports.html_page import MOST_ROWS, Column, Figure, Page, Section, Table, capped
+from transaxle.reports.layout_rows import LayoutRow, layout_rows
+from transaxle.reports.unusual import LOOKED_FOR, unusual
+
+_LONGEST_VALUE = 2000
+"""Characters of a value of the config or of metadata."""
+_FACTS = (
+    "format", "family", "dialect", "prefix", "names", "read", "tensors", "parameters", "bytes", "dtypes", "encodings",
+    "axes",
+)  # fmt: skip
+"""What programs find in the page under the keys of `transaxle info --json`."""
+_ONE_OF = {"layers": "layer", "experts": "expert"}
+"""What an axis counts -> what one of them is called; others go by their letter."""
+_AMOUNTS = (Column("tensors", "count"), Column("bytes", "bytes"), Column("share", "share"))
+
+
+def checkpoint_page(opened: Checkpoint) -> Page:
+    """Return the page of a checkpoint; only headers are read.
+
+    Args:
+        opened: in any view; the page shows it as it is stored.
+
+    Raises:
+        TransaxleError: the user named the family or the dialect, and the names are not of it.
+    """
+    checkpoint = opened.stored
+    facts, rows = checkpoint_facts(checkpoint), layout_rows(checkpoint)
+    in_files = _in_files(checkpoint)
+    tensor_bytes = {file: count for file, (_, count) in in_files.items()}
+    sections = (
+        _bytes(checkpoint, facts, rows),
+        _layout(checkpoint, facts, rows),
+        _formats(facts),
+        _files(facts, in_files),
+        *_beside(checkpoint, facts),
+    )
+    return Page(
+        kind="checkpoint",
+        title=facts["path"],
+        headline=" · ".join(
+            text for text in (facts["format"], facts["family"] or "unknown family", facts["dialect"]) if text
+        ),
+        tiles=(
+            (parameters(facts["parameters"]).removesuffix(" parameters"), "parameters"),
+            (size(facts["bytes"]), "of tensors"),
+            (f"{facts['tensors']:,}", "tensors"),
+            (f"{len(tensor_bytes):,}", "files" if len(tensor_bytes) != 1 else "file"),
+        ),
+        first="What is unusual",
+        notices=tuple((each.title, each.text) for each in unusual(facts, rows, tensor_bytes)),
+        quiet=LOOKED_FOR,
+        sections=sections,
+        facts={key: facts[key] for key in _FACTS},
+    )
+
+
+def _bytes(checkpoint: Checkpoint, facts: JsonFacts, rows: Sequence[LayoutRow]) -> Section:
+    """Return the treemap: each of its leaves is a tensor, and as large as that is."""
+    words = {axis: _ONE_OF.get(meaning, axis) for axis, meaning in _meanings(checkpoint).items()}
+    largest = sorted(rows, key=lambda row: -row.bytes)[:MOST_ROWS]
+    shown = {id(row) for row in largest}
+    kept, rest = [row for row in rows if id(row) in shown], [row for row in rows if id(row) not in shown]
+    groups: list[dict[str, Any]] = [
+        {
+            "component": row.key.component, "rule": row.key.rule, "slot": row.key.slot, "role": row.key.role,
+            "axes": [words.get(axis, axis) for axis in row.key.axes],
+            "sets": [_runs(indices) for indices in row.sets],
+            "dtype": row.key.dtype, "shape": row.key.shape, "each": row.bytes // row.count, "example": row.example,
+        }
+        for row in kept
+    ]  # fmt: skip
+    data = {
+        "groups": groups,
+        "rest": {"count": sum(row.count for row in rest), "bytes": sum(row.bytes for row in rest)},
+        "bytes": facts["bytes"],
+    }
+    label = (
+        f"Treemap of {size(facts['bytes'])} in {plural(facts['tensors'], 'tensor')}; the table below has its numbers."
+    )
+    text = "The larger an area, the more bytes. Choose one to look inside; the search also covers the tables below."
+    return Section("bytes", "Where the bytes are", text, Figure("treemap", label, data))
+
+
+def _runs(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Return sorted indices as first and last of each run."""
+    runs: list[tuple[int, int]] = []
+    for index in indices:
+        if runs and index == runs[-1][1] + 1:
+            runs[-1] = runs[-1][0], index
+        else:
+            runs.append((index, index))
+    return runs
+
+
+def _layout(checkpoint: Checkpoint, facts: JsonFacts, rows: Sequence[LayoutRow]) -> Section:
+    columns = (
+        Column("tensor"), Column("rule", "name"), Column("indices"), Column("type"), Column("shape"), *_AMOUNTS,
+        Column("example", "name"),
+    )  # fmt: skip
+    cells = [
+        (
+            _tensor(row), row.key.rule, _indices(row), row.key.dtype, " x ".join(map(str, row.key.shape)) or "1",
+            row.count, row.bytes, row.bytes, row.example,
+        )
+        for row in rows
+    ]  # fmt: skip
+    text = "A rule says under which names a tensor is stored, and which axes its dims have, outermost first."
+    if facts["family"] is None:
+        text = "No table reads these names: a row is a name, with * for its numbers."
+    return Section(
+        "layout",
+        "Layout",
+        text,
+        None,
+        (capped("layout", "Tensors by rule", columns, cells, 6), *_axes(checkpoint, facts)),
+    )
+
+
+def _tensor(row: LayoutRow) -> str:
+    key = row.key
+    if key.kind != "table":
+        return "outside the table" if key.kind == "unknown" else "none of the model"
+    words = [f"({key.role}, {key.encoding})" if key.role else "", f"· {key.slot}" if key.slot else ""]
+    return " ".join(filter(None, [key.component, *words]))
+
+
+def _indices(row: LayoutRow) -> str:
+    texts = [ranges(indices).strip("[]") for indices in row.sets]
+    return "  ".join(f"{axis} {text}".strip() for axis, text in zip(row.key.axes, texts, strict=True))
+
+
+def _meanings(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return what the axes of the family count."""
+    if checkpoint.family is None:
+        return {}
+    return {each.axis: each.meaning for each in axes_of(checkpoint.recognised.family)}
+
+
+def _axes(checkpoint: Checkpoint, facts: JsonFacts) -> Iterator[Table]:
+    if facts["axes"]:
+        meanings = _meanings(checkpoint)
+        rows = [(axis, count, meanings.get(axis, "")) for axis, count in facts["axes"].items()]
+        yield Table("axes", "Axes", (Column("axis", "name"), Column("size", "count"), Column("what it counts")), rows)
+
+
+def _formats(facts: JsonFacts) -> Section:
+    dtypes = [(code, each["tensors"], each["bytes"], each["bytes"]) for code, each in facts["dtypes"].items()]
+    tables = [capped("dtypes", "Types", (Column("type"), *_AMOUNTS), dtypes, 2)]
+    encodings = [(each["encoding"], each["convention"], each["tensors"]) for each in facts["encodings"]]
+    if encodings:
+        columns = Column("encoding"), Column("convention"), Column("tensors", "count")
+        tables.append(Table("encodings", "Encodings", columns, encodings))
+    return Section("formats", "Types and encodings", tables=tuple(tables))
+
+
+def _in_files(checkpoint: Checkpoint) -> dict[str, tuple[int, int]]:
+    """Return file -> number of tensors in it, and their bytes; a tensor in several files counts in each."""
+    count: Counter[str] = Counter()
+    amount: Counter[str] = Counter()
+    for entry in checkpoint.container.entries.values():
+        elements = prod(entry.shape)
+        count.update({extent.file for extent in entry.extents})
+        for extent in entry.extents:
+            amount[extent.file] += entry.nbytes * prod(extent.shape) // elements if elements else 0
+    return {file: (count[file], amount[file]) for file in sorted(count, key=natural)}
+
+
+def _files(facts: JsonFacts, in_files: Mapping[str, tuple[int, int]]) -> Section:
+    names = dict.fromkeys([*in_files, *facts["files"]])
+    rows = [
+        (name, *in_files.get(name, (0, 0)), facts["files"].get(name, 0), facts["files"].get(name, 0)) for name in names
+    ]
+    columns = Column("file", "name"), Column("tensors", "count"), Column("of tensors", "bytes"), Column("size", "bytes")
+    manifest = {
+        "none": "There is no manifest: transaxle did not write this checkpoint.",
+        "matches": "The manifest matches: all files still have the recorded sizes and headers.",
+        "stale": "The manifest no longer matches the files.",
+    }[facts["manifest"]["state"]]
+    table = capped("files", "Files", (*columns, Column("share", "share")), rows, 3)
+    return Section("files", "Files", manifest, None, (table,))
+
+
+def _beside(checkpoint: Checkpoint, facts: JsonFacts) -> Iterator[Section]:
+    """Yield the sections that not every checkpoint has."""
+    ties = [tuple(tie.split(" = ", 1)) for tie in facts["tied"]]
+    ties += [(alias, original) for alias, original in facts["aliases"].items()]
+    if ties:
+        columns = Column("tensor", "name"), Column("is the same as", "name")
+        yield Section("ties", "Ties", tables=(Table("ties", "Tied tensors", columns, ties),))
+    others = [
+        (what, row.name, row.count)
+        for what, names in (
+            ("tensor outside the table", facts["unknown"]),
+            ("not part of the model", facts["ignored"]),
+            ("travels with the model", facts["carried"]),
+        )
+        for row in fold(sorted(names, key=natural))
+    ]
+    if others:
+        kinds = Column("what it is"), Column("name", "name"), Column("names", "count")
+        table = capped("others", "Other names", kinds, others)
+        yield Section("others", "Other names and files", tables=(table,))
+    for label, title, values in (
+        ("config", "Config", checkpoint.config),
+        ("metadata", "Metadata", checkpoint.container.metadata),
+    ):
+        if values:
+            heads = Column("key", "name"), Column("value", "name")
+            cells = [(str(key), _value(value)) for key, value in values.items()]
+            yield Section(label, title, tables=(capped(label, title, heads, cells),))
+
+
+def _value(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return shortened(text, _LONGEST_VALUE)

@@ -1,0 +1,188 @@
+"""The page of a plan: which rules become which, how axes move between names and dims, and what stands against it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from transaxle.axes.notation.name import natural
+from transaxle.engine.facts.fold import fold
+from transaxle.engine.facts.moves import AxisMove, axis_moves, rules, words
+from transaxle.engine.number_text import plural, size
+from transaxle.engine.plan.planned import Plan, Route
+from transaxle.errors import Refusal
+from transaxle.reports.html_page import Column, Figure, Page, Section, capped
+
+_MOST_LINKS = 40
+"""Rules that the figure shows; the smaller ones are one line together."""
+_MOST_REFUSALS = 50
+_AMOUNTS = (Column("tensors", "count"), Column("bytes", "bytes"), Column("share", "share"))
+
+
+def conversion_page(plan: Plan) -> Page:
+    """Return the page of a plan."""
+    contiguous = round(100 * plan.contiguous / plan.copies) if plan.copies else 100
+    before = f"{plan.source_format}:{plan.from_dialect or 'own names'}"
+    notices: list[tuple[str, str]] = [(each.code, _told(each)) for each in plan.refusals[:_MOST_REFUSALS]]
+    notices += [("Note", note) for note in plan.notes]
+    notices += [
+        ("Counted", f"No config says the size of axis {axis}; the names show {count}.")
+        for axis, count in plan.counted.items()
+    ]
+    return Page(
+        kind="plan",
+        title=plan.source,
+        headline=f"{before} -> {plan.format}:{plan.dialect}" + (f" · {plan.family}" if plan.family else ""),
+        tiles=(
+            (size(plan.bytes_read), "read"),
+            (size(plan.bytes_written), "written"),
+            (f"{len(plan.tensors):,}", "tensors in the target"),
+            (f"{contiguous} %", f"of {plural(plan.copies, 'copy', 'copies')} in one piece"),
+        ),
+        first="What stands against it",
+        notices=tuple(notices),
+        quiet="Nothing has been written. A conversion with refusals does not begin.",
+        sections=tuple(_sections(plan)),
+        facts={
+            "bytes_read": plan.bytes_read, "bytes_written": plan.bytes_written, "tensors": len(plan.tensors),
+            "copies": plan.copies, "contiguous": plan.contiguous,
+        },
+    )  # fmt: skip
+
+
+def _told(refusal: Refusal) -> str:
+    """Return a refusal on one line, without its code."""
+    shown = refusal.shown()
+    place = " · ".join(filter(None, (shown.where.file, shown.where.tensor)))
+    return " ".join(filter(None, (f"{place}:" if place else "", " ".join(shown.message.split()) + ".", shown.hint)))
+
+
+def _sections(plan: Plan) -> Iterator[Section]:
+    amounts = _amounts(plan)
+    yield _flow(plan, amounts)
+    yield _rules(plan, amounts)
+    yield _axes(plan)
+    yield _tensors(plan)
+    files = [(name, count, count) for name, count in plan.files.items()]
+    columns = Column("file", "name"), Column("size", "bytes"), Column("share", "share")
+    yield Section("files", "Files of the target", tables=(capped("files", "Files", columns, files, 1),))
+    yield from _others(plan)
+
+
+def _amounts(plan: Plan) -> dict[str, tuple[int, int]]:
+    """Return rule of the target -> how many tensors follow it, and their bytes."""
+    count: Counter[str] = Counter()
+    amount: Counter[str] = Counter()
+    for tensor in plan.tensors:
+        count[tensor.rule] += 1
+        amount[tensor.rule] += tensor.nbytes
+    return {rule: (count[rule], amount[rule]) for rule in count}
+
+
+def _routes(plan: Plan) -> dict[str, Route]:
+    return {route.target: route for route in plan.routes}
+
+
+def _flow(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
+    """Return the figure: rules of the source to the left, of the target to the right, as wide as the bytes written."""
+    routes = _routes(plan)
+    links: list[tuple[str, str, str, int]] = []
+    unchanged = 0
+    for rule, (_, nbytes) in amounts.items():
+        route = routes.get(rule)
+        if route is None:
+            unchanged += nbytes
+            continue
+        sources, target = rules(route)
+        links.append((" + ".join(sources) or "(tied)", target, words(route, plan.axes), nbytes))
+    links.sort(key=lambda link: -link[3])
+    smaller = sum(link[3] for link in links[_MOST_LINKS:])
+    everything = sum(nbytes for _, nbytes in amounts.values())
+    data = {
+        "links": links[:_MOST_LINKS],
+        "others": [(text, nbytes) for text, nbytes in (("smaller rules", smaller), ("as named", unchanged)) if nbytes],
+        "bytes": everything,
+    }
+    label = f"Flow of {size(everything)} from the rules of the source to those of the target; a table has its numbers."
+    text = "Rules of the source are to the left, of the target to the right; a band is as wide as the bytes written."
+    return Section("flow", "What becomes what", text, Figure("sankey", label, data))
+
+
+def _rules(plan: Plan, amounts: dict[str, tuple[int, int]]) -> Section:
+    routes, rows = _routes(plan), []
+    for rule, (count, nbytes) in amounts.items():
+        route = routes.get(rule)
+        if route is not None:
+            sources = " + ".join(text for text in route.source if text) or "(tied)"
+            rows.append((route.component, words(route, plan.axes), sources, rule, count, nbytes, nbytes))
+    rows.sort(key=lambda row: -row[5])
+    kept = [amounts[rule] for rule in amounts if rule not in routes]
+    if kept:
+        total = sum(nbytes for _, nbytes in kept)
+        rows.append(("", "unchanged", "names without a rule", "the same names", sum(n for n, _ in kept), total, total))
+    columns = (Column("tensor"), Column("what moves"), Column("source", "name"), Column("target", "name"), *_AMOUNTS)
+    text = "Each rule of the target with those of the source that it is made of, and what happens on the way."
+    return Section("rules", "Rules", text, None, (capped("rules", "Rules", columns, rows, 5),))
+
+
+def _axes(plan: Plan) -> Section:
+    rows = [
+        (
+            move.component,
+            move.axis,
+            str(plan.axes.get(move.axis, "by layer")),
+            move.before,
+            move.after,
+            _moved(move),
+        )
+        for route in plan.routes
+        for move in axis_moves(route)
+    ]
+    rows.sort(key=lambda row: not row[-1])
+    columns = (
+        Column("tensor"), Column("axis"), Column("size"), Column("in the source"), Column("in the target"),
+        Column("moves"),
+    )  # fmt: skip
+    text = "An axis is in the name, where each index is a tensor of its own, or in a dim. Those that move come first."
+    return Section("axes", "How axes move", text, None, (capped("axes", "Axes of each tensor", columns, rows),))
+
+
+def _moved(move: AxisMove) -> str:
+    return "" if move.before == move.after else f"{move.before} -> {move.after}"
+
+
+def _tensors(plan: Plan) -> Section:
+    keys = [(tensor.dtype, tensor.shape, tensor.nbytes) for tensor in plan.tensors]
+    rows = []
+    for row in fold([tensor.name for tensor in plan.tensors], keys):
+        assert isinstance(row.key, tuple)
+        dtype, shape, nbytes = row.key
+        total = nbytes * row.count
+        rows.append((row.name, dtype, " x ".join(map(str, shape)) or "1", row.count, total, total))
+    columns = Column("name", "name"), Column("type"), Column("shape"), *_AMOUNTS
+    return Section("tensors", "Tensors of the target", tables=(capped("tensors", "Tensors", columns, rows, 4),))
+
+
+def _others(plan: Plan) -> Iterator[Section]:
+    """Yield the sections that not every plan has."""
+    listed: tuple[tuple[str, Sequence[str]], ...] = (
+        ("kept under its name: no rule in the target", plan.kept),
+        ("copied along", plan.carried),
+        ("left behind", plan.ignored),
+        ("keeps its type", plan.stayed),
+    )
+    rows = [(what, row.name, row.count) for what, names in listed for row in fold(sorted(names, key=natural))]
+    rows += [(f"tied to {original}", alias, 1) for alias, original in plan.aliases.items()]
+    if rows:
+        columns = Column("what becomes of it"), Column("name", "name"), Column("names", "count")
+        yield Section("others", "What is not converted", tables=(capped("others", "Other names", columns, rows),))
+    if plan.recoded:
+        recoded: list[tuple[Any, ...]] = []
+        keys = [(each.action, each.encoding, each.convention, each.dtype) for each in plan.recoded]
+        for row in fold([each.name for each in plan.recoded], keys):
+            assert isinstance(row.key, tuple)
+            recoded.append((row.name, *row.key, row.count))
+        heads = Column("name", "name"), Column("action"), Column("encoding"), Column("convention"), Column("type")
+        table = capped("recoded", "Values", (*heads, Column("tensors", "count")), recoded)
+        yield Section("recoded", "Values that change", tables=(table,))

@@ -1,0 +1,248 @@
+"""Reports in a browser without a network: they open, they answer, and nothing in them runs but what is theirs.
+
+The browser is Chromium: Debian's, or the one that `playwright install chromium` has brought.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+import transaxle as tx
+from tests.checkpoints import TENSORS, tensors, tiny, write
+from tests.reports.test_checkpoint_page import HOSTILE
+
+WIDTHS, SCHEMES = (1440, 390), ("light", "dark")
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
+TREE = "document.querySelector('[data-figure]').report"
+Open = Callable[..., Any]
+
+
+def _absent(what: str) -> NoReturn:
+    """Skip, but not in CI, which must have it."""
+    reason = f"{what}: reports are not looked at (see CONTRIBUTING.md)"
+    if {"CI", "NEEDS_BROWSER"} & os.environ.keys():
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Chromium."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ModuleNotFoundError:
+        _absent("playwright is not installed")
+    with sync_playwright() as started:
+        own = started.chromium.executable_path
+        found = next(filter(None, map(shutil.which, PROGRAMS)), own if Path(own).exists() else None)
+        if found is None:
+            _absent("there is no Chromium")
+        running = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of the tiny mixture of experts."""
+    folder = tmp_path_factory.mktemp("page")
+    return tx.report(tiny(folder / "tiny", shards=3), folder / "page.html")
+
+
+@pytest.fixture(scope="module")
+def planned(page: Path) -> Path:
+    """The report of a plan for it."""
+    return tx.report(tx.plan(page.parent / "tiny", page.parent / "out", to="torchtitan"), page.parent / "plan.html")
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The report of a checkpoint that wants to run something."""
+    folder = tmp_path_factory.mktemp("hostile")
+    held = {name: np.ones(size, np.uint8) for name, size in HOSTILE.items()}
+    source = write(folder / "</script><i>", held, config={"</script><script>alert(2)</script>": "<img src=x>"})
+    return tx.report(source, folder / "page.html")
+
+
+@pytest.fixture
+def opened(browser: Any) -> Iterator[Open]:
+    """Opens a file as a reader would, and fails where the console says anything."""
+    said: list[str] = []
+    contexts = []
+
+    def show(file: Path, width: int = 1440, scheme: str = "light") -> Any:
+        context = browser.new_context(
+            viewport={"width": width, "height": 900},
+            color_scheme=scheme,
+            reduced_motion="reduce",
+            offline=True,
+            accept_downloads=True,
+        )
+        contexts.append(context)
+        made = context.new_page()
+        made.on("console", lambda message: said.append(message.text))
+        made.on("pageerror", lambda error: said.append(str(error)))
+        made.on("request", lambda each: None if each.url.startswith(("file:", "blob:")) else said.append(each.url))
+        made.goto(file.as_uri())
+        return made
+
+    yield show
+    for context in contexts:
+        context.close()
+    assert said == []
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("which", ["page", "planned"])
+def test_a_page_fits_and_everyone_can_use_it(
+    which: str, width: int, scheme: str, opened: Open, request: pytest.FixtureRequest
+) -> None:
+    """No error, nothing wider than the screen, and no serious fault for axe-core."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    shown = opened(request.getfixturevalue(which), width, scheme)
+    assert shown.evaluate("document.documentElement.scrollWidth") <= width
+    assert shown.locator("h1").inner_text().endswith("/tiny")
+    drawn = shown.evaluate(
+        "(() => { const c = document.querySelector('canvas');"
+        " const pixels = c.getContext('2d').getImageData(0, 0, c.width, c.height).data;"
+        " return new Set(new Uint32Array(pixels.buffer)).size; })()"
+    )
+    assert drawn > 6  # colours: a blank canvas has one
+    faults = Axe().run(shown).response["violations"]
+    assert [(each["id"], each["help"]) for each in faults if each["impact"] in {"serious", "critical"}] == []
+
+
+def test_areas_add_up_to_the_bytes(page: Path, opened: Open) -> None:
+    """At every level down to the tensors, in both orders."""
+    shown = opened(page)
+    nbytes = sum(each.nbytes for each in tensors().values())
+    for order in ("By tensor", "By layer"):
+        shown.get_by_role("button", name=order).click()
+        sums = shown.evaluate(
+            f"""(() => {{
+                const walk = (node) => {{
+                    const inside = {TREE}.children(node);
+                    if (!inside.length) return [node.bytes, node.tensors];
+                    const sums = inside.map(walk).reduce((a, b) => [a[0] + b[0], a[1] + b[1]], [0, 0]);
+                    if (sums[0] !== node.bytes || sums[1] !== node.tensors) throw Error(node.label);
+                    return sums;
+                }};
+                return [...walk({TREE}.root), {TREE}.tiles().reduce((sum, tile) => sum + tile.value, 0)];
+            }})()"""
+        )
+        assert sums == [nbytes, TENSORS, nbytes]
+
+
+def test_a_flow_is_as_wide_as_its_bytes(planned: Path, opened: Open) -> None:
+    shown = opened(planned)
+    drawn = shown.evaluate(f"{TREE}.drawn.getOption().series[0].links.map((link) => link.value)")
+    assert sum(drawn) == sum(each.nbytes for each in tensors().values())
+    shown.locator(".chart").hover(position={"x": 500, "y": 40})
+    from playwright.sync_api import expect
+
+    expect(shown.locator(".hint")).to_contain_text("-> layers.{l}.moe.")
+
+
+def test_one_can_look_inside_and_come_back(page: Path, opened: Open) -> None:
+    from playwright.sync_api import expect
+
+    shown = opened(page)
+    inside = shown.locator("#title-bytes")
+    shown.get_by_role("button", name="down", exact=True).press("Enter")
+    shown.get_by_role("button", name="layer 1", exact=True).click()
+    assert inside.inner_text() == "Inside layer 1"
+    experts = [f"expert {number}" for number in range(8)]
+    assert shown.locator("[data-figure] tbody td.text").all_inner_texts() == experts
+    shown.get_by_role("button", name="everything").click()
+    assert inside.inner_text() == "Inside everything"
+    within = {"x": 40, "y": 60}  # inside the largest area
+    shown.locator(".chart").hover(position=within)
+    expect(shown.locator(".hint")).to_contain_text("gate / layer 0")
+    expect(shown.locator(".hint")).to_contain_text("8 tensors, 3.07 kB, 11.0 % of all")
+    shown.locator(".chart").click(position=within)
+    expect(inside).to_have_text("Inside layer 0")
+
+
+def test_search_finds_rows_by_name_rule_and_any_number(page: Path, opened: Open) -> None:
+    from playwright.sync_api import expect
+
+    shown = opened(page)
+    shown.keyboard.press("/")
+    for wanted, first in (
+        ("down_proj", "down"),
+        ("model.layers.1.mlp.experts.7.gate_proj", "gate"),
+        ("router[e", "router"),
+    ):
+        shown.locator("#search").fill(wanted)
+        expect(shown.locator("[data-table=layout] tbody tr")).to_have_count(1)
+        expect(shown.locator("[data-table=layout] tbody td").first).to_have_text(first)
+        faded = shown.evaluate(f"{TREE}.tiles().filter((tile) => tile.itemStyle.opacity < 1).length")
+        assert faded == shown.evaluate(f"{TREE}.tiles().length - 1")
+    shown.locator("#search").fill("no such thing")
+    shown.get_by_text("No row matches.").first.wait_for()
+
+
+def test_tables_are_sorted_and_downloaded(page: Path, opened: Open, tmp_path: Path) -> None:
+    shown = opened(page)
+    host = shown.locator("[data-table=layout]")
+    head = host.get_by_role("button", name="bytes", exact=True)
+    head.click()
+    assert head.locator("xpath=..").get_attribute("aria-sort") == "descending"
+    found = []
+    for kind in ("csv", "json"):
+        with shown.expect_download() as download:
+            host.get_by_role("button", name=f"Download Tensors by rule as {kind.upper()}").click()
+        assert download.value.suggested_filename == f"layout.{kind}"
+        download.value.save_as(tmp_path / kind)
+        text = (tmp_path / kind).read_bytes().decode()
+        found.append(json.loads(text) if kind == "json" else list(csv.DictReader(text.splitlines())))
+    rows, as_json = found
+    sizes = [each["bytes"] for each in as_json]
+    assert [int(row["bytes"]) for row in rows] == sizes == sorted(sizes, reverse=True)
+    assert sum(sizes) == sum(each.nbytes for each in tensors().values())
+    assert [row["rule"] for row in rows] == [each["rule"] for each in as_json]
+
+
+def test_hostile_names_are_shown_and_do_nothing(hostile: Path, opened: Open) -> None:
+    shown = opened(hostile)
+    assert shown.title() != "x"
+    names = shown.locator("[data-table=layout] td:last-child").all_inner_texts()
+    assert "</script><script>document.title='x'</script>" in names
+    assert "\\u202egnp.tier\\u2066 bidi" in names
+    assert any(len(name) == 4000 for name in names)
+    assert shown.locator("main img, main i:not(.share i)").count() == 0
+    with shown.expect_download() as download:
+        shown.get_by_role("button", name="Download Tensors by rule as JSON").click()
+    rows = json.loads(download.value.path().read_bytes())
+    assert {row["example"] for row in rows} == set(HOSTILE)
+
+
+def test_nothing_else_may_run(page: Path, opened: Open, tmp_path: Path) -> None:
+    """The policy is in force: a script and a picture that are added are stopped, which the console tells."""
+    text = page.read_text("utf-8")
+    forged = tmp_path / "forged.html"
+    forged.write_text(text.replace("<header>", "<header><script>document.title='x'</script><img src='https://a.b/c'>"))
+    said: list[str] = []
+    shown = opened(page).context.new_page()
+    shown.on("console", lambda message: said.append(message.text))
+    shown.goto(forged.as_uri())
+    assert shown.title() != "x"
+    assert sum("Content Security Policy" in each for each in said) == 2
+
+
+def test_it_prints(page: Path, opened: Open) -> None:
+    shown = opened(page)
+    shown.emulate_media(media="print")
+    assert not shown.locator("nav").is_visible()
+    assert shown.pdf()[:5] == b"%PDF-"

@@ -1,0 +1,267 @@
+"""The page of a checkpoint: its numbers are those of the files, and of `transaxle info --json`."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import struct
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import transaxle as tx
+from tests.checkpoints import CONFIG, SIZES, shapes, tensors, tiny, write
+from tests.cli.conftest import here, transaxle  # noqa: F401 - fixtures
+from tests.cli.running import MACHINE, REFUSED, USAGE, Transaxle
+from tests.engine import quantized
+from tests.reports.embedded import data, leaf_bytes, parts, table
+from transaxle.reports import checkpoint_page, html_page
+
+HOSTILE = {
+    "</script><script>document.title='x'</script>": 3,
+    "<img src=x onerror=alert(1)>": 4,
+    "\"quotes\" 'and' `ticks` & {{ braces }}": 5,
+    "\u202egnp.tier\u2066 bidi": 6,
+    "long." * 800: 7,
+    "<!--": 8,
+    "layers.3.=cmd|' /C calc'!A0,\r\n": 9,
+}
+"""Names that somebody may have written into a file -> elements."""
+
+
+def _stored(folder: Path) -> dict[str, np.ndarray]:
+    return {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
+
+
+def test_numbers_are_those_of_the_files(tmp_path: Path) -> None:
+    """Counted with numpy and nothing of ours: totals, rules, types, files, and every leaf of the treemap."""
+    source = tiny(tmp_path / "source", shards=3)
+    found = data(tx.report(source, tmp_path / "page.html"))
+    held = _stored(source)
+    nbytes = sum(each.nbytes for each in held.values())
+    assert found["facts"]["bytes"] == found["figures"]["bytes"]["data"]["bytes"] == nbytes
+    assert found["facts"]["parameters"] == sum(each.size for each in held.values())
+    assert sum(leaf_bytes(found).values()) == nbytes
+    assert len(leaf_bytes(found)) == len(held)
+    rows = table(found, "layout")
+    assert sum(row["tensors"] for row in rows) == len(held)
+    (down,) = (row for row in rows if row["tensor"] == "down")
+    mine = {name: each for name, each in held.items() if name.endswith("down_proj.weight")}
+    assert down["rule"] == "model.layers.{l}.mlp.experts.{e}.down_proj.weight = down[d f]"
+    assert (down["tensors"], down["bytes"]) == (len(mine), sum(each.nbytes for each in mine.values()))
+    assert (down["indices"], down["shape"]) == ("l 0-1  e 0-7", "16 x 12")
+    assert down["example"] in mine
+    for row in table(found, "files"):
+        inside = load_file(source / row["file"]).values() if row["file"].endswith(".safetensors") else ()
+        assert (row["tensors"], row["of tensors"]) == (len(inside), sum(each.nbytes for each in inside))
+        assert row["size"] == (source / row["file"]).stat().st_size
+
+
+def test_numbers_are_those_of_info(tmp_path: Path, transaxle: Transaxle) -> None:  # noqa: F811
+    tiny(tmp_path / "ck")
+    told = transaxle("info", "ck", "--json").json
+    written = transaxle("report", "ck", "--json").json
+    assert written == {"path": "ck.html", "bytes": (tmp_path / "ck.html").stat().st_size}
+    found = data(tmp_path / "ck.html")
+    assert found["facts"] == {key: told[key] for key in found["facts"]}
+    assert {row["type"]: row["bytes"] for row in table(found, "dtypes")} == {
+        code: each["bytes"] for code, each in told["dtypes"].items()
+    }
+    assert {row["axis"]: row["size"] for row in table(found, "axes")} == told["axes"]
+
+
+def test_encoded_tensors_and_their_scales_are_apart(tmp_path: Path) -> None:
+    quantized.store(tmp_path / "fp8", quantized.llama(d=256, f=384, g=2, r=2, head=128, layers=2))
+    found = data(tx.report(tmp_path / "fp8", tmp_path / "page.html"))
+    held = tx.open(tmp_path / "fp8")
+    rows = {row["tensor"]: row for row in table(found, "layout")}
+    codes, scales = rows["down (codes, float8_block)"], rows["down (scale, float8_block)"]
+    assert (codes["type"], codes["bytes"]) == ("F8_E4M3", 2 * 256 * 384)
+    assert (scales["tensors"], scales["bytes"]) == (2, 2 * 2 * 3 * 4)
+    assert sum(leaf_bytes(found).values()) == sum(each.nbytes for each in held.values())
+
+
+def test_optimizer_states_are_apart_from_weights(tmp_path: Path) -> None:
+    held: dict[str, Any] = dict(tensors())
+    held |= {f"optim/{name}/exp_avg": each.astype(np.float32) for name, each in tensors().items()}
+    found = data(tx.report(write(tmp_path / "source", held, config=CONFIG), tmp_path / "page.html"))
+    rows = {row["tensor"]: row["bytes"] for row in table(found, "layout")}
+    states = [each.nbytes for name, each in held.items() if "q_proj" in name and name.endswith("/exp_avg")]
+    assert rows["q · exp_avg"] == sum(states) == 2 * rows["q"]
+    assert {group["slot"] for group in found["figures"]["bytes"]["data"]["groups"]} == {"", "exp_avg"}
+
+
+def test_names_that_no_table_reads_are_folded_by_their_numbers(tmp_path: Path) -> None:
+    held = {f"blocks.{layer}.w": np.ones((3, 4), np.float32) for layer in range(12)}
+    page = tx.report(write(tmp_path / "source", held), tmp_path / "page.html")
+    (row,) = table(data(page), "layout")
+    assert (row["rule"], row["indices"], row["tensors"], row["bytes"]) == ("blocks.*.w", "0-11", 12, 12 * 48)
+    assert "No table reads these names." in page.read_text("utf-8")
+
+
+def test_what_is_unusual(tmp_path: Path) -> None:
+    changed: dict[str, Any] = dict(tensors())
+    del changed["model.layers.1.mlp.experts.3.up_proj.weight"]
+    name = "model.layers.0.mlp.experts.3.down_proj.weight"
+    changed[name] = changed[name].astype(np.float32)
+    changed |= {"extra.0.weight": np.ones(3), "extra.1.weight": np.ones(3), "extra.empty": np.ones((0, 4))}
+    page = tx.report(write(tmp_path / "source", changed, config=CONFIG), tmp_path / "page.html").read_text("utf-8")
+    assert "Tensors outside the table.</strong> <bdi>3 tensors (48 B) have no line in dialect hf" in page
+    assert "such as extra.0.weight." in page
+    assert "Different types in one rule" in page
+    assert f"15 of BF16, 1 of F32; {name} is of F32." in page
+    assert "15 tensors, but 16 combinations of l x e." in page
+    assert "1 tensor, such as extra.empty." in page
+    usual = tx.report(tiny(tmp_path / "usual"), tmp_path / "usual.html").read_text("utf-8")
+    assert "<p>Nothing.</p>" in usual
+    assert usual.count("<li><strong>") == 0
+
+
+def test_a_file_much_larger_than_the_others_is_named(tmp_path: Path) -> None:
+    held = {f"w{number}": np.ones(1000 if number == 2 else 100, np.float32) for number in range(5)}
+    page = tx.report(write(tmp_path / "source", held, shards=5), tmp_path / "page.html").read_text("utf-8")
+    assert "model-00003-of-00005.safetensors has 4 kB of tensors; half of the files have 400 B or less." in page
+
+
+def test_hostile_names_stay_text(tmp_path: Path) -> None:
+    """The page has the tags of any other, its policy allows its own scripts alone, and the names arrive whole."""
+    held = {name: np.ones(size, np.uint8) for name, size in HOSTILE.items()}
+    metadata = {"</script><b>": "<script>alert(1)</script>" * 50}
+    source = write(
+        tmp_path / "</script><i>", held, config={"model_type": "</script><script>alert(2)</script>"} | metadata
+    )
+    hostile = tx.report(source, tmp_path / "hostile.html")
+    plain = tx.report(write(tmp_path / "plain", {"w": np.ones(3)}, config={"a": 1}), tmp_path / "plain.html")
+    tags, found = parts(hostile)
+    usual = {tag for tag, _ in parts(plain)[0]}
+    assert {tag for tag, _ in tags} <= usual | {"ul", "li", "strong", "bdi"}
+    assert not [name for _, attributes in tags for name in attributes if name.startswith("on") or name == "style"]
+    assert {row["example"] for row in table(found, "layout")} == set(HOSTILE)
+    policies = [each["content"] or "" for _, each in tags if each.get("http-equiv") == "Content-Security-Policy"]
+    text = hostile.read_text("utf-8")
+    scripts = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    hashes = {base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts}
+    allowed = re.search(r"script-src ([^;]*);", policies[0])
+    assert allowed is not None
+    assert set(allowed[1].split()) == {f"'sha256-{each}'" for each in hashes}
+    assert policies[0].startswith("default-src 'none';")
+    assert "unsafe" not in policies[0]
+    assert "\u202e" not in text
+
+
+@pytest.mark.parametrize("named", ["page.html", Path("page.html")])
+def test_a_file_is_replaced_only_if_it_is_a_report(named: str | Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny(tmp_path / "ck")
+    assert tx.report("ck", named) == Path("page.html")
+    with pytest.raises(tx.TransaxleError, match="already exists") as refused:
+        tx.report("ck", named)
+    assert refused.value.code == "EXISTS"
+    tx.report("ck", named, overwrite=True)
+    kept = (tmp_path / "ck" / "model.safetensors").read_bytes()
+    for other in ("ck/model.safetensors", "ck"):
+        with pytest.raises(tx.TransaxleError, match="is no report"):
+            tx.report("ck", other, overwrite=True)
+    assert (tmp_path / "ck" / "model.safetensors").read_bytes() == kept
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["ck", "page.html"]
+
+
+def test_what_goes_wrong_has_its_exit_code(tmp_path: Path, transaxle: Transaxle) -> None:  # noqa: F811
+    tiny(tmp_path / "ck")
+    assert transaxle("report", "ck").out.startswith("ck.html · ")
+    assert transaxle("report", "ck").code == USAGE
+    assert transaxle("report", "ck", "--overwrite").code == 0
+    assert transaxle("report", "ck", "-o", "nowhere/page.html").code == MACHINE
+    assert transaxle("report", "missing").code == MACHINE
+    remote = transaxle("report", "ck", "-o", "s3://bucket/page.html")
+    assert (remote.code, "a report is written to this machine only" in remote.err) == (REFUSED, True)
+
+
+def test_it_is_shown_in_the_browser(tmp_path: Path, transaxle: Transaxle, monkeypatch: Any) -> None:  # noqa: F811
+    tiny(tmp_path / "c k")
+    shown: list[str] = []
+    monkeypatch.setattr("webbrowser.open", shown.append)
+    assert transaxle("report", "c k", "--open").code == 0
+    assert shown == [(tmp_path / "c k.html").as_uri()]
+
+
+def test_very_many_notices_are_a_few(tmp_path: Path) -> None:
+    held = {f"w{number}": np.ones(100 if number % 3 else 1000, np.uint8) for number in range(120)}
+    page = tx.report(write(tmp_path / "source", held, shards=120), tmp_path / "page.html").read_text("utf-8")
+    assert page.count("<li><strong>") == 31
+    assert "11 notices like these." in page
+
+
+def test_without_jinja_it_says_what_to_install(tmp_path: Path, transaxle: Transaxle, monkeypatch: Any) -> None:  # noqa: F811
+    tiny(tmp_path / "ck")
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    refused = transaxle("report", "ck")
+    assert refused.code == REFUSED
+    assert "pip install 'transaxle[report]'" in refused.err
+    assert not (tmp_path / "ck.html").exists()
+
+
+def test_names_without_rhyme_or_reason_do_not_fill_the_page(tmp_path: Path, monkeypatch: Any) -> None:
+    """The largest have rows of their own, all others share one area, and long names are cut."""
+    for module in (checkpoint_page, html_page):
+        monkeypatch.setattr(module, "MOST_ROWS", 150)
+    held = {f"{number}x{'y' * 4_000}": np.ones(number, np.uint8) for number in range(1, 401)}
+    page = tx.report(write(tmp_path / "source", held), tmp_path / "page.html")
+    found = data(page)
+    drawn = found["figures"]["bytes"]["data"]
+    assert (len(drawn["groups"]), drawn["rest"]) == (150, {"count": 250, "bytes": sum(range(1, 251))})
+    assert sum(each["each"] for each in drawn["groups"]) + drawn["rest"]["bytes"] == drawn["bytes"]
+    (layout,) = (each for each in found["tables"] if each["id"] == "layout")
+    assert layout["left_out"].startswith("The largest 150 of 400 rows")
+    assert page.stat().st_size < 1_500_000
+
+
+PROGRAM = """
+import re, sys, time
+import transaxle as tx
+began = time.process_time()
+tx.report(*sys.argv[1:])
+print(time.process_time() - began, int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) / 1000)
+"""
+
+
+def test_seventy_thousand_tensors(tmp_path: Path) -> None:
+    """Less than 6 MB, 10 s and 300 MB; its files have headers and no more."""
+    header: dict[str, Any] = {}
+    end = 0
+    sizes = {**SIZES, "num_hidden_layers": 61, "num_experts": 384}
+    for name, shape in shapes(sizes).items():
+        size = 2 * int(np.prod(shape))
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    source = tmp_path / "source"
+    source.mkdir()
+    with (source / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + end)
+    (source / "config.json").write_text(json.dumps({**CONFIG, **sizes}))
+    page = tmp_path / "page.html"
+    command = [sys.executable, "-c", PROGRAM, str(source), str(page)]
+    seconds, megabytes = map(float, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    found = data(page)
+    assert len(header) == found["facts"]["tensors"] > 70_000
+    assert sum(leaf_bytes(found).values()) == end
+    assert page.stat().st_size < 6e6
+    assert seconds < 10
+    assert megabytes < 300
+
+
+def test_each_type_is_counted_once(tmp_path: Path) -> None:
+    held: dict[str, Any] = {"a": np.ones(3, np.float64), "b": np.ones(5, np.int8), "c": np.ones(7, np.int8)}
+    rows = table(data(tx.report(write(tmp_path / "source", held), tmp_path / "page.html")), "dtypes")
+    wanted = Counter({"F64": 24, "I8": 12})
+    assert {row["type"]: row["bytes"] for row in rows} == wanted

@@ -1,0 +1,79 @@
+"""The page of a plan: its numbers are those of the plan, of `transaxle plan --json`, and of what is written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import transaxle as tx
+from tests.checkpoints import CONFIG, tensors, tiny, write
+from tests.cli.conftest import here, transaxle  # noqa: F401 - fixtures
+from tests.cli.running import USAGE, Transaxle
+from tests.reports.embedded import data, table
+
+
+def _page(tmp_path: Path, source: Path, to: str) -> Any:
+    return data(tx.report(tx.plan(source, tmp_path / "out", to=to), tmp_path / f"{to}.html"))
+
+
+@pytest.mark.parametrize("to", ["torchtitan", "megatron", "te", "hf"])
+def test_numbers_are_those_of_what_is_written(to: str, tmp_path: Path) -> None:
+    source = tiny(tmp_path / "source")
+    found = _page(tmp_path, source, to)
+    tx.convert(source, tmp_path / "out", to=to)
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    nbytes = sum(each.nbytes for each in written.values())
+    flow = found["figures"]["flow"]["data"]
+    assert sum(link[3] for link in flow["links"]) + sum(amount for _, amount in flow["others"]) == nbytes
+    assert flow["bytes"] == nbytes
+    for name in ("rules", "tensors"):
+        rows = table(found, name)
+        assert (sum(row["tensors"] for row in rows), sum(row["bytes"] for row in rows)) == (len(written), nbytes)
+    for row in table(found, "tensors"):
+        if row["tensors"] == 1:
+            assert row["shape"] == " x ".join(map(str, written[row["name"]].shape))
+    for row in table(found, "files"):
+        held = tmp_path / "out" / row["file"]
+        assert row["size"] == held.stat().st_size
+
+
+def test_numbers_are_those_of_the_command(tmp_path: Path, transaxle: Transaxle) -> None:  # noqa: F811
+    tiny(tmp_path / "ck")
+    told = transaxle("plan", "ck", "out", "--to", "torchtitan", "--report", "plan.html", "--json").json
+    facts = data(tmp_path / "plan.html")["facts"]
+    assert facts == {key: told[key] for key in facts if key != "tensors"} | {"tensors": len(told["tensors"])}
+    assert not (tmp_path / "out").exists()
+    again = transaxle("plan", "ck", "out", "--to", "torchtitan", "--report", "plan.html")
+    assert (again.code, "already exists" in again.err) == (USAGE, True)
+
+
+def test_it_says_what_happens_to_the_experts(tmp_path: Path) -> None:
+    """Their number goes from the names into the shape; the halves of Megatron's first matrix are joined."""
+    source = tiny(tmp_path / "source")
+    moves = {(row["tensor"], row["axis"]): row for row in table(_page(tmp_path, source, "torchtitan"), "axes")}
+    moved = {key: row["moves"] for key, row in moves.items() if row["moves"]}
+    changed = {key: each for key, each in moved.items() if key[1] == "e"}
+    assert changed == {(each, "e"): "name -> dim 0" for each in ("gate", "up", "down")}
+    assert moves["down", "d"]["moves"] == "dim 0 -> dim 1"
+    assert (moves["q", "g"]["in the source"], moves["q", "g"]["moves"]) == ("dim 0 (g r c)", "")
+    (joined,) = (row for row in table(_page(tmp_path, source, "megatron"), "rules") if row["tensor"] == "gate, up")
+    assert joined["what moves"] == "joined"
+    assert joined["source"].count("experts.{e}") == 2
+
+
+def test_what_stands_against_it_and_what_is_kept(tmp_path: Path) -> None:
+    held: dict[str, Any] = dict(tensors()) | {"extra.0.weight": np.ones(3), "extra.1.weight": np.ones(3)}
+    source = write(tmp_path / "source", held, config=CONFIG)
+    (tmp_path / "out").mkdir()
+    plan = tx.plan(source, tmp_path / "out", to="torchtitan")
+    page = tx.report(plan, tmp_path / "page.html")
+    assert "<li><strong>EXISTS.</strong>" in page.read_text("utf-8")
+    kept = [row for row in table(data(page), "others") if "kept" in row["what becomes of it"]]
+    assert [(row["name"], row["names"]) for row in kept] == [("extra.[0-1].weight", 2)]
+    assert data(page)["figures"]["flow"]["data"]["others"] == [["as named", 48]]
+    with pytest.raises(TypeError, match="the plan is already made"):
+        tx.report(plan, tmp_path / "other.html", family="llama")
