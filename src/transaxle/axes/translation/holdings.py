@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import itemgetter
 
 from transaxle.axes.layout.bind import WEIGHT, Bound, Index
 from transaxle.axes.layout.inseparable import NOTHING
@@ -132,14 +133,18 @@ def solved(bound: Bound, stored: Mapping[str, Stored], sizes: Sizes) -> Sizes:
     for (line, slot), names in bound.names.items():
         for position, axis in enumerate(line.name.axes):
             # An axis in names is as long as its highest index requires.
-            counted[axis] = max(counted.get(axis, 0), *(index[position] + 1 for index in names))
+            counted[axis] = max(counted.get(axis, 0), max(map(itemgetter(position), names)) + 1)
         weights = bound.names.get((line, WEIGHT), {})
+        known_shapes = equations.get(line.expression, {})
         for index, name in names.items():
+            # One tensor of each shape is enough: the others would only repeat its equation.
+            if stored[name].shape in known_shapes:
+                continue
             # States have the shapes of their weights and add no equation, except states of packed 4-bit codes, which
             # show the real columns.
             if slot == WEIGHT or (index in weights and _unpacks(stored[name], stored[weights[index]])):
-                # One tensor of each shape is enough: the others would only repeat its equation.
-                equations[line.expression].setdefault(stored[name].shape, dict(zip(line.name.axes, index, strict=True)))
+                known_shapes = equations[line.expression]
+                known_shapes[stored[name].shape] = dict(zip(line.name.axes, index, strict=True))
     known = sizes.at({})
     return solve(equations, sizes.giving({axis: count for axis, count in counted.items() if axis not in known}))
 
@@ -223,12 +228,14 @@ class Holdings:
         self, line: Line, expression: Expression, names: Mapping[Index, str], scalar: bool
     ) -> Iterator[tuple[str, _Filled]]:
         """Yield each stored tensor's layout and axis sizes; those that do not fit their rule are refused."""
+        places = {axis: place for place, axis in enumerate(line.name.axes)}
+        varying = [places.get(axis) for axis in self._varying]
         for position, name in names.items():
-            index = dict(zip(line.name.axes, position, strict=True))
             shape = self.stored[name].shape
             # Equal keys give equal layouts. Models have few shapes, so each is solved once and not once per layer.
-            key = id(line), scalar, shape, tuple(index.get(axis) for axis in self._varying)
+            key = id(line), scalar, shape, tuple([None if place is None else position[place] for place in varying])
             if key not in self._filled:
+                index = dict(zip(line.name.axes, position, strict=True))
                 try:
                     self._filled[key] = self._fill(line, expression, shape, index, scalar)
                 except TransaxleError as error:
@@ -267,8 +274,9 @@ class Holdings:
         places: dict[Index, SourceTensor] = {}
         copies: list[tuple[Index, SourceTensor]] = []
         present = set()
+        has_all = len(axes) == len(line.name.axes)
         for position, name in sorted(names.items()):
-            index = tuple(position[p] for p in axis_positions)
+            index = position if has_all else tuple(position[p] for p in axis_positions)
             present.add(index)
             if name not in usable:
                 continue
@@ -281,7 +289,8 @@ class Holdings:
             # The first name is read; the others must prove equal to it.
             if places.setdefault(index, place) is not place:
                 copies.append((index, place))
-        return LineSources(line, axes, scalar, dict(sorted(places.items())), copies, frozenset(present))
+        in_order = places if has_all else dict(sorted(places.items()))
+        return LineSources(line, axes, scalar, in_order, copies, frozenset(present))
 
     def _without_copies(self, full_layout: Layout, component: str, tensor_axes: Sequence[str]) -> Layout:
         """Return the layout in which axes that the logical tensor does not have are left at their first index."""

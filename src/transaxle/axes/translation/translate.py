@@ -268,7 +268,7 @@ class _Translator:
             return {key: only for key, _ in self._keyed(held[0], line)}
         for line_sources in held:
             for key, place in self._keyed(line_sources, line):
-                entry = gathered.setdefault(key, ComponentSources(line_sources, {}))
+                entry = gathered.get(key) or gathered.setdefault(key, ComponentSources(line_sources, {}))
                 # Lines complete each other only if they number the same axes in names: a stack and single tensors would
                 # overlap.
                 if entry.line_sources is line_sources or set(entry.line_sources.axes) == set(line_sources.axes):

@@ -164,6 +164,7 @@ class Checkpoint(TensorSet):
             raise reading
         return None
 
+    @uncollected()
     def translation(self, dialect: str, recode: Recode = same) -> View:
         """Return this checkpoint's tensors in another dialect, with every refusal.
 
