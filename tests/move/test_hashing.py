@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transaxle.move.hashing import HashingFiles, Places, digest, digest_in
+from transaxle.move.hashing import SPAN, HashingFiles, ItemHash, Places, digest, digest_in, joined
 from transaxle.move.transfer import Transfer
 
 
@@ -44,6 +44,18 @@ def test_an_item_lies_at_its_places_and_is_hashed(cuts: list[int]) -> None:
     assert sum(taken) == 150
     assert disk.files["a"][:150] == data[101:] + bytes(1) + data[:100]
     assert disk.files["b"][7] == data[100]
+
+
+@given(st.integers(0, 40), st.lists(st.integers(0, 40), max_size=6), st.integers(1, 41))
+def test_a_large_item_has_the_hash_of_its_spans(size: int, cuts: list[int], span: int) -> None:
+    data = bytes(range(size))
+    hashed = ItemHash(span)
+    for start, stop in pairwise(sorted({0, size, *(cut for cut in cuts if cut < size)})):
+        hashed.update(memoryview(data)[start:stop])
+    spans = [digest(data[at : at + span]) for at in range(0, max(size, 1), span)]
+    assert hashed.hexdigest() == joined(spans)
+    assert hashed.hexdigest() == (digest(data) if size <= span else digest("".join(spans).encode()))
+    assert SPAN == 256 << 20, "manifests say so"
 
 
 def test_what_no_rank_sees_whole_is_not_hashed() -> None:

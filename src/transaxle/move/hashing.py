@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Container, Iterator, Sequence
 from itertools import accumulate
@@ -17,6 +18,48 @@ from transaxle.spans import span
 
 _BLOCK = 1 << 20
 """Bytes hashed at once: so few that they come from the processor's own memory."""
+SPAN = 1 << 28
+"""An item of more bytes is hashed in spans of so many, so that several workers can share it."""
+
+WHOLE = sys.maxsize
+"""A span that is longer than any item: for files, which are hashed from end to end."""
+
+
+def span_ends(size: int) -> list[int]:
+    """Return where the spans end in which an item of so many bytes is hashed."""
+    return [*range(SPAN, size, SPAN), size]
+
+
+def joined(hashes: Sequence[str]) -> str:
+    """Return the hash of an item from those of its spans: of a single one it is that, else the hash of their text."""
+    return hashes[0] if len(hashes) == 1 else digest("".join(hashes).encode())
+
+
+class ItemHash:
+    """The hash of an item whose bytes come in order.
+
+    Args:
+        span_size: bytes of a span; None: `SPAN`.
+    """
+
+    def __init__(self, span_size: int | None = None) -> None:
+        self._size = span_size or SPAN
+        self._left = self._size
+        self._open = xxhash.xxh3_128()
+        self._hashes: list[str] = []
+
+    def update(self, data: memoryview) -> None:
+        """Take the bytes that come next."""
+        while len(data) > self._left:  # a span that is full ends only where more bytes come
+            self._open.update(data[: self._left])
+            self._hashes.append(self._open.hexdigest())
+            data, self._open, self._left = data[self._left :], xxhash.xxh3_128(), self._size
+        self._open.update(data)
+        self._left -= len(data)
+
+    def hexdigest(self) -> str:
+        """Return the hash of all bytes that came."""
+        return joined([*self._hashes, self._open.hexdigest()])
 
 
 class HashingFiles(Sink):
@@ -31,6 +74,7 @@ class HashingFiles(Sink):
         hashed: keys of the items whose bytes all come here, in order.
         progress: told the number of bytes that were just taken.
         finish: told the key and the hash of each item that came whole.
+        span_size: bytes of the spans in which items are hashed; None: `SPAN`.
     """
 
     in_turns = True
@@ -42,15 +86,17 @@ class HashingFiles(Sink):
         hashed: Container[int],
         progress: Progress = unwatched,
         finish: Callable[[int, str], None] | None = None,
+        span_size: int | None = None,
     ) -> None:
         self.digests: dict[int, str] = {}
-        """xxh3-128 of the items that came whole, by key; they are not kept where `finish` is told them."""
+        """Hashes of the items that came whole, by key; they are not kept where `finish` is told them."""
         self._finish = finish or self.digests.__setitem__
         self._files = files
         self._places = places
         self._hashed = hashed
         self._progress = progress
-        self._open: dict[int, xxhash.xxh3_128] = {}
+        self._span_size = span_size
+        self._open: dict[int, ItemHash] = {}
         self._found: dict[int, Places] = {}
 
     def take(self, key: int, start: int, data: memoryview) -> None:
@@ -69,7 +115,7 @@ class HashingFiles(Sink):
         """See `Sink`."""
         if key in self._hashed:
             with span("hash", len(data)):
-                self._open.setdefault(key, xxhash.xxh3_128()).update(data)
+                self._hash_of(key).update(data)
         self._progress(len(data))
 
     def laid(self, key: int, start: int, data: memoryview) -> Iterator[tuple[str, int, memoryview]]:
@@ -83,7 +129,14 @@ class HashingFiles(Sink):
         """See `Sink`."""
         self._found.pop(key, None)
         if key in self._hashed:
-            self._finish(key, self._open.pop(key, xxhash.xxh3_128()).hexdigest())
+            hashed = self._hash_of(key)
+            del self._open[key]
+            self._finish(key, hashed.hexdigest())
+
+    def _hash_of(self, key: int) -> ItemHash:
+        if key not in self._open:
+            self._open[key] = ItemHash(self._span_size)
+        return self._open[key]
 
 
 class Places:
@@ -139,7 +192,7 @@ def digest(data: bytes | memoryview) -> str:
 
 def digest_in(storage: Readable, places: Sequence[Transfer]) -> str:
     """Return the hash of an item as it lies in files."""
-    hashed = xxhash.xxh3_128()
+    hashed = ItemHash()
     block: Bytes = np.empty(_BLOCK, np.uint8)
     scratch = Scratch(2 * _BLOCK)
     size = sum(place.size for place in places)

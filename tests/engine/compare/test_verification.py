@@ -15,8 +15,9 @@ from safetensors.numpy import save_file
 import transaxle as tx
 from tests import checkpoints
 from tests.engine.killed import contents
-from transaxle.engine.checkpoint.manifest import SCHEMA, decode, encode
+from transaxle.engine.checkpoint.manifest import IN_SPANS, SCHEMA, decode, encode
 from transaxle.engine.compare.verification import Verification, verify
+from transaxle.move import hashing
 
 SIZES = {**checkpoints.SIZES, "num_hidden_layers": 1, "num_experts": 2}
 CONFIG = {**checkpoints.CONFIG, **SIZES}
@@ -204,6 +205,36 @@ def test_a_manifest_of_a_later_version_is_not_called_corrupt(copy: Path) -> None
     (copy / MANIFEST).write_text(json.dumps({**manifest, "transaxle": SCHEMA + 1, "more": []}))
     with pytest.raises(tx.TransaxleError, match="UNSUPPORTED"):
         verified(copy)
+
+
+@pytest.mark.parametrize("name", ["out", "out.safetensors"])
+def test_large_tensors_were_once_hashed_from_end_to_end(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Manifests of version 1, and digests in one file, of which nothing says how they were made."""
+    tx.convert(written, tmp_path / name, to="identity")
+    monkeypatch.setattr(hashing, "SPAN", 64)
+    assert verified(tmp_path / name).ok
+    largest = max(tx.open(tmp_path / name).values(), key=lambda tensor: tensor.nbytes).transfers()[0]
+    path = tmp_path / name if name != "out" else tmp_path / name / largest.file
+    with path.open("r+b") as file:
+        file.seek(largest.source + largest.size - 1)
+        (last,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([last ^ 1]))
+    assert len(verified(tmp_path / name).problems) == 1
+
+
+def test_a_manifest_says_how_large_tensors_are_hashed(
+    written: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hashing, "SPAN", 64)
+    tx.convert(written, tmp_path / "out", to="identity")
+    assert decode((tmp_path / "out" / MANIFEST).read_bytes()).transaxle == IN_SPANS
+    assert verified(tmp_path / "out").ok
+    monkeypatch.undo()
+    assert not verified(tmp_path / "out").ok
+    assert decode((written / MANIFEST).read_bytes()).transaxle == 1
 
 
 def test_without_a_manifest_the_structure_is_checked(copy: Path) -> None:

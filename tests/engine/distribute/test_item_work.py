@@ -28,11 +28,13 @@ from transaxle.engine.distribute import work_plan as plans
 from transaxle.engine.distribute.conversion_order import ConversionOrder
 from transaxle.engine.distribute.driver import begin_work, commit_work
 from transaxle.engine.distribute.item_work import do_item, let_go
+from transaxle.engine.distribute.work_items import moves_of
 from transaxle.engine.distribute.work_plan import WorkPlan, parse_plan, read_plan, write_plan
 from transaxle.engine.views.encode import Encode
 from transaxle.errors import Code
 from transaxle.formats.staging.place import ITEMS, MOVES, PARTIAL, SCRATCH, neighbour
 from transaxle.formats.staging.writer import Writer
+from transaxle.move import hashing
 
 SMALL = {**checkpoints.SIZES, "num_hidden_layers": 1, "num_experts": 2}
 
@@ -109,6 +111,22 @@ CASES: dict[str, tuple[Callable[[Path], Path], str, str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_bytes_are_those_of_one_process(case: str, tmp_path: Path) -> None:
     """Items in any order and in two processes, begun twice; more of them than tensors."""
+    as_one_process(case, tmp_path)
+
+
+@pytest.mark.parametrize("case", ["names", "one file with digests", "dcp", "ranks", "checksums", "encoded"])
+def test_workers_share_a_large_tensor(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashing, "SPAN", 32)
+    plan = as_one_process(case, tmp_path)
+    with plan.order.planned() as prepared:
+        spans = prepared.plan.spans
+        names = [{each.name for each in moves_of(prepared.plan, item).tensors} for item in plan.items]
+        assert not any(tensor.name in spans for tensor in prepared.plan.tensors if tensor.step is not None)
+    assert any(sum(not own.isdisjoint(each.name for each in large) for own in names) > 1 for large in spans.values())
+    assert tx.verify(plan.order.target).ok
+
+
+def as_one_process(case: str, tmp_path: Path) -> WorkPlan:
     make, name, to, options = CASES[case]
     source, target = make(tmp_path / "source"), tmp_path / name
     wanted = tx.convert(source, tmp_path / f"wanted{target.suffix}", to=to, shard_size=8000, **options)
@@ -130,6 +148,7 @@ def test_the_bytes_are_those_of_one_process(case: str, tmp_path: Path) -> None:
     assert {key: getattr(report, key) for key in same} == {key: getattr(wanted, key) for key in same}
     assert sum(report.workers.values()) == sum(tensor.nbytes for tensor in tx.open(target).values())
     assert len(report.workers) == 2
+    return plan
 
 
 def test_a_worker_that_dies_at_any_point_is_done_again(source: Path, tmp_path: Path) -> None:
@@ -371,7 +390,11 @@ def test_work_of_another_conversion_is_left_alone(source: Path, tmp_path: Path) 
     commit_work(first)
 
 
-def test_one_process_goes_on_where_several_were(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("span", [hashing.SPAN, 256])
+def test_one_process_goes_on_where_several_were(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, span: int
+) -> None:
+    monkeypatch.setattr(hashing, "SPAN", span)
     killed.convert(source, tmp_path / "wanted")
     plan = planned(source, tmp_path / "out", killed.TO, 3)
     begin_work(plan)
@@ -380,10 +403,22 @@ def test_one_process_goes_on_where_several_were(source: Path, tmp_path: Path) ->
     assert 0 < report.resumed < report.tensors
     assert contents(tmp_path / "out") == contents(tmp_path / "wanted")
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "source", "wanted"]
+    again = tx.convert(source, tmp_path / "out", to=killed.TO, shard_size=8000, resume=True)
+    assert again.resumed == again.tensors
+    everything = planned(source, tmp_path / "all", killed.TO, 3)
+    begin_work(everything)
+    do(everything)
+    report = tx.convert(source, tmp_path / "all", to=killed.TO, shard_size=8000, resume=True)
+    assert report.resumed == report.tensors
+    assert contents(tmp_path / "all") == contents(tmp_path / "wanted")
 
 
-def test_another_division_takes_up_what_is_done(source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("span", [hashing.SPAN, 256])
+def test_another_division_takes_up_what_is_done(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, span: int
+) -> None:
     """A driver that resumes may have other workers; what is done of an item that is not complete is done again."""
+    monkeypatch.setattr(hashing, "SPAN", span)
     killed.convert(source, tmp_path / "wanted")
     begin_work(first := planned(source, tmp_path / "out", killed.TO, 2))
     do(first, [1])

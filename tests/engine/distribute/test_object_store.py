@@ -31,6 +31,8 @@ from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.errors import Code, UsageError, refuse
 from transaxle.formats.remote.multipart import S3Multipart
 from transaxle.formats.remote.service import Service
+from transaxle.move import hashing
+from transaxle.move.hashing import SPAN
 
 SHARD = 1 << 30
 MIB = 1 << 20
@@ -74,9 +76,14 @@ def look_at(bucket: Bucket) -> dict[str, bytes]:
     return {name.removeprefix("out/"): bucket.get(name) for name in bucket.names() if name.startswith("out/")}
 
 
-@pytest.mark.parametrize(("items", "shard"), [(1, SHARD), (4, SHARD), (9, 16 * MIB)])
-def test_the_bytes_are_those_of_one_process(bucket: Bucket, tmp_path: Path, items: int, shard: int) -> None:
-    """In two processes and any order, begun twice; parts of both in one object."""
+@pytest.mark.parametrize(
+    ("items", "shard", "span"), [(1, SHARD, SPAN), (4, SHARD, SPAN), (9, 16 * MIB, SPAN), (7, SHARD, MIB)]
+)
+def test_the_bytes_are_those_of_one_process(
+    bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, items: int, shard: int, span: int
+) -> None:
+    """In two processes and any order, begun twice; parts of both in one object, and of one tensor."""
+    monkeypatch.setattr(hashing, "SPAN", span)
     source = many(tmp_path / "source")
     wanted = tx.convert(source, tmp_path / "wanted", to="safetensors", shard_size=shard)
     plan = planned(source, f"{bucket.url}/out", "safetensors", items, shard_size=shard)

@@ -27,21 +27,21 @@ def test_everything_is_in_one_item(count: int, encode: Encode | None) -> None:
     plan = make_plan(synthetic.model(4, 16), "hf", encode=encode).plan
     items = divide(plan, count)
     assert [item.number for item in items] == list(range(count))
-    assert sorted(number for item in items for number in numbers(item.tensors)) == list(range(len(plan.tensors)))
-    largest = max(tensor.nbytes for tensor in plan.tensors)
+    assert sorted(number for item in items for number in numbers(item.tensors)) == list(range(len(plan.units)))
+    largest = max(tensor.nbytes for tensor in plan.units)
     total = sum(tensor.nbytes for tensor in plan.tensors)
     assert sum(item.nbytes for item in items) == total
     assert all(item.nbytes <= total / count + 2 * largest for item in items)
     for item in items:
-        steps = {plan.tensors[number].step for number in numbers(item.tensors)}
+        steps = {plan.units[number].step for number in numbers(item.tensors)}
         own = {step.tensor for step in steps if step is not None}
         others = {
             tensor.step.tensor
-            for number, tensor in enumerate(plan.tensors)
+            for number, tensor in enumerate(plan.units)
             if tensor.step is not None and number not in set(numbers(item.tensors))
         }
         assert not own & others
-        files = {plan.tensors[number].places[0].file for number in numbers(item.tensors)}
+        files = {plan.units[number].places[0].file for number in numbers(item.tensors)}
         assert files == set(item.files)
 
 

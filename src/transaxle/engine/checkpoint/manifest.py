@@ -18,7 +18,8 @@ from transaxle.formats.catalog.catalog import Container
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.dtype import nbytes
 
-SCHEMA = 1
+SCHEMA, IN_SPANS = 2, 2
+"""Versions of the manifest: the last one, and the first in which large tensors are hashed in spans."""
 _BLOCK = 1 << 18
 _NEAR, _IN_A_ROW = 1 << 14, 4
 """Bytes between small gaps that are near each other, and how many of them in a row tell that the next ones are too."""
@@ -44,13 +45,15 @@ class TensorRecord(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
     """Logical elements along each dim."""
     xxh3: str
-    """xxh3-128 of its row-major little-endian bytes, in hex."""
+    """xxh3-128 of its row-major little-endian bytes, in hex; in version 2, of one of more than 256 MiB, xxh3-128 of
+    the text of the hashes of each 256 MiB, one after another.
+    """
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     """The whole of `transaxle.json`."""
 
-    transaxle: int = SCHEMA
+    transaxle: int = 1
     """Version of this schema."""
     format: str
     """Container format."""

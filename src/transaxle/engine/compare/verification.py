@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from transaxle.engine.checkpoint.checkpoint import Checkpoint, StoredTensor
-from transaxle.engine.checkpoint.manifest import Manifest, TensorRecord, load, stale
+from transaxle.engine.checkpoint.manifest import IN_SPANS, Manifest, TensorRecord, load, stale
 from transaxle.engine.compare.compare import Comparison, Difference, compare
 from transaxle.engine.number_text import notebook, plural, size
 from transaxle.errors import Refusal, Where
@@ -17,7 +17,7 @@ from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.catalog.seal import Seal, read_digest, rest_of
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.storage.storage import layer
-from transaxle.move.hashing import HashingFiles
+from transaxle.move.hashing import WHOLE, HashingFiles, span_ends
 from transaxle.move.mover import Movement
 from transaxle.move.runs import Item
 from transaxle.move.transport import Alone
@@ -163,6 +163,7 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
             seal, place = sealed[name]
             if read_digest(container.storage, seal, place) != digest:
                 problem = Refusal("CORRUPT", _CHANGED, Where(seal.file, name))
+        damaged.pop(name, None)
         if problem is not None:
             damaged[name] = problem
 
@@ -179,6 +180,10 @@ def verify(checkpoint: Checkpoint, limit: Limits | None = None, progress: Progre
     ]
     hashing = HashingFiles(None, (), range(len(items)), progress, check)
     Movement(items, container.storage, hashing, limit).move_own()
+    large = [items[key] for key, name in enumerate(names) if name in damaged and len(span_ends(items[key].size)) > 1]
+    if large and (manifest is None or manifest.transaxle < IN_SPANS):  # an older program hashed them from end to end
+        hashing = HashingFiles(None, (), range(len(items)), finish=check, span_size=WHOLE)
+        Movement(large, container.storage, hashing, limit).move_own()
     if witness is not None:
         share(container.checksums, limit.jobs, lambda _: None, settle)
         problems.extend(witness.problem(checksum) for checksum in container.checksums if not witness.is_right(checksum))

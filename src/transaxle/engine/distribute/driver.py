@@ -30,7 +30,7 @@ from transaxle.engine.distribute.work_items import WorkItem, in_order, moves_of,
 from transaxle.engine.distribute.work_place import layout_of, results_on, task_text
 from transaxle.engine.distribute.work_plan import WorkPlan
 from transaxle.engine.execute.commit import carry, write_known, write_rest
-from transaxle.engine.execute.execute import Report, reported
+from transaxle.engine.execute.execute import Report, reported, whole
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import Measured
 from transaxle.engine.views.cast import casts_of, refuse_infinite
@@ -115,7 +115,7 @@ def _believed(plan: WorkPlan, prepared: Prepared, scratch: Path, kept: frozenset
 
     One of another division of the plan gets a number that no item has, so that none takes its place.
     """
-    files = {tensor.name: [place.file for place in tensor.everywhere] for tensor in prepared.plan.tensors}
+    files = {unit.name: [place.file for place in unit.everywhere] for unit in prepared.plan.units}
     results, beyond = {}, _ASIDE
     found = results_in(scratch)
     for number, result in found.items():
@@ -194,13 +194,13 @@ def hand_out(
     with lent(plan, prepared):
         executor.run(partial(do_item, plan.text), items, take)
     stage.take_back()
-    return results, len(resumed)
+    return results, len(whole(prepared.plan, resumed))
 
 
 def sizes_of(prepared: Prepared, finished: Collection[str]) -> tuple[int, int]:
-    """Return the bytes of all tensors, and of those that are finished."""
-    tensors = prepared.plan.tensors
-    return sum(each.nbytes for each in tensors), sum(each.nbytes for each in tensors if each.name in finished)
+    """Return the bytes of all units, and of those that are finished."""
+    units = prepared.plan.units
+    return sum(each.nbytes for each in units), sum(each.nbytes for each in units if each.name in finished)
 
 
 def commit(
@@ -222,7 +222,7 @@ def commit(
     if missing := left_to_do(plan, prepared, results):
         raise _missing(plan, missing)
     storage, found = prepared.checkpoint.container.storage, list(results.values())
-    tensors, measured = finished_of(found), measured_of(found)
+    tensors, measured = whole(prepared.plan, finished_of(found)), measured_of(found)
     if not prepared.plan.allow_lossy:
         cast = {each.name for each in prepared.plan.recoded if each.action == "cast"}
         infinite = {name: error for name, error in measured.items() if name in cast}

@@ -1,7 +1,8 @@
 """Work items: a plan divided into parts of about equally many bytes, each of which one worker does alone.
 
-A tensor is never divided, as its hash is taken in order; the buffers that one tensor is encoded as stay together. What
-may refuse a conversion comes first: copies that must be equal, values that may become infinite.
+A tensor is divided only into the spans in which it is hashed, and only where it is copied as it is; the buffers that
+one tensor is encoded as stay together. What may refuse a conversion comes first: copies that must be equal, values that
+may become infinite.
 
 An item says by numbers what it does of the plan. The moves behind the numbers are kept beside the draft, a range of one
 file for each item, so that a worker reads those of its items and plans nothing. An item has their hash.
@@ -38,7 +39,7 @@ class WorkItem(msgspec.Struct, frozen=True, kw_only=True):
     nbytes: int
     """Bytes that it moves, or reads to compare and to measure."""
     tensors: Ranges = ()
-    """Which tensors of the plan it writes."""
+    """Which units of the plan it writes: tensors, and spans of large ones."""
     checks: Ranges = ()
     """Which of the plan's copies it compares."""
     measures: Ranges = ()
@@ -103,7 +104,7 @@ def moves_of(plan: Plan, item: WorkItem, storage: Storage | None = None) -> Move
     """
     return Moves(
         versions=() if storage is None else tuple((name, storage.version(name)) for name in item.sources),
-        tensors=tuple(plan.tensors[number] for number in numbers(item.tensors)),
+        tensors=tuple(plan.units[number] for number in numbers(item.tensors)),
         checks=tuple(plan.checks[number] for number in numbers(item.checks)),
         measures=tuple(plan.recoded[number] for number in numbers(item.measures)),
     )
@@ -150,7 +151,7 @@ def divide(plan: Plan, count: int | None = None) -> tuple[WorkItem, ...]:
 
     Args:
         plan: what is to be done.
-        count: how many items; some are empty where there are not so many tensors. None: one for each GiB.
+        count: how many items; some are empty where there are not so many units. None: one for each GiB.
 
     Raises:
         TypeError: `count` is no number.
@@ -178,7 +179,7 @@ def divide(plan: Plan, count: int | None = None) -> tuple[WorkItem, ...]:
 
 def _item(plan: Plan, number: int, size: int, share: dict[str, list[int]]) -> WorkItem:
     tensors = share.get("tensors", [])
-    files = dict.fromkeys(place.file for each in tensors for place in plan.tensors[each].everywhere)
+    files = dict.fromkeys(place.file for each in tensors for place in plan.units[each].everywhere)
     reads: dict[str, int] = {}
     for transfer in _reads(plan, share):
         reads[transfer.file] = reads.get(transfer.file, 0) + transfer.size
@@ -195,7 +196,7 @@ def _item(plan: Plan, number: int, size: int, share: dict[str, list[int]]) -> Wo
 
 def _reads(plan: Plan, share: dict[str, list[int]]) -> Iterator[Transfer]:
     for each in share.get("tensors", ()):
-        yield from plan.tensors[each].transfers
+        yield from plan.units[each].transfers
     for each in share.get("checks", ()):
         yield from plan.checks[each].first
         yield from plan.checks[each].second
@@ -209,10 +210,10 @@ def _pieces(plan: Plan) -> Iterator[tuple[int, str, Sequence[int]]]:
         if each.action in ("cast", "decoded"):
             yield nbytes(each.dtype, each.shape), "measures", [number]
     together: dict[str, list[int]] = {}
-    for number, tensor in enumerate(plan.tensors):
+    for number, tensor in enumerate(plan.units):
         if tensor.step is not None:
             together.setdefault(tensor.step.tensor, []).append(number)
-    for number, tensor in enumerate(plan.tensors):
+    for number, tensor in enumerate(plan.units):
         group = [number] if tensor.step is None else together[tensor.step.tensor]
         if group[0] == number:
-            yield sum(plan.tensors[each].nbytes for each in group), "tensors", group
+            yield sum(plan.units[each].nbytes for each in group), "tensors", group

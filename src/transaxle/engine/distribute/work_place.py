@@ -246,7 +246,7 @@ def layout_of(plan: WorkPlan, prepared: Prepared) -> dict[str, FileParts]:
     extents: dict[str, list[tuple[int, int, int]]] = {}
     for item in plan.items:
         for number in numbers(item.tensors):
-            for place in prepared.plan.tensors[number].everywhere:
+            for place in prepared.plan.units[number].everywhere:
                 own = extents.setdefault(place.file, [])
                 own += ((start, stop, item.number) for start, stop in _ranges(place) if start < stop)
     early = frozenset((fragment.file, fragment.offset) for fragment in prepared.draft.early())

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import UNSET
 
-from transaxle.engine.checkpoint.manifest import FileRecord, Manifest, TensorRecord, encode
+from transaxle.engine.checkpoint.manifest import IN_SPANS, FileRecord, Manifest, TensorRecord, encode
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.formats.catalog.catalog import Fragment
 from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.storage.storage import unpinned
-from transaxle.move.hashing import digest
+from transaxle.move.hashing import digest, span_ends
 from transaxle.spans import stage
 
 if TYPE_CHECKING:
@@ -76,6 +76,7 @@ def manifest_of(prepared: Prepared, tensors: Mapping[str, str], carried: Mapping
     files = {name: _record(plan.files[name], fragments) for name, fragments in known.items()}
     files |= {name: FileRecord(plan.files[name], plan.files[name], carried[name]) for name in plan.carried}
     return Manifest(
+        transaxle=IN_SPANS if any(len(span_ends(tensor.nbytes)) > 1 for tensor in plan.tensors) else 1,
         format=plan.format,
         family=plan.family,
         dialect=plan.dialect,

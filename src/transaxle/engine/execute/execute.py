@@ -28,7 +28,7 @@ from transaxle.formats.staging.location import shown, staging_at
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage, layer
 from transaxle.move.endpoint import Writable
-from transaxle.move.hashing import HashingFiles, digest_in
+from transaxle.move.hashing import WHOLE, HashingFiles, digest_in, joined
 from transaxle.move.journal import Done, Journal, refuse_other
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Limits, Progress, Worker, limits, unwatched
@@ -261,7 +261,7 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
         raise gathered(differing)
     journal = Journal(staging.scratch, prepared.task)
     try:
-        tensors = _still_there(staging, plan, journal.finished, kept)
+        tensors = _still_there(staging, plan, whole(plan, journal.finished), kept)
         todo = [tensor for tensor in plan.tensors if tensor.name not in tensors]
         resumed = len(tensors)
         if tensors:
@@ -272,7 +272,7 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
         if first:  # a stream cannot go back to them: everything is read twice
             write_known(staging, prepared.draft.late(_hashes(tensors | copying.copy(todo, None))))
         tensors |= copying.copy(todo, staging, record=journal.add, progress=progress)
-        carried = {} if single else copying.copy(plan.carried_files, staging)
+        carried = {} if single else copying.copy(plan.carried_files, staging, span_size=WHOLE)
     finally:
         journal.close()
     for tensor in plan.tensors:
@@ -282,6 +282,19 @@ def _write(prepared: Cleared, staging: Stage, limit: Limits, progress: Progress,
     storage.recheck()
     write_rest(staging, prepared, _hashes(tensors), _hashes(carried), sealed=first)
     return resumed
+
+
+def whole(plan: Plan, finished: Mapping[str, Done]) -> dict[str, Done]:
+    """Return the tensors of a plan that are finished, where workers may have finished spans of them."""
+    if not finished:
+        return {}
+    found = {}
+    for tensor in plan.tensors:
+        if tensor.name in finished:
+            found[tensor.name] = finished[tensor.name]
+        elif all(each.name in finished for each in plan.spans.get(tensor.name, (tensor,))):
+            found[tensor.name] = Done(joined([finished[each.name].hash for each in plan.spans[tensor.name]]))
+    return found
 
 
 def _hashes(tensors: Mapping[str, Done]) -> dict[str, str]:
@@ -310,6 +323,7 @@ class Copying:
         files: Writable | None,
         record: Callable[[str, Done], None] | None = None,
         progress: Progress = unwatched,
+        span_size: int | None = None,
     ) -> dict[str, Done]:
         """Write tensors, or only hash them where there is nowhere to write to.
 
@@ -318,6 +332,7 @@ class Copying:
             files: where to; one that is `ordered` gets the bytes of a file in order.
             record: told each tensor when it is written.
             progress: told the bytes of each block.
+            span_size: bytes of the spans in which tensors are hashed; None: `SPAN`.
         """
         errors: dict[str, Error] = {}
         done: dict[str, Done] = {}
@@ -329,7 +344,9 @@ class Copying:
                 record(name, done[name])
 
         ordered = getattr(files, "ordered", False)
-        sink = HashingFiles(files, [tensor.everywhere for tensor in tensors], range(len(tensors)), progress, finish)
+        sink = HashingFiles(
+            files, [tensor.everywhere for tensor in tensors], range(len(tensors)), progress, finish, span_size
+        )
         Movement(items_of(tensors, self.sizes, errors, ordered=ordered), self.storage, sink, self.limit).move_own()
         return done
 

@@ -24,7 +24,7 @@ from transaxle.formats.catalog.sidecar_files import MANIFEST
 from transaxle.formats.registry import is_one_file
 from transaxle.formats.storage.local import LocalStorage
 from transaxle.formats.storage.storage import Storage
-from transaxle.move.hashing import HashingFiles
+from transaxle.move.hashing import WHOLE, HashingFiles
 from transaxle.move.mover import Movement
 from transaxle.move.workers import Limits, Progress, StoppedError, Worker
 
@@ -98,7 +98,7 @@ def _same_bytes(
         return False
     if single:
         return all(_holds(storage, fragment) for fragment in prepared.draft.late(tensors))
-    carried = _compared(prepared, plan.carried_files, storage, limit, progress, errors)
+    carried = _compared(prepared, plan.carried_files, storage, limit, progress, errors, span_size=WHOLE)
     if carried is None:
         return False
     text = encode(manifest_of(prepared, tensors, carried))
@@ -113,6 +113,7 @@ def _compared(
     progress: Progress,
     errors: dict[str, Error],
     differing: list[str] | None = None,
+    span_size: int | None = None,
 ) -> dict[str, str] | None:
     """Produce tensors once more, and compare them with what is stored.
 
@@ -124,13 +125,14 @@ def _compared(
         progress: told the bytes of each block compared.
         errors: gets how far each tensor is that is encoded, by table name.
         differing: gets the names of those that differ; None: the first one ends it.
+        span_size: bytes of the spans in which they are hashed; None: `SPAN`.
 
     Returns:
         The hash of each; None where one differs.
     """
     workers = partial(Worker, _source(prepared), limit)
     found: dict[str, Error] = {}
-    sink = _Written(storage, items, progress, first_only=differing is None)
+    sink = _Written(storage, items, progress, first_only=differing is None, span_size=span_size)
     moved = items_of(items, measured_sizes(items, limit, workers), found)
     Movement(moved, _source(prepared), sink, limit).move_own()
     for item in items:
@@ -149,14 +151,22 @@ class _Written(HashingFiles):
         tensors: what they should hold.
         progress: told the bytes of each block compared.
         first_only: let the first difference end it.
+        span_size: bytes of the spans in which they are hashed; None: `SPAN`.
     """
 
     in_turns = False  # whoever finds a difference goes on with another tensor
 
     def __init__(
-        self, storage: Storage, tensors: Sequence[PlannedTensor], progress: Progress, *, first_only: bool
+        self,
+        storage: Storage,
+        tensors: Sequence[PlannedTensor],
+        progress: Progress,
+        *,
+        first_only: bool,
+        span_size: int | None,
     ) -> None:
-        super().__init__(None, [tensor.everywhere for tensor in tensors], range(len(tensors)), progress)
+        places = [tensor.everywhere for tensor in tensors]
+        super().__init__(None, places, range(len(tensors)), progress, span_size=span_size)
         self.wrong: dict[str, None] = {}
         """Names of tensors that differ."""
         self._storage = storage

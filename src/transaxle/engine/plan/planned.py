@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import msgspec
@@ -15,7 +17,8 @@ from transaxle.engine.copying.duplicate_checks import PlannedCheck
 from transaxle.engine.number_text import notebook, plural, size
 from transaxle.engine.views.encode import Step
 from transaxle.errors import Refusal
-from transaxle.move.transfer import Transfer
+from transaxle.move.hashing import span_ends
+from transaxle.move.transfer import Transfer, active
 
 _SHOWN, _SHOWN_REFUSALS = 12, 3
 """Rules and refusals that a printed plan shows."""
@@ -122,6 +125,37 @@ class PlannedTensor(msgspec.Struct, frozen=True, gc=False):
         data["copies"] = [transfer.as_json() for transfer in self.copies]
         return data | ({"transfers": [transfer.as_json() for transfer in self.transfers]} if copies else {})
 
+    @property
+    def spans(self) -> tuple[PlannedTensor, ...]:
+        """The spans in which it is hashed, each as a tensor of bytes, where it is copied and there are several."""
+        ends = span_ends(self.nbytes)
+        if len(ends) == 1 or self.step is not None or self.arithmetic is not None:
+            return ()
+        divided = (active(sorted(side, key=_start), ends) for side in (self.transfers, self.places, self.copies))
+        return tuple(
+            PlannedTensor(
+                f"{self.name}\n{start}",
+                "U8",
+                (stop - start,),
+                _moved(places, start),
+                stop - start,
+                self.rule,
+                _moved(transfers, start),
+                copies=_moved(copies, start),
+            )
+            for (start, stop, transfers), (_, _, places), (_, _, copies) in zip(*divided, strict=True)
+        )
+
+
+def _start(transfer: Transfer) -> int:
+    return transfer.target
+
+
+def _moved(parts: Iterable[Transfer], start: int) -> tuple[Transfer, ...]:
+    """Return the parts of transfers that land in a span, as transfers into a tensor that is the span."""
+    moved = (msgspec.structs.replace(part, target=part.target - start) for part in parts)
+    return tuple(sorted(moved, key=_start))
+
 
 class Route(msgspec.Struct, frozen=True):
     """One line of a plan, as people read it."""
@@ -136,7 +170,7 @@ class Route(msgspec.Struct, frozen=True):
     """Target tensors of this line."""
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """Everything that a conversion will do, as plain data: it can be printed, compared, stored and run.
 
     Byte counts are exact. A plan with `refusals` cannot be run.
@@ -189,6 +223,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def band(self) -> int:
         """Bytes of values that must be in memory at once to encode the largest tensor."""
         return max((tensor.step.band for tensor in self.tensors if tensor.step is not None), default=0)
+
+    @cached_property
+    def spans(self) -> dict[str, tuple[PlannedTensor, ...]]:
+        """The spans of tensors that several workers can share, by the tensor's name."""
+        found = {tensor.name: spans for tensor in self.tensors if (spans := tensor.spans)}
+        names = {tensor.name for tensor in self.tensors} if found else set[str]()
+        return {name: spans for name, spans in found.items() if names.isdisjoint(span.name for span in spans)}
+
+    @cached_property
+    def units(self) -> tuple[PlannedTensor, ...]:
+        """What is divided no further among workers: tensors, and the spans of large ones."""
+        return tuple(unit for tensor in self.tensors for unit in self.spans.get(tensor.name, (tensor,)))
 
     @property
     def bytes_written(self) -> int:
