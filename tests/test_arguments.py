@@ -161,6 +161,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "group": ("all", 0, [0, 1]),
     "jobs": ("two", 1.5, True),
     "memory": (1.5, MANY, True),
+    "merge": (3, b"adapter"),
     "mesh": ("tp", 2),
     "only": (3, [3]),
     "params_dtype": (3, MANY),

@@ -112,7 +112,8 @@ def open(path: PathLike, **reading: Unpack[Opening]) -> Checkpoint:  # noqa: A00
             checkpoint), `optimizer` (whether to include its state), `average` (replace replicas of a DeepSpeed
             checkpoint that differ by their mean), `decode` (`bf16` or `fp32`: show encoded tensors as plain ones,
             decoded when they are read) or `dtype` (`bf16`, `fp16` or `fp32`: cast plain floating-point tensors when
-            they are read), with `only` and `skip` (patterns of the names to change, or to leave unchanged).
+            they are read), with `only` and `skip` (patterns of the names to change, or to leave unchanged); or `merge`
+            (path of a LoRA adapter of peft, merged into the weights when they are read).
 
     Raises:
         TypeError: an argument of a type that it cannot have.
@@ -190,14 +191,14 @@ def _planned(
 def _encode(options: Mapping[str, Any], reading: dict[str, Any]) -> Encode | None:
     """Return what is to be encoded; where something is decoded or cast instead, `reading` gets the patterns."""
     only, skip = (read_patterns(name, options.get(name, ())) for name in ("only", "skip"))
-    given = [name for name in ("decode", "dtype", "encode") if options.get(name) is not None]
+    given = [name for name in ("decode", "dtype", "encode", "merge") if options.get(name) is not None]
     if len(given) > 1:
         raise TypeError(f"{' and '.join(given)} exclude each other; give only one")
-    if (only or skip) and not given:
+    if (only or skip) and given in ([], ["merge"]):
         raise TypeError("only and skip need decode, encode or dtype")
     if options.get("encode") is not None:
         return Encode(read_text("encode", options["encode"], "mxfp8"), only, skip)
-    if given:
+    if given and given != ["merge"]:
         reading.update(only=only, skip=skip)
     return None
 

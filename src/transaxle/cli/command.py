@@ -14,7 +14,7 @@ _SECTIONS = {
         "family", "config", "axes", "rules", "dialect", "format", "weights", "optimizer", "average", "derive",
     ),
     "Ranks of the target": ("tp", "pp", "ep", "make_vocab_size_divisible_by"),
-    "Changing numbers": ("decode", "encode", "dtype", "only", "skip"),
+    "Changing numbers": ("decode", "encode", "dtype", "merge", "only", "skip"),
     "Writing": ("overwrite", "resume", "check", "no_sync"),
     "Working": ("jobs", "memory", "on", "items", "write", "report", "profile"),
     "Refits, live into an engine": ("meshes", "together", "ranks_per_node"),

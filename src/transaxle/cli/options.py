@@ -153,6 +153,8 @@ _RECODING = (
                  help="Quantize the weights of linear layers in this encoding."),
     click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]),
                  help="Cast plain floating-point tensors to this type."),
+    click.option("--merge", metavar="ADAPTER", type=click.Path(),
+                 help="Merge this LoRA adapter of peft (a folder) into the weights."),
     click.option("--only", metavar="PATTERN", multiple=True,
                  help="Decode, encode or cast only tensors with these names; * stands for any text.  Repeatable."),
     click.option("--skip", metavar="PATTERN", multiple=True,
@@ -289,19 +291,23 @@ def recoding(body: Callable[..., int]) -> Callable[..., int]:
         decode: str | None,
         encode: str | None,
         dtype: str | None,
+        merge: str | None,
         only: tuple[str, ...],
         skip: tuple[str, ...],
         **other_options: Any,
     ) -> int:
         from transaxle.engine.views.encode import Encode
 
-        changes = [name for name, value in (("--decode", decode), ("--encode", encode), ("--dtype", dtype)) if value]
+        given = {"--decode": decode, "--encode": encode, "--dtype": dtype, "--merge": merge}
+        changes = [name for name, value in given.items() if value]
         if len(changes) > 1:
             raise click.UsageError(f"{' and '.join(changes)} exclude each other; give only one")
-        if (only or skip) and not changes:
+        if (only or skip) and changes in ([], ["--merge"]):
             raise click.UsageError("--only and --skip need --decode, --encode or --dtype")
         if decode:
             source_options = {**source_options, "decode": decode, "only": only, "skip": skip}
+        if merge:
+            source_options = {**source_options, "merge": merge}
         if dtype:
             source_options = {**source_options, "dtype": dtype, "only": only, "skip": skip}
         return body(

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         ("transaxle convert DeepSeek-V3/ out/ --to hf --decode bf16", "dequantize"),
         ("transaxle convert Qwen3-30B-A3B/ out/ --to hf --encode float8_block", "quantize"),
         ("transaxle convert run/step-100/ out/ --to hf --dtype bf16", "cast"),
+        ("transaxle convert Qwen3-8B/ out/ --to hf --merge adapter/", "merge a LoRA adapter"),
     ),
     help="""Convert a checkpoint, exactly or not at all.
 
@@ -49,8 +50,9 @@ if TYPE_CHECKING:
     Every reason against the conversion is listed before the first byte is written.
 
     Quantized tensors keep their codes and scales. --decode turns them into plain tensors, --encode quantizes plain
-    ones, and --dtype casts plain ones. The report then lists every tensor whose values changed, with its largest and
-    its RMS error. Finite values that would become infinite are refused; --allow-lossy allows them.
+    ones, --dtype casts plain ones, and --merge adds the changes of a LoRA adapter to the weights. The report then lists
+    every tensor whose values changed, with its largest and its RMS error. Finite values that would become infinite are
+    refused; --allow-lossy allows them.
 
     --overwrite replaces a checkpoint and nothing else: if the folder at DST also holds files that belong to no
     checkpoint (notes, adapters, a repository), the conversion is refused and lists them. --overwrite=everything

@@ -1,4 +1,4 @@
-"""Printing what is decoded, encoded, cast or averaged: tensors folded, each group with how far its values moved."""
+"""Printing what is decoded, encoded, cast, merged or averaged: tensors folded, with how far their values moved."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ def _how(recoded: Recoded) -> str:
     """Describe the change of number format, or what was averaged."""
     if recoded.action == "averaged":
         return f"replicas that differ, {recoded.dtype}"
+    if recoded.action == "merged":
+        return f"with the adapter, {recoded.dtype}"
     if recoded.action == "cast":
         return f"{recoded.encoding} -> {recoded.dtype}"
     encoded = f"{recoded.encoding} ({recoded.convention})"

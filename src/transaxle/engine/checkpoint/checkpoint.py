@@ -22,6 +22,7 @@ from transaxle.axes.notation.number_format import Recode, same
 from transaxle.encodings.encoding import Encoded
 from transaxle.engine.checkpoint.foreign_names import foreign
 from transaxle.engine.checkpoint.manifest import Manifest
+from transaxle.engine.checkpoint.peft_adapter import adapter_config
 from transaxle.engine.checkpoint.recognise import IDENTITY, Recognised, StoredNames, pick_dialect
 from transaxle.engine.checkpoint.settings import Settings, settings
 from transaxle.engine.checkpoint.stored_tensor import StoredTensor
@@ -29,7 +30,7 @@ from transaxle.engine.copying.arithmetic import steps
 from transaxle.engine.copying.source import Source
 from transaxle.engine.reading.reopening import Reopening, refuse_to_pickle, reopened, table
 from transaxle.engine.reading.tensor_set import TensorSet, no_such_name
-from transaxle.engine.views.encoded import Catalog, View, describes_tensors, viewed
+from transaxle.engine.views.encoded import Catalog, View, describes_tensors, nothing_encoded, viewed
 from transaxle.engine.views.name_filter import chosen
 from transaxle.engine.views.param_groups import regrouped
 from transaxle.engine.views.swizzled_scales import ordering
@@ -55,8 +56,8 @@ __all__ = ["LACKING", "Checkpoint", "CheckpointLike", "StoredTensor", "open_chec
 class Checkpoint(TensorSet):
     """An opened checkpoint: a mapping from names to `StoredTensor` objects, whose values are read on demand.
 
-    `as_dialect`, `decode` and `cast` return lazy views of the same files under other names, decoded, or in another
-    dtype. Close it with `close()` or a `with` block; closing one view closes the files of all.
+    `as_dialect`, `decode`, `cast` and `merge` return lazy views of the same files: under other names, decoded, in
+    another dtype, with an adapter. Close it with `close()` or a `with` block; closing one closes the files of all.
 
     Attributes:
         container: the files behind it.
@@ -315,6 +316,14 @@ class Checkpoint(TensorSet):
         made = Checkpoint(container, self.settings, None, None, self.undecoded)
         return self._kept(made, "cast", to, only, skip)
 
+    def merge(self, adapter: PathLike) -> Checkpoint:
+        """Return a view with a LoRA adapter of peft merged into the weights; closing it closes the adapter too."""
+        from transaxle.engine.adapters.merging import merged
+
+        files, said = open_checkpoint(adapter).container, self.settings
+        of = lambda container, dialect: Checkpoint(container, replace(said, dialect=dialect), None, None)  # noqa: E731
+        return Checkpoint(merged(self.stored, files, adapter_config(files) or {}, of), said, None, None)
+
     @property
     def stored(self) -> Checkpoint:
         """The checkpoint under its own names, whatever dialect this view is in."""
@@ -395,12 +404,6 @@ CheckpointLike: TypeAlias = PathLike | Checkpoint
 """Where a function reads: a path or URL, or a checkpoint that is open already."""
 
 
-def nothing_encoded(to: str) -> TransaxleError:
-    """Build the refusal of `decode` for a checkpoint without encoded tensors."""
-    hint = f'To cast plain tensors, use --dtype {to} (dtype="{to}").'
-    return refuse("AMBIGUOUS", "nothing to decode: the checkpoint has no encoded tensors", hint=hint)
-
-
 def _cutter(user_settings: Settings) -> Cutter:
     """Return what asks the tables how ranks cut parameters; what that takes is imported when a checkpoint asks."""
 
@@ -422,6 +425,7 @@ def open_checkpoint(
     only: Patterns = (),
     skip: Patterns = (),
     lenient: bool = False,
+    merge: PathLike | None = None,
     **options: Any,
 ) -> Checkpoint:
     """Open a checkpoint of any known format; nothing is loaded, and torch is not imported.
@@ -433,8 +437,8 @@ def open_checkpoint(
         only: patterns of the names to be decoded or cast.
         skip: patterns of names that stay as they are.
         lenient: decode what is encoded, if anything is: of two that are compared, one may be plain.
-        **options: `format`, `family`, `dialect`, `config`, `axes`, `rules`, `weights`, `optimizer`, `average`: see
-            `settings`.
+        merge: path of a LoRA adapter that is merged into the weights when they are read.
+        **options: those of `settings`.
 
     Raises:
         TypeError: an argument of a type that it cannot have.
@@ -443,8 +447,10 @@ def open_checkpoint(
     """
     decode, dtype = read_float_type("decode", decode), read_float_type("dtype", dtype)
     only, skip = read_patterns("only", only), read_patterns("skip", skip)
-    if decode is not None and dtype is not None:
-        raise TypeError("decode and dtype exclude each other; give only one")
+    merge = None if merge is None else read_path("merge", merge)
+    given = {"decode": decode, "dtype": dtype, "merge": merge}
+    if len(several := [name for name, value in given.items() if value is not None]) > 1:
+        raise TypeError(f"{' and '.join(several)} exclude each other; give only one")
     source = read_path("path", path)
     user_settings = settings(**options)
     wanted = user_settings.format, user_settings.weights, _cutter(user_settings), user_settings.optimizer
@@ -462,6 +468,8 @@ def open_checkpoint(
     how = Reopening(place, {**said, "rules": rules, "lenient": lenient}, rules=table(rules) if rules else None)
     if user_settings.optimizer is False:
         checkpoint = checkpoint.without_optimizer()
+    if merge is not None:
+        return checkpoint.merge(merge)
     if dtype is not None:
         checkpoint = checkpoint.cast(dtype, only, skip)
     elif decode is not None and not (lenient and not checkpoint.catalog.encoded and not checkpoint.catalog.refusals):

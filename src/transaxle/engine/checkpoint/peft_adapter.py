@@ -13,7 +13,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 """peft's description of an adapter."""
 _KIND, _BASE = "peft_type", "base_model_name_or_path"
 _HINT = (
-    "Load it with tx.load(peft_model, …), merge it first (merge_and_unload), or keep its names:  --to FORMAT:identity."
+    "Load it with tx.load(peft_model, …), merge it:  transaxle convert BASE OUT --to hf --merge ADAPTER, or "
+    "keep its names:  --to FORMAT:identity."
 )
 
 

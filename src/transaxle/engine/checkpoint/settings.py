@@ -55,6 +55,8 @@ class Reading(TypedDict, total=False):
     """`bf16` or `fp32`: encoded tensors are plain ones, decoded when they are read."""
     dtype: DType | None
     """`bf16`, `fp16` or `fp32`: plain floating-point tensors are cast when they are read."""
+    merge: PathLike | None
+    """A LoRA adapter of peft (a folder or its file) that is merged into the weights when they are read."""
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, nothing_encoded, opened
+from transaxle.engine.checkpoint.checkpoint import Checkpoint, CheckpointLike, opened
+from transaxle.engine.views.encoded import nothing_encoded
 from transaxle.errors import Refusal, TransaxleError, Where, gathered
 
-_OF_FIRST = frozenset({"dialect", "format", "only", "skip", "dtype"})
-"""Options of names, files and casts: they hold for the first checkpoint only."""
+_OF_FIRST = frozenset({"dialect", "format", "only", "skip", "dtype", "merge"})
+"""Options of names, files, casts and adapters: they hold for the first checkpoint only."""
 
 
 def of_second(reading: Mapping[str, Any]) -> dict[str, Any]:

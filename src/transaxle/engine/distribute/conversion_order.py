@@ -11,7 +11,16 @@ from typing import Any
 
 import msgspec
 
-from transaxle.arguments import Degrees, Size, read_config, read_degrees, read_float_type, read_patterns, read_size
+from transaxle.arguments import (
+    Degrees,
+    Size,
+    read_config,
+    read_degrees,
+    read_float_type,
+    read_path,
+    read_patterns,
+    read_size,
+)
 from transaxle.engine.checkpoint.checkpoint import open_checkpoint
 from transaxle.engine.checkpoint.settings import LONGEST_TABLE, model_config
 from transaxle.engine.plan.conversion import SHARD_SIZE, Prepared, make_plan
@@ -103,6 +112,9 @@ def order(src: str, dst: str, to: str, reading: Mapping[str, Any], shaping: Mapp
     for name in ("decode", "dtype"):
         if reading.get(name) is not None:
             plain[name] = read_float_type(name, reading[name])
+    if reading.get("merge") is not None:
+        adapter = read_path("merge", reading["merge"])
+        plain["merge"] = adapter if is_url(adapter) else os.path.abspath(adapter)  # noqa: PTH100 - a link stays one
     for name in ("only", "skip"):
         if reading.get(name):
             plain[name] = read_patterns(name, reading[name])

@@ -33,7 +33,7 @@ from transaxle.engine.execute.commit import carry, write_known, write_rest
 from transaxle.engine.execute.execute import Report, reported, whole
 from transaxle.engine.plan.conversion import Prepared
 from transaxle.engine.plan.planned import Measured
-from transaxle.engine.views.cast import casts_of, refuse_infinite
+from transaxle.engine.views.cast import CASTING, casts_of, refuse_infinite
 from transaxle.errors import Refusal, Where, gathered, refuse
 from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.parts.shared_location import shared_staging_at
@@ -224,9 +224,9 @@ def commit(
     storage, found = prepared.checkpoint.container.storage, list(results.values())
     tensors, measured = whole(prepared.plan, finished_of(found)), measured_of(found)
     if not prepared.plan.allow_lossy:
-        cast = {each.name for each in prepared.plan.recoded if each.action == "cast"}
+        cast = {each.name for each in prepared.plan.recoded if each.action in CASTING}
         infinite = {name: error for name, error in measured.items() if name in cast}
-        refuse_infinite(infinite, str(casts_of(storage).dtype))
+        refuse_infinite(infinite, casts_of(storage).dtype)
     if not isinstance(stage, Staging):
         _take_parts(plan, stage, results)
     write_known(stage, prepared.draft.early())
@@ -296,7 +296,7 @@ def _recoded(prepared: Prepared, results: dict[int, ItemResult]) -> tuple[Measur
     }
     recoded = []
     for each in prepared.plan.recoded:
-        if each.action in ("cast", "decoded"):
+        if each.action == "decoded" or each.action in CASTING:
             error, infinite = measured[each.name]
         else:
             error, infinite = (averaged if each.action == "averaged" else encoded)[each.name], 0

@@ -28,7 +28,7 @@ from transaxle.engine.execute.execute import Copying
 from transaxle.engine.execute.preflight import state_of, task_of
 from transaxle.engine.execute.tensor_stream import decoding_errors
 from transaxle.engine.plan.conversion import Prepared, ready
-from transaxle.engine.views.cast import casting_errors
+from transaxle.engine.views.cast import CASTING, casting_errors
 from transaxle.errors import Refusal, gathered, refuse
 from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.staging.location import storage_at
@@ -205,8 +205,8 @@ def _carried_out(
 
 
 def _measured(moves: Moves, storage: Storage, limit: Limits) -> dict[str, tuple[Error, int]]:
-    """Return how far the decoded and cast tensors of an item are from what they were."""
-    cast = casting_errors(storage, [each.name for each in moves.measures if each.action == "cast"], limit)
+    """Return how far the decoded, cast and merged tensors of an item are from what they were."""
+    cast = casting_errors(storage, [each.name for each in moves.measures if each.action in CASTING], limit)
     names = [each.name for each in moves.measures if each.action == "decoded"]
     decoded = decoding_errors(storage, names, limit)
     return cast | {name: (error, 0) for name, error in decoded.items()}

@@ -17,6 +17,7 @@ import msgspec
 from transaxle.arguments import read_count
 from transaxle.engine.copying.duplicate_checks import PlannedCheck
 from transaxle.engine.plan.planned import Plan, PlannedTensor, Recoded
+from transaxle.engine.views.cast import CASTING
 from transaxle.formats.dtype import nbytes
 from transaxle.formats.storage.storage import Storage
 from transaxle.move.hashing import digest
@@ -207,7 +208,7 @@ def _pieces(plan: Plan) -> Iterator[tuple[int, str, Sequence[int]]]:
     for number, check in enumerate(plan.checks):
         yield 2 * check.nbytes, "checks", [number]
     for number, each in enumerate(plan.recoded):
-        if each.action in ("cast", "decoded"):
+        if each.action == "decoded" or each.action in CASTING:
             yield nbytes(each.dtype, each.shape), "measures", [number]
     together: dict[str, list[int]] = {}
     for number, tensor in enumerate(plan.units):

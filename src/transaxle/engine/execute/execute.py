@@ -20,7 +20,7 @@ from transaxle.engine.execute.tensor_stream import Sizes, decoding_errors, items
 from transaxle.engine.number_text import duration, plural, size
 from transaxle.engine.plan.conversion import Prepared, ready
 from transaxle.engine.plan.planned import Measured, Plan, PlannedTensor
-from transaxle.engine.views.cast import casting_errors, casts_of, refuse_infinite
+from transaxle.engine.views.cast import CASTING, casting_errors, casts_of, refuse_infinite
 from transaxle.errors import gathered
 from transaxle.formats.catalog.checksums import Witness
 from transaxle.formats.staging.leftovers import sweep_beside
@@ -212,12 +212,12 @@ def _casts(prepared: Prepared, limit: Limits) -> dict[str, tuple[Error, int]]:
         Refused: LOSSY where values become infinite, unless that is allowed.
     """
     plan, storage = prepared.plan, prepared.checkpoint.container.storage
-    names = [each.name for each in plan.recoded if each.action == "cast"]
+    names = [each.name for each in plan.recoded if each.action in CASTING]
     if not names:
         return {}
     found = casting_errors(storage, names, limit)
     if not plan.allow_lossy:
-        refuse_infinite(found, str(casts_of(storage).dtype))
+        refuse_infinite(found, casts_of(storage).dtype)
     return found
 
 
@@ -232,10 +232,10 @@ def _measured(
     decoded = decoding_errors(prepared.checkpoint.container.storage, names, limit)
     averaged = averages_of(prepared.checkpoint.container.storage)
     cast = {name: error for name, (error, _) in casts.items()}
-    found = {"decoded": decoded, "encoded": encoded, "averaged": averaged, "cast": cast}
+    found = {"decoded": decoded, "encoded": encoded, "averaged": averaged, "cast": cast, "merged": cast}
     infinite = {name: many for name, (_, many) in casts.items()}
     return tuple(
-        Measured(each, found[each.action][each.name], infinite.get(each.name, 0) if each.action == "cast" else 0)
+        Measured(each, found[each.action][each.name], infinite.get(each.name, 0) if each.action in CASTING else 0)
         for each in recoded
     )
 

@@ -22,18 +22,18 @@ from transaxle.move.transfer import Transfer, active
 
 _SHOWN, _SHOWN_REFUSALS = 12, 3
 """Rules and refusals that a printed plan shows."""
-Action = Literal["decoded", "encoded", "averaged", "cast"]
+Action = Literal["decoded", "encoded", "averaged", "cast", "merged"]
 
 
 class Recoded(msgspec.Struct, frozen=True):
-    """A tensor whose values are decoded, encoded, averaged or cast."""
+    """A tensor whose values are decoded, encoded, averaged, cast or merged with an adapter's."""
 
     name: str
     """Table name: the target's if it is encoded, the source's otherwise."""
     action: Action
     """What is done."""
     encoding: str
-    """The encoding it is decoded from or encoded to; empty for averages; for casts, the dtype it had."""
+    """The encoding it is decoded from or encoded to; empty for averages; if cast or merged, the dtype it had."""
     convention: str
     """The convention of that encoding."""
     dtype: str
@@ -50,7 +50,7 @@ class Measured:
     """The tensor."""
     error: Error
     """Difference of decoded values from the products of code and scale; of encoded values, read back, from those
-    given; of replicas from their mean; of cast values from the originals.
+    given; of replicas from their mean; of cast values from the originals; of merged values from the exact sums.
     """
     infinite: int = 0
     """Number of finite values that became infinite."""

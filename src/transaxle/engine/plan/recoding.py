@@ -79,7 +79,9 @@ def recoded(checkpoint: Checkpoint, written: Sequence[tuple[OutputTensor, Sequen
     for file, caster in casts_of(checkpoint.container.storage).by_file.items():
         if file in read:
             cast_entry = caster.entry
-            changed.append(Recoded(cast_entry.name, "cast", cast_entry.dtype, "", caster.dtype, cast_entry.shape))
+            changed.append(
+                Recoded(cast_entry.name, caster.action, cast_entry.dtype, "", caster.dtype, cast_entry.shape)
+            )
     for name in averages_of(checkpoint.container.storage):
         entry = checkpoint.container.entries.get(name)
         if entry is not None and read.intersection(extent.file for extent in entry.extents):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import ClassVar, Literal
 
 import numpy as np
 
@@ -32,7 +33,9 @@ from transaxle.move.workers import Limits, share
 
 _FILE = "\0cast "
 """Prefix of the names of virtual files."""
-_BAND = 1 << 18
+CASTING = frozenset({"cast", "merged"})
+"""What casters do."""
+BAND = 1 << 18
 """Elements that are cast at a time."""
 
 
@@ -45,6 +48,9 @@ class Caster:
         reader: reads the files.
         dtype: safetensors code of the wanted dtype.
     """
+
+    action: ClassVar[Literal["cast", "merged"]] = "cast"
+    """What it does to the values, as reports call it."""
 
     def __init__(self, entry: Entry, source: Source, reader: Readable, dtype: Wide) -> None:
         self.entry = entry
@@ -66,8 +72,8 @@ class Caster:
         out = np.frombuffer(view, np.uint8)
         item = numpy_dtype(self.dtype).itemsize
         first_element, last_element = offset // item, -(-(offset + len(out)) // item)
-        for start in range(first_element, last_element, _BAND):
-            stop = min(last_element, start + _BAND)
+        for start in range(first_element, last_element, BAND):
+            stop = min(last_element, start + BAND)
             cast_bytes = cast(self._values(start, stop), self.dtype).view(np.uint8)
             low, high = max(offset, start * item), min(offset + len(out), stop * item)
             out[low - offset : high - offset] = cast_bytes[low - start * item : high - start * item]
@@ -75,8 +81,8 @@ class Caster:
     def error(self) -> tuple[Error, int]:
         """Return how far the cast values are from the originals, and how many finite ones became infinite."""
         total, infinite = Error(), 0
-        for start in range(0, self._count, _BAND):
-            values = self._values(start, min(self._count, start + _BAND))
+        for start in range(0, self._count, BAND):
+            values = self._values(start, min(self._count, start + BAND))
             error, newly_infinite = cast_error(values, cast(values, self.dtype))
             total, infinite = total + error, infinite + newly_infinite
         return total, infinite
@@ -97,10 +103,12 @@ class CastStorage(VirtualFiles):
         below: the files.
         casters: virtual file -> its caster.
         stayed: plain tensors of other dtypes that keep them.
-        dtype: safetensors code of the wanted dtype.
+        dtype: safetensors code of the wanted dtype; None: each keeps its own.
     """
 
-    def __init__(self, below: Storage, casters: Mapping[str, Caster], stayed: Sequence[str], dtype: Wide) -> None:
+    def __init__(
+        self, below: Storage, casters: Mapping[str, Caster], stayed: Sequence[str], dtype: Wide | None
+    ) -> None:
         super().__init__(below, casters)
         self.casters = casters
         self.stayed = tuple(stayed)
@@ -116,7 +124,7 @@ class Casts:
     stayed: tuple[str, ...]
     """Plain tensors of other dtypes that keep them."""
     dtype: Wide | None
-    """Safetensors code of the wanted dtype; None: nothing is cast."""
+    """Safetensors code of the wanted dtype; None: nothing is cast to another."""
 
 
 def casts_of(storage: Storage) -> Casts:
@@ -195,15 +203,26 @@ def casting_errors(storage: Storage, names: Iterable[str], limit: Limits) -> dic
     return errors
 
 
-def refuse_infinite(errors: Mapping[str, tuple[Error, int]], dtype: str) -> None:
+def refuse_infinite(errors: Mapping[str, tuple[Error, int]], dtype: str | None) -> None:
     """Refuse finite values that would become infinite.
+
+    Args:
+        errors: by tensor, see `casting_errors`.
+        dtype: of the values; None: the tensors' own.
 
     Raises:
         Refused: LOSSY, with every tensor that has such values.
     """
     hint = "Leave them out with --skip NAME, allow it with --allow-lossy, or use bf16, which has the range of fp32."
+    if dtype is None:
+        hint = "Cast the model first (convert with --dtype bf16), or allow it with --allow-lossy."
     problems = [
-        Refusal("LOSSY", f"{count:,} finite values would become infinite in {dtype}", Where(None, name), hint)
+        Refusal(
+            "LOSSY",
+            f"{count:,} finite values would become infinite in {dtype or 'the type of the weight'}",
+            Where(None, name),
+            hint,
+        )
         for name, (_, count) in errors.items()
         if count
     ]

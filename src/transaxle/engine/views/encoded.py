@@ -136,6 +136,12 @@ def describes_tensors(metadata: Mapping[str, Any]) -> bool:
     return any(key in (TE_NOTE, TORCHAO_NAMES) or key.endswith(f":{TORCHAO_NAMES}") for key in metadata)
 
 
+def nothing_encoded(to: str) -> TransaxleError:
+    """Build the refusal of `decode` for a checkpoint without encoded tensors."""
+    hint = f'To cast plain tensors, use --dtype {to} (dtype="{to}").'
+    return refuse("AMBIGUOUS", "nothing to decode: the checkpoint has no encoded tensors", hint=hint)
+
+
 def _speaks_of_encodings(container: Container, config: Mapping[str, Any]) -> bool:
     """Tell whether anything speaks of encoded tensors: a dtype, a name, the metadata or the config.
 

@@ -1,0 +1,212 @@
+"""Merging: a model's weights seen with an adapter's changes added, whatever names and layouts either has.
+
+The changes are tensors of the dialect in which the adapter was trained, zero where it has none. The model's own tables
+take them to the layout in which the weights are stored, so that fused and stacked weights get each its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from difflib import get_close_matches
+from functools import lru_cache, partial
+from math import prod
+from typing import Any, Protocol
+
+from transaxle.axes.layout.relayout import Target, unchanged
+from transaxle.engine.adapters.lora import Changes, Lora, LowRank
+from transaxle.engine.copying.source import Source
+from transaxle.engine.views.decoded import RowMajorBytes
+from transaxle.engine.views.encoded import Catalog, View
+from transaxle.engine.views.merged import Change, Factors, MergedStorage, Merger, Replacement, Zeros, wide
+from transaxle.errors import Refusal, TransaxleError, Where, gathered
+from transaxle.formats.catalog.catalog import Container, Entry, Extent
+from transaxle.formats.storage.storage import VirtualFile, VirtualFiles, close
+
+_CHANGE, _MERGED = "\0change of ", "\0merged "
+"""What the names of files that do not exist begin with."""
+_PLAIN = frozenset({"F32", "F16", "BF16"})
+_FIRST = ("transformers", "hf")
+"""Dialects in which adapters are trained most often."""
+_KEPT = 16
+"""Pairs of factors that are cached, so that reading a weight piece by piece reads them once."""
+_DECODE = "Decode it first (convert with --decode bf16), and merge into the result."
+
+
+class Model(Protocol):
+    """The checkpoint of a model."""
+
+    container: Container
+
+    @property
+    def catalog(self) -> Catalog:
+        """Its tensors as tables see them."""
+
+    @property
+    def family(self) -> str | None:
+        """Its family; None if no table reads it."""
+
+    @property
+    def recognised(self) -> Any:
+        """Its family and dialect."""
+
+    def translation(self, dialect: str) -> View:
+        """Return its tensors in another dialect."""
+
+    def source_of(self, dialect: str) -> Source:
+        """Return the reader of the tensors in another dialect."""
+
+
+def merged(
+    model: Model, adapter: Container, config: Mapping[str, Any], express: Callable[[Container, str], Model]
+) -> Container:
+    """Return the files of a model with an adapter merged into the weights; where that fails, the adapter is closed.
+
+    Args:
+        model: the checkpoint, under its stored names.
+        adapter: the files of the adapter.
+        config: its adapter_config.json.
+        express: makes a checkpoint of the same model of a container and the label of its dialect.
+
+    Raises:
+        Refused: UNSUPPORTED for another adapter than LoRA, and for weights that are not plain; MISSING_TENSOR,
+            SHAPE_MISMATCH where it is not an adapter of this model; AMBIGUOUS; CORRUPT.
+    """
+    try:
+        return _merged(model, adapter, config, express)
+    except BaseException:
+        close(adapter.storage)
+        raise
+
+
+def _merged(
+    model: Model, adapter: Container, config: Mapping[str, Any], express: Callable[[Container, str], Model]
+) -> Container:
+    lora = Lora(adapter.entries, config)
+    dialect, shapes = _trained_in(model, lora.targets())
+    changes = lora.changes(shapes)
+    changed = _changed(model.container, adapter, changes, shapes if dialect else changes.names, shapes)
+    if dialect is None:
+        prefix, source = "", Source(changed)
+        targets: Mapping[str, Target] = {name: unchanged(name, entry) for name, entry in changed.entries.items()}
+    else:
+        label, prefix = model.recognised.dialect.label, model.recognised.prefix
+        other = express(changed, dialect)
+        view, source = other.translation(label), other.source_of(label)
+        if view.refusals:
+            raise gathered(view.refusals)
+        targets = view.targets
+    wanted = {prefix + name: target for name, target in targets.items() if _origins(target) & set(changes.names)}
+    problems = [*_lost(changes, wanted), *_misfits(model.container, changes, wanted)]
+    if problems:
+        raise gathered(problems)
+    mergers, entries = {}, dict(model.container.entries)
+    stored = Source(model.container)
+    for name, target in wanted.items():
+        entry = entries[name]
+        replaced = _origins(target) <= changes.replaced.keys()
+        mergers[_MERGED + name] = Merger(entry, stored, model.container.storage, (target, source), replaced=replaced)
+        extent = Extent((0,) * len(entry.shape), entry.shape, _MERGED + name, 0)
+        entries[name] = replace(entry, extents=(extent,))
+    storage = MergedStorage(model.container.storage, mergers, adapter.storage)
+    return replace(model.container, storage=storage, entries=entries)
+
+
+def _trained_in(model: Model, wanted: set[str]) -> tuple[str | None, Mapping[str, tuple[int, ...]]]:
+    """Return the dialect that has the adapter's names, and the shapes of its tensors; None: that which is stored."""
+    stored = {name: entry.shape for name, entry in model.catalog.entries.items()}
+    known = set(stored)
+    if wanted <= known:
+        return None, stored
+    labels = model.recognised.family.labels if model.family is not None else ()
+    for label in sorted(labels, key=lambda label: label not in _FIRST):
+        try:
+            targets = model.translation(label).targets
+        except TransaxleError:
+            continue
+        if wanted <= targets.keys():
+            return label, {name: target.shape for name, target in targets.items()}
+        known |= targets.keys()
+    raise gathered(_missing(name, known) for name in sorted(wanted - known) or sorted(wanted - stored.keys()))
+
+
+def _missing(name: str, known: Collection[str]) -> Refusal:
+    close = get_close_matches(name, known, 1)
+    hint = f"Closest: {close[0]}. " if close else ""
+    hint += "Give the model that the adapter was trained on, with its config.json."
+    return Refusal(
+        "MISSING_TENSOR", "the adapter changes it, but the model has no such tensor", Where(None, name), hint
+    )
+
+
+def _changed(
+    model: Container,
+    adapter: Container,
+    changes: Changes,
+    names: Collection[str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> Container:
+    """Return a container of the float64 values by which tensors change."""
+    source = Source(adapter)
+    cached = lru_cache(_KEPT)(lambda name: _factors(source, changes.added[name]))
+    files: dict[str, VirtualFile] = {}
+    entries: dict[str, Entry] = {}
+    for name in names:
+        shape = shapes[name]
+        entries[name] = Entry(name, "F64", shape, (Extent((0,) * len(shape), shape, _CHANGE + name, 0),))
+        if name in changes.added:
+            files[_CHANGE + name] = Change(shape, partial(cached, name))
+        elif name in changes.replaced:
+            entry = changes.replaced[name]
+            rows = RowMajorBytes(adapter.storage, source.transfers(unchanged(entry.name, entry)))
+            files[_CHANGE + name] = Replacement(entry, rows)
+        else:
+            files[_CHANGE + name] = Zeros(prod(shape) * 8)
+    storage = VirtualFiles(model.storage, files)
+    return replace(model, storage=storage, entries=entries, metadata={}, twins=(), left={}, training=(), unread=())
+
+
+def _factors(source: Source, change: LowRank) -> Factors:
+    """Read the factors of a weight, matrix by matrix."""
+    first, second = (
+        wide(entry, source.read(entry.name)).reshape(entry.shape) for entry in (change.first, change.second)
+    )
+    inner = first.reshape(change.matrices, -1, first.shape[1])
+    outer = second.reshape(len(second), -1, change.matrices).transpose(2, 0, 1)
+    if change.swapped:
+        inner, outer = outer.transpose(0, 2, 1), inner.transpose(0, 2, 1)
+    return Factors(outer, inner, change.scaling)
+
+
+def _origins(target: Target) -> set[str]:
+    return {origin.name for part in target.parts for origin in part.origins}
+
+
+def _lost(changes: Changes, wanted: Mapping[str, Target]) -> Iterator[Refusal]:
+    """Yield changes that would reach no stored weight."""
+    reached = {name for target in wanted.values() for name in _origins(target)}
+    for name in sorted(set(changes.names) - reached):
+        yield Refusal("UNSUPPORTED", "no stored tensor is made of this one", Where(None, name), _WAY)
+
+
+def _misfits(model: Container, changes: Changes, wanted: Mapping[str, Target]) -> Iterator[Refusal]:
+    """Yield weights into which nothing can be merged."""
+    for name, target in wanted.items():
+        entry, origins = model.entries.get(name), _origins(target)
+        where, replaced = Where(None, name), origins & changes.replaced.keys()
+        if entry is None:
+            yield Refusal("MISSING_TENSOR", "the adapter changes it, but it is stored under another name", where, _WAY)
+        elif entry.dtype not in _PLAIN:
+            yield Refusal(
+                "UNSUPPORTED", f"an adapter is merged into plain weights, and this is {entry.dtype}", where, _DECODE
+            )
+        elif entry.shape != target.shape or target.computed:
+            yield Refusal(
+                "SHAPE_MISMATCH", f"{list(entry.shape)} is stored, its change is {list(target.shape)}", where, _WAY
+            )
+        elif replaced and replaced != origins:
+            message = f"the adapter has some of its parts anew ({', '.join(sorted(replaced))}), and others not"
+            yield Refusal("UNSUPPORTED", message, where, _WAY)
+
+
+_WAY = "Convert the model into the names of the adapter first, and merge there."
