@@ -20,6 +20,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
+from promises import Promises
+
 from transaxle.axes.geometry.chunk import Shard, whole
 from transaxle.axes.layout.relayout import Target
 from transaxle.engine.checkpoint.checkpoint import Checkpoint
@@ -31,8 +33,9 @@ from transaxle.engine.plan.planned import Plan
 DIALECTS = ("transformers", "automodel", "torchtitan", "te", "megatron", "hf")
 FIRST = DIALECTS[0]
 RANKS = 256
-PLAN_SECONDS, RANK_SECONDS, PLAN_MEGABYTES = 3.0, 0.5, 500
-OPEN_SECONDS, LAYOUT_SECONDS, WORKER_SECONDS = 1.5, 1.5, 0.1
+PLAN_SECONDS = {FIRST: 0.6, "megatron": 1.2}
+PLAN_MEGABYTES = 120
+OPEN_SECONDS, RANK_SECONDS, WORKER_SECONDS = 1.5, 0.1, 0.1
 
 Result = TypeVar("Result")
 
@@ -111,38 +114,28 @@ def main() -> int:
     source = synthetic.model(options.layers, options.experts)
     before = memory()
     print(f"{len(source.container.entries):,} tensors; the catalog alone takes {before:.0f} MB of memory")
-    figures, grown = {}, 0.0
+    promises = Promises()
     for dialect in DIALECTS:
         seconds, plan = timed(options.rounds, partial(planned, source, dialect))
-        figures[dialect] = seconds
-        print(f"hf -> {dialect:14}{seconds:6.2f} s   {len(plan.tensors):7,} tensors {plan.copies:7,} copies")
+        what = f"plan {len(plan.tensors):,} tensors, hf -> {dialect}"
+        promises.at_most(what, seconds, PLAN_SECONDS.get(dialect), "s")
         if dialect == FIRST:
-            grown = memory() - before
-            print(f"{'':20}{grown:6.0f} MB more than the catalog")
+            promises.at_most(f"plan hf -> {dialect}, memory", memory() - before, PLAN_MEGABYTES, "MB")
         del plan
     named, view = timed(options.rounds, lambda: fresh(source).translation(FIRST))
-    print(f"one of {RANKS} ranks: {named:.2f} s for the names and the layout, then its share")
     shares = []
     for rank in (0, 100, RANKS - 1):
         seconds, copies = timed(1, partial(share, Source(source.container), view.targets.values(), rank))
         shares.append(seconds)
-        print(f"   rank {rank:3}: {seconds:.3f} s for {copies:,} copies")
+        print(f"    rank {rank} of {RANKS}: {seconds:.3f} s for {copies:,} copies, after {named:.2f} s")
+    promises.at_most(f"one rank of {RANKS}, names and layout included", named + max(shares), RANK_SECONDS, "s")
     opening, _ = timed(options.rounds, partial(bound, source))
-    print(f"binding the names: {opening:.2f} s")
-    workers = []
+    promises.at_most("bind the names", opening, OPEN_SECONDS, "s")
     for dialect in (FIRST, DIALECTS[-1]):
         driver, worker, size = work(source, dialect, options.rounds)
-        workers.append(worker)
-        print(f"one of {RANKS} workers, hf -> {dialect}: {1000 * worker:.1f} ms for {size:,} bytes of moves; "
-              f"the driver divides in {driver:.2f} s")  # fmt: skip
-    kept = max(workers) <= WORKER_SECONDS and opening <= OPEN_SECONDS and named <= LAYOUT_SECONDS
-    kept = kept and figures[FIRST] <= PLAN_SECONDS and grown <= PLAN_MEGABYTES and max(shares) <= RANK_SECONDS
-    print(
-        f"promise (hf -> {FIRST} in {PLAN_SECONDS:g} s and {PLAN_MEGABYTES} MB, a rank in {RANK_SECONDS:g} s, "
-        f"its layout in {LAYOUT_SECONDS:g} s, a worker in {WORKER_SECONDS:g} s, binding in {OPEN_SECONDS:g} s): "
-        f"{'kept' if kept else 'NOT KEPT'}"
-    )
-    return 0 if kept else 1
+        promises.at_most(f"one worker of {RANKS}, hf -> {dialect}", worker, WORKER_SECONDS, "s")
+        print(f"    {size:,} bytes of moves; the driver divides in {driver:.2f} s")
+    return promises.exit_code
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ Each script takes turns with what it is compared with and gives medians of its r
 machine that others use too; say when it was not idle. With `--base REV` each script runs twice, with the package of
 this tree and with that of another revision (of which the kernels are built anew), and the table shows both.
 
-    python benchmarks/table.py [SCRIPT ...] [--base REV] [--json build/promises.json] [--markdown FILE]
+    python benchmarks/table.py [SCRIPT ...] [--base REV] [--json docs/reference/promises.json] [--machine TEXT]
+
+The page on speed is made of `docs/reference/promises.json` by `docs/generate.py`.
 """
 
 from __future__ import annotations
@@ -88,18 +90,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows as a table of a page."""
-    head, *rest = rows
-    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rest)) + "\n"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help=f"of {', '.join(SCRIPTS)}; default: all")
     parser.add_argument("--base", metavar="REV", help="compare with the package of this revision")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "promises.json", help="where the figures go")
-    parser.add_argument("--markdown", type=Path, help="where the table goes as a page's")
+    parser.add_argument("--machine", help="what it ran on, and beside what, for the page; default: the cores")
     said = parser.parse_args()
     if unknown := set(said.scripts) - set(SCRIPTS):
         parser.error(f"no script {', '.join(sorted(unknown))}; there are {', '.join(SCRIPTS)}")
@@ -117,13 +113,11 @@ def main() -> int:
     print(aligned(rows))
     said.json.parent.mkdir(parents=True, exist_ok=True)
     document = {
-        "date": date.today().isoformat(),
-        "cores": os.cpu_count(),
+        "machine": f"{date.today():%-d %B %Y}, {said.machine or f'{os.cpu_count()} cores'}",
         "figures": {script: [vars(each) for each in figures] for script, figures in found.items()},
+        "rows": rows,
     }
     said.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
-    if said.markdown is not None:
-        said.markdown.write_text(markdown(rows), "utf-8")
     return 0 if all(each.kept for figures in found.values() for each in figures) else 1
 
 

@@ -214,6 +214,15 @@ def _listed(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def promises() -> Iterator[str]:
+    """Yield the table of what the benchmarks measured, as `benchmarks/table.py --json` has kept it."""
+    kept = msgspec.json.decode((REFERENCE / "promises.json").read_bytes())
+    yield f"Measured on {kept['machine']}.\n\n"
+    head, *rows = kept["rows"]
+    for row in (head, ["---"] * len(head), *rows):
+        yield f"| {' | '.join(row)} |\n"
+
+
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "commands": commands,
     "codes": codes,
@@ -223,6 +232,7 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "oracles": oracles,
     "besides": besides,
     "documents": documents,
+    "promises": promises,
 }
 
 

@@ -33,7 +33,7 @@ _PATIENCE = 1200.0
 _GRACE = 180.0
 """Seconds after which the others have not heard of a rank that died."""
 _TICK = 1.0
-_MOST = 8
+_MOST = 6
 """Processes that are kept for later, of one session: each needs some 300 MB."""
 _ATTEMPTS = 3
 _UNCONNECTED = "connectFullMesh failed"
