@@ -17,13 +17,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-# Before torch is imported anywhere: xdist already uses the cores, peers must never reach for the hub, and Ray must not
-# replace `print`, which tests of hostile pickles name.
+# Before torch is imported anywhere: xdist already uses the cores, peers must never reach for the hub, Ray must not
+# replace `print`, which tests of hostile pickles name, and torch.compile must not compile its headers beforehand, which
+# takes two minutes and 3 GB.
 for _name, _value in {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "RAY_TQDM_PATCH_PRINT": "0",
+    "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",
 }.items():
     os.environ.setdefault(_name, _value)
 # A shell without job control starts what is followed by `&` with Ctrl-C ignored, and so would every program here.
