@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -48,6 +49,37 @@ def command(*arguments: str | Path, before: str = "") -> list[str]:
     """Return the command line of a process that runs the program, after some Python of ours."""
     script = f"{before}\nimport sys\nfrom transaxle.cli import main\nsys.exit(main())"
     return [sys.executable, "-W", "error", "-c", script, *map(str, arguments)]
+
+
+def on_terminal(*arguments: str | Path, environment: dict[str, str] | None = None, errors_only: bool = False) -> str:
+    """Return what a terminal gets from a process that runs a command and succeeds.
+
+    Args:
+        arguments: of the command.
+        environment: variables to add.
+        errors_only: only standard error is the terminal.
+    """
+    outer, inner = pty.openpty()
+    with subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.DEVNULL if errors_only else inner,
+        stderr=inner,
+        env=os.environ | {"TERM": "xterm", "COLUMNS": "100"} | (environment or {}),
+    ) as running:
+        os.close(inner)
+        shown = b""
+        while chunk := _read(outer):
+            shown += chunk
+        os.close(outer)
+    assert running.returncode == 0
+    return shown.decode()
+
+
+def _read(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError:  # the other side is closed
+        return b""
 
 
 def process(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import shlex
 import subprocess
 import sys
@@ -14,7 +12,7 @@ import click
 import pytest
 
 from tests.checkpoints import TENSORS
-from tests.cli.running import BUG, USAGE, Transaxle, command, process
+from tests.cli.running import BUG, USAGE, Transaxle, command, on_terminal, process
 from transaxle import __version__
 from transaxle.cli.command import NAME, Command
 from transaxle.cli.commands import ls as ls_module
@@ -161,30 +159,10 @@ def test_it_is_plain_when_piped(ck: Path, transaxle: Transaxle) -> None:
 
 @pytest.mark.parametrize("environment", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=str)
 def test_on_a_terminal_it_has_progress_and_colours(environment: dict[str, str], ck: Path) -> None:
-    outer, inner = pty.openpty()
-    with subprocess.Popen(
-        command("convert", ck, "out", "--to", "torchtitan", "--verify"),
-        stdout=inner,
-        stderr=inner,
-        env=os.environ | {"TERM": "xterm", "COLUMNS": "100"} | environment,
-    ) as running:
-        os.close(inner)
-        shown = b""
-        while chunk := _read(outer):
-            shown += chunk
-        os.close(outer)
-    assert running.returncode == 0
-    text = shown.decode()
+    text = on_terminal("convert", ck, "out", "--to", "torchtitan", "--verify", environment=environment)
     assert "equal: " in text.replace("\x1b[32m", "").replace("\x1b[0m", "")
     assert ("\x1b[1mout" in text) == (environment == {})
     assert ("━" in text) == (environment.get("TERM") != "dumb")
-
-
-def _read(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 1 << 16)
-    except OSError:  # the other side is closed
-        return b""
 
 
 def test_a_reader_that_stops_is_no_error(ck: Path) -> None:

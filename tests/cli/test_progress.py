@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import pty
 import re
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.cli.running import BUG, DIFFERENT, MACHINE, USAGE, Transaxle, command, flip, only
+from tests.cli.running import BUG, DIFFERENT, MACHINE, USAGE, Transaxle, flip, on_terminal, only
 from transaxle import __version__
 from transaxle.cli.commands import ls as ls_module
 from transaxle.cli.screen import screen as screen_module
@@ -28,20 +25,7 @@ def _every(seconds: float) -> Iterator[None]:
 
 def test_item_6_bars_have_labels(ck: Path) -> None:
     """On a terminal, each phase has its own."""
-    outer, inner = pty.openpty()
-    with subprocess.Popen(
-        command("convert", ck, "out", "--to", "torchtitan", "--verify"),
-        stdout=subprocess.DEVNULL,
-        stderr=inner,
-        env=os.environ | {"TERM": "xterm", "COLUMNS": "100"},
-    ) as running:
-        os.close(inner)
-        shown = b""
-        while chunk := _read(outer):
-            shown += chunk
-        os.close(outer)
-    assert running.returncode == 0
-    text = shown.decode()
+    text = on_terminal("convert", ck, "out", "--to", "torchtitan", "--verify", errors_only=True)
     places = [text.index(label) for label in ("planning", "copying", "verifying", "comparing")]
     assert places == sorted(places)
 
@@ -136,10 +120,3 @@ def test_item_6_a_bug_where_nothing_can_be_kept(
     monkeypatch.setattr("tempfile.tempdir", "/nonexistent/folder")
     outcome = transaxle("ls", ck)
     assert (outcome.code, "TRANSAXLE_DEBUG=1" in outcome.err) == (BUG, True)
-
-
-def _read(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 1 << 16)
-    except OSError:  # the other side is closed
-        return b""

@@ -15,7 +15,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,26 @@ SHARD_SIZE = 8000
 JOBS = 1
 
 
-class Death:
-    """Dies at the n-th of all points before and after the wrapped calls."""
+Calls = Mapping[Any, Sequence[str]]
+"""Modules and classes -> names of their functions."""
 
-    def __init__(self, at: int) -> None:
+CHANGES: Calls = {
+    os: ("pwrite", "ftruncate", "fsync"),
+    shutil: ("rmtree",),
+    place: ("rename_new", "exchange", "make_durable"),
+    staging: ("reserve", "make_durable"),
+    journal.Journal: ("add",),
+    Path: ("mkdir", "unlink", "rename", "replace"),
+}
+"""Everything that writes, makes, renames or removes on a disk."""
+
+
+class Death:
+    """Dies at the n-th of all points before and after calls; of those that change the disk, unless others are named."""
+
+    def __init__(self, at: int, calls: Calls = CHANGES) -> None:
         self.left = at
+        self._calls = calls
 
     def point(self) -> None:
         if self.left == 0:
@@ -49,15 +64,8 @@ class Death:
         return dying
 
     def prepare(self) -> None:
-        """Wrap everything that writes, makes, renames or removes."""
-        for owner, names in {
-            os: ("pwrite", "ftruncate", "fsync"),
-            shutil: ("rmtree",),
-            place: ("rename_new", "exchange", "make_durable"),
-            staging: ("reserve", "make_durable"),
-            journal.Journal: ("add",),
-            Path: ("mkdir", "unlink", "rename", "replace"),
-        }.items():
+        """Wrap the calls."""
+        for owner, names in self._calls.items():
             for name in names:
                 setattr(owner, name, self.wrap(getattr(owner, name)))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
@@ -21,7 +19,7 @@ from tests import checkpoints
 from tests.engine.distribute.arrays import do, in_child, planned
 from tests.engine.distribute.test_executor import Backwards
 from tests.engine.distribute.test_item_work import plain
-from tests.engine.killed import contents
+from tests.engine.killed import Calls, Death, contents
 from tests.formats.s3_server import Bucket
 from tests.formats.stores import download
 from transaxle.cli import main
@@ -291,33 +289,11 @@ def test_clean_removes_what_a_killed_run_leaves(
     assert tx.clean(f"{bucket.url}/models/.gone.transaxle-partial") == ()
 
 
-class Death:
-    """Dies at the n-th of all points before and after a call that changes something on the service."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def point(self) -> None:
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        self.left -= 1
-
-    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def dying(*args: Any, **kwargs: Any) -> Any:
-            self.point()
-            result = call(*args, **kwargs)
-            self.point()
-            return result
-
-        return dying
-
-    def prepare(self) -> None:
-        for owner, names in {
-            S3Multipart: ("begin_upload", "send_part", "complete", "put", "abort"),
-            Service: ("delete",),
-        }.items():
-            for name in names:
-                setattr(owner, name, self.wrap(getattr(owner, name)))
+CHANGES: Calls = {
+    S3Multipart: ("begin_upload", "send_part", "complete", "put", "abort"),
+    Service: ("delete",),
+}
+"""What changes something on the service."""
 
 
 def all_of(plan: WorkPlan) -> None:
@@ -345,7 +321,7 @@ def killed_at(points: list[int], bucket: Bucket, tmp_path: Path) -> int:
     for number, at in enumerate(points):
 
         def dying(at: int = at) -> None:
-            Death(at).prepare()
+            Death(at, CHANGES).prepare()
             all_of(plan)
 
         deaths += bool(in_child(dying))

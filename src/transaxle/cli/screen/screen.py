@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 from transaxle.errors import shortened
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
+    from rich.progress import TaskID
+
     from transaxle.engine.distribute.watching import Event, Watch
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
@@ -154,19 +157,8 @@ class Screen:
         if self.quiet or not _watched(sys.stderr):
             yield lambda _: None
             return
-        from rich import progress
-        from rich.console import Console
-
-        bars = progress.Progress(
-            progress.TextColumn("  {task.description}"),
-            progress.BarColumn(40),
-            progress.DownloadColumn(),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(elapsed_when_finished=True),
-            console=Console(file=sys.stderr),
-            speed_estimate_period=_PERIOD,
-        )
-        nodes: dict[str, progress.TaskID] = {}
+        bars = _bars(speed_estimate_period=_PERIOD)
+        nodes: dict[str, TaskID] = {}
         with bars:
             everything = bars.add_task("", total=None)
 
@@ -252,21 +244,26 @@ class _Counted:
         return f"{self.label}: {size(self.count)} of {size(self.total)} ({share}), {pace}"
 
 
-@contextmanager
-def _bar(label: str, total: int, *, stays: bool) -> Iterator[Progress]:
-    """Show a bar with a label on standard error; the context gives the function that moves it on."""
+def _bars(**options: Any) -> Bars:
+    """Return what shows bars of bytes on standard error, with rich's own options."""
     from rich import progress
     from rich.console import Console
 
-    bar = progress.Progress(
+    return progress.Progress(
         progress.TextColumn("  {task.description}"),
         progress.BarColumn(40),
         progress.DownloadColumn(),
         progress.TransferSpeedColumn(),
         progress.TimeRemainingColumn(elapsed_when_finished=True),
         console=Console(file=sys.stderr),
-        transient=not stays,
+        **options,
     )
+
+
+@contextmanager
+def _bar(label: str, total: int, *, stays: bool) -> Iterator[Progress]:
+    """Show a bar with a label on standard error; the context gives the function that moves it on."""
+    bar = _bars(transient=not stays)
     with bar:
         task = bar.add_task(label, total=total)
 
