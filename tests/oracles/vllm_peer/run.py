@@ -23,7 +23,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 
-from tests.oracles.vllm_peer.models import MODELS, Model
+from tests.oracles.vllm_peer.model import Model
+from tests.oracles.vllm_peer.models import MODELS
 
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
