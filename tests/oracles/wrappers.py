@@ -25,6 +25,7 @@ _SIZES = {
     "linear_key_head_dim": 8, "linear_value_head_dim": 16,
 }  # fmt: skip
 _FILLED: dict[str, dict[str, Any]] = {
+    "blip_2_qformer": {"encoder_hidden_size": 32},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "hunyuan_v1_moe": {"head_dim": 8},
     "deepseek_v4": {"o_groups": 2, "o_lora_rank": 6, "index_n_heads": 3, "index_head_dim": 10},

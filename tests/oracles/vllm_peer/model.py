@@ -29,6 +29,8 @@ class Model:
     """Ends the names of experts that vLLM reads with their last dims exchanged, as the hub's first files have them."""
     left: str = ""
     """Parameters that vLLM itself leaves as they were: a part of their names."""
+    unread: tuple[str, ...] = ()
+    """Tensors of the hub that vLLM has nothing for: parts of their names."""
     most: int = 4
     """The largest number of ranks: vLLM takes long to put experts into transformers' modules."""
 

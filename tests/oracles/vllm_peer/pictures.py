@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.oracles.vllm_peer.model import Config, Model, model
-from tests.oracles.vllm_peer.text import EXPERTS, FOUR, NARROW, NET, NET_EXPERTS
+from tests.oracles.vllm_peer.text import ALL_HEADS, EXPERTS, FOUR, NARROW, NET, NET_EXPERTS
 
 _TOWER = {
     "depth": 2,
@@ -48,13 +48,14 @@ def pictured(
     vision: Config,
     renamed: Mapping[str, str] | None = None,
     transposed: str = "",
+    unread: tuple[str, ...] = (),
     **config: Any,
 ) -> Model:
     """A model of text and pictures."""
     inner = model(architecture, text, *parts).config
     whole = {"model_type": model_type, "tie_word_embeddings": False, **config}
     whole |= {"text_config": inner, "vision_config": vision}
-    return Model(architecture, whole, kind=architecture, renamed=renamed or {}, transposed=transposed)
+    return Model(architecture, whole, kind=architecture, renamed=renamed or {}, transposed=transposed, unread=unread)
 
 
 PICTURES = {
@@ -76,5 +77,70 @@ PICTURES = {
     ),
     "qwen3_5_moe_whole": pictured(
         "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", "qwen3_5_moe_text", NET_EXPERTS, _PART, vision=_POSITIONS
+    ),
+}  # fmt: skip
+
+_CLIP = {**_SIGLIP, "model_type": "clip_vision_model", "projection_dim": 64}
+_PLAIN = {key: value for key, value in _SIGLIP.items() if key not in ("vision_use_head", "model_type")}
+_BRANCHES = {"use_qk_norm": True, "attention_bias": True, "image_size": [16, 16], "patch_size": [4, 4]}
+_ASKS = {
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "encoder_hidden_size": 64,
+    "vocab_size": 30,
+    "max_position_embeddings": 16,
+}
+_FIRST = {"vision_tower.": "vision_tower.vision_model."}
+_UNSEEN = ("encoder.layers.1.", "post_layernorm")
+"""Of a tower whose last layer but one the text sees."""
+_ARIA = {"moe_num_experts": 10, "moe_topk": 2, "moe_num_shared_experts": 2}
+
+PICTURES |= {
+    "llava": pictured(
+        "LlavaForConditionalGeneration", "llava", "llama", NARROW, vision=_CLIP, renamed=_FIRST, unread=_UNSEEN
+    ),
+    "llava_next": pictured(
+        "LlavaNextForConditionalGeneration", "llava_next", "llama", NARROW, vision=_CLIP, renamed=_FIRST,
+        unread=_UNSEEN,
+    ),
+    "llava_next_video": pictured(
+        "LlavaNextVideoForConditionalGeneration", "llava_next_video", "llama", NARROW, vision=_CLIP, renamed=_FIRST,
+        unread=(*_UNSEEN, "image_newline"),
+    ),
+    "llava_onevision": pictured(
+        "LlavaOnevisionForConditionalGeneration", "llava_onevision", "qwen2", NARROW, vision=_SIGLIP, renamed=_FIRST,
+        unread=("post_layernorm",),
+    ),
+    "mistral3": pictured(
+        "Mistral3ForConditionalGeneration", "mistral3", "mistral", vision={**_PLAIN, "model_type": "pixtral"},
+        vision_feature_layer=-2, unread=("transformer.layers.1.",),
+    ),
+    "internvl": pictured(
+        "InternVLForConditionalGeneration", "internvl", "qwen2", NARROW,
+        vision={**_PLAIN, **_BRANCHES, "model_type": "internvl_vision"},
+    ),
+    "idefics3": pictured(
+        "Idefics3ForConditionalGeneration", "idefics3", "llama", NARROW,
+        vision={**_PLAIN, "model_type": "idefics3_vision"},
+    ),
+    "smolvlm": pictured(
+        "SmolVLMForConditionalGeneration", "smolvlm", "llama", NARROW,
+        vision={**_PLAIN, "model_type": "smolvlm_vision"},
+    ),
+    "paligemma": pictured(
+        "PaliGemmaForConditionalGeneration", "paligemma", "gemma",
+        vision={**_SIGLIP, "projection_dim": 128, "vision_use_head": True}, projection_dim=128, renamed=_FIRST,
+        unread=("vision_tower.head.",),
+    ),
+    "aria": pictured(
+        "AriaForConditionalGeneration", "aria", "aria_text", _ARIA, NARROW,
+        vision={**_PLAIN, "model_type": "idefics3_vision"}, unread=("post_layernorm",),
+    ),
+    "blip_2": pictured(
+        "Blip2ForConditionalGeneration", "blip-2", "opt", ALL_HEADS, {"ffn_dim": 96, "word_embed_proj_dim": 128},
+        vision={**_PLAIN, "model_type": "blip_2_vision_model", "qkv_bias": True}, qformer_config=_ASKS,
+        num_query_tokens=6,
     ),
 }  # fmt: skip

@@ -8,8 +8,8 @@ _TIED = {"tie_word_embeddings": True}
 FOUR = {"num_key_value_heads": 4}
 NARROW = {"head_dim": None}
 """The size of a head is the hidden size divided by their number."""
-_ALL_HEADS = {"head_dim": None, "num_key_value_heads": None}
-_GPT = {**_ALL_HEADS, "n_embd": 128, "n_layer": 2, "n_head": 8, "n_positions": 64}
+ALL_HEADS = {"head_dim": None, "num_key_value_heads": None}
+_GPT = {**ALL_HEADS, "n_embd": 128, "n_layer": 2, "n_head": 8, "n_positions": 64}
 EXPERTS = {"num_experts": 10, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 _WIDE = {"num_experts": 10, "num_experts_per_tok": 2}
 _LOCAL = {"num_local_experts": 10, "num_experts_per_tok": 2}
@@ -164,7 +164,7 @@ TEXT = {
     ),
     "gpt2": model("GPT2LMHeadModel", "gpt2", _GPT, _TIED),
     "gpt_bigcode": model("GPTBigCodeForCausalLM", "gpt_bigcode", _GPT, _TIED),
-    "gpt_neox": model("GPTNeoXForCausalLM", "gpt_neox", _ALL_HEADS),
+    "gpt_neox": model("GPTNeoXForCausalLM", "gpt_neox", ALL_HEADS),
     "gptj": model("GPTJForCausalLM", "gptj", _GPT, rotary_dim=8),
     "granite": model("GraniteForCausalLM", "granite", NARROW),
     "granitemoe": model("GraniteMoeForCausalLM", "granitemoe", _LOCAL, NARROW),
@@ -212,7 +212,7 @@ TEXT = {
     "olmo2": model("Olmo2ForCausalLM", "olmo2", NARROW),
     "olmo3": model("Olmo3ForCausalLM", "olmo3", NARROW),
     "olmoe": model("OlmoeForCausalLM", "olmoe", _WIDE, NARROW),
-    "opt": model("OPTForCausalLM", "opt", _ALL_HEADS, _TIED, ffn_dim=96, word_embed_proj_dim=128),
+    "opt": model("OPTForCausalLM", "opt", ALL_HEADS, _TIED, ffn_dim=96, word_embed_proj_dim=128),
     "phi": model("PhiForCausalLM", "phi", NARROW),
     "phimoe": model(
         "PhiMoEForCausalLM", "phimoe", _LOCAL, NARROW, attention_bias=True, lm_head_bias=True, kind="PhimoeForCausalLM"
