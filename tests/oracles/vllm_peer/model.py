@@ -23,6 +23,8 @@ class Model:
     """Keys of published configs that vLLM reads and transformers does not write."""
     kind: str = ""
     """The class in transformers, where it has another name."""
+    mended: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of names that this transformers stores by mistake -> those of the hub's files."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Beginnings of names that transformers stores -> those that vLLM reads, of the hub's own files."""
     transposed: str = ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.oracles.vllm_peer.pictures import PICTURES
+from tests.oracles.vllm_peer.sound import SOUND
 from tests.oracles.vllm_peer.text import TEXT
 
-MODELS = TEXT | PICTURES
+MODELS = TEXT | PICTURES | SOUND

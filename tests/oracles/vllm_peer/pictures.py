@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.oracles.vllm_peer.model import Config, Model, model
-from tests.oracles.vllm_peer.text import ALL_HEADS, EXPERTS, FOUR, NARROW, NET, NET_EXPERTS
+from tests.oracles.vllm_peer.text import ALL_HEADS, BALANCED, EXPERTS, FOUR, NARROW, NET, NET_EXPERTS
 
 _TOWER = {
     "depth": 2,
@@ -62,6 +62,10 @@ PICTURES = {
     "gemma3_whole": pictured(
         "Gemma3ForConditionalGeneration", "gemma3", "gemma3_text", vision=_SIGLIP, mm_tokens_per_image=4,
         renamed={"vision_tower.": "vision_tower.vision_model."},
+    ),
+    "qwen2_vl": pictured(
+        "Qwen2VLForConditionalGeneration", "qwen2_vl", "qwen2_vl_text", NARROW, _THREE, {"hidden_size": 512},
+        vision={**_TOWER, "embed_dim": 64, "mlp_ratio": 2, "hidden_size": 512},
     ),
     "qwen2_5_vl": pictured(
         "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", "qwen2_5_vl_text", NARROW, _THREE, {"hidden_size": 512},
@@ -142,5 +146,27 @@ PICTURES |= {
         "Blip2ForConditionalGeneration", "blip-2", "opt", ALL_HEADS, {"ffn_dim": 96, "word_embed_proj_dim": 128},
         vision={**_PLAIN, "model_type": "blip_2_vision_model", "qkv_bias": True}, qformer_config=_ASKS,
         num_query_tokens=6,
+    ),
+}  # fmt: skip
+
+_GLM_THREE = {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [4, 6, 6]}}
+_GLM_NARROW = {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}}
+_OCR_THREE = {"rope_parameters": {**_ROPE, "mrope_section": [8, 12, 12]}}
+_GLM = {**_TOWER, "image_size": 16, "out_hidden_size": 128, "intermediate_size": 80}
+_OCR = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 16}
+
+PICTURES |= {
+    "glm4v": pictured(
+        "Glm4vForConditionalGeneration", "glm4v", "glm4v_text", NARROW, _GLM_NARROW, {"attention_bias": True},
+        vision=_GLM,
+    ),
+    "glm4v_moe": pictured(
+        "Glm4vMoeForConditionalGeneration", "glm4v_moe", "glm4v_moe_text", BALANCED, _GLM_THREE,
+        {"attention_bias": True, "use_qk_norm": False},
+        vision=_GLM,
+    ),
+    "paddleocr_vl": pictured(
+        "PaddleOCRVLForConditionalGeneration", "paddleocr_vl", "paddleocr_vl_text", _OCR_THREE,
+        vision={**_OCR, "patch_size": 4},
     ),
 }  # fmt: skip

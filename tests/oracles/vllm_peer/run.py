@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,20 @@ def _hub(model: Model, folder: Path) -> None:
         _number(made.state_dict())
     made.tie_weights()
     made.save_pretrained(folder)
+    if model.mended:
+        file = folder / "model.safetensors"
+        stored = {_beginning(name, model.mended): value for name, value in load_file(file).items()}
+        save_file(stored, file, metadata={"format": "pt"})
     path = folder / "config.json"
     config = json.loads(path.read_text("utf-8")) | {"architectures": [model.architecture], **model.more}
     path.write_text(json.dumps(config), "utf-8")
+
+
+def _beginning(name: str, renamed: Mapping[str, str]) -> str:
+    """Return a name with what it begins with renamed."""
+    for old, new in renamed.items():
+        name = re.sub(rf"^{re.escape(old)}", new, name)
+    return name
 
 
 def _published(model: Model, folder: Path) -> Path:
@@ -85,8 +97,7 @@ def _published(model: Model, folder: Path) -> Path:
     target.mkdir()
     stored: Tensors = {}
     for name, value in load_file(folder / "model.safetensors").items():
-        for old, new in model.renamed.items():
-            name = re.sub(rf"^{re.escape(old)}", new, name)
+        name = _beginning(name, model.renamed)
         turned = model.transposed and ".experts." in name and name.endswith(model.transposed)
         stored[name] = value.transpose(1, 2).contiguous() if turned else value
     save_file(stored, target / "model.safetensors", metadata={"format": "pt"})

@@ -13,7 +13,7 @@ _GPT = {**ALL_HEADS, "n_embd": 128, "n_layer": 2, "n_head": 8, "n_positions": 64
 EXPERTS = {"num_experts": 10, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
 _WIDE = {"num_experts": 10, "num_experts_per_tok": 2}
 _LOCAL = {"num_local_experts": 10, "num_experts_per_tok": 2}
-_BALANCED = {
+BALANCED = {
     "n_routed_experts": 10,
     "n_shared_experts": 2,
     "moe_intermediate_size": 24,
@@ -23,7 +23,7 @@ _BALANCED = {
     "first_k_dense_replace": 1,
 }
 _LATENT = {
-    **_BALANCED,
+    **BALANCED,
     "num_key_value_heads": 8,
     "q_lora_rank": 14,
     "kv_lora_rank": 18,
@@ -127,7 +127,7 @@ TEXT = {
     "deepseek_v3": model("DeepseekV3ForCausalLM", "deepseek_v3", _LATENT, more=_BY_BIAS),
     "deepseek_v3-q": model("DeepseekV3ForCausalLM", "deepseek_v3", _LATENT, q_lora_rank=None, more=_BY_BIAS),
     "gpt_oss": model("GptOssForCausalLM", "gpt_oss", FOUR, _LOCAL, num_local_experts=8),
-    "glm4_moe": model("Glm4MoeForCausalLM", "glm4_moe", _BALANCED, use_qk_norm=True, attention_bias=True),
+    "glm4_moe": model("Glm4MoeForCausalLM", "glm4_moe", BALANCED, use_qk_norm=True, attention_bias=True),
     "afmoe": model(
         "AfmoeForCausalLM", "afmoe", EXPERTS, _SLIDES, num_shared_experts=1, num_dense_layers=1,
         more={"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transaxle.axes.geometry.chunk import Intervals
-from transaxle.axes.notation.expression import Axis, Expression, Layout, Node, Sum, size, walk
+from transaxle.axes.notation.expression import PADDING, Axis, Expression, Layout, Merge, Node, Sum, size, walk
 
 Indices = NDArray[np.int64]
 Ranges = Mapping[str, tuple[int, int]]
@@ -91,4 +91,18 @@ def segment_sizes(node: Node, sizes: Mapping[str, int]) -> tuple[int, ...]:
 def _layout(node: Node, sizes: Mapping[str, int]) -> Layout:
     """Return the layout of one dim by itself."""
     fused = any(isinstance(inner, Sum) for inner in walk(node))
-    return Expression("", None if fused else "", (node,)).layout(sizes)
+    return Expression("", None if fused else "", (_padding_named(node),)).layout(sizes)
+
+
+def _padding_named(node: Node) -> Node:
+    """Return a dim whose padding has positions like every component: each under a name of its own."""
+    match node:
+        case Merge(parts):
+            return Merge(tuple(map(_padding_named, parts)))
+        case Sum(segments):
+            named = (
+                (f"{name}.{number}" if name == PADDING else name, part) for number, (name, part) in enumerate(segments)
+            )
+            return Sum(tuple(named))
+        case Axis():
+            return node

@@ -135,8 +135,9 @@ def rank_shares(
 ) -> Shares | None:
     """Cut a stored tensor as an inference engine's ranks hold it: by the first statement that applies to it.
 
-    A fused dim is cut in each of its components; a padded one as it is, padding and all. Ranks beyond the number of an
-    axis share its indices where the family says what they share out within one (kv heads, `cut tp = r within g`).
+    A fused dim is cut in each of its components; a padded one as it is, padding and all, unless the padding has the
+    axis too and is cut with the others. Ranks beyond the number of an axis share its indices where the family says what
+    they share out within one (kv heads, `cut tp = r within g`).
 
     Args:
         expression: what it holds.
@@ -185,7 +186,7 @@ def _spans(
     *outer, axis = cut.axes
     count, inner = sizes[axis], within.get(axis)
     whole, sharing = count % ranks == 0, ranks // count if count and ranks % count == 0 else 0
-    if _padded(node):
+    if _padded(node, cut.axes):
         count = size(node, sizes)
         if count % ranks == 0:
             return None
@@ -241,8 +242,10 @@ def _of_spans(node: Node, cut: Cuttable, sizes: Mapping[str, int], spans: Sequen
     return tuple(positions(renamed, known, {a: span for a, span in each.items() if a in there}) for each in spans)
 
 
-def _padded(node: Node) -> bool:
-    return any(name == PADDING for inner in walk(node) if isinstance(inner, Sum) for name, _ in inner.segments)
+def _padded(node: Node, axes: Sequence[str] = ()) -> bool:
+    """Tell whether a dim has padding, other than padding with all of these axes, which is cut like a component."""
+    segments = (segment for inner in walk(node) if isinstance(inner, Sum) for segment in inner.segments)
+    return any(name == PADDING and not (axes and axes_in(part).issuperset(axes)) for name, part in segments)
 
 
 def _refuse_padding(expression: Expression, node: Node) -> None:

@@ -1,0 +1,55 @@
+"""Models that hear."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.oracles.vllm_peer.model import Config, Model, model
+
+_EARS = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "num_mel_bins": 16,
+    "max_source_positions": 12,
+}
+
+
+_TWICE = {"language_model.model.model.": "language_model.model."}
+"""transformers 5.19 stores the text model under this name, 5.23 does not."""
+
+
+def heard(architecture: str, model_type: str, text: str, *parts: Config, audio: Config, **config: Any) -> Model:
+    """A model of text and sound."""
+    inner = model(architecture, text, *parts).config
+    whole = {"model_type": model_type, **config, "text_config": inner, "audio_config": audio}
+    return Model(architecture, whole, kind=architecture, mended=_TWICE)
+
+
+SOUND = {
+    "whisper": Model(
+        "WhisperForConditionalGeneration",
+        {
+            "model_type": "whisper", **_EARS, "decoder_layers": 3, "decoder_attention_heads": 8, "decoder_ffn_dim": 80,
+            "max_target_positions": 64, "vocab_size": 90, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+            "decoder_start_token_id": 1,
+        },
+        kind="WhisperForConditionalGeneration",
+    ),
+    "qwen2_audio": heard(
+        "Qwen2AudioForConditionalGeneration", "qwen2_audio", "qwen2", {"head_dim": None},
+        audio={"model_type": "qwen2_audio_encoder", **_EARS},
+    ),
+    "audioflamingo3": heard(
+        "AudioFlamingo3ForConditionalGeneration", "audioflamingo3", "qwen2", {"head_dim": None},
+        audio={"model_type": "audioflamingo3_encoder", **_EARS},
+    ),
+    "glmasr": heard(
+        "GlmAsrForConditionalGeneration", "glmasr", "llama", {"head_dim": None}, tie_word_embeddings=False,
+        audio={
+            "model_type": "glmasr_encoder", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+            "num_attention_heads": 8, "num_key_value_heads": 2, "num_mel_bins": 16,
+        },
+    ),
+}  # fmt: skip
