@@ -126,7 +126,7 @@ def lists() -> Iterator[tuple[str, str]]:
 
 
 def _engine_types() -> list[str]:
-    return sorted({str(model.config["model_type"]) for model in ENGINE_MODELS.values()})
+    return sorted({model.model_type for model in ENGINE_MODELS.values()})
 
 
 def _families(dialect: str, model_types: Iterable[str]) -> Iterator[tuple[str, str]]:

@@ -126,6 +126,6 @@ def test_the_hub_comes_back(name: str, made: Path, tmp_path: Path) -> None:
 
 
 def test_every_family_with_the_dialect_is_compared() -> None:
-    types = {str(model.config["model_type"]) for model in MODELS.values()}
+    types = {model.model_type for model in MODELS.values()}
     compared = {family.name for family in builtin().of_types(sorted(types))}
     assert {name for name, entry in builtin().entries.items() if VLLM in entry.dialects} == compared

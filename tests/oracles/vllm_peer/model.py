@@ -22,7 +22,9 @@ class Model:
     more: Mapping[str, Any] = field(default_factory=dict)
     """Keys of published configs that vLLM reads and transformers does not write."""
     kind: str = ""
-    """The class in transformers, where it has another name."""
+    """The class in transformers, where it has another name; of models that it lacks, none."""
+    stored: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Tensors of the hub's files that transformers does not make -> their shapes."""
     mended: Mapping[str, str] = field(default_factory=dict)
     """Beginnings of names that this transformers stores by mistake -> those of the hub's files."""
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -37,6 +39,11 @@ class Model:
     """The largest number of ranks: vLLM takes long to put experts into transformers' modules."""
 
     @property
+    def model_type(self) -> str:
+        """What `config.json` says."""
+        return str({**self.config, **self.more}["model_type"])
+
+    @property
     def degrees(self) -> tuple[Degrees, ...]:
         """The ranks that it is loaded on."""
         keys = self.config.keys() | self.config.get("text_config", {}).keys()
@@ -45,7 +52,7 @@ class Model:
 
 
 _COUNTS = {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"}
-_DENSE: Config = {
+DENSE: Config = {
     "hidden_size": 128,
     "intermediate_size": 96,
     "num_hidden_layers": 2,
@@ -67,14 +74,22 @@ def model(
     *parts: Config,
     more: Config | None = None,
     kind: str = "",
+    stored: Mapping[str, tuple[int, ...]] | None = None,
     left: str = "",
     most: int = 4,
     **config: Any,
 ) -> Model:
-    merged: Config = dict(_DENSE)
+    """A model of text that transformers makes."""
+    merged: Config = dict(DENSE)
     for part in (*parts, config):
         merged |= part
     keys = {key: value for key, value in merged.items() if value is not None or key == "q_lora_rank"}
     return Model(
-        architecture, {"model_type": model_type, **keys}, more or {}, kind or architecture, left=left, most=most
+        architecture,
+        {"model_type": model_type, **keys},
+        more or {},
+        kind or architecture,
+        stored or {},
+        left=left,
+        most=most,
     )

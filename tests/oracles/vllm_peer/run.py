@@ -48,9 +48,8 @@ _EXPONENTS = "A_log"
 """Ends the names of what is stored as a logarithm."""
 
 
-def _number(tensors: Tensors) -> None:
-    """Give every element of the model a number of its own."""
-    start = 1
+def _number(tensors: Tensors, start: int = 1) -> int:
+    """Give every element of the model a number of its own, from one on; return the one after the last."""
     for name, value in sorted(tensors.items()):
         if not value.is_floating_point():
             continue
@@ -60,26 +59,37 @@ def _number(tensors: Tensors) -> None:
             value.copy_(torch.arange(start, start + value.numel()).reshape(value.shape))
             start += value.numel()
     assert start < _MOST, "more elements than there are numbers"
+    return start
 
 
 def _hub(model: Model, folder: Path) -> None:
-    """Let transformers store the model."""
+    """Write the hub's folder: what transformers stores of the model, and what it does not make."""
+    start, config = _made(model, folder) if model.kind else (1, model.config)
+    path, weights = folder / "config.json", folder / "model.safetensors"
+    folder.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**config, "architectures": [model.architecture], **model.more}), "utf-8")
+    if model.stored:
+        more = {name: torch.empty(shape) for name, shape in model.stored.items()}
+        _number(more, start)
+        save_file((load_file(weights) if model.kind else {}) | more, weights, metadata={"format": "pt"})
+
+
+def _made(model: Model, folder: Path) -> tuple[int, dict[str, Any]]:
+    """Let transformers store the model; return the first number that it does not have, and its config.json."""
     import transformers
 
     keys = {key: value for key, value in model.config.items() if key != "model_type"}
     configuration = transformers.AutoConfig.for_model(model.config["model_type"], **keys)
     made = getattr(transformers, model.kind)(configuration).float().eval()
     with torch.no_grad():
-        _number(made.state_dict())
+        start = _number(made.state_dict())
     made.tie_weights()
     made.save_pretrained(folder)
     if model.mended:
         file = folder / "model.safetensors"
         stored = {_beginning(name, model.mended): value for name, value in load_file(file).items()}
         save_file(stored, file, metadata={"format": "pt"})
-    path = folder / "config.json"
-    config = json.loads(path.read_text("utf-8")) | {"architectures": [model.architecture], **model.more}
-    path.write_text(json.dumps(config), "utf-8")
+    return start, json.loads((folder / "config.json").read_text("utf-8"))
 
 
 def _beginning(name: str, renamed: Mapping[str, str]) -> str:
@@ -162,6 +172,16 @@ def _start() -> None:
         parallel_state.initialize_model_parallel(1, 1)
 
 
+def _described(model_type: str) -> None:
+    """Let transformers read configs of a model whose class is the maker's: a stand-in that keeps all keys."""
+    from transformers import AutoConfig, PreTrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from vllm.transformers_utils.config import _CONFIG_REGISTRY
+
+    if model_type not in CONFIG_MAPPING and model_type not in _CONFIG_REGISTRY:
+        AutoConfig.register(model_type, type("Described", (PreTrainedConfig,), {"model_type": model_type}))
+
+
 def _pretend(rank: int, ranks: int) -> None:
     """Let vLLM's groups say that this is one rank of several."""
     from vllm.distributed import parallel_state
@@ -212,6 +232,7 @@ def _held(folder: Path, rank: int, ranks: int, *, experts: bool) -> Tensors:
 
 def _one(model: Model, folder: Path) -> None:
     _hub(model, folder / HUB)
+    _described(model.model_type)
     read = _published(model, folder / HUB)
     for ranks, sharing in model.degrees:
         for rank in range(ranks):

@@ -22,8 +22,7 @@ BALANCED = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-_LATENT = {
-    **BALANCED,
+_LATENT_HEADS = {
     "num_key_value_heads": 8,
     "q_lora_rank": 14,
     "kv_lora_rank": 18,
@@ -31,6 +30,7 @@ _LATENT = {
     "qk_rope_head_dim": 6,
     "v_head_dim": 12,
 }
+_LATENT = {**BALANCED, **_LATENT_HEADS}
 _BY_BIAS = {"topk_method": "noaux_tc"}
 NET = {
     "linear_num_key_heads": 4,
@@ -228,6 +228,16 @@ TEXT = {
     "stablelm": model("StableLmForCausalLM", "stablelm", NARROW),
     "starcoder2": model("Starcoder2ForCausalLM", "starcoder2", NARROW),
     "vaultgemma": model("VaultGemmaForCausalLM", "vaultgemma", _TIED),
+    "glm": model("GlmForCausalLM", "glm", attention_bias=True),
+    "axk1": model(
+        "AXK1ForCausalLM", "axk1", _LATENT, mlp_layer_types=["dense", "sparse"], more=_BY_BIAS,
+        stored={"model.layers.0.post_mlp_layernorm.weight": (128,)},
+    ),
+    "internlm3": model(
+        "InternLM3ForCausalLM", "llama", more={"model_type": "internlm3"}, kind="LlamaForCausalLM"
+    ),
+    "hrm_text": model("HrmTextForCausalLM", "hrm_text", ALL_HEADS, num_layers_per_stack=2),
+    "minicpm3": model("MiniCPM3ForCausalLM", "minicpm3", _LATENT_HEADS, NARROW),
     "flex_olmo": model("FlexOlmoForCausalLM", "flex_olmo", _WIDE, NARROW, most=2),
     "hunyuan_v1_moe": model("HunYuanMoEV1ForCausalLM", "hunyuan_v1_moe", num_experts=10, moe_topk=2, most=2),
     "mellum": model("MellumForCausalLM", "mellum", EXPERTS, most=2),
