@@ -45,7 +45,7 @@ NUMBERS: tuple[tuple[str, Any], ...] = (
     ("attn_layer_indices", [1]), ("attn_layer_period", 2), ("attn_layer_offset", 1), ("num_experts", 1),
     ("num_dense_layers", 1), ("mamba_n_groups", 2), ("n_groups", 4), ("n_inner", 48),
     ("moe_latent_size", 24), ("num_kv_heads", 1), ("num_ln_in_parallel_attn", 1), ("word_embed_proj_dim", 16),
-    ("mamba_d_ssm", 32), ("linear_num_value_heads", 2),
+    ("mamba_d_ssm", 32), ("linear_num_value_heads", 2), ("qk_norm_type", "olmo"),
 )  # fmt: skip
 """Keys, with values that change what is stored in some family; every flag is changed as well."""
 OTHERS: dict[str, tuple[str, ...]] = {

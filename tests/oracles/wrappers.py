@@ -26,6 +26,9 @@ _SIZES = {
 }  # fmt: skip
 _FILLED: dict[str, dict[str, Any]] = {
     "blip_2_qformer": {"encoder_hidden_size": 32},
+    "molmo2_text": {"additional_vocab_size": 97},  # it is stored as half of an embedding
+    "molmo2_vision": {"num_position_embeddings": 9},
+    "molmo2_adapter": {"vision_feature_layer": [1, 0], "text_hidden_size": 32},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "hunyuan_v1_moe": {"head_dim": 8},
     "deepseek_v4": {"o_groups": 2, "o_lora_rank": 6, "index_n_heads": 3, "index_head_dim": 10},

@@ -68,6 +68,8 @@ def _hub(model: Model, folder: Path) -> None:
     path, weights = folder / "config.json", folder / "model.safetensors"
     folder.mkdir(exist_ok=True)
     path.write_text(json.dumps({**config, "architectures": [model.architecture], **model.more}), "utf-8")
+    if not model.kind and "text_config" in config:
+        _config_class(model.model_type)
     if model.stored:
         more = {name: torch.empty(shape) for name, shape in model.stored.items()}
         _number(more, start)
@@ -97,6 +99,20 @@ def _beginning(name: str, renamed: Mapping[str, str]) -> str:
     for old, new in renamed.items():
         name = re.sub(rf"^{re.escape(old)}", new, name)
     return name
+
+
+def _config_class(model_type: str) -> None:
+    """Let transformers read configs of a type that it does not know: the parts in them are configs too."""
+    import transformers
+
+    base: Any = transformers.PreTrainedConfig
+
+    def filled(self: Any, **keys: Any) -> None:
+        parts = {key: base(**value) for key, value in keys.items() if key.endswith("_config")}
+        base.__init__(self, **{**keys, **parts})
+
+    made = type("PublishedConfig", (base,), {"model_type": model_type, "__init__": filled})
+    transformers.AutoConfig.register(model_type, made, exist_ok=True)
 
 
 def _published(model: Model, folder: Path) -> Path:
